@@ -149,8 +149,9 @@ async def test_greedy_text_is_that_of_transformers(file: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_with_weights_of_8_bits_it_knows_as_much(file: Path) -> None:
-    async with _served(quantization="int8") as client:
+@pytest.mark.parametrize("quantization", ["int8", "packed"])
+async def test_with_weights_of_few_bits_it_knows_as_much(quantization: str, file: Path) -> None:
+    async with _served(quantization=quantization) as client:
         answer = await _ask(client, "completions", prompt=PROMPTS[0], max_tokens=NUM_TOKENS)
         assert answer["choices"][0]["text"].startswith(" Paris.")
         await _check_chat(client)

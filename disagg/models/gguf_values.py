@@ -3,12 +3,16 @@ they are stored in.
 
 Blocks of 32 values (`ggml-common.h`): Q4_0 has a scale in float16, Q4_1 a least value behind it;
 then come 16 bytes, whose lower halves are the first 16 numbers. Q8_0 has a scale and 32 bytes.
+
+Blocks of 256: Q4_K has two floats, and for each 32 values two whole numbers of 6 bits that multiply
+them: the scale, and the least value less than 0. Q6_K has a float, and for each 16 values an int8
+that multiplies it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,10 +20,16 @@ from gguf import GGMLQuantizationType, dequantize
 from torch import Tensor
 
 from disagg.kernels.packed_matrix import PackedMatrix, pack_units
+from disagg.models.gguf_file import BLOCKS
 from disagg.models.gguf_model import GgufStored
 from disagg.models.packing import Packing
 
+# Of blocks [rows, blocks, bytes]: numbers, as `PackedMatrix` has them, and, in the order of groups,
+# scales and least values.
+_Read: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+
 _HALF_NBYTES = 2
+_SIZES = {name: (num_values, nbytes) for name, num_values, nbytes in BLOCKS.values()}
 
 
 def read_values(stored: GgufStored, box: Sequence[tuple[int, int]] = ()) -> Tensor:
@@ -48,22 +58,77 @@ def packed_values(
         OSError: it is cut off.
         ValueError: its scales hold NaN or infinite values.
     """
-    num_in, size = stored.shape[1], packing.group
+    num_values, nbytes = _SIZES[stored.dtype]
+    num_in = stored.shape[1]
     raw = _in_our_order(torch.from_numpy(_raw_rows(stored, box)), stored)
-    assert size is not None
-    blocks = raw.view(len(raw), num_in // size, -1)
-    floats = 2 if packing.has_least else 1
-    halves = blocks[:, :, : floats * _HALF_NBYTES].contiguous().view(torch.float16)
-    if not halves.isfinite().all():
+    blocks = raw.view(len(raw), num_in // num_values, nbytes)
+    numbers, scales, least = _READ[stored.dtype](blocks)
+    if not all(each.isfinite().all() for each in (scales, least) if each is not None):
         raise ValueError("its scales hold NaN or infinite values")
-    numbers = blocks[:, :, floats * _HALF_NBYTES :]
-    if packing.kind == "int4":
-        numbers = torch.cat((numbers & 15, numbers >> 4), 2).view(torch.int8).sub_(8)
-    units = pack_units(numbers.flatten(1).view(torch.int8), packing.kind, size)
-    scales, *least = (each.T.contiguous() for each in halves.unbind(2))
     return PackedMatrix(
-        packing.kind, num_in, size, units, scales, least=least[0] if least else None
+        packing.kind,
+        num_in,
+        packing.group,
+        pack_units(numbers.flatten(1), packing.kind, packing.group),
+        scales.flatten(1).T.contiguous(),
+        least=None if least is None else least.flatten(1).T.contiguous(),
     )
+
+
+def _halves(blocks: Tensor, first: int, count: int) -> Tensor:
+    """So many float16, from a byte of each block on: [rows, blocks, count]."""
+    return blocks[:, :, first : first + count * _HALF_NBYTES].contiguous().view(torch.float16)
+
+
+def _nibbles(stored: Tensor) -> Tensor:
+    """The lower halves of bytes, and then the upper ones: int8 from -8 to 7."""
+    return torch.cat((stored & 15, stored >> 4), -1).view(torch.int8).sub_(8)
+
+
+def _q4_0(blocks: Tensor) -> _Read:
+    return _nibbles(blocks[:, :, 2:]), _halves(blocks, 0, 1), None
+
+
+def _q4_1(blocks: Tensor) -> _Read:
+    scales, least = _halves(blocks, 0, 2).unbind(2)
+    return _nibbles(blocks[:, :, 4:]), scales, least
+
+
+def _q8_0(blocks: Tensor) -> _Read:
+    return blocks[:, :, 2:].contiguous().view(torch.int8), _halves(blocks, 0, 1), None
+
+
+def _q4_k(blocks: Tensor) -> _Read:
+    scale, least = _halves(blocks, 0, 2).float().unsqueeze(3).unbind(2)
+    # Of 8 groups: the first 4 have 6 bits of a byte, the others 4, and 2 above those of the first.
+    low, below, rest = blocks[:, :, 4:16].reshape(*blocks.shape[:2], 3, 4).unbind(2)
+    scales = torch.cat((low & 63, (rest & 15) | (low >> 2 & 48)), 2)
+    leasts = torch.cat((below & 63, (rest >> 4) | (below >> 2 & 48)), 2)
+    # 32 bytes have the numbers of two groups.
+    numbers = _nibbles(blocks[:, :, 16:].reshape(*blocks.shape[:2], 4, 32))
+    return numbers, scale * scales, -(least * leasts)
+
+
+def _q6_k(blocks: Tensor) -> _Read:
+    low, high = (
+        blocks[:, :, :128].reshape(*blocks.shape[:2], 2, 64),
+        blocks[:, :, 128:192].reshape(*blocks.shape[:2], 2, 32),
+    )
+    # Of 128 numbers: four bits of all, and the two above them, 32 numbers after the other.
+    low = torch.cat((low & 15, low >> 4), 3)
+    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], 3)
+    numbers = (low | high << 4).view(torch.int8).sub_(32)
+    scales = blocks[:, :, 192:208].contiguous().view(torch.int8).float()
+    return numbers, scales * _halves(blocks, 208, 1).float(), None
+
+
+_READ: Mapping[str, Callable[[Tensor], _Read]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+}
 
 
 def _raw_rows(stored: GgufStored, box: Sequence[tuple[int, int]]) -> np.ndarray[Any, Any]:

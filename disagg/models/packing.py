@@ -51,6 +51,8 @@ _OF_BLOCKS: Mapping[str, Packing] = {
     "Q4_0": Packing("int4", 32, 2),
     "Q4_1": Packing("int4", 32, 2, has_least=True),
     "Q8_0": Packing("int8", 32, 2),
+    "Q4_K": Packing("int4", 32, 4, has_least=True),
+    "Q6_K": Packing("int8", 16, 4),
 }
 
 

@@ -35,6 +35,7 @@ KINDS: dict[str, list[tuple[Any, int | None, bool, bool]]] = {
         ("int4", None, True, False),
         ("int8", None, False, False),
         ("int4", 16, False, False),
+        ("floats", None, False, False),
         ("int8", 16, False, False),
     ],
 }
@@ -55,6 +56,8 @@ def _packed(
         if not isinstance(each, Tensor) or each.dim() != 2:
             return each
         kind, group, has_zeros, has_least = next(kinds)
+        if kind == "floats":
+            return each * 6
         made = random_packed(
             kind,
             each.shape[0],

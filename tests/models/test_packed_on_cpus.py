@@ -3,6 +3,7 @@ floats, the same logits, bytes as counted."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
 from disagg.config import EngineConfig
@@ -21,6 +23,10 @@ from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
+from disagg.models.gguf_model import GgufStored
+from disagg.models.gguf_values import packed_values, read_values
+from disagg.models.packing import packing_of
+from disagg.models.parts import Part
 from disagg.models.rank_parts import weights_nbytes
 from disagg.models.weights import load_weights
 from disagg.worker.check import loading_sentence
@@ -33,6 +39,13 @@ from tests.models.test_gguf import small_model
 CPU = torch.device("cpu")
 PACKED = EngineConfig(quantization="packed", device="cpu", dtype="bfloat16")
 BLOCKS = [Type.Q4_0, Type.Q4_1, Type.Q8_0]
+NUMBERS = {
+    Type.Q4_0: range(-8, 8),
+    Type.Q4_1: range(-8, 8),
+    Type.Q8_0: range(-128, 128),
+    Type.Q4_K: range(-8, 8),
+    Type.Q6_K: range(-32, 32),
+}
 MATRICES = ("qkv", "output", "gate_up", "down")
 
 
@@ -107,6 +120,33 @@ def test_blocks_of_gguf(tied: bool, kind: Type, tmp_path: Path) -> None:
     of_kind = Int8Linear if kind == Type.Q8_0 else Int4Linear
     assert isinstance(decoder._embedding, of_kind) and isinstance(decoder._lm_head, of_kind)
     assert (decoder._embedding is decoder._lm_head) == tied
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, Type.Q4_K, Type.Q6_K])
+def test_every_number_of_a_block(kind: Type, tmp_path: Path) -> None:
+    """Random bytes, which the library widens, with a scale and a least value that are numbers."""
+    rng = np.random.default_rng(int(kind))
+    num_values, nbytes = GGML_QUANT_SIZES[kind]
+    num_rows, num_blocks = 70, 3
+    raw = rng.integers(0, 256, (num_rows, num_blocks, nbytes), dtype=np.uint8)
+    halves = rng.uniform(0.01, 0.02, (num_rows, num_blocks, 2)).astype(np.float16)
+    if kind == Type.Q6_K:
+        raw[:, :, 208:] = halves[:, :, :1].view(np.uint8)
+    else:
+        count = 2 if kind in (Type.Q4_1, Type.Q4_K) else 1
+        raw[:, :, : 2 * count] = halves[:, :, :count].view(np.uint8)
+    file = tmp_path / "blocks"
+    file.write_bytes(b"before" + raw.tobytes())
+    shape = num_rows, num_blocks * num_values
+    stored = GgufStored(file, kind.name, shape, 6, 6 + raw.nbytes)
+    packing = packing_of({"w": stored}, [Part("w", shape)], "cpu")
+    assert packing is not None
+    for box in ((), ((10, 30), (0, shape[1]))):
+        matrix = packed_values(stored, packing, box)
+        wanted = read_values(stored, box)
+        assert matrix.shape == tuple(wanted.shape)
+        assert torch.equal(matrix.widened(torch.float32), wanted)
+    assert Counter(matrix.numbers().flatten().tolist()).keys() == {*NUMBERS[kind]}
 
 
 def test_blocks_of_other_kinds_are_widened(tmp_path: Path) -> None:
