@@ -25,6 +25,7 @@ BENCHES = (
     "grammar",
     "hand_over",
     "host_step",
+    "ingress_alone",
     "kv_formats",
     "kv_pull",
     "parallel",

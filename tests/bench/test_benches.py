@@ -42,6 +42,7 @@ def test_named_benches_run_one_after_another() -> None:
         "grammar",
         "hand_over",
         "host_step",
+        "ingress_alone",
         "kv_formats",
         "prefix_index",
         "quantised",
@@ -70,6 +71,8 @@ def test_named_benches_run_one_after_another() -> None:
     assert all(row["us after"] > 0 for row in results["sampler"]["rows"])
     assert results["sampler_law"]["num_failed"] == 0
     assert all(row["together us"] > 0 for row in results["host_step"]["rows"])
+    (alone,) = results["ingress_alone"]["rows"]
+    assert min(alone["us/token"], alone["us/request"], alone["requests/s"]) > 0
     assert all(row["us a step"] > 0 for row in results["scheduler"]["rows"])
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
     whole, changed = results["scale"]["rows"][:2]
