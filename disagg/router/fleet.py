@@ -70,11 +70,14 @@ class Reservations:
 
     def __init__(self) -> None:
         self._reservations: dict[str, set[Reservation]] = {}
+        # Their sums: a burst reserves for hundreds of requests, and asks for it with each.
+        self._loads: dict[str, RequestLoad] = {}
         self._num_statuses: dict[str, int] = {}
 
     def reserve(self, worker_id: str, load: RequestLoad) -> Reservation:
         reservation = Reservation(worker_id, load)
         self._reservations.setdefault(worker_id, set()).add(reservation)
+        self._loads[worker_id] = _sum(self.coming_to(worker_id), load, 1)
         return reservation
 
     def sent(self, reservation: Reservation) -> None:
@@ -88,8 +91,11 @@ class Reservations:
         if held is None or reservation not in held:
             return False
         held.remove(reservation)
-        if not held:
-            del self._reservations[reservation.worker_id]
+        worker_id = reservation.worker_id
+        if held:
+            self._loads[worker_id] = _sum(self._loads[worker_id], reservation.load, -1)
+        else:
+            del self._reservations[worker_id], self._loads[worker_id]
         return True
 
     def heard(self, worker_id: str) -> None:
@@ -102,20 +108,22 @@ class Reservations:
 
     def drop(self, worker_id: str) -> None:
         self._reservations.pop(worker_id, None)
+        self._loads.pop(worker_id, None)
         self._num_statuses.pop(worker_id, None)
 
     def coming_to(self, worker_id: str) -> RequestLoad:
-        held = self._reservations.get(worker_id)
-        if not held:
-            return _NOTHING
-        return RequestLoad(
-            sum(reservation.load.num_uncomputed_tokens for reservation in held),
-            sum(reservation.load.num_sequences for reservation in held),
-            sum(reservation.load.num_context_tokens for reservation in held),
-        )
+        return self._loads.get(worker_id, _NOTHING)
 
 
 _NOTHING = RequestLoad()
+
+
+def _sum(load: RequestLoad, other: RequestLoad, sign: int) -> RequestLoad:
+    return RequestLoad(
+        load.num_uncomputed_tokens + sign * other.num_uncomputed_tokens,
+        load.num_sequences + sign * other.num_sequences,
+        load.num_context_tokens + sign * other.num_context_tokens,
+    )
 
 
 class PoolTimes:
