@@ -1,13 +1,15 @@
 """A Ray cluster of three nodes: `disagg doctor` looks at it, then a YAML of deploy/ is served.
 
 It is started as docs/deploying.md says: with a token, and with our HAProxy. `serve deploy` scales
-down and updates the application at constant load, and nobody notices.
+down and updates the application at constant load, and nobody notices. Then the ranks of a worker
+are on two of the nodes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import os
 import re
 import secrets
@@ -36,6 +38,8 @@ from tests.e2e.command import is_named, until
 from tests.e2e.load import MAX_TOKENS, PROMPTS, Load
 from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
 from tests.e2e.single_engine import SingleEngine
+from tests.e2e.streams import PROMPTS as STREAMED_PROMPTS
+from tests.e2e.streams import streamed, streams_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -288,3 +292,48 @@ async def test_no_request_notices_a_change(
         assert load.num_answers > num_before
     assert load.failures == []
     assert len(replicas(nodes, "disagg:Ingress")) == 2
+
+
+def over_nodes(config: dict[str, Any]) -> dict[str, Any]:
+    """Its decode worker has two ranks, each on a node of its own."""
+    new = updated(config)
+    (tier,) = new["applications"][0]["args"]["tiers"]
+    tier["engine"]["num_threads"] = 1
+    tier["decode"].update(num_replicas=1, tensor_parallel_size=2, nnodes=2)
+    return new
+
+
+async def test_a_worker_over_two_nodes(
+    nodes: RayNodes, deployed: tuple[dict[str, Any], Path, str], reference: SingleEngine
+) -> None:
+    """Its text is one engine's, and it ends with the rank of the other node. Last in this file:
+    Serve starts another one, which is not waited for."""
+    config, path, url = deployed
+
+    def ranks() -> list[psutil.Process]:
+        return [each for each in nodes.processes() if is_named(each, "RankActor.run")]
+
+    def decodes() -> set[str]:
+        return {each for each in workers(url) if each.startswith("small-decode")}
+
+    old = workers(url)
+    new = over_nodes(config)
+    await changed(nodes, path, new, lambda: len(workers(url) - old) == 2 == len(workers(url)))
+    (rank,) = ranks()
+    replicas = [each for each in nodes.processes() if is_named(each, "small-decode")]
+    replica = max(replicas, key=psutil.Process.create_time)  # older ones may still drain
+    assert rank.ppid() != replica.ppid()  # those of two nodes of Ray
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        for prompt, temperature in itertools.product(STREAMED_PROMPTS, (0.0, 1.0)):
+            answer = client.chat.completions.create(
+                model="small",
+                messages=[{"role": "user", "content": prompt}],
+                temperature=temperature,
+                seed=7,
+                max_tokens=24,
+            )
+            expected = reference.chat(prompt, 24, temperature=temperature, seed=7)
+            assert answer.choices[0].message.content == expected
+    (lost,) = decodes()
+    assert await streamed(url, "small", rank.kill) == streams_of(reference)
+    until(lambda: lost not in decodes())
