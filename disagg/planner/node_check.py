@@ -56,8 +56,13 @@ def _too_few(
 ) -> str:
     nnodes, num_ranks = tier.num_nodes(pool), tier.num_ranks(pool)
     asked = resources_of_node(tier, pool)
+    if asked["CPU"] == LEAST_CPUS and all(node.has({"CPU": LEAST_CPUS}) for node in nodes):
+        del asked["CPU"]  # nobody asked for it
+    each = f" with {_words(asked)}{' each' if nnodes > 1 else ''}" if asked else ""
     has = "; ".join(
         f"{node.address} has {_words({name: node.resources.get(name, 0.0) for name in asked})}"
+        if asked
+        else node.address
         for node in nodes
     )
     able = next(
@@ -71,12 +76,11 @@ def _too_few(
     advice = (
         "Add nodes, or change tensor_parallel_size and nnodes."
         if able is None or able == nnodes
-        else f"nnodes = {able} (--nnodes) divides it over {able} nodes."
+        else f"Set nnodes to {able} to divide it over {able} nodes."
     )
     return (
         f"A {role} worker of tier {tier.name!r} ({num_ranks} ranks) needs {nnodes} node"
-        f"{'s' if nnodes > 1 else ''} with {_words(asked)}{' each' if nnodes > 1 else ''}, and the"
-        f" cluster has {num_able} ({has}). {advice}"
+        f"{'s' if nnodes > 1 else ''}{each}, and the cluster has {num_able} ({has}). {advice}"
     )
 
 

@@ -109,7 +109,7 @@ def test_fewer_nodes_than_a_worker_needs_are_refused(
     over_nodes = ["--tensor-parallel-size", "2", "--nnodes", "2"]
     own = {"RAY_AUTH_TOKEN_PATH": str(token)}
     said = refusal(str(model), *flags, *over_nodes, environment=own)
-    assert "needs 2 nodes with 0.001 CPU, 1 GPU each, and the cluster has 1 (127.0.0.1" in said
+    assert "needs 2 nodes with 1 GPU each, and the cluster has 1 (" in said
 
 
 def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(

@@ -41,20 +41,32 @@ def test_what_fits_is_let_through() -> None:
             of_gpus(8, 4),
             {"tensor_parallel_size": 16, "nnodes": 2},
             {},
-            r"needs 2 nodes with 0.001 CPU, 8 GPU each, and the cluster has 1 \(10\.0\.0\.1 has 8"
-            r" CPU, 8 GPU; 10\.0\.0\.2 has 8 CPU, 4 GPU\)\. Add nodes",
+            r"needs 2 nodes with 8 GPU each, and the cluster has 1 \(10\.0\.0\.1 has 8 GPU;"
+            r" 10\.0\.0\.2 has 4 GPU\)\. Add nodes",
         ),
         (
             of_gpus(8, 8),
             {"tensor_parallel_size": 16},
             {},
-            r"\(16 ranks\) needs 1 node with .* 16 GPU, .* has 0 .*nnodes = 2 \(--nnodes\) divides",
+            r"\(16 ranks\) needs 1 node with 16 GPU, .* has 0 .*Set nnodes to 2 to divide",
         ),
         (
             [Node("a", {"CPU": 1, "decode": 1}), Node("b", {"CPU": 1})],
             {"tensor_parallel_size": 2},
             {"nnodes": 2, "resources": {"decode": 1}},
-            r"needs 2 nodes .* 1 decode each, .* has 1 .*b has 1 CPU, 0 decode",
+            r"needs 2 nodes with 1 decode each, .* has 1 .*b has 0 decode",
+        ),
+        (
+            [Node("a", {"CPU": 1})],
+            {"tensor_parallel_size": 2, "nnodes": 2},
+            {},
+            r"needs 2 nodes, and the cluster has 1 \(a\)\. Add",
+        ),
+        (
+            [Node("a", {"CPU": 1}), Node("head", {})],
+            {"tensor_parallel_size": 2, "nnodes": 2},
+            {},
+            r"needs 2 nodes with 0\.001 CPU each, .* has 1 \(a has 1 CPU; head has 0 CPU\)\. Add",
         ),
     ],
 )
