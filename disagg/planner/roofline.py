@@ -199,7 +199,8 @@ def placements(
             f" KV; {most.num_gpus} x {gpu.name} offer"
             f" {most.num_gpus * gpu.memory_nbytes * MEMORY_SHARE / 1e9:.0f} GB. It would fit on"
             f" {most.num_gpus} GPUs of {needed / MEMORY_SHARE / 1e9:.0f} GB each"
-            + (", or try fp8 weights." if weights == "bf16" else "."),
+            + (", or try fp8 weights." if weights == "bf16" else ".")
+            + " `disagg serve --nnodes` divides workers over several nodes, which are not planned.",
             param="gpu",
         )
     return fitting
