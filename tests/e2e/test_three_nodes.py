@@ -313,8 +313,9 @@ async def test_a_worker_over_two_nodes(
     def ranks() -> list[psutil.Process]:
         return [each for each in nodes.processes() if is_named(each, "RankActor.run")]
 
-    def decodes() -> set[str]:
-        return {each for each in workers(url) if each.startswith("small-decode")}
+    def have_moved() -> bool:
+        metrics = plain_http.get(f"{url}/metrics", timeout=60).text
+        return bool(re.search(r"^disagg_request_moves_total\{.*\} [1-9]", metrics, re.M))
 
     old = workers(url)
     new = over_nodes(config)
@@ -334,6 +335,6 @@ async def test_a_worker_over_two_nodes(
             )
             expected = reference.chat(prompt, 24, temperature=temperature, seed=7)
             assert answer.choices[0].message.content == expected
-    (lost,) = decodes()
+    assert not have_moved()
     assert await streamed(url, "small", rank.kill) == streams_of(reference)
-    until(lambda: lost not in decodes())
+    until(have_moved)
