@@ -310,9 +310,6 @@ async def test_a_worker_over_two_nodes(
     Serve starts another one, which is not waited for."""
     config, path, url = deployed
 
-    def ranks() -> list[psutil.Process]:
-        return [each for each in nodes.processes() if is_named(each, "RankActor.run")]
-
     def have_moved() -> bool:
         metrics = plain_http.get(f"{url}/metrics", timeout=60).text
         return bool(re.search(r"^disagg_request_moves_total\{.*\} [1-9]", metrics, re.M))
@@ -320,10 +317,10 @@ async def test_a_worker_over_two_nodes(
     old = workers(url)
     new = over_nodes(config)
     await changed(nodes, path, new, lambda: len(workers(url) - old) == 2 == len(workers(url)))
-    (rank,) = ranks()
-    replicas = [each for each in nodes.processes() if is_named(each, "small-decode")]
-    replica = max(replicas, key=psutil.Process.create_time)  # older ones may still drain
-    assert rank.ppid() != replica.ppid()  # those of two nodes of Ray
+    (rank,) = replicas(nodes, "RankActor.run")
+    decodes = replicas(nodes, "small-decode")
+    first = max(decodes, key=psutil.Process.create_time)  # older ones may still drain
+    assert rank.ppid() != first.ppid()  # those of two nodes of Ray
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         for prompt, temperature in itertools.product(STREAMED_PROMPTS, (0.0, 1.0)):
             answer = client.chat.completions.create(
