@@ -176,3 +176,4 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     pulls: tuple[PullCounts, ...] = ()  # one for each lane
     num_prefilling: int = 0  # of those that run, with prompt tokens to compute
     num_leaving: int = 0  # of these, to decode on another worker
+    home_ingress: str = ""  # which prefers this worker among equal ones; "": all do

@@ -107,7 +107,7 @@ class IngressCore:
         }
         tpot_slo_s = {tier.name: tier.tpot_slo_s for tier in config.tiers if tier.tpot_slo_s}
         index = PrefixIndex(config.prefix_index_nbytes)
-        self.fleet = Fleet(index, now=now, tpot_slo_s=tpot_slo_s)
+        self.fleet = Fleet(index, now=now, tpot_slo_s=tpot_slo_s, ingress_id=ingress_id)
         standby = Standby(self.fleet, _num_serving(config))
         self.links = FleetLinks(
             key=config.cluster_key.encode(),

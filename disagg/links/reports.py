@@ -25,7 +25,14 @@ PART_NAMES = 4096  # of a snapshot, in one frame; docs/scale.md has what they co
 NUM_AT_ONCE = 2  # reports after a request has arrived, as `router.fleet` counts them
 # Parts of a status that are long and rarely change, and what they are with nothing to say. The
 # bits of `StepFrame.kept` are in this order.
-RARE = (("transfers", ()), ("pulls", ()), ("store", None), ("host", None), ("holds", None))
+RARE = (
+    ("transfers", ()),
+    ("pulls", ()),
+    ("store", None),
+    ("host", None),
+    ("holds", None),
+    ("home_ingress", ""),
+)
 
 
 class Report(NamedTuple):

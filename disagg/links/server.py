@@ -37,6 +37,7 @@ from disagg.links.frames import (
     proofs_equal,
     worker_proof,
 )
+from disagg.links.home import home_of
 from disagg.links.reports import PART_NAMES, LinkReports, Report, parts_of
 from disagg.messages import (
     WIRE_VERSION,
@@ -108,6 +109,7 @@ class LinkServer:
                 param="cluster_key",
             )
         self.record = record
+        self.home_ingress = ""  # of those that are linked; goes into `WorkerStatus`
         self.receive = receive
         self.key = key
         self.handshake_timeout_s = handshake_timeout_s
@@ -121,10 +123,6 @@ class LinkServer:
         self._server: asyncio.Server | None = None
         self._heartbeat: asyncio.Task[None] | None = None
         self._is_closed = False
-
-    @property
-    def num_links(self) -> int:
-        return len(self._links)
 
     @property
     def status(self) -> WorkerStatus:
@@ -163,7 +161,9 @@ class LinkServer:
         self._status = status
         events = tuple(kv_events)
         for link_id, link in list(self._links.items()):
-            link.publish(tuple(deltas.get(link_id, ())), events, status)
+            report, of_link = link.reports.after_step(events, status), deltas.get(link_id, ())
+            if of_link or report is not None:
+                link.send_step(tuple(of_link), report)
 
     def publish_arrivals(self, status: WorkerStatus) -> None:
         """Requests have arrived, and a step begins: tell the ingresses that sent none of them."""
@@ -250,12 +250,18 @@ class LinkServer:
         self._strangers.discard(link)
         link_id = next(self._ids)
         self._links[link_id] = link
+        self._choose_home()
         return link_id
 
     def gone(self, link: _IngressLink) -> None:
         self._strangers.discard(link)
         if link.link_id is not None and self._links.pop(link.link_id, None) is not None:
+            self._choose_home()
             self.receive(link.link_id, LinkClosed(link.reason))
+
+    def _choose_home(self) -> None:
+        linked = {link.ingress_id for link in self._links.values()}
+        self.home_ingress = home_of(self.record.worker_id, linked)
 
 
 class _IngressLink(Connection):
@@ -264,6 +270,7 @@ class _IngressLink(Connection):
     def __init__(self, server: LinkServer) -> None:
         super().__init__(server.max_buffer_nbytes)
         self.link_id: LinkId | None = None
+        self.ingress_id = ""
         self._server = server
         self._nonce = fresh_nonce()
         self._timer: asyncio.TimerHandle | None = None
@@ -333,6 +340,7 @@ class _IngressLink(Connection):
         self._timer.cancel()
         self.trust()
         record = self._server.record
+        self.ingress_id = hello.ingress_id
         self.link_id = self._server.established(self)
         self.send(Welcome(worker_proof(key, self._nonce, hello.nonce, record), record))
         self._server.receive(self.link_id, Resync())
@@ -341,16 +349,6 @@ class _IngressLink(Connection):
         log.warning("Refused a link: %s", reason)
         self.send(Refused(reason))
         self.end(reason, flush=True)
-
-    def publish(
-        self,
-        deltas: tuple[TokenDelta, ...],
-        kv_events: tuple[KVEvent, ...],
-        status: WorkerStatus,
-    ) -> None:
-        report = self.reports.after_step(kv_events, status)
-        if deltas or report is not None:
-            self.send_step(deltas, report)
 
     def publish_snapshot(
         self,

@@ -43,6 +43,10 @@ NUM_BEHIND_PER_QUEUED = 2.0
 # Measured on the Mooncake trace (docs/notebook/routing.md, "Simulator").
 NUM_COMPUTED_AGAIN = 7.0
 
+# Another ingress may send a prompt at the same moment to a worker where this ingress is not the
+# home: of how many prompts that is expected. It decides between workers that cost about the same.
+SHARE_MEETING_OTHERS = 0.1
+
 # For a decode worker that has not pulled yet. Optimistic, because too high a price would never be
 # corrected: nothing would be transferred.
 UNMEASURED_LATENCY_S = 2e-3
@@ -124,6 +128,8 @@ def prefill_cost(
             num_delayed = NUM_STREAMS_EXPECTED
         harm_s = num_delayed * work_s
     harm_s += num_behind * alone_s
+    if not worker.is_home:
+        harm_s += SHARE_MEETING_OTHERS * alone_s
     num_shared, num_held_anywhere = num_held_once
     if num_held_anywhere > num_cached and num_held_anywhere > num_shared:
         num_before = num_shared if num_shared > num_cached else num_cached
@@ -143,6 +149,8 @@ def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, f
         num_delayed = (worker.num_decoding or num_expected) if spares_decodes else 0
     step_s = backlog.step_s / backlog.num_at_once
     token_s = (per_token_s + 0.5 * CHUNK_TOKENS * per_attended_s) * (1 + num_delayed) + step_s
+    if not worker.is_home:
+        token_s *= 1.0 + SHARE_MEETING_OTHERS
     return backlog.under_way_s + backlog.later_s + backlog.num_later * step_s, token_s
 
 

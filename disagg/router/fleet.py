@@ -187,6 +187,7 @@ class Fleet:
     Args:
         now: the router's clock; without it the progress of a running step is not known.
         tpot_slo_s: of requests by model; models without one have none.
+        ingress_id: whose fleet this is, as workers know it.
     """
 
     def __init__(
@@ -194,8 +195,10 @@ class Fleet:
         index: PrefixIndex | None = None,
         now: Callable[[], float] = lambda: math.inf,
         tpot_slo_s: Mapping[str, float] = MappingProxyType({}),
+        ingress_id: str = "",
     ) -> None:
         self._tpot_slo_s = tpot_slo_s
+        self._ingress_id = ingress_id
         self.index = index if index is not None else PrefixIndex()
         self._now = now
         self._began_s: dict[str, float] = {}  # start of each worker's running step, as far as known
@@ -323,7 +326,7 @@ class Fleet:
         coming = self._ledger.coming_to(worker_id)
         began_s = self._began_s[worker_id]
         tpot_slo_s = self._tpot_slo_s.get(record.model, math.inf)
-        view = WorkerView.of(record, status, coming, times, began_s, tpot_slo_s)
+        view = WorkerView.of(record, status, coming, times, began_s, tpot_slo_s, self._ingress_id)
         self._views[worker_id] = view
         pools = self._pools.get(record.model)
         if pools is None:

@@ -41,6 +41,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     began_s: float = math.inf  # start of the running step, on the fleet's clock; inf: not known
     tpot_slo_s: float = math.inf  # of the requests of its model; inf: they have none
     streams: RunningStreams | None = None  # None: its model has no TPOT SLO
+    is_home: bool = True  # among equals this ingress prefers it; with one ingress, all of them
 
     @classmethod
     def of(
@@ -51,6 +52,7 @@ class WorkerView(msgspec.Struct, frozen=True):
         times: StepTimeModel,
         began_s: float = math.inf,
         tpot_slo_s: float = math.inf,
+        ingress_id: str = "",
     ) -> WorkerView:
         blocks_coming = -(-coming.num_context_tokens // record.block_size)
         num_waiting = status.num_waiting + (coming.num_uncomputed_tokens > 0)
@@ -79,6 +81,7 @@ class WorkerView(msgspec.Struct, frozen=True):
             began_s,
             tpot_slo_s,
             streams,
+            status.home_ingress in ("", ingress_id),
         )
 
 

@@ -10,9 +10,14 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sequence
 
 from disagg.blocks import BlockHash
+from disagg.links.home import home_of
 from disagg.links.reports import LinkReports, Report
 from disagg.messages import KVEvent, WorkerRecord, WorkerStatus
 from disagg.router.fleet import Fleet
+
+
+def ingress_id_of(number: int) -> str:
+    return f"ingress-{number}"
 
 
 class SimulatedReports:
@@ -75,6 +80,10 @@ class EveryIngress:
 
     def __init__(self, each: Sequence[SimulatedReports]) -> None:
         self._each = each
+        self._ingress_ids = [ingress_id_of(number) for number in range(len(each))]
+
+    def home_of(self, worker_id: str) -> str:
+        return home_of(worker_id, self._ingress_ids)
 
     def worker_synced(
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus

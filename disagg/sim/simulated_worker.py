@@ -129,7 +129,8 @@ class SimulatedWorker:
             pid=0,
             max_num_seqs=spec.max_num_seqs,
         )
-        fleet.worker_synced(record, (), self._core.status())
+        self._home_ingress = fleet.home_of(spec.worker_id)
+        fleet.worker_synced(record, (), self._status_now())
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -236,7 +237,7 @@ class SimulatedWorker:
         is_moving = self._core.advance(now)
         if self._has_arrivals:
             self._has_arrivals = False
-            self._fleet.requests_arrived(self.spec.worker_id, self._core.status)
+            self._fleet.requests_arrived(self.spec.worker_id, self._status_now)
         self._engine.expire(now)
         events = tuple(self._engine.step())
         kv_events = self._engine.pool.take_events()
@@ -257,7 +258,7 @@ class SimulatedWorker:
         num_more = num_alike(self._engine) if is_plain else 0
         self._run = StepRun(self._engine.last_plan.features, self.spec.steps, now, num_more)
         if num_more:
-            self._status = self._core.status()
+            self._status = self._status_now()
         self._plan_turn(self._run.ends_s)
 
     def _end_run(self, run: StepRun, now: float) -> None:
@@ -300,8 +301,11 @@ class SimulatedWorker:
         for deltas in self._core.take(result, now).values():
             for delta in deltas:
                 self._hand_over(delta, now)
-        status = self._core.status(result.status)
+        status = self._core.status(result.status, self._home_ingress)
         self._fleet.worker_stepped(self.spec.worker_id, result.kv_events, status)
+
+    def _status_now(self) -> WorkerStatus:
+        return self._core.status(None, self._home_ingress)
 
     def _hand_over(self, delta: TokenDelta, now: float) -> None:
         if delta.ticket is not None:  # to look whether the reader came

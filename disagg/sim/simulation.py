@@ -38,7 +38,7 @@ from disagg.router.worker_view import Pool
 from disagg.sim import virtual_time
 from disagg.sim.answers import SimulatedConfidence
 from disagg.sim.config import Fault, SimConfig
-from disagg.sim.ingresses import EveryIngress, SimulatedReports
+from disagg.sim.ingresses import EveryIngress, SimulatedReports, ingress_id_of
 from disagg.sim.network import SimulatedNetwork
 from disagg.sim.report import Outcome, SimReport, WorkDone, in_time_percent, summarise
 from disagg.sim.scaling import Scaling
@@ -61,10 +61,13 @@ class _WatchedFleet(Fleet):
     """What the router knows, made current before each look."""
 
     def __init__(
-        self, tpot_slo_s: Mapping[str, float], workers: Mapping[str, SimulatedWorker]
+        self,
+        tpot_slo_s: Mapping[str, float],
+        workers: Mapping[str, SimulatedWorker],
+        ingress_id: str,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        super().__init__(now=self._loop.time, tpot_slo_s=tpot_slo_s)
+        super().__init__(now=self._loop.time, tpot_slo_s=tpot_slo_s, ingress_id=ingress_id)
         self._workers = workers
         self._looked_s = -1.0
 
@@ -90,7 +93,8 @@ class _Ingress:
     ) -> None:
         loop, tiers = asyncio.get_running_loop(), config.tiers
         self._workers = workers
-        self.fleet = _WatchedFleet({tier.name: tpot_slo_s for tier in tiers}, workers)
+        slo_s = {tier.name: tpot_slo_s for tier in tiers}
+        self.fleet = _WatchedFleet(slo_s, workers, ingress_id_of(number))
         self.reports = SimulatedReports(loop, self.fleet, interval_s)
         ttft_slo_s = {tier.name: tier.ttft_slo_s for tier in tiers}
         allowed_s = ttft_slo_s if config.fair_queue else {}

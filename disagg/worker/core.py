@@ -188,7 +188,7 @@ class WorkerCore:
         """The hashes of all blocks cached in the host tier."""
         return self._host.hashes() if self._host is not None else ()
 
-    def status(self, status: WorkerStatus | None = None) -> WorkerStatus:
+    def status(self, status: WorkerStatus | None = None, home_ingress: str = "") -> WorkerStatus:
         """The worker's load: the engine's (by default its current one), imports, holds, pulls."""
         status = status or self._engine.status()
         return msgspec.structs.replace(
@@ -203,6 +203,7 @@ class WorkerCore:
             host=self._host.counts() if self._host is not None else None,
             holds=self._kv_export.counts,
             pulls=self._kv_import.pulls.counts,
+            home_ingress=home_ingress,
         )
 
     def check(self) -> None:

@@ -21,7 +21,17 @@ from disagg.config import ServeConfig, TierConfig
 from disagg.engine.engine_thread import EngineThread, StepResult, engine_failed
 from disagg.errors import EngineFailed, WorkerLost
 from disagg.links.server import LinkClosed, LinkServer, Received
-from disagg.messages import Cancel, Peers, Prefetch, Release, Resync, Role, Start, WorkerRecord
+from disagg.messages import (
+    Cancel,
+    Peers,
+    Prefetch,
+    Release,
+    Resync,
+    Role,
+    Start,
+    WorkerRecord,
+    WorkerStatus,
+)
 from disagg.time_model import StepTimeModel
 from disagg.worker.core import WorkerCore
 from disagg.worker.liveness import LOOK_S, Liveness
@@ -254,7 +264,7 @@ class Worker:
 
     def _begin_drain(self, leave_by_s: float) -> None:
         self._core.drain(leave_by_s)
-        self._loop.call_soon_threadsafe(self._server.publish, {}, (), self._core.status())
+        self._loop.call_soon_threadsafe(self._server.publish, {}, (), self._status())
 
     def _start(self, link_id: LinkId, start: Start) -> None:
         self._core.start(link_id, start, self._clock())
@@ -262,8 +272,8 @@ class Worker:
 
     def _between_steps(self, now: float) -> bool:
         is_busy = self._core.advance(now)
-        if self._has_arrivals and self._server.num_links > 1:  # one sends all of them
-            self._loop.call_soon_threadsafe(self._server.publish_arrivals, self._core.status())
+        if self._has_arrivals and self._server.home_ingress:  # several ingresses
+            self._loop.call_soon_threadsafe(self._server.publish_arrivals, self._status())
         self._has_arrivals = False
         return is_busy
 
@@ -276,12 +286,16 @@ class Worker:
         # Posted like a step, so that it arrives in order with the cache events.
         hashes, in_host = self._engine.pool.hashes(), self._core.host_hashes()
         self._loop.call_soon_threadsafe(
-            self._server.publish_snapshot, link_id, hashes, self._core.status(), in_host
+            self._server.publish_snapshot, link_id, hashes, self._status(), in_host
         )
 
     def _publish(self, result: StepResult) -> None:
         deltas = self._core.take(result, self._clock())
         kv_events = result.kv_events + self._core.take_host_events()
         self._loop.call_soon_threadsafe(
-            self._server.publish, deltas, kv_events, self._core.status(result.status)
+            self._server.publish, deltas, kv_events, self._status(result)
         )
+
+    def _status(self, result: StepResult | None = None) -> WorkerStatus:
+        status = None if result is None else result.status
+        return self._core.status(status, self._server.home_ingress)

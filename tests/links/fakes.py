@@ -160,10 +160,14 @@ async def fake_worker(
 
 @asynccontextmanager
 async def linked(
-    record: WorkerRecord, observer: LinkObserver, key: bytes = KEY, **options: Any
+    record: WorkerRecord,
+    observer: LinkObserver,
+    key: bytes = KEY,
+    ingress_id: str = "ingress-0",
+    **options: Any,
 ) -> AsyncIterator[Link]:
     link = Link(
-        record, key=key, ingress_id="ingress-0", observer=observer, rng=random.Random(1), **options
+        record, key=key, ingress_id=ingress_id, observer=observer, rng=random.Random(1), **options
     )
     link.open()
     try:

@@ -206,7 +206,7 @@ async def test_messages_arrive_in_order_and_the_end_of_a_link_is_the_last() -> N
             Cancel(3),
             LinkClosed("the other side hung up"),
         ]
-        assert worker.server.num_links == 0
+        assert not worker.server._links
         worker.step({1: [TokenDelta(1, (1,))]})
 
 
@@ -345,7 +345,7 @@ async def test_a_reader_that_stops_reading_loses_its_link() -> None:
         many = [TokenDelta(1, tuple(range(1000)))] * 20
         for _ in range(2000):
             worker.step({1: many})
-            if worker.server.num_links == 0:
+            if not worker.server._links:
                 break
             await asyncio.sleep(0)
         (closed,) = worker.of_type(LinkClosed)

@@ -206,3 +206,17 @@ def test_transfers_are_priced_by_what_was_measured() -> None:
 
 def test_unequal_layouts_cannot_be_moved() -> None:
     assert transfer_s(view("p0", layout="another"), view("d0"), 16) == math.inf
+
+
+def test_among_equals_a_worker_at_home_is_cheaper_and_ranked_before() -> None:
+    """The ingress "a" knows that another one prefers the worker of "b"."""
+    costs_s, ranks = [], []
+    for home in ("", "a", "b"):
+        status = make_status(home_ingress=home)
+        times = StepTimeModel.of(status.step_costs)
+        record = make_record("p0")
+        worker = WorkerView.of(record, status, RequestLoad(), times, ingress_id="a")
+        costs_s.append(prefill_cost(worker, 1000, 0).total_s)
+        ranks.append(prefill_estimate(worker, spares_decodes=True))
+    assert costs_s[0] == costs_s[1] < costs_s[2] < 1.2 * costs_s[1]
+    assert ranks[0] == ranks[1] < ranks[2]

@@ -157,13 +157,14 @@ def test_several_ingresses_serve_all_though_each_knows_only_what_it_hears(
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 0.5])
-def test_an_ingress_avoids_the_worker_to_which_another_has_just_sent_a_prompt(
-    monkeypatch: pytest.MonkeyPatch, interval_s: float
+@pytest.mark.parametrize(("num_workers", "later_s"), [(2, 0.01), (8, 0.0), (40, 0.0)])
+def test_an_ingress_avoids_the_worker_to_which_another_sends_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, interval_s: float, num_workers: int, later_s: float
 ) -> None:
-    """Pairs of prompts, the second in the middle of the first one's first step."""
+    """Pairs of prompts: the second in the middle of the first one's first step, or both at once."""
     monkeypatch.setattr(simulation, "report_interval_s", lambda number: interval_s)
-    arrivals_s = [10.0 * pair + later_s for pair in range(8) for later_s in (0.0, 0.01)]
+    arrivals_s = [10.0 * pair + each_s for pair in range(20) for each_s in (0.0, later_s)]
     pairs = [TraceRequest(arrival_s, 4096, 2) for arrival_s in arrivals_s]
-    config = SimConfig(num_prefill=2, num_decode=0, num_ingress=2)
+    config = SimConfig(num_prefill=num_workers, num_decode=0, num_ingress=2)
     report = simulate(config, pairs)
     assert report.ttft_p99_s == pytest.approx(report.ttft_p50_s)

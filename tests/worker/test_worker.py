@@ -313,8 +313,9 @@ async def test_other_ingresses_hear_of_a_request_before_its_first_step_has_ended
     async with rig() as r:
         await r.start("decode")
         other = RecordingObserver()
-        async with linked(r.workers["decode"].record, other, KEY.encode()):
+        async with linked(r.workers["decode"].record, other, KEY.encode(), "ingress-1"):
             await until(lambda: "decode" in other.statuses)
+            assert other.statuses["decode"].home_ingress in ("ingress-0", "ingress-1")
             r.runners["decode"].gate.clear()
             asked = asyncio.create_task(r.all("decode", make_request()))
             await until(lambda: other.statuses["decode"].num_uncomputed_tokens == len(PROMPT))
