@@ -22,7 +22,7 @@ namespace disagg {
 constexpr int KEY_TILE = PANEL;
 constexpr int KEY_PAIRS = KEY_TILE / 2;
 constexpr int DEPTH = 32;  // what a head's size is filled up to a multiple of, with zeros
-constexpr int ROWS_OF_ITEM = 128;  // queries times heads that share packed keys and values
+constexpr int ROWS_OF_ITEM = 256;  // queries times heads that share packed keys and values
 constexpr float LOG2_E = 1.44269504f;
 constexpr float HEADROOM = 8.0f;  // weights are at most 2 to the power of this
 
