@@ -2,9 +2,11 @@
 #pragma once
 
 #include "amx.h"
+#include "buffer.h"
 #include "int4.h"
 #include "int8.h"
 #include "product.h"
+#include "widened.h"
 
 namespace disagg {
 
@@ -31,14 +33,27 @@ inline void any_row(const Matrix& matrix, int64_t row, bf16* out) {
     int8_row(matrix, row, out);
 }
 
+constexpr int FEW_ROWS = 16;  // of more, AMX multiplies with numbers that were widened before
+
 // Some panels of a product with a weight of 8 or 4 bits, for rows of prompts: out is [num_rows,
-// num_out].
+// num_out]. Of more than FEW_ROWS, rows of `x` up to a multiple of TILE_ROWS are read.
 inline void narrow_rows(const Matrix& matrix, const bf16* x, int num_rows, int first_panel,
                         int end_panel, bf16* out) {
   auto take = [&](int row, int column, __m512 sums) {
     store(out + int64_t(row) * matrix.num_out + column, finished(matrix, column, sums),
           first_lanes(matrix.num_out - column));
   };
+#ifdef __AMX_BF16__
+  Buffer<uint32_t> wide;
+  const int64_t size = int64_t(matrix.num_filled_pairs()) * PANEL;
+  if (num_rows > FEW_ROWS && wide.hold(size)) {
+    memset(wide.get(), 0, size * sizeof(uint32_t));
+    const Tiles tiles;
+    for (int panel = first_panel; panel < end_panel; ++panel)
+      widened_product(matrix, panel, x, num_rows, wide.get(), take);
+    return;
+  }
+#endif
   for (int panel = first_panel; panel < end_panel; ++panel)
     if (matrix.nibbles != nullptr)
       int4_product<4>(matrix, panel, 0, x, num_rows, take);

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from disagg.kernels.cpu_matrix import CpuMatrix
 from disagg.kernels.linear import PANEL, PlainLinear
+from disagg.kernels.narrow_rows import FEW_ROWS as FEW_ROWS_COMPILED
 from disagg.kernels.narrow_rows import narrow_rows
 from disagg.kernels.packed_matrix import PackedMatrix
 
 LARGEST = 127
 _WHOLE = 32  # torch's own product reads memory behind a row whose size is no multiple of 16
 FEW_ROWS = 4  # of more, torch multiplies a widened weight in less time than one of int8
-COMPILED_ROWS = 16  # of more, torch widens and multiplies in less time than compiled code
 _ROWS_AT_ONCE = 1024  # that are quantised together: few enough for the processor's cache
 
 
@@ -57,8 +57,7 @@ class Int8Linear(PlainLinear):
         return made
 
     def __call__(self, x: Tensor) -> Tensor:
-        is_few = x.shape[0] <= COMPILED_ROWS and x.dtype == torch.bfloat16
-        if self._library is not None and is_few:
+        if self._library is not None and x.dtype == torch.bfloat16 and self._is_compiled(x):
             return narrow_rows(self._library, self.described(), x)
         if self.group is not None:
             made = functional.linear(x, self.widened())
@@ -69,6 +68,11 @@ class Int8Linear(PlainLinear):
         else:  # results are fewer than weights
             made = functional.linear(x, self._wide_numbers()).mul_(self.scales)
         return made if self.bias is None else made.add_(self.bias)
+
+    def _is_compiled(self, x: Tensor) -> bool:
+        """Without AMX, torch widens and multiplies in less time, unless rows are few."""
+        assert self._library is not None
+        return x.shape[0] <= FEW_ROWS_COMPILED or bool(self._library.disagg_step_has_large())
 
     @property
     def panels_nbytes(self) -> int:

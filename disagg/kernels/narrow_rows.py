@@ -8,11 +8,14 @@ from ctypes import byref, c_int32, c_void_p
 from functools import cache
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from disagg.kernels.cpu_matrix import CpuMatrix
 from disagg.kernels.linear import PANEL
 
+FEW_ROWS = 16  # of more, AMX reads rows up to a multiple of `_TILE_ROWS`
+_TILE_ROWS = 16
 _PANELS_AT_ONCE = 16  # for a thread to be worth waking up
 
 
@@ -23,8 +26,10 @@ def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
         library: `cpu_library.find_step`'s.
         matrix: of 8 or 4 bits.
     """
-    x = x.contiguous()
-    out = torch.empty(x.shape[0], matrix.num_out, dtype=x.dtype)
+    num_rows = x.shape[0]
+    out = torch.empty(num_rows, matrix.num_out, dtype=x.dtype)
+    num_more = -num_rows % _TILE_ROWS if num_rows > FEW_ROWS else 0
+    x = functional.pad(x, (0, 0, 0, num_more)) if num_more else x.contiguous()
     num_panels = -(-matrix.num_out // PANEL)
     num_parts = min(torch.get_num_threads(), -(-num_panels // _PANELS_AT_ONCE))
     ends = [num_panels * part // num_parts for part in range(num_parts + 1)]
@@ -33,7 +38,7 @@ def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
         library.disagg_step_narrow_rows(
             byref(matrix),
             c_void_p(x.data_ptr()),
-            c_int32(x.shape[0]),
+            c_int32(num_rows),
             c_int32(ends[part]),
             c_int32(ends[part + 1]),
             c_void_p(out.data_ptr()),

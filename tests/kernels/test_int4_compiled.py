@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from disagg.kernels.int4_groups import GROUP
 from disagg.kernels.int4_linear import LARGEST, Int4Linear
 from disagg.kernels.linear import PANEL
+from disagg.kernels.narrow_rows import FEW_ROWS
 from tests.kernels.compiled import compiled
 from tests.kernels.test_int4_linear import SHAPES, packed_matrices, random_values
 
@@ -41,20 +43,38 @@ def test_compiled_products_are_those_of_the_numbers(
     _in_panels(linear, tmp_path_factory)
     assert torch.equal(linear.widened(), whole) and torch.equal(linear.rows(ids), whole[ids])
     x = random_values(num_rows, shape[1], seed=3).to(dtype)
-    wanted = x.double() @ exact.T + bias.double()
     num_threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
         found = linear(x)
     finally:
         torch.set_num_threads(num_threads)
-    assert found.dtype == dtype and found.shape == wanted.shape
-    # A half of bfloat16's last digit, and what adding up in float32 loses.
-    bound = wanted.abs() * 2.0**-8 + 1e-5 * (x.double().abs() @ exact.abs().T)
-    assert ((found.double() - wanted).abs() <= bound).all()
+    assert found.dtype == dtype and found.shape == (num_rows, shape[0])
+    _check_products(linear, x, exact, whole, found, bias)
     if num_rows:  # a result does not depend on the other rows
-        assert torch.equal(linear(x[-1:])[0], found[-1])
+        count = FEW_ROWS + 1 if _is_widened(linear, num_rows) else 1
+        assert torch.equal(linear(x[-count:])[-1], found[-1])
         assert torch.equal(linear(torch.cat((x, x), 1)[:, : shape[1]]), found)
+
+
+def _is_widened(linear: Int4Linear, num_rows: int) -> bool:
+    """Whether AMX multiplies with the weight in bfloat16, in which each value was rounded."""
+    assert linear._library is not None
+    return num_rows > FEW_ROWS and bool(linear._library.disagg_step_has_large())
+
+
+def _check_products(
+    linear: Int4Linear, x: Tensor, exact: Tensor, rounded: Tensor, found: Tensor, bias: Tensor
+) -> None:
+    """Of numbers and scales as they are, or of the rounded values where the weight is widened."""
+    is_widened = _is_widened(linear, x.shape[0])
+    values = rounded.double() if is_widened else exact
+    wanted = x.double() @ values.T + bias.double()
+    # A half of bfloat16's last digit, and what adding up in float32 loses.
+    bound = wanted.abs() * 2.0**-8 + 1e-5 * (x.double().abs() @ values.abs().T)
+    if is_widened and x.shape[0]:  # a value between two others may be rounded to the other one
+        bound += 2.0**-8 * x.double().abs().amax(1, True) * values.abs().amax(1)
+    assert ((found.double() - wanted).abs() <= bound).all()
 
 
 def test_where_a_number_lies_in_a_panel(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -70,7 +90,7 @@ def test_where_a_number_lies_in_a_panel(tmp_path_factory: pytest.TempPathFactory
         assert linear.scales[panel, 0, :, row % PANEL].tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("num_rows", [1, 7])
+@pytest.mark.parametrize("num_rows", [1, 7, 33])
 def test_numbers_of_checkpoints_in_groups_of_their_own(
     num_rows: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -84,6 +104,4 @@ def test_numbers_of_checkpoints_in_groups_of_their_own(
         _in_panels(linear, tmp_path_factory)
         assert torch.equal(linear.widened(), whole)
         x = random_values(num_rows, 328, seed=3).bfloat16()
-        wanted = x.double() @ exact.T
-        bound = wanted.abs() * 2.0**-8 + 1e-5 * (x.double().abs() @ exact.abs().T)
-        assert ((linear(x).double() - wanted).abs() <= bound).all()
+        _check_products(linear, x, exact, whole, linear(x), torch.zeros(130))
