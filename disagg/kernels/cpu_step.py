@@ -27,7 +27,8 @@ from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import PackedLinear
 from disagg.kernels.ops import PagedBatch, Weight
 
-MOST_ROWS = 64  # more rows are computed by torch, as prompts are
+# Of decodes; more rows are computed as prompts are: by torch, or, with AMX, by the large step.
+MOST_ROWS, MOST_ROWS_WITH_AMX = 64, 256
 _UNKNOWN_TOKEN = 2  # `Status` of csrc/model.h
 
 
@@ -147,7 +148,9 @@ class CpuStep:
         self._library = library
         self._model = model
         self._vocab_size = model.head.num_out
-        self._has_large = bool(library.disagg_step_has_large()) and all(
+        has_amx = bool(library.disagg_step_has_large())
+        self.most_rows = MOST_ROWS_WITH_AMX if has_amx else MOST_ROWS
+        self._has_large = has_amx and all(
             isinstance(each, PackedLinear) for each in _matrices(model)
         )
         _lay_in_panels(model, library)
@@ -187,7 +190,7 @@ class CpuStep:
         """Whether it computes this batch: one token of each of a few sequences."""
         num_rows = len(batch.query_lens)
         return (
-            0 < num_rows <= MOST_ROWS
+            0 < num_rows <= self.most_rows
             and batch.num_decodes == num_rows
             and batch.logits_rows.shape[0] == num_rows
             and kv_cache.format.name in FORMATS

@@ -10,7 +10,6 @@ import torch
 from disagg.kernels import cpu_step as cpu_step_module
 from disagg.kernels import reference
 from disagg.kernels.cpu_library import Found
-from disagg.kernels.cpu_step import MOST_ROWS
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.kv_pages import FORMATS, new_pages
 from disagg.kernels.torch_ops import TorchOps
@@ -199,21 +198,22 @@ def test_threads_meet_in_every_step(new_decoder: NewDecoder) -> None:
 def test_only_a_few_decodes_are_taken(
     new_decoder: NewDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts, drafts and many sequences are torch's."""
+    """Prompts, drafts and many sequences are computed in another way."""
     decoder = new_decoder(LLAMA)
     assert decoder.step is not None
-    sequences = random_sequences([4] * (MOST_ROWS + 1), 16, LLAMA.vocab_size)
+    most = decoder.step.most_rows
+    sequences = random_sequences([4] * (most + 1), 16, LLAMA.vocab_size)
     slab = slab_of(LLAMA, sequences, 16)
     for sequence in sequences:
         run_step(decoder, slab, [(sequence, 4)], 16)
     decodes = [(sequence, 1) for sequence in sequences]
     first = sequences[0]
-    assert decoder.step.takes(make_batch(decodes[:MOST_ROWS], 16), slab)
+    assert decoder.step.takes(make_batch(decodes[:most], 16), slab)
     assert not decoder.step.takes(make_batch(decodes, 16), slab)
     assert not decoder.step.takes(make_batch([(first, 2)], 16), slab)
     assert not decoder.step.takes(make_batch([decodes[1], (first, 2)], 16), slab)
     monkeypatch.setattr(decoder.step, "run", None)
-    assert decoder.forward(make_batch(decodes, 16), slab).shape[0] == MOST_ROWS + 1
+    assert decoder.forward(make_batch(decodes, 16), slab).shape[0] == most + 1
 
 
 def test_a_token_that_does_not_exist_is_an_error(new_decoder: NewDecoder) -> None:
