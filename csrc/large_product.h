@@ -53,18 +53,32 @@ inline void multiply_block(const TiledRows& x, int64_t row, const TileColumns<2>
   _tile_stored(3, lower + LANES, STRIDE);
 }
 
-// The products of 32 rows from `row` on with the columns `first` to `end`, of which there are at most
-// MOST_COLUMNS: `take(row of 32, column, sums)` gets 16 columns at a time. sums: [MOST_COLUMNS / BLOCK,
-// BLOCK, BLOCK].
+// The columns `first` to `end` of a weight, of which there are at most MOST_COLUMNS.
+struct SomeColumns {
+  const Matrix& matrix;
+  int32_t first, end;
+  const uint32_t* widened;  // of a weight of fewer bits: its panels, as widen_panels makes them
+
+  TileColumns<2> block(int column) const {
+    if (widened == nullptr) return columns_of<2>(matrix, column);
+    const int64_t panel = (column - first) / PANEL;
+    const uint32_t* at =
+        widened + panel * matrix.num_filled_pairs() * PANEL + (column - first) % PANEL;
+    return {{at, at + LANES}, PANEL * sizeof(uint32_t), false};
+  }
+};
+
+// The products of 32 rows from `row` on with some columns: `take(row of 32, column, sums)` gets 16
+// columns at a time. sums: [MOST_COLUMNS / BLOCK, BLOCK, BLOCK].
 template <class Take>
-inline void multiply_rows(const Matrix& matrix, const TiledRows& x, int64_t row, int num_rows,
-                          int first, int end, float* sums, Take&& take) {
-  const int depth = 2 * matrix.num_filled_pairs();
+inline void multiply_rows(const SomeColumns& columns, const TiledRows& x, int64_t row, int num_rows,
+                          float* sums, Take&& take) {
+  const int depth = 2 * columns.matrix.num_filled_pairs(), end = columns.end;
   for (int k = 0; k < depth; k += BLOCK_DEPTH) {
     const int next = k + BLOCK_DEPTH < depth ? k + BLOCK_DEPTH : depth;
     float* block = sums;
-    for (int column = first; column < end; column += BLOCK, block += BLOCK_SIZE) {
-      multiply_block(x, row, columns_of<2>(matrix, column), k, next, block);
+    for (int column = columns.first; column < end; column += BLOCK, block += BLOCK_SIZE) {
+      multiply_block(x, row, columns.block(column), k, next, block);
       if (next < depth) continue;
       for (int r = 0; r < num_rows; ++r)
         for (int v = 0; v < BLOCK && column + v < end; v += LANES)

@@ -1,5 +1,5 @@
-// A step with prompts, of a dense decoder whose weights are in panels, by AMX: all layers in one
-// call. The twin of `Decoder.hidden` (disagg/models/decoder.py). A token's result does not depend on
+// A step with prompts, of a dense decoder, by AMX: all layers in one call. Weights of 8 and 4 bits
+// are widened, some columns at a time. The twin of `Decoder.hidden` (disagg/models/decoder.py). A token's result does not depend on
 // the other sequences of a step, on threads, or on how its prompt was cut into chunks.
 #pragma once
 
@@ -9,6 +9,7 @@
 #include "norm.h"
 #include "prompt.h"
 #include "team.h"
+#include "widened_panels.h"
 
 namespace disagg {
 
@@ -62,10 +63,12 @@ class LargeStep {
 
  private:
   static constexpr int NUM_PHASES = 8;     // of a layer
-  static constexpr int ROWS_OF_ITEM = 128; // of a product
+  static constexpr int ROWS_OF_ITEM = 128;  // of a product
+  static constexpr int ROWS_OF_WIDENED = 1024;  // for which columns are widened once
 
   struct Own {
     Buffer<float> sums, gates;  // [MOST_COLUMNS / BLOCK, BLOCK, BLOCK]
+    Buffer<uint32_t> widened, other_widened;
   };
 
   // Rows whose padding is filled with zeros, once.
@@ -91,6 +94,19 @@ class LargeStep {
     int num_columns_ = 0;
   };
 
+  // Whether any weight has fewer bits than 16.
+  bool has_narrow() const {
+    for (int i = 0; i < model_.num_layers; ++i) {
+      const Layer& layer = layers_[i];
+      if (layer.qkv.panels == nullptr || layer.output.panels == nullptr ||
+          layer.gate.panels == nullptr || layer.up.panels == nullptr ||
+          layer.down.panels == nullptr)
+        return true;
+    }
+    return false;
+  }
+
+  static int most(int one, int other) { return one > other ? one : other; }
   int q_size() const { return model_.num_heads * model_.head_dim; }
   int qkv_size() const { return q_size() + 2 * model_.num_kv_heads * model_.head_dim; }
 
@@ -102,8 +118,13 @@ class LargeStep {
       own_ = grown;
       num_own_ = num_threads;
     }
+    const bool is_narrow = has_narrow();
+    const int deepest = most(most(model_.hidden, q_size()), model_.inner);
+    const int64_t widened_size = int64_t(TiledRows::filled(deepest, TILE_DEPTH)) / 2 * MOST_COLUMNS;
     for (int i = 0; i < num_threads; ++i)
-      if (!own_[i].sums.hold(MOST_COLUMNS * BLOCK) || !own_[i].gates.hold(MOST_COLUMNS * BLOCK))
+      if (!own_[i].sums.hold(MOST_COLUMNS * BLOCK) || !own_[i].gates.hold(MOST_COLUMNS * BLOCK) ||
+          (is_narrow && (!own_[i].widened.hold(widened_size) ||
+                           !own_[i].other_widened.hold(widened_size))))
         return false;
     const int num_tokens = tokens_.num_tokens;
     if (!normed_.hold(num_tokens, model_.hidden) || !attended_.hold(num_tokens, q_size()) ||
@@ -188,50 +209,62 @@ class LargeStep {
   }
 
   // A phase whose items are some rows and some columns of a product; those with the same columns
-  // follow each other, as they read the same part of the weight. `work(row, rows, first, end)` is
-  // called for 32 rows.
-  template <class Work>
-  static void for_blocks(Member& member, const Matrix& matrix, int num_rows, Work&& work) {
-    const int num_row_items = (num_rows + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
+  // follow each other, as they read the same part of the weight. `begin(first, end)` is called for
+  // an item's columns, and what it returns is called for 32 rows each, with the first and how many.
+  template <class Begin>
+  static void for_blocks(Member& member, const Matrix& matrix, int num_rows, Begin&& begin_item) {
+    const int rows_of_item = matrix.panels == nullptr ? ROWS_OF_WIDENED : ROWS_OF_ITEM;
+    const int num_row_items = (num_rows + rows_of_item - 1) / rows_of_item;
     const int num_columns = columns_of_item(member, matrix, num_row_items);
     const int num_column_items = (matrix.num_out + num_columns - 1) / num_columns;
     member.phase(num_row_items * num_column_items, [&](int item) {
       const int first = item / num_row_items * num_columns;
       const int end = first + num_columns < matrix.num_out ? first + num_columns : matrix.num_out;
-      const int begin = item % num_row_items * ROWS_OF_ITEM;
-      for (int row = begin; row < begin + ROWS_OF_ITEM && row < num_rows; row += BLOCK)
-        work(row, num_rows - row < BLOCK ? num_rows - row : BLOCK, first, end);
+      const int begin = item % num_row_items * rows_of_item;
+      auto work = begin_item(first, end);
+      for (int row = begin; row < begin + rows_of_item && row < num_rows; row += BLOCK)
+        work(row, num_rows - row < BLOCK ? num_rows - row : BLOCK);
     });
+  }
+
+  static SomeColumns some_columns(const Matrix& matrix, int first, int end, uint32_t* scratch) {
+    if (matrix.panels != nullptr) return {matrix, first, end, nullptr};
+    widen_panels(matrix, first, end, scratch);
+    return {matrix, first, end, scratch};
   }
 
   template <class Take>
   void multiply(Member& member, const Matrix& matrix, const TiledRows& x, int num_rows, Take&& take) {
-    float* sums = own_[member.id].sums.get();
-    for_blocks(member, matrix, num_rows, [&](int row, int count, int first, int end) {
-      multiply_rows(matrix, x, row, count, first, end, sums,
-                    [&](int r, int column, __m512 some) { take(row + r, column, some); });
+    Own& own = own_[member.id];
+    for_blocks(member, matrix, num_rows, [&](int first, int end) {
+      const SomeColumns columns = some_columns(matrix, first, end, own.widened.get());
+      return [&, columns](int row, int count) {
+        multiply_rows(columns, x, row, count, own.sums.get(),
+                      [&](int r, int column, __m512 some) { take(row + r, column, some); });
+      };
     });
   }
 
   // silu(gate) * up.
   void compute_inner(Member& member, const Layer& layer, int num_rows) {
-    float *sums = own_[member.id].sums.get(), *gates = own_[member.id].gates.get();
+    Own& own = own_[member.id];
     const TiledRows x = normed_.get(), inner = inner_.get();
-    for_blocks(member, layer.gate, num_rows, [&](int row, int count, int first, int end) {
-      auto gate_at = [&](int r, int column) {
-        return gates + int64_t(column - first) * BLOCK + r * LANES;
+    for_blocks(member, layer.gate, num_rows, [&](int first, int end) {
+      const SomeColumns gates = some_columns(layer.gate, first, end, own.widened.get());
+      const SomeColumns ups = some_columns(layer.up, first, end, own.other_widened.get());
+      auto gate_at = [&own, first](int r, int column) {
+        return own.gates.get() + int64_t(column - first) * BLOCK + r * LANES;
       };
-      multiply_rows(layer.gate, x, row, count, first, end, sums,
-                    [&](int r, int column, __m512 some) {
-                      _mm512_store_ps(gate_at(r, column), silu(finished(layer.gate, column, some)));
-                    });
-      multiply_rows(layer.up, x, row, count, first, end, sums,
-                    [&](int r, int column, __m512 some) {
-                      const __m512 gate = _mm512_load_ps(gate_at(r, column));
-                      store(inner.at(row + r, column),
-                            _mm512_mul_ps(gate, finished(layer.up, column, some)),
-                            first_lanes(model_.inner - column));
-                    });
+      return [&, gates, ups, gate_at](int row, int count) {
+        multiply_rows(gates, x, row, count, own.sums.get(), [&](int r, int column, __m512 some) {
+          _mm512_store_ps(gate_at(r, column), silu(finished(layer.gate, column, some)));
+        });
+        multiply_rows(ups, x, row, count, own.sums.get(), [&](int r, int column, __m512 some) {
+          const __m512 gate = _mm512_load_ps(gate_at(r, column));
+          store(inner.at(row + r, column), _mm512_mul_ps(gate, finished(layer.up, column, some)),
+                first_lanes(model_.inner - column));
+        });
+      };
     });
   }
 

@@ -150,9 +150,7 @@ class CpuStep:
         self._vocab_size = model.head.num_out
         has_amx = bool(library.disagg_step_has_large())
         self.most_rows = MOST_ROWS_WITH_AMX if has_amx else MOST_ROWS
-        self._has_large = has_amx and all(
-            isinstance(each, PackedLinear) for each in _matrices(model)
-        )
+        self._has_large = has_amx
         _lay_in_panels(model, library)
         table = model.embedding
         layers = (_LayerPointers * len(model.layers))(*map(_layer, model.layers))
@@ -233,12 +231,13 @@ class CpuStep:
         """As `Decoder.hidden`, for a slab that it takes.
 
         Args:
-            embedded: [num_tokens, hidden_size], of the batch's tokens. It is overwritten.
+            embedded: [num_tokens, hidden_size], of the batch's tokens. It may be overwritten.
 
         Raises:
             MemoryError: no memory for the step.
         """
         num_tokens, hidden_size = embedded.shape
+        embedded = embedded.contiguous()
         num_logits = batch.logits_rows.shape[0]
         out = torch.empty(num_logits, hidden_size, dtype=embedded.dtype)
         prompts = chunks_of(batch, with_decodes=True)

@@ -36,14 +36,13 @@ def num_threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def _forward(
-    decoder: Decoder, slab: KVPages, work: list[tuple[Tokens, int]], *, every_row: bool = False
-) -> Tensor:
+def _hidden(decoder: Decoder, slab: KVPages, work: list[tuple[Tokens, int]]) -> Tensor:
+    """Of all tokens, after the last norm."""
     assert decoder.step is not None and decoder.step.takes_large(slab)
-    logits = decoder.forward(make_batch(work, 16, every_row=every_row), slab)
+    hidden = decoder.hidden(make_batch(work, 16, every_row=True), slab)
     for sequence, count in work:
         sequence.num_computed += count
-    return logits
+    return hidden
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -86,8 +85,9 @@ def test_logits_of_all_tokens_are_as_close_to_float32_as_torchs(
 def test_a_prompt_may_be_cut_anywhere(
     data: st.DataObject, new_decoder: NewDecoder, num_threads: int
 ) -> None:
-    """To the bit: its logits and its KV, with other sequences in the steps, on other threads."""
-    decoder = new_decoder(LONG, loud_weights(LONG))
+    """To the bit: what it computes, with other sequences in the steps, on other threads."""
+    quantization = data.draw(st.sampled_from([None, "int8", "int4"]))
+    decoder = new_decoder(LONG, loud_weights(LONG), quantization)
     length = 2 * data.draw(st.integers(1, 75))
     cuts = [2 * cut for cut in sorted(data.draw(st.sets(st.integers(1, 74), max_size=3)))]
     cuts = [cut for cut in cuts if cut < length]  # none leaves a single token, which is a decode
@@ -101,7 +101,7 @@ def test_a_prompt_may_be_cut_anywhere(
 
     sequences = random_sequences(lengths, 16, LONG.vocab_size)
     slab = slab_for(sequences)
-    whole = _forward(decoder, slab, [(sequences[0], length)], every_row=True)
+    whole = _hidden(decoder, slab, [(sequences[0], length)])
     again = random_sequences(lengths, 16, LONG.vocab_size)
     other_slab = slab_for(again)
     torch.set_num_threads(data.draw(st.integers(1, 4)))
@@ -111,7 +111,7 @@ def test_a_prompt_may_be_cut_anywhere(
         if len(again) > 1:
             neighbour = again.pop()
             work.append((neighbour, len(neighbour.ids) - 2))
-        parts.append(_forward(decoder, other_slab, work, every_row=True)[: end - start])
+        parts.append(_hidden(decoder, other_slab, work)[: end - start])
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -125,7 +125,7 @@ def test_a_decode_beside_a_prompt_has_the_same_logits(new_decoder: NewDecoder) -
     lengths = [40, 300]
     sequences = random_sequences(lengths, 16, LONG.vocab_size)
     slab = slab_of(LONG, sequences, 16)
-    _forward(decoder, slab, [(sequences[0], 40)])
+    _hidden(decoder, slab, [(sequences[0], 40)])
     alone = decoder.forward(make_batch([(sequences[0], 1)], 16), slab)
     both = decoder.forward(make_batch([(sequences[0], 1), (sequences[1], 300)], 16), slab)
     assert _is_close(both[0], alone[0])
@@ -145,7 +145,7 @@ def test_what_is_behind_a_prompt_in_its_last_block_is_zero(new_decoder: NewDecod
     decoder = new_decoder(SMALL)
     (sequence,) = random_sequences([21], 16, SMALL.vocab_size)
     slab = slab_of(SMALL, [sequence], 16)
-    _forward(decoder, slab, [(sequence, 21)])
+    _hidden(decoder, slab, [(sequence, 21)])
     block = sequence.block_ids[1]
     assert (slab.values[block][:, :, :, 5:] == 0).all()
     assert (slab.values[block][:, :, :, :5] != 0).any()
