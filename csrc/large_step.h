@@ -9,7 +9,7 @@
 #include "norm.h"
 #include "prompt.h"
 #include "team.h"
-#include "widened_panels.h"
+#include "widened.h"
 
 namespace disagg {
 

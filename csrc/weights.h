@@ -47,7 +47,6 @@ inline void narrow_rows(const Matrix& matrix, const bf16* x, int num_rows, int f
   Buffer<uint32_t> wide;
   const int64_t size = int64_t(matrix.num_filled_pairs()) * PANEL;
   if (num_rows > FEW_ROWS && wide.hold(size)) {
-    memset(wide.get(), 0, size * sizeof(uint32_t));
     const Tiles tiles;
     for (int panel = first_panel; panel < end_panel; ++panel)
       widened_product(matrix, panel, x, num_rows, wide.get(), take);

@@ -54,15 +54,31 @@ inline void widen_int8(const Matrix& matrix, int panel, uint32_t* out) {
     }
 }
 
+// A panel, filled up with zeros: out is [num_filled_pairs, PANEL].
+inline void widen(const Matrix& matrix, int panel, uint32_t* out) {
+  if (matrix.nibbles != nullptr)
+    widen_int4(matrix, panel, out);
+  else
+    widen_int8(matrix, panel, out);
+  const int num_pairs = (matrix.num_in + 1) / 2;
+  memset(out + int64_t(num_pairs) * PANEL, 0,
+         sizeof(uint32_t) * PANEL * (matrix.num_filled_pairs() - num_pairs));
+}
+
+// The panels that have the columns `first` to `end`, one behind the other; a panel begins at `first`.
+inline void widen_panels(const Matrix& matrix, int first, int end, uint32_t* out) {
+  for (int panel = first / PANEL; panel * PANEL < end; ++panel) {
+    widen(matrix, panel, out);
+    out += int64_t(matrix.num_filled_pairs()) * PANEL;
+  }
+}
+
 // As `int4_product` and `int8_product`, of a whole panel. It reads rows of `x` up to a multiple of
-// TILE_ROWS. wide: [num_filled_pairs, PANEL], of which the last ones stay 0.
+// TILE_ROWS. wide: [num_filled_pairs, PANEL].
 template <class Take>
 inline void widened_product(const Matrix& matrix, int panel, const bf16* x, int num_rows,
                             uint32_t* wide, Take&& take) {
-  if (matrix.nibbles != nullptr)
-    widen_int4(matrix, panel, wide);
-  else
-    widen_int8(matrix, panel, wide);
+  widen(matrix, panel, wide);
   Matrix own = {};
   own.panels = wide;
   own.num_out = own.panel_width = PANEL;
