@@ -1,5 +1,5 @@
-// What a decode step is given: weights, and the sequences of one step. `disagg/kernels/cpu_step.py`
-// has the same structures. All pointers stay the caller's.
+// What a step is given: weights, and the sequences of one step. `disagg/kernels/cpu_step.py` and
+// `cpu_prompts.py` have the same structures. All pointers stay the caller's.
 #pragma once
 
 #include "product.h"
@@ -35,6 +35,24 @@ struct Batch {
   int64_t table_stride;
   int32_t num_rows;
   float* logits;  // [num_rows, vocab]
+};
+
+// Tokens `start` to `end` of a step: the last ones of a sequence's context.
+struct PromptChunk {
+  int32_t start, end, context_len;
+  const int32_t* blocks;
+};
+
+struct Prompts {
+  const bf16* qkv;  // [num_tokens, num_heads + 2 * num_kv_heads, head_dim], turned
+  bf16* out;        // [num_tokens, num_heads * head_dim]
+  const PromptChunk* chunks;
+  int32_t num_chunks;
+  int32_t num_heads, num_kv_heads, head_dim;
+  int32_t layer;
+  int32_t window;      // positions that a token sees, itself included; 0: all
+  const float* sinks;  // [num_heads]; null: none
+  int32_t is_out_tiled;  // `out` is as `TiledRows` has it
 };
 
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, UNKNOWN_TOKEN = 2 };

@@ -5,44 +5,24 @@
 // (arXiv 2205.14135).
 #pragma once
 
-#include <atomic>
 #include <cmath>
 #include <limits>
+#include <new>
 
 #include "amx.h"
 #include "buffer.h"
+#include "key_tile.h"
 #include "kv_format.h"
 #include "model.h"
 #include "product.h"
-#include "team.h"
 #include "vectors.h"
 
 namespace disagg {
 
-constexpr int KEY_TILE = PANEL;
-constexpr int KEY_PAIRS = KEY_TILE / 2;
 constexpr int DEPTH = 32;  // what a head's size is filled up to a multiple of, with zeros
 constexpr int ROWS_OF_ITEM = 256;  // queries times heads that share packed keys and values
 constexpr float LOG2_E = 1.44269504f;
 constexpr float HEADROOM = 8.0f;  // weights are at most 2 to the power of this
-
-// Tokens `start` to `end` of a step: the last ones of a sequence's context.
-struct PromptChunk {
-  int32_t start, end, context_len;
-  const int32_t* blocks;
-};
-
-struct Prompts {
-  const bf16* qkv;  // [num_tokens, num_heads + 2 * num_kv_heads, head_dim], turned
-  bf16* out;        // [num_tokens, num_heads * head_dim]
-  const PromptChunk* chunks;
-  int32_t num_chunks;
-  int32_t num_heads, num_kv_heads, head_dim;
-  int32_t layer;
-  int32_t window;      // positions that a token sees, itself included; 0: all
-  const float* sinks;  // [num_heads]; null: none
-  int32_t is_out_tiled;  // `out` is as `TiledRows` has it
-};
 
 // What the threads do not share. A row is a query of one head.
 struct PromptScratch {
@@ -67,98 +47,6 @@ struct PromptScratch {
     return true;
   }
 };
-
-// 16 rows of 16 words become their columns.
-inline void turn(__m512i (&rows)[LANES]) {
-  __m512i other[LANES];
-#pragma GCC unroll 8
-  for (int i = 0; i < LANES; i += 2) {
-    other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < LANES; i += 4) {
-    rows[i] = _mm512_unpacklo_epi64(other[i], other[i + 2]);
-    rows[i + 1] = _mm512_unpackhi_epi64(other[i], other[i + 2]);
-    rows[i + 2] = _mm512_unpacklo_epi64(other[i + 1], other[i + 3]);
-    rows[i + 3] = _mm512_unpackhi_epi64(other[i + 1], other[i + 3]);
-  }
-  // Now a quarter of rows[4 i + j] has word 4 q + j of rows 4 i to 4 i + 3, in quarter q.
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const __m512i low = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0x88);
-    const __m512i high = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0xDD);
-    const __m512i later_low = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0x88);
-    const __m512i later_high = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0xDD);
-    other[j] = _mm512_shuffle_i32x4(low, later_low, 0x88);
-    other[8 + j] = _mm512_shuffle_i32x4(low, later_low, 0xDD);
-    other[4 + j] = _mm512_shuffle_i32x4(high, later_high, 0x88);
-    other[12 + j] = _mm512_shuffle_i32x4(high, later_high, 0xDD);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; ++i) rows[i] = other[i];
-}
-
-// The largest number of each of 16 rows.
-inline __m512 row_maxima(const float (*rows)[KEY_TILE]) {
-  __m512 some[LANES];
-#pragma GCC unroll 16
-  for (int r = 0; r < LANES; ++r) {
-    auto part = [&](int v) { return _mm512_load_ps(rows[r] + v * LANES); };
-    some[r] = _mm512_max_ps(_mm512_max_ps(part(0), part(1)), _mm512_max_ps(part(2), part(3)));
-  }
-  // Quarter q of some[4 i] has, of rows 4 i to 4 i + 3, the largest number of quarter q.
-#pragma GCC unroll 4
-  for (int i = 0; i < LANES; i += 4) {
-    auto pair = [&](int r) {
-      return _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(some[r], some[r + 1]),
-                                            _mm512_unpackhi_ps(some[r], some[r + 1])));
-    };
-    const __m512d upper = pair(i), lower = pair(i + 2);
-    some[i] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(upper, lower)),
-                            _mm512_castpd_ps(_mm512_unpackhi_pd(upper, lower)));
-  }
-  auto quarters = [](__m512 left, __m512 right) {
-    return _mm512_max_ps(_mm512_shuffle_f32x4(left, right, 0x88),
-                         _mm512_shuffle_f32x4(left, right, 0xDD));
-  };
-  return quarters(quarters(some[0], some[4]), quarters(some[8], some[12]));
-}
-
-// Keys, or zeros where `keys[i]` is null, as `tile` reads a panel of a weight.
-inline void pack_keys(const bf16* const* keys, int head_dim, uint32_t* out) {
-  const int num_pairs = head_dim / 2;
-  for (int first = 0; first < KEY_TILE; first += LANES) {
-    for (int pair = 0; pair < num_pairs; pair += LANES) {
-      const __mmask16 mask = first_lanes(num_pairs - pair);
-      __m512i rows[LANES];
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; ++i) {
-        const bf16* key = keys[first + i];
-        rows[i] = _mm512_maskz_loadu_epi32(key == nullptr ? 0 : mask, key + 2 * pair);
-      }
-      turn(rows);
-      const int count = num_pairs - pair < LANES ? num_pairs - pair : LANES;
-      for (int i = 0; i < count; ++i)
-        _mm512_storeu_si512(out + int64_t(pair + i) * KEY_TILE + first, rows[i]);
-    }
-  }
-}
-
-inline void pack_values(const bf16* const* values, int head_dim, uint32_t* out) {
-  auto words = [](const bf16* value, int d) {
-    if (value == nullptr) return _mm512_setzero_si512();
-    return _mm512_cvtepu16_epi32(
-        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + d)));
-  };
-  for (int pair = 0; pair < KEY_PAIRS; ++pair)
-    for (int d = 0; d < head_dim; d += LANES) {
-      const __m512i first = words(values[2 * pair], d), second = words(values[2 * pair + 1], d);
-      const int64_t row = int64_t(d / PANEL) * KEY_PAIRS + pair;
-      _mm512_storeu_si512(out + row * PANEL + d % PANEL,
-                          _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
-    }
-}
 
 // Attention of all chunks of a step in one layer, cut into items.
 class PromptAttention {
@@ -493,35 +381,6 @@ class PromptAttention {
   int num_own_ = 0;
   Buffer<Span> spans_;
   int num_spans_ = 0;
-};
-
-// Attention alone, for a model whose other operations are torch's.
-class PromptCall {
- public:
-  PromptCall() : team_(1, &PromptCall::program, this) {}
-  ~PromptCall() {
-    if (is_usable()) team_.clear();
-  }
-
-  bool is_usable() const { return team_.is_usable(); }
-
-  Status run(const Prompts& prompts, const KVPages& cache, int num_threads) {
-    team_.clear();
-    num_threads = team_.reserve(num_threads);
-    if (!attention_.prepare(prompts, cache, num_threads)) return NO_MEMORY;
-    team_.run(num_threads);
-    return DONE;
-  }
-
- private:
-  static void program(void* call, Member& member) {
-    PromptAttention& attention = static_cast<PromptCall*>(call)->attention_;
-    const Tiles tiles;
-    member.phase(attention.num_items(), [&](int item) { attention.attend(member.id, item); });
-  }
-
-  PromptAttention attention_;
-  Team team_;
 };
 
 }  // namespace disagg

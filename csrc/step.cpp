@@ -11,7 +11,7 @@
 #include "model.h"
 #include "norm.h"
 #include "product.h"
-#include "prompt.h"
+#include "prompt_call.h"
 #include "team.h"
 #include "weights.h"
 
