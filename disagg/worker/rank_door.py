@@ -28,7 +28,7 @@ Address: TypeAlias = tuple[str, int]
 
 PROOF_NBYTES = hashlib.sha256().digest_size
 VISITOR = struct.Struct(f"!IB{NONCE_NBYTES}s{PROOF_NBYTES}s")  # rank, channel, nonce, proof
-SHAKE_TIMEOUT_S = 5.0  # who connects and says nothing keeps others waiting for so long
+SHAKE_TIMEOUT_S = 5.0  # who connects and says too little keeps others waiting for so long
 PATIENCE_S = 600.0  # of a rank, for a first one that waits for a GPU's memory
 VANISHED_S = 4  # a node that is gone without a word is noticed after this time
 
@@ -78,7 +78,8 @@ class Door:
         try:
             connection.settimeout(SHAKE_TIMEOUT_S)
             connection.sendall(own)
-            rank, channel, nonce, proof = VISITOR.unpack(_exactly(connection, VISITOR.size))
+            said = _exactly(connection, VISITOR.size, SHAKE_TIMEOUT_S)
+            rank, channel, nonce, proof = VISITOR.unpack(said)
             words = self._worker_id, rank, channel, own, nonce
             if not proofs_equal(proof, _proof(self._key, b"rank", *words)):
                 raise OSError("it does not know this cluster's key, or is of another worker")
@@ -133,10 +134,11 @@ def _connect(
 ) -> Connection:
     connection = socket.create_connection(address, PATIENCE_S)
     try:
-        nonce, first = fresh_nonce(), _exactly(connection, NONCE_NBYTES)
+        nonce, first = fresh_nonce(), _exactly(connection, NONCE_NBYTES, PATIENCE_S)
         words = worker_id, rank, channel, first, nonce
         connection.sendall(VISITOR.pack(rank, channel, nonce, _proof(key, b"rank", *words)))
-        if not proofs_equal(_exactly(connection, PROOF_NBYTES), _proof(key, b"first", *words)):
+        answer = _exactly(connection, PROOF_NBYTES, PATIENCE_S)
+        if not proofs_equal(answer, _proof(key, b"first", *words)):
             raise OSError("it does not know this cluster's key")
     except OSError:
         connection.close()
@@ -144,9 +146,12 @@ def _connect(
     return _as_pipe(connection, channel)
 
 
-def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+def _exactly(connection: socket.socket, nbytes: int, timeout_s: float) -> bytes:
+    """Within this time in all, however slowly it comes. Raises `OSError`."""
+    deadline = time.monotonic() + timeout_s
     data = b""
     while len(data) < nbytes:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         piece = connection.recv(nbytes - len(data))
         if not piece:
             raise OSError("it closed the connection")

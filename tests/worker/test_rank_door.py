@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from disagg.errors import StartupError
+from disagg.worker import rank_door
 from disagg.worker.rank_door import CONTROL, VISITOR, Door, _proof, is_over, knock
 
 KEY = b"the cluster's key"
@@ -81,6 +83,27 @@ def test_a_proof_that_was_overheard_opens_no_other_connection(door: Door) -> Non
         connection.settimeout(60)
         received = connection.recv(1024)
         assert len(received) == 32 and connection.recv(1024) == b""
+
+
+def test_who_says_too_little_has_a_time_in_all(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However steadily its bytes come."""
+    monkeypatch.setattr(rank_door, "SHAKE_TIMEOUT_S", 0.3)
+    is_over = threading.Event()
+
+    def drip() -> int:
+        with socket.create_connection(door.address) as connection:
+            for num_sent in range(VISITOR.size - 1):
+                if is_over.wait(0.05):
+                    return num_sent
+                connection.sendall(b"x")
+        return VISITOR.size
+
+    with ThreadPoolExecutor(1) as threads:
+        dripping = threads.submit(drip)
+        assert door.take(1, 0.1) is None
+        is_over.set()
+        with contextlib.suppress(OSError):  # it is closed
+            assert dripping.result() < VISITOR.size
 
 
 def test_nobody_is_there() -> None:
