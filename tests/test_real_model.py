@@ -173,8 +173,9 @@ async def test_with_weights_of_4_bits_it_knows_the_capital(file: Path) -> None:
 
 
 async def _check_chat(client: httpx.AsyncClient) -> None:
-    question = {"role": "user", "content": "What is the capital of France?"}
+    # Of France, "The" and "L'Étoile" are equally probable as the first word, up to rounding.
+    question = {"role": "user", "content": "What is the capital of Japan?"}
     answer = await _ask(client, "chat/completions", messages=[question], max_tokens=40)
     [choice] = answer["choices"]
-    assert choice["message"]["content"] == "The capital of France is Paris."
+    assert choice["message"]["content"] == "The capital of Japan is Tokyo."
     assert choice["finish_reason"] == "stop"
