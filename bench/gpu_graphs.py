@@ -50,7 +50,7 @@ def compare_graphs(engine: Engine, new_prompt: Callable[[int], Sequence]) -> dic
         new_prompt: a request with a prompt of so many tokens.
     """
     runner = cast(ModelRunner, engine.runner)
-    if runner.graphs is None:
+    if not runner.graphs:
         raise Absent("a CPU captures no graphs")
     compared = tuple(Compared(graphs, runner) for graphs in runner.graphs)
     graphs, runner.graphs = runner.graphs, compared  # type: ignore[assignment]
