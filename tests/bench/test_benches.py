@@ -84,7 +84,7 @@ def test_named_benches_run_one_after_another() -> None:
     assert stored["int8"] == stored["fp8"] < 0.57 * stored["bfloat16"]  # scales of 32 values
     assert stored["int4"] < 0.57 * stored["int8"]
     quantised = results["quantised"]["rows"]
-    assert [row["weights"] for row in quantised] == ["bfloat16", "int8", "int4"]
+    assert [row["weights"] for row in quantised] == ["bfloat16", "int8", "int4", "packed"]
     assert all(min(row["ms/step of 1"], row["ms/prompt"]) > 0 for row in quantised)
     on_gpus = results["quantised"]["perplexity_on_gpus"]
     assert on_gpus.keys() == {"fp8", "int8", "int4"}
