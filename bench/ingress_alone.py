@@ -28,10 +28,11 @@ from typing import Any
 import uvloop
 
 from bench.ingress_processes import FREE, HOLD, STEP
-from bench.paced_worker import MARKER
+from bench.processes import process_cpu_s
 from bench.report import finish, print_table
-from bench.serving_path import LONG, PROMPT, ROOT, WAYS, checked_out
+from bench.serving_path import LONG, WAYS
 from bench.sse_clients import Clients
+from bench.trees import ROOT, checked_out, environment_of
 
 STEPS_A_TURN = 20
 REQUESTS_A_TURN = 4  # by each connection
@@ -53,13 +54,11 @@ class Contender:
         os.write(self._gate, word)
 
     def cpu_s(self) -> list[float]:
-        """Of the ingress and the worker, to the nanosecond: /proc has hundredths of a second."""
-        return [time.clock_gettime((~pid << 3) | 2) for pid in self._pids]  # as clock(3) has it
+        """Of the ingress and the worker."""
+        return [process_cpu_s(pid) for pid in self._pids]
 
     def clients(self, num_tokens: int) -> Clients:
-        way = WAYS[0]
-        body = {**way.body, "prompt": PROMPT, "max_tokens": num_tokens, "stream": True}
-        return Clients(self.port, way.path, body, MARKER)
+        return WAYS[0].clients(self.port, num_tokens)
 
 
 @contextmanager
@@ -68,7 +67,6 @@ def running(root: Path) -> Iterator[Contender]:
     Args:
         root: of the files that it runs.
     """
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     gate, told = os.pipe()
     with ExitStack() as started:
         started.callback(os.close, told)
@@ -79,7 +77,7 @@ def running(root: Path) -> Iterator[Contender]:
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=root,
-                env=environment,
+                env=environment_of(root),
                 pass_fds=[gate],
             )
             started.callback(process.wait)

@@ -8,7 +8,7 @@ only keeps time: 50 tokens/s for each stream. Beside it, in the same cluster and
 plain Serve application of the same shape, whose ingress reads the worker through a handle. With
 `--before` also the application of an older commit of this repository, in a cluster of its own that
 takes turns too. `long`: streams that last for the whole measurement; `128` and `1`: one request of
-so many tokens after the other, the cost of requests included. CPU is utime + stime from /proc in
+so many tokens after the other, the cost of requests included. CPU is user and system time in
 microseconds for each token that arrived at the clients, who are not counted. TARGET_US is the goal
 for ours behind HAProxy.
 """
@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,17 +30,17 @@ from typing import Any
 import psutil
 
 from bench.paced_worker import ENGINE_THREAD, MARKER, STEP_S
-from bench.processes import find
+from bench.processes import cpu_s, find
 from bench.report import finish, print_table
 from bench.serving_cluster import MODEL
 from bench.sse_clients import Clients
+from bench.trees import ROOT, checked_out, environment_of
 from disagg.cli.ports import free_port
 
-TARGET_US = 60
+TARGET_US = 40
 LONG = 8000  # tokens: longer than any measurement
 PROMPT = "a request that has about as many tokens as words in it and says nothing at all " * 5
 SETTLE_S = 1.0
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,11 @@ class Way:
     path: str
     body: dict[str, Any]
     processes: dict[str, str]  # part -> mark in the process's title
+
+    def clients(self, port: int, num_tokens: int) -> Clients:
+        """That ask for one stream of so many tokens after the other."""
+        body = {**self.body, "prompt": PROMPT, "max_tokens": num_tokens, "stream": True}
+        return Clients(port, self.path, body, MARKER)
 
 
 WAYS = (
@@ -86,22 +89,6 @@ class Cluster:
 
 
 @contextmanager
-def checked_out(commit: str) -> Iterator[Path]:
-    """The repository's files as of `commit`, with its compiled kernels where it has any."""
-    with tempfile.TemporaryDirectory(prefix="bench-before-") as directory:
-        files = Path(directory) / "files"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(files), commit], check=True)
-        try:
-            if (files / "setup.py").exists():
-                build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-                subprocess.run(build, cwd=files, check=True)
-            yield files
-        finally:
-            subprocess.run([*git, "remove", "--force", str(files)], check=True)
-
-
-@contextmanager
 def cluster(haproxy: bool, root: Path = ROOT) -> Iterator[Cluster]:
     """
     Args:
@@ -115,7 +102,7 @@ def cluster(haproxy: bool, root: Path = ROOT) -> Iterator[Cluster]:
         stdout=subprocess.PIPE,
         text=True,
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        env=environment_of(root),
     )
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -128,10 +115,6 @@ def cluster(haproxy: bool, root: Path = ROOT) -> Iterator[Cluster]:
     finally:
         process.stdin.close()
         process.wait(120)
-
-
-def cpu_s(processes: list[psutil.Process]) -> float:
-    return sum(each.cpu_times().user + each.cpu_times().system for each in processes)
 
 
 def engine_thread_s(processes: list[psutil.Process]) -> float:
@@ -149,8 +132,7 @@ async def measure(
     where: Cluster, way: Way, num_streams: int, num_tokens: int, window_s: float
 ) -> dict[str, float]:
     """Microseconds of CPU a token for each part, tokens/s and the median wait for a first token."""
-    body = {**way.body, "prompt": PROMPT, "max_tokens": num_tokens, "stream": True}
-    clients = Clients(where.port, way.path, body, MARKER)
+    clients = way.clients(where.port, num_tokens)
     spread_s = min(num_tokens * STEP_S, 1.0)
     await clients.start(num_streams, spread_s)
     await clients.wait_first_tokens(60)

@@ -17,7 +17,7 @@ import psutil
 
 from bench.peers.children import NotRunning, below, last_words, reap, resident_mb
 from bench.peers.environments import ROOT, VLLM_VARIABLES, NotInstalled, python_of
-from disagg.app.build import WORKER_ENVIRONMENT
+from disagg.app.worker_environment import WORKER_ENVIRONMENT
 
 ANSWER_TIMEOUT_S = 600.0  # what a peer compiles when it starts included
 

@@ -33,12 +33,14 @@ class Server:
     Args:
         arguments: for its environment's Python; CHECKPOINT and PORT are replaced.
         is_ready: a path that answers 200 once it serves, and words that must be in the answer.
+        root: of the files that it runs, if they are ours.
     """
 
     environment: str  # empty: ours
     arguments: str
     is_ready: tuple[str, bytes]
     variables: Mapping[str, str] = field(default_factory=dict)
+    root: Path = ROOT
 
 
 class Running:
@@ -64,7 +66,7 @@ def started(server: Server, checkpoint: Path, log: Path) -> Iterator[Running]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            cwd=ROOT,
+            cwd=server.root,
             env={**os.environ, **server.variables, "PATH": f"{python.parent}:{os.environ['PATH']}"},
         )
     running = psutil.Process(process.pid)

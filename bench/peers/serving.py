@@ -1,6 +1,7 @@
 """`disagg serve` over HTTP beside `vllm serve` and Ray Serve LLM with vLLM, both on CPUs.
 
     python -m bench.peers.serving [--shape 15m 160m] [--server NAME...] [--rounds 2] [--tiny]
+    python -m bench.peers.serving --server "disagg auto" --before COMMIT
 
 Streaming completions of 128 tokens for prompts of 128, so many asked for at once; when the last
 has ended, the next wave. Random Llama checkpoints in bf16, greedy; `disagg auto` computes in what
@@ -8,6 +9,7 @@ the machine multiplies well, the others in bf16. Servers take turns in every rou
 machine's two cores are theirs and the client's; who took 30 s in waves of a kind gets no more.
 Tokens/s are those of a wave, median of all waves; TTFT and TPOT are medians of all requests.
 `RSS MB` is that of all processes of a server, after its first waves.
+With `--before` an older commit of this repository takes turns too, as `disagg auto`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import asyncio
 import random
 import statistics
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +33,9 @@ from bench.peers.servers import VLLM, Running, Server, in_turns, started
 from bench.peers.streams import Stream, complete
 from bench.report import ENOUGH_S, finish, print_table
 from bench.shapes import SHAPES
+from bench.trees import checked_out
 
-OURS = "disagg"
+OURS, OURS_AUTO = "disagg", "disagg auto"
 NAMED = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT"
 
 
@@ -42,7 +47,7 @@ def ours(flags: str) -> Server:
 
 SERVERS = {
     OURS: ours(FLAGS),
-    "disagg auto": ours(AUTO_FLAGS),
+    OURS_AUTO: ours(AUTO_FLAGS),
     "vllm": Server(
         "vllm",
         f"{VLLM} {NAMED} {FLAGS}",
@@ -91,29 +96,36 @@ class Figures:
         self.took_s[key] = self.took_s.get(key, 0.0) + seconds
         self.streams.setdefault(key, []).extend(wave)
 
+    def row(self, shape: str, key: Key) -> Row:
+        """All waves of a case so far."""
+        name, at_once = key
+        streams = self.streams[key]
+        return {
+            "shape": shape,
+            "at once": at_once,
+            "server": name,
+            "waves": len(self.rates[key]),
+            "tokens/s": statistics.median(self.rates[key]),
+            "TTFT p50 ms": 1e3 * statistics.median(each.ttft_s for each in streams),
+            "TPOT p50 ms": 1e3 * statistics.median(each.tpot_s for each in streams),
+            "RSS MB": self.resident_mb.get(name),
+        }
+
     def rows(self, shape: str) -> list[Row]:
-        return [
-            {
-                "shape": shape,
-                "at once": at_once,
-                "server": name,
-                "tokens/s": statistics.median(self.rates[name, at_once]),
-                "TTFT p50 ms": 1e3 * statistics.median(each.ttft_s for each in streams),
-                "TPOT p50 ms": 1e3 * statistics.median(each.tpot_s for each in streams),
-                "RSS MB": self.resident_mb.get(name),
-            }
-            for (name, at_once), streams in sorted(
-                self.streams.items(), key=lambda item: item[0][1]
-            )
-        ]
+        return [self.row(shape, key) for key in sorted(self.streams, key=lambda key: key[1])]
 
 
-async def ask_all(running: Running, name: str, vocab: int, asked: Waves, figures: Figures) -> None:
-    """All waves to one server, while they add up to `ENOUGH_S`; the first does not count."""
+async def ask_all(running: Running, name: str, shape: str, asked: Waves, figures: Figures) -> None:
+    """All waves to one server, while they add up to `ENOUGH_S`; the first does not count. Prints
+    each case when it is measured, as other rounds and servers may take an hour."""
     rng = random.Random(0)
+    vocab = SHAPES[shape][0]
     for at_once in asked.at_once:
+        key = name, at_once
+        if figures.took_s.get(key, 0.0) >= ENOUGH_S:
+            continue
         for number, num_new in enumerate((NUM_UNCOUNTED, *[asked.num_tokens] * asked.waves)):
-            if figures.took_s.get((name, at_once), 0.0) >= ENOUGH_S:
+            if figures.took_s.get(key, 0.0) >= ENOUGH_S:
                 break
             prompts = [
                 [rng.randrange(1, vocab) for _ in range(asked.num_tokens)] for _ in range(at_once)
@@ -122,21 +134,24 @@ async def ask_all(running: Running, name: str, vocab: int, asked: Waves, figures
                 *(complete(running.port, prompt, num_new) for prompt in prompts)
             )
             if number:
-                figures.add((name, at_once), wave)
-    figures.resident_mb[name] = running.resident_mb()
+                figures.add(key, wave)
+        figures.resident_mb[name] = running.resident_mb()
+        print_table([figures.row(shape, key)])
 
 
 def measure(
-    shape: str, names: list[str], rounds: int, asked: Waves
+    shape: str, servers: Mapping[str, Server], rounds: int, asked: Waves
 ) -> tuple[list[Row], dict[str, str]]:
     """A row for each server and number of requests; and who is absent, and why."""
     figures = Figures()
     with tempfile.TemporaryDirectory() as directory:
         checkpoint, log = kept(shape), Path(directory) / "log"
-        systems = {name: partial(started, SERVERS[name], checkpoint, log) for name in names}
+        systems = {
+            name: partial(started, server, checkpoint, log) for name, server in servers.items()
+        }
 
         def ask(name: str, running: Running) -> None:
-            asyncio.run(ask_all(running, name, SHAPES[shape][0], asked, figures))
+            asyncio.run(ask_all(running, name, shape, asked, figures))
 
         absent = in_turns(systems, rounds, ask)
         if OURS in absent:
@@ -151,6 +166,7 @@ def main() -> None:
     parser.add_argument("--at-once", nargs="+", type=int, default=Waves.at_once)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--waves", type=int, default=Waves.waves, help="in a round")
+    parser.add_argument("--before", metavar="COMMIT", help="takes turns with the others")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: only ours")
     arguments = parser.parse_args()
     shapes, names, rounds = arguments.shape, arguments.server, arguments.rounds
@@ -159,10 +175,16 @@ def main() -> None:
         shapes, names, rounds, asked = ["tiny"], [OURS], 1, Waves(waves=1, num_tokens=16)
     rows: list[Row] = []
     absent: dict[str, str] = {}
-    for shape in shapes:
-        of_shape, absent_of_shape = measure(shape, names, rounds, asked)
-        rows += of_shape
-        absent |= absent_of_shape
+    with ExitStack() as files:
+        servers = {name: SERVERS[name] for name in names}
+        if arguments.before:
+            root = files.enter_context(checked_out(arguments.before))
+            variables = {"PYTHONPATH": str(root)}
+            servers["before"] = replace(SERVERS[OURS_AUTO], variables=variables, root=root)
+        for shape in shapes:
+            of_shape, absent_of_shape = measure(shape, servers, rounds, asked)
+            rows += of_shape
+            absent |= absent_of_shape
     print_table(rows)
     finish("peers.serving", rows, absent=absent, rounds=rounds, waves=asked.waves)
 

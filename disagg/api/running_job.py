@@ -16,6 +16,7 @@ import msgspec
 
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Wanted
+from disagg.direct import Direct, Taken
 from disagg.errors import EngineFailed
 from disagg.messages import (
     FinishReason,
@@ -30,7 +31,7 @@ from disagg.text.answer_reader import AnswerReader
 from disagg.text.detokenizer import Detokenizer
 from disagg.text.reasoning import prompt_tail
 
-Generate: TypeAlias = Callable[[GenerateRequest], AsyncGenerator[TokenDelta, None]]
+Generate: TypeAlias = Callable[[GenerateRequest, Direct], AsyncGenerator[TokenDelta, None]]
 # Request id -> which tier answers and why; None: the request did not name "auto".
 Explain: TypeAlias = Callable[[str], CascadeDecision | None]
 
@@ -142,9 +143,15 @@ class Answer:
         self._num_deltas = 0
         self.num_cached_tokens = 0
         self.decision: CascadeDecision | None = None
+        self._last: ChoiceDelta | None = None
 
     def advance(self, delta: TokenDelta) -> ChoiceDelta:
-        """The text that `delta` adds. Raises the error in `delta`."""
+        """The text that `delta` adds. Raises the error in `delta`.
+
+        Once the answer has ended, that is its last piece again.
+        """
+        if self._last is not None:
+            return self._last
         if delta.error is not None:
             raise delta.error.to_error()
         if self._num_deltas == 0:
@@ -197,6 +204,7 @@ class Answer:
 
     def _end(self, piece: ChoiceDelta) -> None:
         """The text that was still held back."""
+        self._last = piece
         detokenizer, reader = self._detokenizer, self._reader
         rest = ""
         if detokenizer.found is None and not (reader is not None and reader.is_done):
@@ -231,6 +239,9 @@ class RunningJob:
     Args:
         generate: runs a request, and keeps its deadline.
         explain: called when a choice's first tokens come.
+
+    Attributes:
+        direct: is given pieces of a single choice at once; `batches` yields what it does not take.
     """
 
     def __init__(
@@ -242,6 +253,7 @@ class RunningJob:
         self.job = job
         self.num_completion_tokens = 0
         self.num_reasoning_tokens = 0  # of them
+        self.direct: Callable[[ChoiceDelta], Taken] | None = None
         self._generate = generate
         self._answers = [
             Answer(index, request, job.wanted, explain)
@@ -307,16 +319,29 @@ class RunningJob:
 
     async def _batches_of(self, answer: Answer) -> AsyncGenerator[list[ChoiceDelta], None]:
         """The pieces of one choice up to its end; a stop string closes the source early."""
-        async with aclosing(self._generate(answer.request)) as deltas:
+        async with aclosing(self._generate(answer.request, self._take)) as deltas:
             async for delta in deltas:
                 piece = answer.advance(delta)
-                self.num_completion_tokens += piece.num_tokens
-                self.num_reasoning_tokens += piece.num_reasoning_tokens
+                self._count(piece)
                 if piece.text or piece.scored or piece.num_tokens or piece.finish_reason:
                     yield [piece]
                 if piece.finish_reason is not None:
                     return
         raise EngineFailed("The answer ended without saying why; try the request again.")
+
+    def _take(self, delta: TokenDelta) -> Taken:
+        """Give the only choice's next piece to `direct`, unless it is the last."""
+        if self.direct is None or len(self._answers) > 1:
+            return False
+        piece = self._answers[0].advance(delta)
+        if piece.finish_reason is not None:
+            return False
+        self._count(piece)
+        return self.direct(piece)
+
+    def _count(self, piece: ChoiceDelta) -> None:
+        self.num_completion_tokens += piece.num_tokens
+        self.num_reasoning_tokens += piece.num_reasoning_tokens
 
 
 class _Inbox:

@@ -21,7 +21,6 @@ from disagg.app.rank_actors import placement
 from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.config_checks import check_secrets, filled_in, parse_config
 from disagg.errors import StartupError
-from disagg.kernels.devices import VISIBLE
 from disagg.messages import Role
 from disagg.planner.device_plan import plan_devices, unsized_tiers, with_devices
 from disagg.planner.node_check import check_nodes
@@ -38,9 +37,6 @@ SURGE_PERCENT = 100
 # Failures to start after which Serve gives up on a pool; a restarted controller starts again at 0.
 MAX_NUM_STARTS = 3
 INGRESS_MAX_ONGOING_REQUESTS = 4096  # Serve's default of 5 would be the bottleneck
-
-# Spinning OpenMP threads beside other processes cost several times the time of the work itself.
-WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -133,11 +129,6 @@ def _worker_pool(
     pool: PoolConfig,
     worker: type[WorkerReplica],
 ) -> Application:
-    environment = dict(WORKER_ENVIRONMENT)
-    if not pool.num_gpus:  # Ray hides no GPU from an actor that asks for none
-        environment[VISIBLE] = ""
-    if tier.engine.num_threads is not None:
-        environment["OMP_NUM_THREADS"] = str(tier.engine.num_threads)
     deployment = serve.deployment(
         name=autoscaling.deployment_name(tier.name, role),
         **_size(config, pool.autoscaling, pool.num_replicas + pool.num_standby),
@@ -155,7 +146,6 @@ def _worker_pool(
             "num_cpus": pool.num_cpus,
             "num_gpus": (pool.num_gpus or 0) / tier.num_nodes(pool),
             "resources": pool.resources,
-            "runtime_env": {"env_vars": environment},
         },
         **placement(tier, pool),
     )(worker)

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import ray
 from ray import serve
-from ray._private import node as ray_node
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus
@@ -33,7 +32,8 @@ DRAIN_MARGIN_S = 5.0
 NUM_RAY_STARTS = 4
 # Methods of Ray's node that start a Python process each, for which `ray.init` has no options: what
 # is left of a dashboard that nobody asked for, which sends statistics to Ray's makers; and monitors
-# of logs for drivers and of Ray's own autoscaler.
+# of logs for drivers and of Ray's own autoscaler. Of this version; any other starts all it wants.
+_OBSERVED_RAY = "2.60."
 _OBSERVERS = ("start_api_server", "start_log_monitor", "start_monitor")
 _TOO_SLOW = "timed out during startup"  # Ray's words after 30 s, which no setting makes longer
 logger = logging.getLogger(__name__)
@@ -136,8 +136,9 @@ class Cluster:
                         process.kill()
 
     def _init_local(self, num_gpus: int) -> None:
-        for each in _OBSERVERS:
-            setattr(ray_node.Node, each, lambda *_, **__: None)
+        if ray.__version__.startswith(_OBSERVED_RAY):
+            for each in _OBSERVERS:
+                setattr(ray._private.node.Node, each, lambda *_, **__: None)
         ray.init(
             address="local",
             num_gpus=num_gpus,

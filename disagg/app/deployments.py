@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import time
 from collections.abc import Callable
 from typing import ClassVar
@@ -16,6 +17,7 @@ from disagg import logs, telemetry
 from disagg.app import membership, start_board
 from disagg.app.rank_actors import RankActors
 from disagg.app.replica_port import bind_to_node
+from disagg.app.worker_environment import environment_of
 from disagg.config import ServeConfig
 from disagg.kernels.devices import see_only
 from disagg.messages import Role, StartStep
@@ -32,6 +34,8 @@ class WorkerReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ServeConfig, tier_name: str, role: Role
     ) -> None:
+        tier = config.tier(tier_name)
+        os.environ.update(environment_of(tier, role))  # before torch is imported
         bind_to_node()
         self._drain_s = config.drain_s
         replica = serve.get_replica_context().replica_id.unique_id
@@ -41,7 +45,6 @@ class WorkerReplica:
         tell = start_board.reporter(f"{tier_name}-{role}", replica)
         host = config.link_host or ray.util.get_node_ip_address()
         build = functools.partial(self.build_parts, progress=tell)
-        tier = config.tier(tier_name)
         engine = tier.for_role(role).engine
         if engine.nnodes > 1:
             is_on_gpu = bool(ray.get_gpu_ids())

@@ -8,6 +8,7 @@ import Ray: Serve reads its settings from the environment when it is first impor
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import signal
@@ -25,6 +26,7 @@ from disagg.config import HttpConfig
 from disagg.errors import StartupError
 
 HEALTH_PERIOD_S = 1.0  # Serve takes a proxy for dead after three failed looks
+CORES_FOR_TWO = 4  # of the machine, for two threads: on fewer, waking them costs more than it gains
 TAKEOVER_S = 1.0  # from the routes of Serve's HAProxy to the end of the stand-in
 
 _CONFIG = "haproxy.cfg"
@@ -51,6 +53,8 @@ def haproxy_environment(
     except ValueError as error:
         raise StartupError(str(error), param="haproxy") from None
     directory.mkdir(parents=True, exist_ok=True)
+    sockets = directory / "ingress"
+    sockets.mkdir(mode=0o700, exist_ok=True)
     launcher = directory / "haproxy"
     certificate = _certificate(directory, http)
     options = [find_haproxy(), http.host, certificate]
@@ -63,7 +67,7 @@ def haproxy_environment(
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(HEALTH_PERIOD_S),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
-        "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1" if (os.cpu_count() or 1) < CORES_FOR_TWO else "2",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / _CONFIG),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
@@ -72,6 +76,7 @@ def haproxy_environment(
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        haproxy_launcher.SOCKETS: str(sockets),
     }
 
 

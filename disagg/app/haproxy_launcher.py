@@ -11,6 +11,7 @@ Serve's configuration is made for a trusted network. Here untrusted clients conn
 - Request headers must be complete within `HEAD_S`, and a client that has data to send may be silent
   for `SILENT_S`. One address cannot have all connections.
 - Headers that Serve obeys are removed or checked: they could cut streams or cause errors 500.
+- An ingress of this machine is reached by its Unix socket, if it has one: less work than TCP.
 - HAProxy's error replies are OpenAI's JSON with a request id, except for bytes that are not HTTP,
   for which it has fixed texts. Serve's 404 without routes and its 500 without servers become 503
   with `Retry-After`, because clients take a 404 for their own mistake.
@@ -31,6 +32,7 @@ HEAD_S = 10
 SILENT_S = 60
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, or they would meet a closed one
 MOST_CONNECTIONS = 16384
+NUM_HEADERS = 1000  # of a request, as far as they fit its 15 KiB
 OTHER_FILES = 512  # that HAProxy opens beside those of its connections
 FILES_EACH = 2.5  # to the client, to the ingress, and a pipe for every fourth
 SHARE_OF_ONE = 0.75  # of all connections, for one address: it may be a proxy of many clients
@@ -38,6 +40,8 @@ SHARE_OF_ONE = 0.75  # of all connections, for one address: it may be a proxy of
 # Variable: connections that one address may have, instead of `SHARE_OF_ONE`.
 OF_ONE_ADDRESS = "DISAGG_HAPROXY_CONNECTIONS_PER_ADDRESS"
 CERTIFICATE = "DISAGG_HAPROXY_CERTIFICATE"  # variable: a file with a chain and its key, for HTTPS
+# Variable: the directory of the sockets of this machine's ingresses, named after their ports.
+SOCKETS = "DISAGG_INGRESS_SOCKETS"
 
 MARK = "# Mended by disagg/app/haproxy_launcher.py\n"
 NOT_FOUND = "# Not found: "  # begins a line for each part that another version of Serve lacks
@@ -121,6 +125,14 @@ def connections_of_one(num_connections: int) -> int:
     return int(said)
 
 
+def socket_of(port: int | str) -> str:
+    """Where the ingress with this port also listens; "": only there, on TCP."""
+    directory = os.environ.get(SOCKETS, "")
+    path = os.path.join(directory, f"{port}.sock")
+    # What HAProxy's configuration takes without quotes, and the system as a socket's name.
+    return path if directory and re.fullmatch(r"[\w./-]{1,100}", path) else ""
+
+
 def mended(text: str, host: str, certificate: str, num_connections: int) -> str:
     """Serve's configuration with our error replies and limits.
 
@@ -139,7 +151,13 @@ def mended(text: str, host: str, certificate: str, num_connections: int) -> str:
         text, num_found = re.subn(edit.pattern, edit.replacement, text, flags=re.MULTILINE)
         if not num_found:
             missing.append(f"{NOT_FOUND}{edit.part}\n")
+    text = re.sub(r"^( +server \S+ )\S+:(\d+) ", _by_socket, text, flags=re.MULTILINE)
     return "".join([MARK, *missing, text])
+
+
+def _by_socket(match: re.Match[str]) -> str:
+    path = socket_of(match[2])
+    return f"{match[1]}unix@{path} " if path and os.path.exists(path) else match[0]
 
 
 def _edits(host: str, certificate: str, num_connections: int) -> tuple[_Edit, ...]:
@@ -171,7 +189,8 @@ def _edits(host: str, certificate: str, num_connections: int) -> tuple[_Edit, ..
         _Edit(
             "the number of connections",
             r"^( +maxconn )\d+$",
-            lambda match: f"{match[1]}{num_connections}",
+            # And of headers: more than HAProxy's 101, so that the ingress refuses too many in JSON.
+            lambda match: f"{match[1]}{num_connections}\n    tune.http.maxhdr {NUM_HEADERS}",
         ),
         _Edit("timeouts", r" {4}timeout (client|http-request|http-keep-alive) .*\n", lambda _: ""),
         _Edit("defaults", r"^defaults\n", lambda _: f"defaults\n{timeouts()}"),

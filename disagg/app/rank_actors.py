@@ -6,6 +6,7 @@ replica has ended. The group has a bundle for each node; the replica is in the f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +62,6 @@ class RankActors:
             num_cpus=0,
             num_gpus=1 if self._is_on_gpu else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, node),
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(start.num_threads)}},
         ).remote()
         return _RankProcess(actor, actor.run.remote(start, door))
 
@@ -77,6 +77,7 @@ class _RankActor:
     """A process that is a rank; it ends with it."""
 
     def run(self, start: RankStart, door: Address) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(start.num_threads)  # before torch is imported
         see_only(ray.get_gpu_ids())
         run_elsewhere(start, door)
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import logging
+import os
+import socket
 from typing import Any
 
 import ray
 
+from disagg.app.haproxy_launcher import socket_of
 from disagg.app.request_heads import BoundedHeads
 
 log = logging.getLogger(__name__)
 
+BACKLOG = 4096  # connections that wait to be accepted; beyond them HAProxy answers 503
 _ALL_INTERFACES = ("0.0.0.0", "::", "")
 
 
@@ -53,4 +59,42 @@ async def _start_http(start: Any, app: Any, options: Any, **others: Any) -> Any:
         options = options.model_copy(update={"host": ray.util.get_node_ip_address()})
     task, server = await start(app, options, **others)
     server.config.http = BoundedHeads  # read when the task begins
+    # Bound now, since HAProxy looks for it as soon as it knows the port.
+    near = _bound(socket_of(options.port))
+    if near is not None:
+        server.startup = functools.partial(_start_near, server.startup, server, near)
     return task, server
+
+
+def _bound(path: str) -> socket.socket | None:
+    """A socket that this user's processes can connect to from now on; None: only the port is."""
+    if not path:
+        return None
+    near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of a replica that had this port before, and died
+        near.setblocking(False)
+        near.bind(path)
+        near.listen(BACKLOG)
+    except OSError as error:  # a full disk, say
+        log.warning("HAProxy reaches this ingress by TCP, as %s cannot be made: %s", path, error)
+        near.close()
+        return None
+    return near
+
+
+async def _start_near(startup: Any, server: Any, near: socket.socket, sockets: Any = None) -> None:
+    """uvicorn's `Server.startup`, which listens on the sockets of one family."""
+    await startup(sockets=sockets)
+
+    def protocol() -> asyncio.Protocol:
+        made: asyncio.Protocol = server.config.http_protocol_class(
+            config=server.config,
+            server_state=server.server_state,
+            app_state=server.lifespan.state,
+        )
+        return made
+
+    loop = asyncio.get_running_loop()
+    server.servers.append(await loop.create_unix_server(protocol, sock=near, backlog=BACKLOG))

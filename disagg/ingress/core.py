@@ -25,6 +25,7 @@ from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.config import AUTO, ServeConfig, TierConfig
+from disagg.direct import Direct
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Deltas, Escalation
@@ -283,12 +284,12 @@ class IngressCore:
             self._metrics.queue_length.labels(name).set(number)
         self._metrics.queue_nbytes.set(self.admission_queue.nbytes)
 
-    def _generate(self, request: GenerateRequest) -> Deltas:
+    def _generate(self, request: GenerateRequest, direct: Direct) -> Deltas:
         if self._escalation is not None and request.model == AUTO:
             return self._escalation.generate(request)
-        return self._dispatch(request)
+        return self._dispatch(request, direct)
 
-    def _dispatch(self, request: GenerateRequest) -> Deltas:
+    def _dispatch(self, request: GenerateRequest, direct: Direct | None = None) -> Deltas:
         """Run a request on the workers of its model, with its own SLOs or the model's."""
         ttft_slo_s, tpot_slo_s = self._slo_s[request.model]
         priority = request.priority
@@ -300,7 +301,7 @@ class IngressCore:
             tpot_slo_s=request.tpot_slo_s or tpot_slo_s,
             priority=priority,
         )
-        return self.dispatcher.generate(within)
+        return self.dispatcher.generate(within, direct)
 
     def _cascade_decision(self, request_id: str) -> CascadeDecision | None:
         return None if self._escalation is None else self._escalation.decision(request_id)

@@ -25,6 +25,7 @@ from types import MappingProxyType
 import msgspec
 
 from disagg import telemetry
+from disagg.direct import Direct
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.awaiting import AwaitingWorkers
@@ -110,8 +111,11 @@ class Dispatcher:
         """The routing decisions of a recent request, oldest first; empty when forgotten."""
         return self._decisions.get(request_id) or ()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the answer. Closing the iterator cancels the request on its workers.
+    async def generate(
+        self, request: GenerateRequest, direct: Direct | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the answer, but for the deltas that `direct` takes. Closing the iterator cancels
+        the request on its workers.
 
         Every delta but the last has new tokens; only the last has a `finish_reason`. The
         `num_cached_tokens` of the first delta counts prompt tokens that were served from a cache.
@@ -137,7 +141,7 @@ class Dispatcher:
                 if state.lender is not None:
                     await self._borrow(state, state.lender)
                 try:
-                    async with aclosing(self._visit(state)) as deltas:
+                    async with aclosing(self._visit(state, direct)) as deltas:
                         async for delta in deltas:
                             yield delta
                 except DisaggError as error:
@@ -154,10 +158,13 @@ class Dispatcher:
             if self._admission_queue is not None and state.charge is not None:
                 self._admission_queue.end(state.charge, state.num_output_tokens)
 
-    async def _visit(self, state: RequestState) -> AsyncGenerator[TokenDelta, None]:
+    async def _visit(
+        self, state: RequestState, direct: Direct | None
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Stream from the next worker of the route. Raises the worker's error, if there is one."""
         reservation, hand_over = state.visits.popleft()
         state.worker_id = worker_id = reservation.worker_id
+        state.has_begun_here = False
         try:
             stream = self._workers.stream(
                 worker_id,
@@ -165,13 +172,13 @@ class Dispatcher:
                 timeout_s=state.deadline_unix_s - self._now(),
                 hand_over=hand_over,
                 ticket=state.ticket,
+                direct=None if direct is None else state.noting(direct),
             )
             self._fleet.sent(reservation)
             async with aclosing(stream):
-                has_begun = False
                 async for delta in stream:
-                    if not has_begun:
-                        has_begun = bool(delta.token_ids)
+                    if not state.has_begun_here:
+                        state.has_begun_here = bool(delta.token_ids)
                         self._begin(state, reservation, delta)
                     shown = state.take(delta)
                     if shown is not None:

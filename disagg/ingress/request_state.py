@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from disagg.blocks import hash_block
+from disagg.direct import Direct, Taken
 from disagg.errors import DisaggError, EngineFailed, Overloaded
 from disagg.ingress.admission_queue import Charge
 from disagg.kvtransfer.ticket import KVTicket
@@ -43,6 +44,7 @@ class RequestState:
         self.because = ""
         self.is_finished = False
         self.worker_id = ""  # the one it is on, or was on last
+        self.has_begun_here = False  # a token has come from that worker
         self.wait_s = 0.0  # predicted when its route was chosen
         # Of its first token: since when it is awaited, and the route with the predicted seconds.
         self.awaited: tuple[float, Candidate] | None = None
@@ -129,6 +131,25 @@ class RequestState:
             num_cached_tokens,
             prompt_logprobs=delta.prompt_logprobs,
         )
+
+    def noting(self, direct: Direct) -> Direct:
+        """`direct` for plain deltas behind the first token of a worker; records what it takes."""
+
+        def take(delta: TokenDelta) -> Taken:
+            is_plain = (
+                delta.finish_reason is None
+                and delta.error is None
+                and delta.ticket is None
+                and delta.early_ticket is None
+            )
+            if not (is_plain and self.has_begun_here):
+                return False
+            taken = direct(delta)
+            if taken is not False:
+                self._generated += delta.token_ids
+            return taken
+
+        return take
 
     @property
     def pause_s(self) -> float:

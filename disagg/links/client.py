@@ -17,6 +17,7 @@ from itertools import count
 from typing import Protocol
 
 from disagg.blocks import BlockHash
+from disagg.direct import Direct
 from disagg.errors import Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
@@ -162,10 +163,15 @@ class Link:
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
+        direct: Direct | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Run a request on this worker. Ends after the delta whose `is_last` is true.
 
         Closing the iterator early cancels the request on the worker.
+
+        Args:
+            direct: is given deltas while nobody has to be woken for them; what it takes is not
+                yielded.
 
         Raises:
             WorkerLost: the link is down or went down; all that had arrived was handed over.
@@ -175,7 +181,7 @@ class Link:
         connection = self._connection
         if connection is None or not connection.is_up:
             raise WorkerLost(f"Worker {self.record.worker_id} is not linked: {self.last_error}.")
-        stream_id, stream = connection.start(request, hand_over, ticket)
+        stream_id, stream = connection.start(request, hand_over, ticket, direct)
         # One timer a stream: a timeout around each wait would cost more than a token does.
         timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), stream.expire)
         is_ended = False
@@ -239,13 +245,17 @@ class _WorkerConnection(Connection):
         self._watch: asyncio.TimerHandle | None = None
 
     def start(
-        self, request: GenerateRequest, hand_over: bool, ticket: KVTicket | None
+        self,
+        request: GenerateRequest,
+        hand_over: bool,
+        ticket: KVTicket | None,
+        direct: Direct | None,
     ) -> tuple[int, DeltaStream]:
         stream_id = next(self._stream_ids)
         self.send(Start(stream_id, request, hand_over, ticket))
         if not self.is_open:  # this message overflowed its buffer
             raise WorkerLost(f"Worker {self._link.record.worker_id} was lost: {self.reason}.")
-        stream = self._streams[stream_id] = DeltaStream(self._loop)
+        stream = self._streams[stream_id] = DeltaStream(self._loop, direct)
         return stream_id, stream
 
     def forget(self, stream_id: int, *, cancel: bool) -> None:

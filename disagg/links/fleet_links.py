@@ -20,6 +20,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from disagg.blocks import BlockHash
+from disagg.direct import Direct
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.client import Link, LinkObserver
@@ -129,10 +130,11 @@ class FleetLinks:
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
+        direct: Direct | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """`Link.stream` of that worker. Raises `WorkerLost` when it has left."""
         return self.link(worker_id).stream(
-            request, timeout_s=timeout_s, hand_over=hand_over, ticket=ticket
+            request, timeout_s=timeout_s, hand_over=hand_over, ticket=ticket, direct=direct
         )
 
     def release(self, ticket: KVTicket) -> None:

@@ -86,14 +86,14 @@ def fresh_nonce() -> bytes:
 
 def ingress_proof(key: bytes, worker_nonce: bytes, ingress_nonce: bytes, ingress_id: str) -> bytes:
     """What `Hello.proof` must be."""
-    return _proof(key, b"ingress", worker_nonce, ingress_nonce, ingress_id.encode())
+    return _link_proof(key, b"ingress", worker_nonce, ingress_nonce, ingress_id.encode())
 
 
 def worker_proof(
     key: bytes, worker_nonce: bytes, ingress_nonce: bytes, record: WorkerRecord
 ) -> bytes:
     """What `Welcome.proof` must be."""
-    return _proof(key, b"worker", worker_nonce, ingress_nonce, encode(record))
+    return _link_proof(key, b"worker", worker_nonce, ingress_nonce, encode(record))
 
 
 def proofs_equal(left: bytes, right: bytes) -> bool:
@@ -101,8 +101,13 @@ def proofs_equal(left: bytes, right: bytes) -> bool:
     return hmac.compare_digest(left, right)
 
 
-def _proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
+def _link_proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
+    return proof_of(key, b"disagg-link", str(WIRE_VERSION).encode(), role, *parts)
+
+
+def proof_of(key: bytes, *parts: bytes) -> bytes:
+    """That its sender knows the key: no other parts have the same one."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
-    for part in (b"disagg-link", str(WIRE_VERSION).encode(), role, *parts):
+    for part in parts:
         mac.update(HEADER.pack(len(part)) + part)
     return mac.digest()

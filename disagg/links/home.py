@@ -1,7 +1,7 @@
-"""To which ingress a worker is first among equals.
+"""Which ingress prefers a worker among workers that cost the same: the worker's home.
 
 Ingresses that route at the same moment do not know of each other's requests. Where many workers are
-idle and cost the same, each ingress prefers other ones, so that two rarely choose the same.
+idle and cost the same, each ingress prefers those whose home it is, so two rarely choose the same.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Collection
 
 
 def home_of(worker_id: str, ingress_ids: Collection[str]) -> str:
-    """One of the ingresses; "" if there are fewer than two.
+    """The home of a worker, one of the ingresses; "" if there are fewer than two.
 
-    By rendezvous hashing: a share of the workers for each ingress, and one that comes or goes
-    changes no other's than its own.
+    Rendezvous hashing: each ingress gets a similar share of the workers, and if an ingress comes or
+    goes, only its own share changes.
     """
     if len(set(ingress_ids)) < 2:
         return ""

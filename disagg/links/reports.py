@@ -97,14 +97,15 @@ class LinkReports:
     def others_arrived(self, status: WorkerStatus) -> Report | None:
         """What there is to report now that requests have arrived, before a step computes them.
 
-        Nothing if one of them is this ingress's: the router counts that itself, and would take this
-        report for the one of the step in which it arrived.
+        Nothing before the step ends in which a request of this ingress arrived: the router counts
+        that itself, and would take this report for the one of that step. After it this report is
+        the second one, which includes the request: an idle worker has no other step that would be.
         """
         last, now = self.status, self._loop.time()
-        if last is None or self._num_at_once:
+        if last is None or self._num_at_once == NUM_AT_ONCE:
             return None
         self._latest = status
-        if status == last or now < self._told_arrivals_s + self.interval_s:
+        if status == last or self._num_at_once or now < self._told_arrivals_s + self.interval_s:
             return self.due()
         self._told_arrivals_s = self._sent_s = now
         self.status = status

@@ -318,7 +318,8 @@ class _IngressLink(Connection):
             if message.stream_id <= self._last_stream_id:
                 raise BadFrame(f"stream {message.stream_id} came after {self._last_stream_id}")
             self._last_stream_id = message.stream_id
-            self.reports.request_arrived()
+            if not message.is_loan:  # which no step computes
+                self.reports.request_arrived()
         self._server.receive(self.link_id, message)
 
     def _welcome(self, hello: Hello) -> None:

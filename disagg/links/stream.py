@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
-from disagg.errors import DeadlineExceeded, DisaggError
+from disagg.direct import Direct
+from disagg.errors import DeadlineExceeded
 from disagg.messages import TokenDelta
 
 
 class DeltaStream:
-    """The deltas of one stream, merged while the reader is busy."""
+    """The deltas of one stream, merged while the reader is busy.
 
-    __slots__ = ("_error", "_loop", "_waiter", "deltas")
+    Args:
+        direct: is given deltas while the reader waits.
+    """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    __slots__ = ("_direct", "_error", "_loop", "_rest", "_waiter", "deltas")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, direct: Direct | None = None) -> None:
         self.deltas: list[TokenDelta] = []
-        self._error: DisaggError | None = None
+        self._direct = direct
+        self._rest: Awaitable[None] | None = None  # of what `direct` began, for the reader
+        self._error: Exception | None = None
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: TokenDelta) -> None:
+        direct, waiter = self._direct, self._waiter
+        if direct is not None and waiter is not None and not waiter.done():
+            try:
+                taken = direct(delta)
+            except Exception as error:  # the failure of one request, and not of its link
+                self.fail(error)
+                return
+            if taken is True:
+                return
+            if taken is not False:
+                self._rest = taken
+                self._wake()
+                return
         self.deltas.append(delta)
         self._wake()
 
-    def fail(self, error: DisaggError) -> None:
+    def fail(self, error: Exception) -> None:
         """End the stream with an error, after all deltas before it. Only the first error counts."""
         self._error = self._error or error
         self._wake()
@@ -39,7 +59,11 @@ class DeltaStream:
 
     async def wait(self) -> None:
         """Wait until there is something to take. Raises the error that ended the stream."""
-        while not self.deltas:
+        while self._rest is not None or not self.deltas:
+            if self._rest is not None:
+                rest, self._rest = self._rest, None
+                await rest
+                continue
             if self._error is not None:
                 raise self._error
             self._waiter = self._loop.create_future()

@@ -10,6 +10,7 @@ import pytest
 
 from disagg.api.http import reply
 from disagg.api.http.metrics import ApiMetrics
+from disagg.direct import Direct
 from disagg.messages import GenerateRequest, TokenDelta
 from tests.api.apps import URL, Exchange, make_app, never, until
 from tests.api.fakes import FakeGenerate
@@ -98,7 +99,9 @@ async def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.Monke
 async def test_what_is_counted_comes_back_from_a_request_that_is_cancelled_twice() -> None:
     asked, leaving = asyncio.Event(), asyncio.Event()
 
-    async def reluctant(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def reluctant(
+        request: GenerateRequest, direct: Direct
+    ) -> AsyncGenerator[TokenDelta, None]:
         try:
             asked.set()
             await never()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from disagg.api.running_job import ChoiceDelta, Generate, Job, RunningJob
 from disagg.api.wanted import Wanted
+from disagg.direct import Direct, Taken
 from disagg.errors import EngineFailed, Overloaded
 from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs, WireError
 from tests.api.fakes import END, TOKENIZER, served_model
@@ -42,7 +43,9 @@ def job(num_choices: int = 1, *, stops: Sequence[str] = ()) -> Job:
 def playing(*deltas: TokenDelta | Exception) -> Generate:
     """A source that says `deltas` to everyone, by turns."""
 
-    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(
+        request: GenerateRequest, direct: Direct
+    ) -> AsyncGenerator[TokenDelta, None]:
         for delta in deltas:
             if isinstance(delta, Exception):
                 raise delta
@@ -126,7 +129,9 @@ async def test_a_refused_choice_refuses_all_before_anything_is_sent(refused: int
     """However far the others are by then."""
     num_opened, closed = 0, 0
 
-    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(
+        request: GenerateRequest, direct: Direct
+    ) -> AsyncGenerator[TokenDelta, None]:
         nonlocal num_opened, closed
         number, num_opened = num_opened, num_opened + 1
         try:
@@ -152,7 +157,9 @@ async def test_choices_that_have_all_begun_wait_for_nobody() -> None:
     release = asyncio.get_running_loop().create_future()
     num_opened = 0
 
-    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(
+        request: GenerateRequest, direct: Direct
+    ) -> AsyncGenerator[TokenDelta, None]:
         nonlocal num_opened
         number, num_opened = num_opened, num_opened + 1
         yield TokenDelta(0, IDS[:1])
@@ -173,7 +180,9 @@ async def test_one_failed_choice_ends_the_others() -> None:
     closed: list[int] = []
     opened: list[int] = []
 
-    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(
+        request: GenerateRequest, direct: Direct
+    ) -> AsyncGenerator[TokenDelta, None]:
         number = len(opened)
         opened.append(number)
         try:
@@ -192,7 +201,9 @@ async def test_one_failed_choice_ends_the_others() -> None:
 async def test_closing_waits_until_the_source_is_closed() -> None:
     steps: list[str] = []
 
-    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(
+        request: GenerateRequest, direct: Direct
+    ) -> AsyncGenerator[TokenDelta, None]:
         try:
             yield TokenDelta(0, IDS[:1])
             await asyncio.get_running_loop().create_future()
@@ -217,10 +228,62 @@ async def test_a_stop_string_closes_the_source_even_if_others_hold_it() -> None:
         finally:
             closed.append(True)
 
-    def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    def generate(request: GenerateRequest, direct: Direct) -> AsyncGenerator[TokenDelta, None]:
         held.append(deltas())
         return held[-1]
 
     whole = await result(RunningJob(job(stops=["quick"]), generate))
     assert (whole[0].text, whole[0].finish_reason) == ("the ", "stop")
     assert closed == [True]
+
+
+@pytest.mark.parametrize("stops", [(), ("brown",), ("x j", "fox"), ("the",), ("umps",)])
+async def test_pieces_may_be_taken_where_their_tokens_arrive(stops: tuple[str, ...]) -> None:
+    """Except the last one. The answer is the same."""
+
+    async def generate(
+        request: GenerateRequest, direct: Direct
+    ) -> AsyncGenerator[TokenDelta, None]:
+        for token_id in IDS:
+            delta = TokenDelta(0, (token_id,))
+            if not direct(delta):
+                yield delta
+        yield TokenDelta(0, (), "length")
+
+    run = RunningJob(job(stops=stops), generate)
+    whole, num_taken = ChoiceDelta(0), 0
+
+    def take(piece: ChoiceDelta) -> Taken:
+        nonlocal num_taken
+        assert piece.finish_reason is None
+        num_taken += 1
+        whole.extend(piece)
+        return True
+
+    async for (piece,) in run.batches():
+        whole.extend(piece)
+        run.direct = take
+    (usual,) = await result(RunningJob(job(stops=stops), playing_one_by_one()))
+    assert (whole.text, whole.finish_reason) == (usual.text, usual.finish_reason)
+    assert whole.num_tokens == usual.num_tokens == run.num_completion_tokens
+    assert num_taken >= whole.num_tokens - 2
+
+
+def playing_one_by_one() -> Generate:
+    return playing(*(TokenDelta(0, (each,)) for each in IDS), TokenDelta(0, (), "length"))
+
+
+async def test_pieces_of_several_choices_come_one_way() -> None:
+    async def generate(
+        request: GenerateRequest, direct: Direct
+    ) -> AsyncGenerator[TokenDelta, None]:
+        for token_id in IDS:
+            delta = TokenDelta(0, (token_id,))
+            assert direct(delta) is False
+            yield delta
+            await asyncio.sleep(0)
+        yield TokenDelta(0, (), "length")
+
+    run = RunningJob(job(2), generate)
+    run.direct = lambda piece: True
+    assert [each.num_tokens for each in await result(run)] == [len(IDS)] * 2

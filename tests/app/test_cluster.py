@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray'
 
 class FakeRay:
     """Writes down what is called; stands for `ray` and `ray.serve`."""
+
+    __version__ = "2.99.0"
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -152,3 +155,29 @@ def test_a_node_that_is_too_slow_is_started_again(
         for each in left:
             each.kill()
             each.wait()
+
+
+class FakeNode:
+    def start_monitor(self) -> str:
+        return "a process"
+
+
+@pytest.mark.parametrize(("version", "monitors"), [("", None), ("2.99.0", "a process")])
+def test_what_observes_is_left_out_of_the_ray_that_was_tried_only(
+    version: str, monitors: str | None, ray: FakeRay, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from ray._private.node import Node
+    from ray._version import version as installed
+
+    from disagg.app import cluster
+
+    assert all(hasattr(Node, each) for each in cluster._OBSERVERS)
+    monkeypatch.setattr(cluster, "see_only", lambda device_ids: None)
+    node = type("Node", (FakeNode,), {})
+    monkeypatch.setattr(ray, "__version__", version or installed)
+    monkeypatch.setattr(
+        ray, "_private", SimpleNamespace(node=SimpleNamespace(Node=node)), raising=False
+    )
+    cluster.Cluster(None, tmp_path).connect()
+    assert ray.calls == ["init local"]
+    assert node().start_monitor() == monitors

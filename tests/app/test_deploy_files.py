@@ -41,14 +41,18 @@ def test_serve_files(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "longest_tokens", "ranks"),
-    [("llama-3-70b", 8192, (2, 4)), ("gpt-oss-120b", 65536, (1, 2))],
+    ("name", "longest_tokens", "ranks", "gpu", "weights"),
+    [
+        ("llama-3-70b", 8192, (2, 4), "h100", "bf16"),
+        ("gpt-oss-120b", 65536, (1, 2), "h100", "bf16"),
+        ("deepseek-r1", 65536, (8, 8), "h200", "fp8-block"),
+    ],
 )
 def test_models_fit_the_gpus_of_their_workers(
-    name: str, longest_tokens: int, ranks: tuple[int, int]
+    name: str, longest_tokens: int, ranks: tuple[int, int], gpu: str, weights: str
 ) -> None:
     (tier,) = config_of(_load(DEPLOY / "serve" / f"{name}.yaml"), {}).tiers
-    every = placements(SHAPES[name], gpu_of("h100"), "bf16", "bf16", longest_tokens)
+    every = placements(SHAPES[name], gpu_of(gpu), weights, "bf16", longest_tokens)
     sizes = {each.num_gpus for each in every}
     for pool in (tier.prefill, tier.decode):
         assert tier.num_ranks(pool) in sizes

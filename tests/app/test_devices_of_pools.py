@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from disagg.app import build as module
+from disagg.app.worker_environment import environment_of
 from disagg.kernels.devices import VISIBLE, Device, Gpus
 
 
@@ -21,11 +22,29 @@ def options_of(*tiers: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {each.name: each.ray_actor_options for each in deployments_of(*tiers)}
 
 
+def environments_of(*tiers: dict[str, Any]) -> list[dict[str, str]]:
+    """What the workers of each pool add to their environment."""
+    arguments = [each.init_args for each in deployments_of(*tiers)]
+    return [environment_of(config.tier(name), role) for config, name, role in arguments]
+
+
 def test_pools_that_ask_for_no_gpu_see_none() -> None:
     for tier in ({}, {"prefill": {"num_gpus": 0}, "decode": {"num_gpus": 0}}):
-        for options in options_of({"model": "demo-small", **tier}).values():
-            assert options["num_gpus"] == 0
-            assert options["runtime_env"]["env_vars"][VISIBLE] == ""
+        options = options_of({"model": "demo-small", **tier}).values()
+        assert all(each["num_gpus"] == 0 for each in options)
+        environments = environments_of({"model": "demo-small", **tier})
+        assert len(environments) == len(options)
+        assert all(each[VISIBLE] == "" for each in environments)
+
+
+def test_no_worker_needs_a_process_that_prepares_its_environment() -> None:
+    """As Ray starts one for each actor that has a `runtime_env`."""
+    engine = {"num_threads": 3}
+    for options in options_of({"model": "demo-small", "engine": engine}).values():
+        assert "runtime_env" not in options
+    for environment in environments_of({"model": "demo-small", "engine": engine}):
+        assert environment["OMP_NUM_THREADS"] == "3"
+        assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_what_a_file_asks_for_stays_as_written() -> None:
@@ -33,7 +52,7 @@ def test_what_a_file_asks_for_stays_as_written() -> None:
     tier = {"model": "demo-small", "prefill": {"num_gpus": 1}, "decode": {"num_gpus": 0.5}}
     options = options_of(tier)
     assert [each["num_gpus"] for each in options.values()] == [1, 0.5]
-    assert all(VISIBLE not in each["runtime_env"]["env_vars"] for each in options.values())
+    assert all(VISIBLE not in each for each in environments_of(tier))
 
 
 def test_files_that_say_nothing_use_the_gpus_of_the_cluster(

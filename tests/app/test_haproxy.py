@@ -265,6 +265,39 @@ def test_a_stand_in_stays_until_an_haproxy_runs_with_the_routes(
     assert events == ["haproxy_died", "haproxy_replaced"]
 
 
+def test_an_ingress_is_reached_by_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it has one; that of a port that is no ingress's changes nothing."""
+    monkeypatch.setenv(haproxy_launcher.SOCKETS, str(tmp_path))
+    port = free_port()
+    of_serve = serve_config(tmp_path, port, 18004)
+    assert "server it 127.0.0.1:18004 check" in mended(of_serve, "127.0.0.1", "", 400)
+    near = tmp_path / "18004.sock"
+    with socketserver.ThreadingUnixStreamServer(str(near), Backend) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        text = mended(of_serve, "127.0.0.1", "", 400)
+        assert f"server it unix@{near} check" in text
+        file = tmp_path / "haproxy.cfg"
+        file.write_text(text)
+        with subprocess.Popen([find_haproxy(), "-db", "-f", str(file)]) as process:
+            try:
+                until(lambda: is_open(port))
+                found = talk(socket.create_connection(("127.0.0.1", port)), request())
+                assert found.startswith(b"HTTP/1.1 200") and b"host: x" in found.lower()
+            finally:
+                process.kill()
+                server.shutdown()
+
+
+def is_open(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_without_routes_it_says_try_again(tmp_path: Path) -> None:
     proxy = Proxy(tmp_path, has_routes=False)
     head, _, body = proxy.ask().partition(b"\r\n\r\n")
@@ -301,6 +334,12 @@ def test_headers_that_serve_would_obey_are_taken_away(proxy: Proxy) -> None:
 )
 def test_request_ids(proxy: Proxy, headers: bytes, is_kept: bool) -> None:
     assert (b"x-request-id" in proxy.ask("/", headers).lower()) == is_kept
+
+
+def test_many_headers_reach_the_ingress_which_refuses_them_in_json(proxy: Proxy) -> None:
+    """HAProxy itself takes 101 without a setting, and answers more with its own text."""
+    headers = b"".join(b"x-%d: 1\r\n" % number for number in range(900))
+    assert b"x-899: 1" in proxy.ask("/", headers)
 
 
 @pytest.mark.parametrize("path", ["/slow", "/gap"])

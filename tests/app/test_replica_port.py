@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from disagg.app import replica_port, request_heads
+from disagg.app import haproxy_launcher, replica_port, request_heads
 from tests.links.fakes import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own import
@@ -41,12 +42,16 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.fixture
-async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
+async def address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> AsyncIterator[tuple[str, int]]:
     """Where Serve's own server listens that was asked to listen everywhere."""
     from ray.serve._private.http_util import start_asgi_http_server
     from ray.serve.config import HTTPOptions
 
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.3")
+    monkeypatch.setenv(haproxy_launcher.SOCKETS, str(tmp_path))
+    (tmp_path / "0.sock").touch()  # as one that died leaves it
     start = partial(replica_port._start_http, start_asgi_http_server)
     options = HTTPOptions(host="0.0.0.0", port=0)
     task, server = await start(echo, options, event_loop=asyncio.get_running_loop())
@@ -78,6 +83,23 @@ async def test_it_listens_on_the_address_of_its_node(address: tuple[str, int]) -
     close = b"Connection: close\r\n\r\n"
     answer = await talk(address, HEAD + close + b"body")
     assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\nbody")
+
+
+async def test_it_listens_on_a_socket_of_its_machine(
+    address: tuple[str, int], tmp_path: Path
+) -> None:
+    reader, writer = await asyncio.open_unix_connection(tmp_path / "0.sock")
+    writer.write(HEAD + b"Connection: close\r\n\r\nbody")
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\nbody")
+
+
+def test_a_socket_that_cannot_be_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert replica_port._bound(str(tmp_path / "nowhere" / "0.sock")) is None
+    assert "by TCP" in caplog.text
 
 
 @pytest.mark.parametrize(("before", "head"), [(b"", b""), (b"", HEAD), (HEAD + b"\r\nbody", HEAD)])

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import serving_path
+from bench import trees
 from bench.paced_worker import MARKER, STEP_S, PacedRunner, paced_parts
 from bench.serving_cluster import MODEL, config_for
-from bench.serving_path import PROMPT, WAYS, checked_out, main
+from bench.serving_path import WAYS, main
 from bench.sse_clients import Clients
+from bench.trees import checked_out
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
 from disagg.messages import GenerateRequest, SamplingParams
@@ -46,9 +47,8 @@ def test_steps_come_on_a_beat_and_each_takes_its_time() -> None:
 
 async def test_clients_count_every_token_of_one_request_after_another() -> None:
     way = WAYS[0]
-    body = {**way.body, "prompt": PROMPT, "max_tokens": 5, "stream": True}
     async with served_port(config_for(port=0), paced_parts) as port:
-        clients = Clients(port, way.path, body, MARKER)
+        clients = way.clients(port, 5)
         await clients.start(3, over_s=0.0)
         await clients.wait_first_tokens(10)
         async with asyncio.timeout(10):
@@ -61,7 +61,7 @@ async def test_clients_count_every_token_of_one_request_after_another() -> None:
 
 
 async def test_clients_tell_why_a_request_was_refused() -> None:
-    body = {"model": "nobody", "prompt": PROMPT, "max_tokens": 5, "stream": True}
+    body = {"model": "nobody", "prompt": "a request", "max_tokens": 5, "stream": True}
     async with served_port(config_for(port=0), paced_parts) as port:
         clients = Clients(port, WAYS[0].path, body, MARKER)
         await clients.start(1, over_s=0.0)
@@ -82,7 +82,7 @@ def test_an_older_commit_is_checked_out_with_its_kernels(
     (tmp_path / "setup.py").write_text("import sys; open('built', 'w').write(str(sys.argv[1:]))")
     git("add", "setup.py")
     git("commit", "--quiet", "--message", "with kernels")
-    monkeypatch.setattr(serving_path, "ROOT", tmp_path)
+    monkeypatch.setattr(trees, "ROOT", tmp_path)
     with checked_out("HEAD") as files:
         assert "build_ext" in (files / "built").read_text()
     with checked_out("HEAD~") as files:

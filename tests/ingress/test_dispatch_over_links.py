@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
+from disagg.direct import Taken
 from disagg.ingress.dispatch import Dispatcher
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.fleet_links import FleetLinks
@@ -98,8 +99,23 @@ async def deployment(
         yield Dispatcher(links, fleet, now=time.time, rng=rng), fleet, engines
 
 
-async def answer(dispatcher: Dispatcher, request: GenerateRequest) -> list[int]:
-    return [t async for delta in dispatcher.generate(request) for t in delta.token_ids]
+async def answer(
+    dispatcher: Dispatcher, request: GenerateRequest, *, directly: bool = False
+) -> list[int]:
+    """
+    Args:
+        directly: whether deltas are taken where they arrive.
+    """
+    tokens: list[int] = []
+
+    def direct(delta: TokenDelta) -> Taken:
+        if directly:
+            tokens.extend(delta.token_ids)
+        return directly
+
+    async for delta in dispatcher.generate(request, direct):
+        tokens += delta.token_ids
+    return tokens
 
 
 async def test_a_prompt_goes_through_prefill_and_decode() -> None:
@@ -128,7 +144,10 @@ async def test_many_streams_outlive_a_worker() -> None:
         requests = [
             make_request(500 + i, max_tokens=150, request_id=f"request-{i}") for i in range(24)
         ]
-        tasks = [asyncio.create_task(answer(dispatcher, request)) for request in requests]
+        tasks = [
+            asyncio.create_task(answer(dispatcher, request, directly=i % 2 == 0))
+            for i, request in enumerate(requests)
+        ]
         await until(lambda: all(engines[f"d{i}"].num_running > 3 for i in range(3)))
         for link in list(engines["d1"].worker.server._links.values()):
             link.abort()

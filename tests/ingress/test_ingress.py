@@ -18,8 +18,10 @@ from disagg.config import (
     TierConfig,
 )
 from disagg.ingress.core import IngressCore
+from disagg.ingress.dispatch import Decision
 from disagg.messages import WorkerStatus
 from disagg.router.load_report import state_in
+from disagg.router.route import Route
 from tests.api.apps import http_client, until
 from tests.links.fakes import make_record
 from tests.tiny_model import write_tiny_model
@@ -163,3 +165,28 @@ async def test_two_ingresses_keep_one_limit_through_redis(model: Path, tmp_path:
             bob = {"authorization": "Bearer key-of-bob"}
             assert (await second.post("/detokenize", json=body, headers=bob)).status_code == 200
         await asyncio.gather(one.close(), two.close())
+
+
+async def test_a_tenant_sees_only_its_own_requests(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tenants may also use the same id: then neither sees the other's route."""
+    tiers = (TierConfig(model=str(model), served_model_name="small"),)
+    keys = {"alice": "key-of-alice", "bob": "key-of-bob"}
+    config = ServeConfig(tiers=tiers, cluster_key="key", http=HttpConfig(api_keys={**keys}))
+    core = IngressCore(config, "ingress-0")
+    route = Route(None, "small-decode", 0.1, 0, (), "")
+    of_alice, of_bob = (Decision(0.0, route, 3, "", tenant) for tenant in keys)
+    known = {"alices": (of_alice,), "both": (of_alice, of_bob)}
+    monkeypatch.setattr(core.dispatcher, "decision", lambda request_id: known.get(request_id, ()))
+    statuses = {}
+    async with http_client(core.app) as client:
+        for tenant, key in keys.items():
+            for request_id in ("alices", "both", "nobodys"):
+                reply = await client.get(
+                    f"/debug/requests/{request_id}", headers={"authorization": f"Bearer {key}"}
+                )
+                statuses[tenant, request_id] = reply.status_code
+    assert statuses.pop(("alice", "alices")) == 200
+    assert set(statuses.values()) == {404}
+    await core.close()

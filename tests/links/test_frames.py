@@ -84,7 +84,8 @@ def test_proofs_bind_key_role_nonces_and_identity() -> None:
 
 def test_one_sides_proof_is_never_the_others() -> None:
     """Even if one could choose an id that reads like a record."""
-    assert frames._proof(b"key", b"ingress", b"same") != frames._proof(b"key", b"worker", b"same")
+    own, other = (frames._link_proof(b"key", role, b"same") for role in (b"ingress", b"worker"))
+    assert own != other
 
 
 @pytest.mark.parametrize(

@@ -120,16 +120,17 @@ def test_requests_of_others_are_reported_at_once_but_only_once_an_interval(
     assert link.reports.others_arrived(waiting[3]) == Report((), waiting[3])
 
 
-def test_who_has_sent_a_request_hears_only_of_steps(loop: VirtualLoop) -> None:
-    """Else it would take the arrival for the report of the step in which its request arrived."""
-    link = Link(loop, 0.0)
+def test_who_has_sent_a_request_hears_first_of_the_step_in_which_it_arrived(
+    loop: VirtualLoop,
+) -> None:
+    """Else it would take the arrival of another for the report of that step."""
+    link = Link(loop, 0.5)
     link.reports.request_arrived()
     assert link.reports.others_arrived(WorkerStatus(num_waiting=1)) is None
-    for number in (1, 2):
-        status = WorkerStatus(num_running=number)
-        assert link.step(status) == Report((), status)
-    assert link.reports.others_arrived(BUSY) == Report((), BUSY)
+    assert link.step(IDLE, EVENT) == Report((EVENT,), IDLE)
+    assert link.reports.others_arrived(BUSY) == Report((), BUSY), "a prompt of one step is over"
     assert link.reports.others_arrived(BUSY) is None, "nothing has changed"
+    assert link.step(IDLE) is None, "two reports have been sent"
 
 
 def test_events_wait_for_the_rest_of_a_snapshot(loop: VirtualLoop) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from functools import partial
 from importlib.metadata import version
@@ -20,20 +20,21 @@ import msgspec
 
 from disagg import logs, telemetry
 from disagg.api import openapi
-from disagg.api.apis import BY_PATH, Api, Asked, Frames
+from disagg.api.apis import BY_PATH, Api, Asked
 from disagg.api.choices import Caller
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import CONTENT_TYPE, ApiMetrics, RequestTimer
 from disagg.api.http.quota import Quota
 from disagg.api.http.reply import Receive, Reply, Send, Stream, Writer, answer_lifespan, watch
 from disagg.api.http.request import Bodies, HttpRequest
+from disagg.api.http.stream_events import stream_events
 from disagg.api.off_loop import off_loop
 from disagg.api.openai import responses
 from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error
 from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.api.service import Service
 from disagg.api.slo import in_headers
-from disagg.config import AUTO, HttpConfig
+from disagg.config import HttpConfig
 from disagg.errors import Overloaded, Unavailable
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -280,7 +281,9 @@ class HttpApp:
         self._begin(request, run, arrived_s, read_s)
         if run.job.wanted.stream:
             frames = api.frames(run.job)
-            return Stream(self._events(request, run, frames, arrived_s), frames.error)
+            timer = self._timer(request, run, arrived_s)
+            events = partial(stream_events, run, frames, timer, partial(_say_why, run, request))
+            return Stream(events, frames.error)
         answers = await self._collect(request, run, arrived_s)
         nbytes = SCORE_NBYTES * run.job.num_prompt_scores
         return Reply(await off_loop(nbytes, lambda: api.body(run, answers)))
@@ -311,27 +314,6 @@ class HttpApp:
                         answers[piece.index].extend(piece)
         _say_why(run, request)
         return answers
-
-    async def _events(
-        self, request: HttpRequest, run: RunningJob, frames: Frames, arrived_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, those of one batch joined into one write."""
-        begun, is_named = False, run.job.model.name != AUTO
-        async with aclosing(run.batches()) as batches:
-            with self._timer(request, run, arrived_s) as timer:
-                async for batch in batches:
-                    timer.observe(batch)
-                    if not is_named:
-                        is_named = frames.name_models(run)
-                    opening = b""
-                    if not begun:
-                        begun = True
-                        _say_why(run, request)
-                        opening = frames.opening()
-                    events = opening + b"".join(map(frames.piece, batch))
-                    if events:
-                        yield events
-        yield frames.closing(run)
 
     # The rest
 

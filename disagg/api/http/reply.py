@@ -12,6 +12,7 @@ from disagg.api.apis import error_body
 from disagg.api.http.request import HttpRequest
 from disagg.api.openai.frames import PING
 from disagg.api.refusals import error_headers
+from disagg.direct import Taken, begun
 from disagg.errors import DisaggError
 
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -36,9 +37,13 @@ class Reply:
 
 
 class Stream(NamedTuple):
-    """Attributes: error: makes the last event of a stream that fails."""
+    """
+    Attributes:
+        events: yields what to write, and may write more with `Writer.write_now` in between.
+        error: makes the last event of a stream that fails.
+    """
 
-    events: AsyncGenerator[bytes, None]
+    events: Callable[[Writer], AsyncGenerator[bytes, None]]
     error: Callable[[DisaggError], bytes]
 
 
@@ -60,7 +65,7 @@ class Writer:
 
     async def stream(self, stream: Stream) -> None:
         """The reply starts with the first event, so that earlier errors have a status."""
-        async with aclosing(stream.events) as events:
+        async with aclosing(stream.events(self)) as events:
             async for event in events:
                 if not self.streaming:
                     await self._start(200, EVENT_STREAM)
@@ -84,6 +89,10 @@ class Writer:
         self.num_begun += 1
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.num_written += 1
+
+    def write_now(self, body: bytes) -> Taken:
+        """Write outside of the request's task. Returns what that one has to wait for."""
+        return begun(self.write(body))
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import uvicorn
 
 from disagg.api.http import request
 from disagg.api.http.app import AsgiApp, Readiness
+from disagg.api.running_job import RunningJob
 from disagg.config import HttpConfig
 from tests.api.apps import URL, Exchange, http_client, make_app, never, until
 from tests.api.fakes import FakeGenerate
@@ -282,3 +284,41 @@ async def test_over_sockets() -> None:
                 while "quick" not in await anext(lines):
                     assert generate.num_open == 1
         await until(lambda: generate.num_open == 0)  # the client has closed its socket
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_events_are_the_same_whichever_way_tokens_come(is_slow: bool) -> None:
+    """Also for a client that makes each write wait."""
+
+    def slowed(app: AsgiApp) -> AsgiApp:
+        async def served(scope: Any, receive: Any, send: Any) -> None:
+            async def send_later(message: Any) -> None:
+                await asyncio.sleep(0.001 * is_slow)
+                await send(message)
+
+            await app(scope, receive, send_later if is_slow else send)
+
+        return served
+
+    bodies = []
+    for directly in (False, True):
+        generate = FakeGenerate("the quick brown fox jumps " * 3, directly=directly)
+        async with http_client(slowed(make_app(generate))) as client:
+            reply = await client.post(URL, json=CHAT | {"stream": True, "max_tokens": 50})
+        bodies.append(reply.text)
+    assert bodies[0] == bodies[1]
+    assert bodies[0].count("data: ") > 10 and bodies[0].endswith("data: [DONE]\n\n")
+
+
+async def test_what_a_stream_held_goes_with_its_end() -> None:
+    """And does not wait for the garbage collector: a prompt can be megabytes."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with http_client(make_app(FakeGenerate(directly=True))) as client:
+            await client.post(URL, json=CHAT | {"stream": True})
+        for _ in range(10):  # of the loop, in which tasks end
+            await asyncio.sleep(0)
+        assert not [each for each in gc.get_objects() if isinstance(each, RunningJob)]
+    finally:
+        gc.enable()

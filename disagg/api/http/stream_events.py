@@ -1,0 +1,54 @@
+"""The server-sent events of one answer, from its pieces to the connection."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from disagg.api.apis import Frames
+from disagg.api.http.metrics import RequestTimer
+from disagg.api.http.reply import Writer
+from disagg.api.running_job import ChoiceDelta, RunningJob
+from disagg.config import AUTO
+from disagg.direct import Taken
+
+
+async def stream_events(
+    run: RunningJob,
+    frames: Frames,
+    timer: RequestTimer,
+    begins: Callable[[], None],
+    writer: Writer,
+) -> AsyncGenerator[bytes, None]:
+    """Yield events, those of one batch joined into one write. Once the reply has begun, pieces that
+    come one by one are written where they come.
+
+    Args:
+        begins: called before the first event.
+    """
+
+    def write(piece: ChoiceDelta) -> Taken:
+        timer.observe((piece,))
+        events = frames.piece(piece)
+        return writer.write_now(events) if events else True
+
+    has_begun, is_named = False, run.job.model.name != AUTO
+    try:
+        async with aclosing(run.batches()) as batches:
+            with timer:
+                async for batch in batches:
+                    timer.observe(batch)
+                    if not is_named:
+                        is_named = frames.name_models(run)
+                    opening = b""
+                    if not has_begun:
+                        has_begun = True
+                        begins()
+                        opening = frames.opening()
+                    events = opening + b"".join(map(frames.piece, batch))
+                    if events:
+                        yield events
+                        run.direct = write
+    finally:
+        run.direct = None  # it holds the run, too
+    yield frames.closing(run)
