@@ -28,6 +28,8 @@ class Tiles {
  public:
   Tiles() {
     const Configuration all;
+    // The compiler takes only the first bytes of it for read, and may leave out the others.
+    asm volatile("" ::"r"(&all) : "memory");
     _tile_loadconfig(&all);
   }
   ~Tiles() { _tile_release(); }
@@ -58,11 +60,7 @@ struct TileRows {
   int32_t length;
   const bf16* tail;
 
-  struct Place {
-    const void* at;
-    int64_t stride;
-  };
-  Place place(int row, int k) const {
+  TilePlace place(int64_t row, int k) const {
     if (k + TILE_DEPTH <= length) return {x + row * (stride / int64_t(sizeof(bf16))) + k, stride};
     return {tail + row * TILE_DEPTH, TILE_DEPTH * sizeof(bf16)};
   }
@@ -105,7 +103,7 @@ inline void tile_product(const TileRows& rows, const TileColumns<num_vectors>& c
     if constexpr (num_vectors > 3) _tile_zero(3);
   }
   for (int k = 0; k < rows.length; k += TILE_DEPTH) {
-    const TileRows::Place some = rows.place(0, k);
+    const TilePlace some = rows.place(0, k);
     _tile_loadd(4, some.at, some.stride);
     _tile_loadd(5, columns.at(0, k), columns.stride);
     _tile_dpbf16ps(0, 4, 5);
@@ -129,29 +127,41 @@ inline void tile_product(const TileRows& rows, const TileColumns<num_vectors>& c
   if constexpr (num_vectors > 3) _tile_stored(3, out + 3 * LANES, stride);
 }
 
-// Sums of 32 rows and 32 columns: each tile is read once for two products. out: [32, PANEL].
-inline void tile_product_32(const TileRows& rows, const TileColumns<2>& columns, float* out) {
+// Sums of the 32 rows from `row` on and 32 columns, over the numbers `begin` to `end` of each: every
+// tile is read once for two products. The rows of `out` lie `stride` bytes apart; unless `begin` is
+// 0, the sums begin with what is there.
+template <class Rows>
+inline void tile_product_32(const Rows& rows, int64_t row, const TileColumns<2>& columns, int begin,
+                            int end, float* out, int64_t stride) {
+  float* lower = out + TILE_ROWS * (stride / int64_t(sizeof(float)));
   asm volatile("" ::: "memory");
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int k = 0; k < rows.length; k += TILE_DEPTH) {
-    const TileRows::Place upper = rows.place(0, k), lower = rows.place(TILE_ROWS, k);
-    _tile_loadd(4, upper.at, upper.stride);
+  if (begin == 0) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, out, stride);
+    _tile_loadd(1, out + LANES, stride);
+    _tile_loadd(2, lower, stride);
+    _tile_loadd(3, lower + LANES, stride);
+  }
+  for (int k = begin; k < end; k += TILE_DEPTH) {
+    const TilePlace some = rows.place(row, k), others = rows.place(row + TILE_ROWS, k);
+    _tile_loadd(4, some.at, some.stride);
     _tile_loadd(6, columns.at(0, k), columns.stride);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, columns.at(1, k), columns.stride);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, lower.at, lower.stride);
+    _tile_loadd(5, others.at, others.stride);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
     columns.bring_closer(k);
   }
-  _tile_stored(0, out, PANEL * sizeof(float));
-  _tile_stored(1, out + LANES, PANEL * sizeof(float));
-  _tile_stored(2, out + TILE_ROWS * PANEL, PANEL * sizeof(float));
-  _tile_stored(3, out + TILE_ROWS * PANEL + LANES, PANEL * sizeof(float));
+  _tile_stored(0, out, stride);
+  _tile_stored(1, out + LANES, stride);
+  _tile_stored(2, lower, stride);
+  _tile_stored(3, lower + LANES, stride);
 }
 
 // The ends of up to 32 rows whose length is no multiple of TILE_DEPTH.
@@ -184,8 +194,9 @@ inline void tiles_product(const Matrix& matrix, int panel, int part, const bf16*
     copy_tail(some, count, num_in, tail);
     const TileRows rows{some, num_in * int64_t(sizeof(bf16)), num_in, tail};
     if (num_vectors == 4 && count > TILE_ROWS) {
-      tile_product_32(rows, columns_of<2>(matrix, first_column), out);
-      tile_product_32(rows, columns_of<2>(matrix, first_column + 2 * LANES), out + 2 * LANES);
+      for (int v = 0; v < 4; v += 2)
+        tile_product_32(rows, 0, columns_of<2>(matrix, first_column + v * LANES), 0, num_in,
+                        out + v * LANES, PANEL * sizeof(float));
     } else {
       const auto columns = columns_of<num_vectors>(matrix, first_column);
       tile_product(rows, columns, out);

@@ -14,6 +14,13 @@ namespace disagg {
 constexpr int CHUNK = 512;     // positions
 constexpr int KEYS_AT_ONCE = 16;
 constexpr int QUERIES_AT_ONCE = 4;
+// Positions that are brought into the L2 cache before they are looked at. With AMX, a core that waits for
+// each run reads memory at half its speed; a Zen 4 reads as fast without.
+#ifdef __AMX_BF16__
+constexpr int POSITIONS_AHEAD = 64;
+#else
+constexpr int POSITIONS_AHEAD = 0;
+#endif
 
 // What attention to one chunk gives for each query: sums of values that are weighted by
 // e^(score - peak), and the sum of these weights.
@@ -161,19 +168,33 @@ inline void attend(const KVPages& cache, int layer, int kv_head, const int32_t* 
                    int end, int num_queries, int head_dim, const AttentionScratch& scratch,
                    const Partial& out) {
   const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
-  // Calls work(block, offset, at, count) for runs of up to 16 keys, `at` counted from `begin`.
-  auto for_runs = [&](auto&& work) {
+  // Inlined always: gcc leaves out calls of functions that do nothing but prefetch.
+  auto bring_closer = [&](Half half, int position, int count) __attribute__((always_inline)) {
+    if (position >= end && half == KEYS) {  // behind the last keys come the first values
+      half = VALUES;
+      position -= end - begin;
+    }
+    if (position >= end) return;
+    const int64_t vector_nbytes = cache.vector_nbytes(head_dim);
+    const uint8_t* from = cache.page(blocks[position / cache.block_size], layer, half, kv_head) +
+                          position % cache.block_size * vector_nbytes;
+    for (int64_t i = 0; i < count * vector_nbytes; i += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
+  };
+  // Calls work(page, offset, at, count) for runs of up to 16 keys or values, `at` counted from `begin`.
+  auto for_runs = [&](Half half, auto&& work) {
     for (int position = begin; position < end;) {
       const int offset = position % cache.block_size;
       int count = cache.block_size - offset;
       if (count > end - position) count = end - position;
       if (count > KEYS_AT_ONCE) count = KEYS_AT_ONCE;
-      work(blocks[position / cache.block_size], offset, position - begin, count);
+      if (POSITIONS_AHEAD > 0) bring_closer(half, position + POSITIONS_AHEAD, count);
+      work(cache.page(blocks[position / cache.block_size], layer, half, kv_head), offset,
+           position - begin, count);
       position += count;
     }
   };
-  for_runs([&](int block, int offset, int at, int count) {
-    const uint8_t* page = cache.page(block, layer, KEYS, kv_head);
+  for_runs(KEYS, [&](const uint8_t* page, int offset, int at, int count) {
     const bf16* keys = cache.widened(page, offset, count, head_dim, scratch.widened);
     const float* scales = cache.scales(page, offset);
     for (int q = 0; q < num_queries; ++q) {
@@ -187,8 +208,7 @@ inline void attend(const KVPages& cache, int layer, int kv_head, const int32_t* 
   for (int q = 0; q < num_queries; ++q)
     out.totals[q] = softmax(scratch.scores + q * CHUNK, end - begin, &out.peaks[q]);
   memset(out.sums, 0, sizeof(float) * num_queries * head_dim);
-  for_runs([&](int block, int offset, int at, int count) {
-    const uint8_t* page = cache.page(block, layer, VALUES, kv_head);
+  for_runs(VALUES, [&](const uint8_t* page, int offset, int at, int count) {
     const bf16* values = cache.widened(page, offset, count, head_dim, scratch.widened);
     const float* scales = cache.scales(page, offset);
     float* weights = scratch.scores + at;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <new>
 
 namespace disagg {
 
@@ -23,6 +24,32 @@ class Buffer {
  private:
   T* memory_ = nullptr;
   int64_t size_ = 0;
+};
+
+// One `T` for each thread of a step, kept from step to step.
+template <class T>
+class PerThread {
+ public:
+  PerThread() = default;
+  ~PerThread() { delete[] all_; }
+  PerThread(const PerThread&) = delete;
+  PerThread& operator=(const PerThread&) = delete;
+
+  // Returns false where there is no memory. Those of fewer threads are lost.
+  bool hold(int num_threads) {
+    if (num_threads <= num_threads_) return true;
+    auto* grown = new (std::nothrow) T[num_threads];
+    if (grown == nullptr) return false;
+    delete[] all_;
+    all_ = grown;
+    num_threads_ = num_threads;
+    return true;
+  }
+  T& operator[](int thread) { return all_[thread]; }
+
+ private:
+  T* all_ = nullptr;
+  int num_threads_ = 0;
 };
 
 }  // namespace disagg

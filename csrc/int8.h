@@ -16,71 +16,35 @@ inline __m512 widened(const int8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 
-// Sums of `num_rows` rows and `num_vectors` * 16 columns, handed to `take(row, vector, sums)`.
-template <int num_rows, int num_vectors, class Take>
-inline void int8_tile(const int8_t* weight, const bf16* x, int num_in, Take&& take) {
-  __m512 sums[num_rows][num_vectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < num_rows; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v) sums[r][v] = _mm512_setzero_ps();
-  alignas(64) float wide[num_rows][STRIP];
-  for (int begin = 0; begin < num_in; begin += STRIP) {
-    const int left = num_in - begin, size = left < STRIP ? left : STRIP;
-    for (int r = 0; r < num_rows; ++r)
-      for (int k = 0; k < size; k += LANES)
-        _mm512_store_ps(wide[r] + k, load(x + int64_t(r) * num_in + begin + k,
-                                          first_lanes(size - k)));
-    const int8_t* columns = weight + int64_t(begin) * PANEL;
-    for (int k = 0; k < size; ++k, columns += PANEL) {
-      _mm_prefetch(reinterpret_cast<const char*>(columns) + PREFETCHED, _MM_HINT_T0);
-      __m512 numbers[num_vectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < num_vectors; ++v) numbers[v] = widened(columns + v * LANES);
-#pragma GCC unroll 8
-      for (int r = 0; r < num_rows; ++r) {
-        const __m512 some = _mm512_set1_ps(wide[r][k]);
-#pragma GCC unroll 4
-        for (int v = 0; v < num_vectors; ++v)
-          sums[r][v] = _mm512_fmadd_ps(numbers[v], some, sums[r][v]);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < num_rows; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v) take(r, v, sums[r][v]);
-}
-
 // The scales that a panel has for a group: PANEL of them.
 inline const bf16* group_scales(const Matrix& matrix, int64_t panel, int group) {
   return matrix.scales + (panel * matrix.num_groups() + group) * PANEL;
 }
 
-// As `int8_tile`, with scales of groups, which the sums then include.
+// Sums of `num_rows` rows and `num_vectors` * 16 columns from column `offset` of a panel on, handed
+// to `take(row, vector, sums)`. They include the scales of groups; those of whole rows are left to
+// `finished`.
 template <int num_rows, int num_vectors, class Take>
-inline void int8_groups_tile(const Matrix& matrix, int panel, int offset, const bf16* x,
-                             Take&& take) {
+inline void int8_tile(const Matrix& matrix, int panel, int offset, const bf16* x, Take&& take) {
   const int num_in = matrix.num_in;
+  const int group_size = matrix.group_size == 0 ? num_in : matrix.group_size;
   const int8_t* columns = matrix.numbers + int64_t(panel) * num_in * PANEL + offset;
   alignas(64) float totals[num_rows][num_vectors][LANES] = {};
   alignas(64) float wide[num_rows][STRIP];
-  for (int begin = 0; begin < num_in; begin += STRIP) {
-    const int left = num_in - begin, size = left < STRIP ? left : STRIP;
-    for (int r = 0; r < num_rows; ++r)
-      for (int k = 0; k < size; k += LANES)
-        _mm512_store_ps(wide[r] + k, load(x + int64_t(r) * num_in + begin + k,
-                                          first_lanes(size - k)));
-    for (int k = 0; k < size;) {
-      const int group = (begin + k) / matrix.group_size;
-      const int group_end = (group + 1) * matrix.group_size - begin;
-      const int end = group_end < size ? group_end : size;
-      __m512 sums[num_rows][num_vectors];
+  for (int begin = 0, group = 0; begin < num_in; ++group) {
+    const int group_end = num_in - begin < group_size ? num_in : begin + group_size;
+    __m512 sums[num_rows][num_vectors];
 #pragma GCC unroll 8
-      for (int r = 0; r < num_rows; ++r)
+    for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < num_vectors; ++v) sums[r][v] = _mm512_setzero_ps();
-      for (; k < end; ++k, columns += PANEL) {
+      for (int v = 0; v < num_vectors; ++v) sums[r][v] = _mm512_setzero_ps();
+    while (begin < group_end) {
+      const int left = group_end - begin, size = left < STRIP ? left : STRIP;
+      for (int r = 0; r < num_rows; ++r)
+        for (int k = 0; k < size; k += LANES)
+          _mm512_store_ps(wide[r] + k, load(x + int64_t(r) * num_in + begin + k,
+                                            first_lanes(size - k)));
+      for (int k = 0; k < size; ++k, columns += PANEL) {
         _mm_prefetch(reinterpret_cast<const char*>(columns) + PREFETCHED, _MM_HINT_T0);
         __m512 numbers[num_vectors];
 #pragma GCC unroll 4
@@ -93,14 +57,18 @@ inline void int8_groups_tile(const Matrix& matrix, int panel, int offset, const 
             sums[r][v] = _mm512_fmadd_ps(numbers[v], some, sums[r][v]);
         }
       }
-      const bf16* scales = group_scales(matrix, panel, group) + offset;
-#pragma GCC unroll 8
-      for (int r = 0; r < num_rows; ++r)
+      begin += size;
+    }
 #pragma GCC unroll 4
-        for (int v = 0; v < num_vectors; ++v) {
-          const __m512 total = _mm512_load_ps(totals[r][v]);
-          _mm512_store_ps(totals[r][v], _mm512_fmadd_ps(sums[r][v], load(scales + v * LANES), total));
-        }
+    for (int v = 0; v < num_vectors; ++v) {
+      __m512 scale = _mm512_set1_ps(1.0f);
+      if (matrix.group_size != 0)
+        scale = load(group_scales(matrix, panel, group) + offset + v * LANES);
+#pragma GCC unroll 8
+      for (int r = 0; r < num_rows; ++r) {
+        const __m512 total = _mm512_load_ps(totals[r][v]);
+        _mm512_store_ps(totals[r][v], _mm512_fmadd_ps(sums[r][v], scale, total));
+      }
     }
   }
 #pragma GCC unroll 8
@@ -113,17 +81,12 @@ inline void int8_groups_tile(const Matrix& matrix, int panel, int offset, const 
 template <int num_vectors, class Take>
 inline void int8_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
                          Take&& take) {
-  const int num_in = matrix.num_in, offset = part * num_vectors * LANES;
-  const int8_t* weight = matrix.numbers + int64_t(panel) * num_in * PANEL + offset;
+  const int offset = part * num_vectors * LANES;
   in_tiles(num_rows, [&](int, int begin, auto size) {
-    const bf16* rows = x + int64_t(begin) * num_in;
-    auto taken = [&](int r, int v, __m512 sums) {
-      take(begin + r, panel * PANEL + offset + v * LANES, sums);
-    };
-    if (matrix.group_size != 0)
-      int8_groups_tile<size(), num_vectors>(matrix, panel, offset, rows, taken);
-    else
-      int8_tile<size(), num_vectors>(weight, rows, num_in, taken);
+    int8_tile<size(), num_vectors>(matrix, panel, offset, x + int64_t(begin) * matrix.num_in,
+                                   [&](int r, int v, __m512 sums) {
+                                     take(begin + r, panel * PANEL + offset + v * LANES, sums);
+                                   });
   });
 }
 

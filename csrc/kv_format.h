@@ -104,6 +104,24 @@ struct KVPages {
     return reinterpret_cast<const float*>(page + scales_offset) + offset;
   }
 
+  // Other code reads whole blocks, so one that begins with a token's slot has zeros behind it. Slots
+  // are block * block_size + offset.
+  void begin_block(int64_t slot, int layer, int kv_head) const {
+    if (slot % block_size != 0) return;
+    memset(page(slot / block_size, layer, KEYS, kv_head), 0, page_nbytes);
+    memset(page(slot / block_size, layer, VALUES, kv_head), 0, page_nbytes);
+  }
+
+  // A token's key and value, where they belong.
+  void put(int64_t slot, int layer, int kv_head, int head_dim, const bf16* key,
+           const bf16* value) const {
+    const int64_t block = slot / block_size;
+    const int offset = static_cast<int>(slot % block_size);
+    write(page(block, layer, KEYS, kv_head), offset, head_dim, key);
+    write(page(block, layer, VALUES, kv_head), offset, head_dim, value);
+  }
+
+ private:
   void write(uint8_t* page, int offset, int head_dim, const bf16* vector) const {
     uint8_t* to = page + offset * vector_nbytes(head_dim);
     if (format == BFLOAT16) {
@@ -123,7 +141,6 @@ struct KVPages {
     }
   }
 
- private:
   static void store_bytes(uint8_t* to, __m128i bytes) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
   }

@@ -15,44 +15,6 @@ constexpr int BLOCK_SIZE = BLOCK * BLOCK;
 constexpr int BLOCK_DEPTH = 256;       // numbers of each row that stay in the L1 cache meanwhile
 constexpr int MOST_COLUMNS = 128;      // of an item: their part of a weight stays in the L2 cache
 
-// Adds the products of 32 rows and 32 columns, over the numbers `begin` to `end` of each, to `sums`,
-// [BLOCK, BLOCK], or begins with them.
-inline void multiply_block(const TiledRows& x, int64_t row, const TileColumns<2>& columns, int begin,
-                           int end, float* sums) {
-  constexpr int STRIDE = BLOCK * sizeof(float);
-  float* lower = sums + TILE_ROWS * BLOCK;
-  const bf16 *upper_rows = x.tile(row, begin), *lower_rows = x.tile(row + TILE_ROWS, begin);
-  asm volatile("" ::: "memory");  // the compiler does not know that tiles read memory
-  if (begin == 0) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, STRIDE);
-    _tile_loadd(1, sums + LANES, STRIDE);
-    _tile_loadd(2, lower, STRIDE);
-    _tile_loadd(3, lower + LANES, STRIDE);
-  }
-  for (int k = begin; k < end; k += TILE_DEPTH) {
-    _tile_loadd(4, upper_rows, TILE_DEPTH * sizeof(bf16));
-    _tile_loadd(6, columns.at(0, k), columns.stride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, columns.at(1, k), columns.stride);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, lower_rows, TILE_DEPTH * sizeof(bf16));
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    columns.bring_closer(k);
-    upper_rows += TILE_SIZE;
-    lower_rows += TILE_SIZE;
-  }
-  _tile_stored(0, sums, STRIDE);
-  _tile_stored(1, sums + LANES, STRIDE);
-  _tile_stored(2, lower, STRIDE);
-  _tile_stored(3, lower + LANES, STRIDE);
-}
-
 // The columns `first` to `end` of a weight, of which there are at most MOST_COLUMNS.
 struct SomeColumns {
   const Matrix& matrix;
@@ -78,7 +40,7 @@ inline void multiply_rows(const SomeColumns& columns, const TiledRows& x, int64_
     const int next = k + BLOCK_DEPTH < depth ? k + BLOCK_DEPTH : depth;
     float* block = sums;
     for (int column = columns.first; column < end; column += BLOCK, block += BLOCK_SIZE) {
-      multiply_block(x, row, columns.block(column), k, next, block);
+      tile_product_32(x, row, columns.block(column), k, next, block, BLOCK * sizeof(float));
       if (next < depth) continue;
       for (int r = 0; r < num_rows; ++r)
         for (int v = 0; v < BLOCK && column + v < end; v += LANES)

@@ -1,6 +1,7 @@
 // A step with prompts, of a dense decoder, by AMX: all layers in one call. Weights of 8 and 4 bits
-// are widened, some columns at a time. The twin of `Decoder.hidden` (disagg/models/decoder.py). A token's result does not depend on
-// the other sequences of a step, on threads, or on how its prompt was cut into chunks.
+// are widened, some columns at a time. The twin of `Decoder.hidden` (disagg/models/decoder.py). A
+// token's result does not depend on the other sequences of a step, on threads, or on how its prompt
+// was cut into chunks.
 #pragma once
 
 #include "amx.h"
@@ -29,8 +30,8 @@ struct Tokens {
 constexpr bool HAS_LARGE_STEP = false;
 
 struct LargeStep {
-  LargeStep(const Model&, const Layer*) {}
-  bool is_usable() const { return true; }
+  LargeStep(const Model&, const Layer*, Team&) {}
+  static int num_phases(const Model&) { return 0; }
   Status run(const Tokens&, const KVPages&, int) { return NO_MEMORY; }
 };
 
@@ -40,16 +41,11 @@ constexpr bool HAS_LARGE_STEP = true;
 
 class LargeStep {
  public:
-  // `layers` stay the caller's.
-  LargeStep(const Model& model, const Layer* layers)
-      : model_(model), layers_(layers), team_(NUM_PHASES * model.num_layers + 2, &program, this) {}
+  // `layers` and `team` stay the caller's.
+  LargeStep(const Model& model, const Layer* layers, Team& team)
+      : model_(model), layers_(layers), team_(team) {}
 
-  ~LargeStep() {
-    if (is_usable()) team_.clear();
-    delete[] own_;
-  }
-
-  bool is_usable() const { return team_.is_usable(); }
+  static int num_phases(const Model& model) { return 8 * model.num_layers + 2; }
 
   Status run(const Tokens& tokens, const KVPages& cache, int num_threads) {
     team_.clear();
@@ -57,17 +53,24 @@ class LargeStep {
     tokens_ = tokens;
     cache_ = cache;
     if (!make_room(num_threads)) return NO_MEMORY;
-    team_.run(num_threads);
+    team_.run(num_threads, *this);
     return DONE;
   }
 
+  // What each thread of the team does.
+  void program(Member& member) {
+    const Tiles tiles;
+    for (int i = 0; i < model_.num_layers; ++i) compute_layer(member, i);
+    norm_out(member);
+  }
+
  private:
-  static constexpr int NUM_PHASES = 8;     // of a layer
-  static constexpr int ROWS_OF_ITEM = 128;  // of a product
+  static constexpr int ROWS_OF_ITEM = 128;      // of a product
   static constexpr int ROWS_OF_WIDENED = 1024;  // for which columns are widened once
 
   struct Own {
     Buffer<float> sums, gates;  // [MOST_COLUMNS / BLOCK, BLOCK, BLOCK]
+    // Of weights of fewer bits than 16; without them, memory that nobody writes takes no room.
     Buffer<uint32_t> widened, other_widened;
   };
 
@@ -76,7 +79,7 @@ class LargeStep {
    public:
     bool hold(int num_rows, int num_columns) {
       TiledRows rows{nullptr, num_columns};
-      const int64_t size = TiledRows::filled(num_rows, BLOCK) * rows.num_filled_columns();
+      const int64_t size = filled(num_rows, BLOCK) * rows.num_filled_columns();
       if (size > size_) {
         size_ = 0;
         if (!memory_.hold(size)) return false;
@@ -94,37 +97,17 @@ class LargeStep {
     int num_columns_ = 0;
   };
 
-  // Whether any weight has fewer bits than 16.
-  bool has_narrow() const {
-    for (int i = 0; i < model_.num_layers; ++i) {
-      const Layer& layer = layers_[i];
-      if (layer.qkv.panels == nullptr || layer.output.panels == nullptr ||
-          layer.gate.panels == nullptr || layer.up.panels == nullptr ||
-          layer.down.panels == nullptr)
-        return true;
-    }
-    return false;
-  }
-
   static int most(int one, int other) { return one > other ? one : other; }
   int q_size() const { return model_.num_heads * model_.head_dim; }
   int qkv_size() const { return q_size() + 2 * model_.num_kv_heads * model_.head_dim; }
 
   bool make_room(int num_threads) {
-    if (num_threads > num_own_) {
-      auto* grown = new (std::nothrow) Own[num_threads];
-      if (grown == nullptr) return false;
-      delete[] own_;
-      own_ = grown;
-      num_own_ = num_threads;
-    }
-    const bool is_narrow = has_narrow();
+    if (!own_.hold(num_threads)) return false;
     const int deepest = most(most(model_.hidden, q_size()), model_.inner);
-    const int64_t widened_size = int64_t(TiledRows::filled(deepest, TILE_DEPTH)) / 2 * MOST_COLUMNS;
+    const int64_t widened_size = int64_t(filled(deepest, TILE_DEPTH)) / 2 * MOST_COLUMNS;
     for (int i = 0; i < num_threads; ++i)
       if (!own_[i].sums.hold(MOST_COLUMNS * BLOCK) || !own_[i].gates.hold(MOST_COLUMNS * BLOCK) ||
-          (is_narrow && (!own_[i].widened.hold(widened_size) ||
-                           !own_[i].other_widened.hold(widened_size))))
+          !own_[i].widened.hold(widened_size) || !own_[i].other_widened.hold(widened_size))
         return false;
     const int num_tokens = tokens_.num_tokens;
     if (!normed_.hold(num_tokens, model_.hidden) || !attended_.hold(num_tokens, q_size()) ||
@@ -137,17 +120,12 @@ class LargeStep {
     return attention_.prepare(prompts, cache_, num_threads);
   }
 
-  static void program(void* step, Member& member) {
-    const Tiles tiles;
-    static_cast<LargeStep*>(step)->program(member);
-  }
-
-  void program(Member& member) {
-    for (int i = 0; i < model_.num_layers; ++i) compute_layer(member, i);
+  void norm_out(Member& member) {
     const bf16* hidden = only_some_matter() ? picked_hidden_.get() : tokens_.hidden;
     for_rows(member, tokens_.num_logits, [&](int row) {
       const int64_t begin = int64_t(row) * model_.hidden;
-      rms_norm(hidden + begin, model_.norm, model_.hidden, model_.eps, tokens_.out + begin);
+      rms_norm(hidden + begin, model_.norm, model_.hidden, model_.eps,
+               [&](int i) { return tokens_.out + begin + i; });
     });
   }
 
@@ -159,7 +137,7 @@ class LargeStep {
     bf16* hidden = tokens_.hidden;
     TiledRows attended = attended_.get();
     for_rows(member, num_rows, [&](int row) {
-      clear_begun_block(index, row);
+      begin_blocks(index, row);
       norm_row(hidden, layer.input_norm, row);
     });
     multiply(member, layer.qkv, normed_.get(), num_rows, [&](int row, int column, __m512 sums) {
@@ -269,24 +247,14 @@ class LargeStep {
   }
 
   void norm_row(const bf16* hidden, const bf16* weight, int row) {
-    const bf16* x = hidden + int64_t(row) * model_.hidden;
     const TiledRows out = normed_.get();
-    const __m512 inverse = _mm512_set1_ps(inverse_rms(x, model_.hidden, model_.eps));
-    for (int i = 0; i < model_.hidden; i += LANES) {
-      const __mmask16 mask = first_lanes(model_.hidden - i);
-      const __m512 some = _mm512_mul_ps(load(x + i, mask), inverse);
-      store(out.at(row, i), _mm512_mul_ps(some, load(weight + i, mask)), mask);
-    }
+    rms_norm(hidden + int64_t(row) * model_.hidden, weight, model_.hidden, model_.eps,
+             [&](int i) { return out.at(row, i); });
   }
 
-  // Other code reads whole blocks, so a block that begins here has zeros behind its tokens.
-  void clear_begun_block(int index, int row) {
-    const int64_t slot = tokens_.slots[row];
-    if (slot % cache_.block_size != 0) return;
-    for (int kv_head = 0; kv_head < model_.num_kv_heads; ++kv_head) {
-      memset(cache_.page(slot / cache_.block_size, index, KEYS, kv_head), 0, cache_.page_nbytes);
-      memset(cache_.page(slot / cache_.block_size, index, VALUES, kv_head), 0, cache_.page_nbytes);
-    }
+  void begin_blocks(int index, int row) {
+    for (int kv_head = 0; kv_head < model_.num_kv_heads; ++kv_head)
+      cache_.begin_block(tokens_.slots[row], index, kv_head);
   }
 
   // Heads of queries and keys are turned to their position, and keys and values go where they belong.
@@ -300,13 +268,9 @@ class LargeStep {
       bf16* at = heads + head * dim;
       norm_rope(at, norms == nullptr ? nullptr : norms + head * dim, model_.eps, rope, dim, at);
     }
-    const int64_t block = tokens_.slots[row] / cache_.block_size;
-    const int offset = static_cast<int>(tokens_.slots[row] % cache_.block_size);
     for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
       const bf16* key = heads + (model_.num_heads + kv_head) * dim;
-      cache_.write(cache_.page(block, index, KEYS, kv_head), offset, dim, key);
-      cache_.write(cache_.page(block, index, VALUES, kv_head), offset, dim,
-                   key + num_kv_heads * dim);
+      cache_.put(tokens_.slots[row], index, kv_head, dim, key, key + num_kv_heads * dim);
     }
   }
 
@@ -324,12 +288,11 @@ class LargeStep {
   const Layer* const layers_;
   Tokens tokens_{};
   KVPages cache_{};
-  Own* own_ = nullptr;
-  int num_own_ = 0;
+  PerThread<Own> own_;
   Rows normed_, attended_, inner_, picked_;
   Buffer<bf16> qkv_, picked_hidden_;
   PromptAttention attention_;
-  Team team_;
+  Team& team_;
 };
 
 #endif

@@ -16,12 +16,14 @@ inline float inverse_rms(const bf16* x, int size, float eps) {
   return 1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + eps);
 }
 
-inline void rms_norm(const bf16* x, const bf16* weight, int size, float eps, bf16* out) {
+// `place(i)` is where 16 numbers go, from the `i`th on.
+template <class Place>
+inline void rms_norm(const bf16* x, const bf16* weight, int size, float eps, Place&& place) {
   const __m512 inverse = _mm512_set1_ps(inverse_rms(x, size, eps));
   for (int i = 0; i < size; i += LANES) {
     const __mmask16 mask = first_lanes(size - i);
     const __m512 some = _mm512_mul_ps(load(x + i, mask), inverse);
-    store(out + i, _mm512_mul_ps(some, load(weight + i, mask)), mask);
+    store(place(i), _mm512_mul_ps(some, load(weight + i, mask)), mask);
   }
 }
 

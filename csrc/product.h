@@ -31,8 +31,8 @@ struct Matrix {
   int num_panels() const { return (num_out + PANEL - 1) / PANEL; }
   int num_pairs() const { return num_in / 2; }
   int num_groups() const { return (num_in + group_size - 1) / group_size; }
-  // oneDNN fills up to a multiple of 32.
-  int num_filled_pairs() const { return (num_in + 31) / 32 * 16; }
+  // oneDNN fills up to a multiple of TILE_DEPTH numbers.
+  int num_filled_pairs() const { return filled(num_in, TILE_DEPTH) / 2; }
   const uint32_t* panel(int index) const {
     return panels == nullptr ? nullptr : panels + int64_t(index) * num_filled_pairs() * PANEL;
   }
@@ -43,11 +43,6 @@ struct Matrix {
     return panels + panel * panel_size + index % panel_width;
   }
 };
-
-// Rows that products may read of `num_rows`.
-constexpr int filled_rows(int num_rows) {
-  return (num_rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-}
 
 constexpr int tiles_of(int num_rows) { return (num_rows + MOST_ROWS - 1) / MOST_ROWS; }
 

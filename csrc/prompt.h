@@ -7,7 +7,6 @@
 
 #include <cmath>
 #include <limits>
-#include <new>
 
 #include "amx.h"
 #include "buffer.h"
@@ -19,12 +18,12 @@
 
 namespace disagg {
 
-constexpr int DEPTH = 32;  // what a head's size is filled up to a multiple of, with zeros
 constexpr int ROWS_OF_ITEM = 256;  // queries times heads that share packed keys and values
 constexpr float LOG2_E = 1.44269504f;
 constexpr float HEADROOM = 8.0f;  // weights are at most 2 to the power of this
 
-// What the threads do not share. A row is a query of one head.
+// What the threads do not share. A row is a query of one head; `depth` is a head's size, filled up with
+// zeros to a multiple of TILE_DEPTH.
 struct PromptScratch {
   Buffer<bf16> queries;     // [ROWS_OF_ITEM, depth]
   Buffer<float> sums;       // [ROWS_OF_ITEM, head_dim], of weighted values
@@ -51,11 +50,6 @@ struct PromptScratch {
 // Attention of all chunks of a step in one layer, cut into items.
 class PromptAttention {
  public:
-  PromptAttention() = default;
-  ~PromptAttention() { delete[] own_; }
-  PromptAttention(const PromptAttention&) = delete;
-  PromptAttention& operator=(const PromptAttention&) = delete;
-
   // Returns false where there is no memory.
   bool prepare(const Prompts& prompts, const KVPages& cache, int num_threads) {
     prompts_ = prompts;
@@ -63,7 +57,7 @@ class PromptAttention {
     return make_room(num_threads);
   }
 
-  // The same for another layer, while no thread attends.
+  // The same for another layer: one thread calls it, while none attends.
   void set_layer(int layer, int window) {
     prompts_.layer = layer;
     prompts_.window = window;
@@ -84,17 +78,11 @@ class PromptAttention {
   };
 
   int group() const { return prompts_.num_heads / prompts_.num_kv_heads; }
-  int depth() const { return (prompts_.head_dim + DEPTH - 1) / DEPTH * DEPTH; }
+  int depth() const { return filled(prompts_.head_dim, TILE_DEPTH); }
   int queries_of_item() const { return group() < ROWS_OF_ITEM ? ROWS_OF_ITEM / group() : 1; }
 
   bool make_room(int num_threads) {
-    if (num_threads > num_own_) {
-      auto* grown = new (std::nothrow) PromptScratch[num_threads];
-      if (grown == nullptr) return false;
-      delete[] own_;
-      own_ = grown;
-      num_own_ = num_threads;
-    }
+    if (!own_.hold(num_threads)) return false;
     for (int i = 0; i < num_threads; ++i)
       if (!own_[i].hold(queries_of_item() * group(), prompts_.head_dim, depth())) return false;
     int64_t most = 0;
@@ -377,8 +365,7 @@ class PromptAttention {
 
   Prompts prompts_{};
   KVPages cache_{};
-  PromptScratch* own_ = nullptr;
-  int num_own_ = 0;
+  PerThread<PromptScratch> own_;
   Buffer<Span> spans_;
   int num_spans_ = 0;
 };

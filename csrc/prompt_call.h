@@ -9,30 +9,25 @@ namespace disagg {
 
 class PromptCall {
  public:
-  PromptCall() : team_(1, &PromptCall::program, this) {}
-  ~PromptCall() {
-    if (is_usable()) team_.clear();
-  }
-
   bool is_usable() const { return team_.is_usable(); }
 
   Status run(const Prompts& prompts, const KVPages& cache, int num_threads) {
     team_.clear();
     num_threads = team_.reserve(num_threads);
     if (!attention_.prepare(prompts, cache, num_threads)) return NO_MEMORY;
-    team_.run(num_threads);
+    team_.run(num_threads, *this);
     return DONE;
   }
 
- private:
-  static void program(void* call, Member& member) {
-    PromptAttention& attention = static_cast<PromptCall*>(call)->attention_;
+  // What each thread of the team does.
+  void program(Member& member) {
     const Tiles tiles;
-    member.phase(attention.num_items(), [&](int item) { attention.attend(member.id, item); });
+    member.phase(attention_.num_items(), [&](int item) { attention_.attend(member.id, item); });
   }
 
+ private:
   PromptAttention attention_;
-  Team team_;
+  Team team_{1};  // the last: its threads end before what they use is gone
 };
 
 }  // namespace disagg

@@ -3,6 +3,8 @@
 // `Decoder.forward` (disagg/models/decoder.py), which also says what the weights mean. The plain C
 // interface is at the end; `disagg/kernels/cpu_step.py` calls it.
 
+#include <algorithm>
+
 #include "amx.h"
 #include "attention.h"
 #include "buffer.h"
@@ -30,16 +32,11 @@ struct Own {
 
 class Step {
  public:
-  // `layers` stay the caller's.
-  Step(const Model& model, const Layer* layers)
-      : model_(model), layers_(layers), team_(5 * model.num_layers + 1, &Step::program, this) {}
+  // `layers` and `team` stay the caller's.
+  Step(const Model& model, const Layer* layers, Team& team)
+      : model_(model), layers_(layers), team_(team) {}
 
-  ~Step() {
-    if (is_usable()) team_.clear();  // a thread that woke up late may still be in the last step
-    delete[] own_;
-  }
-
-  bool is_usable() const { return team_.is_usable(); }
+  static int num_phases(const Model& model) { return 5 * model.num_layers + 1; }
 
   Status run(const Batch& batch, const KVPages& cache, int num_threads) {
     for (int row = 0; row < batch.num_rows; ++row)
@@ -51,8 +48,15 @@ class Step {
     if (!make_room(num_threads)) return NO_MEMORY;
     for (int row = 0; row < batch.num_rows; ++row)
       embed(batch.token_ids[row], hidden_.get() + int64_t(row) * model_.hidden);
-    team_.run(num_threads);
+    team_.run(num_threads, *this);
     return DONE;
+  }
+
+  // What each thread of the team does.
+  void program(Member& member) {
+    const Tiles tiles;
+    for (int i = 0; i < model_.num_layers; ++i) compute_layer(member, i);
+    compute_logits(member);
   }
 
  private:
@@ -68,13 +72,7 @@ class Step {
   }
 
   bool make_room(int num_threads) {
-    if (num_threads > num_own_) {
-      Own* grown = new (std::nothrow) Own[num_threads];
-      if (grown == nullptr) return false;
-      delete[] own_;
-      own_ = grown;
-      num_own_ = num_threads;
-    }
+    if (!own_.hold(num_threads)) return false;
     const int64_t num_rows = batch_.num_rows, dim = model_.head_dim;
     const int64_t num_read = filled_rows(batch_.num_rows);  // of what products read
     for (int i = 0; i < num_threads; ++i) {
@@ -96,11 +94,7 @@ class Step {
     return true;
   }
 
-  static void program(void* step, Member& member) { static_cast<Step*>(step)->program(member); }
-
-  void program(Member& member) {
-    const Tiles tiles;
-    for (int i = 0; i < model_.num_layers; ++i) compute_layer(member, i);
+  void compute_logits(Member& member) {
     bool is_normed = false;
     const Matrix& head = model_.head;
     multiply(member, head, head, [&] { return normed(member, model_.norm, is_normed); },
@@ -134,7 +128,8 @@ class Step {
     if (!is_done) {
       for (int row = 0; row < batch_.num_rows; ++row) {
         const int64_t begin = int64_t(row) * model_.hidden;
-        rms_norm(hidden_.get() + begin, weight, model_.hidden, model_.eps, out + begin);
+        rms_norm(hidden_.get() + begin, weight, model_.hidden, model_.eps,
+                 [&](int i) { return out + begin + i; });
       }
       is_done = true;
     }
@@ -262,63 +257,46 @@ class Step {
     return {at, at + size, at + size + group()};
   }
 
-  // The token's key and value, where they belong. Other code reads whole blocks, so a block that
-  // begins here has zeros behind them.
   void write_kv(Own& own, int index, int row, int kv_head) {
-    const int dim = model_.head_dim;
-    const int64_t slot = batch_.slots[row];
-    const int64_t block = slot / cache_.block_size;
-    const int offset = static_cast<int>(slot % cache_.block_size);
-    const bf16* key = qkv_.get() + int64_t(row) * qkv_size() + q_size() + kv_head * dim;
-    const bf16* value = key + model_.num_kv_heads * dim;
-    const int head = model_.num_heads + kv_head;
+    const int dim = model_.head_dim, head = model_.num_heads + kv_head;
+    const bf16* key = qkv_.get() + int64_t(row) * qkv_size() + head * dim;
     const bf16* norms = layers_[index].qk_norm;
     norm_rope(key, norms == nullptr ? nullptr : norms + head * dim, model_.eps,
               model_.rope + batch_.positions[row] * 2 * dim, dim, own.turned.get());
-    uint8_t* keys = cache_.page(block, index, KEYS, kv_head);
-    uint8_t* values = cache_.page(block, index, VALUES, kv_head);
-    if (offset == 0) {
-      memset(keys, 0, cache_.page_nbytes);
-      memset(values, 0, cache_.page_nbytes);
-    }
-    cache_.write(keys, offset, dim, own.turned.get());
-    cache_.write(values, offset, dim, value);
+    cache_.begin_block(batch_.slots[row], index, kv_head);
+    cache_.put(batch_.slots[row], index, kv_head, dim, own.turned.get(),
+               key + model_.num_kv_heads * dim);
   }
 
   const Model model_;
   const Layer* const layers_;
   Batch batch_{};
   KVPages cache_{};
-  Own* own_ = nullptr;
-  int num_own_ = 0;
+  PerThread<Own> own_;
   Buffer<bf16> hidden_, qkv_, attended_, inner_;
   Buffer<float> partials_;
   ChunkLists chunks_;
   Buffer<std::atomic<int>> arrived_;  // chunks that are done, [num_rows, num_kv_heads]
-  Team team_;
+  Team& team_;
 };
 
-// Both ways to compute a step of one model.
-class Steps {
- public:
+// Both ways to compute a step of one model, on the same threads.
+struct Steps {
   explicit Steps(const Model& model)
-      : has_layers_(layers_.hold(model.num_layers)),
-        decodes(model, layers_.get()),
-        large(model, layers_.get()) {
-    if (has_layers_) memcpy(layers_.get(), model.layers, sizeof(Layer) * model.num_layers);
+      : has_layers(layers.hold(model.num_layers)),
+        decodes(model, layers.get(), team),
+        large(model, layers.get(), team),
+        team(std::max(Step::num_phases(model), LargeStep::num_phases(model))) {
+    if (has_layers) memcpy(layers.get(), model.layers, sizeof(Layer) * model.num_layers);
   }
-  Steps(const Steps&) = delete;
-  Steps& operator=(const Steps&) = delete;
 
-  bool is_usable() const { return has_layers_ && decodes.is_usable() && large.is_usable(); }
+  bool is_usable() const { return has_layers && team.is_usable(); }
 
- private:
-  Buffer<Layer> layers_;  // outlives the threads below
-  const bool has_layers_;
-
- public:
+  Buffer<Layer> layers;
+  const bool has_layers;
   Step decodes;
   LargeStep large;
+  Team team;  // the last: its threads end before what they use is gone
 };
 
 }  // namespace
@@ -355,7 +333,7 @@ int32_t disagg_step_run(void* step, const disagg::Batch* batch, const disagg::KV
 // Whether `disagg_step_run_large` computes anything.
 int32_t disagg_step_has_large() { return disagg::HAS_LARGE_STEP; }
 
-// As `disagg_step_run`, of a model whose weights are all in panels.
+// As `disagg_step_run`, of the tokens of any sequences, up to the hidden states behind the last norm.
 int32_t disagg_step_run_large(void* step, const disagg::Tokens* tokens,
                               const disagg::KVPages* cache, int32_t num_threads) {
   return static_cast<disagg::Steps*>(step)->large.run(*tokens, *cache, num_threads);

@@ -80,16 +80,11 @@ class Member {
   Phase* phases_;
 };
 
-// Runs a program on the calling thread and on threads of its own, which sleep in between.
+// Runs programs on the calling thread and on threads of its own, which sleep in between.
 class Team {
  public:
-  using Program = void (*)(void* step, Member& member);
-
-  Team(int num_phases, Program program, void* step)
-      : num_phases_(num_phases),
-        phases_(new (std::nothrow) Phase[num_phases]),
-        program_(program),
-        step_(step) {}
+  explicit Team(int num_phases)
+      : num_phases_(num_phases), phases_(new (std::nothrow) Phase[num_phases]) {}
 
   ~Team() {
     is_ending_.store(true);
@@ -137,8 +132,12 @@ class Team {
     }
   }
 
-  // Run the program on so many threads, at most what `reserve` said. `clear` comes before.
-  void run(int num_threads) {
+  // Run `step.program` on so many threads, at most what `reserve` said. `clear` comes before. Threads
+  // that come late may be in the program until the next `clear`.
+  template <class Step>
+  void run(int num_threads, Step& step) {
+    step_ = &step;
+    program_ = [](void* its_step, Member& member) { static_cast<Step*>(its_step)->program(member); };
     num_threads_.store(num_threads);
     is_open_.store(true);
     begun_.fetch_add(1);
@@ -189,8 +188,8 @@ class Team {
 
   const int num_phases_;
   Phase* const phases_;
-  const Program program_;
-  void* const step_;
+  void* step_ = nullptr;
+  void (*program_)(void* step, Member& member) = nullptr;
   pthread_t* threads_ = nullptr;
   int num_started_ = 0;
   std::atomic<int> num_threads_{1};

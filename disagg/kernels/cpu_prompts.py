@@ -93,7 +93,8 @@ class PromptAttention:
 
     def takes(self, kv_cache: KVPages) -> bool:
         """Whether it computes attention to such a slab, for a model in bfloat16."""
-        return kv_cache.format.name in FORMATS and kv_cache.head_dim % LANES == 0
+        is_known = kv_cache.format.name in FORMATS and kv_cache.num_vectors == 2
+        return is_known and kv_cache.head_dim % LANES == 0
 
     def run(
         self,

@@ -148,10 +148,9 @@ class CpuStep:
         self._library = library
         self._model = model
         self._vocab_size = model.head.num_out
-        has_amx = bool(library.disagg_step_has_large())
-        self.most_rows = MOST_ROWS_WITH_AMX if has_amx else MOST_ROWS
-        self._has_large = has_amx
-        _lay_in_panels(model, library)
+        self._has_large = bool(library.disagg_step_has_large())  # with AMX
+        self.most_rows = MOST_ROWS_WITH_AMX if self._has_large else MOST_ROWS
+        _lay_in_panels(_narrow(model), library)
         table = model.embedding
         layers = (_LayerPointers * len(model.layers))(*map(_layer, model.layers))
         described = _Model(
@@ -260,21 +259,44 @@ class CpuStep:
         return out
 
 
-def cpu_step(model: DenseModel | None) -> tuple[CpuStep | None, str]:
+def cpu_step(model: DenseModel | None, *, is_rank: bool = False) -> tuple[CpuStep | None, str]:
     """The compiled step of a model, or None; and a sentence that says why.
 
     Args:
         model: None for one that is not dense.
+        is_rank: it is the part of one of several ranks.
     """
     found = find_step()
     if found.loaded is None:
         return None, found.sentence
+    if is_rank:
+        return None, _compiled_products(model, found.loaded)
     if model is None:
-        return None, "torch, as the model has experts or attention sinks"
+        return None, "torch, as the model has experts, attention sinks or latents"
     problem = _problem(model, found.loaded)
     if problem:
         return None, f"torch, as {problem}"
     return CpuStep(found.loaded, model), found.sentence
+
+
+def _compiled_products(model: DenseModel | None, library: ctypes.CDLL) -> str:
+    """Have products with weights of few bits compiled; a step has sums of all ranks between them.
+
+    Returns:
+        a sentence: what computes the rank's steps, and why.
+    """
+    sentence = "torch, because a sum of ranks is not compiled"
+    if model is None or model.norm.device.type != "cpu" or model.norm.dtype != torch.bfloat16:
+        return sentence
+    linears = list(filter(_can_be_in_panels, _narrow(model)))
+    if not linears:
+        return sentence
+    _lay_in_panels(linears, library)
+    return f"{sentence}; products with weights of few bits are"
+
+
+def _can_be_in_panels(linear: Int8Linear | Int4Linear) -> bool:
+    return isinstance(linear, Int8Linear) or linear.can_be_in_panels
 
 
 def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
@@ -286,8 +308,7 @@ def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
     if model.head_dim % LANES:
         return f"the head size {model.head_dim} is not a multiple of {LANES}"
     matrices = _matrices(model)
-    narrow = [each for each in matrices if isinstance(each, Int4Linear)]
-    if not all(each.can_be_in_panels for each in narrow):
+    if not all(map(_can_be_in_panels, _narrow(model))):
         return "a weight of 4 bits has rows that are no multiple of 8 numbers"
     wide = [each for each in matrices if not isinstance(each, Int8Linear | Int4Linear)]
     widths = {each.panel_width if isinstance(each, PackedLinear) else 0 for each in wide}
@@ -335,9 +356,12 @@ def _matrix(linear: PackedLinear | Int8Linear | Int4Linear) -> CpuMatrix:
     )
 
 
-def _lay_in_panels(model: DenseModel, library: ctypes.CDLL) -> None:
+def _narrow(model: DenseModel) -> list[Int8Linear | Int4Linear]:
+    return [each for each in _matrices(model) if isinstance(each, Int8Linear | Int4Linear)]
+
+
+def _lay_in_panels(linears: Sequence[Int8Linear | Int4Linear], library: ctypes.CDLL) -> None:
     """All in one piece of memory, so that its huge pages hold nothing else."""
-    linears = [each for each in _matrices(model) if not isinstance(each, PackedLinear)]
     sizes = [each.panels_nbytes for each in linears]
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
     for linear, own in zip(linears, torch.split(memory, sizes), strict=True):

@@ -115,6 +115,30 @@ def assert_as_close(truth: Tensor, own: Tensor, other: Tensor) -> None:
     assert (own - truth).abs().max() <= 2 * (other - truth).abs().max()
 
 
+def assert_as_close_as_torch(
+    case: str,
+    new_decoder: NewDecoder,
+    compute: Callable[[Decoder, KVPages, list[Tokens]], Tensor],
+) -> None:
+    """The logits that `compute` returns of a case's sequences, and the KV that it writes: those of
+    the compiled program are as close to float32 as torch's."""
+    config, lengths, block_size = CASES[case]
+    weights = loud_weights(config)
+    exact = Decoder(config, in_float32(weights))
+    ours, torchs = new_decoder(config, weights), new_decoder(config, weights)
+    torchs.step = None
+    logits, caches = [], []
+    for decoder in (exact, ours, torchs):
+        sequences = random_sequences(lengths, block_size, config.vocab_size)
+        slab = slab_of(config, sequences, block_size, decoder.dtype)
+        logits.append(compute(decoder, slab, sequences))
+        caches.append(slab.values.float())
+    for found in (logits, caches):
+        assert_as_close(*(each.nan_to_num(0.0) for each in found))
+    written = [~cache.isnan() for cache in caches]
+    assert torch.equal(written[1], written[2])
+
+
 def prompts_and_step(
     decoder: Decoder, config: ModelConfig, lengths: list[int], block_size: int
 ) -> tuple[list[Tensor], Tensor]:

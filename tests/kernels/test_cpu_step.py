@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from disagg.kernels import cpu_step as cpu_step_module
 from disagg.kernels import reference
 from disagg.kernels.cpu_library import Found
 from disagg.kernels.dispatch import Quantization
-from disagg.kernels.kv_pages import FORMATS, new_pages
+from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.kernels.torch_ops import TorchOps
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
@@ -22,6 +23,7 @@ from tests.kernels.step_cases import (
     LLAMA,
     NewDecoder,
     assert_as_close,
+    assert_as_close_as_torch,
     in_float32,
     loud_weights,
     prompts_and_step,
@@ -111,26 +113,17 @@ def test_weights_of_4_bits(
 @pytest.mark.parametrize("case", CASES)
 def test_as_close_to_float32_as_torch(case: str, new_decoder: NewDecoder) -> None:
     """The logits of two steps, and the KV that they write."""
-    config, lengths, block_size = CASES[case]
-    weights = loud_weights(config)
-    exact = Decoder(config, in_float32(weights))
-    ours, torchs = new_decoder(config, weights), new_decoder(config, weights)
-    torchs.step = None
-    logits, caches = [], []
-    for decoder in (exact, ours, torchs):
-        sequences = random_sequences(lengths, block_size, config.vocab_size)
-        slab = slab_of(config, sequences, block_size, decoder.dtype)
+    _, lengths, block_size = CASES[case]
+
+    def compute(decoder: Decoder, slab: KVPages, sequences: list[Tokens]) -> Tensor:
         for sequence, length in zip(sequences, lengths, strict=True):
             run_step(decoder, slab, [(sequence, length)], block_size)
             sequence.logits.clear()
         for _ in range(2):
             run_step(decoder, slab, [(sequence, 1) for sequence in sequences], block_size)
-        logits.append(torch.stack([row for sequence in sequences for row in sequence.logits]))
-        caches.append(slab.values.float())
-    for found in (logits, caches):
-        assert_as_close(*(each.nan_to_num(0.0) for each in found))
-    written = [~cache.isnan() for cache in caches]
-    assert torch.equal(written[1], written[2])
+        return torch.stack([row for sequence in sequences for row in sequence.logits])
+
+    assert_as_close_as_torch(case, new_decoder, compute)
 
 
 def test_a_gate_far_away_is_open_or_closed(new_decoder: NewDecoder) -> None:

@@ -18,8 +18,7 @@ from tests.kernels.step_cases import (
     CASES,
     CPU,
     NewDecoder,
-    assert_as_close,
-    in_float32,
+    assert_as_close_as_torch,
     loud_weights,
     random_sequences,
     slab_of,
@@ -50,15 +49,9 @@ def test_logits_of_all_tokens_are_as_close_to_float32_as_torchs(
     case: str, new_decoder: NewDecoder
 ) -> None:
     """And the KV that they write, also behind cached tokens, in one step with all sequences."""
-    config, lengths, block_size = CASES[case]
-    weights = loud_weights(config)
-    exact = Decoder(config, in_float32(weights))
-    ours, torchs = new_decoder(config, weights), new_decoder(config, weights)
-    torchs.step = None
-    logits, caches = [], []
-    for decoder in (exact, ours, torchs):
-        sequences = random_sequences(lengths, block_size, config.vocab_size)
-        slab = slab_of(config, sequences, block_size, decoder.dtype)
+    _, lengths, block_size = CASES[case]
+
+    def compute(decoder: Decoder, slab: KVPages, sequences: list[Tokens]) -> Tensor:
         found = []
         for share in (3, 1):  # a third of each, and the rest
             work = [
@@ -70,12 +63,9 @@ def test_logits_of_all_tokens_are_as_close_to_float32_as_torchs(
             found.append(decoder.forward(batch, slab))
             for sequence, count in work:
                 sequence.num_computed += count
-        logits.append(torch.cat(found))
-        caches.append(slab.values.float())
-    for each in (logits, caches):
-        assert_as_close(*(some.nan_to_num(0.0) for some in each))
-    written = [~cache.isnan() for cache in caches]
-    assert torch.equal(written[1], written[2])
+        return torch.cat(found)
+
+    assert_as_close_as_torch(case, new_decoder, compute)
 
 
 @settings(
