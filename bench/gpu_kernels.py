@@ -6,19 +6,21 @@
 Attention goes by `Ops`, writing KV included, over as many layers as it takes that nothing is left
 in the L2; times are of replayed graphs. `of read` is the share of the measured bandwidth, `of
 datasheet` that of the stated one. `goal us` is what docs/notebook/gpu.md aims at. Each row checks
-some of its results against the reference. Heads and matrices are those of Llama-3-8B.
+some of its results against the reference. Heads and matrices are those of Llama-3-8B,
+latents those of DeepSeek-V3 on one of eight ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bench.gpu_device import UNCACHED_NBYTES, Ceilings, launch_seconds, seconds
-from bench.gpu_paged import INTERPRETED_DTYPE, TINY, Heads, Paged
+from bench.gpu_paged import INTERPRETED_DTYPE, LATENT, TINY, TINY_LATENT, Heads, Paged
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import FORMATS, format_of
@@ -60,6 +62,13 @@ class Bench:
         self.heads = TINY if self.is_interpreted else Heads()
         self.dtype = INTERPRETED_DTYPE if self.is_interpreted else torch.bfloat16
         self.ceilings = Ceilings.of(arguments)
+
+    @property
+    def of_latents(self) -> Bench:
+        """The same of DeepSeek-V3."""
+        other = copy.copy(self)
+        other.heads = TINY_LATENT if self.is_interpreted else LATENT
+        return other
 
     def contexts(self, contexts: list[int]) -> list[int]:
         """What the interpreter can bear of them."""
@@ -111,7 +120,8 @@ class Bench:
         )
         difference = _near(paged.difference())
         num_pairs = new * cached + new * (new + 1) // 2
-        num_flops = 4 * self.heads.num_heads * self.heads.head_dim * num_pairs
+        sizes = self.heads.head_dim + self.heads.value_dim
+        num_flops = 2 * self.heads.num_heads * sizes * num_pairs
         taken_s = seconds(paged.attend_all, self.device) / self.heads.num_layers
         host_s = launch_seconds(paged.attend_all, self.device) / self.heads.num_layers
         return {
@@ -228,6 +238,13 @@ def rows_of(bench: Bench) -> list[Row]:
         rows = LONG_ROWS // 2
         return Row(f"prompt {new}, {rows} rows", lambda: bench.prompt(new, 0, long_rows=rows))
 
+    latents = bench.of_latents
+
+    def latent_decode(name: str, num_new: int = 1) -> Row:
+        verified = f", {num_new} tokens each" if num_new > 1 else ""
+        title = f"latent decode {name}{verified}"
+        return Row(title, lambda: latents.decode(DECODES[name], "bfloat16", num_new))
+
     plain = [decode(name, "bfloat16") for name in DECODES]
     scaled = [decode(name, stored) for name in SCALED_DECODES for stored in ("fp8", "int8", "int4")]
     prompts = [prompt(*each) for each in PROMPTS]
@@ -238,6 +255,10 @@ def rows_of(bench: Bench) -> list[Row]:
         *by_sdpa[:2],
         *map(in_low_tiles, (4096, 16384)),
         *map(matrices, (32, 1, 256)),
+        *map(latent_decode, ("32 x 4k", "1 x 32k", "128 x 1k")),
+        latent_decode("32 x 4k", VERIFIED),
+        Row("latent prompt 4096 after 0", lambda: latents.prompt(4096, 0)),
+        Row("latent prompt 1024 after 15360", lambda: latents.prompt(1024, 15360)),
         *scaled[:3],
         decode("32 x 4k", "bfloat16", VERIFIED),
         *plain[5:],
@@ -253,6 +274,7 @@ def rows_of(bench: Bench) -> list[Row]:
 TINY_ROWS = (
     "decode 32 x 4k, bfloat16",
     "decode 1 x 32k, int4",
+    "latent decode 1 x 32k",
     "prompt 1024 after 0",
     "layer rest",
 )

@@ -22,18 +22,28 @@ INTERPRETED_DTYPE = torch.float32  # Triton's interpreter knows no bfloat16
 
 @dataclass(frozen=True)
 class Heads:
-    """By default those of Llama-3-8B."""
+    """By default those of Llama-3-8B. rank: first values of a latent, which are summed up; 0: keys
+    and values."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 64
     num_layers: int = 2
+    rank: int = 0
+
+    @property
+    def num_vectors(self) -> int:
+        return 1 if self.rank else 2
+
+    @property
+    def value_dim(self) -> int:
+        return self.rank or self.head_dim
 
     def token_nbytes(self, format: KVFormat) -> float:
         """Keys and values of one position in one layer, with its scales."""
         page_nbytes = format.page_nbytes(self.block_size, self.head_dim)
-        return 2 * self.num_kv_heads * page_nbytes / self.block_size
+        return self.num_vectors * self.num_kv_heads * page_nbytes / self.block_size
 
     def uncached(self, num_tokens: int, format: KVFormat, nbytes: float) -> Heads:
         """With as many layers as it takes for `nbytes` of the KV of so many tokens."""
@@ -42,6 +52,8 @@ class Heads:
 
 
 TINY = Heads(4, 2, 32, 16, 2)
+LATENT = Heads(16, 1, 576, rank=512)  # of DeepSeek-V3, on one of eight ranks
+TINY_LATENT = Heads(4, 1, 24, 16, 2, rank=16)
 
 
 class Paged:
@@ -77,10 +89,11 @@ class Paged:
             heads.block_size,
             heads.head_dim,
             device,
+            heads.num_vectors,
         )
         self._fill(device)
         self.batch = batch = _batch(heads, lens, _tables(counts), device)
-        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        num_heads = heads.num_heads + heads.num_vectors * heads.num_kv_heads
         shape = (len(batch.token_ids), num_heads, heads.head_dim)
         self.qkv = torch.randn(shape, device=device).to(dtype)
         num_multiprocessors = _num_multiprocessors(device)
@@ -109,7 +122,12 @@ class Paged:
         scales.copy_(of_vector * factor)
 
     def attend(self, layer: int) -> Tensor:
-        """Store the step's keys and values, then attend: [num_tokens, num_heads * head_dim]."""
+        """Store the step's keys and values, then attend: [num_tokens, num_heads * value_dim]."""
+        heads = self.heads
+        if heads.rank:
+            numbers = heads.rank, heads.head_dim**-0.5
+            found = self._ops.latent_attention(self.qkv, self.pages, layer, self._paging, *numbers)
+            return found.flatten(1)
         return self._ops.attention(self.qkv, self.pages, layer, self.window, self._paging)
 
     def attend_all(self) -> None:
@@ -126,6 +144,7 @@ class Paged:
             heads.num_kv_heads,
             heads.block_size,
             heads.head_dim,
+            heads.num_vectors,
         )
 
     def difference(self, num_seqs: int = 4, num_rows: int = 64) -> float:
@@ -149,7 +168,7 @@ class Paged:
                 [context],
                 self.window,
             )
-            wide = wanted.float().view(got[rows].shape)
+            wide = wanted.float()[..., : self.heads.value_dim]
             worst = max(worst, float((got[rows].float() - wide).abs().max()))
             largest = max(largest, float(wide.abs().max()))
         return worst / max(largest, 1e-6)

@@ -67,6 +67,10 @@ class TimedCommunicator:
         with self._timed():
             return self._inner.all_reduce_(x)
 
+    def largest_(self, x: Tensor) -> Tensor:
+        with self._timed():
+            return self._inner.largest_(x)
+
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         with self._timed():
             return self._inner.gather(x, widths)

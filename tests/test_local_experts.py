@@ -1,4 +1,4 @@
-"""Experts and sinks through the whole system: the text is that of transformers on the same file.
+"""Experts, sinks and latents through the whole system: the text is that of transformers.
 
 Prompts are prefilled on one worker and decoded on another, hit a prefix, and are preempted.
 """
@@ -35,6 +35,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 20,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 12,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -55,7 +72,7 @@ def _write(directory: Path, name: str) -> Any:
     directory.mkdir()
     end_id = write_tiny_tokenizer(directory)
     family, changes = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**SHAPE, **changes, eos_token_id=end_id)
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes}, eos_token_id=end_id)
     torch.manual_seed(5)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():

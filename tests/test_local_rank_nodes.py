@@ -17,7 +17,7 @@ from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.config_checks import parse_config
 from disagg.errors import EngineFailed, StartupError
 from disagg.rank_messages import RankStart
-from disagg.worker.other_rank import Rank, RemoteRank
+from disagg.worker.other_rank import LocalRank, Rank, RemoteRank
 from disagg.worker.parts import Parts, build_parts
 from disagg.worker.ranks import Ranks
 from tests.e2e.single_engine import SingleEngine
@@ -123,7 +123,7 @@ def test_what_a_rank_on_another_node_says_when_it_cannot_start_is_heard(
 
 def test_a_rank_with_another_model_is_refused(model: Path) -> None:
     def rank(layout: str) -> Rank:
-        made = Rank.__new__(Rank)
+        made = LocalRank.__new__(LocalRank)
         made._name, made._peer = "rank 1 of 2 on b", Memory("worker.1", layout=layout).peer()
         return made
 

@@ -17,7 +17,9 @@ from typing import Any, NoReturn
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from disagg import local
 from disagg.config import PoolConfig, ServeConfig, TierConfig
@@ -211,14 +213,16 @@ async def loses_a_rank(
 async def test_an_evicted_prefix_comes_back_from_the_host_memory_of_all_ranks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And then, without work, the worker ends with a rank."""
+    """Both have int8 weights. And then, without work, the worker ends with a rank."""
     monkeypatch.setattr(StepTimeModel, "prefill_s", lambda model, num_new, num_before: 10.0)
-    few = msgspec.structs.replace(TWO, num_gpu_blocks_override=40, kv_offloading_size=0.1)
+    few = msgspec.structs.replace(
+        TWO, num_gpu_blocks_override=40, kv_offloading_size=0.1, quantization="int8"
+    )
     (tier,) = config(model).tiers
     tier = msgspec.structs.replace(
         tier, served_model_name="tiny", engine=few, prefill=PoolConfig(num_replicas=0)
     )
-    reference = SingleEngine(model, ENGINE)
+    reference = SingleEngine(model, msgspec.structs.replace(ENGINE, quantization="int8"))
     answers = {content: reference.chat(content, 8) for content in (PROMPT, *OTHERS)}
     async with (
         local.running(msgspec.structs.replace(config(model), tiers=(tier,))) as running,
@@ -250,6 +254,20 @@ def test_a_start_that_fails_on_a_rank_names_it(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(StartupError, match=r"^rank 1 of 2 ended .* exit status 1;"):
         build_parts(config(model), config(model).tiers[0], "failing", 1)
+
+
+def test_a_rank_that_cannot_load_is_named_by_the_first_that_waits_for_it(tmp_path: Path) -> None:
+    """For the scale of a row, of which each has some columns."""
+    damaged = write_tiny_model(tmp_path)
+    tensors = load_file(damaged / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][0, -1] = np.nan  # a column of the second
+    save_file(tensors, damaged / "model.safetensors")
+    (tier,) = config(damaged).tiers
+    engine = msgspec.structs.replace(tier.engine, quantization="int8")
+    tier = msgspec.structs.replace(tier, engine=engine)
+    with pytest.raises(StartupError, match=rf"^rank 1 of 2 could not start: {name} .* holds NaN"):
+        build_parts(config(damaged), tier, "damaged", 1)
 
 
 def test_a_rank_that_ends_by_itself_is_a_failed_engine(
@@ -419,7 +437,11 @@ async def _readable(fd: int) -> None:
     [
         ({"tensor_parallel_size": 3}, r"size = 3 does not divide .* 4 \(heads\) / 3 = 1\.33"),
         ({"tensor_parallel_size": 4}, "4 ranks on a CPU needs a core for each, .* has 3"),
-        ({"quantization": "int8"}, "quantization and tensor_parallel_size = 2 are not supported"),
+        (
+            {"tensor_parallel_size": 4, "quantization": "int4"},
+            "int4' is not possible with .* = 4: 32 neighbours .* would have 16 columns",
+        ),
+        ({"quantization": "packed", "device": "cpu"}, "has floats, and no bits to keep"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(

@@ -12,7 +12,6 @@ import pytest
 import redis
 
 from disagg import local
-from disagg.blocks import BlockHash
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.local import LocalCluster
@@ -23,22 +22,13 @@ from tests.test_local_cold_tier import PROMPT, blocks, chat, damage, keys_of, pr
 from tests.test_local_host_tier import COMPUTE_S, OTHERS
 from tests.tiny_model import write_tiny_model
 
+SECOND = "another prefix, which a worker of two ranks stores: " * 8
+HALF_GIB = 0.00012  # of host memory: half of a prompt's blocks, so that they go through it
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def answers(model: Path) -> dict[str, str]:
-    alone = SingleEngine(model, ENGINE)
-    return {content: alone.chat(content, 8) for content in (PROMPT, *OTHERS)}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis(tmp_path / "redis", rules="~* +@all") as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +37,47 @@ def _slow_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimeModel, "prefill_s", lambda model, num_new, num_before: COMPUTE_S)
 
 
+class Worker:
+    """The only one of a cluster. Each answer is compared with that of one engine."""
+
+    def __init__(
+        self, cluster: LocalCluster, client: httpx.AsyncClient, answers: dict[str, str]
+    ) -> None:
+        self._cluster, self._client, self._answers = cluster, client, answers
+
+    async def ask(self, content: str) -> int:
+        """Returns how many tokens of the prompt were not computed."""
+        text, num_cached = await chat(self._client, content)
+        assert text == self._answers[content]
+        return num_cached
+
+    async def evict(self) -> None:
+        """So many other prompts that nothing of those before stays in the cache."""
+        for content in OTHERS:
+            await self.ask(content)
+
+    async def stored(self, content: str, values: redis.Redis) -> list[bytes]:
+        """The keys of a prompt's blocks in Redis, when all of them are there."""
+        return await keys_of(prefix_of(self._cluster, content), values)
+
+    async def num_blocks(self, outcome: str) -> float:
+        return blocks((await self._client.get("/metrics")).text, outcome)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path / "redis", rules="~* +@all") as server:
+        yield server
+
+
 @asynccontextmanager
 async def worker_of(
-    model: Path, server: EmbeddedRedis, num_ranks: int, offloading_gib: float = 0.0
-) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
-    """A cluster with one worker of so many ranks."""
+    num_ranks: int,
+    model: Path,
+    answers: dict[str, str],
+    server: EmbeddedRedis,
+    offloading_gib: float = 0.0,
+) -> AsyncIterator[Worker]:
     engine = msgspec.structs.replace(
         ENGINE,
         tensor_parallel_size=num_ranks,
@@ -68,62 +94,45 @@ async def worker_of(
     async with local.running(config) as cluster:
         app = httpx.ASGITransport(cluster.ingress.app)
         async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
-            yield cluster, client
+            yield Worker(cluster, client, answers)
             (worker,) = cluster.workers
             await worker.check()
 
 
-async def store_prompt(
-    model: Path,
-    server: EmbeddedRedis,
-    answers: dict[str, str],
-    num_ranks: int,
-    offloading_gib: float = 0.0,
-) -> list[BlockHash]:
-    """Have a worker compute the prompt and evict it to Redis. Returns its blocks' names."""
-    async with worker_of(model, server, num_ranks, offloading_gib) as (cluster, client):
-        for content in (PROMPT, *OTHERS):
-            assert await chat(client, content) == (answers[content], 0)
-        names = prefix_of(cluster)
-        with redis.Redis.from_url(server.url) as values:
-            await keys_of(names, values)
-        return names
+async def comes_back(worker: Worker, content: str) -> None:
+    """From Redis. Other prompts follow over the same blocks."""
+    num_cached = await worker.ask(content)
+    assert num_cached > 300
+    assert await worker.num_blocks("hit") >= num_cached // 16
+    await worker.evict()
 
 
-# The host memory has room for half of a prompt, so blocks go through it.
-@pytest.mark.parametrize(
-    ("num_ranks", "num_later", "offloading_gib"), [(1, 2, 0.0), (2, 1, 0.0), (2, 2, 0.00012)]
-)
-async def test_what_a_worker_stored_comes_back_to_one_of_any_size(
-    num_ranks: int,
-    num_later: int,
-    offloading_gib: float,
-    model: Path,
-    server: EmbeddedRedis,
-    answers: dict[str, str],
+async def test_what_a_worker_stored_comes_back_to_one_of_any_size_unless_a_part_is_damaged(
+    model: Path, server: EmbeddedRedis
 ) -> None:
-    await store_prompt(model, server, answers, num_ranks, offloading_gib)
-    async with worker_of(model, server, num_later, offloading_gib) as (_, client):
-        text, num_cached = await chat(client, PROMPT)
-        assert text == answers[PROMPT] and num_cached > 300
-        metrics = (await client.get("/metrics")).text
-        assert blocks(metrics, "hit") >= num_cached // 16
-        for content in OTHERS:  # over the same blocks
-            assert (await chat(client, content))[0] == answers[content]
+    """From one rank to two, and from two, through host memory, to one and to two.
 
-
-async def test_a_part_that_is_damaged_on_another_rank_is_computed(
-    model: Path, server: EmbeddedRedis, answers: dict[str, str]
-) -> None:
-    """The first rank's part of each block is there and sound."""
-    names = await store_prompt(model, server, answers, 2)
+    Of the damaged blocks the first rank's part is there and sound.
+    """
+    alone = SingleEngine(model, ENGINE)
+    answers = {content: alone.chat(content, 8) for content in (PROMPT, SECOND, *OTHERS)}
+    common = model, answers, server
     with redis.Redis.from_url(server.url) as values:
-        keys = await keys_of(names, values)
-        damage(values, [key for key in keys if b":1:" in key])
-        async with worker_of(model, server, 2) as (_, client):
-            assert await chat(client, PROMPT) == (answers[PROMPT], 0)
-            metrics = (await client.get("/metrics")).text
-            assert blocks(metrics, "damaged") >= 1
-            for content in OTHERS:
-                await chat(client, content)
-            assert len(await keys_of(names, values)) == len(keys), "it is stored once more"
+        async with worker_of(1, *common) as one:
+            assert await one.ask(PROMPT) == 0
+            await one.evict()
+            await one.stored(PROMPT, values)
+        async with worker_of(2, *common, offloading_gib=HALF_GIB) as two:
+            await comes_back(two, PROMPT)
+            assert await two.ask(SECOND) == 0
+            await two.evict()
+            keys = await two.stored(SECOND, values)
+        async with worker_of(1, *common) as one:
+            await comes_back(one, SECOND)
+        async with worker_of(2, *common) as two:
+            await comes_back(two, SECOND)
+            damage(values, [key for key in keys if b":1:" in key])
+            assert await two.ask(SECOND) == 0
+            assert await two.num_blocks("damaged") >= 1
+            await two.evict()
+            assert len(await two.stored(SECOND, values)) == len(keys), "it is stored once more"

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_SPLIT_KEYS = 256  # a partial result costs about as much traffic as a few keys
+# Query heads of a program of latent attention: with one token each, the least rows of a product.
+MAX_LATENT_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +90,9 @@ def split_queries(
 def _largest_first(pieces: list[AttentionPiece]) -> list[AttentionPiece]:
     """Long pieces start early, so that none of them is left alone at the end."""
     return sorted(pieces, key=lambda piece: piece.start - piece.end)
+
+
+def latent_group(num_heads: int) -> int:
+    """Query heads of one program of latent attention: as many as divide all heads."""
+    sizes = range(min(MAX_LATENT_GROUP, num_heads), 0, -1)
+    return next(size for size in sizes if num_heads % size == 0)

@@ -22,6 +22,8 @@ ORDER = "CUDA_DEVICE_ORDER"  # by default the fastest is 0, while `nvidia-smi` c
 DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel has the driver's module
 AMD = Path("/dev/kfd")
 DRIVER_FILE = "libcuda.so.1"  # what torch opens first, too
+# Shared memory of a program: A100, H100 and B200 have 163 KB and more, all others 99.
+LARGE_SHARED_NBYTES = 160 << 10
 _FIELDS = "index,uuid,name,memory.total,memory.free,driver_version"
 _TIMEOUT_S = 30.0  # many GPUs without the persistence daemon take seconds
 

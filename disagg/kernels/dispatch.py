@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from disagg.kernels.cpu_library import SAMPLING, find_library, find_step
 from disagg.kernels.cpu_prompts import PromptAttention
 from disagg.kernels.cpu_sampling import CpuSampling
+from disagg.kernels.devices import LARGE_SHARED_NBYTES
 from disagg.kernels.ops import Ops
 from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.sampling_rows import SamplingOps
@@ -51,13 +52,15 @@ def ops_for(
         )
     from disagg.kernels.triton_ops import TritonOps
 
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)  # its type knows not all of them
+    shared_nbytes = getattr(properties, "shared_memory_per_block_optin", LARGE_SHARED_NBYTES)
     use_sdpa = prompt_attention == "sdpa"
     kind = None if quantization == "packed" else quantization  # they are in any case
     return TritonOps(
         num_heads,
         properties.multi_processor_count,
         use_sdpa=use_sdpa,
+        is_small=shared_nbytes < LARGE_SHARED_NBYTES,
         major=properties.major,
         quantization=kind,
         dtype=dtype,

@@ -104,6 +104,7 @@ class FixedMixedWork:
     Args:
         group: query heads per KV head.
         num_programs: pieces per KV head that fill the device.
+        long_rows: of a tile of a prompt.
     """
 
     def __init__(
@@ -114,11 +115,12 @@ class FixedMixedWork:
         window: int | None,
         num_programs: int,
         device: torch.device,
+        long_rows: int = LONG_ROWS,
     ) -> None:
         self._num_programs = num_programs
         self._short_queries = max(1, min(MAX_SHORT_QUERIES, MAX_SHORT_ROWS // group))
         self._num_seqs, self._num_tokens = num_seqs, num_tokens
-        long_rows = max(LONG_ROWS, next_power_of_2(group))
+        long_rows = max(long_rows, next_power_of_2(group))
         self._queries_per_piece = long_rows // group
         # Each sequence ends with a piece that may be shorter, and so do the tokens of nobody.
         num_long_seqs = min(num_seqs, num_tokens // (self._short_queries + 1))

@@ -128,7 +128,7 @@ class Int4Linear(PlainLinear):
         groups = filled.view(-1, scales.shape[1], self.group).float()
         # As compiled code does: rounded once.
         groups.mul_(scales.float().unsqueeze(2)).add_(least.float().unsqueeze(2))
-        return groups.to(self.scales.dtype).flatten(1)[:, : self.num_in]
+        return groups.to(self.scales.dtype).flatten(1)[:, : self.num_in].contiguous()
 
     @property
     def _is_in_panels(self) -> bool:

@@ -18,7 +18,7 @@ from disagg.kernels.cpu_matrix import CpuMatrix
 from disagg.kernels.linear import PANEL, PlainLinear
 from disagg.kernels.narrow_rows import FEW_ROWS as FEW_ROWS_COMPILED
 from disagg.kernels.narrow_rows import narrow_rows
-from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.kernels.packed_matrix import Largest, PackedMatrix
 
 LARGEST = 127
 _WHOLE = 32  # torch's own product reads memory behind a row whose size is no multiple of 16
@@ -38,8 +38,8 @@ class Int8Linear(PlainLinear):
         bias: [num_out], or None.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.numbers, self.scales = quantize(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None, largest: Largest | None = None) -> None:
+        self.numbers, self.scales = quantize(weight, largest)
         self.group: int | None = None
         self.bias = bias
         self.num_out, self.num_in = weight.shape
@@ -147,13 +147,18 @@ class Int8Linear(PlainLinear):
         return self.numbers.dim() == 3
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers and scales of `Int8Linear`: of each row, the largest value becomes 127."""
+def quantize(weight: Tensor, largest: Largest | None = None) -> tuple[Tensor, Tensor]:
+    """The numbers and scales of `Int8Linear`: of each row, the largest value becomes 127.
+
+    Args:
+        largest: see `Ops.pack`.
+    """
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=weight.dtype, device=weight.device)
     parts = (torch.split(each, _ROWS_AT_ONCE) for each in (weight, numbers, scales))
     for some, its_numbers, its_scales in zip(*parts, strict=True):
-        its_scales.copy_(some.abs().amax(1).float() / LARGEST)
+        peaks = some.abs().amax(1).float()
+        its_scales.copy_((peaks if largest is None else largest(peaks)) / LARGEST)
         its_scales.masked_fill_(its_scales == 0, 1.0)  # of a row of zeros
         # By the scales as they are kept, which have fewer digits.
         scaled = some.float() / its_scales.float().unsqueeze(1)

@@ -12,6 +12,9 @@ aligned. A block has the pages of its first head, of all layers, then those of t
 
     block  [num_kv_heads, num_layers, 2 (keys, values)] pages
 
+Of latent attention a token has one vector a layer, which stands for its key and, as far as its
+first values go, for its value: one head, and one page where others have two.
+
 So a block is one contiguous run of bytes, the heads of a rank are a run in the block of all heads,
 and transfers need to know neither the format nor the model. Must not know which sequence holds a
 block, or where the memory comes from.
@@ -120,15 +123,15 @@ class KVPages:
     """Views of one slab.
 
     Attributes:
-        values: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], or packed half as
-            many stored numbers. In memory heads come before layers, and with scales, pages do not
-            touch.
-        scales: float32 [num_blocks, num_layers, 2, num_kv_heads, block_size], or None. A value
-            stands for itself times the scale of its vector.
-        rows: one row a page, as they lie in memory, [num_blocks * num_kv_heads * num_layers * 2,
-            *]: values, or with scales all bytes as uint8.
+        values: [num_blocks, num_layers, num_vectors, num_kv_heads, block_size, head_dim], or
+            packed half as many stored numbers. In memory heads come before layers, and with
+            scales, pages do not touch. Two vectors: a key and a value; one: a latent.
+        scales: float32, as `values` without its last dimension, or None. A value stands for itself
+            times the scale of its vector.
+        rows: one row a page, as they lie in memory, [num_blocks * num_kv_heads * num_layers *
+            num_vectors, *]: values, or with scales all bytes as uint8.
         blocks: one row a block, [num_blocks, *], of the same type.
-        layers: the same by layer.
+        layers: `values` and `scales` by layer.
     """
 
     format: KVFormat
@@ -143,6 +146,11 @@ class KVPages:
         return self.values.shape[5] * self.format.packed
 
     @property
+    def num_vectors(self) -> int:
+        """Of a token in each layer and head."""
+        return self.values.shape[2]
+
+    @property
     def page_stride(self) -> int:
         """From a page to the next, in stored numbers."""
         return self.rows.stride(0)
@@ -151,22 +159,23 @@ class KVPages:
     def head_pages(self) -> int:
         """From a page to that of the next head, in pages. `values` does not say it of one KV head:
         torch gives a dimension of one whatever stride it likes."""
-        return 2 * self.values.shape[1]
+        return self.num_vectors * self.values.shape[1]
 
 
 def pages_of(
     memory: Tensor, format: KVFormat, num_layers: int, num_kv_heads: int, block_size: int,
-    head_dim: int,
+    head_dim: int, num_vectors: int = 2,
 ) -> KVPages:  # fmt: skip
     """Index a slab.
 
     Args:
         memory: uint8, flat, a whole number of blocks.
+        num_vectors: of a token in each layer and head: 2, or of latent attention 1.
     """
     import torch
 
-    pages_per_block = num_kv_heads * num_layers * 2
-    dims = (-1, num_kv_heads, num_layers, 2)
+    pages_per_block = num_kv_heads * num_layers * num_vectors
+    dims = (-1, num_kv_heads, num_layers, num_vectors)
     width = head_dim // format.packed
     page_nbytes = format.page_nbytes(block_size, head_dim)
     if not format.has_scales:
@@ -191,15 +200,16 @@ def pages_of(
 
 def new_pages(
     format: KVFormat, num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int,
-    head_dim: int, device: torch.device,
+    head_dim: int, device: torch.device, num_vectors: int = 2,
 ) -> KVPages:  # fmt: skip
     """A slab of zeros."""
     import torch
 
     page_nbytes = format.page_nbytes(block_size, head_dim)
-    nbytes = num_blocks * num_layers * 2 * num_kv_heads * page_nbytes
+    nbytes = num_blocks * num_layers * num_vectors * num_kv_heads * page_nbytes
     memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    return pages_of(memory, format, num_layers, num_kv_heads, block_size, head_dim)
+    heads = (num_layers, num_kv_heads, block_size, head_dim, num_vectors)
+    return pages_of(memory, format, *heads)
 
 
 def _aligned(nbytes: int) -> int:

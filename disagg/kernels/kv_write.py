@@ -30,6 +30,7 @@ def _kv_write_kernel(
     block_stride,
     scale_block_stride,
     NUM_QUERY_VALUES: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     NUM_PAGES: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
@@ -44,8 +45,8 @@ def _kv_write_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)  # int64: a slab is larger than 2^31 values
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    vector = tl.arange(0, PAGES)  # keys of all heads, then values
-    page = vector % (NUM_PAGES // 2) * HEAD_PAGES + vector // (NUM_PAGES // 2)
+    vector = tl.arange(0, PAGES)  # keys of all heads, then values, if they are not one
+    page = vector % NUM_HEADS * HEAD_PAGES + vector // NUM_HEADS
     column = tl.arange(0, BLOCK_D)
     is_page = (vector < NUM_PAGES) & (slot >= 0)
     inside = is_page[:, None] & (column < HEAD_DIM)[None, :]
@@ -84,15 +85,15 @@ _kv_write = KernelLauncher(_kv_write_kernel)
 
 
 def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
-    """Store keys and values of `qkv` in one layer of the cache.
+    """Store keys and values of `qkv`, or latents, in one layer of the cache.
 
     Args:
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
+        qkv: [num_tokens, num_heads + num_vectors * num_kv_heads, head_dim]: queries, keys, values.
         slots: int64 [num_tokens]: block_id * block_size + offset; below 0: written nowhere.
     """
     values, head_dim = kv_cache.values, kv_cache.head_dim
     num_kv_heads, block_size = values.shape[3:5]
-    num_pages = 2 * num_kv_heads
+    num_pages = kv_cache.num_vectors * num_kv_heads
     if qkv.shape[0]:
         layer_values, _, layer_scales = kv_cache.layers[layer]
         _kv_write(
@@ -105,6 +106,7 @@ def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
             values.stride(0),
             0 if layer_scales is None else layer_scales.stride(0),
             NUM_QUERY_VALUES=(qkv.shape[1] - num_pages) * head_dim,
+            NUM_HEADS=num_kv_heads,
             NUM_PAGES=num_pages,
             PAGES=next_power_of_2(num_pages),
             PAGE_STRIDE=kv_cache.page_stride,

@@ -18,6 +18,7 @@ def _norm_rope_kernel(
     rope_ptr,
     eps,
     token_stride,
+    HEAD_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -26,7 +27,7 @@ def _norm_rope_kernel(
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, BLOCK)
     inside = columns < half
-    start = heads_ptr + token * token_stride + head * HEAD_DIM
+    start = heads_ptr + token * token_stride + head * HEAD_STRIDE
     left = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(start + half + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
@@ -50,7 +51,7 @@ def norm_rope_(heads: Tensor, norm: Tensor | None, eps: float, rope_rows: Tensor
     """Normalise and turn heads in place.
 
     Args:
-        heads: [num_tokens, num_heads, head_dim]; only the first dimension may be strided.
+        heads: [num_tokens, num_heads, head_dim]; the values of a head touch.
         norm: [num_heads, head_dim], or None for no normalisation.
         rope_rows: float32 [num_tokens, 2, head_dim / 2]: cosines, then sines.
     """
@@ -63,6 +64,7 @@ def norm_rope_(heads: Tensor, norm: Tensor | None, eps: float, rope_rows: Tensor
             rope_rows,
             eps,
             heads.stride(0),
+            HEAD_STRIDE=heads.stride(1),
             HEAD_DIM=head_dim,
             BLOCK=next_power_of_2(head_dim // 2),
             HAS_NORM=norm is not None,

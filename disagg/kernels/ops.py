@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from disagg.kernels.grouping import Grouping
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.kernels.packed_matrix import Largest, PackedMatrix
 
 Weight: TypeAlias = Any  # what an implementation made of a matrix; only it looks inside
 Paging: TypeAlias = Any  # what an implementation derived from one batch; only it looks inside
@@ -37,6 +38,9 @@ class Experts:
         is_normalized: their weights add up to 1; else they are parts of a softmax over all.
         limit: of the clamped SwiGLU: (min(up, limit) + 1) * gate * sigmoid(alpha * gate), with up
             also at least -limit and gate at most limit. None: silu(gate) * up.
+        grouping: how experts are chosen; None: those with the largest logits.
+        score_bias: float32 [num_experts], of a grouping by sigmoids; or None.
+        largest: as in `Ops.pack`, of `down`.
     """
 
     gate_up: Tensor | PackedMatrix
@@ -51,6 +55,9 @@ class Experts:
     down_scales: Tensor | None = None
     limit: float | None = None
     alpha: float = 1.0
+    grouping: Grouping | None = None
+    score_bias: Tensor | None = None
+    largest: Largest | None = None
 
     @property
     def inner(self) -> int:
@@ -88,8 +95,15 @@ class Ops(Protocol):
 
     keeps_packed: Literal["gpu", "cpu"] | None
 
-    def pack(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Weight:
-        """Prepare a matrix [out, in] for `project` and `project_add_norm`. Done once."""
+    def pack(
+        self, weight: Tensor | PackedMatrix, bias: Tensor | None, largest: Largest | None = None
+    ) -> Weight:
+        """Prepare a matrix [out, in] for `project` and `project_add_norm`. Done once.
+
+        Args:
+            largest: of a matrix of which ranks have some columns each: a scale of a row is then
+                that of the whole row, whatever the number of ranks.
+        """
         ...
 
     def pack_table(self, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Weight:
@@ -109,6 +123,7 @@ class Ops(Protocol):
 
         A token goes through the experts with its largest `logits`, [num_tokens, num_experts].
         Which tokens go where is decided on the device, without waiting for it.
+        With a grouping, it chooses and weighs them (`kernels.grouping`).
         """
         ...
 
@@ -143,8 +158,8 @@ class Ops(Protocol):
     def norm_rope_(self, heads: Tensor, norm: Tensor | None, eps: float, rope_rows: Tensor) -> None:
         """Normalise (if `norm` is given) and turn each head, in place.
 
-        `heads` is a view [num_tokens, num_heads, head_dim], `norm` [num_heads, head_dim],
-        `rope_rows` the rows of `rope_table` at the tokens' positions.
+        `heads` is a view [num_tokens, num_heads, head_dim], whose heads need not touch in memory,
+        `norm` [num_heads, head_dim], `rope_rows` the rows of `rope_table` at the tokens' positions.
         """
         ...
 
@@ -167,5 +182,22 @@ class Ops(Protocol):
         A query at position p sees positions > p - window (all, if None) up to p. The softmax scale
         is head_dim^-0.5. `sinks` are logits, [num_heads], one of which takes part in each softmax
         of its head and has no value. Returns [num_tokens, num_heads * head_dim].
+        """
+        ...
+
+    def latent_attention(
+        self,
+        heads: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        paging: Paging,
+        value_dim: int,
+        scale: float,
+    ) -> Tensor:
+        """As `attention`, of a slab with one vector a token, which all query heads attend to.
+
+        `heads` is [num_tokens, num_heads + 1, head_dim]: queries, and the vector that is stored,
+        whose first `value_dim` values are also the value. `scale` is that of the softmax. Returns
+        [num_tokens, num_heads, value_dim], whose heads need not touch in memory.
         """
         ...

@@ -9,14 +9,18 @@ each part with neighbouring columns of the activations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
 from disagg.kernels.packed_sizes import BITS, INT4_GROUP, UNIT_BITS, Kind, part_size
+
+# In place of each number, the largest of all ranks.
+Largest: TypeAlias = Callable[[Tensor], Tensor]
 
 _LARGEST: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 15.0}
 _ROWS_AT_ONCE = 4096  # that are packed or quantised together, which takes memory of their own
@@ -170,35 +174,43 @@ def _least_of(matrix: PackedMatrix) -> Tensor:
     return matrix.least_values().to(matrix.scales.dtype) if matrix.least is None else matrix.least
 
 
-def quantized(weight: Tensor, kind: Kind) -> PackedMatrix:
+def quantized(weight: Tensor, kind: Kind, largest: Largest | None = None) -> PackedMatrix:
     """Quantise floats [num_out, num_in]; scales are of their type.
 
     fp8 and int8 have a scale for each row, whose largest number becomes the format's. int4 has a
     scale and a zero for every `INT4_GROUP` numbers, which reach from the least (or 0) to the
     largest (or 0).
+
+    Args:
+        largest: replaces the largest magnitudes of rows by those of the whole rows, of which
+            `weight` has some columns; not for int4, whose groups must not be cut.
     """
     group = INT4_GROUP if kind == "int4" else None
-    parts = [_rows_quantized(some, kind, group) for some in torch.split(weight, _ROWS_AT_ONCE)]
+    split = torch.split(weight, _ROWS_AT_ONCE)
+    parts = [_rows_quantized(some, kind, group, largest) for some in split]
     matrix = stack(parts)
     assert matrix is not None
     return matrix
 
 
-def _rows_quantized(rows: Tensor, kind: Kind, group: int | None) -> PackedMatrix:
+def _rows_quantized(
+    rows: Tensor, kind: Kind, group: int | None, largest: Largest | None
+) -> PackedMatrix:
     num_out, num_in = rows.shape
-    largest = _LARGEST[kind]
+    most = _LARGEST[kind]
     size = group or num_in
     groups = functional.pad(rows.float(), (0, -num_in % size)).view(num_out, -1, size)
     zeros = None
     if kind == "int4":
         least = groups.amin(2).clamp_(max=0.0)
-        scales = _scales((groups.amax(2).clamp_(min=0.0) - least) / largest, rows.dtype)
-        zeros = (-least / scales.float()).round_().clamp_(0, largest)
+        scales = _scales((groups.amax(2).clamp_(min=0.0) - least) / most, rows.dtype)
+        zeros = (-least / scales.float()).round_().clamp_(0, most)
         numbers = groups / scales.float().unsqueeze(2) + zeros.unsqueeze(2)
-        numbers, zeros = numbers.round_().clamp_(0, largest) - 8.0, (zeros - 8.0).to(torch.int8)
+        numbers, zeros = numbers.round_().clamp_(0, most) - 8.0, (zeros - 8.0).to(torch.int8)
     else:
-        scales = _scales(groups.abs().amax(2) / largest, rows.dtype)
-        numbers = (groups / scales.float().unsqueeze(2)).clamp_(-largest, largest)
+        peaks = groups.abs().amax(2)
+        scales = _scales((peaks if largest is None else largest(peaks)) / most, rows.dtype)
+        numbers = (groups / scales.float().unsqueeze(2)).clamp_(-most, most)
         numbers = numbers if kind == "fp8" else numbers.round_()
     stored = numbers.flatten(1)[:, :num_in]
     stored = stored.to(torch.float8_e4m3fn if kind == "fp8" else torch.int8)

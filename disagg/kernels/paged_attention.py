@@ -321,16 +321,29 @@ def _run(
         **launch_options(launch.rows, num_units * units.element_size()),
         **sizes,
     )
+    sizes["PARTIALS"] = REDUCED_AT_ONCE
+    reduce_partials(launch, partials, weights, query_start, out, sinks, sizes)
+
+
+def reduce_partials(
+    launch: Launch,
+    partials: Tensor,
+    weights: Tensor,
+    query_start: Tensor,
+    out: Tensor,
+    sinks: Tensor | None,
+    sizes: dict[str, int],
+) -> None:
+    """Merge the partial results of a launch, if it has some, into rows of `out`."""
     if launch.num_partials:
         _reduce(
-            (launch.reductions.shape[0], num_kv_heads, launch.num_merged_rows),
+            (launch.reductions.shape[0], sizes["NUM_KV_HEADS"], launch.num_merged_rows),
             partials,
             weights,
             query_start,
             launch.reductions,
             out,
             sinks,
-            PARTIALS=REDUCED_AT_ONCE,
             HAS_SINKS=sinks is not None,
             num_warps=4,
             **sizes,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.kernels.grouping import Grouping
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, KVFormat, KVPages
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
@@ -60,6 +61,36 @@ def choose_experts(logits: Tensor, num_chosen: int, is_normalized: bool) -> tupl
     return logits.float().softmax(-1).gather(1, experts), experts
 
 
+def choose_grouped(
+    logits: Tensor,
+    bias: Tensor | None,
+    num_chosen: int,
+    is_normalized: bool,
+    grouping: Grouping,
+) -> tuple[Tensor, Tensor]:
+    """As `choose_experts`, with a `Grouping` (arXiv 2405.04434, 2412.19437).
+
+    Args:
+        bias: [num_experts], which is added to the scores for the choice alone; or None.
+    """
+    wide = logits.float()
+    scores = wide.sigmoid() if grouping.is_sigmoid else wide.softmax(-1)
+    ranked = scores if bias is None else scores + bias.float()
+    if grouping.num_groups > 1:
+        size = ranked.shape[1] // grouping.num_groups
+        groups = ranked.view(-1, grouping.num_groups, size)
+        num_best = min(2 if grouping.is_sigmoid else 1, size)
+        of_groups = groups.topk(num_best).values.sum(-1)
+        best = of_groups.sort(dim=-1, descending=True, stable=True).indices
+        left_out = best[:, grouping.num_chosen_groups :, None].expand(-1, -1, size)
+        ranked = groups.scatter(1, left_out, float("-inf")).flatten(1)
+    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    weights = scores.gather(1, chosen)
+    if is_normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * grouping.scale, chosen
+
+
 def gated(gate: Tensor, up: Tensor, limit: float | None, alpha: float) -> Tensor:
     """Return the gated activation of `ops.Experts`."""
     if limit is None:
@@ -87,11 +118,19 @@ def _matrix_of(
     return own.float() if scales is None else widen_mxfp4(own, scales[expert])
 
 
+def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """As `choose_experts`, in the way of these experts."""
+    how = experts.num_chosen, experts.is_normalized
+    if experts.grouping is None:
+        return choose_experts(logits, *how)
+    return choose_grouped(logits, experts.score_bias, *how, experts.grouping)
+
+
 def mix_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
     """Send one token after the other through its experts; shapes as in `ops.Ops.mix_experts`."""
     gate_up = partial(_matrix_of, experts.gate_up, experts.gate_up_scales, 2 * experts.inner)
     down = partial(_matrix_of, experts.down, experts.down_scales, x.shape[1])
-    weights, chosen = choose_experts(logits, experts.num_chosen, experts.is_normalized)
+    weights, chosen = choose(logits, experts)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token, own in enumerate(chosen.tolist()):
         for weight, expert in zip(weights[token], own, strict=True):
@@ -138,8 +177,9 @@ def numbers(kv_cache: KVPages) -> Tensor:
 
 def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
     """Store the keys and values of `qkv` at `slots`; shapes as in `kernels.kv_write`."""
-    num_kv_heads, block_size = kv_cache.values.shape[3:5]
-    vectors = qkv[:, -2 * num_kv_heads :].view(-1, 2, num_kv_heads, kv_cache.head_dim)
+    num_vectors, num_kv_heads, block_size = kv_cache.values.shape[2:5]
+    stored = qkv[:, -num_vectors * num_kv_heads :]
+    vectors = stored.view(-1, num_vectors, num_kv_heads, kv_cache.head_dim)
     for row, slot in enumerate(slots.tolist()):
         block_id, offset = divmod(slot, block_size)
         if kv_cache.scales is None:
@@ -159,6 +199,7 @@ def paged_attention(
     context_lens: Sequence[int],
     window: int | None,
     sinks: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attend causally, one sequence after the other, to keys and values in the cache.
 
@@ -169,9 +210,10 @@ def paged_attention(
         context_lens: positions of each sequence in the cache, the step's own included.
         window: positions a token sees, itself included; None for all.
         sinks: [num_heads], a logit of each head's softmax that has no value.
+        scale: of the softmax; None: head_dim^-0.5.
 
     Returns:
-        [num_tokens, num_heads, head_dim].
+        [num_tokens, num_heads, head_dim]; of latents, which are keys and values, as many values.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv_cache.values.shape[3]
@@ -182,9 +224,10 @@ def paged_attention(
         blocks = widen(kv_cache.values[block_ids, layer], kv_cache.format)
         if kv_cache.scales is not None:
             blocks = blocks * kv_cache.scales[block_ids, layer].unsqueeze(-1)
-        dense = blocks.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :length]
-        keys, values = dense.repeat_interleave(num_heads // num_kv_heads, dim=1).unbind(0)
-        scores = torch.einsum("qhd,hkd->hqk", own, keys) * head_dim**-0.5
+        by_head = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        dense = by_head.repeat_interleave(num_heads // num_kv_heads, dim=1)
+        keys, values = dense[0], dense[-1]
+        scores = torch.einsum("qhd,hkd->hqk", own, keys) * (scale or head_dim**-0.5)
         key = torch.arange(length, device=q.device)
         query = key[length - own.shape[0] :, None]
         hidden = (key > query) | (key <= query - (window or length))

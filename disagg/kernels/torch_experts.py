@@ -20,6 +20,7 @@ class TorchExperts:
 
     def __init__(self, experts: Experts) -> None:
         self._num_chosen, self._is_normalized = experts.num_chosen, experts.is_normalized
+        self._grouping, self._score_bias = experts.grouping, experts.score_bias
         self._limit, self._alpha = experts.limit, experts.alpha
         self._experts: list[tuple[Linear, Linear, Linear]] = []
         for index in range(experts.num_experts):
@@ -55,6 +56,9 @@ class TorchExperts:
         return out.to(x.dtype)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self._grouping is not None:
+            how = self._num_chosen, self._is_normalized, self._grouping
+            return reference.choose_grouped(logits, self._score_bias, *how)
         largest, chosen = torch.topk(logits.float(), self._num_chosen)
         if self._is_normalized:
             return torch.softmax(largest, -1), chosen

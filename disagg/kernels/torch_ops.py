@@ -6,7 +6,7 @@ cost. Attention, with the block tables, is in `torch_attention.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -18,9 +18,10 @@ from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import Linear, linear
 from disagg.kernels.ops import Experts, PagedBatch
-from disagg.kernels.packed_matrix import PackedMatrix
-from disagg.kernels.torch_attention import TorchPaging, paged_attention, plan_paging
+from disagg.kernels.packed_matrix import Largest, PackedMatrix
+from disagg.kernels.torch_attention import paged_attention
 from disagg.kernels.torch_experts import TorchExperts
+from disagg.kernels.torch_paging import TorchPaging, plan_paging
 
 _FEW_ROWS = 16
 
@@ -48,9 +49,7 @@ class TorchOps:
         if keeps_packed:
             self.keeps_packed = "cpu"
         self._dtype = dtype or torch.float32
-        kinds: dict[int, Callable[[Tensor, Tensor | None], Linear]]
-        kinds = {4: Int4Linear, 8: Int8Linear, 16: linear}
-        self._linear = kinds[bits]
+        self._bits = bits
         self._mirrors = {
             dtype: torch.tensor([[1.0], [-1.0]], dtype=dtype)
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -58,11 +57,15 @@ class TorchOps:
         self._scratch = torch.empty(0, 0)
         self._prompts = prompts
 
-    def pack(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Linear:
+    def pack(
+        self, weight: Tensor | PackedMatrix, bias: Tensor | None, largest: Largest | None = None
+    ) -> Linear:
         if isinstance(weight, PackedMatrix):
             of_packed = Int4Linear.of_packed if weight.kind == "int4" else Int8Linear.of_packed
             return of_packed(weight, bias, self._dtype)
-        return self._linear(weight, bias)
+        if self._bits == 8:
+            return Int8Linear(weight, bias, largest)
+        return Int4Linear(weight, bias) if self._bits == 4 else linear(weight, bias)
 
     def pack_table(self, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Linear:
         return self.pack(weight, bias)
@@ -142,3 +145,16 @@ class TorchOps:
         sinks: Tensor | None = None,
     ) -> Tensor:
         return paged_attention(qkv, kv_cache, layer, window, paging, sinks, self._prompts)
+
+    def latent_attention(
+        self,
+        heads: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        paging: TorchPaging,
+        value_dim: int,
+        scale: float,
+    ) -> Tensor:
+        # The rest of the vector is summed up, too: an eighth more work, and no copy of the values.
+        attended = paged_attention(heads, kv_cache, layer, None, paging, scale=scale)
+        return attended.view(len(heads), -1, heads.shape[2])[..., :value_dim]

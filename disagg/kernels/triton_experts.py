@@ -32,7 +32,7 @@ from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.packed_tile import WARP_GROUPS, constants_of, packed_tile
 from disagg.kernels.packed_tile import launch_options as packed_launch_options
 from disagg.kernels.packed_tile import max_rows as packed_max_rows
-from disagg.kernels.route import choose_experts
+from disagg.kernels.route import choose_experts, choose_grouped
 
 MIN_ROWS, MAX_ROWS = 16, 128
 MAX_MXFP4_ROWS_OF_WARPS = 64  # taller tiles spill where single warps multiply
@@ -332,7 +332,11 @@ class TritonExperts:
         if not num_tokens:
             return x.clone()
         experts = self._experts
-        weights, chosen = choose_experts(logits, experts.num_chosen, experts.is_normalized)
+        how = experts.num_chosen, experts.is_normalized
+        if experts.grouping is None:
+            weights, chosen = choose_experts(logits, *how)
+        else:
+            weights, chosen = choose_grouped(logits, experts.score_bias, *how, experts.grouping)
         by_expert, order = torch.sort(chosen.flatten(), stable=True)
         starts = torch.searchsorted(by_expert, self._numbers, out_int32=True)
         num_pairs, num_experts = num_tokens * experts.num_chosen, experts.num_experts

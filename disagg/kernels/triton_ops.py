@@ -12,14 +12,17 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.kernels.attention_work import latent_group
 from disagg.kernels.fixed_mixed_work import FixedMixedWork
 from disagg.kernels.fixed_work import FixedWork
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.kv_write import kv_write
+from disagg.kernels.latent_attention import LONG_ROWS as LATENT_ROWS
+from disagg.kernels.latent_attention import MAX_TILE, MIN_TILE, latent_attention
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.ops import Experts, PagedBatch
 from disagg.kernels.packed_linear import PackedProduct
-from disagg.kernels.packed_matrix import PackedMatrix, quantized
+from disagg.kernels.packed_matrix import Largest, PackedMatrix, quantized
 from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.paged_attention import paged_attention
 from disagg.kernels.paged_work import LONG_ROWS, PagedWork, plan_work
@@ -83,6 +86,7 @@ class TritonOps:
         num_multiprocessors: of the device; decides how finely long contexts are cut.
         use_sdpa: for the prompts that `sdpa_prompt` can do.
         long_rows: of a tile of a prompt, a power of two.
+        is_small: the device has less than `LARGE_SHARED_NBYTES` of shared memory for a program.
         major: of the device's compute capability.
         quantization: of matrices that are packed, those of experts included, but not of what makes
             logits or chooses experts.
@@ -99,31 +103,37 @@ class TritonOps:
         *,
         use_sdpa: bool = False,
         long_rows: int = LONG_ROWS,
+        is_small: bool = False,
         major: int = 9,
         quantization: Kind | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._use_sdpa = use_sdpa
         self._long_rows = long_rows
+        self._latent_tile = MIN_TILE if is_small else MAX_TILE
         self._num_heads = num_heads
         self._num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
         self._major, self._quantization = major, quantization
         self._dtype = dtype
         self._compiled: set[tuple[object, ...]] = set()
 
-    def pack(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Matrix | PackedProduct:
-        weight = self._quantized(weight)
+    def pack(
+        self, weight: Tensor | PackedMatrix, bias: Tensor | None, largest: Largest | None = None
+    ) -> Matrix | PackedProduct:
+        weight = self._quantized(weight, largest)
         if isinstance(weight, Tensor):
             return Matrix(weight, bias)
         product = PackedProduct(weight, bias, self._num_programs, self._major)
         self._compile(product)
         return product
 
-    def _quantized(self, weight: Tensor | PackedMatrix) -> Tensor | PackedMatrix:
+    def _quantized(
+        self, weight: Tensor | PackedMatrix, largest: Largest | None = None
+    ) -> Tensor | PackedMatrix:
         """Of a matrix, or those of all experts, [num_experts, out, in]: their rows."""
         if self._quantization is None or isinstance(weight, PackedMatrix):
             return weight
-        return quantized(weight.flatten(0, -2), self._quantization)
+        return quantized(weight.flatten(0, -2), self._quantization, largest)
 
     def _compile(self, made: PackedProduct | TritonExperts) -> None:
         """Its programs; layers that are alike have the same ones."""
@@ -143,8 +153,9 @@ class TritonOps:
 
     def pack_experts(self, experts: Experts) -> TritonExperts:
         if experts.gate_up_scales is None:  # else they have 4 bits already
-            gate_up, down = self._quantized(experts.gate_up), self._quantized(experts.down)
-            experts = replace(experts, gate_up=gate_up, down=down)
+            gate_up = self._quantized(experts.gate_up)
+            down = self._quantized(experts.down, experts.largest)
+            experts = replace(experts, gate_up=gate_up, down=down, largest=None)
         made = TritonExperts(experts)
         self._compile(made)
         return made
@@ -181,19 +192,20 @@ class TritonOps:
     def plan(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
     ) -> TritonPaging:
-        num_kv_heads = kv_cache.values.shape[3]
+        group, num_groups = self._groups(kv_cache)
         lens = batch.query_lens, batch.context_lens_host
-        by_sdpa = self._use_sdpa and not kv_cache.format.has_scales
+        has_keys = kv_cache.num_vectors == 2 and not kv_cache.format.has_scales
+        by_sdpa = self._use_sdpa and has_keys
         prompts = {window: whole_prompts(*lens, window) if by_sdpa else {} for window in windows}
         work = {
             window: plan_work(
                 *lens,
-                self._num_heads // num_kv_heads,
+                group,
                 window,
-                max(self._num_programs // num_kv_heads, 1),
+                max(self._num_programs // num_groups, 1),
                 kv_cache.values.device,
                 done_elsewhere=done_elsewhere,
-                long_rows=self._long_rows,
+                long_rows=self._rows_of_prompts(kv_cache),
             )
             for window, done_elsewhere in prompts.items()
         }
@@ -203,13 +215,13 @@ class TritonOps:
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
     ) -> FixedPaging:
         """As `plan`, for all steps of at most as many decodes as `batch` has, in its tensors."""
-        num_kv_heads = kv_cache.values.shape[3]
+        group, num_groups = self._groups(kv_cache)
         fixed = tuple(
             FixedWork(
                 len(batch.query_lens),
-                self._num_heads // num_kv_heads,
+                group,
                 window,
-                max(self._num_programs // num_kv_heads, 1),
+                max(self._num_programs // num_groups, 1),
                 kv_cache.values.device,
             )
             for window in set(windows)
@@ -221,19 +233,31 @@ class TritonOps:
     ) -> MixedPaging:
         """As `plan`, for all steps of at most as many tokens as `batch` has room for, and one
         sequence less, in its tensors: tokens that are left are one more sequence."""
-        num_kv_heads = kv_cache.values.shape[3]
+        group, num_groups = self._groups(kv_cache)
         fixed = tuple(
             FixedMixedWork(
                 batch.context_lens.shape[0] - 1,
                 batch.slots.shape[0],
-                self._num_heads // num_kv_heads,
+                group,
                 window,
-                max(self._num_programs // num_kv_heads, 1),
+                max(self._num_programs // num_groups, 1),
                 kv_cache.values.device,
+                self._rows_of_prompts(kv_cache),
             )
             for window in set(windows)
         )
         return MixedPaging(batch, {each.work.window: each.work for each in fixed}, fixed)
+
+    def _groups(self, kv_cache: KVPages) -> tuple[int, int]:
+        """Query heads that a program of attention takes, and groups of so many."""
+        if kv_cache.num_vectors == 1:
+            group = latent_group(self._num_heads)
+            return group, self._num_heads // group
+        num_kv_heads = kv_cache.values.shape[3]
+        return self._num_heads // num_kv_heads, num_kv_heads
+
+    def _rows_of_prompts(self, kv_cache: KVPages) -> int:
+        return self._long_rows if kv_cache.num_vectors == 2 else LATENT_ROWS
 
     def attention(
         self,
@@ -259,3 +283,18 @@ class TritonOps:
         for rows in paging.prompts.get(window, {}).values():
             attend_prompt(qkv[rows], kv_cache.values.shape[3], out[rows])
         return out
+
+    def latent_attention(
+        self,
+        heads: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        paging: TritonPaging,
+        value_dim: int,
+        scale: float,
+    ) -> Tensor:
+        batch = paging.batch
+        kv_write(heads, kv_cache, layer, batch.slots)
+        step = batch.block_tables, batch.query_start, batch.context_lens
+        numbers = value_dim, scale, self._latent_tile
+        return latent_attention(heads, kv_cache, layer, step, paging.work[None], *numbers)

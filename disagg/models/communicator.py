@@ -22,7 +22,12 @@ class Communicator(Protocol):
         ...
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """Replace `x` by its sum over all ranks, the same number on each of them."""
+        """Replace `x`, which is contiguous, by its sum over all ranks, the same on each of them."""
+        ...
+
+    def largest_(self, x: Tensor) -> Tensor:
+        """Replace `x` by its largest over all ranks. For a start: a rank may fail while it loads,
+        and then this raises, between GPUs too."""
         ...
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:

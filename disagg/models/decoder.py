@@ -21,11 +21,12 @@ from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Experts, Ops, Paging, Weight
-from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.kernels.packed_matrix import Largest, PackedMatrix
 from disagg.models.batch import Batch
 from disagg.models.communicator import Communicator
 from disagg.models.description import ModelDescription
 from disagg.models.experts_config import ExpertsConfig
+from disagg.models.latent import LatentAttention
 from disagg.models.model_config import ModelConfig
 from disagg.models.rope_tables import rope_tables
 from disagg.models.share import WHOLE, Share
@@ -49,6 +50,7 @@ class _Mlp:
 @dataclass(frozen=True, slots=True)
 class _ExpertMlp:
     router: Weight
+    router_dtype: torch.dtype
     experts: Weight
     shared: _Mlp | None
     shared_gate: Weight | None  # how much of `shared` a token gets
@@ -66,6 +68,7 @@ class _Layer:
     post_norm: Tensor
     mlp: _Mlp | _ExpertMlp
     window: int | None
+    latent: LatentAttention | None
 
 
 class Decoder:
@@ -100,12 +103,9 @@ class Decoder:
         self._lm_head = self.ops.pack_table(weights.lm_head)
         self._embedding = self._table(weights)
         self._layers = [self._pack(index, layer) for index, layer in enumerate(weights.layers)]
-        cos, sin = rope_tables(config.rope, config.head_dim, config.max_model_len)
+        cos, sin = rope_tables(config.rope, config.rope_dim, config.max_model_len)
         self._rope = self.ops.rope_table(cos, sin, self.dtype).to(self.device)
-        if communicator is None:
-            self.step, self.step_sentence = cpu_step(self._dense())
-        else:
-            self.step, self.step_sentence = None, "torch, because a sum of ranks is not compiled"
+        self.step, self.step_sentence = cpu_step(self._dense(), is_rank=communicator is not None)
 
     def _table(self, weights: DecoderWeights) -> Tensor | Int8Linear | Int4Linear:
         """Where embeddings are looked up."""
@@ -122,6 +122,7 @@ class Decoder:
 
     def _pack(self, index: int, layer: LayerWeights) -> _Layer:
         ops, config = self.ops, self.config
+        largest = None if self.ranks is None else self.ranks.largest_
         qk_norm = None
         if layer.q_norm is not None and layer.k_norm is not None:
             qk_norm = torch.cat(
@@ -135,17 +136,20 @@ class Decoder:
             qkv=ops.pack(layer.qkv, layer.qkv_bias),
             qk_norm=qk_norm,
             sinks=None if layer.sinks is None else layer.sinks.float(),
-            output=ops.pack(layer.output, layer.output_bias),
+            output=ops.pack(layer.output, layer.output_bias, largest),
             post_norm=layer.post_norm,
-            mlp=self._pack_mlp(layer, config.experts_in(index)),
+            mlp=self._pack_mlp(layer, config.experts_in(index), largest),
             window=config.sliding_windows[index],
+            latent=LatentAttention.pack(ops, config, layer),
         )
 
-    def _pack_mlp(self, layer: LayerWeights, experts: ExpertsConfig | None) -> _Mlp | _ExpertMlp:
+    def _pack_mlp(
+        self, layer: LayerWeights, experts: ExpertsConfig | None, largest: Largest | None
+    ) -> _Mlp | _ExpertMlp:
         ops = self.ops
         if experts is None:
             gate_up = ops.pack_gated(layer.gate_up, layer.gate_up_bias)
-            return _Mlp(gate_up, ops.pack(layer.down, layer.down_bias))
+            return _Mlp(gate_up, ops.pack(layer.down, layer.down_bias, largest))
         assert layer.router is not None
 
         def by_expert(rows: Any) -> Any:
@@ -156,7 +160,7 @@ class Decoder:
         shared = shared_gate = None
         if layer.shared_gate_up is not None and layer.shared_down is not None:
             gate_up = ops.pack_gated(layer.shared_gate_up, None)
-            shared = _Mlp(gate_up, ops.pack(layer.shared_down, None))
+            shared = _Mlp(gate_up, ops.pack(layer.shared_down, None, largest))
         if layer.shared_gate is not None:
             shared_gate = ops.pack_table(layer.shared_gate)
         matrices = Experts(
@@ -172,15 +176,20 @@ class Decoder:
             down_scales=by_expert(layer.down_scales),
             limit=experts.swiglu_limit,
             alpha=experts.swiglu_alpha,
+            grouping=experts.grouping,
+            score_bias=layer.score_bias,
+            largest=largest,
         )
-        router = ops.pack_table(layer.router, layer.router_bias)
-        return _ExpertMlp(router, ops.pack_experts(matrices), shared, shared_gate)
+        dtype = self.dtype if experts.grouping is None else torch.float32  # as DeepSeek does
+        router = ops.pack_table(layer.router.to(dtype), layer.router_bias)
+        return _ExpertMlp(router, dtype, ops.pack_experts(matrices), shared, shared_gate)
 
     def _dense(self) -> DenseModel | None:
-        """The model, if `csrc/step.cpp` computes it: with neither experts nor sinks."""
+        """The model, if `csrc/step.cpp` computes it: with neither experts, sinks nor latents."""
         layers = []
         for layer in self._layers:
-            if not isinstance(layer.mlp, _Mlp) or layer.sinks is not None:
+            is_plain = layer.sinks is None and layer.latent is None
+            if not isinstance(layer.mlp, _Mlp) or not is_plain:
                 return None
             layers.append(
                 DenseLayer(
@@ -250,20 +259,16 @@ class Decoder:
         """As `forward`, up to where logits are made: [num_logits, hidden_size], normed."""
         if self.step is not None and self.step.takes_large(kv_cache):
             return self.step.hidden(batch, kv_cache, self._embed(batch.token_ids))
-        ops, eps = self.ops, self.config.rms_norm_eps
-        num_turned = self.config.num_heads + self.config.num_kv_heads
+        ops = self.ops
         num_tokens = batch.token_ids.shape[0]
         if paging is None:
             paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
         rope_rows = self._rope.index_select(0, batch.positions)
         hidden = self._embed(batch.token_ids)
-        normed = ops.rms_norm(hidden, self._layers[0].input_norm, eps)
+        normed = ops.rms_norm(hidden, self._layers[0].input_norm, self.config.rms_norm_eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            qkv = ops.project(normed, layer.qkv)
-            heads = qkv.view(num_tokens, -1, self.config.head_dim)
-            ops.norm_rope_(heads[:, :num_turned], layer.qk_norm, eps, rope_rows)
-            attended = ops.attention(heads, kv_cache, index, layer.window, paging, layer.sinks)
+            attended = self._attend(layer, index, normed, rope_rows, kv_cache, paging)
             if index == last and batch.logits_rows.shape[0] != num_tokens:
                 # After the last attention only the rows whose logits are wanted matter (as many
                 # rows as tokens are all of them, in order).
@@ -274,6 +279,25 @@ class Decoder:
             hidden, normed = self._mlp(layer.mlp, normed, hidden, next_norm)
         return normed
 
+    def _attend(
+        self,
+        layer: _Layer,
+        index: int,
+        normed: Tensor,
+        rope_rows: Tensor,
+        kv_cache: KVPages,
+        paging: Paging,
+    ) -> Tensor:
+        """Attention of layer `index`, up to the projection of its output."""
+        ops, config = self.ops, self.config
+        projected = ops.project(normed, layer.qkv)
+        if layer.latent is not None:
+            return layer.latent(ops, projected, rope_rows, kv_cache, index, paging)
+        heads = projected.view(len(projected), -1, config.head_dim)
+        turned = heads[:, : config.num_heads + config.num_kv_heads]
+        ops.norm_rope_(turned, layer.qk_norm, config.rms_norm_eps, rope_rows)
+        return ops.attention(heads, kv_cache, index, layer.window, paging, layer.sinks)
+
     def _mlp(
         self, mlp: _Mlp | _ExpertMlp, normed: Tensor, hidden: Tensor, next_norm: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -282,7 +306,8 @@ class Decoder:
         if isinstance(mlp, _Mlp):
             inner = ops.project_gated(normed, mlp.gate_up)
             return self._project_add_norm(inner, mlp.down, hidden, next_norm)
-        mixed = ops.mix_experts(normed, ops.project(normed, mlp.router), mlp.experts)
+        logits = ops.project(normed.to(mlp.router_dtype), mlp.router)
+        mixed = ops.mix_experts(normed, logits, mlp.experts)
         if mlp.shared is not None:
             shared = ops.project(ops.project_gated(normed, mlp.shared.gate_up), mlp.shared.down)
             if mlp.shared_gate is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from disagg.errors import ModelError
+from disagg.kernels.grouping import Grouping
 from disagg.models.config_fields import Fields
 from disagg.models.families import ExpertNames
 
@@ -28,6 +30,7 @@ class ExpertsConfig:
         swiglu_limit: of the clamped SwiGLU of gpt-oss, whose sigmoid is steeper by `swiglu_alpha`;
             None: plain SwiGLU.
         is_mxfp4: the experts are stored as MXFP4: 4-bit floats, 32 of which share a power of two.
+        grouping: how they are chosen; None: those with the largest logits.
     """
 
     num_experts: int
@@ -39,6 +42,7 @@ class ExpertsConfig:
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.0
     is_mxfp4: bool = False
+    grouping: Grouping | None = None
 
 
 def experts_config(fields: Fields, names: ExpertNames) -> ExpertsConfig:
@@ -53,20 +57,33 @@ def experts_config(fields: Fields, names: ExpertNames) -> ExpertsConfig:
     if names.is_clamped:
         clamp["swiglu_limit"] = fields.number("swiglu_limit")
         clamp["swiglu_alpha"] = fields.number("swiglu_alpha")
+    inner, shared = fields.size(names.intermediate_size), 0
+    if names.shared_size:
+        shared = fields.size(names.shared_size)
+    elif names.num_shared:
+        shared = inner * fields.size(names.num_shared, _MOST)
     return ExpertsConfig(
         num_experts=num_experts,
         num_experts_per_tok=num_chosen,
-        intermediate_size=fields.size(names.intermediate_size),
-        shared_intermediate_size=fields.size(names.shared_size) if names.shared_size else 0,
+        intermediate_size=inner,
+        shared_intermediate_size=shared,
         is_normalized=names.is_normalized or fields.flag("norm_topk_prob"),
         has_bias=names.has_bias,
         is_mxfp4=_is_mxfp4(fields, names),
+        grouping=_grouping(fields, names, num_experts, num_chosen) if names.scoring else None,
         **clamp,
     )
 
 
 def dense_layers(fields: Fields, names: ExpertNames) -> frozenset[int]:
     """The layers without experts. Raises `ModelError`."""
+    if names.layer_kinds:
+        return _dense_of(fields, names.layer_kinds)
+    if names.first_dense:
+        num_layers, first = fields.size("num_hidden_layers"), fields.raw[names.first_dense]
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise fields.wrong(f"{names.first_dense} must be a number of layers, not {first!r}")
+        return frozenset(range(min(first, num_layers)))
     if not names.has_dense_layers:
         return frozenset()
     stated = fields.raw["mlp_only_layers"] or []
@@ -75,6 +92,56 @@ def dense_layers(fields: Fields, names: ExpertNames) -> frozenset[int]:
     step = fields.size("decoder_sparse_step")
     layers = range(fields.size("num_hidden_layers"))
     return frozenset(each for each in layers if each in stated or (each + 1) % step)
+
+
+def _dense_of(fields: Fields, key: str) -> frozenset[int]:
+    """Layers that a list calls dense; without one, the first."""
+    num_layers, kinds = fields.size("num_hidden_layers"), fields.raw.get(key)
+    if kinds is None:
+        if fields.raw.get("first_k_dense_replace", 1) != 1:
+            raise fields.wrong(
+                f"first_k_dense_replace {fields.raw['first_k_dense_replace']!r} is not supported"
+                f" here, only 1; name the layers in {key}"
+            )
+        return frozenset((0,))
+    is_list = isinstance(kinds, list) and len(kinds) == num_layers
+    if not is_list or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise fields.wrong(f"{key} must call {num_layers} layers dense or sparse, not {kinds!r}")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+
+def _grouping(fields: Fields, names: ExpertNames, num_experts: int, num_chosen: int) -> Grouping:
+    is_sigmoid = names.scoring == "sigmoid"
+    methods = ("noaux_tc",) if is_sigmoid else ("greedy", "group_limited_greedy")
+    only: dict[str, tuple[Any, ...]] = {
+        "topk_method": methods,
+        "scoring_func": (names.scoring,),
+        "moe_layer_freq": (1,),
+    }
+    if not is_sigmoid:  # transformers does not read it there, and the model's own code does
+        only["norm_topk_prob"] = (False,)
+    for key, possible in only.items():
+        if fields.raw.get(key, possible[0]) not in possible:
+            known = " or ".join(map(str, possible))
+            raise fields.wrong(f"{key} {fields.raw[key]!r} is not supported here, only {known}")
+    if fields.raw.get("topk_method", methods[0]) == "greedy":
+        num_groups = num_chosen_groups = 1
+    else:
+        num_groups, num_chosen_groups = fields.size("n_group"), fields.size("topk_group")
+    size = num_experts // num_groups
+    if num_experts % num_groups or num_chosen_groups > num_groups or size < 1 + is_sigmoid:
+        raise fields.wrong(
+            f"{num_experts} experts in {num_groups} groups (n_group), of which {num_chosen_groups}"
+            " are chosen (topk_group), do not fit"
+        )
+    if num_chosen > size * num_chosen_groups:
+        raise fields.wrong(
+            f"num_experts_per_tok is {num_chosen}, and {num_chosen_groups} groups (topk_group) have"
+            f" {size * num_chosen_groups} experts"
+        )
+    return Grouping(
+        num_groups, num_chosen_groups, is_sigmoid, fields.number("routed_scaling_factor")
+    )
 
 
 def _is_mxfp4(fields: Fields, names: ExpertNames) -> bool:

@@ -28,6 +28,14 @@ class ExpertNames:
         is_normalized: always; else as `norm_topk_prob` says.
         has_dense_layers: whether `mlp_only_layers` and `decoder_sparse_step` may name some.
         is_clamped: whether they compute the clamped SwiGLU.
+        scoring: of DeepSeek's routers, which may choose from groups (`kernels.grouping`); empty:
+            the largest logits are chosen.
+        score_bias: its tensor, under the layer.
+        num_shared: the key for how many experts of the same size all tokens go through; they are
+            stored as one.
+        first_dense: the key for how many layers have none, the first ones.
+        layer_kinds: the key for a list that calls each layer dense or sparse; without it, only the
+            first one is dense.
     """
 
     num_experts: tuple[str, ...]
@@ -44,6 +52,11 @@ class ExpertNames:
     has_bias: bool = False
     is_stacked: bool = False
     is_clamped: bool = False
+    scoring: Literal["", "softmax", "sigmoid"] = ""
+    score_bias: str = ""
+    num_shared: str = ""
+    first_dense: str = ""
+    layer_kinds: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +64,7 @@ class Family:
     """
     Attributes:
         model_type: what `config.json` calls it.
+        also_called: by files of models that are the same.
         defaults: of its configuration class (transformers 5), for keys that a file may leave out.
             Sizes that only the weights decide have none here: a file without them is broken.
         attention_bias: of q, k, v and the output, as the key `attention_bias` says; of q, k and v
@@ -64,6 +78,7 @@ class Family:
         rope_kinds: how its positions may be scaled; empty: in all ways.
         sinks: whether each query head has a logit that takes part in its softmax and has no value.
         experts: what there is of experts in its layers.
+        is_latent: whether it has multi-head latent attention.
     """
 
     model_type: str
@@ -76,6 +91,8 @@ class Family:
     rope_kinds: tuple[str, ...] = ()
     sinks: bool = False
     experts: ExpertNames | None = None
+    is_latent: bool = False
+    also_called: tuple[str, ...] = ()
 
 
 _EVERY: Json = {
@@ -115,6 +132,25 @@ _QWEN_MOE: Json = {
     "mlp_only_layers": None,
     "norm_topk_prob": False,
 }
+_DEEPSEEK: Json = {
+    **{key: value for key, value in _EVERY.items() if key != "head_dim"},
+    "q_lora_rank": 1536,
+}
+_DEEPSEEK_EXPERTS = ExpertNames(
+    num_experts=("n_routed_experts", "num_local_experts", "num_experts"),
+    intermediate_size="moe_intermediate_size",
+    router="mlp.gate",
+    gate="mlp.experts.{}.gate_proj",
+    up="mlp.experts.{}.up_proj",
+    down="mlp.experts.{}.down_proj",
+    shared="mlp.shared_experts",
+    num_shared="n_shared_experts",
+    first_dense="first_k_dense_replace",
+    scoring="softmax",
+)
+_DEEPSEEK_V3_EXPERTS = replace(
+    _DEEPSEEK_EXPERTS, scoring="sigmoid", score_bias="mlp.gate.e_score_correction_bias"
+)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "LlamaForCausalLM": Family(
@@ -207,6 +243,69 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qk_norm=True,
             experts=_QWEN_EXPERTS,
         ),
+        "DeepseekV2ForCausalLM": Family(
+            model_type="deepseek_v2",
+            defaults={
+                **_DEEPSEEK,
+                "num_key_value_heads": None,
+                "max_position_embeddings": 2048,
+                "eos_token_id": 2,
+                "first_k_dense_replace": 0,
+                "n_group": None,
+                "topk_group": None,
+                "topk_method": "greedy",
+                "n_shared_experts": 2,
+                "norm_topk_prob": False,
+                "num_experts_per_tok": None,
+                "routed_scaling_factor": 1.0,
+            },
+            is_latent=True,
+            rope_kinds=("default", "yarn"),
+            experts=_DEEPSEEK_EXPERTS,
+        ),
+        "DeepseekV3ForCausalLM": Family(
+            model_type="deepseek_v3",
+            also_called=("kimi_k2",),
+            defaults={
+                **_DEEPSEEK,
+                "num_key_value_heads": 128,
+                "max_position_embeddings": 4096,
+                "eos_token_id": 1,
+                "first_k_dense_replace": 3,
+                "n_group": 8,
+                "topk_group": 4,
+                "n_shared_experts": 1,
+                "norm_topk_prob": True,
+                "num_experts_per_tok": 8,
+                "num_nextn_predict_layers": 1,
+                "rope_interleave": True,
+                "routed_scaling_factor": 2.5,
+            },
+            is_latent=True,
+            rope_kinds=("default", "yarn"),
+            experts=_DEEPSEEK_V3_EXPERTS,
+        ),
+        "Glm4MoeLiteForCausalLM": Family(
+            model_type="glm4_moe_lite",
+            defaults={
+                **_DEEPSEEK,
+                "q_lora_rank": 768,
+                "num_key_value_heads": 20,
+                "max_position_embeddings": 202752,
+                "rms_norm_eps": 1e-5,
+                "eos_token_id": 1,
+                "n_group": 1,
+                "topk_group": 1,
+                "n_shared_experts": 1,
+                "norm_topk_prob": True,
+                "num_experts_per_tok": 4,
+                "rope_interleave": True,
+                "routed_scaling_factor": 1.8,
+            },
+            is_latent=True,
+            rope_kinds=("default", "yarn"),
+            experts=replace(_DEEPSEEK_V3_EXPERTS, first_dense="", layer_kinds="mlp_layer_types"),
+        ),
         "GptOssForCausalLM": Family(
             model_type="gpt_oss",
             defaults={
@@ -255,8 +354,6 @@ _IMAGES = "images"
 _STATES = "layers with a recurrent state instead of KV"
 NOT_YET: Mapping[str, str] = MappingProxyType(
     {
-        "DeepseekV2ForCausalLM": _MLA,
-        "DeepseekV3ForCausalLM": _MLA,
         "DeepseekV32ForCausalLM": f"sparse {_MLA}",
         "GlmMoeDsaForCausalLM": f"sparse {_MLA}",
         "Glm4MoeForCausalLM": "partial rotary embedding, and grouped sigmoid routing of experts",

@@ -39,10 +39,11 @@ def read_values(stored: GgufStored, box: Sequence[tuple[int, int]] = ()) -> Tens
         box: what to read of each dimension, of heads whole ones; empty: everything.
     """
     dtype = GGMLQuantizationType[stored.dtype]
-    raw = _raw_rows(stored, box)
-    values = torch.from_numpy(dequantize(raw, dtype)).reshape(len(raw), *stored.shape[1:])
-    values = _in_our_order(values, stored)
-    return values[(slice(None), *(slice(*own) for own in box[1:]))]
+    raw = _raw_blocks(stored, box)
+    values = torch.from_numpy(dequantize(raw, dtype))
+    if len(stored.shape) == 1:
+        return _in_our_order(values.flatten(), stored)
+    return _in_our_order(values.view(len(raw), -1), stored)[:, slice(*_own_columns(stored, box))]
 
 
 def packed_values(
@@ -52,26 +53,33 @@ def packed_values(
 
     Args:
         packing: of `packing.packing_of`.
-        box: the rows that are wanted, and all columns; empty: everything.
+        box: the rows and the columns that are wanted, of heads whole ones; empty: everything.
 
     Raises:
         OSError: it is cut off.
         ValueError: its scales hold NaN or infinite values.
     """
-    num_values, nbytes = _SIZES[stored.dtype]
-    num_in = stored.shape[1]
-    raw = _in_our_order(torch.from_numpy(_raw_rows(stored, box)), stored)
-    blocks = raw.view(len(raw), num_in // num_values, nbytes)
-    numbers, scales, least = _READ[stored.dtype](blocks)
+    nbytes = _SIZES[stored.dtype][1]
+    raw = _in_our_order(torch.from_numpy(_raw_blocks(stored, box)), stored)
+    numbers, scales, least = _READ[stored.dtype](raw.view(len(raw), -1, nbytes))
     if not all(each.isfinite().all() for each in (scales, least) if each is not None):
         raise ValueError("its scales hold NaN or infinite values")
+    first, end = _own_columns(stored, box)
+    numbers, scales = numbers.flatten(1), scales.flatten(1)
+    # Of each group that is kept, the stored one that it is a part of.
+    size = numbers.shape[1] // scales.shape[1]
+    owners = torch.arange(first, end, packing.group or size) // size
+
+    def table(of_groups: Tensor) -> Tensor:
+        return of_groups.index_select(1, owners).T.contiguous()
+
     return PackedMatrix(
         packing.kind,
-        num_in,
+        end - first,
         packing.group,
-        pack_units(numbers.flatten(1), packing.kind, packing.group),
-        scales.flatten(1).T.contiguous(),
-        least=None if least is None else least.flatten(1).T.contiguous(),
+        pack_units(numbers[:, first:end].contiguous(), packing.kind, packing.group),
+        table(scales),
+        least=None if least is None else table(least.flatten(1)),
     )
 
 
@@ -131,20 +139,26 @@ _READ: Mapping[str, Callable[[Tensor], _Read]] = {
 }
 
 
-def _raw_rows(stored: GgufStored, box: Sequence[tuple[int, int]]) -> np.ndarray[Any, Any]:
-    """The bytes of some rows: [rows, bytes of a row]. Raises `OSError`."""
+def _raw_blocks(stored: GgufStored, box: Sequence[tuple[int, int]]) -> np.ndarray[Any, Any]:
+    """The bytes of the blocks that have what is wanted: [rows, bytes]. Raises `OSError`."""
     num_rows = stored.shape[0]
     first, end = box[0] if box else (0, num_rows)
     row_nbytes = (stored.end - stored.begin) // num_rows
-    raw = np.fromfile(
-        stored.file,
-        dtype=np.uint8,
-        count=(end - first) * row_nbytes,
-        offset=stored.begin + first * row_nbytes,
-    )
-    if raw.nbytes < (end - first) * row_nbytes:
+    begin, shape = stored.begin + first * row_nbytes, (end - first, row_nbytes)
+    if stored.file.stat().st_size < begin + shape[0] * row_nbytes:
         raise OSError("it is cut off")
-    return raw.reshape(end - first, -1)
+    mapped = np.memmap(stored.file, np.uint8, "r", begin, shape)
+    num_values, nbytes = _SIZES[stored.dtype]
+    columns = box[1] if len(box) > 1 else (0, row_nbytes // nbytes * num_values)
+    blocks = columns[0] // num_values, -(-columns[1] // num_values)
+    return np.array(mapped[:, blocks[0] * nbytes : blocks[1] * nbytes])
+
+
+def _own_columns(stored: GgufStored, box: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """First and end of the columns that are wanted, in the blocks that have them."""
+    columns = box[1] if len(box) > 1 else (0, stored.shape[1])
+    first = columns[0] % _SIZES[stored.dtype][0]
+    return first, first + columns[1] - columns[0]
 
 
 def _in_our_order(rows: Tensor, stored: GgufStored) -> Tensor:

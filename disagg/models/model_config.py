@@ -14,6 +14,7 @@ from disagg.errors import ModelError
 from disagg.models.config_fields import Fields
 from disagg.models.experts_config import ExpertsConfig, dense_layers, experts_config
 from disagg.models.families import FAMILIES, NOT_YET, Family, Json
+from disagg.models.latent_config import LatentConfig, latent_config
 from disagg.models.quantized_config import QuantizedFormat, quantized_format
 from disagg.models.rope import RopeConfig
 
@@ -52,7 +53,19 @@ class ModelConfig:
     sinks: bool = False  # a logit for each query head, in its softmax
     experts: ExpertsConfig | None = None
     dense_layers: frozenset[int] = frozenset()  # without experts, in a model that has some
+    latent: LatentConfig | None = None  # one KV head, of what the cache keeps of a token
+    num_nextn_layers: int = 0  # in a checkpoint, behind the others: they predict further tokens
     quantized: QuantizedFormat | None = None  # how a checkpoint keeps its matrices
+
+    @property
+    def rope_dim(self) -> int:
+        """Values of a head that positions turn."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def num_vectors(self) -> int:
+        """That the cache keeps of a token in each layer and KV head: a key and a value, or one."""
+        return 2 if self.latent is None else 1
 
     def experts_in(self, layer: int) -> ExpertsConfig | None:
         """The experts of a layer; None: its MLP is dense."""
@@ -91,7 +104,8 @@ def _family(raw: Json, place: object) -> str:
             f" {', '.join(FAMILIES)}"
         )
     model_type = raw.get("model_type", FAMILIES[known[0]].model_type)
-    if model_type != FAMILIES[known[0]].model_type:
+    family = FAMILIES[known[0]]
+    if model_type not in (family.model_type, *family.also_called):
         raise ModelError(
             f"{place} contradicts itself: architectures says {known[0]} and model_type says"
             f" {model_type!r}, by which transformers chooses; make them agree"
@@ -101,33 +115,20 @@ def _family(raw: Json, place: object) -> str:
 
 def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
     _refuse_unsupported(fields)
-    num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
-    # Where the default is a size of its own (Qwen3), heads need not divide the hidden size, and
-    # the class takes no null.
-    has_own = family.defaults["head_dim"] is not None
-    head_dim = fields.size("head_dim") if has_own else fields.optional_size("head_dim")
-    if head_dim is None:
-        if hidden_size % num_heads:
-            raise fields.wrong(f"hidden_size {hidden_size} is no multiple of {num_heads} heads")
-        head_dim = hidden_size // num_heads
-    num_kv_heads = fields.optional_size("num_key_value_heads") or num_heads
-    if num_heads % num_kv_heads or head_dim % 2:
-        raise fields.wrong(
-            f"{num_heads} heads over {num_kv_heads} KV heads of size {head_dim} do not fit; the"
-            " heads must be a multiple of the KV heads and the size even"
-        )
     max_position = fields.size("max_position_embeddings")
     rope = _rope(fields, max_position, family)
+    latent = latent_config(fields, rope, family) if family.is_latent else None
+    num_kv_heads, head_dim = _heads(fields, family) if latent is None else (1, latent.cached_dim)
     attention_bias = family.attention_bias == "stated" and fields.flag("attention_bias")
     qkv_bias = family.attention_bias == "qkv stated" and fields.flag("qkv_bias")
     names = family.experts
     return ModelConfig(
         family=name,
         num_layers=fields.size("num_hidden_layers", _MOST_LAYERS),
-        num_heads=num_heads,
+        num_heads=fields.size("num_attention_heads"),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        hidden_size=hidden_size,
+        hidden_size=fields.size("hidden_size"),
         intermediate_size=fields.size("intermediate_size"),
         vocab_size=fields.size("vocab_size"),
         max_model_len=rope.max_model_len(max_position),
@@ -144,8 +145,37 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         sinks=family.sinks,
         experts=None if names is None else experts_config(fields, names),
         dense_layers=frozenset() if names is None else dense_layers(fields, names),
+        latent=latent,
+        num_nextn_layers=_num_nextn_layers(fields),
         quantized=None if names is not None and names.is_stacked else quantized_format(fields),
     )
+
+
+def _num_nextn_layers(fields: Fields) -> int:
+    number = fields.raw.get("num_nextn_predict_layers") or 0
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _MOST_LAYERS:
+        raise fields.wrong(f"num_nextn_predict_layers must be a number of layers, not {number!r}")
+    return number
+
+
+def _heads(fields: Fields, family: Family) -> tuple[int, int]:
+    """KV heads, and the size of a head."""
+    num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
+    # Where the default is a size of its own (Qwen3), heads need not divide the hidden size, and
+    # the class takes no null.
+    has_own = family.defaults["head_dim"] is not None
+    head_dim = fields.size("head_dim") if has_own else fields.optional_size("head_dim")
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise fields.wrong(f"hidden_size {hidden_size} is no multiple of {num_heads} heads")
+        head_dim = hidden_size // num_heads
+    num_kv_heads = fields.optional_size("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise fields.wrong(
+            f"{num_heads} heads over {num_kv_heads} KV heads of size {head_dim} do not fit; the"
+            " heads must be a multiple of the KV heads and the size even"
+        )
+    return num_kv_heads, head_dim
 
 
 def _refuse_unsupported(fields: Fields) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from disagg.kernels.packed_matrix import PackedMatrix, pack_units
 from disagg.models.packing import Packing
+from disagg.models.parts import Range
 from disagg.models.quantized_tensors import QuantizedStored
-from disagg.models.quantized_values import ReadPiece, affine_of
+from disagg.models.quantized_values import ReadPiece, affine_of, ranges_of, sizes_of
 
 _ROWS_AT_ONCE = 1024  # read as floats, which takes memory of their own
 _NAN = 127  # e4m3, without its sign
@@ -18,15 +19,11 @@ _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # others become float3
 
 
 def packed_values(
-    stored: QuantizedStored,
-    read: ReadPiece,
-    packing: Packing,
-    box: Sequence[tuple[int, int]] = (),
+    stored: QuantizedStored, read: ReadPiece, packing: Packing, box: Sequence[Range] = ()
 ) -> PackedMatrix | None:
     """The matrix, on the device of its pieces.
 
     Args:
-        read: returns one piece by the end of its name.
         packing: of `packing.packing_of`.
         box: the rows and the columns that are wanted, first and end; empty: all.
 
@@ -37,39 +34,38 @@ def packed_values(
     Raises:
         ValueError: pieces contradict each other, or hold NaN, for which only their values show it.
     """
-    num_out, num_in = stored.shape
-    (first, end), columns = box or ((0, num_out), (0, num_in))
-    affine, size = affine_of(stored, read), stored.group_size or num_in
+    num_in, size = stored.shape[1], stored.group_size or stored.shape[1]
+    affine, (num_rows, num_columns) = affine_of(stored, read, box), sizes_of(stored, box)
     if affine.zeros is not None and affine.zeros.shape[1] != affine.scales.shape[1]:
         return None
     order = None
-    if affine.groups is not None:
+    if affine.has_order:
+        if affine.groups is None or num_columns != num_in:
+            return None
         order = torch.argsort(affine.groups, stable=True)
         in_order = torch.arange(num_in, device=order.device)
         if not torch.equal(affine.groups[order], in_order // size):
             return None
-        order = None if torch.equal(order, in_order) else order
-    if order is not None and columns != (0, num_in):
-        return None
     half = 1 << (stored.format.bits - 1)
     less = half if stored.format.layout in ("awq", "gptq") else 0  # others have a sign
     parts = []
-    for begin in range(first, end, _ROWS_AT_ONCE):
-        numbers = affine.numbers(slice(begin, min(begin + _ROWS_AT_ONCE, end)))
-        numbers = numbers[:, slice(*columns)] if order is None else numbers[:, order]
-        parts.append(_units(numbers, less, packing))
-    # Of each group that is kept, the stored one that it is a part of.
-    owners = torch.arange(*columns, packing.group or num_in, device=affine.scales.device) // size
+    for begin in range(0, num_rows, _ROWS_AT_ONCE):
+        numbers = affine.numbers(slice(begin, min(begin + _ROWS_AT_ONCE, num_rows)))
+        parts.append(_units(numbers if order is None else numbers[:, order], less, packing))
+    # Of each group that is kept, the stored one that it is a part of, of those that were read.
+    first, end = ranges_of(stored, box)[1]
+    owners = torch.arange(first, end, packing.group or num_in, device=affine.scales.device)
+    owners = owners // size - first // size
 
     def table(of_groups: Tensor) -> Tensor:
-        return of_groups.expand(num_out, -1)[first:end].index_select(1, owners).T.contiguous()
+        return of_groups.expand(num_rows, -1).index_select(1, owners).T.contiguous()
 
     scales = table(affine.scales)
     if not scales.isfinite().all():
         raise ValueError("its scales hold NaN or infinite values")
     return PackedMatrix(
         packing.kind,
-        columns[1] - columns[0],
+        num_columns,
         packing.group,
         torch.cat(parts),
         scales.to(_SCALES.get(stored.pieces[stored.scales_end].dtype, torch.float32)),

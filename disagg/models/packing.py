@@ -23,7 +23,7 @@ from disagg.models.quantized_tensors import QuantizedStored
 Keeper: TypeAlias = Literal["gpu", "cpu"]  # whose products they are kept for
 
 # Of a layer; with experts, the last two are theirs.
-LAYER_FIELDS = ("qkv", "output", "shared_gate_up", "shared_down", "gate_up", "down")
+LAYER_FIELDS = ("qkv", "q_b", "output", "shared_gate_up", "shared_down", "gate_up", "down")
 _OF_EXPERTS = LAYER_FIELDS[-2:]
 _EXPONENT_NBYTES = 4  # a scale that is stored as a power of two becomes a float32
 _ORDER_NBYTES = 8  # of a column
@@ -140,8 +140,10 @@ def _packing(stored: StoredTensor | None, part: Part, keeper: Keeper) -> Packing
         return _quantized_packing(stored, part)
     packing = _quantized_packing(stored, part)
     if isinstance(stored, GgufStored):
-        is_cut = bool(part.box) and part.box[_COLUMNS] != (0, stored.shape[_COLUMNS])
-        packing = None if is_cut else _OF_BLOCKS.get(stored.dtype)
+        packing = _OF_BLOCKS.get(stored.dtype)
+        if packing is not None and packing.group is not None and part.box:
+            group = kept_group(math.gcd(packing.group, part.shape[_COLUMNS]))
+            packing = packing._replace(group=group) if can_pack(group) else None
     return packing if packing is not None and _on_cpu(packing, part) else None
 
 

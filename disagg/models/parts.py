@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from disagg.models.experts_config import MXFP4_GROUP, ExpertsConfig
 from disagg.models.families import FAMILIES, ExpertNames
+from disagg.models.latent_config import LatentConfig
 from disagg.models.model_config import ModelConfig
 
 Shape: TypeAlias = tuple[int, ...]
@@ -25,6 +26,7 @@ class Part:
         is_transposed: the last two dimensions are stored as [in, out].
         is_interleaved: rows of gate and up are stored in turn; all of gate are read first.
         is_raw: bytes, which are read as they are.
+        is_exact: in float32, whatever the model computes in.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Part:
     is_transposed: bool = False
     is_interleaved: bool = False
     is_raw: bool = False
+    is_exact: bool = False
 
     @property
     def is_scales(self) -> bool:
@@ -86,6 +89,8 @@ def all_parts(config: ModelConfig) -> Iterator[Part]:
 
 
 def _attention(config: ModelConfig, prefix: str) -> Fields:
+    if config.latent is not None:
+        return _latent_attention(config, config.latent, prefix)
     hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
     qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -105,6 +110,27 @@ def _attention(config: ModelConfig, prefix: str) -> Fields:
     if config.sinks:
         parts["sinks"] = [Part(f"{prefix}.sinks", (config.num_heads,))]
     return parts
+
+
+def _latent_attention(config: ModelConfig, latent: LatentConfig, prefix: str) -> Fields:
+    """`qkv` makes latents of queries (or queries), and what the cache keeps."""
+    hidden, num_heads = config.hidden_size, config.num_heads
+    q_size = num_heads * latent.query_dim
+    of_head = latent.nope_dim + latent.value_dim
+    cached = Part(f"{prefix}.kv_a_proj_with_mqa.weight", (latent.cached_dim, hidden))
+    parts = {
+        "kv_a_norm": [Part(f"{prefix}.kv_a_layernorm.weight", (latent.rank,))],
+        "kv_b": [Part(f"{prefix}.kv_b_proj.weight", (num_heads * of_head, latent.rank))],
+        "output": [Part(f"{prefix}.o_proj.weight", (hidden, num_heads * latent.value_dim))],
+    }
+    if latent.query_rank is None:
+        return parts | {"qkv": [Part(f"{prefix}.q_proj.weight", (q_size, hidden)), cached]}
+    q_a = Part(f"{prefix}.q_a_proj.weight", (latent.query_rank, hidden))
+    return parts | {
+        "qkv": [q_a, cached],
+        "q_a_norm": [Part(f"{prefix}.q_a_layernorm.weight", (latent.query_rank,))],
+        "q_b": [Part(f"{prefix}.q_b_proj.weight", (q_size, latent.query_rank))],
+    }
 
 
 def _mlp(config: ModelConfig, prefix: str, inner: int, *, has_bias: bool = False) -> Fields:
@@ -136,7 +162,10 @@ def _experts(
     if experts.shared_intermediate_size:
         shared = _mlp(config, f"{prefix}.{names.shared}", experts.shared_intermediate_size)
         parts |= {f"shared_{field}": its for field, its in shared.items()}
-        parts["shared_gate"] = [Part(f"{prefix}.{names.shared_gate}.weight", (1, hidden))]
+        if names.shared_gate:
+            parts["shared_gate"] = [Part(f"{prefix}.{names.shared_gate}.weight", (1, hidden))]
+    if names.score_bias:
+        parts["score_bias"] = [Part(f"{prefix}.{names.score_bias}", (count,), is_exact=True)]
     if names.is_stacked:
         return parts | _stacked_experts(experts, names, prefix, hidden)
     inner = experts.intermediate_size

@@ -9,60 +9,66 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from disagg.models.parts import Range
 from disagg.models.quantized_tensors import WORD_BITS, QuantizedStored
 
 _ROWS_AT_ONCE = 256  # few enough for the processor's cache
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of the first number, of the second, ...
 
-ReadPiece = Callable[[str], Tensor]
+
+class ReadPiece(Protocol):
+    """Returns one piece by the end of its name."""
+
+    def __call__(self, end: str, box: Sequence[Range] = (), /) -> Tensor:
+        """box: what of each of its dimensions, first and end; empty: everything."""
+        ...
 
 
 @dataclass(frozen=True)
 class Affine:
-    """A matrix as numbers, zero points and scales: (number - zero point) * scale.
+    """Some rows and columns of a matrix as numbers, zero points and scales: (number - zero point) *
+    scale.
 
     Attributes:
-        numbers: those of some rows: float32 [rows, in].
+        numbers: those of some of the rows: float32 [rows, in], contiguous.
         zeros: float32 [out, groups] or [1, 1]; None: 0.
         scales: float32, of the same shapes.
         groups: int64 [in], the group of each column; None: so many columns each.
+        has_order: columns of a group are not neighbours. The groups are then those of all columns;
+            else only those that the columns are of.
     """
 
     numbers: Callable[[slice], Tensor]
     zeros: Tensor | None
     scales: Tensor
     groups: Tensor | None
+    has_order: bool = False
 
 
 def widened(
-    stored: QuantizedStored,
-    read: ReadPiece,
-    dtype: torch.dtype,
-    box: Sequence[tuple[int, int]] = (),
+    stored: QuantizedStored, read: ReadPiece, dtype: torch.dtype, box: Sequence[Range] = ()
 ) -> Tensor:
     """The matrix, [out, in] of `dtype`. Its pieces are read, and widened some rows at a time.
 
     Args:
-        read: returns one piece by the end of its name.
         box: the rows and the columns that are wanted, first and end; empty: all.
 
     Raises:
         ValueError: pieces contradict each other, for which only their values show it.
     """
-    (first, end), columns = box or ((0, stored.shape[0]), (0, stored.shape[1]))
-    affine = affine_of(stored, read)
-    out = torch.empty(end - first, columns[1] - columns[0], dtype=dtype)
-    for begin in range(first, end, _ROWS_AT_ONCE):
-        rows = slice(begin, min(begin + _ROWS_AT_ONCE, end))
+    affine, sizes = affine_of(stored, read, box), sizes_of(stored, box)
+    out = torch.empty(sizes, dtype=dtype)
+    for begin in range(0, sizes[0], _ROWS_AT_ONCE):
+        rows = slice(begin, min(begin + _ROWS_AT_ONCE, sizes[0]))
         values = affine.numbers(rows)
         if affine.zeros is not None:
             values = _combined(values, affine.zeros, rows, affine.groups, Tensor.sub_)
-        values = _combined(values, affine.scales, rows, affine.groups, Tensor.mul_)
-        out[rows.start - first : rows.stop - first] = values[:, slice(*columns)]
+        out[rows] = _combined(values, affine.scales, rows, affine.groups, Tensor.mul_)
     return out
 
 
@@ -81,72 +87,118 @@ def _combined(
     return values
 
 
-def affine_of(stored: QuantizedStored, read: ReadPiece) -> Affine:
+def ranges_of(stored: QuantizedStored, box: Sequence[Range]) -> tuple[Range, Range]:
+    """The rows and the columns of a box."""
+    rows, columns = box or [(0, size) for size in stored.shape]
+    return rows, columns
+
+
+def sizes_of(stored: QuantizedStored, box: Sequence[Range]) -> tuple[int, int]:
+    """How many rows and columns a box has."""
+    rows, columns = ranges_of(stored, box)
+    return rows[1] - rows[0], columns[1] - columns[0]
+
+
+def affine_of(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range] = ()) -> Affine:
+    """Of the pieces, only what the box needs is read: whole words, groups and blocks."""
+    rows, columns = ranges_of(stored, box)
     match stored.format.layout:
         case "plain":
-            return _plain(stored, read)
+            return _plain(stored, read, rows, columns)
         case "packed":
-            return _packed(stored, read)
+            return _packed(stored, read, rows, columns)
         case "awq":
-            return _awq(stored, read)
+            return _awq(stored, read, rows, columns)
         case _:
-            return _gptq(stored, read)
+            return _gptq(stored, read, rows, columns)
 
 
-def _plain(stored: QuantizedStored, read: ReadPiece) -> Affine:
-    numbers, block = read("weight"), stored.format.block
-    scales = _table(read(stored.scales_end))
-    zeros = _table(read("weight_zero_point")) if "weight_zero_point" in stored.pieces else None
-    if block is not None and scales.shape[0] > 1:
-        scales = scales.repeat_interleave(block[0], 0)[: stored.shape[0]]
-        zeros = None if zeros is None else zeros.repeat_interleave(block[0], 0)[: stored.shape[0]]
-    size = stored.format.group_size if block is None else block[1]
-    groups = _groups(scales, stored.shape[1], size)
-    return Affine(lambda rows: numbers[rows].float(), zeros, scales, groups)
+def _units(own: Range, size: int | None) -> Range:
+    """Which words, groups or blocks have some of `own`. size: of one; None: there is one."""
+    return (0, 1) if size is None else (own[0] // size, -(-own[1] // size))
 
 
-def _packed(stored: QuantizedStored, read: ReadPiece) -> Affine:
-    num_out, num_in = stored.shape
-    words, bits = read("weight_packed"), stored.format.bits
-    said = read("weight_shape").tolist()
-    if said != [num_out, num_in]:
-        raise ValueError(f"weight_shape says {said}, and weight_packed holds {[num_out, num_in]}")
+def _within(own: Range, size: int) -> slice:
+    """Where `own` lies in its units, counted from the first of them."""
+    first = own[0] % size
+    return slice(first, first + own[1] - own[0])
+
+
+def _plain(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range) -> Affine:
+    numbers, block = read("weight", (rows, columns)), stored.format.block
+    num_rows, size = block or (1, stored.format.group_size)
+
+    def table(end: str) -> Tensor:
+        shape = stored.pieces[end].shape
+        if stored.pieces[end].num_values == 1:
+            return _table(read(end))
+        own = _table(read(end, (_units(rows, num_rows), _units(columns, size))[: len(shape)]))
+        return own if num_rows == 1 else own.repeat_interleave(num_rows, 0)[_within(rows, num_rows)]
+
+    scales = table(stored.scales_end)
+    zeros = table("weight_zero_point") if "weight_zero_point" in stored.pieces else None
+    groups = _groups(scales, columns, size)
+    return Affine(lambda some: numbers[some].float(), zeros, scales, groups)
+
+
+def _packed(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range) -> Affine:
+    bits, said = stored.format.bits, read("weight_shape").tolist()
+    if said != [*stored.shape]:
+        raise ValueError(f"weight_shape says {said}, and weight_packed holds {[*stored.shape]}")
+    in_a_word = WORD_BITS // bits
     offset = 1 << (bits - 1)  # numbers and zero points are stored without a sign
-    scales, zeros = _table(read("weight_scale")), None
+    words = read("weight_packed", (rows, _units(columns, in_a_word)))
+    own = _within(columns, in_a_word)
+    named, taken = _named_groups(stored, read, "weight_g_idx", columns)
+    is_one = stored.pieces["weight_scale"].num_values == 1
+    scales, zeros = _table(read("weight_scale", () if is_one else (rows, taken))), None
     if "weight_zero_point" in stored.pieces:
-        packed = read("weight_zero_point")
-        zeros = _unpacked(packed.T, bits)[:, :num_out].T.contiguous().sub_(offset)
-    groups = _named_groups(stored, read, "weight_g_idx", scales)
-    return Affine(lambda rows: _unpacked(words[rows], bits).sub_(offset), zeros, scales, groups)
-
-
-def _awq(stored: QuantizedStored, read: ReadPiece) -> Affine:
-    words, scales = read("qweight"), _table(read("scales").T)
-    in_a_word = WORD_BITS // stored.format.bits
-
-    def numbers(rows: slice) -> Tensor:
-        first = rows.start // in_a_word
-        some = words[:, first : -(-rows.stop // in_a_word)]
-        unpacked = _unpacked(some, stored.format.bits, _AWQ_PLACES)
-        own = slice(rows.start - first * in_a_word, rows.stop - first * in_a_word)
-        return unpacked[:, own].T.contiguous()
-
-    zeros = _unpacked(read("qzeros"), stored.format.bits, _AWQ_PLACES)
-    zeros = zeros[:, : stored.shape[0]].T.contiguous()
+        packed = read("weight_zero_point", (_units(rows, in_a_word), taken))
+        zeros = _unpacked(packed.T, bits)[:, _within(rows, in_a_word)].T.contiguous().sub_(offset)
     return Affine(
-        numbers, zeros, scales, _groups(scales, stored.shape[1], stored.format.group_size)
+        lambda some: _unpacked(words[some], bits)[:, own].contiguous().sub_(offset),
+        zeros,
+        scales,
+        _groups(scales, columns, stored.format.group_size) if named is None else named,
+        named is not None,
     )
 
 
-def _gptq(stored: QuantizedStored, read: ReadPiece) -> Affine:
-    words, bits, scales = read("qweight"), stored.format.bits, _table(read("scales").T)
+def _awq(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range) -> Affine:
+    bits, size = stored.format.bits, stored.format.group_size
+    in_a_word = WORD_BITS // bits
+    own_words, taken = _units(rows, in_a_word), _units(columns, size)
+    words, scales = read("qweight", (columns, own_words)), _table(read("scales", (taken, rows)).T)
+    own = _within(rows, in_a_word)
+
+    def numbers(some: slice) -> Tensor:
+        begin, end = own.start + some.start, own.start + some.stop
+        first = begin // in_a_word
+        unpacked = _unpacked(words[:, first : -(-end // in_a_word)], bits, _AWQ_PLACES)
+        return unpacked[:, begin - first * in_a_word : end - first * in_a_word].T.contiguous()
+
+    zeros = _unpacked(read("qzeros", (taken, own_words)), bits, _AWQ_PLACES)[:, own].T.contiguous()
+    return Affine(numbers, zeros, scales, _groups(scales, columns, size))
+
+
+def _gptq(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range) -> Affine:
+    bits = stored.format.bits
+    in_a_word = WORD_BITS // bits
+    words = read("qweight", (_units(columns, in_a_word), rows))
+    own = _within(columns, in_a_word)
+    named, taken = _named_groups(stored, read, "g_idx", columns)
+    scales = _table(read("scales", (taken, rows)).T)
     # One word less one in each number: where a number is 0, it borrows from the next, as the sum
     # gives back.
     ones = stored.format.zero_offset * sum(1 << shift for shift in range(0, WORD_BITS, bits))
-    zeros = _unpacked(read("qzeros").add(ones), bits)[:, : stored.shape[0]].T.contiguous()
-    groups = _named_groups(stored, read, "g_idx", scales)
+    packed = read("qzeros", (taken, _units(rows, in_a_word))).add(ones)
+    zeros = _unpacked(packed, bits)[:, _within(rows, in_a_word)].T.contiguous()
     return Affine(
-        lambda rows: _unpacked(words[:, rows].T.contiguous(), bits), zeros, scales, groups
+        lambda some: _unpacked(words[:, some].T.contiguous(), bits)[:, own].contiguous(),
+        zeros,
+        scales,
+        _groups(scales, columns, stored.format.group_size) if named is None else named,
+        named is not None,
     )
 
 
@@ -169,26 +221,33 @@ def _table(scales: Tensor) -> Tensor:
     return table.reshape(table.shape[0], -1) if table.numel() > 1 else table.reshape(1, 1)
 
 
-def _groups(scales: Tensor, num_in: int, size: int | None) -> Tensor | None:
-    """The group of each column; None where all have the same number of them."""
-    if size is None or scales.shape[1] * size == num_in or scales.shape[1] == 1:
+def _groups(scales: Tensor, columns: Range, size: int | None) -> Tensor | None:
+    """The group of each column, of those that were read; None where all have the same number of
+    columns."""
+    is_even = columns[0] % (size or 1) == 0 and scales.shape[1] * (size or 0) == (
+        columns[1] - columns[0]
+    )
+    if size is None or scales.shape[1] == 1 or is_even:
         return None
-    return torch.arange(num_in, device=scales.device) // size
+    return torch.arange(*columns, device=scales.device) // size - columns[0] // size
 
 
 def _named_groups(
-    stored: QuantizedStored, read: ReadPiece, end: str, scales: Tensor
-) -> Tensor | None:
-    """As `_groups`, or as the checkpoint names them. Raises `ValueError`."""
+    stored: QuantizedStored, read: ReadPiece, end: str, columns: Range
+) -> tuple[Tensor | None, Range]:
+    """The group of each column if the checkpoint names them in another order than theirs, else
+    None; and which groups are read. Raises `ValueError`."""
     num_in, size = stored.shape[1], stored.format.group_size
+    own = _units(columns, size)
     if end not in stored.pieces:
-        return _groups(scales, num_in, size)
-    groups, most = read(end).long(), scales.shape[1] - 1
+        return None, own
+    groups, most = read(end).long(), _units((0, num_in), size)[1] - 1
     if end == "weight_g_idx" and -1 in groups:  # as compressed-tensors says that there is no order
-        return _groups(scales, num_in, size)
+        return None, own
     if int(groups.min()) < 0 or int(groups.max()) > most:
         raise ValueError(f"{end} names groups beyond 0 to {most}")
     # GPTQ names them in any case; to look them up takes half as long as all the rest.
     usual = torch.arange(num_in, device=groups.device) // (size or num_in)
-    in_order = torch.equal(groups, usual)
-    return _groups(scales, num_in, size) if in_order else groups
+    if torch.equal(groups, usual):
+        return None, own
+    return groups[slice(*columns)], (0, most + 1)

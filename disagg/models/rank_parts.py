@@ -14,10 +14,13 @@ from disagg.kernels.int4_groups import num_groups
 from disagg.kernels.packed_sizes import Kind, quantized_nbytes
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.experts_config import MXFP4_GROUP
+from disagg.models.latent_config import LatentConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.packing import LAYER_FIELDS, Keeper, packed_fields, packed_parts_nbytes
 from disagg.models.parts import Fields, Part, Range, Shape, layer_parts, outer_parts
 from disagg.models.share import WHOLE, Share
+
+_EXACT_NBYTES = 4  # of a value that is read in float32
 
 
 def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields:
@@ -31,15 +34,19 @@ def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> F
         return fields
     experts = config.experts_in(layer)
     inner = config.intermediate_size if experts is None else experts.intermediate_size
-    own = share.of(inner)
+    own = share.of(inner) if experts is None else share.of_experts(experts)
+    latent = config.latent
+    value_dim = config.head_dim if latent is None else latent.value_dim
     taken: Fields = {}
     for field, parts in fields.items():
-        if field in ("qkv", "qkv_bias"):
+        if latent is not None and field in ("qkv", "q_b", "kv_b"):
+            taken[field] = _latent_rows(latent, share.of(config.num_heads), field, parts)
+        elif field in ("qkv", "qkv_bias"):
             taken[field] = _head_rows(config, share, parts)
         elif field == "sinks":
             taken[field] = [_boxed(parts[0], 0, share.of(config.num_heads))]
         elif field == "output":
-            taken[field] = [_boxed(parts[0], 1, _scaled(share.of(config.num_heads), config))]
+            taken[field] = [_boxed(parts[0], 1, _scaled(share.of(config.num_heads), value_dim))]
         elif field.startswith("gate_up"):
             taken[field] = [each for part in parts for each in _gate_up(part, inner, own)]
         elif field in ("down", "down_scales"):
@@ -107,10 +114,12 @@ def weights_nbytes(
     )
 
 
-def quantized_on_gpu_nbytes(config: ModelConfig, itemsize: int, kind: Kind) -> int:
+def quantized_on_gpu_nbytes(
+    config: ModelConfig, itemsize: int, kind: Kind, share: Share = WHOLE
+) -> int:
     """As `weights_nbytes`, of a model of floats whose layers are quantised on a GPU."""
     nbytes = 0
-    for _, fields in _all_fields(config, WHOLE):
+    for _, fields in _all_fields(config, share):
         for field, parts in fields.items():
             if field in LAYER_FIELDS:
                 shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
@@ -155,26 +164,36 @@ def _quantized_nbytes(shape: Shape, itemsize: int, quantization: str) -> int:
 def _nbytes(part: Part, itemsize: int, widens: bool) -> int:
     num_values = math.prod(part.shape)
     if not part.is_raw:
-        return num_values * itemsize
+        return num_values * (_EXACT_NBYTES if part.is_exact else itemsize)
     if not widens:
         return num_values
     return 0 if part.is_scales else 2 * num_values * itemsize
 
 
-def _scaled(heads: Range, config: ModelConfig) -> Range:
-    return heads[0] * config.head_dim, heads[1] * config.head_dim
+def _scaled(heads: Range, size: int) -> Range:
+    return heads[0] * size, heads[1] * size
+
+
+def _latent_rows(latent: LatentConfig, heads: Range, field: str, parts: list[Part]) -> list[Part]:
+    """What all heads share is whole on every rank."""
+    size = latent.nope_dim + latent.value_dim if field == "kv_b" else latent.query_dim
+    if field != "qkv":
+        return [_boxed(parts[0], 0, _scaled(heads, size))]
+    query, cached = parts
+    own = query if latent.query_rank else _boxed(query, 0, _scaled(heads, size))
+    return [own, cached]
 
 
 def _head_rows(config: ModelConfig, share: Share, parts: list[Part]) -> list[Part]:
     q, kv = share.of(config.num_heads), share.kv_heads(config.num_kv_heads)
     if len(parts) == 3:
         return [
-            _boxed(part, 0, _scaled(heads, config))
+            _boxed(part, 0, _scaled(heads, config.head_dim))
             for part, heads in zip(parts, (q, kv, kv), strict=True)
         ]
     keys, values = config.num_heads, config.num_heads + config.num_kv_heads  # in one tensor
     places = q, (keys + kv[0], keys + kv[1]), (values + kv[0], values + kv[1])
-    return [_boxed(parts[0], 0, _scaled(heads, config)) for heads in places]
+    return [_boxed(parts[0], 0, _scaled(heads, config.head_dim)) for heads in places]
 
 
 def _gate_up(part: Part, inner: int, own: Range) -> list[Part]:

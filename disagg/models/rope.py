@@ -26,6 +26,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # yarn: cosines and sines are multiplied by this
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+    score_factor: float = 1.0  # yarn: scores of latent attention are multiplied by this
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], max_position: int) -> RopeConfig:
@@ -88,6 +89,7 @@ class RopeConfig:
             beta_slow=_optional(scaling, "beta_slow") or 1.0,
             attention_factor=_attention_factor(scaling, factor),
             truncate=bool(scaling.get("truncate", True)),
+            score_factor=_temperature(factor, _optional(scaling, "mscale_all_dim") or 0.0) ** 2,
         )
 
     def max_model_len(self, max_position: int) -> int:
@@ -118,16 +120,16 @@ def _optional(source: Mapping[str, Any], key: str) -> float | None:
     return float(value)
 
 
+def _temperature(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     """YaRN's temperature: stated, or a tenth of the logarithm of the factor plus one."""
-
-    def temperature(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
     stated = _optional(scaling, "attention_factor")
     if stated is not None:
         return stated
     mscale, mscale_all_dim = _optional(scaling, "mscale"), _optional(scaling, "mscale_all_dim")
     if mscale and mscale_all_dim:
-        return temperature(mscale) / temperature(mscale_all_dim)
-    return temperature(1.0)
+        return _temperature(factor, mscale) / _temperature(factor, mscale_all_dim)
+    return _temperature(factor, 1.0)

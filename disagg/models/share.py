@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from disagg.errors import StartupError
-from disagg.models.experts_config import MXFP4_GROUP
+from disagg.models.experts_config import MXFP4_GROUP, ExpertsConfig
 from disagg.models.model_config import ModelConfig
 
 MOST_RANKS = 16  # that a refusal tries: more GPUs than one machine has
@@ -32,6 +32,17 @@ class Share:
         """First and end of this rank's part of `total` things; parts differ by one at most."""
         return total * self.rank // self.num_ranks, total * (self.rank + 1) // self.num_ranks
 
+    def of_experts(self, experts: ExpertsConfig) -> tuple[int, int]:
+        """First and end of this rank's part of an expert's inner size. Of MXFP4 it has whole groups
+        of values that share a scale, so parts may differ by a group; none is larger than the first.
+        """
+        size = MXFP4_GROUP if experts.is_mxfp4 else 1
+        num_groups = experts.intermediate_size // size
+        first, end = (
+            -(-num_groups * rank // self.num_ranks) for rank in (self.rank, self.rank + 1)
+        )
+        return first * size, end * size
+
     def kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
         """First and end of this rank's KV heads, of the model's; some ranks have the same one if
         there are more ranks than heads."""
@@ -44,9 +55,10 @@ class Share:
             return config
         experts = config.experts
         if experts is not None:
+            first, end = self.of_experts(experts)
             experts = replace(
                 experts,
-                intermediate_size=experts.intermediate_size // self.num_ranks,
+                intermediate_size=end - first,
                 shared_intermediate_size=experts.shared_intermediate_size // self.num_ranks,
             )
         return replace(
@@ -61,12 +73,17 @@ class Share:
 WHOLE = Share()
 
 
+def possible_ranks(config: ModelConfig) -> list[int]:
+    """Into how many parts a model can be divided, up to `MOST_RANKS`."""
+    return [each for each in range(1, MOST_RANKS + 1) if not _problem(config, each)]
+
+
 def check_ranks(config: ModelConfig, num_ranks: int) -> None:
     """Raises `StartupError` if a model cannot be divided into so many equal parts."""
     why = _problem(config, num_ranks)
     if not why:
         return
-    sizes = [str(each) for each in range(1, MOST_RANKS + 1) if not _problem(config, each)]
+    sizes = map(str, possible_ranks(config))
     raise StartupError(
         f"tensor_parallel_size = {num_ranks} does not divide this model: {why}. Possible up to"
         f" {MOST_RANKS}: {', '.join(sizes)}.",
@@ -88,15 +105,17 @@ def _problem(config: ModelConfig, num_ranks: int) -> str:
     if any(config.experts_in(layer) is None for layer in range(config.num_layers)):
         sizes["intermediate_size"] = config.intermediate_size
     if experts is not None:
-        sizes["the intermediate size of an expert"] = experts.intermediate_size
+        if not experts.is_mxfp4:
+            sizes["the intermediate size of an expert"] = experts.intermediate_size
         sizes["the size of the shared expert"] = experts.shared_intermediate_size
     for what, size in sizes.items():
         if size % num_ranks:
             return f"{size} ({what}) / {num_ranks} = {size / num_ranks:g}"
-    own = 0 if experts is None else experts.intermediate_size // num_ranks
-    if experts is not None and experts.is_mxfp4 and num_ranks > 1 and own % MXFP4_GROUP:
-        return (
-            f"{experts.intermediate_size} / {num_ranks} = {own}, the part of an expert, is no"
-            f" multiple of the {MXFP4_GROUP} values that share a scale in MXFP4"
-        )
+    if experts is not None and experts.is_mxfp4:
+        num_groups = experts.intermediate_size // MXFP4_GROUP
+        if num_groups < num_ranks:
+            return (
+                f"an expert has {num_groups} x {MXFP4_GROUP} values that share a scale (MXFP4),"
+                f" which are too few for {num_ranks} ranks"
+            )
     return ""

@@ -28,11 +28,15 @@ def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
     """Raise one error that names everything that does not fit."""
     stored = model.tensors
     ignored = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    further = _further_layers(model)
     missing = [name for name in wanted if name not in stored]
     unexpected = [
         name
         for name in stored
-        if name not in wanted and name not in ignored and not _says_nothing(name, stored[name])
+        if name not in wanted
+        and name not in ignored
+        and not name.startswith(further)
+        and not _says_nothing(name, stored[name])
     ]
     reshaped = [
         f"{name} is {list(stored[name].shape)}, not {list(part.stored_shape)}"
@@ -59,6 +63,13 @@ def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
             f"the weights in {model.source} do not fit its configuration ({model.config.family}). "
             + "; ".join(problems)
         )
+
+
+def _further_layers(model: ModelDescription) -> tuple[str, ...]:
+    """How the names begin of layers that predict further tokens, which are not used."""
+    config = model.config
+    last = config.num_layers + config.num_nextn_layers
+    return tuple(f"model.layers.{layer}." for layer in range(config.num_layers, last))
 
 
 def _says_nothing(name: str, stored: StoredTensor) -> bool:

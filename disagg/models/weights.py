@@ -27,7 +27,7 @@ from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
 from disagg.models.packed_values import packed_values
 from disagg.models.packing import Keeper, Packing, packed_fields, packed_parts_nbytes
-from disagg.models.parts import Fields, Part, layer_parts, outer_parts
+from disagg.models.parts import Fields, Part, Range, layer_parts, outer_parts
 from disagg.models.quantized_tensors import QuantizedStored
 from disagg.models.quantized_values import widened
 from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts, weights_nbytes
@@ -52,7 +52,7 @@ class LayerWeights:
     """
 
     input_norm: Tensor  # [hidden]
-    qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; latent: [q | q_a, kv_a]
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
@@ -64,8 +64,13 @@ class LayerWeights:
     down: Matrix  # [hidden, intermediate]
     down_bias: Tensor | None
     sinks: Tensor | None = None  # [num_heads]
+    q_a_norm: Tensor | None = None  # [query_rank] of latent attention
+    q_b: Matrix | None = None  # [num_heads * query_dim, query_rank]
+    kv_a_norm: Tensor | None = None  # [rank]
+    kv_b: Tensor | None = None  # [num_heads * (nope_dim + value_dim), rank]
     router: Tensor | None = None  # [num_experts, hidden]
     router_bias: Tensor | None = None
+    score_bias: Tensor | None = None  # float32 [num_experts]
     gate_up_scales: Tensor | None = None  # uint8 [rows of gate_up, hidden / 32]: powers of two
     down_scales: Tensor | None = None
     shared_gate_up: Matrix | None = None  # [2 * shared intermediate, hidden]
@@ -147,7 +152,8 @@ def random_weights(
                 low, high, shape, dtype=torch.uint8, device=device, generator=generator
             )
         drawn = torch.empty(shape, dtype=torch.float32, device=device)
-        return drawn.normal_(0.0, 0.02, generator=generator).to(dtype)
+        drawn.normal_(0.0, 0.02, generator=generator)
+        return drawn if parts[0].is_exact else drawn.to(dtype)
 
     tables = {field: draw(parts) for field, parts in outer_parts(config).items()}
     tables.setdefault("lm_head", tables["embedding"])
@@ -247,7 +253,8 @@ class _Reader:
 
     def _floats(self, parts: list[Part]) -> Tensor:
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        dtype = torch.uint8 if parts[0].is_raw else self._dtype
+        exact = torch.float32 if parts[0].is_exact else self._dtype
+        dtype = torch.uint8 if parts[0].is_raw else exact
         fused = torch.empty(shape, dtype=dtype, device=self._device)
         row = 0
         for part in parts:
@@ -272,13 +279,15 @@ class _Reader:
                 return widened(stored, partial(self._piece, stored), self._dtype, part.box)
             return self._read(name, stored.file, part.box)
 
-    def _piece(self, stored: QuantizedStored, end: str) -> Tensor:
-        return self._read(f"{stored.module}.{end}", stored.pieces[end].file)
+    def _piece(self, stored: QuantizedStored, end: str, box: Sequence[Range] = ()) -> Tensor:
+        piece = stored.pieces[end]
+        is_whole = [*box] in ([], [(0, size) for size in piece.shape])
+        return self._read(f"{stored.module}.{end}", piece.file, () if is_whole else box)
 
-    def _moved_piece(self, stored: QuantizedStored, end: str) -> Tensor:
-        return self._piece(stored, end).to(self._device)
+    def _moved_piece(self, stored: QuantizedStored, end: str, box: Sequence[Range] = ()) -> Tensor:
+        return self._piece(stored, end, box).to(self._device)
 
-    def _read(self, name: str, file: Path, box: Sequence[tuple[int, int]] = ()) -> Tensor:
+    def _read(self, name: str, file: Path, box: Sequence[Range] = ()) -> Tensor:
         if file not in self._opened:
             self._opened[file] = safe_open(file, framework="pt")
         opened = self._opened[file]

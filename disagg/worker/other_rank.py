@@ -1,7 +1,7 @@
 """Another rank of a worker, as the first one sees it: messages, and the process behind them.
 
-`LocalRank` is a child process, and lives and dies with the worker. `RemoteRank` is on another node,
-where somebody else has started it; it ends when its connections do.
+`LocalRank` is a child process that ends with the worker. `RemoteRank` is on another node, where
+`RankNodes` has started it; it ends when its connections to the first rank end.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,7 +53,7 @@ LOOK_S = 0.2  # between two looks whether it has ended instead
 Answer = TypeVar("Answer", RankUp, RankLoaded, RankReady)
 
 
-class Rank:
+class Rank(ABC):
     """Another rank. Implements `kvtransfer.ranked_transport.RankTransport`,
     `store.ranked_copier.RankCopier` and `store.ranked_store.RankStore`.
 
@@ -79,24 +80,24 @@ class Rank:
     def name(self) -> str:
         return self._name
 
-    # Of its process; each kind of rank has its own.
+    # About the rank's process; each kind of rank implements these.
 
+    @abstractmethod
     def wait_end(self) -> str:
         """Wait until it has ended. Returns how: a sentence without its full stop."""
-        raise NotImplementedError
 
+    @abstractmethod
     def was_killed(self) -> bool | None:
-        """Whether it was killed, or its node is gone, and it did not end by itself. None: it runs.
-        Of the thread that reads its messages."""
-        raise NotImplementedError
+        """Whether it was killed or its node is gone; False if it ended by itself; None: it runs.
+        Only the thread that reads its messages may ask."""
 
+    @abstractmethod
     def close(self) -> None:
         """It ends when its pipes do."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait_closed(self) -> None:
         """After `close`; kills it if it does not end."""
-        raise NotImplementedError
 
     # Messages.
 
@@ -217,7 +218,7 @@ class LocalRank(Rank):
     """A child process.
 
     Attributes:
-        process: it.
+        process: the child process.
     """
 
     def __init__(self, start: RankStart) -> None:

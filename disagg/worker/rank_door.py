@@ -7,7 +7,6 @@ know the cluster key before a message is read; as on links, nothing is encrypted
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import select
 import socket
@@ -17,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Literal, TypeAlias
 
 from disagg.errors import StartupError
-from disagg.links.frames import NONCE_NBYTES, fresh_nonce, proofs_equal
+from disagg.links.frames import NONCE_NBYTES, fresh_nonce, proof_of, proofs_equal
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +27,9 @@ Address: TypeAlias = tuple[str, int]
 
 PROOF_NBYTES = hashlib.sha256().digest_size
 VISITOR = struct.Struct(f"!IB{NONCE_NBYTES}s{PROOF_NBYTES}s")  # rank, channel, nonce, proof
-SHAKE_TIMEOUT_S = 5.0  # who connects and says too little keeps others waiting for so long
-PATIENCE_S = 600.0  # of a rank, for a first one that waits for a GPU's memory
-VANISHED_S = 4  # a node that is gone without a word is noticed after this time
+SHAKE_TIMEOUT_S = 5.0  # a connection that sends too little blocks the others for at most this long
+PATIENCE_S = 600.0  # how long a rank waits for the first one, which may wait for a GPU's memory
+VANISHED_S = 4  # a node whose connections end without a sign is noticed after this time
 
 
 class Door:
@@ -53,7 +52,7 @@ class Door:
         self.address: Address = address[0], address[1]
 
     def take(self, rank: int, timeout_s: float) -> tuple[Connection, Connection] | None:
-        """The connections of a rank for control and for steps; None: it has not come in time."""
+        """The connections of a rank for control and for steps; None: it did not connect in time."""
         deadline = time.monotonic() + timeout_s
         wanted = (rank, CONTROL), (rank, STEPS)
         while not all(each in self._found for each in wanted):
@@ -123,7 +122,7 @@ def listen(host: str) -> socket.socket:
 
 
 def is_over(connection: Connection, timeout_s: float | None = 0.0) -> bool:
-    """Wait until the other side is gone; reads nothing. None: without an end."""
+    """Wait until the other side is gone, without reading. `timeout_s` None: for ever."""
     watched = select.poll()
     watched.register(connection.fileno(), select.POLLRDHUP)
     return bool(watched.poll(None if timeout_s is None else 1e3 * timeout_s))
@@ -147,7 +146,7 @@ def _connect(
 
 
 def _exactly(connection: socket.socket, nbytes: int, timeout_s: float) -> bytes:
-    """Within this time in all, however slowly it comes. Raises `OSError`."""
+    """Receive so many bytes, all of them within `timeout_s`. Raises `OSError`."""
     deadline = time.monotonic() + timeout_s
     data = b""
     while len(data) < nbytes:
@@ -162,22 +161,14 @@ def _exactly(connection: socket.socket, nbytes: int, timeout_s: float) -> bytes:
 def _proof(
     key: bytes, role: bytes, worker_id: str, rank: int, channel: int, first: bytes, other: bytes
 ) -> bytes:
-    mac = hmac.new(key, digestmod=hashlib.sha256)
-    for part in (
-        b"disagg-rank",
-        role,
-        worker_id.encode(),
-        b"%d/%d" % (rank, channel),
-        first,
-        other,
-    ):
-        mac.update(len(part).to_bytes(4) + part)
-    return mac.digest()
+    own = b"%d/%d" % (rank, channel)
+    return proof_of(key, b"disagg-rank", role, worker_id.encode(), own, first, other)
 
 
 def _as_pipe(connection: socket.socket, channel: int) -> Connection:
-    """Of a connection that both sides trust. That for control ends when the other node is gone, and
-    both sides end with it; that for steps may be full for long, while a rank computes."""
+    """A trusted connection as a pipe. The one for control breaks when the other node is gone, and
+    both sides then end. The one for steps has no such limit: it may be full for long, while a rank
+    computes."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if channel == CONTROL:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # needs torch
 log = logging.getLogger(__name__)
 
 END_WAIT_S = 3.0  # between the end of a rank's pipes and that of its process
+LOOK_S = 0.01
 
 
 class Ranks:
@@ -123,6 +124,22 @@ class Ranks:
         if not self.may_hang:  # gloo has met; NCCL may look there again
             shutil.rmtree(self._place, ignore_errors=True)
         return min((room for room in rooms if room is not None), default=None)
+
+    def raise_lost(self) -> None:
+        deadline_s = time.monotonic() + END_WAIT_S
+        running, waited = [*self.others], None
+        while running and time.monotonic() < deadline_s:
+            for rank in [each for each in running if each.wait(LOOK_S)]:
+                running.remove(rank)
+                try:
+                    rank.answer(RankLoaded)
+                except StartupError as error:
+                    # Of a communicator: it waited for another one, which says more.
+                    if "RuntimeError" not in error.message:
+                        raise
+                    waited = error
+        if waited is not None:
+            raise waited
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
         for rank in self.others:

@@ -44,6 +44,10 @@ class CountingCommunicator:
         self.calls["all_reduce_"] += 1
         return self._inner.all_reduce_(x)
 
+    def largest_(self, x: Tensor) -> Tensor:
+        self.calls["largest_"] += 1
+        return self._inner.largest_(x)
+
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         self.calls["gather"] += 1
         return self._inner.gather(x, widths)
@@ -89,6 +93,10 @@ class FakeFollowers:
         for load in self._loads:
             load.result()
         return own_nbytes
+
+    def raise_lost(self) -> None:
+        for load in self._loads:
+            load.result()
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
         for follower in self.followers.values():

@@ -40,7 +40,7 @@ from disagg.rank_messages import RankCapture, RankWork
 from tests.engine.fake_followers import engine_of_ranks
 from tests.engine.workload import new_sequence
 from tests.models.checkpoints import write_checkpoint
-from tests.models.paging import SMALL, Tokens, make_batch, new_slab
+from tests.models.paging import SMALL, SMALL_LATENT, Tokens, make_batch, new_slab
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -137,10 +137,10 @@ class _Mixed(NamedTuple):
     values: Tensor  # of the slab before any step
 
 
-@pytest.fixture(scope="module")
-def mixed() -> _Mixed:
+@pytest.fixture(scope="module", params=[ONE_KV_HEAD, SMALL_LATENT], ids=["heads", "latents"])
+def mixed(request: pytest.FixtureRequest) -> _Mixed:
     """Captured once, which takes seconds under the interpreter; each step begins with `values`."""
-    config = dataclasses.replace(ONE_KV_HEAD, max_model_len=512)
+    config = dataclasses.replace(request.param, max_model_len=512)
     weights = random_weights(config, torch.float32, torch.device("cpu"), seed=2)
     decoder, prefiller = Decoder(config, weights, TritonOps(3, 4)), Decoder(config, weights)
     slab = new_slab(config, 128, BLOCK_SIZE, torch.float32)

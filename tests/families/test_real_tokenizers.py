@@ -132,7 +132,7 @@ def test_earlier_calls_and_reasoning_reach_the_prompt() -> None:
 
 
 def test_marks_of_reasoning_are_tokens() -> None:
-    for name, text in (("qwen3", "<think>\n\n</think>\n\n"), ("gptoss", "<|channel|>")):
+    for name, text in (("qwen3", "<|im_start|>assistant\n"), ("gptoss", "<|channel|>")):
         its = model(name)
         wanted = Wanted(
             model=its, prompts=(), prompt_param="", sampling=SamplingParams(max_tokens=1),
@@ -155,3 +155,6 @@ def test_marks_of_reasoning_are_tokens() -> None:
             ]
             assert thinking.forced_end[-2:] == thinking.end
         assert prompt_tail(its.tokenizer, encode(text, add_special_tokens=False)) == text
+        if name == "qwen3":  # where the template has closed the reasoning, a grammar begins at once
+            closed = encode("<think>\n\n</think>\n\n", add_special_tokens=False)
+            assert thinking_of(wanted, Grammar("regex", "a"), closed) is None

@@ -14,12 +14,14 @@ from disagg.kernels import (
     fixed_mixed_work,
     fixed_work,
     kv_write,
+    latent_attention,
     norm_rope,
     paged_attention,
     rms_norm,
     silu_mul,
 )
-from disagg.kernels.attention_work import MIN_SPLIT_KEYS
+from disagg.kernels.attention_work import MIN_SPLIT_KEYS, latent_group
+from disagg.kernels.devices import LARGE_SHARED_NBYTES
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.paged_work import KEY_TILE
 
@@ -183,6 +185,34 @@ def check_attention(
         assert not re.search(r"ld\.shared(\.v\d)?\.[bus]8", compiled.asm["ptx"])
 
 
+def check_latent_attention(
+    assembler: Assembler, arch: int, rows: int, block_size: int, num_heads: int = 128
+) -> None:
+    """Of DeepSeek-V3: it keeps to registers, fits into shared memory, and uses the tensor cores."""
+    group = latent_group(num_heads)
+    is_small = SHARED_NBYTES[arch] < LARGE_SHARED_NBYTES
+    most = latent_attention.MIN_TILE if is_small else latent_attention.MAX_TILE
+    constants = {
+        "NUM_GROUPS": num_heads // group,
+        "GROUP": group,
+        "ROWS": rows,
+        "RANK": 512,
+        "ROPE": 64,
+        "BLOCK_RANK": 512,
+        "BLOCK_ROPE": 64,
+        "TILE": latent_attention.key_tile(block_size, most),
+        "BLOCK_SIZE": block_size,
+    }
+    options = latent_attention.launch_options(rows)
+    kernel = latent_attention._latent_attention_kernel
+    compiled = compile_for(kernel, arch, constants, "bf16", **options)
+    registers, spilled_nbytes = assembler()
+    print(registers, "registers,", compiled.metadata.shared, "bytes shared,", spilled_nbytes)
+    assert spilled_nbytes <= SPILLED_NBYTES[arch]
+    assert compiled.metadata.shared <= SHARED_NBYTES[arch]
+    assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
+
+
 def check_cut(assembler: Assembler, arch: int, window: int, num_seqs: int) -> None:
     """Of a step of so many sequences on an H200: 49 programs for each of eight KV heads."""
     constants = {
@@ -214,16 +244,18 @@ def check_mixed_cut(assembler: Assembler, arch: int, window: int) -> None:
     assert assembler()[1] == 0
 
 
+_ROPE = {"HEAD_STRIDE": 128, "HEAD_DIM": 128, "BLOCK": 64, "HAS_NORM": True}
 # Kernels beside attention, with the sizes of a model of 8 billion parameters.
 OTHERS: list[tuple[Any, dict[str, Any], str]] = [
     (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "ADD": True}, "bf16"),
     (silu_mul._silu_mul_kernel, {"SIZE": 14336, "BLOCK": 1024}, "bf16"),
-    (norm_rope._norm_rope_kernel, {"HEAD_DIM": 128, "BLOCK": 64, "HAS_NORM": True}, "bf16"),
+    (norm_rope._norm_rope_kernel, _ROPE, "bf16"),
     *(
         (
             kv_write._kv_write_kernel,
             {
                 "NUM_QUERY_VALUES": 4096,
+                "NUM_HEADS": 8,
                 "NUM_PAGES": 16,
                 "PAGES": 16,
                 **page_constants(kind, 64, 128),
@@ -243,6 +275,37 @@ OTHERS: list[tuple[Any, dict[str, Any], str]] = [
             "PARTIALS": paged_attention.REDUCED_AT_ONCE,
             "HAS_SINKS": True,
         },
+        "bf16",
+    ),
+    (
+        paged_attention._reduce_kernel,  # of latents
+        {
+            "NUM_KV_HEADS": 8,
+            "GROUP": 16,
+            "ROWS": 16,
+            "HEAD_DIM": 512,
+            "BLOCK_D": 512,
+            "PARTIALS": latent_attention.REDUCED_AT_ONCE,
+            "HAS_SINKS": False,
+            "sinks_ptr": None,
+        },
+        "bf16",
+    ),
+    (
+        kv_write._kv_write_kernel,
+        {
+            "NUM_QUERY_VALUES": 16 * 576,
+            "NUM_HEADS": 1,
+            "NUM_PAGES": 1,
+            "PAGES": 1,
+            **page_constants("bf16", 64, 576),
+            "BLOCK_D": 1024,
+        },
+        "bf16",
+    ),
+    (
+        norm_rope._norm_rope_kernel,
+        {"HEAD_STRIDE": 576, "HEAD_DIM": 64, "BLOCK": 32, "HAS_NORM": False},
         "bf16",
     ),
 ]

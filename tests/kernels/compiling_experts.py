@@ -86,6 +86,20 @@ def check_products(
         assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
 
 
+_BY_GROUPS = {  # of DeepSeek-V3
+    "NUM_GROUPS": 8,
+    "NUM_CHOSEN_GROUPS": 4,
+    "SIZE": 32,
+    "NUM_CHOSEN": 8,
+    "GROUPS": 8,
+    "MEMBERS": 32,
+    "CHOSEN": 8,
+    "SIGMOID": True,
+    "NORMALIZED": True,
+    "HAS_BIAS": True,
+}
+
+
 def check_routing(assembler: Assembler, arch: int) -> None:
     constants = {
         "NUM_EXPERTS": 128,
@@ -94,5 +108,6 @@ def check_routing(assembler: Assembler, arch: int) -> None:
         "CHOSEN": 8,
         "NORMALIZED": True,
     }
-    _compile(route._route_kernel, arch, constants, num_warps=1)
-    assert assembler()[1] == 0
+    for kernel, its in ((route._route_kernel, constants), (route._route_groups_kernel, _BY_GROUPS)):
+        _compile(kernel, arch, its, num_warps=1)
+        assert assembler()[1] == 0

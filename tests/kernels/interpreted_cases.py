@@ -45,7 +45,7 @@ def _attend(
     inputs = paged_inputs(lens, **shape)  # type: ignore[arg-type]
     _onto_grid(inputs)
     expected = inputs.expected(window)
-    kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
+    inputs.write()
     num_kv_heads = inputs.kv_cache.values.shape[3]
     group = inputs.qkv.shape[1] // num_kv_heads - 2
     work = plan_work(inputs.query_lens, inputs.context_lens_host, group, window, num_programs, CPU)
@@ -171,7 +171,7 @@ def test_prompts_in_lower_tiles(long_rows: int) -> None:
 def test_work_of_a_fixed_shape() -> None:
     inputs = paged_inputs([(1, 700), (1, 3), (1, 40)], group=3)
     expected = inputs.expected(None)
-    kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
+    inputs.write()
     fixed = FixedWork(3, 3, None, 3, CPU)
     slots = torch.where(torch.arange(3) < 2, inputs.slots, -1)
     fixed.cut(slots, inputs.context_lens)
@@ -216,7 +216,10 @@ def test_silu_mul(size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", *WITH_SCALES])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 4), (80, 16), (64, 64), (20, 3)])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"),
+    [(16, 4), (80, 16), (64, 64), (20, 3), (128, 128), (16, 1)],
+)
 def test_kv_write_touches_its_slots_and_nothing_else(
     head_dim: int, block_size: int, name: str
 ) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from disagg.kernels import reference, triton_experts
 from disagg.kernels.kv_pages import FORMATS
-from disagg.kernels.kv_write import kv_write
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.paged_attention import paged_attention
@@ -202,7 +201,7 @@ def test_attention_with_sinks(num_programs: int, window: int | None, format: str
     inputs = paged_inputs(lens, group=3, format=FORMATS[format] if format else None)
     sinks = torch.tensor([-2.0, 0.0, 6.0, 1.0, -30.0, 2.0])
     expected = inputs.expected(window, sinks)
-    kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
+    inputs.write()
     work = plan_work(inputs.query_lens, inputs.context_lens_host, 3, window, num_programs, CPU)
     step = (inputs.block_tables, inputs.query_start, inputs.context_lens)
     out = paged_attention(inputs.qkv, inputs.kv_cache, LAYER, *step, work, sinks)

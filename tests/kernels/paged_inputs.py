@@ -37,11 +37,20 @@ class PagedInputs:
     def max_query_len(self) -> int:
         return max(self.query_lens)
 
-    def expected(self, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    def write(self) -> None:
+        """Keys and values to the cache, by the reference.
+
+        The kernel, which has tests of its own, takes most of the time of an interpreted step.
+        """
+        reference.kv_write(self.qkv, self.kv_cache, LAYER, self.slots)
+
+    def expected(
+        self, window: int | None, sinks: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
         """What the reference makes of a copy of the cache: [num_tokens, heads * head_dim]."""
         cache = copy_of(self.kv_cache)
         reference.kv_write(self.qkv, cache, LAYER, self.slots)
-        num_heads = self.qkv.shape[1] - 2 * cache.values.shape[3]
+        num_heads = self.qkv.shape[1] - cache.num_vectors * cache.values.shape[3]
         out = reference.paged_attention(
             self.qkv[:, :num_heads],
             cache,
@@ -51,14 +60,16 @@ class PagedInputs:
             self.context_lens_host,
             window,
             sinks,
+            scale,
         )
         return out.flatten(1)
 
 
 def copy_of(pages: KVPages) -> KVPages:
-    _, num_layers, _, num_kv_heads, block_size, _ = pages.values.shape
+    _, num_layers, num_vectors, num_kv_heads, block_size, _ = pages.values.shape
     memory = pages.blocks.view(torch.uint8).flatten().clone()
-    return pages_of(memory, pages.format, num_layers, num_kv_heads, block_size, pages.head_dim)
+    heads = num_layers, num_kv_heads, block_size, pages.head_dim, num_vectors
+    return pages_of(memory, pages.format, *heads)
 
 
 def on_grid(vectors: Tensor, format: KVFormat) -> Tensor:
@@ -78,19 +89,21 @@ def paged_inputs(
     dtype: torch.dtype = torch.float32,
     format: KVFormat | None = None,
     begun_blocks_are_clean: bool = False,
+    num_vectors: int = 2,
 ) -> PagedInputs:
     """Draw inputs for sequences of (query_len, context_len); single queries come first.
 
     The cache is of `format`, or of `dtype`. Only what earlier steps would have written is finite;
     the rest of every block is NaN, scales included, save with `begun_blocks_are_clean`: there,
-    those steps zeroed the blocks that they began.
+    those steps zeroed the blocks that they began. One vector a token: a latent.
     """
     generator = torch.Generator().manual_seed(0)
     counts = [-(-context // block_size) for _, context in lens]
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=generator).tolist()
     heads = (NUM_LAYERS, num_kv_heads, block_size, head_dim)
-    kv_cache = new_pages(format or format_of(dtype), num_blocks, *heads, torch.device("cpu"))
+    stored = format or format_of(dtype)
+    kv_cache = new_pages(stored, num_blocks, *heads, torch.device("cpu"), num_vectors)
     kv_cache.blocks.view(torch.uint8).fill_(NAN_BYTE)
     tables = torch.zeros(len(lens), max(counts), dtype=torch.int32)
     slots = []
@@ -101,10 +114,10 @@ def paged_inputs(
         past = own[: context_len - query_len]
         if begun_blocks_are_clean:
             kv_cache.blocks[[slot // block_size for slot in past]] = 0
-        drawn = torch.randn(len(past), 2 * num_kv_heads, head_dim, generator=generator)
+        drawn = torch.randn(len(past), num_vectors * num_kv_heads, head_dim, generator=generator)
         reference.kv_write(drawn.to(dtype), kv_cache, LAYER, torch.tensor(past))
         slots += own[context_len - query_len :]
-    num_heads = group * num_kv_heads + 2 * num_kv_heads
+    num_heads = (group + num_vectors) * num_kv_heads
     query_lens = [query_len for query_len, _ in lens]
     contexts = tuple(context_len for _, context_len in lens)
     return PagedInputs(

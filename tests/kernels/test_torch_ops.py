@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels import linear, reference, torch_attention
+from disagg.kernels import linear, reference, torch_paging
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.torch_ops import TorchOps
@@ -92,6 +92,26 @@ def test_attention(group: int, window: int | None, dtype: torch.dtype) -> None:
     _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "block_size"), [(1, 16), (6, 5)])
+def test_latent_attention(num_heads: int, block_size: int, dtype: torch.dtype) -> None:
+    lens = [(1, 1), (1, 16), (1, 65), (3, 40), (30, 30), (300, 320)]
+    inputs = paged_inputs(
+        lens,
+        group=num_heads,
+        num_kv_heads=1,
+        head_dim=28,
+        block_size=block_size,
+        dtype=dtype,
+        num_vectors=1,
+    )
+    expected = inputs.expected(None, scale=0.3).view(-1, num_heads, 28)[..., :20]
+    ops = TorchOps()
+    paging = ops.plan(inputs, inputs.kv_cache, [None])
+    found = ops.latent_attention(inputs.qkv, inputs.kv_cache, LAYER, paging, 20, 0.3)
+    _assert_close(found, expected)
+
+
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_of_skewed_decodes_and_of_a_long_chunk(window: int | None) -> None:
     lens = [(1, 900), (1, 3), (1, 500), (1, 880), (1, 16), (400, 700)]
@@ -111,7 +131,7 @@ def test_decodes_too_many_for_the_processors_cache_are_attended_in_parts(
     inputs = paged_inputs(lens, group=2, dtype=dtype, begun_blocks_are_clean=True)
     rows, num_kv_heads = inputs.kv_cache.rows, inputs.kv_cache.values.shape[3]
     of_a_block = 2 * num_kv_heads * rows.shape[1] * rows.itemsize
-    monkeypatch.setattr(torch_attention, "_MAX_GATHERED_NBYTES", 5 * of_a_block)
+    monkeypatch.setattr(torch_paging, "_MAX_GATHERED_NBYTES", 5 * of_a_block)
     expected, ops = inputs.expected(window), TorchOps()
     paging = ops.plan(inputs, inputs.kv_cache, [window])
     groups = paging.groups[window]

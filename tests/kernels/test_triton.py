@@ -15,6 +15,7 @@ from tests.kernels.compiling import (
     Assembler,
     check_attention,
     check_cut,
+    check_latent_attention,
     check_mixed_cut,
     check_without_spills,
     compile_for,
@@ -38,10 +39,16 @@ def test_attention_compiles_and_is_pipelined(
     check_attention(assembler, SM, stored, rows, head_dim, block_size, window)
 
 
+@pytest.mark.parametrize("rows", [16, 64])
+def test_latent_attention_compiles(rows: int, assembler: Assembler) -> None:
+    check_latent_attention(assembler, SM, rows, block_size=64)
+
+
 def test_e4m3_needs_an_sm_89() -> None:
     """Why `choose_format` refuses it on older ones: Triton does, in the middle of a start."""
     constants = {
         "NUM_QUERY_VALUES": 4096,
+        "NUM_HEADS": 8,
         "NUM_PAGES": 16,
         "PAGES": 16,
         **page_constants("fp8", 64, 128),

@@ -37,6 +37,18 @@ _LINEAR = {**_ROPE, "rope_type": "linear", "factor": 2.0}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 9}
 
 _EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+_GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 _GPT_OSS = {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -88,6 +100,40 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "tie_word_embeddings": True},
     ),
+    "deepseek-v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None}),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            **_GROUPS,
+            "q_lora_rank": 14,
+            "topk_method": "group_limited_greedy",
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            **_GROUPS,
+            "q_lora_rank": 14,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4-moe-lite": ("Glm4MoeLite", {**_LATENT, "q_lora_rank": 14}),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gpt-oss-windows-named": (
         "GptOss",
@@ -129,6 +175,9 @@ def write_checkpoint(
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
     model.to(dtype)
     model.save_pretrained(directory, max_shard_size=shard)
     return Checkpoint(directory, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from disagg.kernels.kv_pages import KVPages, format_of, new_pages
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
+from disagg.models.latent_config import LatentConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.rope import RopeConfig
 
@@ -33,6 +34,28 @@ SMALL = ModelConfig(
     qk_norm=True,
 )
 
+_LATENT = LatentConfig(
+    rank=24,
+    query_rank=10,
+    rope_dim=8,
+    nope_dim=12,
+    value_dim=6,
+    scale=0.25,
+    is_interleaved=True,
+)
+# With latent attention, and no experts.
+SMALL_LATENT = replace(
+    SMALL,
+    family="DeepseekV3ForCausalLM",
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=_LATENT.cached_dim,
+    latent=_LATENT,
+    sliding_windows=(None, None),
+    qkv_bias=False,
+    qk_norm=False,
+)
+
 
 @dataclass
 class Tokens:
@@ -48,7 +71,8 @@ def new_slab(
     config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, fill: float = 0.0
 ) -> KVPages:
     heads = (config.num_layers, config.num_kv_heads, block_size, config.head_dim)
-    pages = new_pages(format_of(dtype), num_blocks, *heads, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    pages = new_pages(format_of(dtype), num_blocks, *heads, cpu, config.num_vectors)
     pages.values.fill_(fill)
     return pages
 

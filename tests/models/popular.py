@@ -92,6 +92,42 @@ def _qwen3_moe(*numbers: int, inner: int, **more: Any) -> dict[str, Any]:
     return _dense("Qwen3MoeForCausalLM", "qwen3_moe", numbers, **plain)  # type: ignore[arg-type]
 
 
+_DEEPSEEK_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _deepseek(
+    version: str,
+    model_type: str,
+    numbers: tuple[int, int, int, int, int, int],
+    experts: tuple[int, int, int, int],
+    **more: Any,
+) -> dict[str, Any]:
+    """Layers, hidden, intermediate, heads, vocabulary, longest context; experts: their number, of a
+    token, size of one, and how many of that size are shared."""
+    *sizes, vocabulary, longest = numbers
+    keys = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+    return _dense(
+        f"Deepseek{version}ForCausalLM",
+        model_type,
+        (*sizes, numbers[3], vocabulary, longest),  # type: ignore[arg-type]
+        **dict(zip(keys, experts, strict=True)),
+        moe_layer_freq=1,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        **{"rope_theta": 10000, **more},
+    )
+
+
 def _gpt_oss(num_layers: int, num_experts: int) -> dict[str, Any]:
     return _dense(
         "GptOssForCausalLM",
@@ -165,12 +201,27 @@ POPULAR: dict[str, Popular] = {
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": Popular(_LLAMA_8B, 8.03),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": Popular(
         _qwen2(64, 5120, 27648, 40, 8, 152064, 131072, max_window_layers=64), 32.76),
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": Popular(
+        _deepseek("V2", "deepseek_v2", (27, 2048, 10944, 16, 102400, 163840), (64, 6, 1408, 2),
+                  q_lora_rank=None, topk_method="greedy", scoring_func="softmax", n_group=1,
+                  topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0,
+                  first_k_dense_replace=1,
+                  rope_scaling={**_DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}), 15.7),
     "deepseek-ai/DeepSeek-R1": Popular(
-        _other("DeepseekV3ForCausalLM", "deepseek_v3"), why_not=r"\(MLA\)"),
+        _deepseek("V3", "deepseek_v3", (61, 7168, 18432, 128, 129280, 163840), (256, 8, 2048, 1),
+                  q_lora_rank=1536, topk_method="noaux_tc", scoring_func="sigmoid", n_group=8,
+                  topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5,
+                  first_k_dense_replace=3, num_nextn_predict_layers=1,
+                  rope_scaling=_DEEPSEEK_YARN, quantization_config=_QWEN_FP8), 671.0),
     "deepseek-ai/DeepSeek-V3.2": Popular(
         _other("DeepseekV32ForCausalLM", "deepseek_v32"), why_not=r"sparse .* \(MLA\)"),
     "moonshotai/Kimi-K2-Instruct": Popular(
-        _other("DeepseekV3ForCausalLM", "kimi_k2"), why_not=r"\(MLA\)"),
+        _deepseek("V3", "kimi_k2", (61, 7168, 18432, 64, 163840, 131072), (384, 8, 2048, 1),
+                  q_lora_rank=1536, topk_method="noaux_tc", scoring_func="sigmoid", n_group=1,
+                  topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.827,
+                  first_k_dense_replace=1, num_nextn_predict_layers=0, rope_theta=50000.0,
+                  rope_scaling={**_DEEPSEEK_YARN, "factor": 32.0}, quantization_config=_QWEN_FP8),
+        1026.0),
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": Popular(
         _dense("LlamaForCausalLM", "llama", (24, 2048, 8192, 32, 32, 49152, 8192),
                rope_theta=130000, tie_word_embeddings=True), 1.71),
@@ -233,6 +284,14 @@ POPULAR: dict[str, Popular] = {
                tie_word_embeddings=True), why_not="rope type 'longrope' is not supported"),
     "zai-org/GLM-4.5-Air": Popular(
         _other("Glm4MoeForCausalLM", "glm4_moe"), why_not="partial rotary"),
+    "zai-org/GLM-4.7-Flash": Popular(
+        {**_deepseek("V3", "glm4_moe_lite", (47, 2048, 10240, 20, 154880, 202752), (64, 4, 1536, 1),
+                     q_lora_rank=768, topk_method="noaux_tc", n_group=1, topk_group=1,
+                     norm_topk_prob=True, routed_scaling_factor=1.8, first_k_dense_replace=1,
+                     num_nextn_predict_layers=1, rope_theta=1000000, rope_scaling=None,
+                     partial_rotary_factor=1.0),
+         "architectures": ["Glm4MoeLiteForCausalLM"], "qk_nope_head_dim": 192, "v_head_dim": 256},
+        29.94),
     "zai-org/GLM-5": Popular(_other("GlmMoeDsaForCausalLM", "glm_moe_dsa"), why_not=r"\(MLA\)"),
     "MiniMaxAI/MiniMax-M2": Popular(
         _other("MiniMaxM2ForCausalLM", "minimax_m2"), why_not="partial rotary"),

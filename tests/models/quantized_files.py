@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
 
-_MATRIX = re.compile(r".*(_proj|experts\.\d+\.w[123])\.weight")
+_MATRIX = re.compile(r".*(_proj|_proj_with_mqa|experts\.\d+\.w[123])\.weight")
 Pieces = dict[str, Tensor]
 
 

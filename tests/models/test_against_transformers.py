@@ -31,9 +31,26 @@ CLASSES = {
     "MixtralForCausalLM": transformers.MixtralForCausalLM,
     "Qwen2MoeForCausalLM": transformers.Qwen2MoeForCausalLM,
     "Qwen3MoeForCausalLM": transformers.Qwen3MoeForCausalLM,
+    "DeepseekV2ForCausalLM": transformers.DeepseekV2ForCausalLM,
+    "DeepseekV3ForCausalLM": transformers.DeepseekV3ForCausalLM,
+    "Glm4MoeLiteForCausalLM": transformers.Glm4MoeLiteForCausalLM,
     "GptOssForCausalLM": transformers.GptOssForCausalLM,
 }
 _QWEN_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 # Beside `PLAIN`, what a family cannot do without.
 OWN: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": {"pad_token_id": 0},
@@ -41,6 +58,9 @@ OWN: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_local_experts": 6, "head_dim": 16},
     "Qwen2MoeForCausalLM": {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 40},
     "Qwen3MoeForCausalLM": {**_QWEN_EXPERTS, "num_experts_per_tok": 3},
+    "DeepseekV2ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _LATENT,
+    "Glm4MoeLiteForCausalLM": _LATENT,
     "GptOssForCausalLM": {"num_local_experts": 6},
 }
 PLAIN: dict[str, Any] = {
@@ -102,7 +122,8 @@ CHANGES: list[dict[str, Any]] = [
     {"rope_scaling": YARN, "original_max_position_embeddings": None},
     {"rope_scaling": {**YARN, "factor": None}, "original_max_position_embeddings": 32},
     *({"rope_scaling": {**YARN, key: value}}
-      for key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "truncate")
+      for key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+                  "truncate")
       for value in (None, 0, 0.7, 40.0, True, False)),
     {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
     {"rope_scaling": {**YARN, "original_max_position_embeddings": 4}},
@@ -125,10 +146,21 @@ CHANGES: list[dict[str, Any]] = [
     *({"mlp_only_layers": value} for value in (None, [], [1, 2], [9], "1")),
     *({"decoder_sparse_step": value} for value in (1, 2, 3, 0)),
     *({"swiglu_limit": value} for value in (1, 0.5, "7")),
+    *({"first_k_dense_replace": value} for value in (0, 2, 9, -1, None, "1")),
+    *({"mlp_layer_types": value}
+      for value in (None, ["dense", "sparse"] * 2, ["sparse"] * 4, ["dense"] * 3, ["x"] * 4)),
+    *({"rope_interleave": value} for value in (None, False, 1)),
+    *({"topk_method": value} for value in ("greedy", "group_limited_greedy", "noaux_tc", None)),
+    *({"n_group": value} for value in (ABSENT, None, 1, 2, 3, 8)),
+    *({"topk_group": value} for value in (None, 0, 1, 4, 5)),
+    *({"routed_scaling_factor": value} for value in (ABSENT, 1, 0.5, 0, "2")),
+    *({"n_shared_experts": value} for value in (ABSENT, None, 2)),
     {"eos_token_id": ABSENT},
     *({"eos_token_id": value} for value in (None, 0, 5, [5, 6], "</s>")),
 ]  # fmt: skip
 
+_LATENT_FAMILIES = [name for name, own in OWN.items() if own is _LATENT]
+_GROUPED_PRODUCTS = ["MixtralForCausalLM", "GptOssForCausalLM", *_LATENT_FAMILIES]
 # What transformers refuses, and what only one thing can be meant by.
 LENIENT = [
     ("MistralForCausalLM", {"num_key_value_heads": None}),
@@ -142,8 +174,20 @@ LENIENT = [
     ),
     ("GptOssForCausalLM", {"num_key_value_heads": None}),
     # Only the kernel on a CPU of theirs cannot.
-    *((family, {"hidden_size": 66}) for family in ("MixtralForCausalLM", "GptOssForCausalLM")),
+    *((family, {"hidden_size": 66}) for family in _GROUPED_PRODUCTS),
     ("GptOssForCausalLM", {"swiglu_limit": 1}),
+    *((family, {"routed_scaling_factor": 1}) for family in _LATENT_FAMILIES),
+    *(
+        ("Glm4MoeLiteForCausalLM", {key: None})
+        for key in ("num_key_value_heads", "rope_interleave")
+    ),
+    # Families without this field: transformers checks it where a family has `layer_types`.
+    *(
+        (family, {"mlp_layer_types": value})
+        for family in CLASSES
+        if family != "Glm4MoeLiteForCausalLM"
+        for value in (["dense"] * 3, ["x"] * 4)
+    ),
     *((family, {"rms_norm_eps": 0}) for family in CLASSES),
     *((family, {"rope_scaling": []}) for family in CLASSES),
 ]
@@ -153,8 +197,9 @@ LENIENT = [
 class _Read:
     """What decides the answers of a model."""
 
-    head_dim: int
+    head_dim: int  # of what the cache keeps
     num_kv_heads: int
+    scale: float
     rms_norm_eps: float
     biases: tuple[bool, bool, bool, bool]  # q, output, gate, q norm
     tied: bool
@@ -180,20 +225,22 @@ def _theirs(family: str, changes: dict[str, Any]) -> _Read:
     with torch.no_grad():
         model(torch.arange(8)[None])
     config, attention = model.config, [layer.self_attn for layer in model.model.layers]
+    own, is_latent = attention[0], hasattr(config, "kv_lora_rank")
     is_mistral = family in ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
-    qkv = getattr(attention[0], "q_proj", None) or attention[0].qkv_proj
+    qkv = getattr(own, "q_proj", None) or own.qkv_proj
     slides_everywhere = config.sliding_window if is_mistral else None
     mlp = model.model.layers[0].mlp
     eos = config.eos_token_id
     return _Read(
-        head_dim=attention[0].head_dim,
-        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.kv_lora_rank + config.qk_rope_head_dim if is_latent else own.head_dim,
+        num_kv_heads=1 if is_latent else config.num_key_value_heads,
+        scale=own.scaling,
         rms_norm_eps=config.rms_norm_eps,
         biases=(
             qkv.bias is not None,
-            attention[0].o_proj.bias is not None,
+            own.o_proj.bias is not None,
             hasattr(mlp, "gate_proj") and mlp.gate_proj.bias is not None,
-            hasattr(attention[0], "q_norm"),
+            hasattr(own, "q_norm"),
         ),
         tied=model.lm_head.weight is model.model.embed_tokens.weight,
         windows=tuple(
@@ -210,7 +257,9 @@ def _their_experts(mlp: Any) -> tuple[int, int, bool] | None:
     if not hasattr(mlp, "experts"):
         return None
     router = mlp.router if hasattr(mlp, "router") else mlp.gate
-    return router.num_experts, router.top_k, getattr(router, "norm_topk_prob", True)
+    never = hasattr(router, "topk_method")  # DeepSeek-V2
+    is_normalized = getattr(router, "norm_topk_prob", not never)
+    return router.num_experts, router.top_k, is_normalized
 
 
 def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
@@ -220,12 +269,13 @@ def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
     return _Read(
         head_dim=config.head_dim,
         num_kv_heads=config.num_kv_heads,
+        scale=config.head_dim**-0.5 if config.latent is None else config.latent.scale,
         rms_norm_eps=config.rms_norm_eps,
         biases=(config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm),
         tied=config.tie_word_embeddings,
         windows=config.sliding_windows,
         eos=model.eos_token_ids,
-        frequencies=tuple(inverse_frequencies(config.rope, config.head_dim).tolist()),
+        frequencies=tuple(inverse_frequencies(config.rope, config.rope_dim).tolist()),
         attention_factor=config.rope.attention_factor,
         experts=tuple(
             None
@@ -269,7 +319,8 @@ def test_equal_or_refused(tmp_path: Path, family: str) -> None:
 
 
 def _equal(field: str, ours: Any, theirs: Any) -> bool:
-    if field in ("frequencies", "attention_factor"):  # float32, in another order of operations
+    if field in ("frequencies", "attention_factor", "scale"):
+        # float32, in another order of operations
         return bool(ours == pytest.approx(theirs, rel=1e-5, abs=0))
     return bool(ours == theirs)
 

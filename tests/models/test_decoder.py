@@ -92,7 +92,9 @@ def test_a_family_whose_layers_have_nothing_new_is_one_entry(
     assert _worst([tokens], checkpoint, [[40]]) <= 1e-4
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3-mixed-windows", "qwen2-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "qwen3-mixed-windows", "qwen2-moe", "gpt-oss", "deepseek-v3"]
+)
 def test_prefix_hit_equals_computing_everything(variant: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
     decoder, config = _load(checkpoint, torch.float32)
@@ -109,7 +111,17 @@ def test_prefix_hit_equals_computing_everything(variant: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama", "mistral-sliding", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gpt-oss"],
+    [
+        "llama",
+        "mistral-sliding",
+        "qwen2",
+        "qwen3",
+        "mixtral",
+        "qwen3-moe",
+        "deepseek-v2",
+        "deepseek-v3",
+        "gpt-oss",
+    ],
 )
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(variant: str, tmp_path: Path) -> None:
     truth = write_checkpoint(tmp_path / "float32", variant)

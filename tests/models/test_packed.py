@@ -17,7 +17,6 @@ from torch import Tensor
 
 from disagg.config import EngineConfig
 from disagg.engine.device.check import choose
-from disagg.engine.device.communicator import TorchCommunicator
 from disagg.errors import ModelError
 from disagg.kernels import reference
 from disagg.kernels.linear import PlainLinear
@@ -25,6 +24,7 @@ from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.torch_ops import TorchOps
 from disagg.models import weights
+from disagg.models.communicator import Communicator
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
 from disagg.models.packing import value_nbytes
@@ -37,7 +37,8 @@ from disagg.planner.roofline import placements
 from disagg.planner.shapes import shape_of
 from tests.models.paging import Tokens, new_slab, run_step
 from tests.models.quantized_files import KINDS, write_quantized
-from tests.models.test_ranks import compute, eight_heads, on_ranks
+from tests.models.rank_threads import on_ranks
+from tests.models.test_ranks import compute, eight_heads
 
 CPU = torch.device("cpu")
 DOWN = "model.layers.1.mlp.down_proj"
@@ -58,10 +59,10 @@ class FakeGpuOps(TorchOps):
 
     keeps_packed: Literal["gpu", "cpu"] | None = "gpu"
 
-    def pack(self, weight: Any, bias: Tensor | None) -> Any:
+    def pack(self, weight: Any, bias: Tensor | None, largest: Any = None) -> Any:
         if isinstance(weight, PackedMatrix):
             return ReferenceProduct(weight, bias)
-        return super().pack(weight, bias)
+        return super().pack(weight, bias, largest)
 
     def pack_experts(self, experts: Experts) -> Any:
         return (
@@ -142,6 +143,7 @@ def test_what_is_kept_stands_for_the_same_floats(kind: str, tmp_path: Path) -> N
         ("qwen3-moe", "fp8 blocks"),
         ("mixtral", "awq"),
         ("qwen2-moe-dense-between", "gptq uneven groups"),
+        ("deepseek-v3", "fp8 blocks"),
     ],
 )
 def test_logits_are_those_of_the_widened_weights(variant: str, kind: str, tmp_path: Path) -> None:
@@ -232,6 +234,7 @@ def test_groups_that_ranks_cut_become_smaller_ones(tmp_path: Path) -> None:
         ("llama", "gptq in order of activations"),
         ("qwen3-moe", "fp8 blocks"),
         ("qwen2-moe", "packed with zeros"),
+        ("deepseek-v3", "fp8 blocks"),
     ],
 )
 def test_ranks_keep_their_parts(variant: str, kind: str, tmp_path: Path) -> None:
@@ -240,11 +243,11 @@ def test_ranks_keep_their_parts(variant: str, kind: str, tmp_path: Path) -> None
     model, ids = describe_model(place), [5 * each % 97 for each in range(30)]
     alone = compute(load_model(model, torch.float32, CPU), ids, same)
 
-    def rank(communicator: TorchCommunicator) -> Any:
+    def rank(communicator: Communicator) -> Any:
         decoder = load_model(model, torch.float32, CPU, communicator=communicator, ops=FakeGpuOps())
         return compute(decoder, ids, communicator.broadcast_)
 
-    first, _ = on_ranks(2, tmp_path, rank)
+    first, _ = on_ranks(2, rank, tmp_path)
     for found, wanted in zip(first.logits, alone.logits, strict=True):
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
 
@@ -334,3 +337,15 @@ def test_disagg_plan_counts_experts(kind: str, experts_nbytes: float, tmp_path: 
     ]
     tables = 2 * 2 * packed.num_head_params
     assert without[0] - tables == (without[1] - tables) * packed.packed_nbytes / 2
+
+
+def test_disagg_plan_counts_what_several_gpus_widen(tmp_path: Path) -> None:
+    """Matrices of which each has some columns, in an order of activations."""
+    kind = "gptq in order of activations"
+    sizes = {**eight_heads("llama"), "hidden_size": 64, "intermediate_size": 128}
+    model = describe_model(write_quantized(tmp_path, "llama", kind, **sizes).directory)
+    shares = [Share(rank, 2) for rank in range(2)]
+    kept = [weights_nbytes(model.config, 2, share=each, kept=model.tensors) for each in shares]
+    of_one, of_two = placements(shape_of(model), GPUS["h100"])[:2]
+    assert of_two.weights_nbytes == pytest.approx(sum(kept), rel=0.1)
+    assert of_one.weights_nbytes < 0.8 * of_two.weights_nbytes

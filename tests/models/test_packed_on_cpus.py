@@ -139,14 +139,22 @@ def test_every_number_of_a_block(kind: Type, tmp_path: Path) -> None:
     file.write_bytes(b"before" + raw.tobytes())
     shape = num_rows, num_blocks * num_values
     stored = GgufStored(file, kind.name, shape, 6, 6 + raw.nbytes)
+    whole, half = read_values(stored), shape[1] // 2  # inside a block
+    numbers: Counter[int] = Counter()
+    for columns in ((0, shape[1]), (0, half), (half, shape[1])):
+        box = (10, 30), columns
+        part = Part("w", (20, columns[1] - columns[0]), shape, box)
+        packing = packing_of({"w": stored}, [part], "cpu")
+        assert packing is not None
+        matrix, wanted = packed_values(stored, packing, box), read_values(stored, box)
+        assert matrix.shape == tuple(wanted.shape)
+        assert torch.equal(wanted, whole[10:30, slice(*columns)])
+        assert torch.equal(matrix.widened(torch.float32), wanted)
+        numbers.update(matrix.numbers().flatten().tolist())
+    assert numbers.keys() == {*NUMBERS[kind]}
     packing = packing_of({"w": stored}, [Part("w", shape)], "cpu")
     assert packing is not None
-    for box in ((), ((10, 30), (0, shape[1]))):
-        matrix = packed_values(stored, packing, box)
-        wanted = read_values(stored, box)
-        assert matrix.shape == tuple(wanted.shape)
-        assert torch.equal(matrix.widened(torch.float32), wanted)
-    assert Counter(matrix.numbers().flatten().tolist()).keys() == {*NUMBERS[kind]}
+    assert torch.equal(packed_values(stored, packing).widened(torch.float32), whole)
 
 
 def test_blocks_of_other_kinds_are_widened(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from disagg.models.description import describe_model
 from disagg.models.families import FAMILIES
 from disagg.models.gguf_model import gguf_families
 from disagg.models.model_config import ModelConfig
+from disagg.models.share import possible_ranks
 from disagg.planner.shapes import shape_of
 from tests.models.checkpoints import VARIANTS
 from tests.models.popular import POPULAR
@@ -70,6 +71,7 @@ def families_table() -> str:
             ("biases", family.attention_bias != "none"),
             ("norms of q and k", family.qk_norm),
             ("sinks", family.sinks),
+            ("latents", family.is_latent),
         ]
         attention = ", ".join([attention, *(word for word, has in more if has)])
         mlp, experts = "dense", family.experts
@@ -77,6 +79,8 @@ def families_table() -> str:
             kinds = [
                 ("a shared one", bool(experts.shared)),
                 ("dense layers between", experts.has_dense_layers),
+                ("dense layers first", bool(experts.first_dense or experts.layer_kinds)),
+                ("groups of them", bool(experts.scoring)),
                 ("clamped SwiGLU", experts.is_clamped),
             ]
             mlp = ", ".join(["experts", *(word for word, has in kinds if has)])
@@ -85,21 +89,23 @@ def families_table() -> str:
 
 
 def checkpoints_table() -> str:
-    rows = ["| checkpoint | parameters | served |", "|---|---|---|"]
+    rows = ["| checkpoint | parameters | served | ranks |", "|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as directory:
         for name, popular in POPULAR.items():
             found = _described(Path(directory), name)
             if isinstance(found, ModelConfig):
-                size, answer = f"{popular.billions:.3g} billion", "yes"
+                number = f"{popular.billions:.{3 if popular.billions < 1000 else 4}g}"
+                size, answer = f"{number} billion", "yes"
+                ranks = ", ".join(map(str, possible_ranks(found)))
             else:
                 missing = re.search(r"\(not yet: (.*)\); supported", found.message)
                 why = re.search(r"(the weights are quantised.*?);", found.message)
-                size = ""
+                size = ranks = ""
                 rope = re.search(r"(rope type '\w+') is not supported", found.message)
                 said = missing or why or rope
                 assert said is not None, found.message
                 answer = f"no: {said[1]}"
-            rows.append(f"| {name} | {size} | {answer} |")
+            rows.append(f"| {name} | {size} | {answer} | {ranks} |")
     return "\n".join(rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from disagg.models.weights import load_weights
 from disagg.worker.check import check_tier
 from tests.models.checkpoints import assert_logits_are_transformers
 from tests.models.quantized_files import AWQ, FP8, KINDS, compressed, gptq, write_quantized
+from tests.models.test_ranks import eight_heads
 
 CPU = torch.device("cpu")
 Change = Callable[[dict[str, Tensor]], object]
@@ -63,8 +64,9 @@ def _rewrite(directory: Path, change: Change, **config: Any) -> Path:
 def test_every_value_is_the_one_it_stands_for(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    directory = write_quantized(tmp_path, "llama", kind).directory
-    for share in (WHOLE, Share(1, 2)):
+    """Also those of ranks, which begin inside words, groups and blocks."""
+    directory = write_quantized(tmp_path, "llama", kind, **eight_heads("llama")).directory
+    for share in (WHOLE, Share(1, 2), Share(1, 4), Share(3, 4)):
         found = _all_tensors(directory, dtype, share)
         wanted = _all_tensors(tmp_path / "floats", dtype, share)
         assert found.keys() == wanted.keys()
@@ -84,6 +86,7 @@ def test_every_value_is_the_one_it_stands_for(
         ("qwen3-moe-dense-first", "fp8 tensor"),
         ("qwen2-moe", "gptq 8 bits"),
         ("mixtral", "gptq uneven groups"),
+        ("deepseek-v3", "fp8 blocks"),
     ],
 )
 def test_logits_are_those_of_the_widened_weights(variant: str, kind: str, tmp_path: Path) -> None:
@@ -104,8 +107,14 @@ def test_numbers_that_compressed_tensors_itself_packed(tmp_path: Path) -> None:
     format = QuantizedFormat(name="", layout="packed", bits=4, group_size=8)
     matrix = as_floats(read_header(file).tensors, format)["a.weight"]
     assert isinstance(matrix, QuantizedStored) and matrix.shape == (9, 16)
-    found = widened(matrix, pieces.__getitem__, torch.bfloat16)
+
+    def read(end: str, box: Sequence[tuple[int, int]] = ()) -> Tensor:
+        return pieces[end][tuple(slice(*own) for own in box)]
+
+    found = widened(matrix, read, torch.bfloat16)
     assert found[[0, 8]].tolist() == [FIRST_ROW, LAST_ROW]
+    part = widened(matrix, read, torch.bfloat16, ((8, 9), (3, 14)))
+    assert part.tolist() == [LAST_ROW[3:14]]
 
 
 def test_the_memory_is_that_of_the_widened_weights(tmp_path: Path) -> None:

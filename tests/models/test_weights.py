@@ -82,8 +82,9 @@ def test_casts_and_ties(tmp_path: Path) -> None:
     assert weights.lm_head is weights.embedding
 
 
-def test_progress_reaches_the_total(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "llama-tied-biased-llama3")
+@pytest.mark.parametrize("variant", ["llama-tied-biased-llama3", "deepseek-v3"])
+def test_progress_reaches_the_total(variant: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, variant)
     calls: list[tuple[int, int]] = []
     _load(tmp_path, torch.bfloat16, lambda done, total: calls.append((done, total)))
     done = [call[0] for call in calls]
@@ -92,8 +93,9 @@ def test_progress_reaches_the_total(tmp_path: Path) -> None:
     assert len({total for _, total in calls}) == 1
 
 
-def test_random_weights_have_the_shapes_of_loaded_ones(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "qwen3-mixed-windows")
+@pytest.mark.parametrize("variant", ["qwen3-mixed-windows", "deepseek-v3"])
+def test_random_weights_have_the_shapes_of_loaded_ones(variant: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, variant)
     config = describe_model(tmp_path).config
     loaded, drawn = _load(tmp_path), random_weights(config, torch.float32, CPU, seed=0)
     for mine, theirs in zip(drawn.layers, loaded.layers, strict=True):
@@ -126,6 +128,24 @@ def test_old_checkpoints_inverse_frequencies_are_ignored(tmp_path: Path) -> None
     write_checkpoint(tmp_path, "llama")
     _edit(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     assert _load(tmp_path).norm.shape == (48,)
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "deepseek-v3")
+    names = ("self_attn.q_a_proj.weight", "eh_proj.weight", "shared_head.norm.weight")
+    _edit(tmp_path, {f"model.layers.3.{name}": torch.zeros(2, 3) for name in names})
+    assert len(_load(tmp_path).layers) == 3
+    _edit(tmp_path, {"model.layers.4.enorm.weight": torch.ones(2)})
+    with pytest.raises(ModelError, match=r"unexpected tensors: model\.layers\.4\.enorm"):
+        _load(tmp_path)
+
+
+def test_the_biases_of_a_choice_keep_their_bits(tmp_path: Path) -> None:
+    state = write_checkpoint(tmp_path, "deepseek-v3").model.state_dict()
+    wanted = state["model.layers.1.mlp.gate.e_score_correction_bias"]
+    found = _load(tmp_path, torch.bfloat16).layers[1].score_bias
+    assert found is not None and torch.equal(found, wanted)
+    assert not torch.equal(wanted.bfloat16().float(), wanted)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -69,14 +69,18 @@ def build_engine(
     share = Share(0, config.tensor_parallel_size)
     plan = EnginePlan.of(config, description, share, largest_step)
     device, memory, max_model_len = plan.device, plan.memory, plan.max_model_len
-    if followers is not None:
-        load = partial(load_model, communicator=followers.meet(device.type))
+    ranks = None if followers is None else followers.meet(device.type)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    load = load or partial(load_model, quantization=config.quantization)
-    decoder = load(
-        description, plan.dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
-    )
+    load = load or partial(load_model, quantization=config.quantization, communicator=ranks)
+    try:
+        decoder = load(
+            description, plan.dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
+        )
+    except RuntimeError:  # of a communicator, if another rank is gone
+        if followers is not None:
+            followers.raise_lost()
+        raise
     room_nbytes = plan.room_nbytes()
     if followers is not None:
         room_nbytes = followers.least_room_nbytes(room_nbytes)

@@ -5,6 +5,7 @@ Loads no torch where there is no GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from disagg.config import EngineConfig
@@ -18,8 +19,10 @@ from disagg.engine.device.kv_shape import KVShape, choose_format
 from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan, plan_memory
 from disagg.errors import StartupError
 from disagg.kernels.kv_pages import FORMATS
+from disagg.kernels.packed_sizes import INT4_GROUP
 from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
+from disagg.models.rank_parts import rank_layer_parts
 from disagg.models.share import Share, check_ranks
 from disagg.models.tensor_check import check_weights
 
@@ -120,12 +123,24 @@ def check_ranks_of(config: EngineConfig, model: ModelConfig) -> None:
     """Raises `StartupError`: the engine cannot have so many ranks."""
     num_ranks = config.tensor_parallel_size
     check_ranks(model, num_ranks)
-    if config.quantization is not None and num_ranks > 1:
+    if config.quantization != "int4" or num_ranks == 1:
+        return
+    cut = next((each for each in _num_columns(model, num_ranks) if each % INT4_GROUP), None)
+    if cut is not None:
         raise StartupError(
-            f"quantization and tensor_parallel_size = {num_ranks} are not supported together; leave"
-            " one of them out.",
+            f"quantization = 'int4' is not possible with tensor_parallel_size = {num_ranks}:"
+            f" {INT4_GROUP} neighbours in a row share a scale, and a rank would have {cut} columns"
+            " of some matrices, no multiple of them; set 'int8', or other ranks.",
             param="quantization",
         )
+
+
+def _num_columns(model: ModelConfig, num_ranks: int) -> Iterator[int]:
+    """Of a rank, of the matrices of which each rank has some columns."""
+    for layer in range(model.num_layers):
+        fields = rank_layer_parts(model, layer, Share(0, num_ranks))
+        for field in ("output", "down", "shared_down"):
+            yield from (part.shape[1] for part in fields.get(field, ()))
 
 
 def _choose_shape(
@@ -136,7 +151,8 @@ def _choose_shape(
     share: Share,
 ) -> KVShape:
     """The format of a rank's KV blocks. Raises `StartupError`: not possible on this device."""
-    format = choose_format(config, dtype, device)
+    is_latent = model.config.latent is not None
+    format = choose_format(config, dtype, device, is_latent=is_latent)
     block_size = config.block_size or (GPU_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE)
     fingerprint = model.fingerprint
     if config.quantization is not None:

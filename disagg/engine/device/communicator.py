@@ -50,10 +50,14 @@ class TorchCommunicator:
         listener: socket | None = None,
     ) -> None:
         self._share = share
-        store = _store(meeting_place, share, listener)
+        self._store = store = _store(meeting_place, share, listener)
         store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
+        self._host, self._is_cpu = host, device_type == "cpu"
         self._group = _group(store, share, device_type, host)
+        self._beside: Any = None  # of gloo between GPUs, once it is needed
         self._sum = _in_order(_dist.AllreduceOptions())
+        self._most = _dist.AllreduceOptions()
+        self._most.reduceOp = _dist.ReduceOp.MAX
         self._to_first = _in_order(_dist.GatherOptions())
         self._from_first = _in_order(_dist.BroadcastOptions())
         self._to_first.rootRank = self._from_first.rootRank = 0
@@ -63,9 +67,19 @@ class TorchCommunicator:
         return self._share
 
     def all_reduce_(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous(), "gloo would sum other numbers"
         if x.numel():
             _wait(self._group.allreduce([x], self._sum))
         return x
+
+    def largest_(self, x: Tensor) -> Tensor:
+        # By gloo, also between GPUs: NCCL would wait for a rank that is gone.
+        if self._beside is None and not self._is_cpu:
+            store = _dist.PrefixStore("cpu", self._store)
+            self._beside = _group(store, self._share, "cpu", self._host)
+        own = x.cpu()
+        _wait((self._beside or self._group).allreduce([own], self._most))
+        return x.copy_(own)
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         is_first = self._share.is_first

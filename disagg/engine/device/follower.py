@@ -71,7 +71,11 @@ class Follower:
         plan = self._plan
         communicator = TorchCommunicator(self._share, self.device.type, meeting_place, host)
         self._decoder = load_model(
-            self._description, plan.dtype, plan.device, communicator=communicator
+            self._description,
+            plan.dtype,
+            plan.device,
+            quantization=plan.config.quantization,
+            communicator=communicator,
         )
         return plan.room_nbytes()
 

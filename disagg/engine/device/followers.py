@@ -22,6 +22,10 @@ class Followers(Protocol):
         """Wait until all have loaded. Returns the least memory that any has for KV."""
         ...
 
+    def raise_lost(self) -> None:
+        """Raise what a rank has said that could not load, if there is one within seconds."""
+        ...
+
     def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
         """Wait until all have so many KV blocks and can compute steps.
 

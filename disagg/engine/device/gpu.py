@@ -10,14 +10,14 @@ import torch
 
 from disagg.config import EngineConfig
 from disagg.errors import NotEnoughMemory, StartupError
+from disagg.kernels.devices import LARGE_SHARED_NBYTES
 from disagg.models.model_config import ModelConfig
 from disagg.models.share import Share
 
 LEAST_CAPABILITY = 8, 0  # bfloat16, and copies past the registers
-# Shared memory of a program: A100, H100 and B200 have 163 KB and more, all others 99.
-LARGE_SHARED_NBYTES = 160 << 10
 # Largest vector of a head for which tiles of attention fit into it, and into less.
 MOST_NBYTES, MOST_NBYTES_OF_SMALL = 512, 256
+MOST_LATENT_NBYTES = 1152  # of what all heads attend to: 576 values in 16 bits
 # A worker that has just ended frees its memory some seconds later than its place in Ray.
 FREE_WAIT_S = 30.0
 _POLL_S = 0.5
@@ -41,6 +41,8 @@ def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> N
         )
     is_small = found.shared_memory_per_block_optin < LARGE_SHARED_NBYTES
     most_nbytes = MOST_NBYTES_OF_SMALL if is_small else MOST_NBYTES
+    if model.latent is not None:
+        most_nbytes = MOST_LATENT_NBYTES
     vector_nbytes = model.head_dim * dtype.itemsize
     if vector_nbytes > most_nbytes or (is_small and dtype == torch.float32):
         wide = f"{str(dtype).removeprefix('torch.')} heads of {model.head_dim} values"

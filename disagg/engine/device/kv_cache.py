@@ -49,6 +49,7 @@ class KVCache:
             shape.num_own_heads,
             shape.block_size,
             shape.head_dim,
+            shape.num_vectors,
         )
         self.slab = self.pages.blocks
 

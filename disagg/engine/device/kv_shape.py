@@ -26,6 +26,7 @@ class KVShape:
     """The format of a block: everything that must match for its bytes to be interchangeable.
 
     num_kv_heads: of the model.
+    num_vectors: of a token in each layer and KV head: a key and a value, or one latent.
     share: of the heads, which one rank has.
     """
 
@@ -36,6 +37,7 @@ class KVShape:
     format: KVFormat
     fingerprint: str  # of the model
     share: Share = WHOLE
+    num_vectors: int = 2
 
     @classmethod
     def of(
@@ -54,6 +56,7 @@ class KVShape:
             head_dim=model.head_dim,
             format=format,
             fingerprint=fingerprint,
+            num_vectors=model.num_vectors,
         )
 
     @property
@@ -85,23 +88,28 @@ class KVShape:
     @property
     def _head_nbytes(self) -> int:
         """What a head has of a block: in all layers, which lie together (`kernels.kv_pages`)."""
-        return 2 * self.num_layers * self.format.page_nbytes(self.block_size, self.head_dim)
+        page_nbytes = self.format.page_nbytes(self.block_size, self.head_dim)
+        return self.num_vectors * self.num_layers * page_nbytes
 
     @property
     def layout(self) -> str:
         """Of whole blocks, and so the same on all ranks."""
-        shape = f"{self.num_kv_heads}x{self.num_layers}x2x{self.block_size}x{self.head_dim}"
+        sizes = self.num_kv_heads, self.num_layers, self.num_vectors, self.block_size, self.head_dim
+        shape = "x".join(map(str, sizes))
         format = self.format.name
         if self.format.has_scales:
             format += f"+scale{8 * SCALE_NBYTES}"  # behind the values of each page
         return f"disagg-kv-{LAYOUT_VERSION}:{self.fingerprint}:{format}:{shape}"
 
 
-def choose_format(config: EngineConfig, dtype: str, device: DeviceType) -> KVFormat:
+def choose_format(
+    config: EngineConfig, dtype: str, device: DeviceType, *, is_latent: bool = False
+) -> KVFormat:
     """The KV format: the requested one; by default that in which the model computes.
 
     Args:
         dtype: in which the model computes.
+        is_latent: the cache keeps latents (`ModelConfig.latent`).
 
     Raises:
         StartupError: not supported with this dtype or on this device; lists the possible formats.
@@ -109,6 +117,12 @@ def choose_format(config: EngineConfig, dtype: str, device: DeviceType) -> KVFor
     own = FORMATS[dtype]
     if config.kv_cache_dtype in ("auto", own.name):
         return own
+    if is_latent:
+        raise StartupError(
+            f"kv_cache_dtype = {config.kv_cache_dtype!r} is not supported with multi-head latent"
+            f" attention, whose cache is small already. Possible here: auto, {own.name}.",
+            param="kv_cache_dtype",
+        )
     reason = f"values of a model in {own.name} are stored as they are, or with scales"
     asked = FORMATS[config.kv_cache_dtype]
     capability = _capability() if device == "cuda" else None
@@ -185,7 +199,7 @@ def _flag(config: EngineConfig, on_gpu: bool) -> str:
 
 def _smaller_format(shape: KVShape) -> str:
     smaller = replace(shape, format=FORMATS["int8"])
-    if shape.format.has_scales:
+    if shape.format.has_scales or shape.num_vectors == 1:
         return ""
     return f", or set kv_cache_dtype = int8 ({smaller.block_nbytes} bytes a block)"
 

@@ -94,7 +94,7 @@ def plan_memory(
             model, itemsize, widens=True, quantization=config.quantization, share=shape.share
         )
     elif config.quantization is not None:
-        model_nbytes = quantized_on_gpu_nbytes(model, itemsize, config.quantization)
+        model_nbytes = quantized_on_gpu_nbytes(model, itemsize, config.quantization, shape.share)
     else:
         model_nbytes = weights_nbytes(model, itemsize, share=shape.share, kept=tensors)
     model = shape.share.config(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from disagg.engine.sched.speculation import MAX_AHEAD
+from disagg.kernels.attention_work import latent_group
 from disagg.models.model_config import ModelConfig
 
 # Per logit: float32, the count of its token, the grammar's mask, its log-probability, and copies.
@@ -13,6 +14,7 @@ SAMPLING_NBYTES = 32
 LAUNCH_NBYTES = 16 << 10
 LAUNCHES_A_LAYER = 16
 LAUNCHES_OF_EXPERTS = 12  # more
+LAUNCHES_OF_LATENTS = 12  # more
 CUBLAS_NBYTES = 32 << 20  # torch's workspace for each stream on Hopper, its largest
 PARTIAL_ROWS = 64  # query rows of a partial result, at most, when a sequence's keys are split
 LEAST_BLOCK_SIZE = 16  # smallest block size on a GPU
@@ -72,13 +74,17 @@ def captured_nbytes(
     if num_ranks > 1:  # those of each rank, joined; its own before and after it is made as wide
         logits += num_rows * model.vocab_size * itemsize * (num_ranks + 2) // num_ranks
     partial = PARTIAL_ROWS * 4 * (model.head_dim + 1)
-    partials = (num_rows * model.num_kv_heads + SPARE_PARTIALS) * partial
+    num_groups = model.num_kv_heads
+    if model.latent is not None:
+        num_groups = model.num_heads // latent_group(model.num_heads)
+    partials = (num_rows * num_groups + SPARE_PARTIALS) * partial
     pool = num_rows * _token_nbytes(model, itemsize) + partials + CUBLAS_NBYTES
     pool += SPLITS_NBYTES * is_packed
     # Pieces of work: each has numbers of its own, once for each window.
     num_windows = len(set(model.sliding_windows))
     pieces = 4 * 10 * sum(size + SPARE_PARTIALS for size in sizes) * num_windows
     launches_a_layer = LAUNCHES_A_LAYER + (LAUNCHES_OF_EXPERTS if model.experts else 0)
+    launches_a_layer += LAUNCHES_OF_LATENTS if model.latent else 0
     launches = len(sizes) * model.num_layers * launches_a_layer * LAUNCH_NBYTES
     return inputs + logits + pool + pieces + launches
 
@@ -91,5 +97,7 @@ def _token_nbytes(model: ModelConfig, itemsize: int) -> int:
         mlp = max(mlp, 3 * model.experts.shared_intermediate_size)
         each = model.experts.intermediate_size + model.hidden_size
         mlp += model.experts.num_experts_per_tok * each
-    wide = 4 * model.hidden_size + mlp + 2 * num_heads * model.head_dim
-    return wide * itemsize
+    attention = 2 * num_heads * model.head_dim
+    if model.latent is not None:  # queries before and after absorption, and values of heads
+        attention += 2 * model.num_heads * (model.latent.query_dim + model.latent.value_dim)
+    return (4 * model.hidden_size + mlp + attention) * itemsize

@@ -25,6 +25,7 @@ from disagg.planner.shapes import shape_of
 from disagg.planner.step_sizes import step_sizes
 from disagg.worker.check import check_tier
 from tests.engine.device.test_workspace import LLAMA_3_8B
+from tests.models.paging import SMALL_LATENT
 from tests.tiny_model import write_tiny_model
 
 GB = 10**9
@@ -144,6 +145,8 @@ def test_no_weight_is_read_before_it_is_known_to_fit(
         ("NVIDIA L40S", (8, 9), 99, 256, torch.bfloat16, "99 KB of a program on NVIDIA L40S"),
         ("NVIDIA L40S", (8, 9), 99, 64, torch.float32, "Set dtype = 'bfloat16'"),
         ("NVIDIA RTX PRO 6000", (12, 0), 99, 96, torch.float16, ""),
+        ("NVIDIA RTX PRO 6000", (12, 0), 99, 576, torch.bfloat16, ""),  # latents
+        ("NVIDIA H200", (9, 0), 227, 576, torch.float32, "Set dtype = 'bfloat16'"),
     ],
 )
 def test_a_gpu_that_cannot_run_the_kernels_is_refused_first(
@@ -159,7 +162,8 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused_first(
     gpu.properties = SimpleNamespace(
         name=name, major=major, minor=minor, shared_memory_per_block_optin=shared_kb * 1024
     )
-    model = replace(LLAMA_3_8B, head_dim=head_dim)
+    latent = SMALL_LATENT.latent if head_dim == 576 else None
+    model = replace(LLAMA_3_8B, head_dim=head_dim, latent=latent)
     if not words:
         check_gpu(CUDA, model, dtype)
         return

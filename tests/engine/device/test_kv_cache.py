@@ -14,6 +14,7 @@ from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.kv_shape import CPU_CACHE_NBYTES, KVShape, choose_num_blocks
 from disagg.errors import NotEnoughMemory
 from disagg.kernels.kv_pages import FORMATS
+from disagg.models.share import Share
 
 CPU = torch.device("cpu")
 SHAPE = KVShape(
@@ -39,6 +40,16 @@ def test_a_block_is_one_run_of_bytes() -> None:
     cache.pages.values[3] = torch.randn(3, 2, 2, 4, 8)
     raw = ctypes.string_at(cache.base_address + 3 * cache.block_nbytes, cache.block_nbytes)
     assert cache.read_block(3) == raw
+
+
+def test_a_latent_is_one_vector_of_one_head() -> None:
+    shape = dataclasses.replace(SHAPE, num_kv_heads=1, num_vectors=1)
+    cache = KVCache(shape, 5, CPU)
+    assert cache.pages.values.shape == (5, 3, 1, 1, 4, 8)
+    assert cache.block_nbytes == 3 * 4 * 8 * 2
+    assert cache.layout != KVCache(dataclasses.replace(shape, num_vectors=2), 5, CPU).layout
+    of_rank = dataclasses.replace(shape, share=Share(1, 2))
+    assert of_rank.block_nbytes == shape.block_nbytes  # a copy
 
 
 def test_blocks_move_as_bytes() -> None:

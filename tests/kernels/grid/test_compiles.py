@@ -19,6 +19,7 @@ from tests.kernels.compiling import (
     Assembler,
     check_attention,
     check_cut,
+    check_latent_attention,
     check_mixed_cut,
     check_without_spills,
 )
@@ -66,6 +67,12 @@ def test_attention(
     assembler: Assembler,
 ) -> None:
     check_attention(assembler, arch, stored, rows, head_dim, block_size, window)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(("rows", "block_size"), [(16, 64), (16, 16), (32, 64), (64, 64), (64, 16)])
+def test_latent_attention(rows: int, block_size: int, arch: int, assembler: Assembler) -> None:
+    check_latent_attention(assembler, arch, rows, block_size)
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -1,0 +1,104 @@
+"""Multi-head latent attention of a layer (DeepSeek-V2, arXiv 2405.04434), with absorbed weights.
+
+The matrix that makes a head's key of a latent is multiplied with its query instead, and the one
+that makes its value with the sum over latents. So all heads attend to what the cache keeps, and
+neither keys nor values are ever made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.ops import Ops, Paging, Weight
+from disagg.models.latent_config import LatentConfig
+from disagg.models.model_config import ModelConfig
+from disagg.models.weights import LayerWeights
+
+_EPS = 1e-6  # of the norms of latents, whatever the other norms have
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Its weights in the form the device wants."""
+
+    config: LatentConfig
+    num_heads: int
+    query_norm: Tensor | None
+    query: Weight | None  # [num_heads * query_dim, query_rank]
+    norm: Tensor
+    keys: Tensor  # [num_heads, nope_dim, rank]
+    values: Tensor  # [num_heads, rank, value_dim]
+
+    @classmethod
+    def pack(cls, ops: Ops, config: ModelConfig, layer: LayerWeights) -> LatentAttention | None:
+        """None: the layer has another attention."""
+        latent = config.latent
+        if latent is None:
+            return None
+        assert layer.kv_b is not None and layer.kv_a_norm is not None
+        by_head = layer.kv_b.view(config.num_heads, -1, latent.rank)
+        keys, values = by_head.tensor_split((latent.nope_dim,), dim=1)
+        return cls(
+            config=latent,
+            num_heads=config.num_heads,
+            query_norm=layer.q_a_norm,
+            query=None if layer.q_b is None else ops.pack(layer.q_b, None),
+            norm=layer.kv_a_norm,
+            keys=keys.contiguous(),
+            values=values.transpose(1, 2).contiguous(),
+        )
+
+    def __call__(
+        self,
+        ops: Ops,
+        projected: Tensor,
+        rope_rows: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        paging: Paging,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            projected: queries, or what they are made from, then what the cache keeps before its
+                norm and rotation: [num_tokens, query width + cached_dim].
+
+        Returns:
+            [num_tokens, num_heads * value_dim].
+        """
+        its = self.config
+        heads = self._heads(ops, projected, rope_rows)
+        summed = ops.latent_attention(heads, kv_cache, layer, paging, its.rank, its.scale)
+        made = projected.new_empty(len(projected), self.num_heads, its.value_dim)
+        torch.bmm(summed.transpose(0, 1), self.values, out=made.transpose(0, 1))
+        return made.flatten(1)
+
+    def _heads(self, ops: Ops, projected: Tensor, rope_rows: Tensor) -> Tensor:
+        """Absorbed queries, and what is cached: [num_tokens, num_heads + 1, cached_dim]."""
+        its = self.config
+        low, cached = projected.tensor_split((-its.cached_dim,), dim=1)
+        if self.query is not None:
+            assert self.query_norm is not None
+            low = ops.project(ops.rms_norm(low.contiguous(), self.query_norm, _EPS), self.query)
+        queries = low.view(len(low), self.num_heads, its.query_dim)
+        heads = projected.new_empty(projected.shape[0], self.num_heads + 1, its.cached_dim)
+        absorbed = heads[:, :-1, : its.rank].transpose(0, 1)
+        torch.bmm(queries[..., : its.nope_dim].transpose(0, 1), self.keys, out=absorbed)
+        latents = cached[:, : its.rank].contiguous()
+        heads[:, -1, : its.rank] = ops.rms_norm(latents, self.norm, _EPS)
+        turned = heads[..., its.rank :]
+        self._arrange(queries[..., its.nope_dim :], turned[:, :-1])
+        self._arrange(cached[:, its.rank :], turned[:, -1])
+        ops.norm_rope_(turned, None, 0.0, rope_rows)
+        return heads
+
+    def _arrange(self, source: Tensor, target: Tensor) -> None:
+        """Copy so that halves are turned together. Scores do not depend on the order of values."""
+        if self.config.is_interleaved:
+            source = source.view(*source.shape[:-1], -1, 2).transpose(-1, -2)
+            target = target.view(*target.shape[:-1], 2, -1)
+        target.copy_(source)
