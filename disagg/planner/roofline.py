@@ -188,7 +188,7 @@ def placements(
         and num_heads % num == 0
         and (num_kv_heads % num == 0 or num % num_kv_heads == 0)
     ]
-    every = [Placement(shape, gpu, num, weights, kv, efficiency) for num in degrees]
+    every = [Placement(shape.divided(num), gpu, num, weights, kv, efficiency) for num in degrees]
     fitting = [each for each in every if each.num_kv_tokens >= num_tokens]
     if not fitting:
         most = every[-1]

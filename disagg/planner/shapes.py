@@ -16,6 +16,8 @@ from disagg.errors import ModelError
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.experts_config import MXFP4_NBYTES
 from disagg.models.hub import fetch_config, is_repository
+from disagg.models.latent_config import LatentConfig
+from disagg.models.model_config import ModelConfig
 from disagg.models.packing import value_nbytes
 
 # Of one value of a weight. fp8 has a scale for a matrix, or (fp8-block) for blocks of 128 x 128;
@@ -39,6 +41,7 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
         packed_nbytes: of a value of its layers' matrices, which stay quantised on a GPU; 0: they
             are widened when they are loaded.
         has_widened_experts: the matrices of experts are widened in any case.
+        has_order: columns are in an order of activations; `packed_nbytes` is then that of one GPU.
         latent_size: values of KV that a layer keeps of a token for all heads (multi-head latent
             attention); 0: keys and values of `num_kv_heads`.
         attention_params: of one layer, where they do not follow from the heads.
@@ -65,6 +68,7 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
     quantized: str = ""
     packed_nbytes: float = 0.0
     has_widened_experts: bool = False
+    has_order: bool = False
     latent_size: int = 0
     attention_params: int = 0
     repository: str = ""
@@ -95,13 +99,25 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
         """As a CPU holds it: no matrix stays quantised there."""
         return msgspec.structs.replace(self, packed_nbytes=0.0)
 
+    def divided(self, num_gpus: int) -> ModelShape:
+        """As so many GPUs hold it together: of matrices that end attention and MLP each has some
+        columns, and widens them if they are in an order of activations."""
+        if num_gpus == 1 or not self.has_order or not self.packed_nbytes:
+            return self
+        ends = self.hidden_size * (
+            self.num_layers * self.num_heads * self.head_dim + self._num_inner
+        )
+        more = (NBYTES["bf16"] - self.packed_nbytes) * ends / self._num_common_params
+        return msgspec.structs.replace(self, packed_nbytes=self.packed_nbytes + more)
+
     def value_nbytes(self, dtype: str) -> float:
         """Of one value of the layers' matrices; of experts, see `_expert_nbytes`."""
         return self.packed_nbytes if self.packed_nbytes and dtype == "bf16" else NBYTES[dtype]
 
     def stored_as(self, dtype: str) -> str:
         """What the layers' matrices are in, for people."""
-        return self.quantized if self.packed_nbytes and dtype == "bf16" else dtype
+        stored = self.quantized if self.packed_nbytes and dtype == "bf16" else dtype
+        return f"{stored}, experts in MXFP4" if self.has_mxfp4_experts else stored
 
     def read_nbytes(self, num_tokens: int, dtype: str) -> float:
         """Of the weights that a step of so many tokens reads.
@@ -131,11 +147,19 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
         """Of all layers, without their experts."""
         of_heads = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         attention = self.attention_params or of_heads
-        num_sparse = self.num_layers - self.num_dense_layers if self.num_experts else 0
-        mlp = (self.num_layers - num_sparse) * self.intermediate_size
-        mlp += num_sparse * self.shared_size
-        router = num_sparse * self.num_experts * self.hidden_size
-        return self.num_layers * attention + 3 * self.hidden_size * mlp + router
+        router = self._num_sparse * self.num_experts * self.hidden_size
+        return self.num_layers * attention + 3 * self.hidden_size * self._num_inner + router
+
+    @property
+    def _num_sparse(self) -> int:
+        """Layers with experts."""
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
+    def _num_inner(self) -> int:
+        """Inner sizes of all MLPs that every token goes through."""
+        dense = (self.num_layers - self._num_sparse) * self.intermediate_size
+        return dense + self._num_sparse * self.shared_size
 
     @cached_property
     def _num_params_per_expert(self) -> int:
@@ -196,7 +220,11 @@ def shape_of(model: ModelDescription) -> ModelShape:
         **numbers,
         quantized="" if format is None else format.name,
         packed_nbytes=0.0 if format is None else value_nbytes(format) or 0.0,
+        # One group a row is the same in any order, as `models/packing.py` has it.
+        has_order=format is not None and format.has_order and format.group_size is not None,
     )
+    if config.latent is not None:
+        shape = msgspec.structs.replace(shape, **_latent_numbers(config, config.latent))
     experts = config.experts
     if experts is None:
         return shape
@@ -208,11 +236,22 @@ def shape_of(model: ModelDescription) -> ModelShape:
         shared_size=experts.shared_intermediate_size,
         num_dense_layers=len(config.dense_layers),
         has_mxfp4_experts=experts.is_mxfp4,
-        # One group a row is the same in any order, as `models/packing.py` has it.
-        has_widened_experts=(
-            format is not None and format.has_order and format.group_size is not None
-        ),
+        has_widened_experts=shape.has_order,
     )
+
+
+def _latent_numbers(config: ModelConfig, latent: LatentConfig) -> dict[str, int]:
+    """Of its attention, which multiplies with latents (`models.latent`)."""
+    queries = config.num_heads * latent.query_dim
+    made = config.num_heads * (latent.nope_dim + latent.value_dim)
+    from_hidden = latent.cached_dim + (latent.query_rank or queries)
+    attention = config.hidden_size * (from_hidden + config.num_heads * latent.value_dim)
+    return {
+        "latent_size": latent.cached_dim,
+        "attention_params": attention + made * latent.rank + queries * (latent.query_rank or 0),
+        # Of the two products of a prompt, on average.
+        "head_dim": (latent.cached_dim + latent.rank) // 2,
+    }
 
 
 _OF_THE_CONFIG = (
@@ -298,5 +337,11 @@ SHAPES = {
                latent_size=576, attention_params=187_105_280,
                num_experts=256, num_experts_per_tok=8, expert_size=2048, shared_size=2048,
                num_dense_layers=3),
+        # As above, with 64 heads.
+        _known("kimi-k2", "moonshotai/Kimi-K2-Instruct",
+               (61, 7168, 18432, 64, 1, 160, 163840, 131072),
+               latent_size=576, attention_params=101_122_048,
+               num_experts=384, num_experts_per_tok=8, expert_size=2048, shared_size=2048,
+               num_dense_layers=1),
     )
 }  # fmt: skip

@@ -27,12 +27,11 @@ from disagg.time_model import CHUNK_TOKENS
 
 # A prompt on a decode worker is charged for delaying at least one stream, even if none runs there:
 # one may arrive meanwhile. So an idle fleet still prefills long prompts on prefill workers, and
-# only short uncached suffixes on decode workers.
+# only short uncached suffixes on decode workers. With a TPOT SLO this is not charged: a worker fits
+# prompts into the slack of its streams, and misses of SLOs are charged as such. Preferring roles
+# there made one split of the same workers better than another, and most of them worse
+# (docs/notebook/routing.md, "Roles and slack").
 NUM_STREAMS_EXPECTED = 1
-
-# Where requests have a TPOT SLO, a stream on a prefill worker is charged for delaying one prompt
-# more than wait there. So workers keep to their roles unless SLOs gain otherwise.
-NUM_PROMPTS_EXPECTED = 1
 
 # A prompt also delays the requests that arrive while the queue drains: as many as wait now arrive
 # while those are served, and as many again behind them.
@@ -45,6 +44,8 @@ NUM_COMPUTED_AGAIN = 7.0
 
 # Another ingress may send a prompt at the same moment to a worker where this ingress is not the
 # home: of how many prompts that is expected. It decides between workers that cost about the same.
+# A worker that is chosen for what it has cached is not one of many: there it counts in proportion
+# to what is not cached.
 SHARE_MEETING_OTHERS = 0.1
 
 # For a decode worker that has not pulled yet. Optimistic, because too high a price would never be
@@ -120,8 +121,6 @@ def prefill_cost(
         own_s += wait_s
     if worker.tpot_slo_s != math.inf:
         alone_s = work_s + num_own * backlog.step_s
-        if worker.record.role == "decode":
-            harm_s = NUM_STREAMS_EXPECTED * work_s
     elif spares_decodes:
         num_delayed = worker.num_decoding
         if not num_delayed and worker.record.role == "decode":
@@ -129,7 +128,7 @@ def prefill_cost(
         harm_s = num_delayed * work_s
     harm_s += num_behind * alone_s
     if not worker.is_home:
-        harm_s += SHARE_MEETING_OTHERS * alone_s
+        harm_s += SHARE_MEETING_OTHERS * alone_s * (num_new / num_tokens)
     num_shared, num_held_anywhere = num_held_once
     if num_held_anywhere > num_cached and num_held_anywhere > num_shared:
         num_before = num_shared if num_shared > num_cached else num_cached
@@ -144,9 +143,10 @@ def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, f
     """
     _, per_token_s, per_attended_s, _, _ = worker.times.coefficients
     backlog = worker.backlog
-    num_delayed = num_expected = NUM_STREAMS_EXPECTED if worker.record.role == "decode" else 0
-    if worker.tpot_slo_s == math.inf:
-        num_delayed = (worker.num_decoding or num_expected) if spares_decodes else 0
+    num_delayed = 0
+    if spares_decodes and worker.tpot_slo_s == math.inf:
+        num_expected = NUM_STREAMS_EXPECTED if worker.record.role == "decode" else 0
+        num_delayed = worker.num_decoding or num_expected
     step_s = backlog.step_s / backlog.num_at_once
     token_s = (per_token_s + 0.5 * CHUNK_TOKENS * per_attended_s) * (1 + num_delayed) + step_s
     if not worker.is_home:
@@ -244,20 +244,16 @@ def decode_cost(
         decode_s = num_output_tokens * (added_s + batch_s + added_s * num_decoding)
     else:
         added = added_stream(worker, num_tokens, num_output_tokens)
-        lost_s = added.lost_s
-        if worker.record.role == "prefill":
-            lost_s *= 1.0 + NUM_PROMPTS_EXPECTED
         # Seconds that the SLO leaves to a stream anyway are no gain.
         used = min(1.0, added.step_s / worker.tpot_slo_s)
-        decode_s = num_output_tokens * used * added.step_s + lost_s
+        decode_s = num_output_tokens * used * added.step_s + added.lost_s
     place_s = 0.0
     if num_decoding:
         num_ends = _ends_before_place(worker, num_tokens - num_held_tokens, usual_output_tokens)
         if num_ends > 0.0:
             place_s = num_ends * usual_output_tokens * batch_s / num_decoding
             if worker.streams is not None:  # one worker more must decode
-                first_s = first_stream_s(worker, num_tokens, num_output_tokens)
-                decode_s += first_s * (1.0 + NUM_PROMPTS_EXPECTED)
+                decode_s += first_stream_s(worker, num_tokens, num_output_tokens)
     return DecodeCost(worker, num_held_tokens, place_s, decode_s, added)
 
 

@@ -1,10 +1,11 @@
 """The routing policy: one function of request, fleet view, prefix index, time and rng.
 
 Roles are preferences: prefill workers are preferred for prefill, decode workers for decode, and any
-worker can do both. Remote prefill is chosen only if it is predicted to be cheaper than prefill on
-the decode worker, transfer included. Without decode workers, prefill workers decode. A worker that
-prefills for itself may first pull a cached prefix from another worker (a loan), if that is cheaper
-than computing it, and than waiting for the worker that has it.
+worker can do both. Where requests have a TPOT SLO, only costs decide: equal workers get the same
+work in whatever pools they are. Remote prefill is chosen only if it is predicted to be cheaper than
+prefill on the decode worker, transfer included. Without decode workers, prefill workers decode. A
+worker that prefills for itself may first pull a cached prefix from another worker (a loan), if that
+is cheaper than computing it, and than waiting for the worker that has it.
 
 Not all pairs are compared: the cost of a pair is its prefill side, its decode side and the
 transfer, so the few cheapest workers of each side are enough. Nor are all workers of a large fleet

@@ -10,40 +10,11 @@ additional stream makes all of them miss it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE, StepTimeModel, prompt_tokens_in
-
-if TYPE_CHECKING:
-    from disagg.router.worker_view import WorkerView
-
-
-class RunningStreams(NamedTuple):
-    """The streams of a worker whose requests have a TPOT SLO. Computed once per report.
-
-    num: sequences that decode, and sequences that will decode here after their prompt.
-    step_s: a step without prompt tokens.
-    prompt_rate: prompt tokens a second beside them.
-    full_prompt_rate: prompt tokens a second if there were none.
-    """
-
-    num: int
-    step_s: float
-    prompt_rate: float
-    full_prompt_rate: float
-
-    @classmethod
-    def of(
-        cls, times: StepTimeModel, tpot_slo_s: float, num: int, num_context_tokens: int
-    ) -> RunningStreams:
-        """`num_context_tokens`: of all of them."""
-        per_step_s, per_token_s, _, _, _ = times.coefficients
-        full_rate = CHUNK_TOKENS / (per_step_s + CHUNK_TOKENS * per_token_s)
-        if not num:
-            return cls(0, 0.0, full_rate, full_rate)
-        step_s = times.decode_step_s(num, num_context_tokens)
-        rate, _ = _prompt_rate(times, tpot_slo_s, num, step_s)
-        return cls(num, step_s, rate, full_rate)
+from disagg.router.running_streams import prompt_rate
+from disagg.router.worker_view import WorkerView
+from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE
 
 
 class AddedStream(NamedTuple):
@@ -83,7 +54,7 @@ def added_stream(worker: WorkerView, num_tokens: int, num_output_tokens: int) ->
     assert before is not None
     num_context_then = worker.num_context_tokens + num_tokens + 0.5 * num_output_tokens
     step_s = times.decode_step_s(before.num + 1, num_context_then)
-    rate_then, mixed_s = _prompt_rate(times, tpot_slo_s, before.num + 1, step_s)
+    rate_then, mixed_s = prompt_rate(times, tpot_slo_s, before.num + 1, step_s)
     lost_s = 0.0
     if rate_then < before.prompt_rate:
         lost_rate = before.prompt_rate - rate_then
@@ -102,20 +73,6 @@ def first_stream_s(worker: WorkerView, num_tokens: int, num_output_tokens: int) 
     times, tpot_slo_s, streams = worker.times, worker.tpot_slo_s, worker.streams
     assert streams is not None
     step_s = times.decode_step_s(1, num_tokens + 0.5 * num_output_tokens)
-    rate, mixed_s = _prompt_rate(times, tpot_slo_s, 1, step_s)
+    rate, mixed_s = prompt_rate(times, tpot_slo_s, 1, step_s)
     full_rate = streams.full_prompt_rate
     return num_output_tokens * mixed_s * max(0.0, full_rate - rate) / full_rate
-
-
-def _prompt_rate(
-    times: StepTimeModel, tpot_slo_s: float, num_streams: int, streams_s: float
-) -> tuple[float, float]:
-    """Prompt tokens a second beside some streams, and the seconds of a step with them.
-
-    Args:
-        streams_s: of a step without prompt tokens.
-    """
-    num_within = prompt_tokens_in(times, TPOT_SHARE * tpot_slo_s - streams_s)
-    num_tokens = min(num_within, max(1, CHUNK_TOKENS - num_streams))
-    step_s = streams_s + num_tokens * times.coefficients[1]
-    return num_tokens / step_s, step_s

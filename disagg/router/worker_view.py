@@ -9,7 +9,7 @@ import msgspec
 
 from disagg.messages import HostCounts, Role, TransferFigure, WorkerRecord, WorkerStatus
 from disagg.router.backlog import Backlog
-from disagg.router.slack import RunningStreams
+from disagg.router.running_streams import RunningStreams
 from disagg.time_model import StepTimeModel
 
 Pool: TypeAlias = tuple[str, Role]  # model and role

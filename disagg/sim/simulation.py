@@ -16,6 +16,7 @@ import msgspec
 
 from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.config import AUTO, TierConfig
+from disagg.direct import Direct
 from disagg.errors import DisaggError, RequestError, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Dispatcher
@@ -126,11 +127,13 @@ class _Ingress:
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
+        direct: Direct | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         worker = self._workers.get(worker_id)
         if worker is None:
             raise WorkerLost(f"Worker {worker_id} is gone.")
-        self.reports.request_arrived(worker_id)
+        if request.token_ids:  # a loan has none, and no step computes it
+            self.reports.request_arrived(worker_id)
         return worker.stream(request, hand_over, ticket)
 
     def release(self, ticket: KVTicket) -> None:

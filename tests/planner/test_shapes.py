@@ -11,6 +11,7 @@ import pytest
 from disagg.errors import ModelError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.planner.shapes import SHAPES, read_shape
+from tests.models.popular import POPULAR
 
 PUBLISHED_BILLIONS = {
     "llama-2-7b": 6.74,
@@ -35,6 +36,7 @@ PUBLISHED_BILLIONS = {
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
     "deepseek-r1": 671.0,
+    "kimi-k2": 1026.4,
 }
 # That a token goes through, as their makers count them: layers and the table of logits; Qwen
 # counts the other table too.
@@ -46,6 +48,7 @@ ACTIVE_BILLIONS = {
     "gpt-oss-20b": 3.6,
     "gpt-oss-120b": 5.1,
     "deepseek-r1": 37,
+    "kimi-k2": 32,
 }
 
 
@@ -94,6 +97,18 @@ def test_kv_of_the_textbooks() -> None:
     assert SHAPES["llama-2-13b"].kv_nbytes_per_token() == 800 * 1024
     assert SHAPES["deepseek-r1"].kv_nbytes_per_token() == 61 * 576 * 2  # "70 KB"
     assert SHAPES["llama-3-8b"].kv_nbytes_per_token() == 128 * 1024
+
+
+@pytest.mark.parametrize("name", ["deepseek-r1", "kimi-k2"])
+def test_latents_of_a_config_are_those_of_the_table(name: str, tmp_path: Path) -> None:
+    known = SHAPES[name]
+    (tmp_path / "config.json").write_text(json.dumps(POPULAR[known.repository].config))
+    shape = read_shape(str(tmp_path))
+    assert shape.kv_nbytes_per_token() == known.kv_nbytes_per_token()
+    assert shape.attention_params == known.attention_params
+    assert shape.num_params == known.num_params
+    assert shape.num_latent_flop == known.num_latent_flop
+    assert shape.head_dim == (576 + 512) // 2  # of the products of a prompt, with latents
 
 
 def test_a_directory_needs_no_more_than_its_config(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from disagg.direct import Direct
 from disagg.errors import (
     DeadlineExceeded,
     DisaggError,
@@ -72,6 +73,7 @@ class ScriptedWorkers:
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
+        direct: Direct | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         if ticket is not None:
             self._check_introduced(worker_id, ticket)

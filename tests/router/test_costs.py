@@ -210,7 +210,7 @@ def test_unequal_layouts_cannot_be_moved() -> None:
 
 def test_among_equals_a_worker_at_home_is_cheaper_and_ranked_before() -> None:
     """The ingress "a" knows that another one prefers the worker of "b"."""
-    costs_s, ranks = [], []
+    costs_s, ranks, nearly_cached_s = [], [], []
     for home in ("", "a", "b"):
         status = make_status(home_ingress=home)
         times = StepTimeModel.of(status.step_costs)
@@ -218,5 +218,7 @@ def test_among_equals_a_worker_at_home_is_cheaper_and_ranked_before() -> None:
         worker = WorkerView.of(record, status, RequestLoad(), times, ingress_id="a")
         costs_s.append(prefill_cost(worker, 1000, 0).total_s)
         ranks.append(prefill_estimate(worker, spares_decodes=True))
+        nearly_cached_s.append(prefill_cost(worker, 1000, 992).total_s)
     assert costs_s[0] == costs_s[1] < costs_s[2] < 1.2 * costs_s[1]
     assert ranks[0] == ranks[1] < ranks[2]
+    assert nearly_cached_s[2] < 1.002 * nearly_cached_s[1], "it is chosen for what it has"

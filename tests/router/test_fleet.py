@@ -52,7 +52,9 @@ def test_workers_are_in_the_order_in_which_they_came() -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["speak", "reserve", "sent", "release"]), st.integers(0, 5)),
+        st.tuples(
+            st.sampled_from(["speak", "reserve", "sent", "release", "return"]), st.integers(0, 5)
+        ),
         max_size=30,
     )
 )
@@ -62,6 +64,7 @@ def test_the_view_is_current_after_whatever_happened(happened: list[tuple[str, i
     statuses = {name: make_status() for name in names}
     num_heard = Counter[str]()
     coming: list[tuple[str, Reservation]] = []
+    ended: list[tuple[str, Reservation]] = []  # may be ended once more
     counts_until: dict[Reservation, int] = {}  # so many reports of its worker
     for what, number in happened:
         name = names[number % 2]
@@ -69,10 +72,10 @@ def test_the_view_is_current_after_whatever_happened(happened: list[tuple[str, i
             statuses[name] = make_status(num_running=number, num_context_tokens=10 * number)
             fleet.worker_stepped(name, (), statuses[name])
             num_heard[name] += 1
-            coming = [
+            ended += [
                 (goal, each)
                 for goal, each in coming
-                if num_heard[goal] < counts_until.get(each, math.inf)
+                if num_heard[goal] >= counts_until.get(each, math.inf)
             ]
         elif what == "reserve":
             coming.append((name, fleet.reserve(name, RequestLoad(100 * number, 1, 150 * number))))
@@ -80,8 +83,17 @@ def test_the_view_is_current_after_whatever_happened(happened: list[tuple[str, i
             goal, each = coming[number % len(coming)]
             fleet.sent(each)
             counts_until[each] = num_heard[goal] + NUM_STATUSES_UNTIL_SEEN
-        elif coming:
-            fleet.release(coming.pop(number % len(coming))[1])
+        elif coming and what == "release":
+            ended.append(coming[number % len(coming)])
+            fleet.release(ended[-1][1])
+        elif what == "return":  # as a new worker, to which nothing is under way
+            fleet.worker_lost(name)
+            fleet.worker_synced(make_record(name), [], statuses[name])
+            num_heard[name] = 0
+            ended += [(goal, each) for goal, each in coming if goal == name]
+        coming = [each for each in coming if each not in ended]
+        for _, each in ended:
+            fleet.release(each)
         for name, seen in fleet.view().workers.items():
             loads = [each.load for goal, each in coming if goal == name]
             load = RequestLoad(

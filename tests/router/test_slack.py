@@ -1,4 +1,4 @@
-"""Where requests have a TPOT SLO, roles give way when SLOs gain from it, and not before."""
+"""Where requests have a TPOT SLO, the slack of streams decides who does what, and not the role."""
 
 from __future__ import annotations
 
@@ -63,10 +63,21 @@ def both(route: Route) -> tuple[str | None, str]:
 
 
 @pytest.mark.parametrize("tpot_slo_s", [TIGHT_S, LOOSE_S])
-def test_an_idle_fleet_keeps_to_its_roles(tpot_slo_s: float) -> None:
-    fleet = make_fleet(tpot_slo_s, "p0", "p1", "d0")
-    route = choose(fleet, tpot_slo_s)
-    assert route.decode == "d0" and route.prefill in ("p0", "p1")
+@pytest.mark.parametrize("load", ["none", "streams", "prompts"])
+def test_which_of_equal_workers_have_which_role_changes_no_cost(
+    tpot_slo_s: float, load: str
+) -> None:
+    """Else one split of the same workers would be better than another."""
+    costs_s = []
+    for names in ("p0 p1 p2", "p0 p1 d2", "p0 d1 d2", "d0 d1 d2", "d0 p1 p2"):
+        fleet = make_fleet(tpot_slo_s, *names.split())
+        if load == "streams":
+            streams(fleet, names.split()[0], 12)
+        elif load == "prompts":
+            queued(fleet, names.split()[0], 8000)
+        route = choose(fleet, tpot_slo_s)
+        costs_s.append(route.chosen.total_s)
+    assert costs_s == pytest.approx([costs_s[0]] * len(costs_s))
 
 
 def test_a_prefill_worker_decodes_when_decode_workers_would_miss_their_slo() -> None:
@@ -80,7 +91,7 @@ def test_a_prefill_worker_decodes_when_decode_workers_would_miss_their_slo() -> 
 def test_a_decode_worker_prefills_when_streams_have_slack_and_prefill_workers_are_busy() -> None:
     fleet = make_fleet(LOOSE_S, "p0", "d0")
     streams(fleet, "d0", 8)
-    assert both(choose(fleet, LOOSE_S)) == ("p0", "d0")
+    assert "p0" in both(choose(fleet, LOOSE_S))
     queued(fleet, "p0", 8000)
     assert both(choose(fleet, LOOSE_S)) == (None, "d0")
 
@@ -115,7 +126,7 @@ def test_nobody_waits_for_a_place_while_a_worker_without_streams_has_some(other:
     streams(fleet, "d0", 7)
     assert choose(fleet, TIGHT_S).decode == "d0"
     streams(fleet, "d0", 8)
-    assert choose(fleet, TIGHT_S).decode in ({"d1"} if other == "d1" else {"p0", "p1"})
+    assert choose(fleet, TIGHT_S).decode in {"p0", other}
 
 
 def test_without_a_slo_no_prefill_worker_decodes() -> None:

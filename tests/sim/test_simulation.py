@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import cache
+
 import msgspec
 import pytest
 
@@ -14,13 +16,20 @@ from disagg.sim.simulation import simulate
 from disagg.sim.trace import Sessions, TraceRequest, generate
 
 LOAD = generate(Sessions(requests_per_s=8.0, num_requests=100, num_system_prompts=8), seed=3)
+SOME = LOAD[:60]
 SMALL = SimConfig(num_prefill=2, num_decode=2, num_blocks=96, max_num_seqs=8)
+
+
+@cache
+def played(config: SimConfig) -> SimReport:
+    """`LOAD` on a fleet, once for all tests."""
+    return simulate(config, LOAD)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_two_runs_are_equal_to_the_bit_and_all_is_served(policy: str) -> None:
     config = msgspec.structs.replace(SMALL, policy=policy)
-    report = simulate(config, LOAD)
+    report = played(config)
     assert report == simulate(config, LOAD)
     assert (report.num_requests, report.num_failed) == (len(LOAD), 0)
     wanted = sum(each.num_output_tokens for each in LOAD)
@@ -29,7 +38,7 @@ def test_two_runs_are_equal_to_the_bit_and_all_is_served(policy: str) -> None:
 
 def test_another_seed_is_another_run() -> None:
     config = msgspec.structs.replace(SMALL, policy="random")
-    assert simulate(config, LOAD) != simulate(msgspec.structs.replace(config, seed=1), LOAD)
+    assert played(config) != played(msgspec.structs.replace(config, seed=1))
 
 
 @pytest.mark.parametrize("num_decode", [0, 2])
@@ -42,11 +51,11 @@ def test_runs_of_steps_change_nothing(
         SMALL, policy=policy, num_decode=num_decode, num_blocks=num_blocks, block_size=256
     )
     num_steps = count_steps(monkeypatch)
-    in_runs = simulate(config, LOAD)
+    in_runs = simulate(config, SOME)
     num_with_runs = num_steps.pop()
     monkeypatch.setattr(simulated_worker, "num_alike", lambda engine: 0)
     num_steps.append(0)
-    one_by_one = simulate(config, LOAD)
+    one_by_one = simulate(config, SOME)
     assert num_steps[0] > 1.1 * num_with_runs
     for name in SimReport.__struct_fields__:
         expected = getattr(one_by_one, name)
@@ -109,7 +118,7 @@ def test_a_worker_that_dies_costs_time_only(worker_id: str) -> None:
     config = msgspec.structs.replace(SMALL, policy="least-loaded", speed=8.0)
     fault = Fault(worker_id, at_s=2.0, for_s=4.0)
     hurt = simulate(msgspec.structs.replace(config, faults=(fault,)), LOAD)
-    well = simulate(config, LOAD)
+    well = played(config)
     assert hurt.num_failed == 0
     wanted = well.output_tokens_per_s * well.duration_s
     assert hurt.output_tokens_per_s * hurt.duration_s == pytest.approx(wanted)
@@ -134,8 +143,8 @@ def test_a_fleet_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
 
 
 def test_our_policy_finds_more_than_turns_do() -> None:
-    ours = simulate(SMALL, LOAD)
-    turns = simulate(msgspec.structs.replace(SMALL, policy="round-robin"), LOAD)
+    ours = played(SMALL)
+    turns = played(msgspec.structs.replace(SMALL, policy="round-robin"))
     assert ours.policy == OURS
     assert ours.hit_percent > turns.hit_percent
 

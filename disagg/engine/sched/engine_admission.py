@@ -9,7 +9,7 @@ which sequence is preempted if none can continue.
 from __future__ import annotations
 
 from disagg.engine.sched.block_pool import BlockPool
-from disagg.engine.sched.block_tables import give_blocks
+from disagg.engine.sched.block_tables import find_prefix, give_blocks
 from disagg.engine.sched.milestones import Milestones
 from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.sequence import Sequence
@@ -34,6 +34,15 @@ class EngineAdmission:
         self._refused = _NOBODY  # place of the oldest arrival that was refused since the last plan
         self._left_out: list[Sequence] = []  # found too few blocks in the last plan ...
         self._num_spare_then = 0  # ... when this many were available
+
+    def enqueue(self, sequence: Sequence, enable_prefix_caching: bool) -> None:
+        """Queue a sequence that owns no blocks.
+
+        What the cache has of it is no work: a router that took it for work would send the next turn
+        of a conversation away from the worker that has the others.
+        """
+        found = find_prefix(self._pool, sequence) if enable_prefix_caching else []
+        self._queues.put(sequence, self._queues.waiting, len(found) * self._pool.block_size)
 
     @property
     def _num_spare_blocks(self) -> int:
@@ -70,7 +79,7 @@ class EngineAdmission:
         while self._may_decode():
             if not give_blocks(self._pool, arrived[0], self.leaves_room, enable_prefix_caching):
                 break
-            joined.append(self._queues.admit(arrived, 1))
+            joined.append(self._queues.admit(arrived))
             self._milestones.set(joined[-1])
         return joined
 
@@ -85,13 +94,12 @@ class EngineAdmission:
         self._left_out.clear()
         while budget > 0 and self._has_place() and (queue := self._next_queue()):
             sequence = queue[0]
-            num_queued_tokens = sequence.num_uncomputed
             if not give_blocks(self._pool, sequence, self.leaves_room, enable_prefix_caching):
                 self._leave_out(sequence)
                 if queue is queues.arrived:
                     break
                 continue
-            admitted.append(queues.admit(queue, num_queued_tokens))
+            admitted.append(queues.admit(queue))
             if sequence.num_uncomputed == 1:
                 self._milestones.set(sequence)
             budget -= sequence.num_uncomputed

@@ -9,31 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from disagg.engine.sched.ngrams import Ngrams
 from disagg.engine.sched.sequence import Sequence
-
-MAX_INDEXED = 16_384  # tokens of a prompt, its last ones: about 200 bytes each
-
-
-class Ngrams:
-    """The last position at which each n-gram of `length` tokens ended in a growing sequence."""
-
-    __slots__ = ("_length", "_next_end", "_places")
-
-    def __init__(self, length: int, num_tokens: int) -> None:
-        self._length = length
-        self._next_end = max(length, num_tokens - MAX_INDEXED)
-        self._places: dict[tuple[int, ...], int] = {}
-
-    def take_in(self, tokens: list[int]) -> int | None:
-        """Index the new tokens. Returns where the last n-gram ended before, if it occurred
-        before."""
-        length, places, before = self._length, self._places, None
-        for end in range(self._next_end, len(tokens) + 1):
-            run = tuple(tokens[end - length : end])
-            before = places.get(run)
-            places[run] = end
-        self._next_end = max(self._next_end, len(tokens) + 1)
-        return before
 
 
 class PromptLookup:

@@ -19,7 +19,8 @@ def _by_arrival(sequence: Sequence) -> tuple[int, int]:
 class Queues:
     """Three lists, each ordered by priority and then by arrival. The list objects never change.
 
-    num_queued_tokens: uncomputed tokens of arrived and waiting sequences.
+    num_queued_tokens: uncomputed tokens of arrived and waiting sequences, without those that were
+        cached when the sequence was queued.
     num_computed, num_left: computed and uncomputed tokens of running sequences, kept by `advance`.
     """
 
@@ -43,15 +44,20 @@ class Queues:
         if sequence.request_id in self.by_id:
             raise RequestError(f"Request {sequence.request_id!r} is already running here.")
 
-    def put(self, sequence: Sequence, queue: list[Sequence]) -> None:
-        """Insert a sequence into `arrived` or `waiting`."""
-        insort(queue, sequence, key=_by_arrival)
-        self.num_queued_tokens += sequence.num_uncomputed
+    def put(self, sequence: Sequence, queue: list[Sequence], num_cached: int = 0) -> None:
+        """Insert a sequence into `arrived` or `waiting`.
 
-    def admit(self, queue: list[Sequence], num_uncomputed: int) -> Sequence:
-        """Move the head of a queue, where it counted so many tokens, to `running`."""
+        Args:
+            num_cached: its leading tokens that the cache has; it will probably not compute them.
+        """
+        insort(queue, sequence, key=_by_arrival)
+        sequence.num_queued = sequence.num_uncomputed - num_cached
+        self.num_queued_tokens += sequence.num_queued
+
+    def admit(self, queue: list[Sequence]) -> Sequence:
+        """Move the head of a queue to `running`."""
         sequence = queue.pop(0)
-        self.num_queued_tokens -= num_uncomputed
+        self.num_queued_tokens -= sequence.num_queued
         insort(self.running, sequence, key=_by_arrival)
         self._count(sequence, 1)
         return sequence
@@ -86,7 +92,7 @@ class Queues:
             self._count(running[-1], -1)
             return running.pop()
         victim = arrived.pop()
-        self.num_queued_tokens -= victim.num_uncomputed
+        self.num_queued_tokens -= victim.num_queued
         return victim
 
     def forget(self, sequence: Sequence) -> None:
@@ -98,7 +104,7 @@ class Queues:
                 if queue is self.running:
                     self._count(sequence, -1)
                 else:
-                    self.num_queued_tokens -= sequence.num_uncomputed
+                    self.num_queued_tokens -= sequence.num_queued
                 return
 
     def clear(self) -> list[Sequence]:
@@ -116,7 +122,7 @@ class Queues:
             AssertionError: names the first difference.
         """
         queued = [*self.arrived, *self.waiting]
-        num_queued_tokens = sum(sequence.num_uncomputed for sequence in queued)
+        num_queued_tokens = sum(sequence.num_queued for sequence in queued)
         require(num_queued_tokens == self.num_queued_tokens, "queued tokens are miscounted")
         everyone = [*self.running, *queued]
         known = self.by_id.values()

@@ -100,7 +100,7 @@ class Scheduler:
         if sequence.block_ids or sequence.num_computed:
             raise ValueError(f"{sequence} owns blocks: join it instead")
         self._accept(sequence)
-        self.queues.put(sequence, self.waiting)
+        self._admission.enqueue(sequence, self.enable_prefix_caching)
 
     def join(self, sequence: Sequence) -> None:
         """Queue a sequence whose first `num_computed` tokens have their KV in its `block_ids`.

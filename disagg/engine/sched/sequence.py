@@ -11,12 +11,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from disagg.blocks import BlockHash
+from disagg.engine.sched.ngrams import Ngrams
 from disagg.engine.sched.thinking import ThinkingState
 from disagg.messages import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from disagg.engine.sched.grammar import GrammarState
-    from disagg.engine.sched.prompt_lookup import Ngrams
 
 NO_SLOT = -1
 NO_MILESTONE = -1
@@ -75,6 +75,7 @@ class Sequence:
         "num_listed",
         "num_prompt_tokens",
         "num_published",
+        "num_queued",
         "num_slots",
         "prompt_logprobs",
         "publish_at",
@@ -106,6 +107,7 @@ class Sequence:
         self.hash_root = request.hash_root
         self.block_hashes: list[BlockHash] = list(request.block_hashes)
         self.num_published = 0
+        self.num_queued = 0  # uncomputed tokens that it counted for when it was queued
         self.publish_at = 0  # num_computed at which the next block is full
         self.milestone = NO_MILESTONE
         self.deadline_unix_s = request.deadline_unix_s

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from disagg.config import ASSETS, SpeculativeConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.engine import Engine
-from disagg.engine.sched import prompt_lookup
+from disagg.engine.sched import ngrams
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
@@ -77,7 +77,7 @@ def test_what_grew_is_found_and_nothing_is_indexed_twice() -> None:
 
 
 def test_only_the_end_of_a_long_prompt_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_lookup, "MAX_INDEXED", 4)
+    monkeypatch.setattr(ngrams, "MAX_INDEXED", 4)
     assert draft_for(decoding((1, 2, 3, 4, 5, 6, 7, 8, 1, 2))) == ()
     assert draft_for(decoding((1, 2, 3, 4, 5, 6, 7, 8, 6, 7))) == (8, 6, 7, 8)
 

@@ -368,6 +368,19 @@ def test_status_counts_what_is_left_to_do() -> None:
     assert (status.num_free_blocks, status.num_blocks) == (25, 30)
 
 
+def test_what_is_cached_of_a_waiting_prompt_is_no_work() -> None:
+    """A router would send the next turn of a conversation elsewhere."""
+    engine, _ = new_engine(30, 4)
+    engine.submit(new_sequence(prompt(9), 4, 1))
+    engine.step()
+    engine.submit(new_sequence(prompt(13), 4, 1))
+    assert engine.status().num_uncomputed_tokens == 13 - 8
+    engine.check()
+    engine.step()
+    assert engine.status().num_uncomputed_tokens == 0
+    engine.check()
+
+
 class ScoringFakeRunner(FakeRunner):
     """Says log-probabilities of one request's tokens."""
 

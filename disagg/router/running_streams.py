@@ -1,0 +1,49 @@
+"""The streams of a worker whose requests have a TPOT SLO, and the room that their steps leave."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE, StepTimeModel, prompt_tokens_in
+
+
+class RunningStreams(NamedTuple):
+    """The streams of a worker whose requests have a TPOT SLO. Computed once per report.
+
+    num: sequences that decode, and sequences that will decode here after their prompt.
+    step_s: a step without prompt tokens.
+    prompt_rate: prompt tokens a second beside them.
+    full_prompt_rate: prompt tokens a second if there were none.
+    """
+
+    num: int
+    step_s: float
+    prompt_rate: float
+    full_prompt_rate: float
+
+    @classmethod
+    def of(
+        cls, times: StepTimeModel, tpot_slo_s: float, num: int, num_context_tokens: int
+    ) -> RunningStreams:
+        """`num_context_tokens`: of all of them."""
+        per_step_s, per_token_s, _, _, _ = times.coefficients
+        full_rate = CHUNK_TOKENS / (per_step_s + CHUNK_TOKENS * per_token_s)
+        if not num:
+            return cls(0, 0.0, full_rate, full_rate)
+        step_s = times.decode_step_s(num, num_context_tokens)
+        rate, _ = prompt_rate(times, tpot_slo_s, num, step_s)
+        return cls(num, step_s, rate, full_rate)
+
+
+def prompt_rate(
+    times: StepTimeModel, tpot_slo_s: float, num_streams: int, streams_s: float
+) -> tuple[float, float]:
+    """Prompt tokens a second beside some streams, and the seconds of a step with them.
+
+    Args:
+        streams_s: of a step without prompt tokens.
+    """
+    num_within = prompt_tokens_in(times, TPOT_SHARE * tpot_slo_s - streams_s)
+    num_tokens = min(num_within, max(1, CHUNK_TOKENS - num_streams))
+    step_s = streams_s + num_tokens * times.coefficients[1]
+    return num_tokens / step_s, step_s
