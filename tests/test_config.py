@@ -104,8 +104,8 @@ SECRET = "0123456789abcdef"
 @pytest.mark.parametrize(
     ("fields", "host", "reason"),
     [
-        ({"cluster_key": "x"}, None, "has 1 characters and can be guessed"),
-        ({"cluster_key": " " * 15}, None, "has 15 characters"),
+        ({"cluster_key": "x"}, None, "has fewer than 16 characters and can be guessed"),
+        ({"cluster_key": " " * 15}, None, "has fewer than 16 characters"),
         ({"cluster_key": "change-me-at-the-first-start"}, None, "cluster_key is still the one"),
         ({"http": {"api_key": "change-me"}}, None, "api_key is still the one"),
         ({"http": {"api_keys": {"a": "change-me-1"}}}, None, "api_keys is still the one"),

@@ -97,6 +97,26 @@ def _commands(document: Path) -> list[str]:
     return spans + [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
+FILE = re.compile(r"(?<![\w./*-])\w[\w./*-]*\.(?:cpp|h|mjs|py|service|sh)(?![\w.-])")
+MODULE = re.compile(r"(?<![\w./])(?:bench|scripts)(?:\.[a-z_]+)+(?![\w/])")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_exist(document: Path) -> None:
+    """Sources, from the root of the repository or of the package; benches also as modules."""
+    code = "\n".join(_commands(document))
+    named = {name: [name] for name in FILE.findall(code)}
+    for name in MODULE.findall(code):
+        path = name.replace(".", "/")
+        named[name] = [path, f"{path}.py"]
+    missing = [
+        name
+        for name, paths in named.items()
+        if not any(list(place.glob(path)) for place in (ROOT, ROOT / "disagg") for path in paths)
+    ]
+    assert not missing, missing
+
+
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 

@@ -28,7 +28,7 @@ from disagg.engine.device.build import build_engine
 from disagg.engine.device.kv_shape import choose_format
 from disagg.engine.engine import Engine
 from disagg.errors import StartupError, TransferFailed
-from disagg.kernels import torch_attention
+from disagg.kernels import torch_paging
 from disagg.kernels.kv_pages import FORMATS as FORMATS_BY_NAME
 from disagg.kernels.kv_pages import SCALE_NBYTES
 from disagg.kvtransfer.pulls import PullBook, describe
@@ -146,7 +146,7 @@ def test_poison_finds_what_was_never_written(
     model: Path, kv_cache_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison_new_blocks(monkeypatch)
-    monkeypatch.setattr(torch_attention, "_clear_begun_blocks", lambda batch, kv_cache: None)
+    monkeypatch.setattr(torch_paging, "_clear_begun_blocks", lambda batch, kv_cache: None)
     engine, _ = build_engine(config(kv_cache_dtype=kv_cache_dtype), describe_model(model))
     with pytest.raises(AssertionError, match="nobody had written"):
         greedy(engine)
@@ -178,6 +178,12 @@ def test_what_does_not_go_together_is_refused_with_what_does(
         assert "sm_80" in caught.value.message and "sm_89" in caught.value.message
 
 
+def test_latents_are_kept_as_they_are() -> None:
+    assert choose_format(engine_with("auto"), "bfloat16", "cpu", is_latent=True).name == "bfloat16"
+    with pytest.raises(StartupError, match=r"latent attention.*Possible here: auto, bfl"):
+        choose_format(engine_with("int8"), "bfloat16", "cpu", is_latent=True)
+
+
 def test_settings_and_planner_know_every_format() -> None:
     assert set(get_args(KVCacheDType)) == {"auto", *FORMATS_BY_NAME}
     for each in FORMATS_BY_NAME.values():
@@ -194,7 +200,9 @@ DEMO = ASSETS / "demo-large"
 
 @pytest.fixture(scope="module")
 def held_out() -> list[Row]:
-    return conversations(Tokenizer.from_file(str(DEMO / "tokenizer.json")), 2)
+    """Two conversations of each task, but one of those whose prompts are long."""
+    rows = conversations(Tokenizer.from_file(str(DEMO / "tokenizer.json")), 2)
+    return [row for number, row in enumerate(rows) if number % 2 or len(row[0]) < 700]
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ LAYERS = {
     "store": 2,
     "models": 1,
     "messages": 1,
+    "direct": 1,
     "rank_messages": 1,
     "worker_status": 1,
     "config": 1,
@@ -55,6 +56,7 @@ THIRD_PARTY = {
         "models/batch.py",
         "models/communicator.py",
         "models/decoder.py",
+        "models/latent.py",
         "models/gguf_values.py",
         "models/packed_values.py",
         "models/quantized_values.py",
@@ -163,6 +165,40 @@ def test_pure_rooms_stay_pure(source: Path) -> None:
             for name in _imports(source):
                 reached = [each for each in forbidden if f"{name}.".startswith(f"{each}.")]
                 assert not reached, f"{place} must not import {name}"
+
+
+def test_no_circle_of_imports() -> None:
+    """Not even among files of one room, and imports for types count: each file can be read after
+    those that it needs."""
+    files = {_module(source): source for source in _sources()}
+    needs = {
+        module: {name for name in _named(source) if name in files and name != module}
+        for module, source in files.items()
+    }
+    # In no circle is what needs nothing that is left, or what nothing that is left needs.
+    while free := [
+        module
+        for module, those in needs.items()
+        if not those & needs.keys() or not any(module in others for others in needs.values())
+    ]:
+        for module in free:
+            del needs[module]
+    assert not needs, {module: those & needs.keys() for module, those in needs.items()}
+
+
+def _module(source: Path) -> str:
+    parts = ("disagg", *source.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def _named(source: Path) -> Iterator[str]:
+    """Modules, also those of `from package import module`."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 TORCH_FREE = (

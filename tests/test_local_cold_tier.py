@@ -43,11 +43,11 @@ async def chat(client: httpx.AsyncClient, content: str) -> tuple[str, int]:
     return body["choices"][0]["message"]["content"], num_cached
 
 
-def prefix_of(cluster: LocalCluster) -> list[BlockHash]:
+def prefix_of(cluster: LocalCluster, prompt: str = PROMPT) -> list[BlockHash]:
     """The names of the prompt's blocks."""
     model = cluster.ingress.service.model("tiny")
     assert model.template is not None
-    messages = [{"role": "user", "content": PROMPT}]
+    messages = [{"role": "user", "content": prompt}]
     text = model.template.render(messages, add_generation_prompt=True, arguments={})
     root = hash_root(model.fingerprint, model.block_size, "/")
     return hash_blocks(root, model.tokenizer.encode_chat(text), model.block_size)

@@ -38,11 +38,11 @@ from tests.faults.fake_model import BLOCK_SIZE, fake_parts, to_text, write_fake_
 from tests.links.fakes import until
 from tests.store.fake_store import FakeStore
 
-NUM_REQUESTS = 60  # in a round
+NUM_REQUESTS = 42  # in a round
 NUM_TOKENS = 8  # of an answer: what each token leaves shows as well, eight times
 NUM_FIRST_ROUNDS = 10  # that fill what is bounded
 NUM_ROUNDS = 12  # that count: the first half is compared with the second
-SPARE = 150  # objects that come and go; one for each request that is answered would be 300
+SPARE = 100  # objects that come and go; one for each request that is answered would be 210
 MOST_WINDOWS = 4  # what a rare event keeps once does not grow in all of them
 
 

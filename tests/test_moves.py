@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from disagg.direct import Direct
 from disagg.errors import EngineFailed, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.local import LocalCluster
@@ -125,6 +126,7 @@ class TroubledWorkers:
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
+        direct: Direct | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         trouble = self._next(request.request_id, "prefill" if hand_over else "decode", ticket)
         if trouble is not None and trouble.how == "expired":

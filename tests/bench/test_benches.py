@@ -37,6 +37,7 @@ def test_named_benches_run_one_after_another() -> None:
         "api_tokens",
         "autoscale",
         "cascade",
+        "cells",
         "drafts",
         "engine",
         "grammar",

@@ -55,6 +55,10 @@ def row(text: str, *start: str) -> list[str]:
     raise AssertionError(f"no line begins with {start}")
 
 
+def test_experts_of_4_bits_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "13.7 GB in bf16, experts in MXFP4;" in printed(capsys, "gpt-oss-20b")
+
+
 def test_textbook_tables_of_llama_3_70b(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "llama-3-70b", "--requests-per-s", "1000")
     assert "KV 320 KiB a token in bf16" in text
@@ -327,9 +331,12 @@ def test_what_serve_cannot_do_is_said(capsys: pytest.CaptureFixture[str]) -> Non
         return " ".join(report(capsys, *words)["notes"])
 
     assert "multiplies fp8 weights in 16 bits" in notes("llama-3-8b", "--weights", "fp8")
-    latent = notes("deepseek-r1", "--gpu", "h200", "--weights", "fp8-block")
-    assert "cannot serve deepseek-r1 yet: its attention is multi-head latent" in latent
-    heads = printed(capsys, "deepseek-r1", "--gpu", "h200", "--weights", "fp8-block")
+    latent = ("deepseek-r1", "--gpu", "h200", "--weights", "fp8-block")
+    assert "latents" not in notes(*latent)
+    assert "keeps the latents of deepseek-r1 in 16 bits only" in notes(
+        *latent, "--kv-cache-dtype", "fp8"
+    )
+    heads = printed(capsys, *latent)
     assert "68.625 KiB a token in bf16 (61 layers, a latent vector of 576 values)" in heads
     four = notes("qwen3-30b-a3b", "--gpu", "gb200", "--weights", "fp4")
     assert "refuses NVFP4 checkpoints" in four

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import resource
 import shutil
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from disagg.cli import start_checks
+from disagg.cli.main import at_fault
 from disagg.cli.ports import free_port
 from disagg.cli.reports import Order
 from disagg.config import HttpConfig
@@ -155,3 +157,31 @@ def test_workers_over_nodes_need_a_cluster() -> None:
     config = parse_config({"tiers": [tier], "cluster_key": "key"})
     with pytest.raises(StartupError, match=r"workers of 'demo-small' .* nnodes = 2, and"):
         start_checks.check_one_node(config)
+
+
+def test_an_interface_that_is_not_there_is_refused_before_ray_starts() -> None:
+    raw = {"tiers": [{"model": "demo-small"}], "cluster_key": 64 * "k"}
+    order = Order(
+        config=parse_config({**raw, "transfer_interface": "eth77"}),
+        raw_config=raw,
+        directory="/tmp",
+        log_directory="/tmp",
+        ray_address=None,
+        haproxy=False,
+    )
+    with pytest.raises(StartupError, match="'eth77', and this machine has no such"):
+        start_checks.check_before_ray(order)
+
+
+def test_only_flags_that_a_command_has_are_named_as_at_fault() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--api-key")
+    action = parser.add_subparsers().add_parser("calibrate")
+    action.add_argument("--prompts")
+    said = {
+        param: at_fault(StartupError("It cannot be.", param=param), parser)
+        for param in ("api_key", "prompts", "model", "cluster_key", "api")
+    }
+    named = {"api_key": " (--api-key)", "prompts": " (--prompts)"}
+    assert said == {"model": "", "cluster_key": "", "api": "", **named}

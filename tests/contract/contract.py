@@ -107,7 +107,7 @@ def _bodies() -> Iterator[Row]:
         if isinstance(body, list):
             body = "".join(text * times for text, times in body)
         raw = body.encode() if isinstance(body, str) else body
-        for url in URLS:
+        for url in each.get("paths", URLS):
             name = f"{url}: {raw[:30]!r}"
             yield Row(name, "POST", url, headers(), raw, 400, each["code"], each.get("param"))
 

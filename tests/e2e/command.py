@@ -29,6 +29,7 @@ _MARK = "DISAGG_TEST_MARK"
 
 
 LEFT_TIMEOUT_S = 60.0  # workers of a Ray that was killed end one by one
+MOST_PAUSE_S = 0.25  # between two looks, some of which are at all processes of the machine
 
 
 def until(
@@ -37,10 +38,11 @@ def until(
     why: Callable[[], str] = lambda: "it did not happen",
 ) -> Any:
     """What `condition` returns when it is true at last."""
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, 0.05
     while not (value := condition()):
         assert time.monotonic() < deadline, why()
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, MOST_PAUSE_S)
     return value
 
 
@@ -75,6 +77,7 @@ class Command:
             if "--host" not in arguments:
                 command += f" --host {host}"
         own = {"OMP_NUM_THREADS": "1", "HOME": str(home), _MARK: self._mark}
+        own["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] = "0.3"  # a controller looks about less often
         apart = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "-rm"]
         shell = [*(apart if mounts else []), "/bin/sh", "-c"]
         with self._output.open("w") as output:

@@ -57,3 +57,18 @@ async def streamed(url: str, model: str, kill: Callable[[], None]) -> list[str]:
         await under_way.wait()
         kill()
         return await asyncio.gather(*streams)
+
+
+def assert_same_text(
+    client: openai.OpenAI, model: str, reference: SingleEngine, prompt: str, temperature: float = 0
+) -> None:
+    """What is served is what one engine answers."""
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": prompt}],
+        temperature=temperature,
+        seed=7,
+        max_tokens=24,
+    )
+    expected = reference.chat(prompt, 24, temperature=temperature, seed=7)
+    assert answer.choices[0].message.content == expected

@@ -113,7 +113,7 @@ def test_a_controller_that_dies_takes_nobody_along(served: Command) -> None:
     asked_until_s = time.monotonic() + 10  # five periods of Serve's health checks
     while time.monotonic() < asked_until_s:
         assert ask(served.url).status_code == 200
-        time.sleep(0.1)
+        time.sleep(0.3)
     assert workers == set(served.named("ServeReplica"))
     (line,) = served.events("process_ended")
     assert line["message"].startswith("Serve's controller ended")

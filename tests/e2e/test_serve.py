@@ -25,7 +25,7 @@ from disagg.cli.ports import free_port
 from tests import plain_http
 from tests.e2e.command import Command, until
 from tests.e2e.single_engine import SingleEngine
-from tests.e2e.streams import PROMPTS, streamed, streams_of
+from tests.e2e.streams import PROMPTS, assert_same_text, streamed, streams_of
 from tests.otlp_collector import OtlpCollector, ReceivedSpan
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -96,15 +96,7 @@ def until_pulled(server: Command, ask: Callable[[], object]) -> None:
 def test_text_equals_a_single_engines(
     client: openai.OpenAI, reference: SingleEngine, prompt: str, temperature: float
 ) -> None:
-    answer = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": prompt}],
-        temperature=temperature,
-        seed=7,
-        max_tokens=24,
-    )
-    expected = reference.chat(prompt, 24, temperature=temperature, seed=7)
-    assert answer.choices[0].message.content == expected
+    assert_same_text(client, "tiny", reference, prompt, temperature)
 
 
 def test_text_of_pulled_kv_is_a_single_engines(
@@ -114,14 +106,7 @@ def test_text_of_pulled_kv_is_a_single_engines(
     numbers = itertools.count()
 
     def ask() -> None:
-        prompt = f"{next(numbers)}: " + PROMPTS[-1]
-        answer = client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": prompt}],
-            temperature=0,
-            max_tokens=24,
-        )
-        assert answer.choices[0].message.content == reference.chat(prompt, 24)
+        assert_same_text(client, "tiny", reference, f"{next(numbers)}: " + PROMPTS[-1])
 
     until_pulled(server, ask)
     assert not num_pulls(server, "failed") + num_pulls(server, "torn")

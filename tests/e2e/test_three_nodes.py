@@ -39,7 +39,7 @@ from tests.e2e.load import MAX_TOKENS, PROMPTS, Load
 from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.streams import PROMPTS as STREAMED_PROMPTS
-from tests.e2e.streams import streamed, streams_of
+from tests.e2e.streams import assert_same_text, streamed, streams_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -323,15 +323,7 @@ async def test_a_worker_over_two_nodes(
     assert rank.ppid() != first.ppid()  # those of two nodes of Ray
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         for prompt, temperature in itertools.product(STREAMED_PROMPTS, (0.0, 1.0)):
-            answer = client.chat.completions.create(
-                model="small",
-                messages=[{"role": "user", "content": prompt}],
-                temperature=temperature,
-                seed=7,
-                max_tokens=24,
-            )
-            expected = reference.chat(prompt, 24, temperature=temperature, seed=7)
-            assert answer.choices[0].message.content == expected
+            assert_same_text(client, "small", reference, prompt, temperature)
     assert not have_moved()
     assert await streamed(url, "small", rank.kill) == streams_of(reference)
     until(have_moved)

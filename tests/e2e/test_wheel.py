@@ -20,7 +20,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.command import LONG, NUM_STREAMS, Command, Streams, ask
+from tests.e2e.command import DONE, LONG, NUM_STREAMS, Command, Streams, ask
 from tests.tool_calls import DIALOGUES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -102,14 +102,17 @@ def test_it_serves_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -
         asyncio.run(_call_functions(command.url))
         streams = Streams(command.url, NUM_STREAMS, LONG, MODEL)
         command.process.send_signal(signal.SIGINT)
-        for end in streams.wait():
+        # Of streams that began early, some may end within the 0.2 s.
+        cut = [end for end in streams.wait() if end != DONE]
+        assert cut
+        for end in cut:
             assert isinstance(end, str) and end.startswith("data: {"), end
             error = json.loads(end.removeprefix("data: "))["error"]
             assert "stopped before this answer was complete" in error["message"]
     finally:
         assert command.ended() == 0
     (line,) = command.events("drained")
-    assert (line["num_ended"], line["num_cut"]) == (0, NUM_STREAMS)
+    assert line["num_cut"] == len(cut)
     command.assert_only_own_lines()
     command.assert_nothing_left()
 

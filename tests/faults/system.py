@@ -31,7 +31,7 @@ ANSWER_TIMEOUT_S = 30.0  # a busy machine lets a worker wait
 STOP_TIMEOUT_S = 120.0
 LEFT_TIMEOUT_S = 60.0  # for its processes to end after it
 METRICS_TIMEOUT_S = 60.0  # a busy ingress answers late
-POLL_S = 0.2  # a look at a whole system takes 0.05 s of a processor
+POLL_S = 0.5  # at most: a look at a whole system takes 0.05 s of a processor
 ROLES = ("prefill", "decode")
 
 
@@ -223,10 +223,11 @@ def until(
     condition: Callable[[], bool], timeout_s: float, words: Callable[[], str] = lambda: "too late"
 ) -> float:
     """Wait for something. Returns the seconds that it took; raises `AssertionError` after many."""
-    began_s = time.monotonic()
+    began_s, pause_s = time.monotonic(), 0.05
     while not condition():
         assert time.monotonic() < began_s + timeout_s, words()
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, POLL_S)
     return time.monotonic() - began_s
 
 

@@ -274,7 +274,7 @@ def test_no_accepted_pull_has_torn_content(start: Start, open_reader: Open) -> N
     source.churn()
     rng = random.Random(3)
     outcomes = {True: 0, False: 0}
-    while min(outcomes.values()) < 40:
+    while min(outcomes.values()) < 25:
         num_churning = rng.choice([0, 1, 2, 8])
         blocks = [*rng.sample(range(24), num_churning), *range(24, 32)]
         ticket = source.ticket(f"t{sum(outcomes.values())}", blocks)
