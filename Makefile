@@ -10,10 +10,9 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --du
 # Tests of the running system, in two parts that take about as long; those of models and kernels;
 # those of many parts together in one process; and all others.
 SYSTEM := tests/e2e tests/faults
-CLUSTERS := tests/faults \
-	$(patsubst %,tests/e2e/test_%.py,running_cluster three_nodes)
+CLUSTERS := tests/faults tests/e2e/test_three_nodes.py
 MODELS := tests/engine tests/kernels tests/models \
-	$(patsubst %,tests/test_%.py,real_model kv_formats moves)
+	$(patsubst %,tests/test_%.py,real_model kv_formats moves local_experts)
 TOGETHER := tests/sim $(filter-out $(MODELS),$(wildcard tests/test_*.py))
 # Not for every change: `make test-bench`.
 BENCH := tests/bench tests/scripts tests/kernels/grid

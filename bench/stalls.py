@@ -27,6 +27,7 @@ from bench.report import finish, print_table
 from disagg.api.http.app import HttpApp, Readiness
 from disagg.api.service import Service
 from disagg.config import HttpConfig
+from disagg.direct import Direct
 from disagg.messages import GenerateRequest, TokenDelta
 from disagg.text.chat_template import ChatTemplate
 from tests.api.fakes import TOKENIZER, served_model
@@ -119,7 +120,7 @@ class Longest:
         return 1e3 * longest_s
 
 
-async def play(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+async def play(request: GenerateRequest, direct: Direct) -> AsyncGenerator[TokenDelta, None]:
     """A worker that only keeps time."""
     last = request.sampling.max_tokens - 1
     for number in itertools.count():

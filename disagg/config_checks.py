@@ -140,9 +140,9 @@ def check_secrets(config: ServeConfig, host: str | None = None) -> None:
             )
     if len(config.cluster_key) < MIN_CLUSTER_KEY_LENGTH:
         raise StartupError(
-            f"The cluster key has {len(config.cluster_key)} characters and can be guessed, and with"
-            " it a stranger can read KV and control workers. `openssl rand -hex 32` makes a good"
-            " one; or set insecure: true.",
+            f"cluster_key has fewer than {MIN_CLUSTER_KEY_LENGTH} characters and can be guessed,"
+            " and with it a stranger can read KV and control workers. `openssl rand -hex 32` makes"
+            " a good one; or set insecure: true.",
             param="cluster_key",
         )
     if host is not None and config.http.is_open and not _is_loopback(host):

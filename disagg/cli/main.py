@@ -38,18 +38,22 @@ def main(arguments: list[str] | None = None) -> int:
         status: int = chosen.run(chosen)
     except DisaggError as error:
         print(
-            f"disagg: {error.message}{_at_fault(error, verbs.choices[chosen.verb])}",
+            f"disagg: {error.message}{at_fault(error, verbs.choices[chosen.verb])}",
             file=sys.stderr,
         )
         return 2
     return status
 
 
-def _at_fault(error: DisaggError, parser: argparse.ArgumentParser) -> str:
-    """The flag that the error is about; "" where the verb takes it without a flag."""
-    if not error.param or re.search(rf"\s\[?{error.param}\s", f"{parser.format_usage()} "):
+def at_fault(error: DisaggError, parser: argparse.ArgumentParser) -> str:
+    """The flag that the error is about; "" where the verb and its actions have no such flag."""
+    if not error.param:
         return ""
-    return f" (--{error.param.replace('_', '-')})"
+    flag = f"--{error.param.replace('_', '-')}"
+    actions = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    parsers = [parser, *(action for each in actions for action in each.choices.values())]
+    usages = "".join(each.format_usage() for each in parsers)
+    return f" ({flag})" if re.search(rf"{flag}(?![\w-])", usages) else ""
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     slo, link = Slo(args.ttft, args.tpot), link_of(args.link)
     shape = read_shape(args.model)
     if args.write is not None:
-        check_servable(shape, args.weights)
+        check_servable(shape, args.weights, args.kv)
     load, notes = _load(args)
     load.check_fits(shape)
     every, left_out = _placements(args, shape, load)
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
     notes += left_out
     if shape.quantized:
         notes += dict.fromkeys(_how_quantized(each.shape, args.weights) for each in every)
-    notes += not_served(shape, args.weights)
+    notes += not_served(shape, args.weights, args.kv)
     if not args.engine:
         notes += _assumed(shape, every)
     if max(each.num_gpus for each in every) > 1:

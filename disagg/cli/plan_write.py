@@ -75,13 +75,13 @@ def check_directory(directory: Path, force: bool) -> None:
         )
 
 
-def not_served(shape: ModelShape, weights: str) -> list[str]:
+def not_served(shape: ModelShape, weights: str, kv: str) -> list[str]:
     """Why `disagg serve` could not serve this as it is planned, in sentences."""
     reasons = []
-    if shape.latent_size:
+    if shape.latent_size and kv != "bf16":
         reasons.append(
-            f"`disagg serve` cannot serve {shape.name} yet: its attention is multi-head latent"
-            " attention. This is a plan for another engine."
+            f"`disagg serve` keeps the latents of {shape.name} in 16 bits only, so it cannot serve"
+            f" what is planned with --kv-cache-dtype {kv}; plan with bf16 for what it can."
         )
     if weights != "bf16":
         how = (
@@ -94,9 +94,9 @@ def not_served(shape: ModelShape, weights: str) -> list[str]:
     return reasons
 
 
-def check_servable(shape: ModelShape, weights: str) -> None:
+def check_servable(shape: ModelShape, weights: str, kv: str) -> None:
     """Raises `StartupError` where `disagg serve` could not serve what is planned."""
-    reasons = not_served(shape, weights)
+    reasons = not_served(shape, weights, kv)
     if reasons:
         raise StartupError(" ".join(reasons), param="write")
 

@@ -18,8 +18,7 @@ DEFAULTS = {
     "RAY_worker_niceness": "0",
     # Serve kills a proxy that is not there after 5 s, and with it a start on a busy machine.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    # Else Ray starts a worker for each core at once. Ours need an environment of their own, so they
-    # cannot use them.
+    # Else Ray starts a worker for each core at once, whether one is needed or not.
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_task_events_report_interval_ms": "0",  # nobody asks what ran when

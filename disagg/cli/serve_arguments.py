@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from disagg.text.reasoning import NAMES as REASONING_PARSERS
@@ -100,7 +101,7 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--metrics-key",
         metavar="KEY",
-        help="that /metrics asks for, or sha256: and its hash: it names tenants (default: none)",
+        help="the key of /metrics, which names tenants, or sha256: and its hash (default: none)",
     )
     group.add_argument(
         "--insecure",
@@ -137,9 +138,9 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         const="",
         metavar="FILE",
-        help='answer requests for the model "auto" with the smallest model that is sure. FILE has'
-        " what `disagg cascade calibrate` found (default: of the bundled models what it found,"
-        " of others a threshold that suits many)",
+        help='answer requests for the model "auto" with the smallest model that is sure. FILE is'
+        " from `disagg cascade calibrate` (default: what that found for the bundled models, and a"
+        " usual threshold for others)",
     )
     group.add_argument(
         "--chat-template", help="path of a Jinja template (default: the model's own)"
@@ -173,7 +174,7 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-workers", type=int, help="limit of all autoscaled and fixed pools together"
     )
-    group.add_argument("--ingress", type=int, default=1, help="ingress replicas")
+    group.add_argument("--ingress", type=int, default=1, help="ingress replicas (default: 1)")
     group.add_argument(
         "--drain-s",
         type=float,
@@ -222,13 +223,8 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         help="split each worker's model over so many GPUs, or processes on a CPU"
         " (docs/models.md#several-gpus-a-worker; default: 1)",
     )
-    for flag in ("--prefill-tensor-parallel-size", "--decode-tensor-parallel-size"):
-        group.add_argument(
-            flag,
-            type=int,
-            metavar="RANKS",
-            help=f"the same for {flag[2:].split('-')[0]} workers only",
-        )
+    flags = "--prefill-tensor-parallel-size", "--decode-tensor-parallel-size"
+    _add_for_pools(group, flags, "RANKS")
     group.add_argument(
         "--nnodes",
         type=int,
@@ -236,13 +232,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="NODES",
         help="divide the ranks of each worker over so many nodes of a Ray cluster (default: 1)",
     )
-    for flag in ("--prefill-nnodes", "--decode-nnodes"):
-        group.add_argument(
-            flag,
-            type=int,
-            metavar="NODES",
-            help=f"the same for {flag[2:].split('-')[0]} workers only",
-        )
+    _add_for_pools(group, ("--prefill-nnodes", "--decode-nnodes"), "NODES")
     group.add_argument(
         "--num-gpus-per-worker",
         type=float,
@@ -308,6 +298,15 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         help="torch threads of a worker on a CPU; small steps use fewer (default: the cores,"
         " divided among the workers)",
     )
+
+
+def _add_for_pools(group: argparse._ArgumentGroup, flags: Sequence[str], metavar: str) -> None:
+    """The flag before them, for one pool each."""
+    for flag in flags:
+        role = flag[2:].split("-")[0]
+        group.add_argument(
+            flag, type=int, metavar=metavar, help=f"the same for {role} workers only"
+        )
 
 
 def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:

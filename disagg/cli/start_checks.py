@@ -17,6 +17,7 @@ from disagg.config import HttpConfig, ServeConfig
 from disagg.config_checks import check_secrets
 from disagg.doctor.machine import read_memory
 from disagg.errors import NotEnoughMemory, StartupError
+from disagg.kvtransfer.ucx import ucx_settings
 from disagg.router.autoscale import pools
 
 MIN_OPEN_FILES = 1024  # Ray and Serve take some hundreds in their largest process
@@ -37,6 +38,7 @@ def check_before_ray(order: Order) -> None:
         check_address(order.ray_address)
     else:
         check_one_node(order.config)
+        ucx_settings(order.config.transfer_interface, {})  # the interface is one of this machine
         check_machine(Path(order.directory))
     if order.haproxy and order.ray_address is None:
         check_haproxy()
