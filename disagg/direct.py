@@ -1,10 +1,10 @@
-"""The short way of a token: from the link that it arrives on to the client, within one turn.
+"""The short path of a token in an ingress: from its link to the client, in one turn of the loop.
 
-While its answer is generated, the task of a request sleeps. To wake it for each token, and to hand
-the token up through the iterators of link, dispatch, answer and HTTP, takes longer than what these
-do with it. So each hands the one below it a function, and the link calls it where the token
-arrives. Only plain tokens go this way, and only while the task waits for one: the first and the
-last delta, tickets and errors wake the task, and so does a client that reads too slowly.
+Waking a request's task for each token, and passing the token up through the iterators of link,
+dispatch, answer and HTTP, would take longer than the work that these do for it. So each layer gives
+the layer below a callback (`Direct`). The link calls its callback when a token arrives, and the
+task sleeps on. Only plain tokens take this path, and only while the task waits for one. The first
+and the last delta, tickets and errors wake the task, and so does a client that reads too slowly.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any, TypeAlias
 
 from disagg.messages import TokenDelta
 
-# False: not taken, the task must be woken for it. An awaitable: taken, but the task has to await
-# what is left to do before anything else of the stream.
+# What a callback returns. True: it has done all. False: it has done nothing, so the task must be
+# woken to take the delta. An awaitable: it has begun, and the task must await the rest before it
+# does anything else for the stream.
 Taken: TypeAlias = bool | Awaitable[None]
 Direct: TypeAlias = Callable[[TokenDelta], Taken]
 
 
 def begun(coroutine: Coroutine[Any, Any, None]) -> Taken:
-    """Run a coroutine here until it ends or waits for something. Returns what is left of it."""
+    """Run a coroutine until it ends or waits for something. Returns True, or the rest of it."""
     try:
         waits_for = coroutine.send(None)
     except StopIteration:
@@ -30,7 +31,7 @@ def begun(coroutine: Coroutine[Any, Any, None]) -> Taken:
 
 
 class _Rest:
-    """A coroutine that waits for a future, to be awaited by a task that takes it over."""
+    """The rest of a coroutine that waits for a future. A task continues it by awaiting this."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], waits_for: Any) -> None:
         self._coroutine = coroutine

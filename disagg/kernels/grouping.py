@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Experts are chosen from the best groups of neighbouring ones.
+    """Experts are in groups of neighbours. A token's experts are chosen from its best groups.
 
     Attributes:
-        num_groups: of equal size; 1: any expert may be chosen.
-        num_chosen_groups: that a token may choose experts of. A group is as good as its best
-            expert; of sigmoids, as its best two together.
-        is_sigmoid: an expert's score is the sigmoid of its logit, to which a bias of its own may be
-            added for the choice alone. Otherwise its part of a softmax over all.
+        num_groups: all of the same size; 1: any expert may be chosen.
+        num_chosen_groups: the groups that a token's experts come from. A group's score is that of
+            its best expert; with sigmoids, the sum of its two best.
+        is_sigmoid: an expert's score is the sigmoid of its logit, and a bias may be added to it for
+            the choice only, not for the weight. Otherwise it is the softmax over all experts.
         scale: what the weights of a token's experts are multiplied by.
     """
 

@@ -1,9 +1,10 @@
 """Attention to latents in a paged cache, in Triton: decoding, verification and prompts.
 
-As `paged_attention`, whose pieces and reductions it has. But all query heads see one vector of a
-token, so a program takes some of the heads, and the vector's first values are also its value: a
-tile of them is loaded once, for scores and for the sum. Its last values, which positions turn, are
-a tile of their own, because tiles have powers of two as sizes (512 and 64 for DeepSeek).
+Works are cut into pieces and reduced as in `paged_attention`. Two things differ. All query heads
+attend to the same vector of a token, so each program computes several heads. And the first values
+of that vector are both key and value, so a tile of them is loaded once, for the scores and for the
+weighted sum. The last values, which have rotary positions, are a second tile, because the sizes of
+tiles are powers of two (512 and 64 for DeepSeek).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -24,10 +25,10 @@ from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.paged_attention import _NOTHING_SEEN, _STEP_TENSORS, reduce_partials
 from disagg.kernels.paged_work import Launch, PagedWork
 
-LONG_ROWS = 64  # of a tile of a prompt; taller sums of 512 values have no room in registers
+LONG_ROWS = 64  # queries in a tile of a prompt: registers have no room for more sums of 512 values
 # Keys of an inner step: 32 need 144 KB of shared memory, 16 need 92.
 MIN_TILE, MAX_TILE = 16, 32
-REDUCED_AT_ONCE = 16  # partial results, whose rows are four times as wide as those of other heads
+REDUCED_AT_ONCE = 16  # partial results; a row is four times as wide as one of other attention
 
 
 @triton.jit
@@ -174,7 +175,8 @@ _latent_attention = KernelLauncher(_latent_attention_kernel)
 
 
 def key_tile(block_size: int, most: int = MAX_TILE) -> int:
-    """Keys of an inner step: those of one page where that is possible. Of several, 32 spill."""
+    """Keys of an inner step: those of one page where that is possible. 32 keys of several pages
+    would not fit in the registers."""
     return most if block_size % most == 0 else MIN_TILE
 
 
@@ -196,12 +198,13 @@ def latent_attention(
     """Attend causally to vectors in the cache, the step's own included.
 
     Args:
-        heads: [num_tokens, num_heads + 1, head_dim], of which the queries are read.
+        heads: [num_tokens, num_heads + 1, head_dim]; the queries, and last what is cached of the
+            token, which is not read here.
         step: block tables, starts of queries, context lengths: int32, as in `models.batch.Batch`.
         work: from `plan_work`, for groups of `latent_group` heads.
-        value_dim: first values of a vector, which are summed up.
-        scale: of the softmax.
-        max_tile: `MIN_TILE` for a GPU with less shared memory than `MAX_TILE` needs.
+        value_dim: so many first values of a cached vector are its value.
+        scale: what scores are multiplied by before the softmax.
+        max_tile: `MIN_TILE` on a GPU that has less shared memory than `MAX_TILE` needs.
 
     Returns:
         [num_tokens, num_heads, value_dim].
@@ -223,7 +226,7 @@ def _run(
     scale: float,
     max_tile: int,
 ) -> None:
-    """Compute the pieces of one launch, then merge those that are parts of a sequence."""
+    """Compute the pieces of one launch, then merge the pieces that belong to one sequence."""
     _, num_heads, rank = out.shape
     group, pages = latent_group(num_heads), kv_cache.layers[layer].values
     num_groups, block_rank = num_heads // group, max(16, next_power_of_2(rank))

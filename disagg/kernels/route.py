@@ -34,7 +34,7 @@ def _route_kernel(
     largest = tl.full([CHOSEN], float("-inf"), tl.float32)
     for place in tl.static_range(NUM_CHOSEN):
         value = tl.max(logits, axis=0)
-        # The first of equals. Of NaNs none is equal, and they must choose something that exists.
+        # Of equal scores, the first. NaN equals nothing; then the last expert is chosen.
         expert = tl.min(tl.where(logits == value, experts, NUM_EXPERTS - 1), axis=0)
         tl.store(chosen_ptr + token * NUM_CHOSEN + place, expert)
         largest = tl.where(places == place, value, largest)
@@ -123,7 +123,7 @@ def _route_groups_kernel(
     weights = tl.zeros([CHOSEN], dtype=tl.float32)
     for place in tl.static_range(NUM_CHOSEN):
         value = tl.max(tl.max(ranked, axis=1), axis=0)
-        # The first of equals. Of NaNs none is equal, and they must choose something that exists.
+        # Of equal scores, the first. NaN equals nothing; then the last expert is chosen.
         is_one = inside & (ranked == value)
         expert = tl.min(tl.min(tl.where(is_one, experts, last), axis=1), axis=0)
         is_one = inside & (experts == expert)

@@ -16,32 +16,32 @@ from disagg.kernels.cpu_prompts import PromptChunks, chunks_of
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch
 
-_MAX_WASTED_TOKENS = 512  # padding in a group of decodes that costs as much as one more group
-_MAX_GATHERED_NBYTES = 16 << 20  # of a group: beyond it, what is gathered leaves the cache unused
+_MAX_WASTED_TOKENS = 512  # with more padding in a group of decodes, one more group is cheaper
+_MAX_GATHERED_NBYTES = 16 << 20  # of a group; more would no longer be in the processor's cache
 PIECE_TOKENS = 256  # queries of a prompt that share one mask
 
 
 @dataclass(frozen=True, slots=True)
 class CachedKeys:
-    """What is gathered for some sequences, and which of it they see."""
+    """The pages that are gathered for some sequences, and which positions these attend to."""
 
     pages: Tensor  # int64 [num_vectors * num_seqs * num_kv_heads * num_blocks]
-    gathered: Tensor  # scratch for them, one row each
-    rows: Tensor  # the same as [num_vectors, num_seqs, num_kv_heads, num_blocks, *]
-    seen: slice  # of the gathered positions, those that are looked at
-    mask: Tensor | None  # added to the scores; None: all of `seen` is looked at
+    gathered: Tensor  # scratch that they are copied to, one row each
+    rows: Tensor  # `gathered` as [num_vectors, num_seqs, num_kv_heads, num_blocks, *]
+    seen: slice  # the gathered positions that are attended to
+    mask: Tensor | None  # added to the scores; None: every query attends to all of `seen`
 
     def keys_and_values(self, head_dim: int) -> tuple[Tensor, Tensor]:
         """Each [num_seqs, num_kv_heads, num_keys, head_dim], of a cache without scales."""
         seen = self.rows.view(*self.rows.shape[:3], -1, head_dim)[:, :, :, self.seen]
-        return seen[0], seen[-1]  # latents are both
+        return seen[0], seen[-1]  # the same where the cache keeps latents
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeProducts:
-    """What a float32 group attends by: a matrix for each KV head of each sequence.
+    """Keys and values of a float32 group, as a matrix for each KV head of each sequence.
 
-    Products of so few queries take two thirds of the time that torch's attention takes.
+    With so few queries, products of matrices take two thirds of the time of torch's attention.
     """
 
     keys: Tensor  # [num_seqs * num_kv_heads, head_dim, num_keys]
@@ -51,7 +51,7 @@ class DecodeProducts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decoding sequences that are attended together."""
+    """Decoding sequences whose attention is computed together."""
 
     queries: Tensor | None  # int64 [num_seqs]: their token rows; None: all decodes, in order
     keys: CachedKeys

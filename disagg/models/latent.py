@@ -1,8 +1,8 @@
 """Multi-head latent attention of a layer (DeepSeek-V2, arXiv 2405.04434), with absorbed weights.
 
-The matrix that makes a head's key of a latent is multiplied with its query instead, and the one
-that makes its value with the sum over latents. So all heads attend to what the cache keeps, and
-neither keys nor values are ever made.
+A head's key is a matrix times the latent, and so is its value. Instead of making keys, the head's
+query is multiplied by the first matrix. Instead of making values, the latents are summed, and the
+sum is multiplied by the second matrix. So all heads attend to the latents in the cache directly.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from disagg.models.latent_config import LatentConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import LayerWeights
 
-_EPS = 1e-6  # of the norms of latents, whatever the other norms have
+_EPS = 1e-6  # of the norms of latents, whatever `rms_norm_eps` says
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Its weights in the form the device wants."""
+    """Latent attention of one layer, with its weights in the form that the device wants."""
 
     config: LatentConfig
     num_heads: int
@@ -35,7 +35,7 @@ class LatentAttention:
 
     @classmethod
     def pack(cls, ops: Ops, config: ModelConfig, layer: LayerWeights) -> LatentAttention | None:
-        """None: the layer has another attention."""
+        """The layer's latent attention; None if it has another kind of attention."""
         latent = config.latent
         if latent is None:
             return None
@@ -97,7 +97,9 @@ class LatentAttention:
         return heads
 
     def _arrange(self, source: Tensor, target: Tensor) -> None:
-        """Copy so that halves are turned together. Scores do not depend on the order of values."""
+        """Copy `source` in the order that `norm_rope_` wants: it rotates value i of the first half
+        together with value i of the second half. Queries and keys are reordered alike, so scores
+        stay the same."""
         if self.config.is_interleaved:
             source = source.view(*source.shape[:-1], -1, 2).transpose(-1, -2)
             target = target.view(*target.shape[:-1], 2, -1)

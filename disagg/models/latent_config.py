@@ -11,18 +11,21 @@ from disagg.models.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Attention whose keys and values of all heads are made from one small vector of a token.
+    """Attention in which the keys and values of all heads are made from one small vector of each
+    token, its latent.
 
-    The cache keeps that latent and one key with positions, which all heads share.
+    The cache keeps the latent and one key with rotary positions. All heads share both.
 
     Attributes:
         rank: values of a latent (`kv_lora_rank`).
-        query_rank: of what queries are made from (`q_lora_rank`); None: from the hidden state.
-        rope_dim: values of a query and a key that positions turn.
-        nope_dim: values of both that they do not.
-        value_dim: of a head's value.
-        scale: of the softmax.
-        is_interleaved: neighbours are turned together, not halves.
+        query_rank: values of the vector that queries are made from (`q_lora_rank`); None: queries
+            are made from the hidden state.
+        rope_dim: values of a query, and of a key, with rotary positions (`qk_rope_head_dim`).
+        nope_dim: values of both without positions (`qk_nope_head_dim`).
+        value_dim: values of a head's value (`v_head_dim`).
+        scale: what scores are multiplied by before the softmax.
+        is_interleaved: positions rotate pairs of neighbouring values. Otherwise they rotate value i
+            of the first half together with value i of the second half.
     """
 
     rank: int
@@ -35,12 +38,12 @@ class LatentConfig:
 
     @property
     def query_dim(self) -> int:
-        """Values of a head's query before its key's matrix is absorbed."""
+        """Values of a head's query, before it is multiplied by the matrix that makes keys."""
         return self.nope_dim + self.rope_dim
 
     @property
     def cached_dim(self) -> int:
-        """Values of a token and layer in the cache."""
+        """Values that the cache keeps of each token in each layer."""
         return self.rank + self.rope_dim
 
 

@@ -12,8 +12,8 @@ class RunningStreams(NamedTuple):
 
     num: sequences that decode, and sequences that will decode here after their prompt.
     step_s: a step without prompt tokens.
-    prompt_rate: prompt tokens a second beside them.
-    full_prompt_rate: prompt tokens a second if there were none.
+    prompt_rate: prompt tokens that the worker can compute a second beside them.
+    full_prompt_rate: the same if there were no streams.
     """
 
     num: int
@@ -38,7 +38,8 @@ class RunningStreams(NamedTuple):
 def prompt_rate(
     times: StepTimeModel, tpot_slo_s: float, num_streams: int, streams_s: float
 ) -> tuple[float, float]:
-    """Prompt tokens a second beside some streams, and the seconds of a step with them.
+    """Prompt tokens that a worker can compute a second beside some streams, and the seconds of a
+    step with both.
 
     Args:
         streams_s: of a step without prompt tokens.

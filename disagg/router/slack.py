@@ -21,8 +21,8 @@ class AddedStream(NamedTuple):
     """The steps of a worker with one more stream, which will generate `num_tokens`.
 
     before_s, step_s: a step without prompt tokens, before it and with it.
-    lost_s: seconds of prompts that the worker will not compute while the stream runs.
-    is_tight: steps with prompt tokens take all that the SLO allows.
+    lost_s: how long the worker computes prompts for, without the stream, that it displaces.
+    is_tight: the SLO leaves less room in a step than a full chunk of prompt tokens takes.
     """
 
     num_tokens: int
@@ -35,12 +35,12 @@ class AddedStream(NamedTuple):
 
     @property
     def num_others_missed(self) -> int:
-        """Streams that miss their TPOT SLO because of it."""
+        """How many running streams miss their TPOT SLO because of the new one."""
         is_late = self.step_s > TPOT_SHARE * self.tpot_slo_s >= self.before_s
         return self.num_streams if is_late else 0
 
     def is_missed(self, gap_s: float) -> bool:
-        """Whether it misses its own.
+        """Whether the new stream misses its own TPOT SLO.
 
         Args:
             gap_s: between its first token and its first step on this worker.
@@ -69,7 +69,7 @@ def added_stream(worker: WorkerView, num_tokens: int, num_output_tokens: int) ->
 
 
 def first_stream_s(worker: WorkerView, num_tokens: int, num_output_tokens: int) -> float:
-    """Seconds of prompts that such a stream displaces on a worker like this without others."""
+    """As `lost_s`, if the stream were the first one on a worker like this."""
     times, tpot_slo_s, streams = worker.times, worker.tpot_slo_s, worker.streams
     assert streams is not None
     step_s = times.decode_step_s(1, num_tokens + 0.5 * num_output_tokens)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from tests import plain_http
 
 TIMEOUT_S = 240.0
 NUM_STREAMS = 12
-LONG = 1900  # tokens of a stream, which last longer than a test waits
 DONE = "data: [DONE]"
 _MARK = "DISAGG_TEST_MARK"
 
@@ -192,50 +191,80 @@ class Command:
 class Streams:
     """Completions that are streamed to threads.
 
+    Once it is made, all of them are under way at the same moment: a stream that ends before the
+    last one has begun is followed by another one like it. So quick steps and slow threads do no
+    harm.
+
+    Args:
+        lengths: the tokens of each stream.
+
     Attributes:
-        ends: of each that has ended: the last event, a refusal's status, or the error.
+        ends: by the place of each that has ended: its last event, a refusal's status, or the error.
     """
 
-    def __init__(self, url: str, number: int, max_tokens: int, model: str = "demo-small") -> None:
+    def __init__(self, url: str, lengths: Sequence[int], model: str = "demo-small") -> None:
+        self._url = url
+        self._lengths = lengths
         self._model = model
-        self.ends: list[str | int] = []
-        self._num_begun = 0
+        self.ends: dict[int, str | int] = {}
+        self._changed = threading.Condition()  # guards all below, and `ends`
+        self._under_way: set[int] = set()
+        self._repeats = True  # until all are under way, or one has failed
         self._threads = [
-            threading.Thread(target=self._read, args=(url, i, max_tokens)) for i in range(number)
+            threading.Thread(target=self._read, args=(place,)) for place in range(len(lengths))
         ]
         for thread in self._threads:
             thread.start()
-        until(lambda: self._num_begun == number or set(self.ends) - {DONE})
-        # Where steps are quick, some may have ended before the last has begun.
-        assert not set(self.ends) - {DONE} and len(self.ends) < number, self.ends
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._repeats, TIMEOUT_S), self._under_way
+            assert set(self.ends.values()) <= {DONE}, self.ends
 
-    def wait(self) -> list[str | int]:
-        for thread in self._threads:
-            thread.join(TIMEOUT_S)
-        return self.ends
+    def wait(self, length: int | None = None) -> list[str | int]:
+        """How the streams of this length have ended; without one, how all have."""
+        places = [i for i, each in enumerate(self._lengths) if length in (None, each)]
+        for place in places:
+            self._threads[place].join(TIMEOUT_S)
+        return [self.ends[place] for place in places]
 
-    def _read(self, url: str, seed: int, max_tokens: int) -> None:
+    def _read(self, place: int) -> None:
+        while True:
+            try:
+                end = self._end_of_one(place)
+            except httpx.HTTPError as error:
+                end = repr(error)
+            with self._changed:
+                self._under_way.discard(place)
+                if end != DONE or not self._repeats:
+                    self.ends[place] = end
+                    self._repeats = False
+                    self._changed.notify_all()
+                    return
+
+    def _end_of_one(self, place: int) -> str | int:
         body = {
             "model": self._model,
-            "prompt": f"a story about number {seed}",
-            "max_tokens": max_tokens,
+            "prompt": f"a story about number {place}",
+            "max_tokens": self._lengths[place],
             "stream": True,
             "ignore_eos": True,
         }
         last = ""
-        try:
-            with plain_http.stream(
-                "POST", f"{url}/v1/completions", json=body, timeout=60
-            ) as answer:
-                if answer.status_code != 200:
-                    self.ends.append(answer.status_code)
-                    return
-                self._num_begun += 1
-                for line in answer.iter_lines():
-                    last = line or last
-            self.ends.append(last)
-        except httpx.HTTPError as error:
-            self.ends.append(repr(error))
+        url = f"{self._url}/v1/completions"
+        with plain_http.stream("POST", url, json=body, timeout=60) as answer:
+            if answer.status_code != 200:
+                return answer.status_code
+            for line in filter(None, answer.iter_lines()):
+                if not last:
+                    self._begins(place)
+                last = line
+        return last
+
+    def _begins(self, place: int) -> None:
+        with self._changed:
+            self._under_way.add(place)
+            if len(self._under_way) == len(self._lengths):
+                self._repeats = False
+                self._changed.notify_all()
 
 
 def refusal_of(command: Command) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 
 import openai
 
+from tests import plain_http
 from tests.e2e.single_engine import SingleEngine
 
 PROMPTS = [
@@ -33,8 +35,9 @@ def streams_of(reference: SingleEngine) -> list[str]:
 
 
 async def streamed(url: str, model: str, kill: Callable[[], None]) -> list[str]:
-    """What all streams say. `kill` is called once the first one is under way."""
-    under_way = asyncio.Event()
+    """What all streams say. `kill` is called when the first one has said a few words: before anyone
+    reads on, so that most of its answer is still to come."""
+    num_kills = 0
 
     async def stream(client: openai.AsyncOpenAI, index: int) -> str:
         chunks = await client.chat.completions.create(
@@ -45,18 +48,25 @@ async def streamed(url: str, model: str, kill: Callable[[], None]) -> list[str]:
             max_tokens=TOKENS,
             stream=True,
         )
+        nonlocal num_kills
         text = ""
         async for chunk in chunks:
             text += chunk.choices[0].delta.content or ""
-            if len(text) > 8:
-                under_way.set()
+            if len(text) > 8 and not num_kills:
+                num_kills += 1
+                kill()
         return text
 
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
-        streams = [asyncio.create_task(stream(client, index)) for index in range(NUM_STREAMS)]
-        await under_way.wait()
-        kill()
-        return await asyncio.gather(*streams)
+        texts = await asyncio.gather(*[stream(client, index) for index in range(NUM_STREAMS)])
+    assert num_kills == 1
+    return texts
+
+
+def has_moved(url: str) -> bool:
+    """Whether a request was rerouted, as the ingress counts it that answers."""
+    metrics = plain_http.get(f"{url}/metrics", timeout=60).text
+    return bool(re.search(r"^disagg_request_moves_total\{.*\} [1-9]", metrics, re.M))
 
 
 def assert_same_text(

@@ -9,7 +9,9 @@ others is in `test_running_cluster.py`.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -21,10 +23,10 @@ import psutil
 import pytest
 
 from disagg.cli.ports import free_port
+from disagg.config import ASSETS
 from tests import plain_http
 from tests.e2e.command import (
     DONE,
-    LONG,
     NUM_STREAMS,
     TIMEOUT_S,
     Command,
@@ -37,9 +39,10 @@ from tests.e2e.test_gpus import Opened, machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-SHORT = 400  # tokens of a stream: a few seconds, in which all streams of a test begin
+SHORT, LONG = 400, 16_000  # tokens of a stream that is to end, and of one that is not
 ROOT = Path(__file__).parents[2]
-MODEL = "demo-small --num-threads 1 --max-num-seqs 32"
+FLAGS = "--num-threads 1 --max-num-seqs 32"
+MODEL = f"demo-small {FLAGS}"
 ONE_WORKER = f"{MODEL} --prefill 0"  # for what ends everything, whichever workers there are
 
 
@@ -68,14 +71,23 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
+def with_long_context(directory: Path) -> Path:
+    """A copy of demo-small in which a stream has room for `LONG` tokens."""
+    copy = Path(shutil.copytree(ASSETS / "demo-small", directory / "demo-small"))
+    config = json.loads((copy / "config.json").read_text())
+    config["max_position_embeddings"] = 2 * LONG
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
 @pytest.fixture(scope="module")
 def served(directory: Path) -> Iterator[Command]:
     """For what it survives; the last test stops it."""
     (directory / "opened").mkdir()
     environment = {**machine(80), "DISAGG_TEST_OPENED": str(directory / "opened")}
     # On a busy machine the last test's streams may need longer than the usual 60 s to end.
-    flags = f"{MODEL} --num-gpus-per-worker 0.5 --drain-s {TIMEOUT_S:g}"
-    command = Command(flags, directory, environment)
+    flags = f"{FLAGS} --num-gpus-per-worker 0.5 --drain-s {TIMEOUT_S:g}"
+    command = Command(f"{with_long_context(directory)} {flags}", directory, environment)
     with command.killed_at_the_end():
         command.wait_ready()
         yield command
@@ -150,17 +162,14 @@ def test_lines_are_json_and_logs_outlive_the_command(served: Command) -> None:
 
 def test_sigterm_lets_streams_end_and_a_second_one_does_not(served: Command) -> None:
     """Last of those with this server."""
-    # Many are long, so that they last where steps are quick.
-    long, short = Streams(served.url, NUM_STREAMS, LONG), Streams(served.url, 4, SHORT)
+    streams = Streams(served.url, [LONG] * NUM_STREAMS + [SHORT] * 4)
     served.process.send_signal(signal.SIGTERM)
     served.wait_for("stopping")
     until(lambda: not takes_requests(served))  # the ingress hears of it a bit later
-    assert short.wait() == [DONE] * 4
+    assert streams.wait(SHORT) == [DONE] * 4
     served.process.send_signal(signal.SIGTERM)
     assert served.ended() == 128 + signal.SIGTERM
-    ends = long.wait()
-    # One that began long before the others may have ended in time.
-    assert len(ends) == NUM_STREAMS and set(ends) != {DONE}, "they were waited for"
+    assert DONE not in streams.wait(LONG), "they were waited for"
     served.assert_only_own_lines()
     served.assert_nothing_left()
     assert (Path(served.events("logs")[0]["directory"]) / "ray").is_dir()

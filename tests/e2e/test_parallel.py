@@ -16,10 +16,19 @@ import pytest
 
 from tests.e2e.command import DONE, Command, Streams, until
 from tests.e2e.single_engine import SingleEngine
-from tests.e2e.streams import PROMPTS, streamed, streams_of
+from tests.e2e.streams import PROMPTS, has_moved, streamed, streams_of
 from tests.e2e.test_serve import num_pulls, second_rank, until_pulled
+from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+LONG = 1500  # tokens of a stream that is to be under way when a signal arrives
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As that of the other tests, with a context for long streams."""
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_model_len=2048)
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +70,16 @@ async def test_no_stream_notices_that_a_rank_was_killed(
     expected = streams_of(reference)
     (worker,) = server.named("tiny-decode")
     assert await streamed(server.url, "tiny", second_rank(worker).kill) == expected
+    assert has_moved(server.url)
     until(lambda: not worker.is_running(), why=lambda: f"{worker} has outlived its rank")
 
 
 def test_sigterm_lets_streams_end(server: Command) -> None:
     """Last in this file: the status is 0, and no process of a rank is left."""
-    streams = Streams(server.url, 4, 450, "tiny")
+    streams = Streams(server.url, [LONG] * 4, "tiny")
     server.process.send_signal(signal.SIGTERM)
     assert streams.wait() == [DONE] * 4
     assert server.ended() == 0
+    (line,) = server.events("drained")
+    assert line["num_ended"] > 0, "all streams ended before the signal arrived"
     server.assert_nothing_left()

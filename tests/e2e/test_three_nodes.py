@@ -39,7 +39,7 @@ from tests.e2e.load import MAX_TOKENS, PROMPTS, Load
 from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.streams import PROMPTS as STREAMED_PROMPTS
-from tests.e2e.streams import assert_same_text, streamed, streams_of
+from tests.e2e.streams import assert_same_text, has_moved, streamed, streams_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -309,11 +309,6 @@ async def test_a_worker_over_two_nodes(
     """Its text is one engine's, and it ends with the rank of the other node. Last in this file:
     Serve starts another one, which is not waited for."""
     config, path, url = deployed
-
-    def have_moved() -> bool:
-        metrics = plain_http.get(f"{url}/metrics", timeout=60).text
-        return bool(re.search(r"^disagg_request_moves_total\{.*\} [1-9]", metrics, re.M))
-
     old = workers(url)
     new = over_nodes(config)
     await changed(nodes, path, new, lambda: len(workers(url) - old) == 2 == len(workers(url)))
@@ -324,6 +319,6 @@ async def test_a_worker_over_two_nodes(
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         for prompt, temperature in itertools.product(STREAMED_PROMPTS, (0.0, 1.0)):
             assert_same_text(client, "small", reference, prompt, temperature)
-    assert not have_moved()
+    assert not has_moved(url)
     assert await streamed(url, "small", rank.kill) == streams_of(reference)
-    until(have_moved)
+    until(lambda: has_moved(url))

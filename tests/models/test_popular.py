@@ -64,9 +64,11 @@ def families_table() -> str:
         formats = ["floats", "MXFP4" if is_stacked else "quantised"]
         if name in in_gguf:
             formats.append("GGUF")
-        attention = {"stated": "windows as named", "all": "a window", "none": "full"}.get(
-            family.windows, "windows in turn with full"
-        )
+        attention = {
+            "stated": "windows where config.json says",
+            "all": "a window",
+            "none": "full",
+        }.get(family.windows, "windows and full in turn")
         more = [
             ("biases", family.attention_bias != "none"),
             ("norms of q and k", family.qk_norm),
@@ -80,7 +82,7 @@ def families_table() -> str:
                 ("a shared one", bool(experts.shared)),
                 ("dense layers between", experts.has_dense_layers),
                 ("dense layers first", bool(experts.first_dense or experts.layer_kinds)),
-                ("groups of them", bool(experts.scoring)),
+                ("chosen by groups", bool(experts.scoring)),
                 ("clamped SwiGLU", experts.is_clamped),
             ]
             mlp = ", ".join(["experts", *(word for word, has in kinds if has)])

@@ -1,4 +1,4 @@
-"""The server-sent events of one answer, from its pieces to the connection."""
+"""Makes server-sent events of the pieces of an answer and writes them to its connection."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ async def stream_events(
     begins: Callable[[], None],
     writer: Writer,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield events, those of one batch joined into one write. Once the reply has begun, pieces that
-    come one by one are written where they come.
+    """Yield the events of an answer; those of one batch come as one string of bytes.
+
+    Once the reply has begun, a piece that arrives alone is not yielded: it is written to the
+    connection at once, on the short path of a token (`direct.py`).
 
     Args:
         begins: called before the first event.
@@ -50,5 +52,5 @@ async def stream_events(
                         yield events
                         run.direct = write
     finally:
-        run.direct = None  # it holds the run, too
+        run.direct = None  # the callback refers to the run: no reference cycle
     yield frames.closing(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MAX_INDEXED = 16_384  # tokens of a prompt, its last ones: about 200 bytes each
+MAX_INDEXED = 16_384  # so many last tokens of a prompt; each takes about 200 bytes
 
 
 class Ngrams:
@@ -16,8 +16,8 @@ class Ngrams:
         self._places: dict[tuple[int, ...], int] = {}
 
     def take_in(self, tokens: list[int]) -> int | None:
-        """Index the new tokens. Returns where the last n-gram ended before, if it occurred
-        before."""
+        """Index the new tokens. Returns the position at which the last n-gram ended when it
+        occurred before; None if it did not."""
         length, places, before = self._length, self._places, None
         for end in range(self._next_end, len(tokens) + 1):
             run = tuple(tokens[end - length : end])
