@@ -12,6 +12,8 @@ namespace disagg {
 
 #ifndef __AMX_BF16__
 
+constexpr bool HAS_TILES = false;
+
 struct Tiles {
   Tiles() {}
 };
@@ -20,6 +22,7 @@ inline bool reads_panels(int width) { return width == PANEL; }
 
 #else
 
+constexpr bool HAS_TILES = true;
 constexpr int TILE_PAIRS = TILE_DEPTH / 2;
 
 // A thread's tiles are configured as these products need them while one of these lives; torch

@@ -1,34 +1,42 @@
-// Products of many rows with a weight in panels, by AMX. A result is, to the bit, that of
-// `tiles_product`, and does not depend on the other rows.
+// Products of many rows with a weight in panels. A result is, to the bit, that of a product of a few
+// rows (`tiles_product` with AMX, else `product`), and does not depend on the other rows.
 #pragma once
 
 #include "amx.h"
 #include "product.h"
 #include "rows.h"
 
-#ifdef __AMX_BF16__
-
 namespace disagg {
 
-constexpr int BLOCK = 2 * TILE_ROWS;   // rows and columns that are multiplied with four tiles of sums
-constexpr int BLOCK_SIZE = BLOCK * BLOCK;
-constexpr int BLOCK_DEPTH = 256;       // numbers of each row that stay in the L1 cache meanwhile
-constexpr int MOST_COLUMNS = 128;      // of an item: their part of a weight stays in the L2 cache
+constexpr int BLOCK_DEPTH = 256;   // numbers of each row that stay in the L1 cache meanwhile
+constexpr int MOST_COLUMNS = 128;  // of an item: their part of a weight stays in the L2 cache
 
-// The columns `first` to `end` of a weight, of which there are at most MOST_COLUMNS.
+// The columns `first` to `end` of a weight, of which there are at most MOST_COLUMNS. `first` is a
+// panel's.
 struct SomeColumns {
   const Matrix& matrix;
   int32_t first, end;
   const uint32_t* widened;  // of a weight of fewer bits: its panels, as widen_panels makes them
 
-  TileColumns<2> block(int column) const {
-    if (widened == nullptr) return columns_of<2>(matrix, column);
-    const int64_t panel = (column - first) / PANEL;
-    const uint32_t* at =
-        widened + panel * matrix.num_filled_pairs() * PANEL + (column - first) % PANEL;
-    return {{at, at + LANES}, PANEL * sizeof(uint32_t), false};
+  // Of a weight of fewer bits.
+  const uint32_t* widened_panel(int column) const {
+    return widened + int64_t((column - first) / PANEL) * matrix.num_filled_pairs() * PANEL;
   }
 };
+
+#ifdef __AMX_BF16__
+
+constexpr int BLOCK = 2 * TILE_ROWS;   // rows and columns that are multiplied with four tiles of sums
+constexpr int BLOCK_SIZE = BLOCK * BLOCK;
+constexpr int BLOCK_ROWS = BLOCK;
+constexpr int ROWS_OF_PRODUCT = 4 * BLOCK_ROWS;
+using ProductRows = TiledRows;
+
+inline TileColumns<2> block_of(const SomeColumns& columns, int column) {
+  if (columns.widened == nullptr) return columns_of<2>(columns.matrix, column);
+  const uint32_t* at = columns.widened_panel(column) + (column - columns.first) % PANEL;
+  return {{at, at + LANES}, PANEL * sizeof(uint32_t), false};
+}
 
 // The products of 32 rows from `row` on with some columns: `take(row of 32, column, sums)` gets 16
 // columns at a time. sums: [MOST_COLUMNS / BLOCK, BLOCK, BLOCK].
@@ -40,7 +48,7 @@ inline void multiply_rows(const SomeColumns& columns, const TiledRows& x, int64_
     const int next = k + BLOCK_DEPTH < depth ? k + BLOCK_DEPTH : depth;
     float* block = sums;
     for (int column = columns.first; column < end; column += BLOCK, block += BLOCK_SIZE) {
-      tile_product_32(x, row, columns.block(column), k, next, block, BLOCK * sizeof(float));
+      tile_product_32(x, row, block_of(columns, column), k, next, block, BLOCK * sizeof(float));
       if (next < depth) continue;
       for (int r = 0; r < num_rows; ++r)
         for (int v = 0; v < BLOCK && column + v < end; v += LANES)
@@ -49,6 +57,79 @@ inline void multiply_rows(const SomeColumns& columns, const TiledRows& x, int64_
   }
 }
 
-}  // namespace disagg
+#else
+
+constexpr int BLOCK_ROWS = 8 * MOST_ROWS;
+constexpr int BLOCK_SIZE = BLOCK_ROWS * PANEL;
+constexpr int ROWS_OF_PRODUCT = 3 * BLOCK_ROWS;
+using ProductRows = PlainRows;
+
+// Sums of `num_rows` rows and a panel's columns, over `num_pairs` pairs of each; unless they are the
+// first, what is in `sums`, [num_rows, PANEL], is added to. The pairs of a row lie together, and rows
+// `stride` pairs apart.
+template <int num_rows, bool is_first>
+inline void block_tile(const uint32_t* weight, const uint32_t* x, int64_t stride, int num_pairs,
+                       float* sums) {
+  constexpr int NUM_VECTORS = PANEL / LANES;
+  __m512 own[num_rows][NUM_VECTORS];
+#pragma GCC unroll 8
+  for (int r = 0; r < num_rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < NUM_VECTORS; ++v)
+      own[r][v] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * PANEL + v * LANES);
+  for (int k = 0; k < num_pairs; ++k, weight += PANEL) {
+    __m512i columns[NUM_VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < NUM_VECTORS; ++v) columns[v] = _mm512_loadu_si512(weight + v * LANES);
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; ++r) {
+      const __m512i row = _mm512_set1_epi32(static_cast<int>(x[r * stride + k]));
+#pragma GCC unroll 4
+      for (int v = 0; v < NUM_VECTORS; ++v) own[r][v] = dot_pairs(own[r][v], columns[v], row);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < num_rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < NUM_VECTORS; ++v) _mm512_store_ps(sums + r * PANEL + v * LANES, own[r][v]);
+}
+
+// One copy of the code, for all products.
+[[gnu::noinline]] inline void multiply_block(const uint32_t* weight, const uint32_t* x, int64_t stride,
+                                             int num_rows, int num_pairs, bool is_first, float* sums) {
+  in_tiles(num_rows, [&](int, int begin, auto size) {
+    float* own = sums + begin * PANEL;
+    if (is_first)
+      block_tile<size(), true>(weight, x + begin * stride, stride, num_pairs, own);
+    else
+      block_tile<size(), false>(weight, x + begin * stride, stride, num_pairs, own);
+  });
+}
+
+// The products of up to BLOCK_ROWS rows from `row` on with some columns: `take(row of these, column,
+// sums)` gets 16 columns at a time. sums: [MOST_COLUMNS / PANEL, BLOCK_ROWS, PANEL].
+template <class Take>
+inline void multiply_rows(const SomeColumns& columns, const PlainRows& x, int64_t row, int num_rows,
+                          float* sums, Take&& take) {
+  constexpr int STEP = BLOCK_DEPTH / 2;
+  const int num_pairs = (columns.matrix.num_in + 1) / 2, end = columns.end;
+  const int64_t stride = x.num_filled_columns() / 2;
+  for (int k = 0; k < num_pairs; k += STEP) {
+    const int count = num_pairs - k < STEP ? num_pairs - k : STEP;
+    float* block = sums;
+    for (int column = columns.first; column < end; column += PANEL, block += BLOCK_SIZE) {
+      const uint32_t* panel = columns.widened == nullptr ? columns.matrix.panel(column / PANEL)
+                                                         : columns.widened_panel(column);
+      multiply_block(panel + int64_t(k) * PANEL, x.pairs(row) + k, stride, num_rows, count, k == 0,
+                     block);
+      if (k + count < num_pairs) continue;
+      for (int r = 0; r < num_rows; ++r)
+        for (int v = 0; v < PANEL && column + v < end; v += LANES)
+          take(r, column + v, _mm512_load_ps(block + r * PANEL + v));
+    }
+  }
+}
 
 #endif
+
+}  // namespace disagg

@@ -1,5 +1,4 @@
-// A step with prompts, of a dense decoder, by AMX: all layers in one call. Weights of 8 and 4 bits
-// are widened, some columns at a time. The twin of `Decoder.hidden` (disagg/models/decoder.py). A
+// A step with prompts, of a dense decoder: all layers in one call. Weights of 8 and 4 bits are widened, some columns at a time. The twin of `Decoder.hidden` (disagg/models/decoder.py). A
 // token's result does not depend on the other sequences of a step, on threads, or on how its prompt
 // was cut into chunks.
 #pragma once
@@ -24,20 +23,6 @@ struct Tokens {
   bf16* out;                   // [num_logits, hidden]: after the last norm
   int32_t num_tokens, num_chunks, num_logits;
 };
-
-#ifndef __AMX_BF16__
-
-constexpr bool HAS_LARGE_STEP = false;
-
-struct LargeStep {
-  LargeStep(const Model&, const Layer*, Team&) {}
-  static int num_phases(const Model&) { return 0; }
-  Status run(const Tokens&, const KVPages&, int) { return NO_MEMORY; }
-};
-
-#else
-
-constexpr bool HAS_LARGE_STEP = true;
 
 class LargeStep {
  public:
@@ -65,11 +50,10 @@ class LargeStep {
   }
 
  private:
-  static constexpr int ROWS_OF_ITEM = 128;      // of a product
-  static constexpr int ROWS_OF_WIDENED = 1024;  // for which columns are widened once
+  static constexpr int ROWS_OF_WIDENED = 8 * ROWS_OF_PRODUCT;  // for which columns are widened once
 
   struct Own {
-    Buffer<float> sums, gates;  // [MOST_COLUMNS / BLOCK, BLOCK, BLOCK]
+    Buffer<float> sums, gates;  // of BLOCK_ROWS rows and MOST_COLUMNS columns
     // Of weights of fewer bits than 16; without them, memory that nobody writes takes no room.
     Buffer<uint32_t> widened, other_widened;
   };
@@ -78,8 +62,8 @@ class LargeStep {
   class Rows {
    public:
     bool hold(int num_rows, int num_columns) {
-      TiledRows rows{nullptr, num_columns};
-      const int64_t size = filled(num_rows, BLOCK) * rows.num_filled_columns();
+      ProductRows rows{nullptr, num_columns};
+      const int64_t size = filled(num_rows, BLOCK_ROWS) * rows.num_filled_columns();
       if (size > size_) {
         size_ = 0;
         if (!memory_.hold(size)) return false;
@@ -89,7 +73,7 @@ class LargeStep {
       num_columns_ = num_columns;
       return true;
     }
-    TiledRows get() const { return {memory_.get(), num_columns_}; }
+    ProductRows get() const { return {memory_.get(), num_columns_}; }
 
    private:
     Buffer<bf16> memory_;
@@ -106,7 +90,8 @@ class LargeStep {
     const int deepest = most(most(model_.hidden, q_size()), model_.inner);
     const int64_t widened_size = int64_t(filled(deepest, TILE_DEPTH)) / 2 * MOST_COLUMNS;
     for (int i = 0; i < num_threads; ++i)
-      if (!own_[i].sums.hold(MOST_COLUMNS * BLOCK) || !own_[i].gates.hold(MOST_COLUMNS * BLOCK) ||
+      if (!own_[i].sums.hold(MOST_COLUMNS * BLOCK_ROWS) ||
+          !own_[i].gates.hold(MOST_COLUMNS * BLOCK_ROWS) ||
           !own_[i].widened.hold(widened_size) || !own_[i].other_widened.hold(widened_size))
         return false;
     const int num_tokens = tokens_.num_tokens;
@@ -116,7 +101,7 @@ class LargeStep {
         !picked_hidden_.hold(int64_t(tokens_.num_logits) * model_.hidden))
       return false;
     const Prompts prompts{qkv_.get(), attended_.get().base, tokens_.chunks, tokens_.num_chunks,
-                          model_.num_heads, model_.num_kv_heads, model_.head_dim, 0, 0, nullptr, 1};
+                          model_.num_heads, model_.num_kv_heads, model_.head_dim, 0, 0, nullptr, HAS_TILES};
     return attention_.prepare(prompts, cache_, num_threads);
   }
 
@@ -135,7 +120,7 @@ class LargeStep {
     const Layer& layer = layers_[index];
     int num_rows = tokens_.num_tokens;
     bf16* hidden = tokens_.hidden;
-    TiledRows attended = attended_.get();
+    ProductRows attended = attended_.get();
     for_rows(member, num_rows, [&](int row) {
       begin_blocks(index, row);
       norm_row(hidden, layer.input_norm, row);
@@ -180,7 +165,7 @@ class LargeStep {
   // How many columns an item has, so that there is enough for all threads.
   static int columns_of_item(const Member& member, const Matrix& matrix, int num_row_items) {
     int num_columns = MOST_COLUMNS;
-    while (num_columns > 2 * BLOCK &&
+    while (num_columns > PANEL &&
            (matrix.num_out + num_columns - 1) / num_columns * num_row_items < 4 * member.num_threads)
       num_columns /= 2;
     return num_columns;
@@ -188,10 +173,10 @@ class LargeStep {
 
   // A phase whose items are some rows and some columns of a product; those with the same columns
   // follow each other, as they read the same part of the weight. `begin(first, end)` is called for
-  // an item's columns, and what it returns is called for 32 rows each, with the first and how many.
+  // an item's columns, and what it returns is called for BLOCK_ROWS rows each, with the first and how many.
   template <class Begin>
   static void for_blocks(Member& member, const Matrix& matrix, int num_rows, Begin&& begin_item) {
-    const int rows_of_item = matrix.panels == nullptr ? ROWS_OF_WIDENED : ROWS_OF_ITEM;
+    const int rows_of_item = matrix.panels == nullptr ? ROWS_OF_WIDENED : ROWS_OF_PRODUCT;
     const int num_row_items = (num_rows + rows_of_item - 1) / rows_of_item;
     const int num_columns = columns_of_item(member, matrix, num_row_items);
     const int num_column_items = (matrix.num_out + num_columns - 1) / num_columns;
@@ -200,8 +185,8 @@ class LargeStep {
       const int end = first + num_columns < matrix.num_out ? first + num_columns : matrix.num_out;
       const int begin = item % num_row_items * rows_of_item;
       auto work = begin_item(first, end);
-      for (int row = begin; row < begin + rows_of_item && row < num_rows; row += BLOCK)
-        work(row, num_rows - row < BLOCK ? num_rows - row : BLOCK);
+      for (int row = begin; row < begin + rows_of_item && row < num_rows; row += BLOCK_ROWS)
+        work(row, num_rows - row < BLOCK_ROWS ? num_rows - row : BLOCK_ROWS);
     });
   }
 
@@ -212,7 +197,7 @@ class LargeStep {
   }
 
   template <class Take>
-  void multiply(Member& member, const Matrix& matrix, const TiledRows& x, int num_rows, Take&& take) {
+  void multiply(Member& member, const Matrix& matrix, const ProductRows& x, int num_rows, Take&& take) {
     Own& own = own_[member.id];
     for_blocks(member, matrix, num_rows, [&](int first, int end) {
       const SomeColumns columns = some_columns(matrix, first, end, own.widened.get());
@@ -226,12 +211,12 @@ class LargeStep {
   // silu(gate) * up.
   void compute_inner(Member& member, const Layer& layer, int num_rows) {
     Own& own = own_[member.id];
-    const TiledRows x = normed_.get(), inner = inner_.get();
+    const ProductRows x = normed_.get(), inner = inner_.get();
     for_blocks(member, layer.gate, num_rows, [&](int first, int end) {
       const SomeColumns gates = some_columns(layer.gate, first, end, own.widened.get());
       const SomeColumns ups = some_columns(layer.up, first, end, own.other_widened.get());
       auto gate_at = [&own, first](int r, int column) {
-        return own.gates.get() + int64_t(column - first) * BLOCK + r * LANES;
+        return own.gates.get() + int64_t(column - first) * BLOCK_ROWS + r * LANES;
       };
       return [&, gates, ups, gate_at](int row, int count) {
         multiply_rows(gates, x, row, count, own.sums.get(), [&](int r, int column, __m512 some) {
@@ -247,7 +232,7 @@ class LargeStep {
   }
 
   void norm_row(const bf16* hidden, const bf16* weight, int row) {
-    const TiledRows out = normed_.get();
+    const ProductRows out = normed_.get();
     rms_norm(hidden + int64_t(row) * model_.hidden, weight, model_.hidden, model_.eps,
              [&](int i) { return out.at(row, i); });
   }
@@ -279,7 +264,7 @@ class LargeStep {
     const int64_t token = tokens_.logits_rows[row];
     memcpy(picked_hidden_.get() + int64_t(row) * model_.hidden,
            tokens_.hidden + token * model_.hidden, sizeof(bf16) * model_.hidden);
-    const TiledRows from = attended_.get(), to = picked_.get();
+    const ProductRows from = attended_.get(), to = picked_.get();
     for (int i = 0; i < q_size(); i += LANES)
       memcpy(to.at(row, i), from.at(token, i), sizeof(bf16) * LANES);
   }
@@ -294,7 +279,5 @@ class LargeStep {
   PromptAttention attention_;
   Team& team_;
 };
-
-#endif
 
 }  // namespace disagg

@@ -43,4 +43,16 @@ struct TiledRows {
   }
 };
 
+// The rows lie one behind the other, as pairs of numbers; a pair that is not full has a zero.
+struct PlainRows {
+  bf16* base;
+  int32_t num_columns;
+
+  int64_t num_filled_columns() const { return filled(num_columns, 2); }
+  const uint32_t* pairs(int64_t row) const {
+    return reinterpret_cast<const uint32_t*>(base + row * num_filled_columns());
+  }
+  bf16* at(int64_t row, int column) const { return base + row * num_filled_columns() + column; }
+};
+
 }  // namespace disagg

@@ -306,7 +306,7 @@ struct Steps {
 extern "C" {
 
 // Changes with the structures.
-int32_t disagg_step_version() { return 6; }
+int32_t disagg_step_version() { return 7; }
 
 // Whether this process gets the registers that the code needs; before anything else is called.
 int32_t disagg_step_may_run() { return disagg::may_use_tiles(); }
@@ -330,8 +330,8 @@ int32_t disagg_step_run(void* step, const disagg::Batch* batch, const disagg::KV
   return static_cast<disagg::Steps*>(step)->decodes.run(*batch, *cache, num_threads);
 }
 
-// Whether `disagg_step_run_large` computes anything.
-int32_t disagg_step_has_large() { return disagg::HAS_LARGE_STEP; }
+// Whether products are AMX's.
+int32_t disagg_step_has_tiles() { return disagg::HAS_TILES; }
 
 // As `disagg_step_run`, of the tokens of any sequences, up to the hidden states behind the last norm.
 int32_t disagg_step_run_large(void* step, const disagg::Tokens* tokens,

@@ -1,12 +1,10 @@
-// Weights of 8 and 4 bits as panels of bfloat16, for products of many rows by AMX: a number is
-// widened once for all rows, and takes less time then than in each product of a few.
+// Weights of 8 and 4 bits as panels of bfloat16, for products of many rows: a number is widened once
+// for all rows, and takes less time then than in each product of a few.
 #pragma once
 
 #include "amx.h"
 #include "int4.h"
 #include "int8.h"
-
-#ifdef __AMX_BF16__
 
 namespace disagg {
 
@@ -73,6 +71,8 @@ inline void widen_panels(const Matrix& matrix, int first, int end, uint32_t* out
   }
 }
 
+#ifdef __AMX_BF16__
+
 // As `int4_product` and `int8_product`, of a whole panel. It reads rows of `x` up to a multiple of
 // TILE_ROWS. wide: [num_filled_pairs, PANEL].
 template <class Take>
@@ -88,6 +88,6 @@ inline void widened_product(const Matrix& matrix, int panel, const bf16* x, int 
   });
 }
 
-}  // namespace disagg
-
 #endif
+
+}  // namespace disagg

@@ -2,7 +2,7 @@
 
 With few rows, a step in torch is some hundred calls, and starting them takes as long as their
 work. The program reads the weights in oneDNN's packed layout, or of 8 or 4 bits, so that torch can
-compute prompts from the same copy. With AMX, steps with prompts are one call too.
+compute from the same copy. Steps with prompts are one call too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import PackedLinear
 from disagg.kernels.ops import PagedBatch, Weight
 
-# Of decodes; more rows are computed as prompts are: by torch, or, with AMX, by the large step.
-MOST_ROWS, MOST_ROWS_WITH_AMX = 64, 256
+# Of decodes; more rows are computed as prompts are, by the large step.
+MOST_ROWS = 256
 _UNKNOWN_TOKEN = 2  # `Status` of csrc/model.h
 
 
@@ -148,8 +148,7 @@ class CpuStep:
         self._library = library
         self._model = model
         self._vocab_size = model.head.num_out
-        self._has_large = bool(library.disagg_step_has_large())  # with AMX
-        self.most_rows = MOST_ROWS_WITH_AMX if self._has_large else MOST_ROWS
+        self.most_rows = MOST_ROWS
         _lay_in_panels(_narrow(model), library)
         table = model.embedding
         layers = (_LayerPointers * len(model.layers))(*map(_layer, model.layers))
@@ -224,7 +223,7 @@ class CpuStep:
 
     def takes_large(self, kv_cache: KVPages) -> bool:
         """Whether it computes batches of any sequences."""
-        return self._has_large and kv_cache.format.name in FORMATS
+        return kv_cache.format.name in FORMATS
 
     def hidden(self, batch: StepBatch, kv_cache: KVPages, embedded: Tensor) -> Tensor:
         """As `Decoder.hidden`, for a slab that it takes.

@@ -72,7 +72,7 @@ class Int8Linear(PlainLinear):
     def _is_compiled(self, x: Tensor) -> bool:
         """Without AMX, torch widens and multiplies in less time, unless rows are few."""
         assert self._library is not None
-        return x.shape[0] <= FEW_ROWS_COMPILED or bool(self._library.disagg_step_has_large())
+        return x.shape[0] <= FEW_ROWS_COMPILED or bool(self._library.disagg_step_has_tiles())
 
     @property
     def panels_nbytes(self) -> int:

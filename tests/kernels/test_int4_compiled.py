@@ -60,7 +60,7 @@ def test_compiled_products_are_those_of_the_numbers(
 def _is_widened(linear: Int4Linear, num_rows: int) -> bool:
     """Whether AMX multiplies with the weight in bfloat16, in which each value was rounded."""
     assert linear._library is not None
-    return num_rows > FEW_ROWS and bool(linear._library.disagg_step_has_large())
+    return num_rows > FEW_ROWS and bool(linear._library.disagg_step_has_tiles())
 
 
 def _check_products(

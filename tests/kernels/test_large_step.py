@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from disagg.kernels.dispatch import Quantization
 from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.models.decoder import Decoder
 from tests.kernels.step_cases import (
@@ -103,6 +104,21 @@ def test_a_prompt_may_be_cut_anywhere(
             work.append((neighbour, len(neighbour.ids) - 2))
         parts.append(_hidden(decoder, other_slab, work)[: end - start])
     assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_large_step_computes_what_small_ones_do(
+    quantization: Quantization | None, new_decoder: NewDecoder
+) -> None:
+    """To the bit, of more tokens than columns are widened for at once."""
+    decoder = new_decoder(LONG, loud_weights(LONG), quantization)
+    lengths = [500, 2, 333, 450]
+    alone, together = (random_sequences(lengths, 16, LONG.vocab_size) for _ in range(2))
+    slab = slab_of(LONG, alone, 16)
+    parts = [_hidden(decoder, slab, [each]) for each in zip(alone, lengths, strict=True)]
+    slab = slab_of(LONG, together, 16)
+    whole = _hidden(decoder, slab, list(zip(together, lengths, strict=True)))
+    assert torch.equal(whole, torch.cat(parts))
 
 
 def _is_close(own: Tensor, other: Tensor) -> bool:
