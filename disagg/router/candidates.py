@@ -1,13 +1,13 @@
 """The possible routes of a request as candidates with their costs.
 
-A route is local (one worker computes the prompt and decodes), perhaps with a prefix that it borrows
-from another, or remote (KV moves from the worker that computes the prompt to the one that decodes).
+A route is local (one worker computes the prompt and decodes) or remote (KV moves from the worker
+that computes the prompt to the one that decodes). Who computes may first borrow the prefix.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ class ComputingPool(NamedTuple):
 
     workers: Sequence[WorkerView]
     num_held: Sequence[int]  # leading tokens of the prompt, by worker
-    num_behind: float
+    num_behind: Sequence[float]  # by worker
     num_held_once: tuple[int, int]
     spares_decodes: bool
 
@@ -75,13 +75,13 @@ def prefill_costs(pool: ComputingPool, prompt: Prompt) -> list[PrefillCost]:
             worker,
             num_tokens,
             num_held,
-            num_behind,
+            behind,
             num_held_once,
             spares_decodes,
             in_host(worker, held),
             now,
         )
-        for worker, num_held in zip(workers, by_worker, strict=True)
+        for worker, num_held, behind in zip(workers, by_worker, num_behind, strict=True)
     ]
 
 
@@ -91,20 +91,61 @@ def local_routes(
     ways = [local_route(prompt, cost, goal) for cost, goal in zip(costs, goals, strict=True)]
     if prompt.lender is None:
         return ways
-    wanting = [n for n, cost in enumerate(costs) if cost.num_cached_tokens < prompt.num_lent]
-    for number in sorted(wanting, key=lambda n: ways[n].total_s)[:NUM_BORROWERS]:
-        lent = with_loan(
-            costs[number],
-            prompt.lender,
-            prompt.num_tokens,
-            prompt.num_lent,
-            pool.num_behind,
-            pool.spares_decodes,
-            prompt.now,
-        )
+    for number in _wanting(costs, prompt, lambda n: ways[n].total_s):
+        lent = _borrowing(number, prompt.lender, prompt, pool, costs)
         if lent.total_s < costs[number].total_s:
             ways.append(local_route(prompt, lent, goals[number]))
     return ways
+
+
+def borrowing_costs(
+    prompt: Prompt, pool: ComputingPool, costs: Sequence[PrefillCost]
+) -> list[PrefillCost]:
+    """Of those who would compute the rest of the prompt soonest, if its prefix is lent to them.
+
+    `costs`: of the same workers without a loan.
+    """
+    if prompt.lender is None:
+        return []
+
+    def about_s(number: int) -> float:
+        cost = costs[number]
+        share = (prompt.num_tokens - prompt.num_lent) / (prompt.num_tokens - cost.num_cached_tokens)
+        return cost.queue_s + cost.own_s * share
+
+    numbers = _wanting(costs, prompt, about_s)
+    found = [_borrowing(number, prompt.lender, prompt, pool, costs) for number in numbers]
+    return [
+        lent
+        for lent, number in zip(found, numbers, strict=True)
+        if lent.total_s < costs[number].total_s
+    ]
+
+
+def _wanting(
+    costs: Sequence[PrefillCost], prompt: Prompt, by_s: Callable[[int], float]
+) -> list[int]:
+    """The numbers of those workers for which a loan is considered."""
+    found = [n for n, cost in enumerate(costs) if cost.num_cached_tokens < prompt.num_lent]
+    return sorted(found, key=by_s)[:NUM_BORROWERS]
+
+
+def _borrowing(
+    number: int,
+    lender: WorkerView,
+    prompt: Prompt,
+    pool: ComputingPool,
+    costs: Sequence[PrefillCost],
+) -> PrefillCost:
+    return with_loan(
+        costs[number],
+        lender,
+        prompt.num_tokens,
+        prompt.num_lent,
+        pool.num_behind[number],
+        pool.spares_decodes,
+        prompt.now,
+    )
 
 
 def remote_routes(
@@ -181,4 +222,5 @@ def _remote(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candidate:
         first_token_s,
         max(first_token_s + move_s, goal.place_s) + source.harm_s + goal.decode_s + late_s,
         source.num_cached_tokens,
+        source.lender,
     )

@@ -16,6 +16,7 @@ count requests, so they need no tuning for another model or machine.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -213,14 +214,25 @@ def _with_host(
     return num_cached, 0.0
 
 
-def requests_behind(num_prompts: int, num_workers: int, num_held: float = 0.0) -> float:
+def requests_behind(
+    workers: Sequence[WorkerView], num_prompts: int, num_workers: int, num_held: float = 0.0
+) -> list[float]:
     """How many later requests a new prompt delays in its pool by its own computing time.
+
+    By worker: a second of a slow GPU is less of what the pool computes than one of a fast GPU. So
+    when many wait, the slow ones take their part, although each prompt takes longer there. Where
+    requests have no TPOT SLO, GPUs count as alike.
 
     Args:
         num_prompts: that wait on the pool's workers or are computed.
         num_held: requests per worker that wait in the ingress.
     """
-    return NUM_BEHIND_PER_QUEUED * (num_prompts / num_workers + num_held)
+    num_behind = NUM_BEHIND_PER_QUEUED * (num_prompts / num_workers + num_held)
+    rates = [worker.streams.full_prompt_rate for worker in workers if worker.streams is not None]
+    if len(rates) < len(workers) or not rates:
+        return [num_behind] * len(workers)
+    per_rate = num_behind * len(rates) / sum(rates)
+    return [per_rate * rate for rate in rates]
 
 
 def decode_cost(

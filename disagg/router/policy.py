@@ -5,7 +5,9 @@ worker can do both. Where requests have a TPOT SLO, only costs decide: equal wor
 work in whatever pools they are. Remote prefill is chosen only if it is predicted to be cheaper than
 prefill on the decode worker, transfer included. Without decode workers, prefill workers decode. A
 worker that prefills for itself may first pull a cached prefix from another worker (a loan), if that
-is cheaper than computing it, and than waiting for the worker that has it.
+is cheaper than computing it, and than waiting for the worker that has it. With a TPOT SLO, a worker
+that prefills for another may too: there prompts and streams may be best on different workers, and
+then prefixes are where the streams are.
 
 Not all pairs are compared: the cost of a pair is its prefill side, its decode side and the
 transfer, so the few cheapest workers of each side are enough. Nor are all workers of a large fleet
@@ -26,6 +28,7 @@ from disagg.router.candidates import (
     ComputingPool,
     Prompt,
     Slos,
+    borrowing_costs,
     in_host,
     local_route,
     local_routes,
@@ -116,7 +119,7 @@ def _candidates(
     pool = ComputingPool(
         decodes.workers,
         decodes.num_held,
-        requests_behind(decodes.num_prompts, decodes.num_workers, num_queued),
+        requests_behind(decodes.workers, decodes.num_prompts, decodes.num_workers, num_queued),
         decodes.held_once if has_once else (0, 0),
         prefills is not None,
     )
@@ -128,11 +131,15 @@ def _candidates(
         pool = ComputingPool(
             prefills.workers,
             prefills.num_held,
-            requests_behind(prefills.num_prompts, prefills.num_workers, num_queued),
+            requests_behind(
+                prefills.workers, prefills.num_prompts, prefills.num_workers, num_queued
+            ),
             prefills.held_once,
             True,
         )
         costs = prefill_costs(pool, prompt)
+    else:
+        costs += borrowing_costs(prompt, pool, costs)
     return candidates + remote_routes(goals, prompt, costs)
 
 

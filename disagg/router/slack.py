@@ -20,6 +20,7 @@ from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE
 class AddedStream(NamedTuple):
     """The steps of a worker with one more stream, which will generate `num_tokens`.
 
+    per_step_s: a step with nothing in it.
     before_s, step_s: a step without prompt tokens, before it and with it.
     lost_s: how long the worker computes prompts for, without the stream, that it displaces.
     is_tight: the SLO leaves less room in a step than a full chunk of prompt tokens takes.
@@ -28,16 +29,27 @@ class AddedStream(NamedTuple):
     num_tokens: int
     num_streams: int  # before it
     tpot_slo_s: float
+    per_step_s: float
     before_s: float
     step_s: float
     lost_s: float
     is_tight: bool
 
     @property
-    def num_others_missed(self) -> int:
-        """How many running streams miss their TPOT SLO because of the new one."""
-        is_late = self.step_s > TPOT_SHARE * self.tpot_slo_s >= self.before_s
-        return self.num_streams if is_late else 0
+    def num_others_missed(self) -> float:
+        """How many running streams miss their TPOT SLO because of the new one.
+
+        Where they miss it anyway, one more of them must end before the worker is well again.
+        Meanwhile it serves fewer in time, by the share of its streams that it could. On a GPU too
+        slow for any stream that is none, and so hopeless streams go there first.
+        """
+        slo_s = TPOT_SHARE * self.tpot_slo_s
+        if self.step_s <= slo_s:
+            return 0.0
+        if self.before_s <= slo_s:
+            return self.num_streams
+        room_s = slo_s - self.per_step_s
+        return room_s / (self.before_s - self.per_step_s) if room_s > 0.0 else 0.0
 
     def is_missed(self, gap_s: float) -> bool:
         """Whether the new stream misses its own TPOT SLO.
@@ -64,7 +76,14 @@ def added_stream(worker: WorkerView, num_tokens: int, num_output_tokens: int) ->
         lost_s += worker.backlog.num_prompts * slower_s
     is_tight = step_s + CHUNK_TOKENS * times.coefficients[1] > TPOT_SHARE * tpot_slo_s
     return AddedStream(
-        num_output_tokens, before.num, tpot_slo_s, before.step_s, step_s, lost_s, is_tight
+        num_output_tokens,
+        before.num,
+        tpot_slo_s,
+        times.coefficients[0],
+        before.step_s,
+        step_s,
+        lost_s,
+        is_tight,
     )
 
 

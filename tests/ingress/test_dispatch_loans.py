@@ -12,9 +12,9 @@ from disagg.api.http.metrics import ApiMetrics
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress import dispatch
 from disagg.ingress.request_metrics import RequestMetrics
-from disagg.messages import GenerateRequest
+from disagg.messages import GenerateRequest, StepCosts
 from disagg.router.fleet import Fleet
-from tests.router.fakes import make_fleet, make_request, make_status
+from tests.router.fakes import COSTS, make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (
     Script,
     ScriptedWorkers,
@@ -63,6 +63,25 @@ async def test_a_decode_worker_borrows_from_a_prefill_worker() -> None:
     loan, visit = workers.calls
     assert (loan.worker_id, visit.worker_id, visit.hand_over) == ("p0", "d0", False)
     assert visit.ticket == loan_of(loan).ticket
+
+
+async def test_who_computes_for_another_worker_may_borrow_from_it() -> None:
+    """With a TPOT SLO: d0 is fast and has the streams, the others are too slow for any."""
+    request = make_request(2000, tpot_slo_s=0.0125, ttft_slo_s=2.0)
+    slow = StepCosts(tuple(3.0 * each for each in COSTS.coefficients), 100, 0.05)
+    fleet, workers = Fleet(tpot_slo_s={"toy": 0.0125}), ScriptedWorkers()
+    has = make_status(
+        num_running=17, num_context_tokens=17_000, num_waiting=2, num_uncomputed_tokens=2000
+    )
+    fleet.worker_synced(make_record("d0"), request.block_hashes[:100], has)
+    fleet.worker_synced(make_record("p0"), [], make_status(step_costs=slow))
+    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    loan, prefill, decode = workers.calls
+    assert [each.worker_id for each in workers.calls] == ["d0", "p0", "d0"]
+    assert loan.request.token_ids == () and prefill.ticket == loan_of(loan).ticket
+    assert prefill.hand_over and not decode.hand_over
+    assert decode.ticket not in (None, prefill.ticket)
+    assert_nothing_reserved(fleet)
 
 
 @pytest.mark.parametrize("then", [Unavailable("Evicted."), "lost", "vanish"])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from disagg.messages import HostCounts, TransferFigure, WorkerRecord, WorkerStatus
+from disagg.messages import HostCounts, StepCosts, TransferFigure, WorkerRecord, WorkerStatus
 from disagg.router.costs import (
     NUM_COMPUTED_AGAIN,
     decode_cost,
@@ -17,7 +17,7 @@ from disagg.router.costs import (
 )
 from disagg.router.worker_view import RequestLoad, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
-from tests.router.fakes import make_record, make_status
+from tests.router.fakes import COSTS, make_record, make_status
 
 
 def view(worker_id: str = "d0", status: WorkerStatus | None = None, **changes: str) -> WorkerView:
@@ -144,10 +144,24 @@ def test_a_decode_worker_is_kept_clear_even_when_idle() -> None:
 def test_those_who_come_behind_wait_for_what_is_computed() -> None:
     alone_s = view("p0").times.prefill_s(1000)
     busy = view("p1", make_status(num_waiting=2, num_uncomputed_tokens=3000))
-    assert requests_behind(0, 1) == 0.0
-    behind = requests_behind(busy.backlog.num_prompts, 2)
-    assert behind == 3.0  # two wait and one is computed, in a pool of two
+    pool = [view("p0"), busy]
+    assert requests_behind(pool, 0, 2) == [0.0, 0.0]
+    behind, other = requests_behind(pool, busy.backlog.num_prompts, 2)
+    assert behind == other == 3.0  # two wait and one is computed, in a pool of two
     assert prefill_cost(view("p0"), 1000, 0, behind).harm_s == pytest.approx(3.0 * alone_s)
+
+
+def test_a_second_of_a_slow_gpu_delays_those_behind_less() -> None:
+    """By its share of what the pool computes; where there is a TPOT SLO, as only then it counts."""
+    slow = StepCosts(tuple(3.0 * each for each in COSTS.coefficients), 100, 0.05)
+    for tpot_slo_s, ratio in ((0.05, 3.0), (math.inf, 1.0)):
+        pool = [
+            view_of(make_record("d0"), make_status(step_costs=costs), tpot_slo_s=tpot_slo_s)
+            for costs in (COSTS, slow)
+        ]
+        fast_one, slow_one = requests_behind(pool, 4, 2)
+        assert fast_one == pytest.approx(ratio * slow_one)
+        assert fast_one + slow_one == pytest.approx(2 * 4.0), "together as many as of equal GPUs"
 
 
 def test_a_copy_of_a_prefix_costs_what_it_will_displace() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from disagg.messages import StepCosts
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
@@ -16,6 +17,7 @@ from disagg.router.worker_view import WorkerView
 from tests.router.fakes import COSTS, make_record, make_request, make_status
 
 TIGHT_S, LOOSE_S = 0.0125, 0.2  # a step without prompts takes 10 ms
+SLOW = StepCosts(tuple(3.0 * each for each in COSTS.coefficients), 100, 0.05)
 
 
 def make_fleet(tpot_slo_s: float, *names: str, max_num_seqs: int = 256) -> Fleet:
@@ -23,6 +25,10 @@ def make_fleet(tpot_slo_s: float, *names: str, max_num_seqs: int = 256) -> Fleet
     for name in names:
         fleet.worker_synced(make_record(name, max_num_seqs=max_num_seqs), [], make_status())
     return fleet
+
+
+def join(fleet: Fleet, name: str, costs: StepCosts) -> None:
+    fleet.worker_synced(make_record(name), [], make_status(step_costs=costs))
 
 
 def streams(fleet: Fleet, worker_id: str, number: int, **status: Any) -> None:
@@ -144,14 +150,39 @@ def most_streams() -> int:
 def test_who_misses_what_because_of_one_more_stream() -> None:
     fleet = make_fleet(TIGHT_S, "d0")
     most = most_streams()
-    for number, num_others in ((most, 0), (most + 1, most + 1), (most + 3, 0)):
+    for number, num_others in ((most, 0), (most + 1, most + 1)):
         streams(fleet, "d0", number)
         added = added_stream(fleet.view().workers["d0"], 1000, 64)
-        assert added.num_others_missed == num_others, "who is late already misses nothing more"
+        assert added.num_others_missed == num_others
         assert added.is_missed(0.0) == (number > most)
+    streams(fleet, "d0", most + 3)
+    added = added_stream(fleet.view().workers["d0"], 1000, 64)
+    assert 0.8 < added.num_others_missed < 1.0, "late already: most of its streams could be in time"
     streams(fleet, "d0", most)
     added = added_stream(fleet.view().workers["d0"], 1000, 64)
     assert added.is_missed(64 * 0.002), "a gap takes time from every token after it"
+
+
+def test_a_gpu_too_slow_for_any_stream_loses_nothing_by_another() -> None:
+    fleet = make_fleet(TIGHT_S, "d0")
+    join(fleet, "d1", SLOW)
+    streams(fleet, "d1", 3, step_costs=SLOW)
+    added = added_stream(fleet.view().workers["d1"], 1000, 64)
+    assert added.num_others_missed == 0.0 and added.is_missed(0.0)
+
+
+def test_who_computes_for_another_borrows_from_it() -> None:
+    """A slow GPU computes beside fast ones, which decode: there the prefixes are."""
+    request = make_request(2000, tpot_slo_s=TIGHT_S, ttft_slo_s=2.0)
+    head = list(request.block_hashes[:100])
+    fleet = Fleet(tpot_slo_s={"toy": TIGHT_S})
+    fleet.worker_synced(make_record("d0"), head, make_status())
+    for name in ("p0", "p1", "p2"):
+        join(fleet, name, SLOW)
+    streams(fleet, "d0", most_streams() - 2, num_waiting=2, num_uncomputed_tokens=2000)
+    route = choose_route(request, fleet.view(), fleet.index, 0.0, random.Random(0))
+    assert both(route) in {(name, "d0") for name in ("p0", "p1", "p2")}
+    assert (route.lender, route.num_cached_tokens) == ("d0", 1600)
 
 
 def test_batch_work_goes_where_it_makes_nobody_miss_an_slo() -> None:

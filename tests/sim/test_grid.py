@@ -9,7 +9,7 @@ from disagg.cli.main import main
 from disagg.router.baselines import FIXED_ROLES, OURS
 from disagg.sim import grid
 from disagg.sim.config import SimConfig
-from disagg.sim.trace import TraceRequest
+from disagg.sim.trace import Sessions, TraceRequest, generate
 
 CONFIG = SimConfig(ttft_slo_s=0.5)
 WINDOW = [TraceRequest(0.0, 400 + 300 * (n % 5), 40 + 20 * (n % 7)) for n in range(120)]
@@ -54,6 +54,15 @@ def test_unlike_gpus_serve_more_than_with_fixed_roles_whichever_pool_they_are() 
     played = [(cell, grid.play(cell, CONFIG, WINDOW)) for cell in grid.unlike_cells([0.02], [0.5])]
     (row,) = grid.unlike_rows(CONFIG, WINDOW, played)
     assert row.requests_per_s == 0.5 * grid.unlike_saturation(CONFIG, WINDOW)
+    assert min(row.by_split) >= 0.97 * max(row.fixed, *row.by_split)
+
+
+def test_unlike_gpus_lend_each_other_the_prefixes_of_conversations() -> None:
+    """Streams are on the H100s, and with them the prefixes of prompts that L40S must compute."""
+    window = generate(Sessions(requests_per_s=50.0, num_requests=200), seed=3)
+    config = SimConfig(num_blocks=2000, ttft_slo_s=0.5)
+    played = [(cell, grid.play(cell, config, window)) for cell in grid.unlike_cells([0.015], [0.5])]
+    (row,) = grid.unlike_rows(config, window, played)
     assert min(row.by_split) >= 0.97 * max(row.fixed, *row.by_split)
 
 
