@@ -83,9 +83,9 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     max_replicas: Positive
     slo_fraction: Fraction = 1.0  # pools are sized for this fraction of the SLO; less leaves room
     start_s: Annotated[float, Meta(gt=0)] = 30.0  # until a new worker serves, about
-    # Sized for the load of so long. Of 120 and 240 s, the one that serves 95 % of the Azure code
-    # trace in time when simulated (docs/notebook/autoscaling.md).
-    look_back_s: Annotated[float, Meta(gt=0)] = 240.0
+    # 95 % of the requests of so long are to be in time. Bursts that come every few minutes recur
+    # within it (docs/notebook/autoscaling.md).
+    look_back_s: Annotated[float, Meta(gt=0)] = 900.0
     down_after_s: Annotated[float, Meta(ge=0)] = 60.0  # for so long not needed
 
 

@@ -119,8 +119,8 @@ def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--look-back-s",
         type=float,
-        default=240.0,
-        help="pools are sized for the load of this time (default: 240)",
+        default=900.0,
+        help="95 %% of the requests of this time are to be in time (default: 900)",
     )
     group.add_argument(
         "--down-after-s",

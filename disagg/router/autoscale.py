@@ -6,9 +6,13 @@ requests, so their ratio follows the load: long prompts need prefill workers, lo
 workers. Where requests have a TPOT SLO, the router gives prompts to decode workers too, so what
 streams leave of these workers counts as prefill workers.
 
-Scales up at once. Scales down only to the largest size that was needed within `down_after_s`, and
-never below what runs now. Knows neither Ray nor a clock; `app/autoscaling.py` measures and starts
-workers.
+Two stretches are replayed. 95 % of the requests of a long one (`look_back_s`) are to be in time, so
+a burst that is over before a worker has started counts by its share of them; and the last minute
+says what of that is needed now.
+
+Scales up at once. Scales down to the largest size that was needed within `down_after_s`, but keeps
+workers that are needed again and again, and never goes below what runs now. Knows neither Ray nor
+a clock; `app/autoscaling.py` measures and starts workers.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -40,6 +45,8 @@ from disagg.time_model import StepTimeModel
 # streams in them take fewer prompt tokens, because each must end within the TPOT SLO. Chosen among
 # 2/3, 0.8 and 1 on the simulated loads of `bench.autoscale` (docs/notebook/autoscaling.md).
 HELPING_SHARE = 2 / 3
+
+LATELY_S = 60.0  # the load of so long is the present load
 
 
 class PoolTarget(msgspec.Struct, frozen=True):
@@ -67,7 +74,7 @@ class Autoscaler:
         self._tiers = tuple(tiers)
         self._max_num_workers = max_num_workers
         self._slices: dict[str, deque[Slice]] = {tier.name: deque() for tier in self._tiers}
-        self._needs: dict[Pool, deque[tuple[float, int]]] = {}
+        self._needs: dict[Pool, _Needs] = {}
         self._times: dict[Pool, StepTimeModel] = {}  # of pools that may be empty now
 
     def observe(self, model: str, now: float, seconds: float, asked: RequestTotals) -> None:
@@ -112,17 +119,25 @@ class Autoscaler:
         elif (tier.name, role) in self._times:
             state = msgspec.structs.replace(state, times=self._times[tier.name, role])
         limits = _limits(pool)
-        slices = self._recent(tier.name, now, limits.look_back_s)
         alone = role == "decode" and not _has_workers(tier.prefill)
-        goal = _goal(tier, role, slices, state, alone, limits.slo_fraction, num_helping)
-        need = max(goal.need(limits.max_replicas), goal.at_least(limits))
+        goal, lately = (
+            _goal(
+                tier,
+                role,
+                self._recent(tier.name, now, look_back_s),
+                state,
+                alone,
+                limits.slo_fraction,
+                num_helping,
+            )
+            for look_back_s in (limits.look_back_s, min(limits.look_back_s, LATELY_S))
+        )
+        most = limits.max_replicas
+        # As many as serve 95 % in time in the long run, but no more than the present load needs.
+        need = max(min(goal.need(most), lately.need(most)), goal.at_least(limits))
         # Workers that exist when the autoscaler starts count as needed.
-        begun = deque([(now, state.num_workers)])
-        needs = self._needs.setdefault((tier.name, role), begun)
-        needs.append((now, need))
-        while needs[0][0] < now - limits.down_after_s:
-            needs.popleft()
-        need = max(each for _, each in needs)
+        needs = self._needs.setdefault((tier.name, role), _Needs(now, state.num_workers))
+        need = needs.kept(now, need, limits)
         number = min(max(limits.min_replicas, need) + pool.num_standby, _most(pool))
         if need == 0 and limits.min_replicas == 0:
             number = 0
@@ -137,6 +152,33 @@ class Autoscaler:
 
     def _tier(self, model: str) -> TierConfig:
         return next(tier for tier in self._tiers if tier.name == model)
+
+
+class _Needs:
+    """The sizes that one pool has needed, and how many of its workers are kept because of them."""
+
+    def __init__(self, now: float, number: int) -> None:
+        self._recent = deque([(now, number)])
+        self._kept = number
+        self._rises: deque[tuple[float, int, int]] = deque()  # when, from what, to what
+
+    def kept(self, now: float, number: int, limits: AutoscalingConfig) -> int:
+        """The size to keep if `number` is needed now.
+
+        What was needed within `down_after_s`. A worker that was needed, not needed for that long
+        and then needed again, all within `look_back_s`, also stays through the next pause.
+        """
+        self._recent.append((now, number))
+        while self._recent[0][0] < now - limits.down_after_s:
+            self._recent.popleft()
+        before, self._kept = self._kept, max(each for _, each in self._recent)
+        if self._kept > before:
+            self._rises.append((now, before, self._kept))
+        while self._rises and self._rises[0][0] < now - limits.look_back_s:
+            self._rises.popleft()
+        levels = sorted(level for _, low, high in self._rises for level in range(low, high))
+        again = [level + 1 for level, after in pairwise(levels) if level == after]
+        return max([self._kept, *again])
 
 
 class _Goal(msgspec.Struct, frozen=True):
@@ -216,11 +258,15 @@ def _goal(
 
     if state.times is None:  # step times unknown: one worker will show them
         return _Goal(state, ttft_slo_s, lambda number: 0.0, is_asked, 0.0, keeps_up)
+
+    def ttft_s(number: float) -> float:
+        return prefill_ttft_s(slices, times, number, tier.ttft_slo_s)
+
     if role == "prefill":
         return _Goal(
             state,
             ttft_slo_s,
-            lambda number: prefill_ttft_s(slices, times, number + num_helping),
+            lambda number: ttft_s(number + num_helping),
             is_asked,
             queued_s,
             keeps_up,
@@ -231,7 +277,7 @@ def _goal(
         """Where decode workers prefill too, those busy with prompts do not decode."""
         if not alone:
             return decode_tpot_s(slices, state, number)
-        prompts = _parts(number, lambda few: prefill_ttft_s(slices, times, few) <= ttft_slo_s)
+        prompts = _parts(number, lambda few: ttft_s(few) <= ttft_slo_s)
         return decode_tpot_s(slices, state, number - prompts)
 
     return _Goal(

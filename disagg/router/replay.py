@@ -14,11 +14,16 @@ import msgspec
 
 from disagg.queueing import QUANTILE, under_way, wait_s
 from disagg.router.demand import RequestTotals
+from disagg.router.output_length import USUAL_DELAY
 from disagg.router.pool_state import PoolState
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 
 # A queue of prompts of unlike lengths: variance of their seconds over the squared mean.
 VARIABILITY = 1.0
+
+# A rate counts as steady after so long. That of the first second would often be several times the
+# usual one, by chance.
+STEADY_S = 30.0
 
 
 class Slice(msgspec.Struct, frozen=True):
@@ -29,10 +34,16 @@ class Slice(msgspec.Struct, frozen=True):
     asked: RequestTotals
 
 
-def prefill_ttft_s(slices: Sequence[Slice], times: StepTimeModel, num_workers: float) -> float:
+def prefill_ttft_s(
+    slices: Sequence[Slice],
+    times: StepTimeModel,
+    num_workers: float,
+    ttft_slo_s: float = math.inf,
+) -> float:
     """The 95 % quantile of seconds to the first token, had `num_workers` served `slices`.
 
-    A part of a worker is one that also decodes.
+    A part of a worker is one that also decodes. Admission refuses requests that would miss
+    `ttft_slo_s`, with its usual margin: they count as late, and leave no work behind.
     """
     if num_workers <= 0.0:
         return math.inf if any(each.asked.num_requests for each in slices) else 0.0
@@ -45,8 +56,14 @@ def prefill_ttft_s(slices: Sequence[Slice], times: StepTimeModel, num_workers: f
         before_s, room_s = backlog_s, num_workers * each.seconds
         backlog_s = max(0.0, before_s + number * own_s - room_s)
         if number > 0.0:
+            longest_s = num_workers * max(own_s, ttft_slo_s / USUAL_DELAY)
+            num_refused = 0.0
+            if backlog_s > longest_s:
+                num_refused = min(number, (backlog_s - longest_s) / own_s)
+                seen.append((USUAL_DELAY * backlog_s / num_workers, num_refused))
+                backlog_s = longest_s
             waited_s = max(0.0, max(before_s, backlog_s) / num_workers - own_s)
-            seen.append((waited_s + own_s, number))
+            seen.append((waited_s + own_s, number - num_refused))
             own.append((own_s, number))
         work_s += number * own_s
         num_requests += number
@@ -54,7 +71,8 @@ def prefill_ttft_s(slices: Sequence[Slice], times: StepTimeModel, num_workers: f
     if not num_requests:
         return 0.0
     mean_s = work_s / num_requests
-    by_chance_s = wait_s(num_workers, work_s / lasted_s, mean_s, VARIABILITY)
+    offered = work_s / max(lasted_s, STEADY_S)
+    by_chance_s = wait_s(num_workers, offered, mean_s, VARIABILITY)
     return max(quantile(seen), by_chance_s + quantile(own))
 
 

@@ -77,14 +77,21 @@ class Played:
 loads = st.lists(st.floats(0.0, 60.0), min_size=1, max_size=30)
 
 
-@given(load=loads, more=st.floats(1.0, 4.0), num_workers=st.integers(1, 12))
+@given(
+    load=loads,
+    more=st.floats(1.0, 4.0),
+    num_workers=st.integers(1, 12),
+    slo_s=st.sampled_from([math.inf, 0.5, 2.0]),
+)
 @settings(deadline=None)
-def test_more_load_never_comes_sooner(load: list[float], more: float, num_workers: int) -> None:
+def test_more_load_never_comes_sooner(
+    load: list[float], more: float, num_workers: int, slo_s: float
+) -> None:
     busier = [num * more for num in load]
     state = PoolState(1, TIMES)
-    first_s = prefill_ttft_s(slices(load), TIMES, num_workers)
-    assert prefill_ttft_s(slices(busier), TIMES, num_workers) >= first_s - 1e-9
-    assert prefill_ttft_s(slices(load), TIMES, num_workers + 1) <= first_s + 1e-9
+    first_s = prefill_ttft_s(slices(load), TIMES, num_workers, slo_s)
+    assert prefill_ttft_s(slices(busier), TIMES, num_workers, slo_s) >= first_s - 1e-9
+    assert prefill_ttft_s(slices(load), TIMES, num_workers + 1, slo_s) <= first_s + 1e-9
     next_s = decode_tpot_s(slices(load), state, num_workers)
     assert decode_tpot_s(slices(busier), state, num_workers) >= next_s - 1e-9
     assert decode_tpot_s(slices(load), state, num_workers + 1) <= next_s + 1e-9
@@ -135,6 +142,31 @@ def test_more_are_wanted_at_once_and_fewer_after_a_while() -> None:
     assert sizes[20] >= burst[PREFILL]  # the burst is still within what is looked at
     assert sizes == sorted(sizes[:60], reverse=True) + sizes[60:]
     assert sizes[-1] == calm[PREFILL]
+
+
+def test_what_admission_refuses_makes_nobody_wait() -> None:
+    """A burst of which most is refused leaves a queue that is as long as the SLO allows."""
+    burst = slices([40.0, *[2.0] * 599])
+    assert prefill_ttft_s(burst, TIMES, 1.0, 0.5) <= 0.5 < prefill_ttft_s(burst, TIMES, 0.25, 0.5)
+    refused = slices([40.0, *[2.0] * 99])  # more than one in twenty of all
+    assert prefill_ttft_s(refused, TIMES, 1.0, 0.5) > 0.5
+
+
+@pytest.mark.parametrize("num_bursts", [1, 2, 3])
+def test_a_worker_that_is_needed_again_stays_through_the_next_pause(num_bursts: int) -> None:
+    long = limits(look_back_s=600.0, down_after_s=30.0)
+    played = Played(tier(long, limits()))
+    for _ in range(120):
+        calm = played.second(asked(2.0))
+    for _ in range(num_bursts):
+        for _ in range(30):
+            burst = played.second(asked(30.0))
+        pause = [played.second(asked(2.0))[PREFILL] for _ in range(150)]
+        assert pause[0] >= burst[PREFILL] > calm[PREFILL]
+    assert (pause[-1] > calm[PREFILL]) == (num_bursts > 1)
+    for _ in range(600):
+        later = played.second(asked(2.0))
+    assert later[PREFILL] == calm[PREFILL]
 
 
 def test_the_ratio_follows_the_load() -> None:

@@ -156,7 +156,7 @@ def test_pools_of_all_tiers_follow_the_load_within_one_budget() -> None:
         scale_prefill=limits,
         ttft_slo_s=0.3,
         tpot_slo_s=0.05,
-        speed=20.0,
+        speed=40.0,
     )
     least = msgspec.structs.replace(free, max_num_workers=4)
     small_hours, large_hours = (each.worker_hours for each in played(free).tiers)
