@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from bench.gpu_packed import FORMATS, random_packed
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels import reference
 from disagg.kernels.dispatch import ops_for
+from disagg.kernels.grouping import Grouping
 from disagg.kernels.ops import Experts, Ops
 
 TOLERANCE = 2e-2  # of the largest value
@@ -39,6 +40,7 @@ class Shape:
     hidden: int
     inner: int
     format: str = "floats"  # or "mxfp4", or of `gpu_packed.FORMATS`
+    grouping: Grouping | None = None
 
 
 SHAPES = {
@@ -46,10 +48,13 @@ SHAPES = {
     "gpt-oss-120b": Shape(128, 4, 2880, 2880, "mxfp4"),
     "qwen3-30b-a3b int4": Shape(128, 8, 2048, 768, "int4 g128"),
     "qwen3-235b-a22b fp8": Shape(128, 8, 4096, 1536, "fp8 blocks"),
+    # On one of eight ranks, which has an eighth of every expert.
+    "deepseek-v3 fp8": Shape(256, 8, 7168, 256, "fp8 blocks", Grouping(8, 4, True, 2.5)),
 }
 ON_A_CPU = {"small": Shape(16, 4, 768, 512)}
 INTERPRETED = {
-    name: Shape(4, 2, 64, 64, name) for name in ("floats", "mxfp4", "int4 g32", "fp8 blocks")
+    **{name: Shape(4, 2, 64, 64, name) for name in ("floats", "mxfp4", "int4 g32", "fp8 blocks")},
+    "by groups": Shape(8, 2, 64, 64, grouping=Grouping(4, 2, True, 2.5)),
 }
 NUM_TOKENS = (1, 32, 256, 4096)
 
@@ -81,12 +86,13 @@ class Bench:
         is_gpu = self.device.type == "cuda"
         x = self._random(num_tokens, shape.hidden)
         logits = self._random(num_tokens, shape.num_experts)
-        matrices = self._experts(shape)
+        logits = logits if shape.grouping is None else logits.float()  # as routers give them
+        matrices = self._grouped(shape)
         pieces = matrices.gate_up, matrices.down, matrices.gate_up_scales, matrices.down_scales
         nbytes = sum(each.nbytes for each in pieces if each is not None)
         num_layers = max(1, round(UNCACHED_NBYTES / nbytes)) if is_gpu else 1
         layers = [ops.pack_experts(matrices)]
-        layers += [ops.pack_experts(self._experts(shape)) for _ in range(num_layers - 1)]
+        layers += [ops.pack_experts(self._grouped(shape)) for _ in range(num_layers - 1)]
         difference = self._difference(ops.mix_experts(x, logits, layers[0]), x, logits, matrices)
 
         def mix() -> None:
@@ -94,7 +100,7 @@ class Bench:
                 ops.mix_experts(x, logits, layer)
 
         taken_s = seconds(mix, self.device) / num_layers
-        chosen = torch.topk(logits, shape.num_chosen).indices
+        _, chosen = reference.choose(logits, matrices)
         hit = len(set(chosen.flatten().tolist()))
         read = hit / shape.num_experts * nbytes / taken_s
         flops = 6 * num_tokens * shape.num_chosen * shape.hidden * shape.inner / taken_s
@@ -127,6 +133,13 @@ class Bench:
                 ops.project(ops.project_gated(x, gate_up), down)
 
         return seconds(run, self.device) / len(layers)
+
+    def _grouped(self, shape: Shape) -> Experts:
+        """Chosen as the shape says."""
+        if shape.grouping is None:
+            return self._experts(shape)
+        drawn = torch.randn(shape.num_experts, generator=self._generator, device=self.device)
+        return replace(self._experts(shape), grouping=shape.grouping, score_bias=0.1 * drawn)
 
     def _experts(self, shape: Shape) -> Experts:
         count, hidden, inner = shape.num_experts, shape.hidden, shape.inner

@@ -3,7 +3,8 @@
     python -m bench.quantised [--model smollm2] [--threads 1] [--rounds 5] [--tiny] [--quality]
 
 `weights MB`: what a process has more of once the model is loaded, each in a process of its own.
-`perplexity`: of the tokens of a fixed text. `ms/step`: a decode step of one stream, and of eight,
+`perplexity`: of the tokens of a fixed text; of random weights (`--model 160m`), which have no bits
+that a file could keep, of random tokens. `ms/step`: a decode step of one stream, and of eight,
 after 256 tokens each; `ms/prompt`: these 256 tokens. The kinds of weights take turns; `packed`
 keeps the bits that the file has.
 `perplexity_on_gpus`: of the numbers and scales that a GPU would keep of the layers, widened and
@@ -17,6 +18,7 @@ import dataclasses
 import math
 import multiprocessing
 import statistics
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -28,8 +30,10 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
+from bench.engine import write_checkpoint
 from bench.kernels_decoder import BLOCK_SIZE, NUM_BLOCKS, uniform_batch
 from bench.report import finish, print_table, take_turns
+from bench.shapes import SHAPES
 from disagg.config import ASSETS
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.kv_pages import FORMATS, new_pages
@@ -49,6 +53,8 @@ KINDS: dict[str, Quantization | None] = {
     "packed": "packed",
 }
 PROMPT, OUTPUT = 256, 32
+RANDOM = [name for name in SHAPES if name not in FETCHED]
+NUM_RANDOM = 407  # as many as `TEXT` has for SmolLM2
 TEXT = """\
 The ferry left the old harbour a little after six, when the lamps along the quay were still lit
 and the fishmongers were carrying their boxes up the wet steps. Only four passengers had come
@@ -155,21 +161,41 @@ def place_of(name: str) -> Path:
     return bundled if bundled.exists() else Path(name)
 
 
+def tokens_of(name: str, place: Path) -> list[int]:
+    model = describe_model(place)
+    if name in RANDOM:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(0, model.config.vocab_size, (NUM_RANDOM,), generator=generator)
+        return [int(each) for each in drawn]
+    return list(Tokenizer.from_str(model.read_tokenizer()).encode(TEXT).ids)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="or a bundled one, or a path")
+    parser.add_argument("--model", default="smollm2", help=f"or {', '.join(RANDOM)}, or a path")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
     parser.add_argument("--quality", action="store_true", help="perplexities only")
     arguments = parser.parse_args()
-    rounds, batches = arguments.rounds, [1, 8]
     if arguments.tiny:
-        arguments.model, rounds, batches = "demo-small", 1, [1]
+        arguments.model, arguments.rounds = "15m", 1
     torch.set_num_threads(arguments.threads)
-    place = place_of(arguments.model)
-    contenders = {name: as_on_a_cpu(place, kind) for name, kind in KINDS.items()}
-    ids = Tokenizer.from_str(describe_model(place).read_tokenizer()).encode(TEXT).ids
+    with tempfile.TemporaryDirectory() as folder:
+        name = arguments.model
+        is_random = name in RANDOM
+        measure(arguments, write_checkpoint(name, Path(folder)) if is_random else place_of(name))
+
+
+def measure(arguments: argparse.Namespace, place: Path) -> None:
+    batches = [1] if arguments.tiny else [1, 8]
+    kinds = {
+        name: kind
+        for name, kind in KINDS.items()
+        if kind != "packed" or describe_model(place).is_quantized
+    }
+    contenders = {name: as_on_a_cpu(place, kind) for name, kind in kinds.items()}
+    ids = tokens_of(arguments.model, place)
     table: list[dict[str, Any]] = [
         {"weights": name, "perplexity": each.perplexity(ids)} for name, each in contenders.items()
     ]
@@ -178,18 +204,18 @@ def main() -> None:
         print_table(table)
         finish("quantised", table, model=arguments.model, perplexity_on_gpus=on_gpus)
         return
-    for row, kind in zip(table, KINDS.values(), strict=True):
+    for row, kind in zip(table, kinds.values(), strict=True):
         row["weights MB"] = alone(place, kind) / 1e6
     for num_seqs in batches:
-        prompts: dict[str, list[float]] = {name: [] for name in KINDS}
+        prompts: dict[str, list[float]] = {name: [] for name in kinds}
 
         def step_s(name: str, num_seqs: int = num_seqs, prompts: Any = prompts) -> float:
             prompts_s, taken_s = contenders[name].seconds(num_seqs)
             prompts[name].append(prompts_s)
             return taken_s
 
-        steps = take_turns({name: partial(step_s, name) for name in KINDS}, rounds)
-        for row, name in zip(table, KINDS, strict=True):
+        steps = take_turns({name: partial(step_s, name) for name in kinds}, arguments.rounds)
+        for row, name in zip(table, kinds, strict=True):
             row[f"ms/step of {num_seqs}"] = 1e3 * steps[name]
             if num_seqs == 1:
                 row["ms/prompt"] = 1e3 * statistics.median(prompts[name])

@@ -43,13 +43,13 @@ from disagg.cli.reports import (
 from disagg.cli.start_checks import check_before_ray, check_models, hold_port
 from disagg.config import EngineConfig, ServeConfig, TierConfig, url_of
 from disagg.errors import DisaggError, StartupError
-from disagg.kernels.cpu_library import find_step
 from disagg.kernels.devices import Gpus, gpus_here
 from disagg.lasting import lasting_imports
 from disagg.messages import StartsByPool
 from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
 from disagg.planner.node_check import check_nodes
 from disagg.router.autoscale import pools
+from disagg.worker.check import cpu_steps_sentence
 
 if TYPE_CHECKING:
     from disagg.app.cluster import Cluster
@@ -111,19 +111,11 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         if is_here:
             cleanup.enter_context(hold_port(order.config.http))
             plan = _plan(order.config, gpus_here(), order, reports)
-            if not plan.device_ids:
-                sentence = find_step().sentence
-                split = [
-                    f"{tier.name}-{role}"
-                    for tier in order.config.tiers
-                    for role, pool in pools(tier)
-                    if tier.num_ranks(pool) > 1 and pool.num_replicas
-                ]
-                if split:
-                    sentence += f"; torch for {', '.join(split)}, whose workers have several ranks"
-                reports.say("cpu_kernels", f"Decode steps on this CPU: {sentence}.")
         tell = partial(reports.say, "weights")
         check_models(plan.config, plan.gpu_nbytes, is_here, plan.gpu_name, tell)
+        if is_here and not plan.device_ids:
+            sentence = cpu_steps_sentence(plan.config.tiers)
+            reports.say("cpu_kernels", f"Decode steps on this CPU: {sentence}.")
         config, redis = _with_store(plan.config, cleanup, directory)
         if redis is not None:
             reports.say("store", _store_sentence(config))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from disagg.config import EngineConfig, TierConfig
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import choose_device, choose_dtype
 from disagg.errors import StartupError
+from disagg.kernels.cpu_library import find_step
+from disagg.kernels.cpu_pages import LANES
 from disagg.messages import Role
 from disagg.models.description import ModelDescription, describe_model
+from disagg.models.model_config import ModelConfig
 from disagg.planner.step_sizes import largest_step
+from disagg.router.autoscale import pools
 
 _ABOUT = 1.1  # of a checkpoint whose weights stay quantised: zeros in bytes, rows filled up
 
@@ -86,6 +90,42 @@ def loading_sentence(engine: EngineConfig, model: ModelDescription, loaded_nbyte
         f"The weights of {model.name} are widened to {wide} when they are"
         f" loaded: {_size(loaded_nbytes)} instead of {_size(model.stored_nbytes)}."
     )
+
+
+def cpu_steps_sentence(tiers: Iterable[TierConfig]) -> str:
+    """What computes decode steps on a CPU, and for whose workers torch does though steps are
+    compiled. The models are those that `check_tier` accepts."""
+    found = find_step()
+    if found.loaded is None:
+        return found.sentence
+    is_compiled, by_torch = False, list[str]()
+    for tier in tiers:
+        why = _why_torch(tier.engine, describe_model(tier.directory).config)
+        roles = [(role, tier.num_ranks(pool)) for role, pool in pools(tier) if pool.num_replicas]
+        split = [f"{tier.name}-{role}" for role, num_ranks in roles if num_ranks > 1]
+        if why:
+            by_torch.append(f"torch for {tier.name}, {why}")
+        elif split:
+            by_torch.append(f"torch for {', '.join(split)}, whose workers have several ranks")
+        is_compiled |= not why and len(split) < len(roles)
+    return "; ".join([found.sentence, *by_torch] if is_compiled else by_torch or [found.sentence])
+
+
+def _why_torch(engine: EngineConfig, model: ModelConfig) -> str:
+    """Why the compiled step is for other models; empty if it computes this one."""
+    has = [
+        ("experts", model.experts is not None),
+        ("attention sinks", model.sinks),
+        ("latents", model.latent is not None),
+    ]
+    if named := [name for name, is_so in has if is_so]:
+        return f"whose model has {' and '.join(named)}"
+    dtype = choose_dtype(engine, model, "cpu")
+    if dtype != "bfloat16":
+        return f"which computes in {dtype}"
+    if model.head_dim % LANES:
+        return f"whose heads have {model.head_dim} values, no multiple of {LANES}"
+    return ""
 
 
 def _size(nbytes: int) -> str:

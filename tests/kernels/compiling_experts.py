@@ -15,8 +15,10 @@ from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler
 from tests.kernels.compiling_packed import Format
 
 INTEGERS = {"order_ptr": "*i64", "starts_ptr": "*i32", "chosen_ptr": "*i32"}
-# (experts, experts of a token, hidden, inner): Qwen3-30B-A3B, Qwen3-235B-A22B and gpt-oss
+# (experts, experts of a token, hidden, inner): Qwen3-30B-A3B, Qwen3-235B-A22B, gpt-oss and
+# DeepSeek-V3
 QWEN3, QWEN3_235B, GPT_OSS = (128, 8, 2048, 768), (128, 8, 4096, 1536), (128, 4, 2880, 2880)
+DEEPSEEK_V3 = (256, 8, 7168, 2048)
 
 
 def _compile(kernel: Any, arch: int, constants: dict[str, Any], **options: int) -> Any:

@@ -24,6 +24,7 @@ from tests.kernels.compiling import (
     check_without_spills,
 )
 from tests.kernels.compiling_experts import (
+    DEEPSEEK_V3,
     GPT_OSS,
     QWEN3,
     QWEN3_235B,
@@ -141,6 +142,14 @@ def test_products_of_packed_experts(
     format = FORMATS[name]
     most = packed_max_rows(format.kind, format.group or None, arch // 10)
     check_products(assembler, QWEN3_235B, most if is_tall else MIN_ROWS, arch, format)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("is_tall", [False, True])
+def test_products_of_deepseeks_experts(is_tall: bool, arch: int, assembler: Assembler) -> None:
+    format = FORMATS["fp8 blocks"]
+    most = packed_max_rows(format.kind, format.group or None, arch // 10)
+    check_products(assembler, DEEPSEEK_V3, most if is_tall else MIN_ROWS, arch, format)
 
 
 @pytest.mark.parametrize("arch", [89, 120])
