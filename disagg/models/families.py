@@ -349,6 +349,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 # Known architectures that are not supported, and what is missing here.
 _MLA = "multi-head latent attention (MLA)"
+_PARTIAL = "partial rotary embedding"
 _GEMMA = "Gemma's norms, scales and capped logits"
 _IMAGES = "images"
 _STATES = "layers with a recurrent state instead of KV"
@@ -356,18 +357,22 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
     {
         "DeepseekV32ForCausalLM": f"sparse {_MLA}",
         "GlmMoeDsaForCausalLM": f"sparse {_MLA}",
-        "Glm4MoeForCausalLM": "partial rotary embedding, and grouped sigmoid routing of experts",
-        "MiniMaxM2ForCausalLM": "partial rotary embedding, and sigmoid routing of experts",
+        "Glm4MoeForCausalLM": _PARTIAL,
+        "Glm4vMoeForConditionalGeneration": f"{_PARTIAL}, and {_IMAGES}",
+        "MiniMaxM2ForCausalLM": f"{_PARTIAL}, and norms of q and k over all heads",
         "Gemma2ForCausalLM": _GEMMA,
         "Gemma3ForCausalLM": _GEMMA,
         "Gemma3ForConditionalGeneration": f"{_GEMMA}, and {_IMAGES}",
         "Gemma3nForConditionalGeneration": f"{_GEMMA}, and layers that share KV",
+        "KimiK25ForConditionalGeneration": _IMAGES,
+        "Llama4ForCausalLM": "chunked attention",
         "Llama4ForConditionalGeneration": f"chunked attention, and {_IMAGES}",
         "MllamaForConditionalGeneration": _IMAGES,
         "Mistral3ForConditionalGeneration": _IMAGES,
         "Qwen2VLForConditionalGeneration": _IMAGES,
         "Qwen2_5_VLForConditionalGeneration": _IMAGES,
         "Qwen3VLForConditionalGeneration": _IMAGES,
+        "Qwen3VLMoeForConditionalGeneration": _IMAGES,
         "Qwen3NextForCausalLM": _STATES,
         "Qwen3_5ForConditionalGeneration": _STATES,
         "Qwen3_5MoeForConditionalGeneration": _STATES,
@@ -380,6 +385,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "GraniteForCausalLM": "scales of embeddings, attention, residuals and logits",
         "GraniteMoeHybridForCausalLM": _STATES,
         "Olmo2ForCausalLM": "norms after attention and MLP",
+        "Olmo3ForCausalLM": "norms after attention and MLP",
         "GPT2LMHeadModel": "learned position embeddings",
     }
 )

@@ -101,7 +101,7 @@ def _family(raw: Json, place: object) -> str:
         )
         raise ModelError(
             f"{place} describes a {said or 'model without architectures'}{missing}; supported are"
-            f" {', '.join(FAMILIES)}"
+            f" {', '.join(FAMILIES)}. Choose a checkpoint of one of these: docs/models.md has a list"
         )
     model_type = raw.get("model_type", FAMILIES[known[0]].model_type)
     family = FAMILIES[known[0]]
@@ -212,8 +212,8 @@ def _rope(fields: Fields, max_position: int, family: Family) -> RopeConfig:
         return rope
     except (TypeError, ValueError, ArithmeticError) as error:
         raise fields.wrong(f"the rope settings cannot be read: {error}") from error
-    except ModelError as error:
-        raise fields.wrong(error.message) from error
+    except ModelError as error:  # it is right, and asks for something else
+        raise ModelError(f"{fields.place}: {error.message}") from error
 
 
 def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | None, ...]:

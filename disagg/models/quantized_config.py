@@ -65,7 +65,8 @@ def quantized_format(fields: Fields) -> QuantizedFormat | None:
     if read is None:
         raise ModelError(
             f"{fields.place}: the weights are quantised ({method}); read are float weights,"
-            f" {', '.join(_METHODS)} (and GGUF files; for gpt-oss mxfp4)"
+            f" {', '.join(_METHODS)} (and GGUF files; for gpt-oss mxfp4). Choose a"
+            " checkpoint of the model in one of these"
         )
     return read(_Said(said, fields, str(method)))
 

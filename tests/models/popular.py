@@ -5,6 +5,7 @@ Only keys that decide what is computed. `parameters` are what the makers publish
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,14 +176,24 @@ _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 
 
-def _compressed(format: str, **weights: Any) -> dict[str, Any]:
+def _compressed(
+    format: str, ignore: Sequence[str] = ("lm_head",), **weights: Any
+) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
         "format": format,
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head"],
+        "ignore": list(ignore),
     }
 
+
+_KIMI_K2 = _deepseek(
+    "V3", "kimi_k2", (61, 7168, 18432, 64, 163840, 131072), (384, 8, 2048, 1),
+    q_lora_rank=1536, topk_method="noaux_tc", scoring_func="sigmoid", n_group=1,
+    topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.827,
+    first_k_dense_replace=1, num_nextn_predict_layers=0, rope_theta=50000.0,
+    rope_scaling={**_DEEPSEEK_YARN, "factor": 32.0},
+)  # fmt: skip
 
 POPULAR: dict[str, Popular] = {
     "meta-llama/Llama-3.2-1B-Instruct": Popular(
@@ -216,12 +227,15 @@ POPULAR: dict[str, Popular] = {
     "deepseek-ai/DeepSeek-V3.2": Popular(
         _other("DeepseekV32ForCausalLM", "deepseek_v32"), why_not=r"sparse .* \(MLA\)"),
     "moonshotai/Kimi-K2-Instruct": Popular(
-        _deepseek("V3", "kimi_k2", (61, 7168, 18432, 64, 163840, 131072), (384, 8, 2048, 1),
-                  q_lora_rank=1536, topk_method="noaux_tc", scoring_func="sigmoid", n_group=1,
-                  topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.827,
-                  first_k_dense_replace=1, num_nextn_predict_layers=0, rope_theta=50000.0,
-                  rope_scaling={**_DEEPSEEK_YARN, "factor": 32.0}, quantization_config=_QWEN_FP8),
-        1026.0),
+        {**_KIMI_K2, "quantization_config": _QWEN_FP8}, 1026.0),
+    "moonshotai/Kimi-K2-Thinking": Popular(
+        {**_KIMI_K2, "rope_scaling": {**_DEEPSEEK_YARN, "factor": 64.0},
+         "max_position_embeddings": 262144, "quantization_config": _compressed(
+             "pack-quantized", ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*",
+                                "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+             num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)}, 1026.0),
+    "moonshotai/Kimi-K2.5": Popular(
+        _other("KimiK25ForConditionalGeneration", "kimi_k25"), why_not="images"),
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": Popular(
         _dense("LlamaForCausalLM", "llama", (24, 2048, 8192, 32, 32, 49152, 8192),
                rope_theta=130000, tie_word_embeddings=True), 1.71),

@@ -129,7 +129,7 @@ def test_generation_config_says_what_ends_an_answer(tmp_path: Path) -> None:
         ({"num_hidden_layers": 10**12}, ["num_hidden_layers"]),
         ({"head_dim": 15}, ["size 15", "the size even"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": -1.0}}, ["factor", "-1.0"]),
-        ({"rope_scaling": "linear"}, ["config.json is wrong"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling must be a JSON object"]),
     ],
 )
 def test_refusals_say_what_is_wrong(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from disagg.models.gguf_model import gguf_families
 from disagg.models.model_config import ModelConfig
 from disagg.models.share import possible_ranks
 from disagg.planner.shapes import shape_of
+from tests.models import test_gguf, test_quantized_checkpoints
 from tests.models.checkpoints import VARIANTS
 from tests.models.popular import POPULAR
 
@@ -53,15 +55,28 @@ def test_every_family_has_a_checkpoint_and_variants_that_equal_transformers() ->
         for architecture in popular.config["architectures"]
     }
     assert served == FAMILIES.keys()
-    assert {f"{family}ForCausalLM" for family, _ in VARIANTS.values()} == FAMILIES.keys()
+    assert _families_of(VARIANTS) == FAMILIES.keys()
+
+
+def _families_of(variants: Iterable[str]) -> set[str]:
+    return {f"{VARIANTS[variant][0]}ForCausalLM" for variant in variants}
+
+
+def _quantized() -> set[str]:
+    return _families_of(variant for variant, _ in test_quantized_checkpoints.OF_FAMILIES)
+
+
+def test_every_format_of_a_family_is_loaded_by_a_test() -> None:
+    assert _families_of(test_gguf.OF_FAMILIES) == set(gguf_families())
+    stacked = {name for name, each in FAMILIES.items() if each.experts and each.experts.is_stacked}
+    assert _quantized() == FAMILIES.keys() - stacked  # these have MXFP4: `test_mxfp4`
 
 
 def families_table() -> str:
     rows = ["| family | formats | attention | MLP |", "|---|---|---|---|"]
-    in_gguf = gguf_families()
+    in_gguf, quantized = _families_of(test_gguf.OF_FAMILIES), _quantized()
     for name, family in FAMILIES.items():
-        is_stacked = family.experts is not None and family.experts.is_stacked
-        formats = ["floats", "MXFP4" if is_stacked else "quantised"]
+        formats = ["floats", "quantised" if name in quantized else "MXFP4"]
         if name in in_gguf:
             formats.append("GGUF")
         attention = {

@@ -74,21 +74,24 @@ def test_every_value_is_the_one_it_stands_for(
             assert torch.equal(found[name], tensor), (name, share)
 
 
-@pytest.mark.parametrize(
-    ("variant", "kind"),
-    [
-        ("qwen3-mixed-windows", "fp8 blocks"),
-        ("phi3", "float rows"),
-        ("mistral-sliding", "int8"),
-        ("llama-tied-biased-llama3", "packed with zeros"),
-        ("qwen2", "awq"),
-        ("qwen2", "gptq in order of activations"),
-        ("qwen3-moe-dense-first", "fp8 tensor"),
-        ("qwen2-moe", "gptq 8 bits"),
-        ("mixtral", "gptq uneven groups"),
-        ("deepseek-v3", "fp8 blocks"),
-    ],
-)
+# Each family that may be quantised; `test_popular` writes them into docs/models.md.
+OF_FAMILIES = [
+    ("qwen3-mixed-windows", "fp8 blocks"),
+    ("phi3", "float rows"),
+    ("mistral-sliding", "int8"),
+    ("llama-tied-biased-llama3", "packed with zeros"),
+    ("qwen2", "awq"),
+    ("qwen2", "gptq in order of activations"),
+    ("qwen3-moe-dense-first", "fp8 tensor"),
+    ("qwen2-moe", "gptq 8 bits"),
+    ("mixtral", "gptq uneven groups"),
+    ("deepseek-v2-groups", "float rows"),
+    ("deepseek-v3", "fp8 blocks"),
+    ("glm4-moe-lite", "int8"),
+]
+
+
+@pytest.mark.parametrize(("variant", "kind"), OF_FAMILIES)
 def test_logits_are_those_of_the_widened_weights(variant: str, kind: str, tmp_path: Path) -> None:
     assert_logits_are_transformers(write_quantized(tmp_path, variant, kind))
 
