@@ -13,6 +13,16 @@ from disagg.text.reasoning import NAMES as REASONING_PARSERS
 from disagg.text.tool_parsers.registry import NAMES as TOOL_CALL_PARSERS
 
 DEFAULT_MODEL = "demo-large"
+# Of vLLM, and asked for by who knows it: what to do instead.
+NOT_HERE = {
+    "--pipeline-parallel-size": "a worker is one stage. For models that do not fit one device there"
+    " is --tensor-parallel-size, also over several nodes (--nnodes)",
+    "--enable-expert-parallel": "experts are split like dense MLPs: each rank of"
+    " --tensor-parallel-size has its rows and columns of every expert",
+    "--data-parallel-size": "--prefill and --decode say how many workers there are",
+    "--enable-lora": "adapters are not served; merge one into its model (merge_and_unload() of"
+    " PEFT)",
+}
 
 
 class PoolSize(NamedTuple):
@@ -58,6 +68,20 @@ class _Noted(argparse.Action):
             }
 
 
+class _NotHere(argparse.Action):
+    """Refuses a flag in words."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        (flag,) = self.option_strings
+        parser.exit(2, f"disagg: {flag} is not supported: {NOT_HERE[flag]}.\n")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.register("action", None, _Noted)
     parser.add_argument(
@@ -77,6 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_serving_arguments(parser.add_argument_group("serving"))
     _add_engine_arguments(parser.add_argument_group("engine (names follow vLLM)"))
     _add_cluster_arguments(parser.add_argument_group("cluster"))
+    for flag in NOT_HERE:
+        parser.add_argument(
+            flag, action=_NotHere, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
 
 
 def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -109,6 +110,29 @@ def test_drafts_are_asked_for_as_of_vllm(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         config_of("demo-small", "--speculative-config", "ngram")
     assert "is not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (["--pipeline-parallel-size", "2"], "a worker is one stage.* --tensor-parallel-size"),
+        (["--pipeline-parallel-size=2"], "--nnodes"),
+        (["--enable-expert-parallel"], "experts are split like dense MLPs"),
+        (["--enable-expert-parallel", "--no-redis"], "experts are split like dense MLPs"),
+        (["--data-parallel-size", "2"], "--prefill and --decode"),
+        (["--enable-lora"], "merge_and_unload"),
+    ],
+)
+def test_flags_of_vllm_that_are_missing_are_refused_in_words(
+    written: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "demo-small", *written])
+    assert ended.value.code == 2
+    assert re.fullmatch(
+        rf"disagg: {written[0].split('=')[0]} is not supported: .*{words}.*\.\n",
+        capsys.readouterr().err,
+    )
 
 
 @pytest.mark.parametrize("size", ["4..1", "-1", "1..", "many", "1...4"])

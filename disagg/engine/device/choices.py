@@ -76,7 +76,8 @@ def check_quantization(
             " device = 'cpu'"
         )
     if why:
+        instead = ", or" if "; set " in why else ";"
         raise StartupError(
-            f"quantization = {asked!r} is not possible: {why}, or leave it out.",
+            f"quantization = {asked!r} is not possible: {why}{instead} leave it out.",
             param="quantization",
         )
