@@ -16,6 +16,7 @@ from disagg.api_keys import DEFAULT_TENANT
 from disagg.errors import ModelError, StartupError
 from disagg.models.fetched import FETCHED, cached_file
 from disagg.models.hub import is_repository, snapshot_of
+from disagg.models.share import Share
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -53,6 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     tensor_parallel_size: Positive = 1  # ranks of a worker, one process and one device each
     nnodes: Positive = 1  # over which the ranks of a worker are divided evenly
+    enable_expert_parallel: bool = False  # each rank has whole experts, not a part of every one
     dtype: DType = "auto"
     kv_cache_dtype: KVCacheDType = "auto"  # the model's; fp8, int8 and int4 have scales
     quantization: Literal["int8", "int4", "fp8", "packed"] | None = None  # of weights
@@ -74,6 +76,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def ranks_per_node(self) -> int:
         return self.tensor_parallel_size // self.nnodes
+
+    def share(self, rank: int = 0) -> Share:
+        """What a rank of the worker has of the model."""
+        return Share(rank, self.tensor_parallel_size, self.enable_expert_parallel)
 
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +147,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def for_role(self, role: Literal["prefill", "decode"]) -> TierConfig:
         """The engine's settings for a worker of that pool. With a share of a GPU, the worker gets
-        the same share of its memory."""
+        the same share of its memory. A worker of one rank has no experts to divide."""
         pool = self.prefill if role == "prefill" else self.decode
         part = self.engine.gpu_memory_utilization * min(pool.num_gpus or 1.0, 1.0)
         engine = msgspec.structs.replace(
@@ -149,6 +155,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             gpu_memory_utilization=part,
             tensor_parallel_size=self.num_ranks(pool),
             nnodes=self.num_nodes(pool),
+            enable_expert_parallel=self.engine.enable_expert_parallel and self.num_ranks(pool) > 1,
         )
         return msgspec.structs.replace(self, engine=engine)
 

@@ -48,6 +48,7 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
     for tier in config.tiers:
         _check_autoscaling(tier)
         _check_ranks(config, tier)
+        _check_expert_parallel(tier)
         if tier.engine.kv_offloading_size and not tier.engine.enable_prefix_caching:
             raise StartupError(
                 f"Tier {tier.name!r} keeps evicted KV in host memory, and finds none of it without"
@@ -216,6 +217,18 @@ def _check_ranks(config: ServeConfig, tier: TierConfig) -> None:
                 " transport = 'local' moves KV within one; set transport to nixl.",
                 param="transport",
             )
+
+
+def _check_expert_parallel(tier: TierConfig) -> None:
+    if tier.engine.enable_expert_parallel and all(
+        tier.num_ranks(pool) == 1 for pool in (tier.prefill, tier.decode)
+    ):
+        raise StartupError(
+            f"Tier {tier.name!r} has enable_expert_parallel, which divides a model's experts among"
+            " the ranks of a worker, and its workers have one rank; set tensor_parallel_size to 2"
+            " or more, or leave enable_expert_parallel out.",
+            param="enable_expert_parallel",
+        )
 
 
 def _check_budget(config: ServeConfig) -> None:

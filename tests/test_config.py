@@ -144,6 +144,31 @@ def test_who_has_no_settings_has_those_of_the_default() -> None:
     assert not plain.tenant("").is_limited
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_possible"),
+    [
+        ({}, False),
+        ({"engine": {"tensor_parallel_size": 2}}, True),
+        ({"decode": {"tensor_parallel_size": 4}}, True),
+    ],
+)
+def test_whole_experts_need_a_pool_with_several_ranks(
+    settings: dict[str, Any], is_possible: bool
+) -> None:
+    engine = {"enable_expert_parallel": True, **settings.get("engine", {})}
+    raw = {"tiers": [{"model": "a", **settings, "engine": engine}], "cluster_key": "key"}
+    if not is_possible:
+        with pytest.raises(StartupError, match="its workers have one rank; set tensor_parallel"):
+            parse_config(raw)
+        return
+    (tier,) = parse_config(raw).tiers
+    for role in ("prefill", "decode"):
+        engine_of_role = tier.for_role(role).engine
+        has_ranks = engine_of_role.tensor_parallel_size > 1
+        assert engine_of_role.enable_expert_parallel == has_ranks
+        assert engine_of_role.share(0).has_whole_experts == has_ranks
+
+
 def scaled(**limits: Any) -> dict[str, Any]:
     return {"num_replicas": 1, "autoscaling": {"max_replicas": 4, **limits}}
 

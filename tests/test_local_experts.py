@@ -6,6 +6,8 @@ Prompts are prefilled on one worker and decoded on another, hit a prefix, and ar
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ import torch
 import transformers
 
 from disagg import local
-from disagg.config import EngineConfig, ServeConfig, TierConfig
+from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
+from disagg.local import LocalCluster
 from tests.tiny_model import tiny_parts, write_tiny_tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -100,20 +103,11 @@ def _expected(model: Any, directory: Path) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("name", MODELS)
-async def test_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
-    expected = _expected(_write(tmp_path / name, name), tmp_path / name)
-    assert len(set(expected)) == len(expected)
-    engine = EngineConfig(
-        dtype="float32",
-        num_threads=1,
-        num_gpu_blocks_override=24,  # 12 that all share and 5 each for two of the four
-        max_model_len=288,
-        max_num_seqs=8,
-        max_num_batched_tokens=96,
-    )
-    tier = TierConfig(model=str(tmp_path / name), engine=engine)
-    config = ServeConfig(tiers=(tier,), transport="local", cluster_key="key")
+@asynccontextmanager
+async def _completing(
+    config: ServeConfig, name: str
+) -> AsyncIterator[tuple[LocalCluster, Callable[[str], Awaitable[str]]]]:
+    """A cluster, and what answers a prompt there."""
     async with local.running(config, tiny_parts()) as running:
         app = httpx.ASGITransport(running.ingress.app)
         async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
@@ -131,11 +125,54 @@ async def test_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
                 assert answer.status_code == 200, answer.text
                 return str(answer.json()["choices"][0]["text"])
 
-            assert await complete(PROMPTS[0]) == expected[0]
-            cores = [worker._core for worker in running.workers]
-            for _ in range(MOST_ROUNDS):  # until two answers have met that do not fit together
-                assert await asyncio.gather(*map(complete, PROMPTS)) == expected
-                if any(core.status().num_preempted for core in cores):
-                    break
+            yield running, complete
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    expected = _expected(_write(tmp_path / name, name), tmp_path / name)
+    assert len(set(expected)) == len(expected)
+    engine = EngineConfig(
+        dtype="float32",
+        num_threads=1,
+        num_gpu_blocks_override=24,  # 12 that all share and 5 each for two of the four
+        max_model_len=288,
+        max_num_seqs=8,
+        max_num_batched_tokens=96,
+    )
+    tier = TierConfig(model=str(tmp_path / name), engine=engine)
+    config = ServeConfig(tiers=(tier,), transport="local", cluster_key="key")
+    async with _completing(config, name) as (running, complete):
+        assert await complete(PROMPTS[0]) == expected[0]
+        cores = [worker._core for worker in running.workers]
+        for _ in range(MOST_ROUNDS):  # until two answers have met that do not fit together
+            assert await asyncio.gather(*map(complete, PROMPTS)) == expected
+            if any(core.status().num_preempted for core in cores):
+                break
         assert sum(len(core.status().transfers) for core in cores), "nothing was pulled"
         assert sum(core.status().num_preempted for core in cores), "nothing was preempted"
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss"])
+async def test_text_of_ranks_with_whole_experts_is_that_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    """Those of the decode worker, which pulls the KV of a worker of one rank."""
+    expected = _expected(_write(tmp_path / name, name), tmp_path / name)
+    engine = EngineConfig(
+        dtype="float32",
+        num_threads=1,
+        num_gpu_blocks_override=96,
+        max_model_len=288,
+        enable_expert_parallel=True,
+    )
+    decode = PoolConfig(tensor_parallel_size=2)
+    tier = TierConfig(model=str(tmp_path / name), engine=engine, decode=decode)
+    assert not tier.for_role("prefill").engine.enable_expert_parallel
+    config = ServeConfig(tiers=(tier,), transport="nixl", cluster_key="key")
+    async with _completing(config, name) as (running, complete):
+        assert await asyncio.gather(*map(complete, PROMPTS)) == expected
+        _, worker = running.workers
+        assert worker._ranks is not None
+        assert worker._ranks._share.has_whole_experts and len(worker._ranks.others) == 1
+        assert len(worker._core.status().transfers), "nothing was pulled"

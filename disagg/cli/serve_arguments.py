@@ -17,8 +17,6 @@ DEFAULT_MODEL = "demo-large"
 NOT_HERE = {
     "--pipeline-parallel-size": "a worker is one stage. For models that do not fit one device there"
     " is --tensor-parallel-size, also over several nodes (--nnodes)",
-    "--enable-expert-parallel": "experts are split like dense MLPs: each rank of"
-    " --tensor-parallel-size has its rows and columns of every expert",
     "--data-parallel-size": "--prefill and --decode say how many workers there are",
     "--enable-lora": "adapters are not served; merge one into its model (merge_and_unload() of"
     " PEFT)",
@@ -253,6 +251,12 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     flags = "--prefill-tensor-parallel-size", "--decode-tensor-parallel-size"
     _add_for_pools(group, flags, "RANKS")
+    group.add_argument(
+        "--enable-expert-parallel",
+        action="store_true",
+        help="of a mixture of experts, have each of these GPUs keep whole experts instead of a part"
+        " of every one (docs/models.md#whole-experts)",
+    )
     group.add_argument(
         "--nnodes",
         type=int,

@@ -27,13 +27,14 @@ class Experts:
     """The experts of a layer: gated MLPs, of which each token goes through a few.
 
     Attributes:
-        gate_up: [num_experts, 2 * inner, hidden], the rows of gate first.
-        down: [num_experts, hidden, inner]. Either may be packed: the rows of all experts, one
+        gate_up: [len(held), 2 * inner, hidden], the rows of gate first.
+        down: [len(held), hidden, inner]. Either may be packed: the rows of all experts, one
             expert after the other, are then those of one matrix.
         gate_up_bias, down_bias: as the first two dimensions of these.
         gate_up_scales, down_scales: uint8 exponents of MXFP4, one for 32 values of a row; the
             matrices are then uint8 with two values a byte, the first one in its low half.
         dtype: of activations.
+        num_experts: that the router chooses from.
         num_chosen: experts a token goes through.
         is_normalized: their weights add up to 1; else they are parts of a softmax over all.
         limit: of the clamped SwiGLU: (min(up, limit) + 1) * gate * sigmoid(alpha * gate), with up
@@ -41,6 +42,8 @@ class Experts:
         grouping: how experts are chosen; None: those with the largest logits.
         score_bias: float32 [num_experts], of a grouping by sigmoids; or None.
         largest: as in `Ops.pack`, of `down`.
+        own: the experts whose matrices and biases these are, where other ranks have the others;
+            None: all. What a token's other experts make of it is left out of its sum.
     """
 
     gate_up: Tensor | PackedMatrix
@@ -58,11 +61,17 @@ class Experts:
     grouping: Grouping | None = None
     score_bias: Tensor | None = None
     largest: Largest | None = None
+    own: range | None = None
+
+    @property
+    def held(self) -> range:
+        """The experts whose matrices these are."""
+        return range(self.num_experts) if self.own is None else self.own
 
     @property
     def inner(self) -> int:
         """Values between an expert's two matrices."""
-        return math.prod(self.gate_up.shape[:-1]) // self.num_experts // 2
+        return math.prod(self.gate_up.shape[:-1]) // len(self.held) // 2
 
 
 class PagedBatch(Protocol):
@@ -122,7 +131,8 @@ class Ops(Protocol):
         """Return the weighted sum of what each token's experts make of it: [num_tokens, hidden].
 
         A token goes through the experts with its largest `logits`, [num_tokens, num_experts].
-        Which tokens go where is decided on the device, without waiting for it.
+        Which tokens go where is decided on the device, without waiting for it. Of a rank that has
+        some of the experts, the sum is over these.
         With a grouping, it chooses and weighs them (`kernels.grouping`).
         """
         ...

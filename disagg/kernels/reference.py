@@ -134,13 +134,16 @@ def mix_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token, own in enumerate(chosen.tolist()):
         for weight, expert in zip(weights[token], own, strict=True):
-            inner = gate_up(expert) @ x[token].float()
+            if expert not in experts.held:
+                continue
+            place = expert - experts.held.start
+            inner = gate_up(place) @ x[token].float()
             if experts.gate_up_bias is not None:
-                inner += experts.gate_up_bias[expert].float()
+                inner += experts.gate_up_bias[place].float()
             gate, up = inner.chunk(2)
-            made = down(expert) @ gated(gate, up, experts.limit, experts.alpha)
+            made = down(place) @ gated(gate, up, experts.limit, experts.alpha)
             if experts.down_bias is not None:
-                made += experts.down_bias[expert].float()
+                made += experts.down_bias[place].float()
             out[token] += weight * made
     return out.to(x.dtype)
 

@@ -22,8 +22,9 @@ class TorchExperts:
         self._num_chosen, self._is_normalized = experts.num_chosen, experts.is_normalized
         self._grouping, self._score_bias = experts.grouping, experts.score_bias
         self._limit, self._alpha = experts.limit, experts.alpha
-        self._experts: list[tuple[Linear, Linear, Linear]] = []
-        for index in range(experts.num_experts):
+        self._held = experts.held
+        self._experts: list[tuple[Linear, Linear, Linear]] = []  # those that are here
+        for index in range(len(self._held)):
             gate_up = _matrix(experts.gate_up, experts.gate_up_scales, index, experts.dtype)
             gate_bias, up_bias = _halves(experts.gate_up_bias, index)
             down_bias = None if experts.down_bias is None else experts.down_bias[index].clone()
@@ -39,17 +40,18 @@ class TorchExperts:
         if x.shape[0] == 1:  # nothing to sort
             out = torch.zeros(x.shape, dtype=torch.float32)
             for expert, weight in sorted(zip(chosen[0].tolist(), weights[0].tolist(), strict=True)):
-                out.add_(self._one(x, expert), alpha=weight)
+                if expert in self._held:
+                    out.add_(self._one(x, expert), alpha=weight)
             return out.to(x.dtype)
         by_expert = chosen.flatten().argsort(stable=True)
         tokens = by_expert.div(self._num_chosen, rounding_mode="floor")
         own_weights = weights.flatten().index_select(0, by_expert).unsqueeze(1)
-        counts = torch.bincount(chosen.flatten(), minlength=len(self._experts)).tolist()
+        counts = torch.bincount(chosen.flatten(), minlength=logits.shape[1]).tolist()
         out = torch.zeros(x.shape, dtype=torch.float32)
-        end = 0
-        for expert, count in enumerate(counts):
-            start, end = end, end + count
-            if count:
+        end = sum(counts[: self._held.start])
+        for expert in self._held:
+            start, end = end, end + counts[expert]
+            if start < end:
                 own = tokens[start:end]
                 made = self._one(x.index_select(0, own), expert)
                 out.index_add_(0, own, made * own_weights[start:end])
@@ -65,7 +67,7 @@ class TorchExperts:
         return torch.softmax(logits.float(), -1).gather(1, chosen), chosen
 
     def _one(self, x: Tensor, expert: int) -> Tensor:
-        gate, up, down = self._experts[expert]
+        gate, up, down = self._experts[expert - self._held.start]
         if self._limit is None:
             return down(up.times(x, gate.silu(x)))
         return down(reference.gated(gate(x), up(x), self._limit, self._alpha))

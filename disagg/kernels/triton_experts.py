@@ -5,6 +5,8 @@ that go to one expert with a tile of its matrix, and works out itself which thes
 sized for the worst case, and programs without rows end at once. So the host does not wait for the
 router's choice, and one captured graph serves every choice. Each row's result is written by one
 program and a token's are summed in the order of its choices: a result does not depend on timing.
+If other ranks have some of the experts, their rows lie before and after the own ones and belong to
+no program, so they are neither computed nor summed.
 
 Packed matrices are widened in registers, as `packed_tile` does it for those of dense layers: the
 rows of all experts are one matrix. So are weights of MXFP4. The two values of their bytes go into a
@@ -26,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.held_rows import sum_held
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
@@ -303,8 +306,10 @@ class TritonExperts:
         self._gate_up = _matrix(experts.gate_up, experts.gate_up_scales, major)
         self._down = _matrix(experts.down, experts.down_scales, major)
         self._max_rows = min(self._gate_up.max_rows, self._down.max_rows)
-        self._hidden = math.prod(experts.down.shape[:-1]) // experts.num_experts
-        self._numbers = torch.arange(experts.num_experts + 1, dtype=torch.int32, device=device)
+        self._held = held = experts.held
+        self._hidden = math.prod(experts.down.shape[:-1]) // len(held)
+        ends = held.start, held.stop + 1
+        self._numbers = torch.arange(*ends, dtype=torch.int32, device=device)
 
     @property
     def variant(self) -> tuple[object, ...]:
@@ -339,17 +344,18 @@ class TritonExperts:
             weights, chosen = choose_grouped(logits, experts.score_bias, *how, experts.grouping)
         by_expert, order = torch.sort(chosen.flatten(), stable=True)
         starts = torch.searchsorted(by_expert, self._numbers, out_int32=True)
-        num_pairs, num_experts = num_tokens * experts.num_chosen, experts.num_experts
+        num_pairs, num_held = num_tokens * experts.num_chosen, len(self._held)
         size = experts.inner
         inner = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
         out = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
-        rows = max(MIN_ROWS, min(next_power_of_2(num_pairs // num_experts), self._max_rows))
-        num_hit = min(num_experts, num_pairs)
-        # If each has a block that ends early.
+        usual = next_power_of_2(num_pairs // experts.num_experts)  # of one expert
+        rows = max(MIN_ROWS, min(usual, self._max_rows))
+        num_hit = min(num_held, num_pairs)
+        # If each has a block that ends early, and all tokens go to experts that are here.
         num_blocks = (num_pairs + num_hit * (rows - 1)) // rows
         sizes = {
-            "NUM_EXPERTS": num_experts,
-            "EXPERTS": next_power_of_2(num_experts),
+            "NUM_EXPERTS": num_held,
+            "EXPERTS": next_power_of_2(num_held),
             "HIDDEN": hidden,
             "INNER": size,
             "ROWS": rows,
@@ -388,4 +394,6 @@ class TritonExperts:
             **self._down.constants,
             **launch_options(rows, is_packed=self._down.constants["PART"] > 0),
         )
+        if num_held < experts.num_experts:
+            return sum_held(out, chosen, self._held)
         return out.view(num_tokens, -1, hidden).sum(1)

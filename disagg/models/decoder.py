@@ -21,7 +21,7 @@ from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Experts, Ops, Paging, Weight
-from disagg.kernels.packed_matrix import Largest, PackedMatrix
+from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.batch import Batch
 from disagg.models.communicator import Communicator
 from disagg.models.description import ModelDescription
@@ -138,24 +138,23 @@ class Decoder:
             sinks=None if layer.sinks is None else layer.sinks.float(),
             output=ops.pack(layer.output, layer.output_bias, largest),
             post_norm=layer.post_norm,
-            mlp=self._pack_mlp(layer, config.experts_in(index), largest),
+            mlp=self._pack_mlp(layer, config.experts_in(index)),
             window=config.sliding_windows[index],
             latent=LatentAttention.pack(ops, config, layer),
         )
 
-    def _pack_mlp(
-        self, layer: LayerWeights, experts: ExpertsConfig | None, largest: Largest | None
-    ) -> _Mlp | _ExpertMlp:
-        ops = self.ops
+    def _pack_mlp(self, layer: LayerWeights, experts: ExpertsConfig | None) -> _Mlp | _ExpertMlp:
+        ops, largest = self.ops, None if self.ranks is None else self.ranks.largest_
         if experts is None:
             gate_up = ops.pack_gated(layer.gate_up, layer.gate_up_bias)
             return _Mlp(gate_up, ops.pack(layer.down, layer.down_bias, largest))
         assert layer.router is not None
+        own = None if self.ranks is None else self.ranks.share.own_experts(experts)
+        num_held = experts.num_experts if own is None else len(own)
 
         def by_expert(rows: Any) -> Any:
-            if rows is None or isinstance(rows, PackedMatrix):
-                return rows
-            return rows.view(experts.num_experts, -1, *rows.shape[1:])
+            stays = rows is None or isinstance(rows, PackedMatrix)
+            return rows if stays else rows.unflatten(0, (num_held, -1))
 
         shared = shared_gate = None
         if layer.shared_gate_up is not None and layer.shared_down is not None:
@@ -178,7 +177,8 @@ class Decoder:
             alpha=experts.swiglu_alpha,
             grouping=experts.grouping,
             score_bias=layer.score_bias,
-            largest=largest,
+            largest=largest if own is None else None,  # no row is divided
+            own=own,
         )
         dtype = self.dtype if experts.grouping is None else torch.float32  # as DeepSeek does
         router = ops.pack_table(layer.router.to(dtype), layer.router_bias)

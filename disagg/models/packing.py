@@ -165,7 +165,7 @@ def _quantized_packing(stored: StoredTensor | None, part: Part) -> Packing | Non
     is_cut = (first, end) != (0, num_in)
     if is_cut and has_order:
         return None
-    # All ranks have as many columns, so all decide alike.
+    # All ranks that share a matrix have as many columns of it, so all decide alike.
     group = size and kept_group(math.gcd(size, end - first) if is_cut else size)
     if not can_pack(group):
         return None

@@ -1,7 +1,8 @@
 """Which parts of a checkpoint's tensors one rank of a worker reads. Knows no torch.
 
 Rows of the projections that begin attention and MLP, columns of those that end them, and rows of
-the vocabulary's tables. Biases that follow a sum over ranks belong to the first.
+the vocabulary's tables. Biases that follow a sum over ranks belong to the first. With expert
+parallelism a rank reads whole experts, their biases included, and none of the others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from disagg.models.parts import Fields, Part, Range, Shape, layer_parts, outer_p
 from disagg.models.share import WHOLE, Share
 
 _EXACT_NBYTES = 4  # of a value that is read in float32
+_OF_EXPERTS = (
+    *("gate_up", "gate_up_bias", "gate_up_scales"),
+    *("down", "down_bias", "down_scales"),
+)
 
 
 def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields:
@@ -35,6 +40,7 @@ def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> F
     experts = config.experts_in(layer)
     inner = config.intermediate_size if experts is None else experts.intermediate_size
     own = share.of(inner) if experts is None else share.of_experts(experts)
+    own_experts = None if experts is None else share.own_experts(experts)
     latent = config.latent
     value_dim = config.head_dim if latent is None else latent.value_dim
     taken: Fields = {}
@@ -47,6 +53,8 @@ def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> F
             taken[field] = [_boxed(parts[0], 0, share.of(config.num_heads))]
         elif field == "output":
             taken[field] = [_boxed(parts[0], 1, _scaled(share.of(config.num_heads), value_dim))]
+        elif own_experts is not None and experts is not None and field in _OF_EXPERTS:
+            taken[field] = _of_whole_experts(parts, own_experts, experts.num_experts)
         elif field.startswith("gate_up"):
             taken[field] = [each for part in parts for each in _gate_up(part, inner, own)]
         elif field in ("down", "down_scales"):
@@ -204,6 +212,14 @@ def _gate_up(part: Part, inner: int, own: Range) -> list[Part]:
         return [_boxed(part, 0, own)]
     up = inner + own[0], inner + own[1]  # gate and up in one tensor
     return [_boxed(part, 0, own), _boxed(part, 0, up)]
+
+
+def _of_whole_experts(parts: list[Part], own: range, num_experts: int) -> list[Part]:
+    """Of parts of all experts, which lie in one tensor or one after the other."""
+    if parts[0].stored:
+        return [_boxed(part, 0, (own.start, own.stop)) for part in parts]
+    of_each = len(parts) // num_experts
+    return parts[own.start * of_each : own.stop * of_each]
 
 
 def _down(part: Part, own: Range) -> Part:

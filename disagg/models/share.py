@@ -2,7 +2,7 @@
 
 Query heads, inner sizes of MLPs and experts, and the vocabulary are divided among the ranks of a
 worker. KV heads are divided too, or copied where there are more ranks. Norms and routers are whole
-on every rank.
+on every rank. With expert parallelism, each rank has some of the experts instead, and these whole.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ MOST_RANKS = 16  # that a refusal tries: more GPUs than one machine has
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of rank `rank` of `num_ranks`."""
+    """The part of rank `rank` of `num_ranks`.
+
+    has_whole_experts: each rank has whole experts, and not a part of every expert.
+    """
 
     rank: int = 0
     num_ranks: int = 1
+    has_whole_experts: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -36,12 +40,23 @@ class Share:
         """First and end of this rank's part of an expert's inner size. Of MXFP4 it has whole groups
         of values that share a scale, so parts may differ by a group; none is larger than the first.
         """
+        if self.has_whole_experts:
+            return 0, experts.intermediate_size
         size = MXFP4_GROUP if experts.is_mxfp4 else 1
-        num_groups = experts.intermediate_size // size
-        first, end = (
-            -(-num_groups * rank // self.num_ranks) for rank in (self.rank, self.rank + 1)
-        )
-        return first * size, end * size
+        own = self._largest_first(experts.intermediate_size // size)
+        return own.start * size, own.stop * size
+
+    def own_experts(self, experts: ExpertsConfig) -> range | None:
+        """The experts that this rank has whole, neighbours; none has more of them than the first.
+        None: it has a part of every expert."""
+        if not self.has_whole_experts:
+            return None
+        return self._largest_first(experts.num_experts)
+
+    def _largest_first(self, total: int) -> range:
+        """As `of`, but the first rank, by which memory is planned, has the largest part."""
+        ends = (-(-total * rank // self.num_ranks) for rank in (self.rank, self.rank + 1))
+        return range(*ends)
 
     def kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
         """First and end of this rank's KV heads, of the model's; some ranks have the same one if
@@ -73,25 +88,54 @@ class Share:
 WHOLE = Share()
 
 
-def possible_ranks(config: ModelConfig) -> list[int]:
+def possible_ranks(config: ModelConfig, *, expert_parallel: bool = False) -> list[int]:
     """Into how many parts a model can be divided, up to `MOST_RANKS`."""
-    return [each for each in range(1, MOST_RANKS + 1) if not _problem(config, each)]
+    sizes = range(2 if expert_parallel else 1, MOST_RANKS + 1)
+    return [each for each in sizes if not _problem(config, each, expert_parallel)]
 
 
-def check_ranks(config: ModelConfig, num_ranks: int) -> None:
-    """Raises `StartupError` if a model cannot be divided into so many equal parts."""
-    why = _problem(config, num_ranks)
+def check_ranks(config: ModelConfig, num_ranks: int, *, expert_parallel: bool = False) -> None:
+    """Raises `StartupError` if a model cannot be divided into so many parts.
+
+    Args:
+        expert_parallel: each of them is to have whole experts.
+    """
+    if expert_parallel:
+        _check_has_experts(config, num_ranks)
+    why = _problem(config, num_ranks, expert_parallel)
     if not why:
         return
-    sizes = map(str, possible_ranks(config))
+    sizes = map(str, possible_ranks(config, expert_parallel=expert_parallel))
+    also = ""
+    if not expert_parallel and config.experts and not _problem(config, num_ranks, True):
+        also = (
+            f" With enable_expert_parallel, whose ranks have whole experts, {num_ranks} is"
+            " possible, too."
+        )
     raise StartupError(
         f"tensor_parallel_size = {num_ranks} does not divide this model: {why}. Possible up to"
-        f" {MOST_RANKS}: {', '.join(sizes)}.",
+        f" {MOST_RANKS}: {', '.join(sizes)}.{also}",
         param="tensor_parallel_size",
     )
 
 
-def _problem(config: ModelConfig, num_ranks: int) -> str:
+def _check_has_experts(config: ModelConfig, num_ranks: int) -> None:
+    if config.experts is None:
+        raise StartupError(
+            "enable_expert_parallel gives each rank of a worker some of a model's experts, and this"
+            " model has none; leave it out. tensor_parallel_size splits it without.",
+            param="enable_expert_parallel",
+        )
+    if num_ranks < 2:
+        raise StartupError(
+            "enable_expert_parallel divides a model's experts among the ranks of a worker, and"
+            " with tensor_parallel_size = 1 there is one rank; raise that, or leave"
+            " enable_expert_parallel out.",
+            param="enable_expert_parallel",
+        )
+
+
+def _problem(config: ModelConfig, num_ranks: int, expert_parallel: bool) -> str:
     """Why so many ranks cannot divide a model; empty if they can."""
     heads, kv_heads, experts = config.num_heads, config.num_kv_heads, config.experts
     if heads % num_ranks:
@@ -105,13 +149,16 @@ def _problem(config: ModelConfig, num_ranks: int) -> str:
     if any(config.experts_in(layer) is None for layer in range(config.num_layers)):
         sizes["intermediate_size"] = config.intermediate_size
     if experts is not None:
-        if not experts.is_mxfp4:
+        if not experts.is_mxfp4 and not expert_parallel:
             sizes["the intermediate size of an expert"] = experts.intermediate_size
         sizes["the size of the shared expert"] = experts.shared_intermediate_size
     for what, size in sizes.items():
         if size % num_ranks:
             return f"{size} ({what}) / {num_ranks} = {size / num_ranks:g}"
-    if experts is not None and experts.is_mxfp4:
+    if experts is not None and expert_parallel:
+        if experts.num_experts < num_ranks:
+            return f"{experts.num_experts} experts are too few for {num_ranks} ranks"
+    elif experts is not None and experts.is_mxfp4:
         num_groups = experts.intermediate_size // MXFP4_GROUP
         if num_groups < num_ranks:
             return (

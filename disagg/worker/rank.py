@@ -29,7 +29,6 @@ from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import PullDone
 from disagg.lasting import lasting_imports
 from disagg.models.description import describe_model
-from disagg.models.share import Share
 from disagg.planner.step_sizes import largest_step
 from disagg.rank_messages import (
     ConnectPeer,
@@ -171,7 +170,7 @@ def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Offload, Simple
     follower = Follower(
         engine,
         model,
-        Share(start.rank, start.num_ranks),
+        engine.share(start.rank),
         largest_step(engine, model, first_gpu(engine)),
         start.num_threads,
     )

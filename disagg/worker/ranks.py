@@ -25,7 +25,6 @@ from disagg.engine.device.choices import choose_device, choose_dtype
 from disagg.engine.engine_thread import engine_failed
 from disagg.errors import DisaggError, StartupError, WorkerLost
 from disagg.models.description import describe_model
-from disagg.models.share import Share
 from disagg.rank_messages import LOOPBACK, RankLoaded, RankStart, RankUp, RankWork, encode
 from disagg.worker.other_rank import LocalRank, Rank, RankNodes, RemoteRank
 from disagg.worker.rank_door import Door, listen
@@ -66,7 +65,7 @@ class Ranks:
         num_ranks, num_here = tier.engine.tensor_parallel_size, tier.engine.ranks_per_node
         num_threads = tier.engine.num_threads or len(os.sched_getaffinity(0))
         self.num_threads = max(1, num_threads // num_here)
-        self._share, self._nodes = Share(0, num_ranks), nodes
+        self._share, self._nodes = tier.engine.share(), nodes
         self._place = Path(tempfile.mkdtemp(prefix="disagg-ranks-"))
         self.may_hang = False
         self._is_closing = False

@@ -112,15 +112,24 @@ def test_drafts_are_asked_for_as_of_vllm(capsys: pytest.CaptureFixture[str]) -> 
     assert "is not JSON" in capsys.readouterr().err
 
 
+def test_whole_experts_are_asked_for_as_in_vllm() -> None:
+    (tier,) = config_of(
+        "demo-small", "--decode-tensor-parallel-size", "2", "--enable-expert-parallel"
+    ).tiers
+    assert tier.engine.enable_expert_parallel
+    assert not config_of("demo-small").tiers[0].engine.enable_expert_parallel
+    with pytest.raises(StartupError, match=r"has enable_expert_parallel, .* have one rank"):
+        config_of("demo-small", "--enable-expert-parallel")
+
+
 @pytest.mark.parametrize(
     ("written", "words"),
     [
         (["--pipeline-parallel-size", "2"], "a worker is one stage.* --tensor-parallel-size"),
         (["--pipeline-parallel-size=2"], "--nnodes"),
-        (["--enable-expert-parallel"], "experts are split like dense MLPs"),
-        (["--enable-expert-parallel", "--no-redis"], "experts are split like dense MLPs"),
         (["--data-parallel-size", "2"], "--prefill and --decode"),
         (["--enable-lora"], "merge_and_unload"),
+        (["--enable-lora", "--no-redis"], "merge_and_unload"),
     ],
 )
 def test_flags_of_vllm_that_are_missing_are_refused_in_words(

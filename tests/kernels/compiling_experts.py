@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from disagg.kernels import route, triton_experts
+from disagg.kernels import held_rows, route, triton_experts
 from disagg.kernels.triton_experts import FLOATS, MXFP4, WIDTH, launch_options
 from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler
 from tests.kernels.compiling_packed import Format
@@ -19,6 +19,7 @@ INTEGERS = {"order_ptr": "*i64", "starts_ptr": "*i32", "chosen_ptr": "*i32"}
 # DeepSeek-V3
 QWEN3, QWEN3_235B, GPT_OSS = (128, 8, 2048, 768), (128, 8, 4096, 1536), (128, 4, 2880, 2880)
 DEEPSEEK_V3 = (256, 8, 7168, 2048)
+DEEPSEEK_V3_OF_8 = (32, 8, 7168, 2048)  # with whole experts on each of eight ranks
 
 
 def _compile(kernel: Any, arch: int, constants: dict[str, Any], **options: int) -> Any:
@@ -100,6 +101,13 @@ _BY_GROUPS = {  # of DeepSeek-V3
     "NORMALIZED": True,
     "HAS_BIAS": True,
 }
+
+
+def check_sums(assembler: Assembler, arch: int) -> None:
+    """Of the experts of one of four ranks of Qwen3-30B-A3B."""
+    constants = {"FIRST": 32, "END": 64, "NUM_CHOSEN": 8, "HIDDEN": 2048, "WIDTH": 1024}
+    _compile(held_rows._sum_held_kernel, arch, constants, num_warps=4)
+    assert assembler()[1] == 0
 
 
 def check_routing(assembler: Assembler, arch: int) -> None:

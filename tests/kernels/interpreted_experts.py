@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from disagg.kernels import reference, triton_experts
+from disagg.kernels.grouping import Grouping
+from disagg.kernels.held_rows import sum_held
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.ops import Experts
+from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.paged_attention import paged_attention
 from disagg.kernels.paged_work import plan_work
 from disagg.kernels.route import choose_experts
+from disagg.kernels.torch_experts import TorchExperts
 from disagg.kernels.triton_experts import TritonExperts
 from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
@@ -79,6 +83,79 @@ def test_experts(
     ours = TritonExperts(experts)(x, logits)
     theirs = reference.mix_experts(x, logits, experts)
     torch.testing.assert_close(ours, theirs, atol=SINGLE, rtol=SINGLE)
+
+
+def _part(experts: Experts, own: range) -> Experts:
+    """What a rank has that holds some of the experts."""
+
+    def some(field: str) -> Any:
+        stored, rows = getattr(experts, field), slice(own.start, own.stop)
+        if isinstance(stored, PackedMatrix):
+            each = stored.num_out // experts.num_experts
+            part = stored.rows(own.start * each, own.stop * each)
+            zeros = None if part.zeros is None else part.zeros.contiguous()
+            return replace(part, scales=part.scales.contiguous(), zeros=zeros)
+        return None if stored is None else stored[rows].contiguous()
+
+    ends = ("", "_bias", "_scales")
+    fields = [f"{matrix}{end}" for matrix in ("gate_up", "down") for end in ends]
+    return replace(experts, own=own, **{field: some(field) for field in fields})
+
+
+@pytest.mark.parametrize("kind", ["plain", "mxfp4", "int4"])
+@pytest.mark.parametrize("num_tokens", [1, 37])
+def test_the_experts_of_several_ranks_add_up(kind: str, num_tokens: int) -> None:
+    """Each sums what its own make of a token, whatever lies in memory where others' rows would be;
+    one of them has none that is chosen."""
+    torch.manual_seed(num_tokens)
+    experts = _experts(8, 3, 96, 64, "plain" if kind == "int4" else kind, torch.float32)
+    if kind == "int4":
+        gate_up = random_packed("int4", 8 * 2 * 64, 96, 32, has_zeros=True)
+        down = random_packed("int4", 8 * 96, 64, 32, has_zeros=True)
+        experts = replace(experts, gate_up=gate_up, down=down)
+    x, logits = torch.randn(num_tokens, 96), torch.randn(num_tokens, 8)
+    logits[:, 6:] = -9.0
+    grouping = Grouping(4, 2, True, 2.5) if kind == "plain" else None
+    experts = replace(experts, grouping=grouping)
+    sums = []
+    for own in (range(0, 5), range(5, 6), range(6, 8)):
+        part = _part(experts, own)
+        ours = TritonExperts(part)(x, logits)
+        theirs = reference.mix_experts(x, logits, part)
+        torch.testing.assert_close(ours, theirs, atol=SINGLE, rtol=SINGLE)
+        if kind != "int4":
+            torch.testing.assert_close(TorchExperts(part)(x, logits), theirs, atol=SINGLE, rtol=0)
+        sums.append(ours)
+    assert not sums[2].any()
+    whole = reference.mix_experts(x, logits, experts)
+    torch.testing.assert_close(sum(sums), whole, atol=SINGLE, rtol=SINGLE)
+
+
+def test_rows_of_experts_of_other_ranks_are_neither_made_nor_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[torch.Tensor] = []
+
+    def spied(rows: torch.Tensor, chosen: torch.Tensor, held: range) -> torch.Tensor:
+        made.append(rows)
+        return sum_held(rows, chosen, held)
+
+    def unset(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        fill = torch.nan if dtype.is_floating_point else 99
+        return torch.full(shape, fill, dtype=dtype, device=device)
+
+    monkeypatch.setattr(triton_experts, "sum_held", spied)
+    part = _part(_experts(6, 2, 64, 32, "plain", torch.float32), range(2, 5))
+    x, logits = torch.randn(9, 64), torch.randn(9, 6)
+    _, chosen = reference.choose(logits, part)
+    monkeypatch.setattr(torch, "empty", unset)
+    out = TritonExperts(part)(x, logits)
+    monkeypatch.undo()
+    is_held = ((chosen >= 2) & (chosen < 5)).flatten()
+    assert 0 < is_held.sum() < 18
+    assert torch.equal(made[0].isnan().any(1), ~is_held)
+    assert made[0][~is_held].isnan().all()
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["plain", "mxfp4"])

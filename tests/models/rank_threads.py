@@ -52,7 +52,11 @@ class ThreadCommunicator:
 
 
 def on_ranks(
-    num_ranks: int, work: Callable[[Communicator], T], place: Path | None = None
+    num_ranks: int,
+    work: Callable[[Communicator], T],
+    place: Path | None = None,
+    *,
+    has_whole_experts: bool = False,
 ) -> list[T]:
     """What each rank returns, in order.
 
@@ -62,7 +66,7 @@ def on_ranks(
     meeting, left = threading.Barrier(num_ranks), [torch.empty(0)] * num_ranks
 
     def run(rank: int) -> T:
-        share = Share(rank, num_ranks)
+        share = Share(rank, num_ranks, has_whole_experts)
         if place is not None:
             return work(TorchCommunicator(share, "cpu", str(place / "meeting")))
         try:

@@ -68,7 +68,9 @@ class QuantizingGpuOps(FakeGpuOps):
         return self._gpu.pack_experts(experts)._experts
 
 
-def check_ranks_compute_the_same(load: Load, num_ranks: int, place: Path) -> None:
+def check_ranks_compute_the_same(
+    load: Load, num_ranks: int, place: Path, *, has_whole_experts: bool = False
+) -> None:
     """As one process does that keeps the same numbers."""
     ids = [5 * each % 97 for each in range(30)]
     alone = compute(load(None), ids, same)
@@ -76,7 +78,8 @@ def check_ranks_compute_the_same(load: Load, num_ranks: int, place: Path) -> Non
     def rank(communicator: Communicator) -> Any:
         return compute(load(communicator), ids, communicator.broadcast_)
 
-    first, *_ = on_ranks(num_ranks, rank, place if num_ranks == 2 else None)
+    by_gloo = place if num_ranks == 2 else None
+    first, *_ = on_ranks(num_ranks, rank, by_gloo, has_whole_experts=has_whole_experts)
     assert first.chosen == alone.chosen
     for found, wanted in zip(first.logits, alone.logits, strict=True):
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)

@@ -70,7 +70,12 @@ def compute(decoder: Decoder, ids: list[int], agree: Callable[[Tensor], Tensor])
 
 
 def compare(
-    model: ModelDescription, checkpoint: Checkpoint, num_ranks: int, place: Path | None
+    model: ModelDescription,
+    checkpoint: Checkpoint,
+    num_ranks: int,
+    place: Path | None,
+    *,
+    has_whole_experts: bool = False,
 ) -> None:
     ids = torch.randint(0, 97, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
     alone = compute(load_model(model, torch.float32, CPU), ids, lambda token: token)
@@ -79,7 +84,7 @@ def compare(
         decoder = load_model(model, torch.float32, CPU, communicator=communicator)
         return compute(decoder, ids, communicator.broadcast_)
 
-    first, *others = on_ranks(num_ranks, rank, place)
+    first, *others = on_ranks(num_ranks, rank, place, has_whole_experts=has_whole_experts)
     assert first.chosen == alone.chosen
     assert len(first.chosen) == 3
     wanted = checkpoint.logits(first.tokens.ids)

@@ -27,7 +27,6 @@ from disagg.engine.sched.scheduler import Scheduler
 from disagg.messages import StartStep
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription
-from disagg.models.share import Share
 from disagg.models.weights import Progress
 
 CPU_WARM_UP_TOKENS = 64  # picks kernels and touches memory; more would only delay the start
@@ -66,7 +65,7 @@ def build_engine(
         NotEnoughMemory: one sequence of full length does not fit.
         StartupError: a setting contradicts the model or the machine.
     """
-    share = Share(0, config.tensor_parallel_size)
+    share = config.share()
     plan = EnginePlan.of(config, description, share, largest_step)
     device, memory, max_model_len = plan.device, plan.memory, plan.max_model_len
     ranks = None if followers is None else followers.meet(device.type)

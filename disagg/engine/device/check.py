@@ -5,7 +5,7 @@ Loads no torch where there is no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from disagg.config import EngineConfig
@@ -23,7 +23,7 @@ from disagg.kernels.packed_sizes import INT4_GROUP
 from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
 from disagg.models.rank_parts import rank_layer_parts
-from disagg.models.share import Share, check_ranks
+from disagg.models.share import WHOLE, Share, check_ranks
 from disagg.models.tensor_check import check_weights
 
 CPU_BLOCK_SIZE = 16
@@ -56,7 +56,7 @@ def check_engine(
     check_weights(description)
     if not is_here and config.device != "cpu":
         return None
-    chosen = choose(config, description, Share(0, config.tensor_parallel_size))
+    chosen = choose(config, description, config.share())
     if chosen.device == "cpu":
         return chosen.plan_memory(description, None, largest_step)
     if gpu_nbytes is None:
@@ -121,26 +121,32 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 def check_ranks_of(config: EngineConfig, model: ModelConfig) -> None:
     """Raises `StartupError`: the engine cannot have so many ranks."""
-    num_ranks = config.tensor_parallel_size
-    check_ranks(model, num_ranks)
-    if config.quantization != "int4" or num_ranks == 1:
-        return
-    cut = next((each for each in _num_columns(model, num_ranks) if each % INT4_GROUP), None)
-    if cut is not None:
+    share = config.share()
+    check_ranks(model, share.num_ranks, expert_parallel=share.has_whole_experts)
+    cut = _cut_columns(model, share) if config.quantization == "int4" else 0
+    if cut:
+        whole = replace(share, has_whole_experts=True)
+        also = ""
+        if model.experts is not None and not _cut_columns(model, whole):
+            also = ", or enable_expert_parallel, whose ranks have whole experts"
         raise StartupError(
-            f"quantization = 'int4' is not possible with tensor_parallel_size = {num_ranks}:"
+            f"quantization = 'int4' is not possible with tensor_parallel_size = {share.num_ranks}:"
             f" {INT4_GROUP} neighbours in a row share a scale, and a rank would have {cut} columns"
-            " of some matrices, no multiple of them; set 'int8', or other ranks.",
+            f" of some matrices, no multiple of them; set 'int8', or other ranks{also}.",
             param="quantization",
         )
 
 
-def _num_columns(model: ModelConfig, num_ranks: int) -> Iterator[int]:
-    """Of a rank, of the matrices of which each rank has some columns."""
+def _cut_columns(model: ModelConfig, share: Share) -> int:
+    """How many columns a rank has of a matrix whose groups of int4 it would cut; 0: of none."""
     for layer in range(model.num_layers):
-        fields = rank_layer_parts(model, layer, Share(0, num_ranks))
+        fields, whole = (rank_layer_parts(model, layer, each) for each in (share, WHOLE))
         for field in ("output", "down", "shared_down"):
-            yield from (part.shape[1] for part in fields.get(field, ()))
+            for part in fields.get(field, ()):
+                num_columns = part.shape[1]
+                if num_columns % INT4_GROUP and num_columns != whole[field][0].shape[1]:
+                    return num_columns
+    return 0
 
 
 def _choose_shape(

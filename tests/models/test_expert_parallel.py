@@ -1,0 +1,246 @@
+"""Ranks with whole experts together compute what transformers does, and each reads only its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from disagg.config import EngineConfig
+from disagg.engine.device.check import check_engine
+from disagg.errors import StartupError
+from disagg.kernels.packed_matrix import PackedMatrix, quantized
+from disagg.kernels.packed_sizes import Kind
+from disagg.models.communicator import Communicator
+from disagg.models.decoder import Decoder, load_model
+from disagg.models.description import ModelDescription, describe_model
+from disagg.models.experts_config import ExpertsConfig
+from disagg.models.packing import LAYER_FIELDS
+from disagg.models.rank_parts import quantized_on_gpu_nbytes, rank_parts, weights_nbytes
+from disagg.models.share import Share, check_ranks, possible_ranks
+from disagg.models.weights import load_weights
+from tests.models.checkpoints import VARIANTS, write_checkpoint
+from tests.models.gguf_files import write_gguf
+from tests.models.quantized_files import write_quantized
+from tests.models.rank_threads import on_ranks
+from tests.models.test_mxfp4 import write_mxfp4
+from tests.models.test_packed import FakeGpuOps
+from tests.models.test_quantized_ranks import QuantizingGpuOps, check_ranks_compute_the_same
+from tests.models.test_ranks import compare, eight_heads
+
+CPU = torch.device("cpu")
+WITH_EXPERTS = [
+    name
+    for name, (family, _) in VARIANTS.items()
+    if family in ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss", "Glm4MoeLite")
+    or family.startswith("Deepseek")
+]
+
+
+def _share(rank: int, num_ranks: int) -> Share:
+    return Share(rank, num_ranks, has_whole_experts=True)
+
+
+def _experts(model: ModelDescription) -> ExpertsConfig:
+    assert model.config.experts is not None
+    return model.config.experts
+
+
+def _write(directory: Path, variant: str, **changes: Any) -> ModelDescription:
+    changes = {**eight_heads(variant), **changes}
+    return describe_model(write_checkpoint(directory, variant, **changes).directory)
+
+
+def test_experts_are_neighbours_and_the_first_rank_has_the_most(tmp_path: Path) -> None:
+    experts = _experts(_write(tmp_path, "qwen3-moe"))
+    assert experts.num_experts == 7
+    for num_ranks in range(2, 8):
+        parts = [_share(rank, num_ranks).own_experts(experts) for rank in range(num_ranks)]
+        own = [part for part in parts if part is not None]
+        assert [expert for part in own for expert in part] == list(range(7))
+        assert max(map(len, own)) == len(own[0]) <= min(map(len, own)) + 1
+    assert Share(1, 2).own_experts(experts) is None
+    assert _share(1, 2).of_experts(experts) == (0, experts.intermediate_size)
+
+
+@pytest.mark.parametrize(
+    ("variant", "num_ranks"),
+    [
+        *((variant, 2) for variant in WITH_EXPERTS),
+        *((variant, 4) for variant in ("qwen3-moe", "deepseek-v3", "gpt-oss", "mixtral")),
+    ],
+)
+def test_ranks_compute_what_transformers_does(variant: str, num_ranks: int, tmp_path: Path) -> None:
+    """Most numbers of experts are odd here, so ranks have unequal numbers of them."""
+    checkpoint = write_checkpoint(tmp_path / "model", variant, **eight_heads(variant))
+    model, place = describe_model(checkpoint.directory), tmp_path if num_ranks == 2 else None
+    compare(model, checkpoint, num_ranks, place, has_whole_experts=True)
+
+
+def test_mxfp4_experts_are_not_cut(tmp_path: Path) -> None:
+    """Those of one group could not be divided at all."""
+    checkpoint = write_mxfp4(tmp_path / "model")
+    model = describe_model(checkpoint.directory)
+    with pytest.raises(StartupError, match=r"few for 2 ranks\. .* With enable_expert_parallel, .*"):
+        check_ranks(model.config, 2)
+    check_ranks(model.config, 2, expert_parallel=True)
+    compare(model, checkpoint, 2, None, has_whole_experts=True)
+
+
+def test_ranks_read_whole_experts_of_a_gguf_file(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", "qwen2-moe", **eight_heads("qwen2-moe"))
+    model = describe_model(write_gguf(tmp_path / "model.gguf", checkpoint.model))
+    compare(model, checkpoint, 2, None, has_whole_experts=True)
+
+
+@pytest.mark.parametrize("variant", WITH_EXPERTS)
+def test_each_expert_is_read_by_one_rank_with_its_biases(variant: str, tmp_path: Path) -> None:
+    model = _write(tmp_path, variant)
+    read: Counter[str] = Counter()
+    for rank in range(2):
+        share, own = _share(rank, 2), 0
+        for part in rank_parts(model.config, share):
+            num_values = torch.Size(part.shape).numel()
+            own += num_values * 4
+            if ".experts." in part.name and ".router." not in part.name:
+                read[part.name] += num_values
+        assert own == weights_nbytes(model.config, 4, share=share)
+    stored = {name: each.num_values for name, each in model.tensors.items() if ".experts." in name}
+    assert read == stored
+    loaded = load_weights(model, torch.float32, CPU, share=_share(1, 2))
+    for index, layer in enumerate(loaded.layers):
+        experts = model.config.experts_in(index)
+        if experts is not None:
+            held = _share(1, 2).own_experts(experts)
+            assert held is not None
+            assert layer.gate_up.shape[0] == len(held) * 2 * experts.intermediate_size
+            assert layer.router is not None and layer.router.shape[0] == experts.num_experts
+            assert (layer.down_bias is not None) == experts.has_bias
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [
+        ("qwen3-moe-dense-first", "fp8 blocks"),
+        ("qwen2-moe", "packed with zeros"),
+        ("mixtral", "awq"),
+        ("deepseek-v3", "int8"),
+        ("qwen3-moe", "gptq in order of activations"),
+    ],
+)
+def test_quantised_experts_keep_their_groups(variant: str, kind: str, tmp_path: Path) -> None:
+    """Which ranks would cut that have a part of every expert."""
+    sizes = {**eight_heads(variant), "moe_intermediate_size": 96, "intermediate_size": 96}
+    if variant == "qwen2-moe":
+        sizes["shared_expert_intermediate_size"] = 64
+    model = describe_model(write_quantized(tmp_path, variant, kind, **sizes).directory)
+
+    def load(communicator: Communicator | None) -> Decoder:
+        return load_model(model, torch.float32, CPU, communicator=communicator, ops=FakeGpuOps())
+
+    check_ranks_compute_the_same(load, 2, tmp_path, has_whole_experts=True)
+    for rank in range(2):
+        nbytes = 0
+        share = _share(rank, 2)
+        whole, own = (
+            load_weights(model, torch.float32, CPU, share=each, keeps_packed="gpu")
+            for each in (Share(), share)
+        )
+        for of_all, layer in zip(whole.layers, own.layers, strict=True):
+            assert type(layer.down) is type(of_all.down)
+            if isinstance(layer.down, PackedMatrix) and layer.router is not None:
+                assert layer.down.group == of_all.down.group
+            for field in layer.__dataclass_fields__:
+                each = getattr(layer, field)
+                nbytes += 0 if each is None else each.nbytes
+        tables = {id(each): each for each in (own.embedding, own.norm, own.lm_head)}  # may be tied
+        nbytes += sum(each.nbytes for each in tables.values())
+        assert nbytes == weights_nbytes(model.config, 4, share=share, kept=model.tensors)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_experts_are_quantised_as_one_process_does(kind: Kind, tmp_path: Path) -> None:
+    """Those of int4 have no whole groups for two ranks, but for one."""
+    sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 64}
+    model = _write(tmp_path, "qwen2-moe", intermediate_size=128, **sizes)
+
+    def load(communicator: Communicator | None) -> Decoder:
+        ops = QuantizingGpuOps(kind)
+        return load_model(
+            model, torch.float32, CPU, quantization=kind, communicator=communicator, ops=ops
+        )
+
+    check_ranks_compute_the_same(load, 2, tmp_path, has_whole_experts=True)
+    loaded = load_weights(model, torch.float32, CPU, share=_share(1, 2))
+    nbytes = sum(each.nbytes for each in (loaded.embedding, loaded.lm_head, loaded.norm))
+    for layer in loaded.layers:
+        for field in layer.__dataclass_fields__:
+            each = getattr(layer, field)
+            if each is not None:
+                nbytes += (quantized(each, kind) if field in LAYER_FIELDS else each).nbytes
+    assert nbytes == quantized_on_gpu_nbytes(model.config, 4, kind, _share(1, 2))
+
+
+def test_ranks_ask_nothing_of_each_other_for_scales_of_experts(tmp_path: Path) -> None:
+    """They have unequal numbers of them."""
+    model = _write(tmp_path, "qwen3-moe")
+
+    def num_asked(communicator: Communicator) -> int:
+        asked, largest = 0, communicator.largest_
+
+        def counted(x: torch.Tensor) -> torch.Tensor:
+            nonlocal asked
+            asked += 1
+            return largest(x)
+
+        communicator.largest_ = counted  # type: ignore[method-assign]
+        load_model(
+            model, torch.float32, CPU, communicator=communicator, ops=QuantizingGpuOps("int8")
+        )
+        return asked
+
+    num_layers = model.config.num_layers
+    assert on_ranks(2, num_asked, has_whole_experts=True) == [num_layers] * 2  # of attention
+    assert on_ranks(2, num_asked) == [2 * num_layers] * 2
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "param", "words"),
+    [
+        ("llama", {"tensor_parallel_size": 2}, "enable_expert_parallel", "this model has none"),
+        ("mixtral", {}, "enable_expert_parallel", "tensor_parallel_size = 1 there is one rank"),
+        (
+            "mixtral",
+            {"tensor_parallel_size": 8},
+            "tensor_parallel_size",
+            r"5 experts are too few for 8 ranks\. Possible up to 16: 2, 4\.$",
+        ),
+    ],
+)
+def test_what_is_not_possible_is_refused_in_words(
+    variant: str, settings: dict[str, Any], param: str, words: str, tmp_path: Path
+) -> None:
+    engine = EngineConfig(device="cpu", enable_expert_parallel=True, **settings)
+    with pytest.raises(StartupError, match=words) as it:
+        check_engine(engine, _write(tmp_path, variant))
+    assert it.value.param == param
+
+
+def test_refusals_of_divided_experts_say_that_whole_ones_are_possible(tmp_path: Path) -> None:
+    model = _write(tmp_path / "a", "qwen3-moe", moe_intermediate_size=42)
+    assert possible_ranks(model.config) == [1, 2]
+    assert possible_ranks(model.config, expert_parallel=True) == [2, 4]
+    with pytest.raises(StartupError, match=r"With enable_expert_parallel, .*, 4 is possible, too"):
+        check_ranks(model.config, 4)
+    with pytest.raises(StartupError, match=r"up to 16: 1, 2\.$"):  # 3 does not divide heads
+        check_ranks(model.config, 3)
+    engine = EngineConfig(device="cpu", quantization="int4", tensor_parallel_size=2)
+    model = _write(tmp_path / "b", "qwen3-moe", moe_intermediate_size=32)
+    with pytest.raises(StartupError, match=r"16 columns .* ranks, or enable_expert_parallel,"):
+        check_engine(engine, model)
+    model = _write(tmp_path / "c", "qwen2-moe", moe_intermediate_size=32)  # a shared one of 40
+    with pytest.raises(StartupError, match=r"16 columns .* other ranks\.$"):
+        check_engine(engine, model)
