@@ -7,7 +7,8 @@
 `dense us` is of a dense MLP that multiplies a token with as many weights; on a CPU it is also as
 large as a layer whose tokens share all experts. On a GPU times are of replayed graphs, over as many
 layers as it takes that nothing is left in the L2, and `of read` is the share of the measured
-bandwidth at which the weights of the experts that were chosen came.
+bandwidth at which the weights of the experts that were chosen came. A row of whole experts is of
+the busiest rank, for which the others wait.
 """
 
 from __future__ import annotations
@@ -35,12 +36,24 @@ NUM_CHECKED = 8  # tokens whose results are compared with the reference
 
 @dataclass(frozen=True)
 class Shape:
+    """num_ranks: which have whole experts, as many each; the layer is one rank's."""
+
     num_experts: int
     num_chosen: int
     hidden: int
     inner: int
     format: str = "floats"  # or "mxfp4", or of `gpu_packed.FORMATS`
     grouping: Grouping | None = None
+    num_ranks: int = 1
+
+    def busiest(self, chosen: Tensor) -> range | None:
+        """The experts of the rank that has most of those that are chosen; None: of one rank."""
+        if self.num_ranks == 1:
+            return None
+        size = self.num_experts // self.num_ranks
+        counts = chosen.flatten().bincount(minlength=self.num_experts).view(self.num_ranks, size)
+        first = size * int((counts > 0).sum(1).argmax())
+        return range(first, first + size)
 
 
 SHAPES = {
@@ -50,11 +63,13 @@ SHAPES = {
     "qwen3-235b-a22b fp8": Shape(128, 8, 4096, 1536, "fp8 blocks"),
     # On one of eight ranks, which has an eighth of every expert.
     "deepseek-v3 fp8": Shape(256, 8, 7168, 256, "fp8 blocks", Grouping(8, 4, True, 2.5)),
+    "deepseek-v3 fp8 whole": Shape(256, 8, 7168, 2048, "fp8 blocks", Grouping(8, 4, True, 2.5), 8),
 }
 ON_A_CPU = {"small": Shape(16, 4, 768, 512)}
 INTERPRETED = {
     **{name: Shape(4, 2, 64, 64, name) for name in ("floats", "mxfp4", "int4 g32", "fp8 blocks")},
     "by groups": Shape(8, 2, 64, 64, grouping=Grouping(4, 2, True, 2.5)),
+    "whole": Shape(8, 2, 64, 64, num_ranks=2),
 }
 NUM_TOKENS = (1, 32, 256, 4096)
 
@@ -88,11 +103,15 @@ class Bench:
         logits = self._random(num_tokens, shape.num_experts)
         logits = logits if shape.grouping is None else logits.float()  # as routers give them
         matrices = self._grouped(shape)
+        _, chosen = reference.choose(logits, matrices)
+        matrices = replace(matrices, own=shape.busiest(chosen))
+        alike: dict[str, Any] = {"own": matrices.own, "score_bias": matrices.score_bias}
         pieces = matrices.gate_up, matrices.down, matrices.gate_up_scales, matrices.down_scales
         nbytes = sum(each.nbytes for each in pieces if each is not None)
         num_layers = max(1, round(UNCACHED_NBYTES / nbytes)) if is_gpu else 1
         layers = [ops.pack_experts(matrices)]
-        layers += [ops.pack_experts(self._grouped(shape)) for _ in range(num_layers - 1)]
+        others = (replace(self._grouped(shape), **alike) for _ in range(num_layers - 1))
+        layers += [ops.pack_experts(each) for each in others]
         difference = self._difference(ops.mix_experts(x, logits, layers[0]), x, logits, matrices)
 
         def mix() -> None:
@@ -100,10 +119,10 @@ class Bench:
                 ops.mix_experts(x, logits, layer)
 
         taken_s = seconds(mix, self.device) / num_layers
-        _, chosen = reference.choose(logits, matrices)
-        hit = len(set(chosen.flatten().tolist()))
-        read = hit / shape.num_experts * nbytes / taken_s
-        flops = 6 * num_tokens * shape.num_chosen * shape.hidden * shape.inner / taken_s
+        pairs = [expert for expert in chosen.flatten().tolist() if expert in matrices.held]
+        hit = len(set(pairs))
+        read = hit / len(matrices.held) * nbytes / taken_s
+        flops = 6 * len(pairs) * shape.hidden * shape.inner / taken_s
         return {
             "us": taken_s * 1e6,
             "dense us": self._dense_s(ops, shape, x) * 1e6,
@@ -114,7 +133,7 @@ class Bench:
         }
 
     def _dense_s(self, ops: Ops, shape: Shape, x: Tensor) -> float:
-        inner = shape.num_chosen * shape.inner
+        inner = shape.num_chosen * shape.inner // shape.num_ranks
         count = 1
         if self.device.type == "cuda":
             count = max(
@@ -142,21 +161,22 @@ class Bench:
         return replace(self._experts(shape), grouping=shape.grouping, score_bias=0.1 * drawn)
 
     def _experts(self, shape: Shape) -> Experts:
-        count, hidden, inner = shape.num_experts, shape.hidden, shape.inner
+        count, hidden, inner = shape.num_experts // shape.num_ranks, shape.hidden, shape.inner
         if shape.format in FORMATS:
             format = FORMATS[shape.format]
             return Experts(
                 random_packed((count * 2 * inner, hidden), format, self.dtype, self._generator),
                 random_packed((count * hidden, inner), format, self.dtype, self._generator),
                 self.dtype,
-                count,
+                shape.num_experts,
                 shape.num_chosen,
                 is_normalized=True,
             )
         if shape.format == "floats":
             gate_up = self._random(count, 2 * inner, hidden) / hidden**0.5
             down = self._random(count, hidden, inner) / inner**0.5
-            return Experts(gate_up, down, self.dtype, count, shape.num_chosen, is_normalized=True)
+            numbers = shape.num_experts, shape.num_chosen
+            return Experts(gate_up, down, self.dtype, *numbers, is_normalized=True)
 
         def packed(*dims: int, high: int, low: int = 0) -> Tensor:
             drawn = torch.randint(
@@ -168,7 +188,7 @@ class Bench:
             packed(count, 2 * inner, hidden // 2, high=256),
             packed(count, hidden, inner // 2, high=256),
             self.dtype,
-            count,
+            shape.num_experts,
             shape.num_chosen,
             is_normalized=True,
             gate_up_bias=self._random(count, 2 * inner),

@@ -63,7 +63,7 @@ STAGES: tuple[tuple[Part, ...], ...] = (
     ),
     (Part("gpu_engine", share_s=150, start_s=60, needs="msgspec"),),
     (Part("gpu_kernels", share_s=100),),
-    (Part("experts", share_s=45),),
+    (Part("experts", share_s=55),),
     (Part("gpu_packed", share_s=45),),
     (Part("gpu_transfer", share_s=90, needs="msgspec"),),
     (Part("gpu_sampling", "step", share_s=30, needs="msgspec"),),
