@@ -99,6 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel-size", type=int, metavar="GPUS", help="GPUs per worker (default: any)"
     )
     parser.add_argument(
+        "--enable-expert-parallel",
+        action="store_true",
+        help="workers of several GPUs keep whole experts on each, as with `disagg serve`",
+    )
+    parser.add_argument(
         "--ttft", type=float, default=DEFAULT_TTFT_S, help="TTFT SLO in seconds, for 95 %%"
     )
     parser.add_argument(
@@ -258,12 +263,26 @@ def _placements(
     args: argparse.Namespace, shape: ModelShape, load: Workload
 ) -> tuple[list[Placement], list[str]]:
     """On all GPUs named, and why some are left out."""
+    if args.enable_expert_parallel and not shape.num_experts:
+        raise StartupError(
+            f"{shape.name} has no experts that GPUs could have whole; leave"
+            " --enable-expert-parallel out.",
+            param="enable_expert_parallel",
+        )
     every: list[Placement] = []
     notes: list[str] = []
     for name in args.gpu or ["h100"]:
         try:
             gpu = gpu_of(name)
-            every += placements(shape, gpu, args.weights, args.kv, load.longest_tokens, args.engine)
+            every += placements(
+                shape,
+                gpu,
+                args.weights,
+                args.kv,
+                load.longest_tokens,
+                args.engine,
+                expert_parallel=args.enable_expert_parallel,
+            )
         except NotEnoughMemory as error:
             notes.append(f"Left out: {error.message}")
     if not every:

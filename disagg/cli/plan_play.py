@@ -127,7 +127,13 @@ def step_sizes_of(fleet: FleetPlan) -> tuple[int, int]:
 def _step_sizes(worker: Placement) -> tuple[int, int]:
     if worker.gpu is CPU_CORE:
         return CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
-    return step_sizes(worker.shape, worker.gpu.name, worker.kv, worker.num_gpus)
+    return step_sizes(
+        worker.shape,
+        worker.gpu.name,
+        worker.kv,
+        worker.num_gpus,
+        expert_parallel=worker.expert_parallel,
+    )
 
 
 def _play(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -65,6 +66,7 @@ def _worker_report(each: Placement, load: Workload) -> dict[str, Any]:
         "gpu": each.gpu.name,
         "gpu_source": each.gpu.source,
         "tensor_parallel": each.num_gpus,
+        "expert_parallel": each.num_holders > 1,
         "weights_nbytes": each.weights_nbytes,
         "num_kv_tokens": each.num_kv_tokens,
         "flops_per_byte": each.gpu.flops_per_byte(each.weights),
@@ -120,7 +122,7 @@ def _prior(pool: Pool) -> StepTimeModel:
 
 def _floor(each: Placement) -> Placement:
     """The same on the datasheet's figures, which nothing can beat."""
-    return Placement(each.shape, each.gpu, each.num_gpus, each.weights, each.kv, DATASHEET)
+    return msgspec.structs.replace(each, efficiency=DATASHEET)
 
 
 # For people.

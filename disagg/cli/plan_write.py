@@ -195,6 +195,8 @@ def _engine(plan: Written) -> dict[str, Any]:
         "max_num_seqs": num_seqs,
         "max_num_batched_tokens": num_tokens,
     }
+    if any(pool.placement.num_holders > 1 for pool in plan.fleet.pools):
+        engine["enable_expert_parallel"] = True
     if not plan.is_on_cpu:
         engine["gpu_memory_utilization"] = MEMORY_SHARE
     if placement.kv != "bf16":  # which is the models' own, as the default is

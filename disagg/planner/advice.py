@@ -118,7 +118,13 @@ def _check_floor(
 def _fastest(gpu: str, like: Placement, seconds: Callable[[Placement], float]) -> float:
     """On any number of that GPU; infinite where the model does not fit."""
     try:
-        every = placements(like.shape, GPUS[gpu], like.weights, like.kv)
+        every = placements(
+            like.shape,
+            GPUS[gpu],
+            like.weights,
+            like.kv,
+            expert_parallel=like.expert_parallel,
+        )
     except DisaggError:
         return float("inf")
     return min(map(seconds, every))

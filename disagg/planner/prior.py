@@ -7,6 +7,8 @@ GPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 from disagg.planner.efficiency import ON_CPU
 from disagg.planner.gpus import CPU_CORE, GPUS, gpu_called
 from disagg.planner.roofline import Placement
@@ -17,18 +19,20 @@ UNKNOWN_GPU = "a100-80gb"  # in the middle of the table
 
 
 def step_times(
-    shape: ModelShape, device_name: str, num_ranks: int = 1
+    shape: ModelShape, device_name: str, num_ranks: int = 1, *, expert_parallel: bool = False
 ) -> tuple[StepTimeModel, str]:
     """A prior for the time model of a worker, and whose roofline it is.
 
     Args:
         device_name: as the GPU's driver says it; empty on a CPU.
         num_ranks: devices of the worker.
+        expert_parallel: each has whole experts.
     """
+    ranks: dict[str, Any] = {"num_gpus": num_ranks, "expert_parallel": expert_parallel}
     if not device_name:
-        placement = Placement(shape.widened, CPU_CORE, num_ranks, efficiency=ON_CPU)
+        placement = Placement(shape.widened, CPU_CORE, efficiency=ON_CPU, **ranks)
         return placement.time_model(), "one CPU core" if num_ranks == 1 else "CPU cores"
     gpu = gpu_called(device_name)
-    placement = Placement(shape, gpu or GPUS[UNKNOWN_GPU], num_ranks)
+    placement = Placement(shape, gpu or GPUS[UNKNOWN_GPU], **ranks)
     known = gpu.name if gpu else f"{UNKNOWN_GPU}, for {device_name!r} is not known"
     return placement.time_model(), known

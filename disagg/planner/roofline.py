@@ -33,7 +33,10 @@ ACTIVATION_NBYTES = 2  # bf16, whatever the weights are
 
 
 class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_property`
-    """One worker: a model split over `num_gpus` of a node by tensor parallelism."""
+    """One worker: a model split over `num_gpus` of a node by tensor parallelism.
+
+    expert_parallel: each GPU has whole experts, of a model that has some; the busiest one counts.
+    """
 
     shape: ModelShape
     gpu: Gpu
@@ -41,6 +44,12 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
     weights: str = "bf16"
     kv: str = "bf16"
     efficiency: Efficiency = PLANNED
+    expert_parallel: bool = False
+
+    @property
+    def num_holders(self) -> int:
+        """Among so many GPUs whole experts are divided."""
+        return self.num_gpus if self.expert_parallel else 1
 
     @property
     def weights_nbytes(self) -> float:
@@ -59,7 +68,8 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
     @property
     def kv_room_nbytes(self) -> float:
         """Of one GPU, after the weights; negative where these do not fit."""
-        return self.gpu.memory_nbytes * MEMORY_SHARE - self.weights_nbytes / self.num_gpus
+        weights_nbytes = self.shape.weights_nbytes(self.weights, self.num_holders)
+        return self.gpu.memory_nbytes * MEMORY_SHARE - weights_nbytes / self.num_gpus
 
     @property
     def num_kv_tokens(self) -> int:
@@ -139,10 +149,11 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
     def _tokens_s(self, num_tokens: int) -> float:
         """A step without attention: the slower of reading and multiplying, and the exchange."""
         shape, gpu, efficiency = self.shape, self.gpu, self.efficiency
-        read_nbytes = shape.read_nbytes(num_tokens, self.weights)
+        read_nbytes = shape.read_nbytes(num_tokens, self.weights, self.num_holders)
         read_s = read_nbytes / (gpu.memory_bytes_per_s * efficiency.memory)
         flops = self._matmul_flops * efficiency.matmul
-        multiply_s = 2 * shape.num_layer_params * num_tokens / flops
+        num_params = shape.num_multiplied_params(num_tokens, self.num_holders)
+        multiply_s = 2 * num_params * num_tokens / flops
         slower_s = max(read_s, multiply_s) / self.num_gpus
         return efficiency.step_s + slower_s + self._exchange_s(num_tokens)
 
@@ -164,6 +175,8 @@ def placements(
     kv: str = "bf16",
     num_tokens: int = 1,
     engine: str = "",
+    *,
+    expert_parallel: bool = False,
 ) -> list[Placement]:
     """Every way to split the model over GPUs of one node that leaves room for `num_tokens`.
 
@@ -171,6 +184,7 @@ def placements(
 
     Args:
         engine: as `efficiency_of` has it.
+        expert_parallel: workers of several GPUs have whole experts on each.
 
     Raises:
         NotEnoughMemory: it does not fit a whole node.
@@ -187,8 +201,12 @@ def placements(
         if num <= gpu.gpus_per_node
         and num_heads % num == 0
         and (num_kv_heads % num == 0 or num % num_kv_heads == 0)
+        and (not expert_parallel or num <= shape.num_experts)
     ]
-    every = [Placement(shape.divided(num), gpu, num, weights, kv, efficiency) for num in degrees]
+    every = [
+        Placement(shape.divided(num), gpu, num, weights, kv, efficiency, expert_parallel)
+        for num in degrees
+    ]
     fitting = [each for each in every if each.num_kv_tokens >= num_tokens]
     if not fitting:
         most = every[-1]

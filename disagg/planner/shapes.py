@@ -5,8 +5,10 @@ Shapes come from a checkpoint directory or from the table below. Knows no GPU an
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import msgspec
@@ -89,10 +91,15 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
         layers = self._num_common_params + self.num_experts * self._num_params_per_expert
         return layers + num_tables * self.num_head_params
 
-    def weights_nbytes(self, dtype: str) -> float:
-        """Of all weights on a device, stored as `dtype`, one of `NBYTES`."""
+    def weights_nbytes(self, dtype: str, num_holders: int = 1) -> float:
+        """Of all weights on a device, stored as `dtype`, one of `NBYTES`.
+
+        Args:
+            num_holders: ranks that have whole experts. All are counted as the one that has most.
+        """
         num_tables = 1 if self.tie_word_embeddings else 2
-        return self._nbytes(num_tables, self.num_experts, dtype)
+        most = -(-self.num_experts // num_holders)
+        return self._nbytes(num_tables, num_holders * most, dtype)
 
     @property
     def widened(self) -> ModelShape:
@@ -119,17 +126,38 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
         stored = self.quantized if self.packed_nbytes and dtype == "bf16" else dtype
         return f"{stored}, experts in MXFP4" if self.has_mxfp4_experts else stored
 
-    def read_nbytes(self, num_tokens: int, dtype: str) -> float:
+    def read_nbytes(self, num_tokens: int, dtype: str, num_holders: int = 1) -> float:
         """Of the weights that a step of so many tokens reads.
 
         Experts that no token goes through are not read. Each token goes through
         `num_experts_per_tok` of them, as if drawn by chance.
+
+        Args:
+            num_holders: ranks that have whole experts. All are counted as the one that reads most.
         """
         missed = 0.0
         if self.num_experts:
             missed = (1 - self.num_experts_per_tok / self.num_experts) ** max(num_tokens, 1)
         read = self.num_experts * (1 - missed)
-        return self._nbytes(1, read, dtype)
+        deviation = math.sqrt(read * missed / num_holders)
+        most = read / num_holders + _above_mean(num_holders) * deviation
+        return self._nbytes(1, min(num_holders * most, self.num_experts), dtype)
+
+    def num_multiplied_params(self, num_tokens: int, num_holders: int = 1) -> float:
+        """As `num_layer_params`, in a step of so many tokens.
+
+        Args:
+            num_holders: ranks that have whole experts. All are counted as the one that has most to
+                multiply with, as tokens choose experts by chance.
+        """
+        if num_holders == 1 or not self.num_experts:
+            return self.num_layer_params
+        chosen, count = self.num_experts_per_tok, self.num_experts
+        num_pairs = max(num_tokens, 1) * chosen
+        # Drawn without putting back: a token does not choose an expert twice.
+        spread = (num_holders - 1) * (count - chosen) / max(count - 1, 1) / num_pairs
+        busier = min(1 + _above_mean(num_holders) * math.sqrt(spread), num_holders)
+        return self._num_common_params + busier * chosen * self._num_params_per_expert
 
     def products_in(self, weights: str) -> str:
         """Format of the products that decide how fast it is: that of its experts, if published."""
@@ -186,6 +214,11 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
             return self.num_layers * (self.latent_size * value_bits + scale_bits) // 8
         vector_nbytes = (self.head_dim * value_bits + scale_bits) // 8
         return 2 * self.num_layers * self.num_kv_heads * vector_nbytes
+
+
+def _above_mean(count: int) -> float:
+    """The largest of so many normal numbers, on average, in deviations above their mean (Blom)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def read_shape(name_or_directory: str) -> ModelShape:

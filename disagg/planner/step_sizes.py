@@ -27,12 +27,22 @@ PROMPT_SHARE = 0.995
 
 def largest_step(engine: EngineConfig, model: ModelDescription, gpu_name: str) -> tuple[int, int]:
     """Sequences and tokens that a worker's largest step should have; see `step_sizes`."""
-    num_ranks = engine.tensor_parallel_size
-    return step_sizes(shape_of(model), gpu_name, engine.kv_cache_dtype, num_ranks)
+    return step_sizes(
+        shape_of(model),
+        gpu_name,
+        engine.kv_cache_dtype,
+        engine.tensor_parallel_size,
+        expert_parallel=engine.enable_expert_parallel,
+    )
 
 
 def step_sizes(
-    shape: ModelShape, device_name: str, kv_cache_dtype: str = "auto", num_ranks: int = 1
+    shape: ModelShape,
+    device_name: str,
+    kv_cache_dtype: str = "auto",
+    num_ranks: int = 1,
+    *,
+    expert_parallel: bool = False,
 ) -> tuple[int, int]:
     """Sequences and tokens that one step should have at most.
 
@@ -40,12 +50,13 @@ def step_sizes(
         device_name: as the GPU's driver says it. Nothing is known of the speed of one that is not
             in the planner's table, so its steps may be as large as any.
         num_ranks: devices of the worker.
+        expert_parallel: each has whole experts.
     """
     gpu = gpu_called(device_name)
     if gpu is None:
         return NUMS_SEQS[-1], NUMS_TOKENS[-1]
     kv = kv_cache_dtype if kv_cache_dtype in KV_BITS else "bf16"
-    placement = Placement(shape, gpu, num_ranks, kv=kv)
+    placement = Placement(shape, gpu, num_ranks, kv=kv, expert_parallel=expert_parallel)
 
     def decoded_per_s(num_seqs: int) -> float:
         return num_seqs / placement.decode_step_s(num_seqs, CONTEXT_TOKENS)

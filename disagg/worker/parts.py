@@ -155,7 +155,12 @@ def _build(
         largest_step=largest_step(tier.engine, model, gpu_name),
         followers=ranks,
     )
-    prior, roofline = step_times(shape_of(model), gpu_name, tier.engine.tensor_parallel_size)
+    prior, roofline = step_times(
+        shape_of(model),
+        gpu_name,
+        tier.engine.tensor_parallel_size,
+        expert_parallel=tier.engine.enable_expert_parallel,
+    )
     log.info("Steps of %s are first timed by the roofline of %s.", tier.name, roofline)
     slab = slab_of(kv_cache)
     cold_tier = new_cold_tier(store_of(config, tier.engine, kv_cache), slab, ranks)

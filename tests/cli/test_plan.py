@@ -203,6 +203,7 @@ def test_a_broken_trace_is_refused_with_its_line(
             ["llama-3-8b", "--tensor-parallel-size", "3"],
             "has 32 heads and 8 KV heads, which 3 GPUs",
         ),
+        (["llama-3-8b", "--enable-expert-parallel"], "has no experts that GPUs could have whole;"),
         (["llama-3-8b", "--tensor-parallel-size", "16"], "16 GPUs are more than the 8 of one node"),
         (["llama-3-8b", "--tensor-parallel-size", "0"], "A worker has at least 1 GPU, not 0"),
         (

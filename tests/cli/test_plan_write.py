@@ -124,6 +124,17 @@ def test_workers_of_unlike_sizes_are_those_of_the_advice(
         assert sizes == [tier.num_ranks(pool) for pool in pools] == [p.num_gpus for p in pools]
 
 
+def test_workers_with_whole_experts_are_written_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("qwen3-30b-a3b", "--requests-per-s", "1", "--ttft", "2", "--enable-expert-parallel")
+    for size in (1, 2):
+        to = tmp_path / str(size)
+        plan, serve, _ = written(to, capsys, *words, "--tensor-parallel-size", str(size))
+        assert {each["expert_parallel"] for each in plan["workers"]} == {size > 1}
+        assert config_of(serve, SECRETS).tiers[0].engine.enable_expert_parallel == (size > 1)
+
+
 def test_pools_on_unlike_gpus_say_which_nodes_they_want(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

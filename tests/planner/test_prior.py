@@ -33,6 +33,20 @@ def test_drivers_names_are_known(called: str, name: str | None) -> None:
     assert (gpu and gpu.name) == name
 
 
+def test_ranks_with_whole_experts_wait_for_the_busiest() -> None:
+    shape = SHAPES["qwen3-30b-a3b"]
+    for name in ("", "NVIDIA H100 80GB HBM3"):
+        even, _ = step_times(shape, name, 8)
+        whole, _ = step_times(shape, name, 8, expert_parallel=True)
+        assert (
+            even.decode_step_s(8, 800)
+            < whole.decode_step_s(8, 800)
+            < 2.5 * (even.decode_step_s(8, 800))
+        )
+    alone = step_times(shape, "NVIDIA H100 80GB HBM3")
+    assert step_times(shape, "NVIDIA H100 80GB HBM3", expert_parallel=True) == alone
+
+
 def test_a_gpu_begins_with_its_own_roofline() -> None:
     shape = SHAPES["llama-3-8b"]
     fast, of_fast = step_times(shape, "NVIDIA H200")

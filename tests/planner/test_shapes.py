@@ -6,11 +6,12 @@ import json
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from disagg.errors import ModelError
 from disagg.kernels.kv_pages import FORMATS
-from disagg.planner.shapes import SHAPES, read_shape
+from disagg.planner.shapes import SHAPES, ModelShape, read_shape
 from tests.models.popular import POPULAR
 
 PUBLISHED_BILLIONS = {
@@ -77,6 +78,44 @@ def test_a_step_reads_the_experts_that_its_tokens_go_through() -> None:
     assert shape.read_nbytes(4096, "bf16") == pytest.approx(whole)
     dense = SHAPES["llama-3-8b"]
     assert dense.read_nbytes(1, "bf16") == dense.read_nbytes(4096, "bf16")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 32, 256])
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_the_busiest_rank_with_whole_experts_is_that_of_chance(
+    num_tokens: int, num_ranks: int
+) -> None:
+    shape, rng = SHAPES["qwen3-30b-a3b"], np.random.default_rng(3)
+    read, multiplied = [], []
+    for _ in range(300):
+        chosen = rng.random((num_tokens, 128)).argpartition(8, axis=1)[:, :8]
+        counts = np.bincount(chosen.flatten(), minlength=128).reshape(num_ranks, -1)
+        read.append((counts > 0).sum(1).max() * num_ranks)
+        multiplied.append(counts.sum(1).max() * num_ranks / num_tokens)
+    none = shape.read_nbytes(num_tokens, "bf16") - _nbytes_of(shape, num_tokens)
+    busiest = shape.read_nbytes(num_tokens, "bf16", num_ranks) - none
+    of_one = 2 * shape._num_params_per_expert
+    assert busiest / of_one == pytest.approx(np.mean(read), rel=0.1)
+    others = shape.num_layer_params - 8 * shape._num_params_per_expert
+    found = shape.num_multiplied_params(num_tokens, num_ranks) - others
+    assert found / shape._num_params_per_expert == pytest.approx(np.mean(multiplied), rel=0.1)
+
+
+def _nbytes_of(shape: ModelShape, num_tokens: int) -> float:
+    """In bf16, of the experts that a step reads."""
+    read = shape.num_experts * (1 - (1 - 8 / shape.num_experts) ** num_tokens)
+    return 2 * read * shape._num_params_per_expert
+
+
+def test_the_first_rank_has_most_of_whole_experts() -> None:
+    shape = SHAPES["qwen1.5-moe-a2.7b"]  # 60 of them
+    more = shape.weights_nbytes("bf16", 8) - shape.weights_nbytes("bf16")
+    assert more == pytest.approx(2 * 4 * shape._num_params_per_expert)
+    assert shape.weights_nbytes("bf16", 4) == shape.weights_nbytes("bf16")
+    dense = SHAPES["llama-3-8b"]
+    assert dense.weights_nbytes("bf16", 8) == dense.weights_nbytes("bf16")
+    assert dense.read_nbytes(3, "bf16", 8) == dense.read_nbytes(3, "bf16")
+    assert dense.num_multiplied_params(3, 8) == dense.num_layer_params
 
 
 def test_experts_of_four_bits() -> None:
