@@ -27,7 +27,22 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tiny_model(directory: Path, *, max_model_len: int = 512, seed: int = 10) -> Path:
+# Of a mixture, in which a token multiplies as much as in a dense MLP of 1536.
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def write_tiny_model(
+    directory: Path, *, max_model_len: int = 512, seed: int = 10, has_experts: bool = False
+) -> Path:
     """A Qwen3 in float32 whose vocabulary is the 256 bytes and three special tokens.
 
     Small, but with prompts that cost more than to hand their KV over: routers send them to prefill
@@ -52,21 +67,28 @@ def write_tiny_model(directory: Path, *, max_model_len: int = 512, seed: int = 1
         "max_position_embeddings": max_model_len,
         "tie_word_embeddings": True,
         "eos_token_id": end_id,
+        **(EXPERTS if has_experts else {}),
     }
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end_id}))
-    save_file(_tiny_weights(seed), directory / "model.safetensors", {"format": "pt"})
+    save_file(_tiny_weights(seed, has_experts), directory / "model.safetensors", {"format": "pt"})
     return directory
 
 
-def _tiny_weights(seed: int) -> dict[str, NDArray[np.float32]]:
+def _tiny_weights(seed: int, has_experts: bool) -> dict[str, NDArray[np.float32]]:
     """By Hugging Face's names; all norms are 1."""
     drawn = {"model.embed_tokens": (260, 128)}
     norms = {"model.norm": 128}
     for layer in ("model.layers.0", "model.layers.1"):
         drawn |= {f"{layer}.self_attn.{name}_proj": (rows, 128) for name, rows in _ATTENTION}
-        drawn |= {f"{layer}.mlp.{name}_proj": (1536, 128) for name in ("gate", "up")}
-        drawn |= {f"{layer}.self_attn.o_proj": (128, 64), f"{layer}.mlp.down_proj": (128, 1536)}
+        places = {f"{layer}.mlp": 1536}
+        if has_experts:
+            places = {f"{layer}.mlp.experts.{expert}": 768 for expert in range(3)}
+            drawn |= {f"{layer}.mlp.gate": (3, 128)}
+        for place, inner in places.items():
+            drawn |= {f"{place}.{name}_proj": (inner, 128) for name in ("gate", "up")}
+        drawn |= {f"{layer}.self_attn.o_proj": (128, 64)}
+        drawn |= {f"{place}.down_proj": (128, inner) for place, inner in places.items()}
         norms |= {f"{layer}.{name}_layernorm": 128 for name in ("input", "post_attention")}
         norms |= {f"{layer}.self_attn.{name}_norm": 16 for name in ("q", "k")}
     rng = np.random.default_rng(seed)

@@ -1,7 +1,8 @@
-"""A decode worker of two ranks behind HTTP: text and ends are those of one engine.
+"""A decode worker of two ranks with whole experts behind HTTP: text and ends are one engine's.
 
-KV goes by NIXL from a prefill worker of one rank. The other way round, from two ranks to one, is in
-`test_serve.py`; pools of other sizes, and starts that fail, are in `tests/test_local_ranks.py`.
+KV goes by NIXL from a prefill worker of one rank. The other way round, from two ranks of a dense
+model to one, is in `test_serve.py`; pools of other sizes, and starts that fail, are in
+`tests/test_local_ranks.py`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ LONG = 1500  # tokens of a stream that is to be under way when a signal arrives
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As that of the other tests, with a context for long streams."""
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_model_len=2048)
+    """As that of the other tests, with three experts, and a context for long streams."""
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    return write_tiny_model(directory, max_model_len=2048, has_experts=True)
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     flags = "--served-model-name tiny --dtype float32 --num-threads 1 --no-redis"
-    pools = "--prefill 1 --decode 1 --decode-tensor-parallel-size 2"
+    pools = "--prefill 1 --decode 1 --decode-tensor-parallel-size 2 --enable-expert-parallel"
     command = Command(f"{model} {flags} {pools}", tmp_path_factory.mktemp("parallel"))
     with command.killed_at_the_end():
         command.wait_ready()

@@ -18,6 +18,7 @@ from disagg.models.communicator import Communicator
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.experts_config import ExpertsConfig
+from disagg.models.families import FAMILIES
 from disagg.models.packing import LAYER_FIELDS
 from disagg.models.rank_parts import quantized_on_gpu_nbytes, rank_parts, weights_nbytes
 from disagg.models.share import Share, check_ranks, possible_ranks
@@ -35,8 +36,7 @@ CPU = torch.device("cpu")
 WITH_EXPERTS = [
     name
     for name, (family, _) in VARIANTS.items()
-    if family in ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss", "Glm4MoeLite")
-    or family.startswith("Deepseek")
+    if FAMILIES[f"{family}ForCausalLM"].experts is not None
 ]
 
 

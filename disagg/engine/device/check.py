@@ -125,9 +125,9 @@ def check_ranks_of(config: EngineConfig, model: ModelConfig) -> None:
     check_ranks(model, share.num_ranks, expert_parallel=share.has_whole_experts)
     cut = _cut_columns(model, share) if config.quantization == "int4" else 0
     if cut:
-        whole = replace(share, has_whole_experts=True)
+        whole, experts = replace(share, has_whole_experts=True), model.experts
         also = ""
-        if model.experts is not None and not _cut_columns(model, whole):
+        if experts and not experts.is_mxfp4 and not _cut_columns(model, whole):
             also = ", or enable_expert_parallel, whose ranks have whole experts"
         raise StartupError(
             f"quantization = 'int4' is not possible with tensor_parallel_size = {share.num_ranks}:"
