@@ -7,7 +7,7 @@ weights leave has room for them. On a CPU memory does not limit them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from disagg.config import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS, EngineConfig
 from disagg.engine.device.kv_shape import KVShape, choose_num_blocks
@@ -33,7 +33,7 @@ MOST_OF_ROOM = 4
 class MemoryPlan:
     """Attributes:
     max_num_seqs, max_num_batched_tokens: of one step.
-    weights_nbytes: of a rank, as they are kept.
+    weights_nbytes: of the first rank, as they are kept.
     workspace_nbytes: what steps need on the device besides weights and KV.
     """
 
@@ -71,7 +71,8 @@ def plan_memory(
     largest_step: tuple[int, int] = LARGEST_STEP,
     tensors: Mapping[str, StoredTensor] | None = None,
 ) -> MemoryPlan:
-    """Choose the sizes of steps. All ranks of a worker choose alike.
+    """Choose the sizes of steps. All ranks of a worker choose alike: each counts the weights of the
+    first one, which has the most where experts, or groups in them, are not divided evenly.
 
     Args:
         model: whole.
@@ -85,19 +86,18 @@ def plan_memory(
     Raises:
         NotEnoughMemory: one sequence of full length does not fit.
     """
+    first = replace(shape.share, rank=0)
     if config.quantization == "packed":
-        model_nbytes = weights_nbytes(
-            model, itemsize, share=shape.share, kept=tensors, keeper="cpu"
-        )
+        model_nbytes = weights_nbytes(model, itemsize, share=first, kept=tensors, keeper="cpu")
     elif claim_nbytes is None:
         model_nbytes = weights_nbytes(
-            model, itemsize, widens=True, quantization=config.quantization, share=shape.share
+            model, itemsize, widens=True, quantization=config.quantization, share=first
         )
     elif config.quantization is not None:
-        model_nbytes = quantized_on_gpu_nbytes(model, itemsize, config.quantization, shape.share)
+        model_nbytes = quantized_on_gpu_nbytes(model, itemsize, config.quantization, first)
     else:
-        model_nbytes = weights_nbytes(model, itemsize, share=shape.share, kept=tensors)
-    model = shape.share.config(model)
+        model_nbytes = weights_nbytes(model, itemsize, share=first, kept=tensors)
+    model = first.config(model)
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:
         num_seqs, num_tokens = _step_of_gpu(
@@ -115,7 +115,7 @@ def plan_memory(
         sizes = graph_sizes(num_seqs, with_drafts=config.speculative_config is not None)
         is_packed = tensors is not None or config.quantization is not None
         workspace_nbytes += captured_nbytes(
-            model, itemsize, sizes, num_blocks, shape.share.num_ranks, is_packed=is_packed
+            model, itemsize, sizes, num_blocks, first.num_ranks, is_packed=is_packed
         )
     plan = MemoryPlan(shape, max_model_len, num_seqs, num_tokens, model_nbytes, workspace_nbytes)
     if claim_nbytes is None:

@@ -12,6 +12,9 @@ from disagg.engine.device.kv_shape import KVShape
 from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan, plan_memory
 from disagg.errors import NotEnoughMemory
 from disagg.kernels.kv_pages import FORMATS
+from disagg.models.experts_config import ExpertsConfig
+from disagg.models.rank_parts import weights_nbytes
+from disagg.models.share import Share
 from tests.engine.device.test_workspace import LLAMA_3_8B
 
 QWEN3_14B = dataclasses.replace(
@@ -24,12 +27,13 @@ def plan(
     gb: float | None,
     model: object = LLAMA_3_8B,
     largest_step: tuple[int, int] = LARGEST_STEP,
+    rank: int = 0,
     **settings: object,
 ) -> MemoryPlan:
     """Of a GPU of `gb`, of which a worker claims nine tenths; None: a CPU."""
     config = EngineConfig(**settings)  # type: ignore[arg-type]
     assert isinstance(model, type(LLAMA_3_8B))
-    shape = KVShape.of(model, "weights", 64, FORMATS["bfloat16"])
+    shape = KVShape.of(model, "weights", 64, FORMATS["bfloat16"], config.share(rank))
     claim_nbytes = None if gb is None else int(gb * config.gpu_memory_utilization * GB)
     max_model_len = config.max_model_len or (2048 if gb is None else 8192)
     return plan_memory(config, model, shape, max_model_len, 2, claim_nbytes, largest_step)
@@ -59,6 +63,36 @@ def test_the_size_of_steps_follows_the_memory(
     gb: float | None, model: object, expected: tuple[int, int]
 ) -> None:
     assert sizes(plan(gb, model)) == expected
+
+
+@pytest.mark.parametrize("has_whole_experts", [False, True])
+def test_ranks_with_unequal_parts_choose_steps_alike(has_whole_experts: bool) -> None:
+    """Of experts with three groups of MXFP4, or of three of them: the second rank has one."""
+    inner = 96 << 8 if has_whole_experts else 96
+    experts = ExpertsConfig(
+        num_experts=3,
+        num_experts_per_tok=2,
+        intermediate_size=inner,
+        is_mxfp4=True,
+    )
+    model = dataclasses.replace(LLAMA_3_8B, family="GptOssForCausalLM", experts=experts)
+    first, other = (
+        plan(
+            40,
+            model,
+            rank=rank,
+            tensor_parallel_size=2,
+            enable_expert_parallel=has_whole_experts,
+        )
+        for rank in range(2)
+    )
+    assert sizes(first) == sizes(other)
+    assert (first.weights_nbytes, first.workspace_nbytes) == (
+        other.weights_nbytes,
+        other.workspace_nbytes,
+    )
+    own = [weights_nbytes(model, 2, share=Share(rank, 2, has_whole_experts)) for rank in range(2)]
+    assert own[1] < own[0] == first.weights_nbytes
 
 
 def test_a_step_is_not_larger_than_the_speed_of_the_device_asks_for() -> None:

@@ -30,6 +30,7 @@ from tests.kernels.compiling_experts import (
     QWEN3_235B,
     check_products,
     check_routing,
+    check_sums,
 )
 from tests.kernels.compiling_packed import FORMATS, check_adding, check_packed
 from tests.kernels.compiling_sampling import KERNELS, check_decode_inputs, check_sampling
@@ -164,6 +165,7 @@ def test_products_of_packed_experts_with_most_stages(
 @pytest.mark.parametrize("arch", ARCHES)
 def test_routing(arch: int, assembler: Assembler) -> None:
     check_routing(assembler, arch)
+    check_sums(assembler, arch)
 
 
 @pytest.mark.parametrize(
