@@ -28,6 +28,8 @@ class DeltaStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: TokenDelta) -> None:
+        if self._error is not None:  # a delta may be lost, and no later one may hide that
+            return
         direct, waiter = self._direct, self._waiter
         if direct is not None and waiter is not None and not waiter.done():
             try:

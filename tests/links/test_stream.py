@@ -84,3 +84,20 @@ async def test_a_failure_ends_its_stream_alone() -> None:
     stream.put(TokenDelta(0, (1,)))
     with pytest.raises(ValueError, match="planted"):
         await reading
+
+
+async def test_nothing_follows_a_failure() -> None:
+    """Two deltas arrive together. The first one is lost, so the second one must not end the answer
+    as if it were complete."""
+
+    def direct(delta: TokenDelta) -> Taken:
+        raise ValueError("planted")
+
+    stream = DeltaStream(asyncio.get_running_loop(), direct)
+    reading = asyncio.create_task(stream.wait())
+    await asyncio.sleep(0)
+    stream.put(TokenDelta(0, (1,)))
+    stream.put(TokenDelta(0, (2,), "stop"))
+    with pytest.raises(ValueError, match="planted"):
+        await reading
+    assert not stream.deltas
