@@ -360,6 +360,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "Glm4MoeForCausalLM": _PARTIAL,
         "Glm4vMoeForConditionalGeneration": f"{_PARTIAL}, and {_IMAGES}",
         "MiniMaxM2ForCausalLM": f"{_PARTIAL}, and norms of q and k over all heads",
+        "GemmaForCausalLM": "Gemma's norms and scales",
         "Gemma2ForCausalLM": _GEMMA,
         "Gemma3ForCausalLM": _GEMMA,
         "Gemma3ForConditionalGeneration": f"{_GEMMA}, and {_IMAGES}",

@@ -93,6 +93,8 @@ class ModelConfig:
 
 def _family(raw: Json, place: object) -> str:
     architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ModelError(f"{place} is wrong: architectures must be a list, not {architectures!r}")
     known = [str(name) for name in architectures if name in FAMILIES]
     if not known:
         said = ", ".join(map(str, architectures))

@@ -211,13 +211,15 @@ def placements(
     if not fitting:
         most = every[-1]
         needed = most.weights_nbytes / most.num_gpus + num_tokens * most.kv_nbytes_per_gpu_token
+        is_wide = weights == "bf16" and not shape.packed_nbytes
         raise NotEnoughMemory(
-            f"{shape.name} in {weights} has {most.weights_nbytes / 1e9:.1f} GB of weights, and"
-            f" {num_tokens:,} tokens have {num_tokens * most.kv_nbytes_per_token / 1e9:.1f} GB of"
-            f" KV; {most.num_gpus} x {gpu.name} offer"
-            f" {most.num_gpus * gpu.memory_nbytes * MEMORY_SHARE / 1e9:.0f} GB. It would fit on"
-            f" {most.num_gpus} GPUs of {needed / MEMORY_SHARE / 1e9:.0f} GB each"
-            + (", or try fp8 weights." if weights == "bf16" else ".")
+            f"{shape.name} in {shape.stored_as(weights)} has"
+            f" {most.weights_nbytes / 1e9:.1f} GB of weights, and {num_tokens:,} tokens have"
+            f" {num_tokens * most.kv_nbytes_per_token / 1e9:.1f} GB of KV;"
+            f" {most.num_gpus} x {gpu.name} offer"
+            f" {most.num_gpus * gpu.memory_nbytes * MEMORY_SHARE / 1e9:.0f} GB."
+            f" It would fit on {most.num_gpus} GPUs of {needed / MEMORY_SHARE / 1e9:.0f} GB each"
+            + (", or try fp8 weights." if is_wide else ".")
             + " `disagg serve --nnodes` divides workers over several nodes, which are not planned.",
             param="gpu",
         )

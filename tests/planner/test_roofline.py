@@ -155,6 +155,11 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
         placements(SHAPES["llama-3.1-405b"], H100)
     with pytest.raises(NotEnoughMemory, match=r"would fit on 8 GPUs of 113 GB each, or try fp8"):
         placements(SHAPES["llama-3.1-405b"], H100)
+    # One that has 8 bits already is not told to take them.
+    packed = msgspec.structs.replace(SHAPES["llama-3.1-405b"], quantized="fp8", packed_nbytes=1.0)
+    with pytest.raises(NotEnoughMemory, match=r"405b in fp8 has .* GB each\. `disagg serve") as why:
+        placements(packed, GPUS["l40s"])
+    assert "try" not in why.value.message
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
