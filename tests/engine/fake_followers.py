@@ -69,13 +69,13 @@ class FakeFollowers:
     communicator: CountingCommunicator
 
     def __init__(self, config: EngineConfig, description: ModelDescription, place: Path) -> None:
-        self.num_ranks = config.tensor_parallel_size
+        self.num_ranks, self._share = config.tensor_parallel_size, config.share()
         self.given: list[RankWork] = []
         self._meeting_place = str(place / "meeting")
         self._threads = {rank: ThreadPoolExecutor(1) for rank in range(1, self.num_ranks)}
         self._ends: list[Future[None]] = []
         self.followers = {
-            rank: Follower(config, description, Share(rank, self.num_ranks), LARGEST_STEP, 1)
+            rank: Follower(config, description, config.share(rank), LARGEST_STEP, 1)
             for rank in self._threads
         }
 
@@ -84,8 +84,7 @@ class FakeFollowers:
             self._threads[rank].submit(follower.load, self._meeting_place)
             for rank, follower in self.followers.items()
         ]
-        share = Share(0, self.num_ranks)
-        self._own = TorchCommunicator(share, device_type, self._meeting_place)
+        self._own = TorchCommunicator(self._share, device_type, self._meeting_place)
         self.communicator = CountingCommunicator(self._own)
         return self.communicator
 

@@ -38,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def ranks(
-    directory: Path, num_ranks: int, num_blocks: int, place: Path
+    directory: Path, num_ranks: int, num_blocks: int, place: Path, **settings: bool
 ) -> Iterator[tuple[Engine, FakeFollowers]]:
     """An engine of so many ranks, whose steps are launched ahead."""
     sizes = {
@@ -47,6 +47,7 @@ def ranks(
         "max_num_seqs": 4,
         "max_num_batched_tokens": 24,
         "num_gpu_blocks_override": num_blocks,
+        **settings,
     }
     made = engine_of_ranks(directory, place, num_ranks=num_ranks, **sizes)
     with made as (engine, kv_cache, others):
@@ -116,3 +117,17 @@ def test_what_a_step_asks_of_the_ranks(directory: Path, tmp_path: Path) -> None:
         engine.submit(sequences(5, [GREEDY])[0])
         in_order = counted(engine, others)
         assert in_order == [(1, of_a_step)] * len(in_order) and len(in_order) > 4
+
+
+def test_whole_experts_ask_for_no_more(tmp_path: Path) -> None:
+    """The sum after each MLP is the one that there is in any case."""
+    directory = write_tiny_model(tmp_path / "model", has_experts=True)
+    expected = tokens_of(play(build(directory, 60, 4), sequences(3, MIXTURES["everything"])))
+    made = ranks(directory, 2, 60, tmp_path, enable_expert_parallel=True)
+    with made as (engine, others):
+        assert tokens_of(play(engine, sequences(3, MIXTURES["everything"]))) == expected
+        others.communicator.calls.clear()
+        engine.launcher = None
+        engine.submit(sequences(5, [GREEDY])[0])
+        steps = counted(engine, others)
+        assert steps == [(1, {"all_reduce_": 1 + 2 * NUM_LAYERS, "gather": 1})] * len(steps)
