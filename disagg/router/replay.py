@@ -59,9 +59,12 @@ def prefill_ttft_s(
             longest_s = num_workers * max(own_s, ttft_slo_s / USUAL_DELAY)
             num_refused = 0.0
             if backlog_s > longest_s:
-                num_refused = min(number, (backlog_s - longest_s) / own_s)
+                # Of prompts that are cached, nothing is to be computed, and they would wait too.
+                num_refused = number
+                if number * own_s > backlog_s - longest_s:
+                    num_refused = (backlog_s - longest_s) / own_s
                 seen.append((USUAL_DELAY * backlog_s / num_workers, num_refused))
-                backlog_s = longest_s
+                backlog_s -= num_refused * own_s  # what was admitted before stays
             waited_s = max(0.0, max(before_s, backlog_s) / num_workers - own_s)
             seen.append((waited_s + own_s, number - num_refused))
             own.append((own_s, number))

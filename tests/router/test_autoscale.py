@@ -152,6 +152,16 @@ def test_what_admission_refuses_makes_nobody_wait() -> None:
     assert prefill_ttft_s(refused, TIMES, 1.0, 0.5) > 0.5
 
 
+def test_a_prompt_longer_than_the_slo_keeps_its_worker_busy() -> None:
+    """Whatever is asked for behind it is refused, and adds no work: also prompts that are cached.
+    In a slice, more tokens may be cached than asked for, as requests may be routed later."""
+    long = Slice(1.0, 1.0, asked(1.0, prompt=100_000.0))
+    cached = RequestTotals(5.0, 500.0, 5000.0, 50.0)
+    for behind in (cached, asked(5.0, prompt=10.0)):
+        load = [long, *(Slice(each, 1.0, behind) for each in (2.0, 3.0, 4.0, 5.0))]
+        assert 15.0 < prefill_ttft_s(load, TIMES, 1.0, 0.5) < 25.0
+
+
 @pytest.mark.parametrize("num_bursts", [1, 2, 3])
 def test_a_worker_that_is_needed_again_stays_through_the_next_pause(num_bursts: int) -> None:
     long = limits(look_back_s=600.0, down_after_s=30.0)
