@@ -6,6 +6,10 @@ from typing import NamedTuple
 
 from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE, StepTimeModel, prompt_tokens_in
 
+# A step takes longer. Fitted costs may be 0 for each step and for each token, where prompts are so
+# long that what they attend to explains all their time.
+LEAST_STEP_S = 1e-6
+
 
 class RunningStreams(NamedTuple):
     """The streams of a worker whose requests have a TPOT SLO. Computed once per report.
@@ -27,7 +31,7 @@ class RunningStreams(NamedTuple):
     ) -> RunningStreams:
         """`num_context_tokens`: of all of them."""
         per_step_s, per_token_s, _, _, _ = times.coefficients
-        full_rate = CHUNK_TOKENS / (per_step_s + CHUNK_TOKENS * per_token_s)
+        full_rate = CHUNK_TOKENS / max(per_step_s + CHUNK_TOKENS * per_token_s, LEAST_STEP_S)
         if not num:
             return cls(0, 0.0, full_rate, full_rate)
         step_s = times.decode_step_s(num, num_context_tokens)
@@ -46,5 +50,5 @@ def prompt_rate(
     """
     num_within = prompt_tokens_in(times, TPOT_SHARE * tpot_slo_s - streams_s)
     num_tokens = min(num_within, max(1, CHUNK_TOKENS - num_streams))
-    step_s = streams_s + num_tokens * times.coefficients[1]
+    step_s = max(streams_s + num_tokens * times.coefficients[1], LEAST_STEP_S)
     return num_tokens / step_s, step_s

@@ -228,3 +228,14 @@ def test_no_prompt_pays_for_the_gap_of_a_stream_without_a_slo() -> None:
         cost_s[tpot_slo_s] = min(each.total_s for each in remote if each.decode == "d0")
     step_s = worker(fleet, "d0").backlog.under_way_s
     assert cost_s[TIGHT_S] - cost_s[math.inf] > step_s
+
+
+def test_costs_of_nothing_but_attention_have_a_route() -> None:
+    """A worker may learn them from long prompts: steps and tokens cost nothing by themselves."""
+    fleet = make_fleet(TIGHT_S)
+    only_attention = StepCosts((0.0, 0.0, *COSTS.coefficients[2:]), 100, 0.05)
+    nothing = StepCosts((0.0,) * 5, 100, 0.05)
+    for name, costs in (("d0", only_attention), ("d1", nothing)):
+        join(fleet, name, costs)
+        streams(fleet, name, 3, step_costs=costs)
+    assert choose(fleet, TIGHT_S).decode == "d1"
