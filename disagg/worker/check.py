@@ -84,12 +84,12 @@ def loading_sentence(engine: EngineConfig, model: ModelDescription, loaded_nbyte
     """That quantised weights take more memory than their files; empty if they do not."""
     if not model.is_quantized or loaded_nbytes <= _ABOUT * model.stored_nbytes:
         return ""
-    wide: str | None = None if engine.quantization == "packed" else engine.quantization
-    wide = wide or choose_dtype(engine, model.config, choose_device(engine))
-    return (
-        f"The weights of {model.name} are widened to {wide} when they are"
-        f" loaded: {_size(loaded_nbytes)} instead of {_size(model.stored_nbytes)}."
-    )
+    dtype = choose_dtype(engine, model.config, choose_device(engine))
+    how = f"are widened to {engine.quantization or dtype} when they are loaded"
+    if engine.quantization == "packed":
+        how = f"keep their bits, and their scales and what has no such form become {dtype}"
+    sizes = f"{_size(loaded_nbytes)} instead of {_size(model.stored_nbytes)}"
+    return f"The weights of {model.name} {how}: {sizes}."
 
 
 def cpu_steps_sentence(tiers: Iterable[TierConfig]) -> str:
