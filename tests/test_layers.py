@@ -59,6 +59,7 @@ THIRD_PARTY = {
         "models/latent.py",
         "models/gguf_values.py",
         "models/packed_values.py",
+        "models/qk_norm.py",
         "models/quantized_values.py",
         "models/rope_tables.py",
         "models/weights.py",

@@ -55,6 +55,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
     "gpt-oss": (
         "GptOss",
         {

@@ -162,14 +162,23 @@ class Ops(Protocol):
         ...
 
     def rope_table(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        """Lay out float32 tables [num_positions, head_dim / 2] so that a row serves one token."""
+        """Lay out float32 tables [num_positions, rope_dim / 2] so that a row serves one token."""
         ...
 
-    def norm_rope_(self, heads: Tensor, norm: Tensor | None, eps: float, rope_rows: Tensor) -> None:
-        """Normalise (if `norm` is given) and turn each head, in place.
+    def norm_rope_(
+        self,
+        heads: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        rope_rows: Tensor,
+        mean_squares: Tensor | None = None,
+    ) -> None:
+        """Normalise each head (if `norm` is given), rotate its first `rope_dim` values, in place.
 
         `heads` is a view [num_tokens, num_heads, head_dim], whose heads need not touch in memory,
         `norm` [num_heads, head_dim], `rope_rows` the rows of `rope_table` at the tokens' positions.
+        A head is normalised by the mean of its squares, or by float32 `mean_squares`,
+        [num_tokens, num_heads].
         """
         ...
 

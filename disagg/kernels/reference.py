@@ -39,17 +39,30 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
 
-def norm_rope(heads: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Normalise and turn [num_tokens, num_heads, head_dim] (arXiv 2104.09864).
+def norm_rope(
+    heads: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    mean_squares: Tensor | None = None,
+) -> Tensor:
+    """Normalise and rotate [num_tokens, num_heads, head_dim] (arXiv 2104.09864).
 
-    Each head's first half is paired with its second. `cos` and `sin` are the tokens' rows of the
-    tables, [num_tokens, head_dim / 2].
+    The first `rope_dim` values of a head are rotated; the first half of them is paired with the
+    second. `cos` and `sin` are the tokens' rows of the tables, [num_tokens, rope_dim / 2]. A head
+    is normalised by the mean of its squares, or by `mean_squares`, [num_tokens, num_heads].
     """
-    wide = heads.float() if norm is None else rms_norm(heads.float(), norm, eps)
-    left, right = wide.chunk(2, dim=-1)
+    wide = heads.float()
+    if norm is not None and mean_squares is not None:
+        wide = wide * torch.rsqrt(mean_squares + eps).unsqueeze(-1) * norm
+    elif norm is not None:
+        wide = rms_norm(wide, norm, eps)
+    rotated, rest = wide.tensor_split((2 * cos.shape[-1],), dim=-1)
+    left, right = rotated.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-    return turned.to(heads.dtype)
+    turned = (left * cos - right * sin, right * cos + left * sin, rest)
+    return torch.cat(turned, dim=-1).to(heads.dtype)
 
 
 def choose_experts(logits: Tensor, num_chosen: int, is_normalized: bool) -> tuple[Tensor, Tensor]:

@@ -117,15 +117,26 @@ class TorchOps:
         return wide.mul_(inverse).to(x.dtype).mul_(weight)
 
     def rope_table(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [num_positions, 2, head_dim]: cosines, and sines with the halves' signs."""
+        """Return [num_positions, 2, rope_dim]: cosines, and sines with the halves' signs."""
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(dtype)
 
-    def norm_rope_(self, heads: Tensor, norm: Tensor | None, eps: float, rope_rows: Tensor) -> None:
-        if norm is not None:
+    def norm_rope_(
+        self,
+        heads: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        rope_rows: Tensor,
+        mean_squares: Tensor | None = None,
+    ) -> None:
+        if norm is not None and mean_squares is not None:
+            inverse = mean_squares.add(eps).rsqrt_().unsqueeze(-1)
+            heads.copy_((heads * inverse).to(heads.dtype).mul_(norm))
+        elif norm is not None:
             heads.copy_(self.rms_norm(heads, norm, eps))
         cos, sin = rope_rows.unsqueeze(2).unbind(1)
-        swapped = heads.roll(heads.shape[-1] // 2, -1)
-        heads.mul_(cos).addcmul_(swapped, sin)
+        rotated = heads[..., : cos.shape[-1]]
+        swapped = rotated.roll(cos.shape[-1] // 2, -1)
+        rotated.mul_(cos).addcmul_(swapped, sin)
 
     def plan(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]

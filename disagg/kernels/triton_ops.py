@@ -183,11 +183,18 @@ class TritonOps:
         return rms_norm(x, weight, eps)
 
     def rope_table(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return float32 [num_positions, 2, head_dim / 2]; `dtype` is that of the heads."""
+        """Return float32 [num_positions, 2, rope_dim / 2]; `dtype` is that of the heads."""
         return torch.stack((cos, sin), 1)
 
-    def norm_rope_(self, heads: Tensor, norm: Tensor | None, eps: float, rope_rows: Tensor) -> None:
-        norm_rope_(heads, norm, eps, rope_rows)
+    def norm_rope_(
+        self,
+        heads: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        rope_rows: Tensor,
+        mean_squares: Tensor | None = None,
+    ) -> None:
+        norm_rope_(heads, norm, eps, rope_rows, mean_squares)
 
     def plan(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]

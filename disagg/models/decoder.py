@@ -28,6 +28,7 @@ from disagg.models.description import ModelDescription
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.latent import LatentAttention
 from disagg.models.model_config import ModelConfig
+from disagg.models.qk_norm import mean_squares, norms_of_heads
 from disagg.models.rope_tables import rope_tables
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import (
@@ -123,18 +124,10 @@ class Decoder:
     def _pack(self, index: int, layer: LayerWeights) -> _Layer:
         ops, config = self.ops, self.config
         largest = None if self.ranks is None else self.ranks.largest_
-        qk_norm = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qk_norm = torch.cat(
-                (
-                    layer.q_norm.expand(config.num_heads, -1),
-                    layer.k_norm.expand(config.num_kv_heads, -1),
-                )
-            )
         return _Layer(
             input_norm=layer.input_norm,
             qkv=ops.pack(layer.qkv, layer.qkv_bias),
-            qk_norm=qk_norm,
+            qk_norm=norms_of_heads(config, layer.q_norm, layer.k_norm),
             sinks=None if layer.sinks is None else layer.sinks.float(),
             output=ops.pack(layer.output, layer.output_bias, largest),
             post_norm=layer.post_norm,
@@ -185,10 +178,13 @@ class Decoder:
         return _ExpertMlp(router, dtype, ops.pack_experts(matrices), shared, shared_gate)
 
     def _dense(self) -> DenseModel | None:
-        """The model, if `csrc/step.cpp` computes it: with neither experts, sinks nor latents."""
+        """The model, if `csrc/step.cpp` computes it: with neither experts, sinks nor latents, and
+        with whole heads rotated and normalised one by one."""
+        config = self.config
+        is_partial = config.rope_dim != config.head_dim or config.qk_norm_all_heads
         layers = []
         for layer in self._layers:
-            is_plain = layer.sinks is None and layer.latent is None
+            is_plain = layer.sinks is None and layer.latent is None and not is_partial
             if not isinstance(layer.mlp, _Mlp) or not is_plain:
                 return None
             layers.append(
@@ -203,7 +199,6 @@ class Decoder:
                     window=layer.window,
                 )
             )
-        config = self.config
         return DenseModel(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -295,7 +290,10 @@ class Decoder:
             return layer.latent(ops, projected, rope_rows, kv_cache, index, paging)
         heads = projected.view(len(projected), -1, config.head_dim)
         turned = heads[:, : config.num_heads + config.num_kv_heads]
-        ops.norm_rope_(turned, layer.qk_norm, config.rms_norm_eps, rope_rows)
+        squares = None
+        if config.qk_norm_all_heads:
+            squares = mean_squares(turned, config.num_heads, self.ranks)
+        ops.norm_rope_(turned, layer.qk_norm, config.rms_norm_eps, rope_rows, squares)
         return ops.attention(heads, kv_cache, index, layer.window, paging, layer.sinks)
 
     def _mlp(

@@ -67,10 +67,11 @@ class Family:
         also_called: by files of models that are the same.
         defaults: of its configuration class (transformers 5), for keys that a file may leave out.
             Sizes that only the weights decide have none here: a file without them is broken.
-        attention_bias: of q, k, v and the output, as the key `attention_bias` says; of q, k and v
-            always, or as the key `qkv_bias` says; or none, whatever a file says.
+        attention_bias: of q, k, v and the output, as the key `attention_bias` says; of q, k and v,
+            always or as the key `qkv_bias` or `attention_bias` says; or none.
         mlp_bias: whether the class knows the key `mlp_bias`.
-        qk_norm: whether q and k are normalised for each head.
+        qk_norm: whether q and k are normalised: each head, each head if the key `use_qk_norm` says
+            so, or all heads of q, and all heads of k, together.
         windows: which layers have a sliding window: those that the file names if its
             `use_sliding_window` says so; all if a size is set; those that the file names, else
             every second one from the first on; or none, and a file that wants one is refused.
@@ -83,9 +84,9 @@ class Family:
 
     model_type: str
     defaults: Json
-    attention_bias: Literal["stated", "qkv", "qkv stated", "none"] = "none"
+    attention_bias: Literal["stated", "qkv", "qkv_bias", "qkv attention_bias", "none"] = "none"
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["none", "each head", "stated", "all heads"] = "none"
     windows: Literal["stated", "all", "alternating", "none"] = "none"
     is_fused: bool = False
     rope_kinds: tuple[str, ...] = ()
@@ -182,7 +183,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_type="qwen3",
             defaults={**_QWEN, "head_dim": 128},
             attention_bias="stated",
-            qk_norm=True,
+            qk_norm="each head",
             windows="stated",
         ),
         "Phi3ForCausalLM": Family(
@@ -228,7 +229,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "num_experts_per_tok": 4,
                 "qkv_bias": True,
             },
-            attention_bias="qkv stated",
+            attention_bias="qkv_bias",
             experts=replace(
                 _QWEN_EXPERTS,
                 shared="mlp.shared_expert",
@@ -240,7 +241,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_type="qwen3_moe",
             defaults={**_QWEN_MOE, "num_key_value_heads": 4, "num_experts_per_tok": 8},
             attention_bias="stated",
-            qk_norm=True,
+            qk_norm="each head",
             experts=_QWEN_EXPERTS,
         ),
         "DeepseekV2ForCausalLM": Family(
@@ -285,6 +286,28 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             rope_kinds=("default", "yarn"),
             experts=_DEEPSEEK_V3_EXPERTS,
         ),
+        "Glm4MoeForCausalLM": Family(
+            model_type="glm4_moe",
+            defaults={
+                **_EVERY,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "partial_rotary_factor": 0.5,
+                "use_qk_norm": False,
+                "first_k_dense_replace": 1,
+                "n_group": 1,
+                "topk_group": 1,
+                "n_shared_experts": 1,
+                "norm_topk_prob": True,
+                "num_experts_per_tok": 8,
+                "num_nextn_predict_layers": 1,
+                "routed_scaling_factor": 1.0,
+            },
+            attention_bias="qkv attention_bias",
+            qk_norm="stated",
+            experts=_DEEPSEEK_V3_EXPERTS,
+        ),
         "Glm4MoeLiteForCausalLM": Family(
             model_type="glm4_moe_lite",
             defaults={
@@ -305,6 +328,35 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             is_latent=True,
             rope_kinds=("default", "yarn"),
             experts=replace(_DEEPSEEK_V3_EXPERTS, first_dense="", layer_kinds="mlp_layer_types"),
+        ),
+        "MiniMaxM2ForCausalLM": Family(
+            model_type="minimax_m2",
+            defaults={
+                **_EVERY,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 196608,
+                "rope_theta": 5e6,
+                "rotary_dim": None,
+                "partial_rotary_factor": None,
+                "eos_token_id": 200020,
+                "n_group": 1,
+                "topk_group": 1,
+                "num_experts_per_tok": 8,
+                "routed_scaling_factor": 1.0,
+            },
+            qk_norm="all heads",
+            experts=ExpertNames(
+                num_experts=("num_local_experts", "num_experts"),
+                intermediate_size="intermediate_size",
+                router="block_sparse_moe.gate",
+                gate="block_sparse_moe.experts.{}.w1",
+                up="block_sparse_moe.experts.{}.w3",
+                down="block_sparse_moe.experts.{}.w2",
+                is_normalized=True,
+                scoring="sigmoid",
+                score_bias="block_sparse_moe.e_score_correction_bias",
+            ),
         ),
         "GptOssForCausalLM": Family(
             model_type="gpt_oss",
@@ -344,49 +396,5 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 is_clamped=True,
             ),
         ),
-    }
-)
-
-# Known architectures that are not supported, and what is missing here.
-_MLA = "multi-head latent attention (MLA)"
-_PARTIAL = "partial rotary embedding"
-_GEMMA = "Gemma's norms, scales and capped logits"
-_IMAGES = "images"
-_STATES = "layers with a recurrent state instead of KV"
-NOT_YET: Mapping[str, str] = MappingProxyType(
-    {
-        "DeepseekV32ForCausalLM": f"sparse {_MLA}",
-        "GlmMoeDsaForCausalLM": f"sparse {_MLA}",
-        "Glm4MoeForCausalLM": _PARTIAL,
-        "Glm4vMoeForConditionalGeneration": f"{_PARTIAL}, and {_IMAGES}",
-        "MiniMaxM2ForCausalLM": f"{_PARTIAL}, and norms of q and k over all heads",
-        "GemmaForCausalLM": "Gemma's norms and scales",
-        "Gemma2ForCausalLM": _GEMMA,
-        "Gemma3ForCausalLM": _GEMMA,
-        "Gemma3ForConditionalGeneration": f"{_GEMMA}, and {_IMAGES}",
-        "Gemma3nForConditionalGeneration": f"{_GEMMA}, and layers that share KV",
-        "KimiK25ForConditionalGeneration": _IMAGES,
-        "Llama4ForCausalLM": "chunked attention",
-        "Llama4ForConditionalGeneration": f"chunked attention, and {_IMAGES}",
-        "MllamaForConditionalGeneration": _IMAGES,
-        "Mistral3ForConditionalGeneration": _IMAGES,
-        "Qwen2VLForConditionalGeneration": _IMAGES,
-        "Qwen2_5_VLForConditionalGeneration": _IMAGES,
-        "Qwen3VLForConditionalGeneration": _IMAGES,
-        "Qwen3VLMoeForConditionalGeneration": _IMAGES,
-        "Qwen3NextForCausalLM": _STATES,
-        "Qwen3_5ForConditionalGeneration": _STATES,
-        "Qwen3_5MoeForConditionalGeneration": _STATES,
-        "NemotronHForCausalLM": _STATES,
-        "FalconH1ForCausalLM": _STATES,
-        "Phi4MMForCausalLM": f"{_IMAGES}, and longrope",
-        "PhiMoEForCausalLM": "routing by sparse mixing, and longrope",
-        "CohereForCausalLM": "attention and MLP in parallel",
-        "Cohere2ForCausalLM": "attention and MLP in parallel",
-        "GraniteForCausalLM": "scales of embeddings, attention, residuals and logits",
-        "GraniteMoeHybridForCausalLM": _STATES,
-        "Olmo2ForCausalLM": "norms after attention and MLP",
-        "Olmo3ForCausalLM": "norms after attention and MLP",
-        "GPT2LMHeadModel": "learned position embeddings",
     }
 )

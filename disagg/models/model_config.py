@@ -13,8 +13,9 @@ from typing import Any
 from disagg.errors import ModelError
 from disagg.models.config_fields import Fields
 from disagg.models.experts_config import ExpertsConfig, dense_layers, experts_config
-from disagg.models.families import FAMILIES, NOT_YET, Family, Json
+from disagg.models.families import FAMILIES, Family, Json
 from disagg.models.latent_config import LatentConfig, latent_config
+from disagg.models.not_yet import NOT_YET
 from disagg.models.quantized_config import QuantizedFormat, quantized_format
 from disagg.models.rope import RopeConfig
 
@@ -49,6 +50,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_all_heads: bool = False  # one norm over all heads of q, one over those of k
     is_fused: bool = False  # in the checkpoint: q, k and v in one tensor, and gate and up
     sinks: bool = False  # a logit for each query head, in its softmax
     experts: ExpertsConfig | None = None
@@ -59,8 +61,10 @@ class ModelConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Values of a head that positions turn."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        """How many values of a head are rotated."""
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return int(self.head_dim * self.rope.partial_factor)
 
     @property
     def num_vectors(self) -> int:
@@ -121,8 +125,13 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
     rope = _rope(fields, max_position, family)
     latent = latent_config(fields, rope, family) if family.is_latent else None
     num_kv_heads, head_dim = _heads(fields, family) if latent is None else (1, latent.cached_dim)
-    attention_bias = family.attention_bias == "stated" and fields.flag("attention_bias")
-    qkv_bias = family.attention_bias == "qkv stated" and fields.flag("qkv_bias")
+    rope_dim = int(head_dim * rope.partial_factor)
+    if latent is None and (rope_dim % 2 or not rope_dim):
+        raise fields.wrong(f"partial_rotary_factor rotates {rope_dim} values of a head")
+    qkv_bias, output_bias = _attention_biases(fields, family)
+    has_qk_norm = family.qk_norm != "none"
+    if family.qk_norm == "stated":
+        has_qk_norm = fields.flag("use_qk_norm")
     names = family.experts
     return ModelConfig(
         family=name,
@@ -139,10 +148,11 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         rope=rope,
         sliding_windows=_sliding_windows(fields, name, family),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=attention_bias or qkv_bias or family.attention_bias == "qkv",
-        output_bias=attention_bias,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
         mlp_bias=family.mlp_bias and fields.flag("mlp_bias"),
-        qk_norm=family.qk_norm,
+        qk_norm=has_qk_norm,
+        qk_norm_all_heads=family.qk_norm == "all heads",
         is_fused=family.is_fused,
         sinks=family.sinks,
         experts=None if names is None else experts_config(fields, names),
@@ -151,6 +161,17 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         num_nextn_layers=_num_nextn_layers(fields),
         quantized=None if names is not None and names.is_stacked else quantized_format(fields),
     )
+
+
+def _attention_biases(fields: Fields, family: Family) -> tuple[bool, bool]:
+    """Whether q, k and v have biases, and whether the output has one."""
+    if family.attention_bias == "stated":
+        has_biases = fields.flag("attention_bias")
+        return has_biases, has_biases
+    key = {"qkv_bias": "qkv_bias", "qkv attention_bias": "attention_bias"}
+    if family.attention_bias in key:
+        return fields.flag(key[family.attention_bias]), False
+    return family.attention_bias == "qkv", False
 
 
 def _num_nextn_layers(fields: Fields) -> int:
@@ -205,7 +226,12 @@ def _rms_norm_eps(fields: Fields) -> float:
 
 def _rope(fields: Fields, max_position: int, family: Family) -> RopeConfig:
     try:
-        rope = RopeConfig.from_hf(fields.raw, max_position)
+        rope = RopeConfig.from_hf(_with_partial_factor(fields), max_position)
+        if rope.partial_factor != 1.0 and "partial_rotary_factor" not in family.defaults:
+            raise ModelError(
+                f"partial_rotary_factor {rope.partial_factor:g} is not supported for"
+                f" {family.model_type}, only 1.0"
+            )
         if family.rope_kinds and rope.kind not in family.rope_kinds:
             raise ModelError(
                 f"rope type {rope.kind!r} is not supported for {family.model_type}, only"
@@ -216,6 +242,15 @@ def _rope(fields: Fields, max_position: int, family: Family) -> RopeConfig:
         raise fields.wrong(f"the rope settings cannot be read: {error}") from error
     except ModelError as error:  # it is right, and asks for something else
         raise ModelError(f"{fields.place}: {error.message}") from error
+
+
+def _with_partial_factor(fields: Fields) -> Json:
+    """MiniMax-M2's files give the number of rotated values, `rotary_dim`, not their share."""
+    raw = fields.raw
+    if raw.get("rotary_dim") is None or raw.get("partial_rotary_factor") is not None:
+        return raw
+    rotary_dim, head_dim = fields.size("rotary_dim"), fields.size("head_dim")
+    return {**raw, "partial_rotary_factor": rotary_dim / head_dim}
 
 
 def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | None, ...]:

@@ -105,8 +105,9 @@ def _attention(config: ModelConfig, prefix: str) -> Fields:
     if config.output_bias:
         parts["output_bias"] = [Part(f"{prefix}.o_proj.bias", (hidden,))]
     if config.qk_norm:
-        parts["q_norm"] = [Part(f"{prefix}.q_norm.weight", (config.head_dim,))]
-        parts["k_norm"] = [Part(f"{prefix}.k_norm.weight", (config.head_dim,))]
+        sizes = (q_size, kv_size) if config.qk_norm_all_heads else (config.head_dim,) * 2
+        parts["q_norm"] = [Part(f"{prefix}.q_norm.weight", (sizes[0],))]
+        parts["k_norm"] = [Part(f"{prefix}.k_norm.weight", (sizes[1],))]
     if config.sinks:
         parts["sinks"] = [Part(f"{prefix}.sinks", (config.num_heads,))]
     return parts

@@ -49,6 +49,10 @@ def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> F
             taken[field] = _latent_rows(latent, share.of(config.num_heads), field, parts)
         elif field in ("qkv", "qkv_bias"):
             taken[field] = _head_rows(config, share, parts)
+        elif field in ("q_norm", "k_norm") and config.qk_norm_all_heads:
+            is_q = field == "q_norm"
+            heads = share.of(config.num_heads) if is_q else share.kv_heads(config.num_kv_heads)
+            taken[field] = [_boxed(parts[0], 0, _scaled(heads, config.head_dim))]
         elif field == "sinks":
             taken[field] = [_boxed(parts[0], 0, share.of(config.num_heads))]
         elif field == "output":

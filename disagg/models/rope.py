@@ -27,6 +27,7 @@ class RopeConfig:
     attention_factor: float = 1.0  # yarn: cosines and sines are multiplied by this
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
     score_factor: float = 1.0  # yarn: scores of latent attention are multiplied by this
+    partial_factor: float = 1.0  # the share of a head's values that are rotated, the first ones
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], max_position: int) -> RopeConfig:
@@ -37,8 +38,7 @@ class RopeConfig:
         `original_max_position_embeddings` before the one that lies beside the factor.
 
         Raises:
-            ModelError: the kind is not one of `KINDS`, it turns only part of a head, or a number
-                is missing, null or out of range.
+            ModelError: the kind is not one of `KINDS`; a number is missing, null or out of range.
         """
         scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         if not isinstance(scaling, Mapping):
@@ -51,15 +51,20 @@ class RopeConfig:
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in KINDS:
             raise ModelError(f"rope type {kind!r} is not supported; supported: {', '.join(KINDS)}")
-        partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-        if partial not in (None, 1, 1.0):
-            raise ModelError(f"partial_rotary_factor {partial} is not supported, only 1.0")
+        stated = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+        partial = 1.0
+        if stated is not None:
+            partial = _number({"partial_rotary_factor": stated}, "partial_rotary_factor")
+        if partial > 1.0:
+            raise ModelError(f"partial_rotary_factor {partial:g} is larger than 1")
         theta = _number({"rope_theta": 10_000.0, **raw, **scaling}, "rope_theta", above=1.0)
         if kind == "default":
-            return cls(theta=theta)
+            return cls(theta=theta, partial_factor=partial)
         if kind in ("linear", "dynamic"):
             # Dynamic scaling changes nothing up to `max_position`, where we stop.
-            return cls(kind=kind, theta=theta, factor=_number(scaling, "factor"))
+            return cls(
+                kind=kind, theta=theta, factor=_number(scaling, "factor"), partial_factor=partial
+            )
         positions = {"original_max_position_embeddings": max_position, **scaling}
         if "original_max_position_embeddings" in raw:
             positions = raw  # type: ignore[assignment]
@@ -75,6 +80,7 @@ class RopeConfig:
                 original_max_position=original,
                 low_freq_factor=low,
                 high_freq_factor=high,
+                partial_factor=partial,
             )
         if "factor" in scaling and scaling["factor"] is None:
             factor = max_position / original  # as DeepSeek's files mean it
@@ -90,6 +96,7 @@ class RopeConfig:
             attention_factor=_attention_factor(scaling, factor),
             truncate=bool(scaling.get("truncate", True)),
             score_factor=_temperature(factor, _optional(scaling, "mscale_all_dim") or 0.0) ** 2,
+            partial_factor=partial,
         )
 
     def max_model_len(self, max_position: int) -> int:

@@ -54,8 +54,8 @@ class LayerWeights:
     input_norm: Tensor  # [hidden]
     qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; latent: [q | q_a, kv_a]
     qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None  # [head_dim]
+    q_norm: Tensor | None  # [head_dim], or of all heads [num_heads * head_dim]
+    k_norm: Tensor | None  # [head_dim], or of all heads [num_kv_heads * head_dim]
     output: Matrix  # [hidden, num_heads * head_dim]
     output_bias: Tensor | None
     post_norm: Tensor  # [hidden]

@@ -244,12 +244,22 @@ def check_mixed_cut(assembler: Assembler, arch: int, window: int) -> None:
     assert assembler()[1] == 0
 
 
-_ROPE = {"HEAD_STRIDE": 128, "HEAD_DIM": 128, "BLOCK": 64, "HAS_NORM": True}
+_ROPE = {
+    "HEAD_STRIDE": 128,
+    "HEAD_DIM": 128,
+    "ROPE_DIM": 128,
+    "BLOCK": 64,
+    "REST_BLOCK": 1,
+    "HAS_NORM": True,
+    "HAS_SQUARES": False,
+}
+_HALF_ROPE = {**_ROPE, "ROPE_DIM": 64, "BLOCK": 32, "REST_BLOCK": 64, "HAS_SQUARES": True}
 # Kernels beside attention, with the sizes of a model of 8 billion parameters.
 OTHERS: list[tuple[Any, dict[str, Any], str]] = [
     (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "ADD": True}, "bf16"),
     (silu_mul._silu_mul_kernel, {"SIZE": 14336, "BLOCK": 1024}, "bf16"),
     (norm_rope._norm_rope_kernel, _ROPE, "bf16"),
+    (norm_rope._norm_rope_kernel, _HALF_ROPE, "bf16"),
     *(
         (
             kv_write._kv_write_kernel,
@@ -305,7 +315,14 @@ OTHERS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (
         norm_rope._norm_rope_kernel,
-        {"HEAD_STRIDE": 576, "HEAD_DIM": 64, "BLOCK": 32, "HAS_NORM": False},
+        {
+            **_ROPE,
+            "HEAD_STRIDE": 576,
+            "HEAD_DIM": 64,
+            "ROPE_DIM": 64,
+            "BLOCK": 32,
+            "HAS_NORM": False,
+        },
         "bf16",
     ),
 ]

@@ -196,16 +196,19 @@ def test_norms(size: int, dtype: torch.dtype) -> None:
         _assert_close(ours, theirs, tolerance)
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_norm_rope(head_dim: int, with_norm: bool) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "rope_dim"), [(16, 16), (64, 64), (80, 80), (128, 128), (128, 64), (80, 20)]
+)
+@pytest.mark.parametrize("normalised_by", ["nothing", "each head", "given squares"])
+def test_norm_rope(head_dim: int, rope_dim: int, normalised_by: str) -> None:
     qkv = torch.randn(3, 7, head_dim)
-    norm = torch.rand(5, head_dim) if with_norm else None
-    angles = torch.randn(3, head_dim // 2)
-    rows = torch.stack((angles.cos(), angles.sin()), 1)
+    norm = None if normalised_by == "nothing" else torch.rand(5, head_dim)
+    squares = torch.rand(3, 5) if normalised_by == "given squares" else None
+    angles = torch.randn(3, rope_dim // 2)
+    cos, sin = angles.cos(), angles.sin()
     expected = qkv.clone()
-    expected[:, :5] = reference.norm_rope(qkv[:, :5], norm, 1e-6, angles.cos(), angles.sin())
-    norm_rope_(qkv[:, :5], norm, 1e-6, rows)
+    expected[:, :5] = reference.norm_rope(qkv[:, :5], norm, 1e-6, cos, sin, squares)
+    norm_rope_(qkv[:, :5], norm, 1e-6, torch.stack((cos, sin), 1), squares)
     _assert_close(qkv, expected, SINGLE)
 
 

@@ -36,19 +36,21 @@ def test_rms_norm_of_few_and_many_rows(num_rows: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_norm_rope(with_norm: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("normalised_by", ["nothing", "each head", "given squares"])
+@pytest.mark.parametrize("rope_dim", [64, 24])
+def test_norm_rope(rope_dim: int, normalised_by: str, dtype: torch.dtype) -> None:
     ops = TorchOps()
     qkv = torch.randn(5, 7, 64).to(dtype)
-    norm = torch.rand(5, 64).to(dtype) if with_norm else None
-    angles = torch.randn(9, 32)
+    norm = None if normalised_by == "nothing" else torch.rand(5, 64).to(dtype)
+    squares = torch.rand(5, 5) if normalised_by == "given squares" else None
+    angles = torch.randn(9, rope_dim // 2)
     cos, sin = angles.cos(), angles.sin()
     picked = torch.tensor([8, 0, 3, 3, 5])
     expected = qkv.clone()
-    turned = reference.norm_rope(qkv[:, :5], norm, 1e-6, cos[picked], sin[picked])
+    turned = reference.norm_rope(qkv[:, :5], norm, 1e-6, cos[picked], sin[picked], squares)
     expected[:, :5] = turned
     rows = ops.rope_table(cos, sin, dtype).index_select(0, picked)
-    ops.norm_rope_(qkv[:, :5], norm, 1e-6, rows)
+    ops.norm_rope_(qkv[:, :5], norm, 1e-6, rows, squares)
     _assert_close(qkv, expected)
 
 

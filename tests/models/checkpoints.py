@@ -49,6 +49,15 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 _GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+_GLM = {
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+_MINIMAX = {"head_dim": 16, "num_local_experts": 7, "num_experts_per_tok": 3}
 _GPT_OSS = {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -133,7 +142,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "glm4-moe": ("Glm4Moe", {**_GLM, "attention_bias": True, "use_qk_norm": True}),
+    "glm4-moe-odd": (
+        "Glm4Moe",
+        {**_GLM, **_GROUPS, "head_dim": 24, "partial_rotary_factor": 0.25, "norm_topk_prob": False},
+    ),
     "glm4-moe-lite": ("Glm4MoeLite", {**_LATENT, "q_lora_rank": 14}),
+    "minimax-m2": ("MiniMaxM2", {**_MINIMAX, "rotary_dim": 8}),
+    "minimax-m2-whole-heads": ("MiniMaxM2", {**_MINIMAX, "rope_parameters": _YARN}),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gpt-oss-windows-named": (
         "GptOss",

@@ -129,6 +129,32 @@ def _deepseek(
     )
 
 
+def _glm(
+    numbers: tuple[int, int, int, int, int, int, int], experts: tuple[int, int, int], **more: Any
+) -> dict[str, Any]:
+    """GLM-4.5 and later; experts: their number, size of one, and how many layers have none."""
+    keys = ("n_routed_experts", "moe_intermediate_size", "first_k_dense_replace")
+    return _dense(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        numbers,
+        **dict(zip(keys, experts, strict=True)),
+        head_dim=128,
+        attention_bias=True,
+        partial_rotary_factor=0.5,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        num_nextn_predict_layers=1,
+        rope_scaling=None,
+        rope_theta=1000000,
+        eos_token_id=[151329, 151336, 151338],
+        **more,
+    )
+
+
 def _gpt_oss(num_layers: int, num_experts: int) -> dict[str, Any]:
     return _dense(
         "GptOssForCausalLM",
@@ -297,7 +323,15 @@ POPULAR: dict[str, Popular] = {
                partial_rotary_factor=0.75, rope_scaling={"type": "longrope"},
                tie_word_embeddings=True), why_not="rope type 'longrope' is not supported"),
     "zai-org/GLM-4.5-Air": Popular(
-        _other("Glm4MoeForCausalLM", "glm4_moe"), why_not="partial rotary"),
+        _glm((46, 4096, 10944, 96, 8, 151552, 131072), (128, 1408, 1), use_qk_norm=False,
+             routed_scaling_factor=1.0), 106.85),
+    "zai-org/GLM-4.6": Popular(
+        _glm((92, 5120, 12288, 96, 8, 151552, 202752), (160, 1536, 3), use_qk_norm=True,
+             routed_scaling_factor=2.5), 352.8),
+    "zai-org/GLM-4.6-FP8": Popular(
+        _glm((92, 5120, 12288, 96, 8, 151552, 202752), (160, 1536, 3), use_qk_norm=True,
+             routed_scaling_factor=2.5, quantization_config=_compressed(
+                 "float-quantized", num_bits=8, type="float", strategy="channel")), 352.8),
     "zai-org/GLM-4.7-Flash": Popular(
         {**_deepseek("V3", "glm4_moe_lite", (47, 2048, 10240, 20, 154880, 202752), (64, 4, 1536, 1),
                      q_lora_rank=768, topk_method="noaux_tc", n_group=1, topk_group=1,
@@ -308,7 +342,12 @@ POPULAR: dict[str, Popular] = {
         29.94),
     "zai-org/GLM-5": Popular(_other("GlmMoeDsaForCausalLM", "glm_moe_dsa"), why_not=r"\(MLA\)"),
     "MiniMaxAI/MiniMax-M2": Popular(
-        _other("MiniMaxM2ForCausalLM", "minimax_m2"), why_not="partial rotary"),
+        _dense("MiniMaxM2ForCausalLM", "minimax_m2", (62, 3072, 1536, 48, 8, 200064, 196608),
+               head_dim=128, rotary_dim=64, rope_theta=5000000, num_local_experts=256,
+               num_experts_per_tok=8, scoring_func="sigmoid", use_routing_bias=True,
+               use_qk_norm=True, qk_norm_type="per_layer", shared_intermediate_size=0,
+               quantization_config={**_QWEN_FP8, "modules_to_not_convert": [
+                   "gate", "e_score_correction_bias", "lm_head"]}), 228.7),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B": Popular(
         _other("NemotronHForCausalLM", "nemotron_h"), why_not="recurrent state instead of KV"),
     "Qwen/Qwen3-8B-FP8": Popular({**_QWEN_8B, "quantization_config": _QWEN_FP8}, 8.19),

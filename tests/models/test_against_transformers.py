@@ -33,7 +33,9 @@ CLASSES = {
     "Qwen3MoeForCausalLM": transformers.Qwen3MoeForCausalLM,
     "DeepseekV2ForCausalLM": transformers.DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": transformers.DeepseekV3ForCausalLM,
+    "Glm4MoeForCausalLM": transformers.Glm4MoeForCausalLM,
     "Glm4MoeLiteForCausalLM": transformers.Glm4MoeLiteForCausalLM,
+    "MiniMaxM2ForCausalLM": transformers.MiniMaxM2ForCausalLM,
     "GptOssForCausalLM": transformers.GptOssForCausalLM,
 }
 _QWEN_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24}
@@ -60,7 +62,13 @@ OWN: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {**_QWEN_EXPERTS, "num_experts_per_tok": 3},
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
+    "Glm4MoeForCausalLM": {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+    },
     "Glm4MoeLiteForCausalLM": _LATENT,
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "GptOssForCausalLM": {"num_local_experts": 6},
 }
 PLAIN: dict[str, Any] = {
@@ -160,7 +168,12 @@ CHANGES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 _LATENT_FAMILIES = [name for name, own in OWN.items() if own is _LATENT]
-_GROUPED_PRODUCTS = ["MixtralForCausalLM", "GptOssForCausalLM", *_LATENT_FAMILIES]
+_GROUPED_PRODUCTS = [
+    "MixtralForCausalLM",
+    "GptOssForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    *_LATENT_FAMILIES,
+]
 # What transformers refuses, and what only one thing can be meant by.
 LENIENT = [
     ("MistralForCausalLM", {"num_key_value_heads": None}),
@@ -169,14 +182,18 @@ LENIENT = [
     *(("Phi3ForCausalLM", {key: None}) for key in ("head_dim", "partial_rotary_factor")),
     *(
         (family, {key: None})
-        for family in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+        for family in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM")
         for key in ("num_key_value_heads", "head_dim")
     ),
     ("GptOssForCausalLM", {"num_key_value_heads": None}),
+    ("MiniMaxM2ForCausalLM", {"num_key_value_heads": None}),
     # Only the kernel on a CPU of theirs cannot.
     *((family, {"hidden_size": 66}) for family in _GROUPED_PRODUCTS),
     ("GptOssForCausalLM", {"swiglu_limit": 1}),
-    *((family, {"routed_scaling_factor": 1}) for family in _LATENT_FAMILIES),
+    *(
+        (family, {"routed_scaling_factor": 1})
+        for family in ("Glm4MoeForCausalLM", *_LATENT_FAMILIES)
+    ),
     *(
         ("Glm4MoeLiteForCausalLM", {key: None})
         for key in ("num_key_value_heads", "rope_interleave")

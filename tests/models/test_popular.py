@@ -86,7 +86,8 @@ def families_table() -> str:
         }.get(family.windows, "windows and full in turn")
         more = [
             ("biases", family.attention_bias != "none"),
-            ("norms of q and k", family.qk_norm),
+            ("norms of q and k", family.qk_norm != "none"),
+            ("rotated in part", "partial_rotary_factor" in family.defaults),
             ("sinks", family.sinks),
             ("latents", family.is_latent),
         ]
@@ -97,7 +98,7 @@ def families_table() -> str:
                 ("a shared one", bool(experts.shared)),
                 ("dense layers between", experts.has_dense_layers),
                 ("dense layers first", bool(experts.first_dense or experts.layer_kinds)),
-                ("chosen by groups", bool(experts.scoring)),
+                ("routed as in DeepSeek", bool(experts.scoring)),
                 ("clamped SwiGLU", experts.is_clamped),
             ]
             mlp = ", ".join(["experts", *(word for word, has in kinds if has)])

@@ -87,7 +87,9 @@ OF_FAMILIES = [
     ("mixtral", "gptq uneven groups"),
     ("deepseek-v2-groups", "float rows"),
     ("deepseek-v3", "fp8 blocks"),
+    ("glm4-moe", "float rows"),
     ("glm4-moe-lite", "int8"),
+    ("minimax-m2", "fp8 blocks"),
 ]
 
 

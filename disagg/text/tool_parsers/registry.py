@@ -10,6 +10,7 @@ from disagg.text.tool_parsers.glm45 import read_glm45
 from disagg.text.tool_parsers.harmony import MARKS as HARMONY_MARKS
 from disagg.text.tool_parsers.harmony import read_harmony
 from disagg.text.tool_parsers.json_calls import read_granite, read_hermes, read_llama3_json
+from disagg.text.tool_parsers.minimax_m2 import SECTION, SECTION_END, read_minimax_m2
 from disagg.text.tool_parsers.mistral import read_mistral
 from disagg.text.tool_parsers.pythonic import read_pythonic
 from disagg.text.tool_parsers.qwen3_coder import read_qwen3_coder
@@ -36,6 +37,7 @@ FORMATS = (
         ("glm45", "glm47"), read_glm45, ("<arg_key>",),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
+    ToolFormat(("minimax_m2",), read_minimax_m2, (SECTION,), (SECTION, SECTION_END)),
     ToolFormat(
         ("granite", "phi4_mini_json"), read_granite, ("<|tool_call|>",),
         ("<|tool_call|>", "<tool_call>", "</tool_call>", "<|/tool_call|>"),

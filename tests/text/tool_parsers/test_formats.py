@@ -162,12 +162,28 @@ PYTHONIC = [
     ("[walk(where='a')]", Found(text="[walk(where='a')]")),  # nobody offered it
     ("[look(where=\"a\")] Done.", Found(text=" Done.", calls=(called(where="a"),))),
 ]  # fmt: skip
+MINIMAX_M2 = [
+    ('I look.\n<minimax:tool_call>\n<invoke name="look">\n<parameter name="where">Paris'
+     '</parameter>\n<parameter name="n">3</parameter>\n</invoke>\n</minimax:tool_call>',
+     Found(text="I look.", calls=(called(where="Paris", n=3),))),
+    ('<minimax:tool_call>\n<invoke name="look">\n<parameter name="tags">["a", "b"]</parameter>\n'
+     '</invoke>\n<invoke name="rest">\n</invoke>\n</minimax:tool_call>',
+     Found(calls=(called(tags=["a", "b"]), ("rest", "{}")))),
+    (f'<minimax:tool_call><invoke name="look"><parameter name="where">{CODE}</parameter></invoke>',
+     Found(calls=(called(where=CODE),))),
+    ('<minimax:tool_call>\n<invoke name="look">\n<parameter name="where">Par',
+     Found(calls=(("look", '{"where": "Par'),))),
+    ('<minimax:tool_call>\n<invoke name="look">\n<parameter name="n">4</invoke>',
+     Found(calls=(called(n=4),))),  # a mark that was forgotten
+    ("<minimax:tool_call> no", Found(text="<minimax:tool_call> no")),
+    ("<invoke name=look", Found(text="<invoke name=look")),
+]  # fmt: skip
 CASES = [
     (name, *case)
     for name, cases in {
         "hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL, "granite": GRANITE,
         "deepseek_v3": DEEPSEEK, "kimi_k2": KIMI_K2, "qwen3_coder": QWEN3_CODER, "glm45": GLM45,
-        "pythonic": PYTHONIC,
+        "minimax_m2": MINIMAX_M2, "pythonic": PYTHONIC,
     }.items()
     for case in cases
 ]  # fmt: skip
@@ -184,12 +200,15 @@ def test_calls_are_found_wherever_an_answer_is_cut(
     assert read(syntax, [*answer[:500], answer[500:]]) == found
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral"])
+@pytest.mark.parametrize("name", [
+    "hermes", "qwen3_coder", "glm45", "minimax_m2", "deepseek_v3", "mistral"
+])  # fmt: skip
 @given(answer=st.lists(st.sampled_from([
     "<tool_call>", "</tool_call>", "<function=", "look", ">", "<parameter=", "</parameter>", "\n",
     "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '{"name": "look"', ",",
     '"arguments": {', "}", "[", "]", '"', "\\", " ", "<｜tool▁call▁begin｜>", SEP, "{}",
-    "<｜tool▁calls▁end｜>", "[TOOL_CALLS]", "[ARGS]", "é",
+    "<｜tool▁calls▁end｜>", "[TOOL_CALLS]", "[ARGS]", "é", "<minimax:tool_call>", "</invoke>",
+    '<invoke name="look">', '<parameter name="where">', "</minimax:tool_call>",
 ]), max_size=30), places=st.lists(st.integers(0, 400), max_size=8))  # fmt: skip
 def test_nonsense_reads_the_same_however_it_is_cut(
     name: str, answer: list[str], places: list[int]
@@ -211,6 +230,7 @@ def test_nonsense_reads_the_same_however_it_is_cut(
         ("""{{ '{"name": "' + call.name + '", "parameters": ' }}{{ tools }}""", "llama3_json"),
         ("<tool_call>\\n<function={{ call.name }}>", "qwen3_coder"),
         ("<tool_call>{{ call.name }}\\n<arg_key>{{ k }}</arg_key>", "glm45"),
+        ("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}", "minimax_m2"),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek_v3"),
         ("<|start|>assistant<|channel|>", "openai"),
         ("{{ messages }}", ""),

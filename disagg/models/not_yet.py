@@ -1,0 +1,47 @@
+"""Known architectures that are not supported, and what is missing for each. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_MLA = "multi-head latent attention (MLA)"
+_PARTIAL = "partial rotary embedding"
+_GEMMA = "Gemma's norms, scales and capped logits"
+_IMAGES = "images"
+_STATES = "layers with a recurrent state instead of KV"
+NOT_YET: Mapping[str, str] = MappingProxyType(
+    {
+        "DeepseekV32ForCausalLM": f"sparse {_MLA}",
+        "GlmMoeDsaForCausalLM": f"sparse {_MLA}",
+        "Glm4vMoeForConditionalGeneration": f"{_PARTIAL}, and {_IMAGES}",
+        "GemmaForCausalLM": "Gemma's norms and scales",
+        "Gemma2ForCausalLM": _GEMMA,
+        "Gemma3ForCausalLM": _GEMMA,
+        "Gemma3ForConditionalGeneration": f"{_GEMMA}, and {_IMAGES}",
+        "Gemma3nForConditionalGeneration": f"{_GEMMA}, and layers that share KV",
+        "KimiK25ForConditionalGeneration": _IMAGES,
+        "Llama4ForCausalLM": "chunked attention",
+        "Llama4ForConditionalGeneration": f"chunked attention, and {_IMAGES}",
+        "MllamaForConditionalGeneration": _IMAGES,
+        "Mistral3ForConditionalGeneration": _IMAGES,
+        "Qwen2VLForConditionalGeneration": _IMAGES,
+        "Qwen2_5_VLForConditionalGeneration": _IMAGES,
+        "Qwen3VLForConditionalGeneration": _IMAGES,
+        "Qwen3VLMoeForConditionalGeneration": _IMAGES,
+        "Qwen3NextForCausalLM": _STATES,
+        "Qwen3_5ForConditionalGeneration": _STATES,
+        "Qwen3_5MoeForConditionalGeneration": _STATES,
+        "NemotronHForCausalLM": _STATES,
+        "FalconH1ForCausalLM": _STATES,
+        "Phi4MMForCausalLM": f"{_IMAGES}, and longrope",
+        "PhiMoEForCausalLM": "routing by sparse mixing, and longrope",
+        "CohereForCausalLM": "attention and MLP in parallel",
+        "Cohere2ForCausalLM": "attention and MLP in parallel",
+        "GraniteForCausalLM": "scales of embeddings, attention, residuals and logits",
+        "GraniteMoeHybridForCausalLM": _STATES,
+        "Olmo2ForCausalLM": "norms after attention and MLP",
+        "Olmo3ForCausalLM": "norms after attention and MLP",
+        "GPT2LMHeadModel": "learned position embeddings",
+    }
+)
