@@ -15,7 +15,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 # As `disagg.kernels.cpu_library` says; that is not there yet when a package is built.
-AVX512_BF16 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16"]
 AMX_BF16 = [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"]
 COMPILED = ["-O3", "-g0", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
 # gcc 12 takes its own intrinsics for uninitialised variables.
@@ -23,6 +24,10 @@ SILENCED = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 
 
 class BuildLibraries(build_ext):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
@@ -64,7 +69,11 @@ def extensions() -> list[Extension]:
             language="c++",
             optional=True,
         )
-        for name, instructions in (("avx512_bf16", AVX512_BF16), ("amx_bf16", AMX_BF16))
+        for name, instructions in (
+            ("avx512", AVX512),
+            ("avx512_bf16", AVX512_BF16),
+            ("amx_bf16", AMX_BF16),
+        )
     ]
     return [sampling, block_names, *steps]
 

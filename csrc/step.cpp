@@ -306,7 +306,7 @@ struct Steps {
 extern "C" {
 
 // Changes with the structures.
-int32_t disagg_step_version() { return 7; }
+int32_t disagg_step_version() { return 8; }
 
 // Whether this process gets the registers that the code needs; before anything else is called.
 int32_t disagg_step_may_run() { return disagg::may_use_tiles(); }
@@ -357,8 +357,8 @@ int32_t disagg_step_prompts_run(void* attention, const disagg::Prompts* prompts,
   return static_cast<disagg::PromptCall*>(attention)->run(*prompts, *cache, num_threads);
 }
 
-// Some panels of x W^T + b with a weight of 8 or 4 bits: x [num_rows, num_in], out [num_rows,
-// num_out].
+// Some panels of x W^T + b with a weight of 8 or 4 bits, or without AMX of 16: x [num_rows, num_in],
+// out [num_rows, num_out].
 void disagg_step_narrow_rows(const disagg::Matrix* matrix, const disagg::bf16* x, int32_t num_rows,
                              int32_t first_panel, int32_t end_panel, disagg::bf16* out) {
   disagg::narrow_rows(*matrix, x, num_rows, first_panel, end_panel, out);

@@ -1,4 +1,4 @@
-// bfloat16 and float32 vectors of AVX-512.
+// bfloat16 and float32 vectors of AVX-512, with or without its instructions for bfloat16.
 #pragma once
 
 #include <immintrin.h>
@@ -29,6 +29,8 @@ inline __m512 load(const bf16* from, __mmask16 mask) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
+#ifdef __AVX512BF16__
+
 // Rounded to the nearest, to even.
 inline __m256i narrowed(__m512 values) {
   __m256bh rounded = _mm512_cvtneps_pbh(values);
@@ -36,6 +38,39 @@ inline __m256i narrowed(__m512 values) {
   memcpy(&bits, &rounded, sizeof bits);
   return bits;
 }
+
+// acc + the dot products of neighbouring pairs.
+inline __m512 dot_pairs(__m512 acc, __m512i left, __m512i right) {
+  __m512bh one, other;
+  memcpy(&one, &left, sizeof one);
+  memcpy(&other, &right, sizeof other);
+  return _mm512_dpbf16_ps(acc, one, other);
+}
+
+#else  // the same from instructions that every AVX-512 has
+
+inline __m256i narrowed(__m512 values) {
+  const __m512i bits = _mm512_castps_si512(values);
+  // Half of the last digit that stays, less one if that digit is even; a carry goes up.
+  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7FFF)));
+  // A NaN stays one: it becomes quiet, and no carry makes it something else.
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  up = _mm512_mask_or_epi32(up, is_nan, bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+}
+
+inline __m512 dot_pairs(__m512 acc, __m512i left, __m512i right) {
+  const __m512i upper = _mm512_set1_epi32(0xFFFF0000);
+  const auto low = [](__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); };
+  const auto high = [&](__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
+  };
+  acc = _mm512_fmadd_ps(low(left), low(right), acc);
+  return _mm512_fmadd_ps(high(left), high(right), acc);
+}
+
+#endif
 
 inline void store(bf16* to, __m512 values) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrowed(values));
@@ -55,14 +90,6 @@ inline __m512 rounded(__m512 values) {
 inline __mmask16 first_lanes(int count) {
   if (count >= LANES) return 0xFFFF;
   return count <= 0 ? 0 : __mmask16((1u << count) - 1);
-}
-
-// acc + the dot products of neighbouring pairs.
-inline __m512 dot_pairs(__m512 acc, __m512i left, __m512i right) {
-  __m512bh one, other;
-  memcpy(&one, &left, sizeof one);
-  memcpy(&other, &right, sizeof other);
-  return _mm512_dpbf16_ps(acc, one, other);
 }
 
 // e^x within two units in the last place; 0, infinity and NaN where they belong.

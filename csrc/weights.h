@@ -35,8 +35,8 @@ inline void any_row(const Matrix& matrix, int64_t row, bf16* out) {
 
 constexpr int FEW_ROWS = 16;  // of more, AMX multiplies with numbers that were widened before
 
-// Some panels of a product with a weight of 8 or 4 bits, for rows of prompts: out is [num_rows,
-// num_out]. Of more than FEW_ROWS, rows of `x` up to a multiple of TILE_ROWS are read.
+// Some panels of a product with a weight of 8 or 4 bits, or without AMX of 16, for rows of prompts:
+// out is [num_rows, num_out]. Of more than FEW_ROWS, rows of `x` up to a multiple of TILE_ROWS are read.
 inline void narrow_rows(const Matrix& matrix, const bf16* x, int num_rows, int first_panel,
                         int end_panel, bf16* out) {
   auto take = [&](int row, int column, __m512 sums) {
@@ -56,8 +56,10 @@ inline void narrow_rows(const Matrix& matrix, const bf16* x, int num_rows, int f
   for (int panel = first_panel; panel < end_panel; ++panel)
     if (matrix.nibbles != nullptr)
       int4_product<4>(matrix, panel, 0, x, num_rows, take);
-    else
+    else if (matrix.numbers != nullptr)
       int8_product<4>(matrix, panel, 0, x, num_rows, take);
+    else
+      product<4>(matrix, panel, 0, x, num_rows, matrix.panel(panel), take);
 }
 
 }  // namespace disagg

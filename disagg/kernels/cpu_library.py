@@ -36,9 +36,16 @@ class Library:
 STEP = Library(
     "step",
     Path(__file__).parent / "_step_avx512_bf16.so",
-    version=7,
+    version=8,
     needed=("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma", "avx2"),
     sentence="compiled for AVX-512 with bf16 (models in bfloat16)",
+)
+PLAIN_STEP = Library(
+    "step",
+    Path(__file__).parent / "_step_avx512.so",
+    version=STEP.version,
+    needed=tuple(flag for flag in STEP.needed if flag != "avx512_bf16"),
+    sentence="compiled for AVX-512 (models in bfloat16)",
 )
 AMX_STEP = Library(
     "step",
@@ -88,9 +95,12 @@ def find_library(library: Library) -> Found:
 
 
 def find_step() -> Found:
-    """The compiled step: for AMX where this CPU has it, or else for AVX-512."""
-    found = find_library(AMX_STEP)
-    return find_library(STEP) if found.loaded is None else found
+    """The compiled step: for AMX where this CPU has it, else for AVX-512 with bf16, or without."""
+    for library in (AMX_STEP, STEP):
+        found = find_library(library)
+        if found.loaded is not None:
+            return found
+    return find_library(PLAIN_STEP)
 
 
 def load(library: Library, file: Path, flags: frozenset[str]) -> Found:

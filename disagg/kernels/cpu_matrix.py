@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ctypes import Structure, c_int32, c_void_p
 
+PANEL = 64  # rows of a weight in a panel of our own
+
 
 class CpuMatrix(Structure):
     """`Matrix` of csrc/product.h, which says what each is. What is left out is null, or 0."""

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.cpu_matrix import CpuMatrix
-from disagg.kernels.linear import PANEL, PlainLinear
+from disagg.kernels.cpu_matrix import PANEL, CpuMatrix
+from disagg.kernels.linear import PlainLinear
 from disagg.kernels.narrow_rows import FEW_ROWS as FEW_ROWS_COMPILED
 from disagg.kernels.narrow_rows import narrow_rows
 from disagg.kernels.packed_matrix import Largest, PackedMatrix

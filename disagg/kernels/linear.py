@@ -19,8 +19,11 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.kernels.cpu_library import PLAIN_STEP, find_library, find_step
+from disagg.kernels.cpu_matrix import PANEL, CpuMatrix
+from disagg.kernels.narrow_rows import narrow_rows
+
 ROWS_AT_ONCE = 64
-PANEL = 64  # rows of a weight in a panel of our own
 PANEL_WIDTHS = 64, 32  # of oneDNN's panels: without AMX, and with it
 PANEL_COLUMNS = 32  # a panel's columns are filled up to a multiple
 _MOST_LOST = 2.0**-21  # of a weight's norm
@@ -118,6 +121,44 @@ class PackedLinear:
         return True
 
 
+class PanelLinear(PackedLinear):
+    """The same products by the compiled program, for a CPU with AVX-512 and without bf16.
+
+    oneDNN keeps a bfloat16 weight there as it is, and multiplies it at a fifth of the speed.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
+        self.num_out, self.num_in = weight.shape
+        self.bias = bias
+        self._library = library
+        more = -self.num_in % PANEL_COLUMNS, -self.num_out % PANEL
+        panels = functional.pad(weight, (0, more[0], 0, more[1])).view(
+            -1, PANEL, (self.num_in + more[0]) // 2, 2
+        )
+        self._panels = panels.transpose(1, 2).contiguous()
+        self.panels, self.panels_nbytes = self._panels.data_ptr(), self._panels.nbytes
+        self.panel_width = PANEL
+        self._described = CpuMatrix(
+            panels=self.panels,
+            bias=None if bias is None else bias.data_ptr(),
+            num_out=self.num_out,
+            num_in=self.num_in,
+            panel_width=PANEL,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return narrow_rows(self._library, self._described, x)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return functional.silu(self(x), inplace=True)
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        return self(x).mul_(factor)
+
+    def plus(self, x: Tensor, summand: Tensor) -> Tensor:
+        return self(x).add_(summand)
+
+
 class HalfLinear:
     """The same products in float32 from a weight kept as float16, in FBGEMM's layout.
 
@@ -179,11 +220,20 @@ def _filled(x: Tensor) -> Tensor:
 def linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Choose by the weight's dtype, its values, and what this CPU can do."""
     if weight.device.type == "cpu":
+        library = _multiplies_panels() if weight.dtype == torch.bfloat16 else None
+        if library is not None and weight.shape[1] % 2 == 0:
+            return PanelLinear(weight, bias, library)
         if _prefers_float32(weight.dtype) and _has_fbgemm() and fits_half(weight):
             return HalfLinear(weight, bias)
         if torch._C._has_mkldnn and _onednn_packs(weight.dtype):
             return PackedLinear(weight, bias)
     return PlainLinear(weight, bias)
+
+
+def _multiplies_panels() -> ctypes.CDLL | None:
+    """The compiled program, on a CPU where oneDNN multiplies bfloat16 slowly."""
+    library = find_step().loaded
+    return library if library is not None and library is find_library(PLAIN_STEP).loaded else None
 
 
 def _prefers_float32(dtype: torch.dtype) -> bool:

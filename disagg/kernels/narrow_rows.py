@@ -1,4 +1,4 @@
-"""Products of rows with weights of 8 or 4 bits in panels, by the compiled program."""
+"""Products of rows with weights in panels, by the compiled program."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.cpu_matrix import CpuMatrix
-from disagg.kernels.linear import PANEL
+from disagg.kernels.cpu_matrix import PANEL, CpuMatrix
 
 FEW_ROWS = 16  # of more, AMX reads rows up to a multiple of `_TILE_ROWS`
 _TILE_ROWS = 16
@@ -24,7 +23,7 @@ def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
 
     Args:
         library: `cpu_library.find_step`'s.
-        matrix: of 8 or 4 bits.
+        matrix: of 8 or 4 bits; of 16 where the library is for AVX-512 without bf16.
     """
     num_rows = x.shape[0]
     out = torch.empty(num_rows, matrix.num_out, dtype=x.dtype)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 
 from disagg.config import EngineConfig, TierConfig
 from disagg.engine.device.check import check_engine
-from disagg.engine.device.choices import choose_device, choose_dtype
+from disagg.engine.device.choices import choose_device, choose_dtype, why_not_compiled
 from disagg.errors import StartupError
 from disagg.kernels.cpu_library import find_step
-from disagg.kernels.cpu_pages import LANES
 from disagg.messages import Role
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.model_config import ModelConfig
@@ -113,19 +112,11 @@ def cpu_steps_sentence(tiers: Iterable[TierConfig]) -> str:
 
 def _why_torch(engine: EngineConfig, model: ModelConfig) -> str:
     """Why the compiled step is for other models; empty if it computes this one."""
-    has = [
-        ("experts", model.experts is not None),
-        ("attention sinks", model.sinks),
-        ("latents", model.latent is not None),
-    ]
-    if named := [name for name, is_so in has if is_so]:
-        return f"whose model has {' and '.join(named)}"
+    why = why_not_compiled(model)
     dtype = choose_dtype(engine, model, "cpu")
-    if dtype != "bfloat16":
+    if not why and dtype != "bfloat16":
         return f"which computes in {dtype}"
-    if model.head_dim % LANES:
-        return f"whose heads have {model.head_dim} values, no multiple of {LANES}"
-    return ""
+    return why
 
 
 def _size(nbytes: int) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from disagg.kernels.cpu_library import (
     AMX_STEP,
     BLOCK_NAMES,
+    PLAIN_STEP,
     SAMPLING,
     STEP,
     Found,
@@ -42,7 +43,7 @@ def can_compile() -> bool:
 
 def can_run_step() -> bool:
     """Whether this CPU has the instructions of the compiled step, too."""
-    return can_compile() and not set(STEP.needed) - cpu_flags()
+    return can_compile() and not set(PLAIN_STEP.needed) - cpu_flags()
 
 
 def can_run_amx() -> bool:
@@ -51,8 +52,16 @@ def can_run_amx() -> bool:
 
 def compiled(directory: Path) -> Found:
     """The step that this CPU gets."""
-    library = AMX_STEP if can_run_amx() else STEP
+    has = cpu_flags()
+    library = next(each for each in (AMX_STEP, STEP, PLAIN_STEP) if not set(each.needed) - has)
     return load(library, _built(directory, library.file), cpu_flags())
+
+
+def compiled_plain_step(directory: Path) -> ctypes.CDLL:
+    """The step without bf16 instructions, which every CPU with AVX-512 can run."""
+    found = load(PLAIN_STEP, _built(directory, PLAIN_STEP.file), cpu_flags())
+    assert found.loaded is not None, found.sentence
+    return found.loaded
 
 
 def compiled_sampling(directory: Path) -> ctypes.CDLL:

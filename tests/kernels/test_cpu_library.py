@@ -15,6 +15,7 @@ from disagg.kernels import cpu_library, cpu_step, dispatch
 from disagg.kernels.cpu_library import (
     AMX_STEP,
     CPU_KERNELS,
+    PLAIN_STEP,
     SAMPLING,
     STEP,
     Found,
@@ -57,7 +58,7 @@ def test_no_instruction_is_compiled_for_that_is_not_asked_for() -> None:
 
 
 def test_amx_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    can_be_used = {AMX_STEP, STEP}
+    can_be_used = {AMX_STEP, STEP, PLAIN_STEP}
     monkeypatch.setattr(
         cpu_library,
         "find_library",
@@ -68,6 +69,8 @@ def test_amx_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_step().sentence == AMX_STEP.sentence
     can_be_used.remove(AMX_STEP)
     assert find_step().sentence == STEP.sentence
+    can_be_used.remove(STEP)
+    assert find_step().sentence == PLAIN_STEP.sentence
     can_be_used.clear()
     assert find_step().loaded is None
 

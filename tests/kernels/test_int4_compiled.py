@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from disagg.kernels.cpu_matrix import PANEL
 from disagg.kernels.int4_groups import GROUP
 from disagg.kernels.int4_linear import LARGEST, Int4Linear
-from disagg.kernels.linear import PANEL
 from disagg.kernels.narrow_rows import FEW_ROWS
 from tests.kernels.compiled import compiled
 from tests.kernels.test_int4_linear import SHAPES, packed_matrices, random_values

@@ -9,7 +9,8 @@ from typing import Literal, TypeAlias
 
 from disagg.config import EngineConfig
 from disagg.errors import StartupError
-from disagg.kernels.cpu_library import cpu_flags
+from disagg.kernels.cpu_library import cpu_flags, find_step
+from disagg.kernels.cpu_pages import LANES
 from disagg.kernels.devices import gpus_here, has_driver, why_no_gpu
 from disagg.models.model_config import ModelConfig
 
@@ -38,16 +39,41 @@ def _has_gpu() -> bool:
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: DeviceType) -> str:
-    """The requested dtype; by default half precision if the hardware multiplies it natively."""
+    """The requested dtype; by default half precision if the hardware multiplies it natively, or if
+    the compiled step does."""
     if config.dtype != "auto":
         return config.dtype
     if device == "cuda":
         return "bfloat16" if model.dtype == "float32" else model.dtype
-    return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
+    is_fast = cpu_multiplies_bfloat16() or (is_step_compiled() and not why_not_compiled(model))
+    return "bfloat16" if is_fast else "float32"
 
 
 def cpu_multiplies_bfloat16() -> bool:
     return not cpu_flags().isdisjoint(("amx_bf16", "avx512_bf16"))
+
+
+def is_step_compiled() -> bool:
+    """Whether this CPU has a compiled step."""
+    return find_step().loaded is not None
+
+
+def why_not_compiled(model: ModelConfig) -> str:
+    """Why the compiled step of CPUs does not compute a model in bfloat16; empty if it does."""
+    has = [
+        ("experts", model.experts is not None),
+        ("attention sinks", model.sinks),
+        ("latents", model.latent is not None),
+        (
+            "heads that are rotated in part",
+            model.latent is None and model.rope_dim != model.head_dim,
+        ),
+    ]
+    if named := [name for name, is_so in has if is_so]:
+        return f"whose model has {' and '.join(named)}"
+    if model.head_dim % LANES:
+        return f"whose heads have {model.head_dim} values, no multiple of {LANES}"
+    return ""
 
 
 def check_quantization(

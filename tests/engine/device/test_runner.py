@@ -390,8 +390,15 @@ def test_the_automatic_dtype_is_what_the_cpu_multiplies_fast(
     checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, directory = checkpoint
-    for has_bfloat16, dtype in [(True, torch.bfloat16), (False, torch.float32)]:
+    model = describe_model(directory).config
+    takes = not choices.why_not_compiled(model)
+    for has_bfloat16, is_compiled, dtype in [
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16 if takes else torch.float32),
+        (False, False, torch.float32),
+    ]:
         monkeypatch.setattr(choices, "cpu_multiplies_bfloat16", lambda has=has_bfloat16: has)
+        monkeypatch.setattr(choices, "is_step_compiled", lambda is_so=is_compiled: is_so)
         _, kv_cache = build_engine(config(dtype="auto"), describe_model(directory))
         assert kv_cache.pages.values.dtype is dtype
 
