@@ -23,6 +23,10 @@ DEFAULTS = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_task_events_report_interval_ms": "0",  # nobody asks what ran when
     "NO_COLOR": "1",  # what Ray says goes to files
+    # Ray's agent logs once a second that there is no dashboard: 37 MB a day. By default Ray keeps
+    # 3 GB of each of its logs.
+    "RAY_ROTATION_MAX_BYTES": str(16 << 20),
+    "RAY_ROTATION_BACKUP_COUNT": "1",
 }
 
 
