@@ -46,10 +46,6 @@ def can_run_step() -> bool:
     return can_compile() and not set(PLAIN_STEP.needed) - cpu_flags()
 
 
-def can_run_amx() -> bool:
-    return can_compile() and not set(AMX_STEP.needed) - cpu_flags()
-
-
 def compiled(directory: Path) -> Found:
     """The step that this CPU gets."""
     has = cpu_flags()
