@@ -110,20 +110,18 @@ def prefill_cost(
     alone_s = work_s + num_steps * times.coefficients[0]
     backlog = worker.backlog
     num_own = -(-num_new // backlog.num_at_once)
-    steps_s = num_own * backlog.step_s
-    own_s = load_s + work_s + steps_s
-    later_s = _beside_later_s(worker, num_new, work_s, steps_s)
+    own_s = load_s + work_s + num_own * backlog.step_s
     wait_s = _rest_s(worker, now) + backlog.later_s
     if backlog.num_later:
         num_more = -(-(backlog.num_later + num_new) // backlog.num_at_once) - num_own
         wait_s += num_more * backlog.step_s
     queue_s = harm_s = 0.0
-    if worker.num_uncomputed_tokens or later_s > 0.0:
-        queue_s = wait_s + later_s
+    if worker.num_uncomputed_tokens:
+        queue_s = wait_s
     else:
         own_s += wait_s
     if worker.tpot_slo_s != math.inf:
-        alone_s = work_s + steps_s + later_s
+        alone_s = work_s + num_own * backlog.step_s
     elif spares_decodes:
         num_delayed = worker.num_decoding
         if not num_delayed and worker.record.role == "decode":
@@ -139,22 +137,6 @@ def prefill_cost(
     return PrefillCost(worker, num_cached, own_s, queue_s, harm_s, own_s + queue_s + harm_s)
 
 
-def _beside_later_s(worker: WorkerView, num_new: int, work_s: float, steps_s: float) -> float:
-    """By how much the streams that are to come lengthen a prompt's steps.
-
-    Prompts that are queued here, or computed elsewhere for this worker, decode here before a long
-    prompt is done, and its steps are then as short as their TPOT SLO demands. Others add this, so
-    admission counts it as waiting.
-
-    Args:
-        steps_s: what these steps take beside the streams that run now.
-    """
-    streams = worker.streams
-    if streams is None or not streams.num or streams.room_s <= 0.0:
-        return 0.0
-    return max(0.0, streams.beside_s(num_new, work_s) - steps_s)
-
-
 def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, float]:
     """About what `prefill_cost` would say: seconds for any prompt, and for each uncached token.
 
@@ -166,12 +148,8 @@ def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, f
     if spares_decodes and worker.tpot_slo_s == math.inf:
         num_expected = NUM_STREAMS_EXPECTED if worker.record.role == "decode" else 0
         num_delayed = worker.num_decoding or num_expected
-    step_s = beside_s = backlog.step_s / backlog.num_at_once
-    work_s = per_token_s + 0.5 * CHUNK_TOKENS * per_attended_s
-    streams = worker.streams
-    if streams is not None and streams.num and streams.room_s > 0.0:
-        beside_s = max(step_s, streams.step_s * work_s / streams.room_s)
-    token_s = work_s * (1 + num_delayed) + beside_s
+    step_s = backlog.step_s / backlog.num_at_once
+    token_s = (per_token_s + 0.5 * CHUNK_TOKENS * per_attended_s) * (1 + num_delayed) + step_s
     if not worker.is_home:
         token_s *= 1.0 + SHARE_MEETING_OTHERS
     return backlog.under_way_s + backlog.later_s + backlog.num_later * step_s, token_s

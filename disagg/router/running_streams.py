@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE, StepTimeModel, prompt_tokens_in
@@ -19,23 +18,12 @@ class RunningStreams(NamedTuple):
     step_s: a step without prompt tokens.
     prompt_rate: prompt tokens that the worker can compute a second beside them.
     full_prompt_rate: the same if there were no streams.
-    room_s: seconds that a step beside them has for prompts; inf: there are no streams.
     """
 
     num: int
     step_s: float
     prompt_rate: float
     full_prompt_rate: float
-    room_s: float = math.inf
-
-    def beside_s(self, num_tokens: int, work_s: float) -> float:
-        """What the steps of a prompt take for these streams and for themselves.
-
-        Args:
-            work_s: what `num_tokens` of the prompt add to the steps that compute them.
-        """
-        num_most = max(1, CHUNK_TOKENS - self.num)
-        return max(math.ceil(work_s / self.room_s), -(-num_tokens // num_most)) * self.step_s
 
     @classmethod
     def of(
@@ -47,8 +35,8 @@ class RunningStreams(NamedTuple):
         if not num:
             return cls(0, 0.0, full_rate, full_rate)
         step_s = times.decode_step_s(num, num_context_tokens)
-        rate, mixed_s = prompt_rate(times, tpot_slo_s, num, step_s)
-        return cls(num, step_s, rate, full_rate, mixed_s - step_s)
+        rate, _ = prompt_rate(times, tpot_slo_s, num, step_s)
+        return cls(num, step_s, rate, full_rate)
 
 
 def prompt_rate(

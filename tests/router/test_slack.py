@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from disagg.messages import StepCosts
-from disagg.router.costs import prefill_cost
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
 from disagg.router.slack import added_stream
 from disagg.router.worker_view import WorkerView
-from disagg.time_model import CHUNK_TOKENS
 from tests.router.fakes import COSTS, make_record, make_request, make_status
 
 TIGHT_S, LOOSE_S = 0.0125, 0.2  # a step without prompts takes 10 ms
@@ -241,16 +239,3 @@ def test_costs_of_nothing_but_attention_have_a_route() -> None:
         join(fleet, name, costs)
         streams(fleet, name, 3, step_costs=costs)
     assert choose(fleet, TIGHT_S).decode == "d1"
-
-
-def test_a_long_prompt_is_predicted_beside_the_streams_that_come_before_it_is_done() -> None:
-    fleet = make_fleet(TIGHT_S, "p0", "d0")
-    alone = prefill_cost(worker(fleet, "d0"), 4000, 0)
-    fleet.worker_stepped("d0", (), make_status(num_running=2, num_prefilling=2))
-    beside = prefill_cost(worker(fleet, "d0"), 4000, 0)
-    assert worker(fleet, "d0").backlog.num_at_once >= CHUNK_TOKENS, "none of them decodes yet"
-    assert beside.own_s == pytest.approx(alone.own_s), "which others do not change"
-    assert beside.queue_s > alone.own_s, "steps of 12.5 ms have little room for prompts"
-    leaving = make_status(num_running=2, num_prefilling=2, num_leaving=2)
-    fleet.worker_stepped("d0", (), leaving)
-    assert prefill_cost(worker(fleet, "d0"), 4000, 0).queue_s == 0.0
