@@ -1,10 +1,10 @@
 """The short path of a token in an ingress: from its link to the client, in one turn of the loop.
 
-Waking a request's task for each token, and passing the token up through the iterators of link,
-dispatch, answer and HTTP, would take longer than the work that these do for it. So each layer gives
-the layer below a callback (`Direct`). The link calls its callback when a token arrives, and the
-task sleeps on. Only plain tokens take this path, and only while the task waits for one. The first
-and the last delta, tickets and errors wake the task, and so does a client that reads too slowly.
+Waking a request's task for each token, and passing the token through the iterators of link,
+dispatch, answer and HTTP, would cost more than the work itself. So each layer gives the layer below
+a callback (`Direct`). The link calls its callback when a token arrives, and the task sleeps on.
+Only plain tokens take this path, and only while the task waits for one. The first and the last
+delta, tickets and errors wake the task, and so does a client that reads too slowly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Imports of large libraries without looking for garbage among what they make."""
+"""Imports large libraries with garbage collection off, because the objects that they create
+stay."""
 
 from __future__ import annotations
 

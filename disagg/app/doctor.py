@@ -1,4 +1,5 @@
-"""`disagg doctor` on every node of a running Ray cluster: one actor a node looks and measures."""
+"""`disagg doctor` on every node of a running Ray cluster: one actor per node checks and
+measures."""
 
 from __future__ import annotations
 

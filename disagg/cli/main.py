@@ -1,4 +1,4 @@
-"""`disagg`: the command line. One module a verb; this file only chooses."""
+"""`disagg`: the command line. Each command has its own module; this file selects it."""
 
 from __future__ import annotations
 

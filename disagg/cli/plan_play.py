@@ -1,8 +1,8 @@
 """Planned fleets serve their load in the simulator before `disagg plan` advises one.
 
-Router, scheduler and admission are the product's. Steps take what the planner's rooflines say, and
-workers learn lines from them as they do from real steps. So this checks queueing, batches and
-routing, and not the rooflines.
+Router, scheduler and admission are the real code. The planner's rooflines give the time of a step,
+and workers fit their time models to these steps as to real ones. So this checks queueing, batches
+and routing, and not the rooflines.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class Dispatcher:
     async def generate(
         self, request: GenerateRequest, direct: Direct | None = None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the answer, but for the deltas that `direct` takes. Closing the iterator cancels
-        the request on its workers.
+        """Yield the answer, except for deltas that `direct` takes. Closing the iterator cancels the
+        request on its workers.
 
         Every delta but the last has new tokens; only the last has a `finish_reason`. The
         `num_cached_tokens` of the first delta counts prompt tokens that were served from a cache.

@@ -20,7 +20,8 @@ class Standby:
     """A `LinkObserver` between the links and the fleet that hides standby workers.
 
     Args:
-        num_serving: of each pool in which others stand by; of a pool that is not named all serve.
+        num_serving: how many workers serve in each pool with standby workers; in other pools all
+            serve.
     """
 
     def __init__(self, fleet: Fleet, num_serving: Mapping[Pool, int]) -> None:

@@ -1,4 +1,4 @@
-"""How many neighbours in a row of a weight of 4 bits share a scale. Knows no torch.
+"""How many neighbouring values in a row of a 4-bit weight share a scale. Knows no torch.
 
 With 128 of them, SmolLM2-135M loses most of its quality: a perplexity of 53 instead of 31.
 """

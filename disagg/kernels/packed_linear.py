@@ -1,4 +1,4 @@
-"""Products with packed weights in Triton: they are widened in registers, in no other memory.
+"""Products with packed weights in Triton; the weights are widened in registers only.
 
 A step of few rows has too few tiles for all of a GPU's multiprocessors: programs then share the
 columns of a tile, and a second kernel adds up what they made, always in the same order.

@@ -1,7 +1,8 @@
 """NIXL's names, imported so that the logging of this process stays as it is.
 
-The package `nixl` chooses between its builds by the CUDA that torch was built for. Where torch was
-built without, it would load all of torch to learn that, which its version says, too.
+The package `nixl` chooses between its builds by the CUDA that torch was built for. If torch was
+built without CUDA, the package would load all of torch to find that out, although torch's version
+already says it.
 
 NIXL's package configures logging when it is imported (`logging.config.dictConfig`). That closes
 every log handler of the process and hides later errors of handlers. A worker imports NIXL after Ray

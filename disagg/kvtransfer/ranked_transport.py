@@ -1,10 +1,10 @@
 """The transport of a worker with several ranks, each of which moves its part of every block.
 
 Each rank pulls what it needs from the ranks of the source that have it (`sources.sources_of`), so
-workers may have different numbers of ranks. The first rank issues and checks tickets, whose stamps
-hold for all ranks: it bumps a block's before it says to any rank what to write there, so who has
-copied from any rank reads the stamps of the first. A pull has succeeded when it has on all ranks,
-and the source is told when it has ended on all.
+workers may have different numbers of ranks. The first rank issues and checks tickets. Its stamps
+are valid for all ranks, because it bumps a block's stamp before it tells any rank to write to the
+block. So a reader compares the stamps of the first rank, whichever rank it copied from. A pull
+succeeds if it succeeds on all ranks, and the source is notified when it has ended on all.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ def byte_ranges(slab: Slab, source: Source, runs: Iterable[BlockRun]) -> list[By
 
 
 def largest_nbytes(slab: Slab, source: Source, runs: Iterable[BlockRun]) -> int:
-    """Of the ranges of `byte_ranges`, of which a long pull from several ranks has thousands."""
+    """The largest range of `byte_ranges`, without listing them: a long pull from several ranks has
+    thousands."""
     if not _are_whole(slab, source):
         return source.nbytes
     return source.nbytes * max(run.num_blocks for run in runs)

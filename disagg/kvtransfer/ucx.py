@@ -38,9 +38,9 @@ def ucx_settings(
     """Variables for the environment of UCX.
 
     Args:
-        interface: names of network devices, with commas between, or None for UCX's own choice. On
-            the loopback UCX has no other; beside a network interface the RDMA devices of this
-            machine stay in use, unless some of them are named, too.
+        interface: names of network devices, separated by commas, or None for UCX's own choice. With
+            the loopback UCX uses no other device. With a network interface it also uses the RDMA
+            devices of this machine, unless some of them are named.
         asked: the operator's settings; "UCX_" may be left out of their names. They take precedence
             over the environment of the process, and that over the settings derived here.
         device_id: of the slab.

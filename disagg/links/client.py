@@ -69,8 +69,8 @@ class LinkObserver(Protocol):
     def worker_stepped(
         self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus | None
     ) -> None:
-        """What has changed. `status`: None where the worker has said nothing new of its load, as in
-        the parts of a snapshot after the first."""
+        """The worker's changes. `status`: None if the frame has no new load, as in the parts of a
+        snapshot after the first."""
 
     def worker_lost(self, worker_id: str) -> None:
         """The link ended: forget the worker's blocks; it is not routable. May be repeated."""
@@ -170,7 +170,7 @@ class Link:
         Closing the iterator early cancels the request on the worker.
 
         Args:
-            direct: is given deltas while nobody has to be woken for them; what it takes is not
+            direct: gets deltas for which the reader need not wake up; deltas that it takes are not
                 yielded.
 
         Raises:

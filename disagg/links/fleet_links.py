@@ -8,9 +8,9 @@ but whose link is up keeps its streams, and gets new ones while it accepts them:
 refuses by itself, and a worker that a restarted controller has not found yet is alive. When such a
 link ends, it is not opened again.
 
-Each route that moves KV tells the reader how to reach the source (1 KB), whether it knows or not.
-So an ingress need not remember what its workers know. If each of 1,000 workers heard of all others,
-a start would take 0.9 GB.
+Each route that moves KV tells the reader how to reach the source (1 KB), even if the reader already
+knows. So an ingress need not remember what its workers know. Sending all addresses to each of 1,000
+workers would take 0.9 GB at a start.
 """
 
 from __future__ import annotations

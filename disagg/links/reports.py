@@ -1,4 +1,4 @@
-"""What the frames of a link say of a worker's cache and load: not too often, and what changed.
+"""What the frames of a link report of a worker's cache and load: only changes, at a limited rate.
 
 An ingress with many workers asks them to report less often than every step (`Frequency`). Tokens
 never wait for a report. These reports go at once: the first two after a request has arrived, since
@@ -97,9 +97,10 @@ class LinkReports:
     def others_arrived(self, status: WorkerStatus) -> Report | None:
         """What there is to report now that requests have arrived, before a step computes them.
 
-        Nothing before the step ends in which a request of this ingress arrived: the router counts
-        that itself, and would take this report for the one of that step. After it this report is
-        the second one, which includes the request: an idle worker has no other step that would be.
+        There is nothing until the step ends in which a request of this ingress arrived: the router
+        counts that request itself, and would take this report for the report of that step.
+        Afterwards this report counts as the second one, which includes the request, because an idle
+        worker has no further step to report.
         """
         last, now = self.status, self._loop.time()
         if last is None or self._num_at_once == NUM_AT_ONCE:
@@ -129,8 +130,9 @@ class LinkReports:
         return self._report(last, is_same)
 
     def release(self) -> Report | None:
-        """The events that waited for the parts of a snapshot. Without the load, since no step made
-        them: the router would take it for the report of the step in which a request arrived."""
+        """The events that waited for the parts of a snapshot. The load is left out, because no step
+        produced these events: the router would take it for the report of the step in which a
+        request arrived."""
         self.is_holding = False
         events = tuple(self._held)
         self._held.clear()

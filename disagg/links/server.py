@@ -171,8 +171,9 @@ class LinkServer:
             link.send_report(link.reports.others_arrived(status))
 
     def answer(self, link_id: LinkId, delta: TokenDelta) -> None:
-        """Send what no engine step has made, without a report: after a request the router takes the
-        next reports for those of steps. A link that is gone gets nothing."""
+        """Send deltas that no engine step has produced, without a report: after a request the
+        router takes the next reports for reports of steps. Nothing is sent if the link has
+        ended."""
         link = self._links.get(link_id)
         if link is not None:
             link.send_step((delta,), None)

@@ -2,9 +2,10 @@
 multiplies them so, and how many bytes they have there. Knows no torch.
 
 The headers decide it, so that memory is planned before anything is read. Groups whose size is no
-power of two, or that ranks cut, are kept as smaller ones. What is left is widened: groups that are
-smaller than `LEAST_GROUP` then, and experts and parts of columns in the order of activations. CPUs
-keep less of safetensors (`_on_cpu`), but blocks of GGUF too, and tables that are looked up.
+power of two, or that ranks cut, are kept as smaller ones. All other matrices are widened: those
+whose groups are then smaller than `LEAST_GROUP`, and experts and parts of columns in the order of
+activations. CPUs keep fewer formats of safetensors (`_on_cpu`), but they also keep blocks of GGUF
+and embedding tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What engines were published to reach at their most load, and what the roofline predicts for it.
+"""Published throughput of engines at maximum load, and the roofline's predictions for it.
 
 Taken are those columns of the tables below that the formulas describe: tensor parallelism (no data
 parallel attention, no pipelines), weights that leave a tenth of the memory or more to KV. Of a

@@ -4,8 +4,7 @@ The sequences of a step share one reading of the weights, and its prompt tokens 
 kernel. Beyond some number both gain little, and each token waits for its whole step: 512 sequences
 decode 5 % faster than 256 do on an H100, and take twice as long for each token of every answer.
 
-These are the most that a step may have where the memory has room for them
-(`engine.device.memory_plan`).
+These are upper bounds, used if the memory has room for them (`engine.device.memory_plan`).
 """
 
 from __future__ import annotations

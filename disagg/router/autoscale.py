@@ -3,12 +3,12 @@
 Replays the load of the last minutes on pools of growing size (`replay`), and picks the smallest
 size on which 95 % of those requests would have met their SLOs. Both pools are sized from the same
 requests, so their ratio follows the load: long prompts need prefill workers, long answers decode
-workers. Where requests have a TPOT SLO, the router gives prompts to decode workers too, so what
-streams leave of these workers counts as prefill workers.
+workers. If requests have a TPOT SLO, the router also sends prompts to decode workers, so the spare
+time of decode workers counts as prefill capacity.
 
-Two stretches are replayed. 95 % of the requests of a long one (`look_back_s`) are to be in time, so
-a burst that is over before a worker has started counts by its share of them; and the last minute
-says what of that is needed now.
+Two windows are replayed, and the smaller result counts. In the long window (`look_back_s`) 95 % of
+the requests should be in time, so a burst that ends before a worker has started counts only by its
+share of the requests. The last minute shows what is needed now.
 
 Scales up at once. Scales down to the largest size that was needed within `down_after_s`, but keeps
 workers that are needed again and again, and never goes below what runs now. Knows neither Ray nor
@@ -54,7 +54,7 @@ class PoolTarget(msgspec.Struct, frozen=True):
 
     predicted_s: 95th percentile of TTFT (prefill) or TPOT (decode) on so many workers.
     slo_s: what it should be at most: the SLO times `slo_fraction`.
-    lacks: why no number of workers meets the SLO, in words; "" if some number does.
+    lacks: a sentence that says why no number of workers meets the SLO; "" if some number does.
     """
 
     num_workers: int

@@ -37,7 +37,7 @@ class LeadingNames(NamedTuple):
 
     depths: by the place of the worker's bit.
     places: of the workers that have the first name, those with the smallest depth first.
-    num_places: the rest of `places` says nothing.
+    num_places: only this many entries of `places` are valid.
     """
 
     depths: Sequence[int]
@@ -50,7 +50,8 @@ class BlockNames(Protocol):
 
     Set 0 is empty. When there is room for no more names, the oldest are evicted, but those that
     were looked up get a second chance (CLOCK, an approximation of LRU; Corbató, 1968). Each `put`
-    spares only so many: where all were looked up, it would else go through the whole table.
+    spares only a limited number: otherwise, if all names were looked up, it would go through the
+    whole table.
 
     Attributes:
         ENTRY_NBYTES: of one name, at most.

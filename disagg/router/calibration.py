@@ -1,18 +1,19 @@
 """Calibrates a cascade: accuracy and cost of every threshold, from labelled prompts.
 
-Two models answered the same prompts. Known are which answers are right, and the log-probabilities
-of the small model's tokens. The measures are RouteLLM's (Ong et al., 2024): the gap is the large
-model's accuracy minus the small one's, and recovered is the part of it that the cascade keeps.
+Two models answered the same prompts. It is known which answers are right, and the log-probabilities
+of the small model's tokens are known. The measures are RouteLLM's (Ong et al., 2024): the gap is
+the large model's accuracy minus the small model's, and "recovered" is the part of the gap that the
+cascade keeps.
 
 Two more figures make the judge quicker. `certified_lead` bounds how often an early release loses a
-right answer, by risk-controlling prediction sets (Bates et al., 2021, arXiv:2101.02703): the loss
-can only fall as the lead grows, so the least lead of which a confidence bound of the loss stays
-within the risk, there and at all greater ones, keeps it in new prompts of the same kind with that
-confidence. `fitted_judge` finds the prompts for which the small model is not worth asking.
+right answer, by risk-controlling prediction sets (Bates et al., 2021, arXiv:2101.02703). The loss
+can only fall as the lead grows. So it takes the smallest lead from which on the confidence bound of
+the loss stays within the risk; for new prompts of the same kind the risk then holds with that
+confidence. `fitted_judge` finds the prompts that should start on the large model.
 
 A model's cost for an answer is its parameters times the tokens that went through it: the whole
-prompt, as if none of it were cached, and every token of the answer but the last, which is not read
-again. A small answer that is given up counts as far as it was judged.
+prompt, as if none of it were cached, and every token of the answer except the last, which is not
+read again. A discarded answer of the small model counts up to the token at which it was judged.
 """
 
 from __future__ import annotations
@@ -183,8 +184,8 @@ def certified_lead(
 ) -> float:
     """The least lead with which early releases lose at most `risk` of all prompts.
 
-    Lost is a prompt that all judged tokens would have sent to the large model, which was right
-    where the small one was wrong. Infinite where the answers are too few to tell.
+    A prompt is lost if all judged tokens would have sent it to the large model, the large model was
+    right and the small one was wrong. Infinite if there are too few answers to tell.
     """
     judged = [_Judged(each, signal, num_judged_tokens) for each in answers]
     lost = [each.reach(threshold) for each in judged if each.is_lost(threshold)]
@@ -241,11 +242,11 @@ def fitted_judge(
     small_parameters: int,
     large_parameters: int,
 ) -> PromptJudge | None:
-    """A judge that starts prompts on the large model where the small one is probably unsure.
+    """A judge that starts a prompt on the large model if the small one is probably unsure.
 
-    It starts as many as cost no more than if all tokens of all answers were judged: what early
-    releases save. Chances are those that a judge gives which has not seen the prompt, by
-    cross-validation. None: it would start none.
+    It starts as many prompts there as early releases pay for: the cost is at most that of judging
+    all tokens of all answers. Chances come from cross-validation, from judges that have not seen
+    the prompt. None if no prompt would start on the large model.
     """
     judged = [_Judged(each, config.signal, config.num_judged_tokens) for each in answers]
     threshold, needed_lead = config.thresholds[0], lead_to_release(config, 0)

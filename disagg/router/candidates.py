@@ -1,7 +1,8 @@
 """The possible routes of a request as candidates with their costs.
 
 A route is local (one worker computes the prompt and decodes) or remote (KV moves from the worker
-that computes the prompt to the one that decodes). Who computes may first borrow the prefix.
+that computes the prompt to the one that decodes). The worker that computes the prompt may first
+borrow its cached prefix.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def local_routes(
 def borrowing_costs(
     prompt: Prompt, pool: ComputingPool, costs: Sequence[PrefillCost]
 ) -> list[PrefillCost]:
-    """Of those who would compute the rest of the prompt soonest, if its prefix is lent to them.
+    """The costs, with a loan, of the workers that would then compute the rest of the prompt
+    soonest.
 
     `costs`: of the same workers without a loan.
     """
@@ -168,7 +170,7 @@ def in_host(worker: WorkerView, held: Mapping[str, int]) -> int:
 
 
 def _arrival_s(goal: DecodeCost) -> float:
-    """For comparing decode workers before it is known where their KV comes from."""
+    """Estimated arrival of the KV, to compare decode workers before its source is known."""
     record = goal.worker.record
     held_nbytes = goal.num_held_tokens // record.block_size * record.peer.block_nbytes
     return goal.place_s + goal.decode_s - held_nbytes * UNMEASURED_S_PER_BYTE
@@ -177,7 +179,8 @@ def _arrival_s(goal: DecodeCost) -> float:
 def local_route(
     prompt: Prompt, source: PrefillCost, goal: DecodeCost, pull_s: float = 0.0
 ) -> Candidate:
-    """One engine does both: while it computes what is queued, those who decode end later."""
+    """One engine does both; sequences that decode there end later while it computes queued
+    prompts."""
     own_s = source.own_s + pull_s
     wait_s = source.queue_s + goal.place_s
     late_s = _missed_s(prompt, goal, own_s + wait_s, 0.0)
@@ -207,7 +210,8 @@ def _missed_s(prompt: Prompt, goal: DecodeCost, first_token_s: float, gap_s: flo
 
 
 def _remote(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candidate:
-    """The place is waited for while the prompt is computed and moved."""
+    """Remote prefill: the wait for a place in the decode batch overlaps with prefill and
+    transfer."""
     num_moved = max(0, prompt.num_tokens - goal.num_held_tokens)
     move_s = transfer_s(source.worker, goal.worker, num_moved)
     first_token_s = source.own_s + source.queue_s

@@ -219,9 +219,9 @@ def requests_behind(
 ) -> list[float]:
     """How many later requests a new prompt delays in its pool by its own computing time.
 
-    By worker: a second of a slow GPU is less of what the pool computes than one of a fast GPU. So
-    when many wait, the slow ones take their part, although each prompt takes longer there. Where
-    requests have no TPOT SLO, GPUs count as alike.
+    The number depends on the worker: a second of a slow GPU is a smaller share of the pool's work
+    than a second of a fast GPU. So when many prompts wait, slow GPUs take their share, although
+    each prompt takes longer there. If requests have no TPOT SLO, all GPUs count as equal.
 
     Args:
         num_prompts: that wait on the pool's workers or are computed.

@@ -32,7 +32,8 @@ NUM_STATUSES_UNTIL_SEEN = 2
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """All routable workers, for one decision, which takes no time in which they could change.
+    """All routable workers, for one decision. A decision never awaits, so the view cannot change
+    meanwhile.
 
     Always current: a copy for each decision would cost more than the decision itself in a fleet of
     a thousand workers that all report.

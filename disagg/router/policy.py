@@ -5,9 +5,9 @@ worker can do both. Where requests have a TPOT SLO, only costs decide: equal wor
 work in whatever pools they are. Remote prefill is chosen only if it is predicted to be cheaper than
 prefill on the decode worker, transfer included. Without decode workers, prefill workers decode. A
 worker that prefills for itself may first pull a cached prefix from another worker (a loan), if that
-is cheaper than computing it, and than waiting for the worker that has it. With a TPOT SLO, a worker
-that prefills for another may too: there prompts and streams may be best on different workers, and
-then prefixes are where the streams are.
+is cheaper than computing the prefix and cheaper than waiting for the worker that has it. With a
+TPOT SLO, a worker that prefills for another worker may do so too: prompts and streams may then be
+best on different workers, and the cached prefixes are where the streams are.
 
 Not all pairs are compared: the cost of a pair is its prefill side, its decode side and the
 transfer, so the few cheapest workers of each side are enough. Nor are all workers of a large fleet

@@ -1,9 +1,9 @@
 """Judges a prompt before any model runs: how likely a small model will be unsure of its answer.
 
 A logistic regression on the tokens at the prompt's end, fitted by `disagg cascade calibrate` on
-prompts that the small model has answered. It is a router of the prompt alone, as RouteLLM's are
-(Ong et al., 2024, arXiv:2406.18665), without a model of its own: a request that starts on the
-larger model has then waited for nobody.
+prompts that the small model has answered. It looks at the prompt alone, like RouteLLM's routers
+(Ong et al., 2024, arXiv:2406.18665), but runs no model, so a request that starts on the larger
+model has not waited.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def is_poor(judge: PromptJudge, weights: Mapping[int, float], token_ids: Sequenc
 
 
 def fit(prompts: Sequence[Sequence[int]], unsure: Sequence[bool]) -> PromptJudge:
-    """The judge of least penalised loss. It starts nothing on the larger model yet.
+    """The judge with the least penalised loss. Its threshold does not start any prompt on the
+    larger model yet.
 
     Coordinate descent: each weight in turn takes a Newton step with the largest curvature that the
     logistic loss can have, so the loss falls at every step.

@@ -1,8 +1,8 @@
-"""What a number of workers would have made of the recent load, for sizing pools.
+"""How well a given number of workers would have served the recent load, for sizing pools.
 
-The load of the last minutes is replayed second by second, so bursts count as bursts and not as a
-mean. For steady arrivals a queueing formula adds the effect of chance. Prompts of one second count
-with their mean length. Pure.
+The load of the last minutes is replayed second by second, so bursts are not averaged away. For
+steady arrivals a queueing formula adds the effect of chance. Prompts of one second count with their
+mean length. Pure.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def prefill_ttft_s(
     num_workers: float,
     ttft_slo_s: float = math.inf,
 ) -> float:
-    """The 95 % quantile of seconds to the first token, had `num_workers` served `slices`.
+    """The 95 % quantile of TTFT in seconds if `num_workers` had served `slices`.
 
-    A part of a worker is one that also decodes. Admission refuses requests that would miss
+    A fraction of a worker is a worker that also decodes. Admission refuses requests that would miss
     `ttft_slo_s`, with its usual margin: they count as late, and leave no work behind.
     """
     if num_workers <= 0.0:
@@ -80,7 +80,7 @@ def prefill_ttft_s(
 
 
 def decode_tpot_s(slices: Sequence[Slice], state: PoolState, num_workers: float) -> float:
-    """The 95 % quantile of seconds from token to token, had `num_workers` served `slices`.
+    """The 95 % quantile of TPOT in seconds if `num_workers` had served `slices`.
 
     Little's law, with time to settle: answers of L tokens at a step of s seconds stay for L s, and
     the batch that they make decides how long a step takes. Infinite where they have no room.

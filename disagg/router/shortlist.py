@@ -35,7 +35,8 @@ class Side(NamedTuple):
 
     workers: the workers that the decision compares.
     num_held: leading tokens of the prompt that each of these has cached.
-    held_once: how many leading tokens at least two of the whole pool have cached, and at least one.
+    held_once: how many leading tokens at least two workers of the whole pool have cached, and how
+        many at least one has.
     num_prompts, num_workers: of the whole pool.
     """
 

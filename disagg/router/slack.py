@@ -22,7 +22,8 @@ class AddedStream(NamedTuple):
 
     per_step_s: a step with nothing in it.
     before_s, step_s: a step without prompt tokens, before it and with it.
-    lost_s: how long the worker computes prompts for, without the stream, that it displaces.
+    lost_s: how long the worker, without the stream, would compute the prompts that the stream
+        displaces.
     is_tight: the SLO leaves less room in a step than a full chunk of prompt tokens takes.
     """
 
@@ -37,11 +38,12 @@ class AddedStream(NamedTuple):
 
     @property
     def num_others_missed(self) -> float:
-        """How many running streams miss their TPOT SLO because of the new one.
+        """How many running streams miss their TPOT SLO because of the new stream.
 
-        Where they miss it anyway, one more of them must end before the worker is well again.
-        Meanwhile it serves fewer in time, by the share of its streams that it could. On a GPU too
-        slow for any stream that is none, and so hopeless streams go there first.
+        If they miss it anyway, one more stream must end before the worker meets the SLO again.
+        Until then it serves fewer streams in time, by the share of its streams that could meet the
+        SLO. That share is zero on a GPU that is too slow for any stream, so streams that cannot
+        meet their SLO go there first.
         """
         slo_s = TPOT_SHARE * self.tpot_slo_s
         if self.step_s <= slo_s:

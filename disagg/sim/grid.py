@@ -1,4 +1,4 @@
-"""A grid of simulations: which split of a few workers serves how much within both SLOs, by load.
+"""A grid of simulations: the goodput of each split of a few workers into pools, by load.
 
 A row is one load and one TPOT SLO. Its columns are the splits of the same workers into prefill and
 decode workers, with the current policy, and `collocated`: each worker prefills and decodes its own

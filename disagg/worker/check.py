@@ -80,7 +80,7 @@ def _check_cores(num_ranks: int) -> None:
 
 
 def loading_sentence(engine: EngineConfig, model: ModelDescription, loaded_nbytes: int) -> str:
-    """That quantised weights take more memory than their files; empty if they do not."""
+    """A sentence that quantised weights take more memory than their files; empty if they do not."""
     if not model.is_quantized or loaded_nbytes <= _ABOUT * model.stored_nbytes:
         return ""
     dtype = choose_dtype(engine, model.config, choose_device(engine))
@@ -92,8 +92,8 @@ def loading_sentence(engine: EngineConfig, model: ModelDescription, loaded_nbyte
 
 
 def cpu_steps_sentence(tiers: Iterable[TierConfig]) -> str:
-    """What computes decode steps on a CPU, and for whose workers torch does though steps are
-    compiled. The models are those that `check_tier` accepts."""
+    """A sentence that says whether decode steps on a CPU are compiled, and for which models torch
+    computes them anyway. The models are those that `check_tier` accepts."""
     found = find_step()
     if found.loaded is None:
         return found.sentence

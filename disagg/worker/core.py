@@ -136,8 +136,8 @@ class WorkerCore:
                 log.warning("Cannot pull from %s: %s", peer.worker_id, error.message)
 
     def forget_peers(self, gone: Iterable[str]) -> None:
-        """Drop what is known of workers that have left. One that another ingress still routes to
-        comes back with the next request, as its address does with each."""
+        """Forget workers that have left. If another ingress still routes to one of them, its next
+        request brings the address again."""
         for worker_id in gone:
             self._transfer_times.forget(worker_id)
             self._transport.forget_peer(worker_id)

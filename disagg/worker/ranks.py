@@ -181,7 +181,7 @@ class Ranks:
             threading.Thread(target=wait, args=(rank,), name=name, daemon=True).start()
 
     def diagnose(self, cause: Exception) -> DisaggError:
-        """What requests hear of an exception that broke the engine.
+        """The error that requests get for an exception that broke the engine.
 
         If a rank was killed, their worker is lost, as if its only process had been killed. A rank
         that ends by itself has failed on a step, as an engine does, and so may the next one.
@@ -210,7 +210,7 @@ class Ranks:
 
 
 def _settled(tier: TierConfig) -> TierConfig:
-    """What each node would choose by what it finds there, as this one chooses."""
+    """The settings that each node would choose for itself, resolved on this node."""
     engine, model = tier.engine, describe_model(tier.directory)
     device = choose_device(engine)
     dtype = choose_dtype(engine, model.config, device)

@@ -1,6 +1,6 @@
 """The device and the dtype that an engine computes in, and whether its weights are quantised.
 
-Loads torch only where something of a GPU's driver is here: loading it takes seconds of a start.
+Loads torch only if a GPU driver is installed, because loading it takes seconds of a start.
 """
 
 from __future__ import annotations

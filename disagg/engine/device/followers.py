@@ -1,4 +1,4 @@
-"""The ranks of a worker but the first, as the first one sees them: they do what it does."""
+"""The interface through which the first rank of a worker controls the other ranks."""
 
 from __future__ import annotations
 

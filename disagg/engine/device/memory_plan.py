@@ -1,7 +1,7 @@
 """Plans a GPU's memory before anything is loaded: weights, the largest step, KV.
 
-The step sizes are those that the caller wants of the device's speed, as far as the memory that the
-weights leave has room for them. On a CPU memory does not limit them.
+The caller asks for step sizes that suit the device's speed; they are reduced if the memory next to
+the weights is too small. On a CPU memory does not limit them.
 """
 
 from __future__ import annotations

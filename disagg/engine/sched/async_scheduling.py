@@ -79,7 +79,7 @@ class ProjectedPlan:
 
 
 def all_go_on(plan: StepPlan, reaching: SequenceOf[Sequence]) -> bool:
-    """Whether all sequences of a plan, none of which has ended, decode now and in the next step.
+    """Whether all sequences of a plan decode in this step and in the next. None of them has ended.
 
     Args:
         reaching: as for `ProjectedPlan`.

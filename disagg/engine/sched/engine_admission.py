@@ -38,8 +38,8 @@ class EngineAdmission:
     def enqueue(self, sequence: Sequence, enable_prefix_caching: bool) -> None:
         """Queue a sequence that owns no blocks.
 
-        What the cache has of it is no work: a router that took it for work would send the next turn
-        of a conversation away from the worker that has the others.
+        Its cached tokens do not count as queued work. Otherwise the router would send the next turn
+        of a conversation away from the worker that has cached the earlier turns.
         """
         found = find_prefix(self._pool, sequence) if enable_prefix_caching else []
         self._queues.put(sequence, self._queues.waiting, len(found) * self._pool.block_size)

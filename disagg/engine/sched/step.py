@@ -84,8 +84,8 @@ def are_plain(sampled: SequenceOf[Sampled]) -> TypeGuard[SequenceOf[int]]:
 
 
 def plain_first(sampled: SequenceOf[Sampled], num_decodes: int) -> tuple[list[int], list[int]]:
-    """An order of a step's items in which those of the first `num_decodes` come first that are a
-    token's id and nothing else; and these ids."""
+    """An order of a step's items that puts the plain results (a token id and nothing else) of the
+    first `num_decodes` items first; and these ids."""
     plain = {i: each for i, each in enumerate(sampled[:num_decodes]) if isinstance(each, int)}
     others = [i for i in range(num_decodes) if i not in plain]
     return [*plain, *others, *range(num_decodes, len(sampled))], [*plain.values()]

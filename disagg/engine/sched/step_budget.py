@@ -3,8 +3,8 @@
 A stream's TPOT is a mean, so a stream that was faster than its SLO has time to spare, and one that
 waited for its KV has to catch up. The stream with the least time to spare decides how long a step
 with prompt tokens may last, by the worker's fitted step times. So prompts use the slack of streams,
-and delay no stream that has none. A stream that can no longer meet its SLO counts as one without
-slack or delay: it neither stops prompts nor lets steps grow.
+and delay no stream that has none. A stream that can no longer meet its SLO counts as if it were
+exactly on time: it neither stops prompts nor lets steps grow.
 """
 
 from __future__ import annotations
