@@ -27,6 +27,7 @@ Kind = Literal["nixl", "local"]
 ENGINE = EngineConfig(
     dtype="float32", num_threads=1, num_gpu_blocks_override=96, max_model_len=512, max_num_seqs=8
 )
+LOOK_S = 0.005  # pause between two checks of a worker; without it both threads would be busy
 LONG = "a prompt with so many blocks that it is prefilled elsewhere: " * 4
 
 
@@ -99,6 +100,7 @@ async def until_empty(worker: Worker) -> None:
     async with asyncio.timeout(120):
         while not await worker._ask(is_empty):
             await worker.check()
+            await asyncio.sleep(LOOK_S)
     await worker.check()
 
 

@@ -28,6 +28,7 @@ _MARK = "DISAGG_TEST_MARK"
 
 
 LEFT_TIMEOUT_S = 60.0  # workers of a Ray that was killed end one by one
+SOON_S = 5.0
 MOST_PAUSE_S = 0.25  # between two looks, some of which are at all processes of the machine
 
 
@@ -43,6 +44,14 @@ def until(
         time.sleep(pause_s)
         pause_s = min(1.1 * pause_s, MOST_PAUSE_S)
     return value
+
+
+def soon(condition: Callable[[], Any]) -> bool:
+    """Whether `condition` is true within `SOON_S`."""
+    deadline = time.monotonic() + SOON_S
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(MOST_PAUSE_S)
+    return bool(value)
 
 
 class Command:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -154,6 +155,7 @@ class Rig:
 
         while not await worker._ask(is_empty):
             await worker.check()
+            await asyncio.sleep(0.005)  # otherwise both threads would be busy with this
         await worker.check()
 
 
