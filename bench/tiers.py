@@ -5,7 +5,8 @@
 
 One worker each (its core, engine, real threads for copies; no links), with equal random weights in
 bf16, taking turns: with no tier it computes the prompt again, with host memory or Redis it loads
-what the time model says is worth it; `another worker` has it in its cache and lends it, over NIXL.
+what the time model says is worth it; `another worker` has it in its cache, and it is pulled from
+there over NIXL.
 Before each turn every block of the cache is given to somebody else. `first time`: a prompt that
 nobody knows, computed while its blocks are copied to host memory; beside the same without a tier it
 shows what copying costs.
@@ -44,7 +45,7 @@ from disagg.worker.parts import Parts, new_cold_tier, new_copier, new_transport,
 
 LINK = 1
 HOST_NBYTES = 4 << 30  # more than all prompts take
-BORROWER = "another worker"
+FROM_WORKER = "another worker"
 
 
 class Contender:
@@ -116,13 +117,13 @@ class Contender:
         self._num_requests = 0
         self.num_cached: list[int] = []
 
-    def first_token_s(self, prompt: list[int], lender: Contender | None = None) -> float:
-        """Ask for one token, after borrowing what a lender has. Afterwards nothing is under way."""
+    def first_token_s(self, prompt: list[int], prefix_source: Contender | None = None) -> float:
+        """Ask for one token, after pulling the cached prefix. Afterwards nothing is under way."""
         self._num_requests += 1
         block_size = self.engine.pool.block_size
         request = new_request(self._num_requests, prompt, greedy(1), block_size)
         began_s = time.perf_counter()
-        ticket = None if lender is None else lender.lend(request)
+        ticket = None if prefix_source is None else prefix_source.prefix_ticket(request)
         start = Start(self._num_requests, request, ticket=ticket)
         self.core.start(LINK, start, time.time())
         while not (deltas := self._turn()):
@@ -134,12 +135,12 @@ class Contender:
             time.sleep(IN_FLIGHT_WAIT_S)
         return seconds
 
-    def lend(self, request: GenerateRequest) -> KVTicket:
+    def prefix_ticket(self, request: GenerateRequest) -> KVTicket:
         """What a router asks for before it sends the request to somebody else."""
         self._num_requests += 1
-        loan = RequestState(request).loan(self.engine.pool.block_size)
-        start = Start(self._num_requests, loan, hand_over=True)
-        delta = self.core.lend(LINK, start, time.time())
+        request = RequestState(request).prefix_request(self.engine.pool.block_size)
+        start = Start(self._num_requests, request, hand_over=True)
+        delta = self.core.prefix_ticket(LINK, start, time.time())
         assert delta.ticket is not None, delta.error
         return delta.ticket
 
@@ -184,21 +185,21 @@ def measure(arguments: argparse.Namespace, redis_url: str | None) -> list[dict[s
         "host memory": Contender(shape, device, length, HOST_NBYTES, None),
     }
     known = new_prompt()
-    lender: Contender | None = None
+    prefix_source: Contender | None = None
     if redis_url is not None:
         contenders["Redis"] = Contender(shape, device, length, 0, redis_url)
-        contenders[BORROWER] = Contender(shape, device, length, 0, None, "nixl")
-        lender = Contender(shape, device, length, 0, None, "nixl")
-        lender.first_token_s(known)
-        contenders[BORROWER].core.add_peers([lender.transport.peer])
+        contenders[FROM_WORKER] = Contender(shape, device, length, 0, None, "nixl")
+        prefix_source = Contender(shape, device, length, 0, None, "nixl")
+        prefix_source.first_token_s(known)
+        contenders[FROM_WORKER].core.add_peers([prefix_source.transport.peer])
 
     def ask(contender: Contender) -> float:
-        if contender is not contenders.get(BORROWER):
+        if contender is not contenders.get(FROM_WORKER):
             return contender.first_token_s(known)
-        assert lender is not None
-        seconds = contender.first_token_s(known, lender)
-        while not lender.core.is_idle:  # until it has heard that its blocks were read
-            lender.core.advance(time.time())
+        assert prefix_source is not None
+        seconds = contender.first_token_s(known, prefix_source)
+        while not prefix_source.core.is_idle:  # until it has heard that its blocks were read
+            prefix_source.core.advance(time.time())
         return seconds
 
     for contender in contenders.values():
@@ -238,7 +239,7 @@ def measure(arguments: argparse.Namespace, redis_url: str | None) -> list[dict[s
                 "cached tokens, least": min(cached),
             }
         )
-    for contender in (*contenders.values(), *([lender] if lender else [])):
+    for contender in (*contenders.values(), *([prefix_source] if prefix_source else [])):
         contender.core.close()
     return rows
 

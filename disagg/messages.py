@@ -278,7 +278,8 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     """Run a request on this worker.
 
     hand_over: stop after one token and return a ticket for the KV (prefill). A request without
-        tokens is a loan: nothing is computed; the ticket is for what is cached under its hashes.
+        tokens asks for a cached prefix: nothing is computed; the ticket is for the blocks that are
+        cached under its hashes.
     ticket: another worker has the KV of the first tokens (decode).
     """
 
@@ -288,7 +289,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     ticket: KVTicket | None = None
 
     @property
-    def is_loan(self) -> bool:
+    def is_prefix_request(self) -> bool:
         return self.hand_over and not self.request.token_ids
 
 

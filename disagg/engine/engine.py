@@ -77,7 +77,7 @@ class Engine:
 
     @property
     def is_short(self) -> bool:
-        """A waiting sequence found too few blocks, so loans and old holds should be ended."""
+        """A waiting sequence found too few blocks: holds of prefixes and old holds should end."""
         return self.scheduler.is_short
 
     def step(self) -> list[TokenEvent]:

@@ -318,7 +318,7 @@ class IngressCore:
         for route in (decision.route for decision in routes):
             status = statuses.get(route.decode)
             for each in status.transfers if status is not None else ():
-                if each.source_id in (route.prefill, route.lender):
+                if each.source_id in (route.prefill, route.prefix_source):
                     pair = (each.source_id, route.decode)
                     found[pair] = LastPull(*pair, each.lane, each.latency_s, each.bytes_per_s)
         return tuple(found.values())

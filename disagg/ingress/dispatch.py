@@ -1,7 +1,7 @@
 """Runs a request on the workers, from its prompt to its last token, and reroutes it on failures.
 
 1. Choose a route (`router/policy.py`), after waiting in the admission queue if workers are busy.
-2. Optionally get a ticket for a cached prefix from a worker that lends it.
+2. Optionally get a ticket for a cached prefix from another worker.
 3. Prefill on one worker. It answers with the first token and a ticket for the KV.
 4. Decode on another worker, which pulls the KV that the ticket names. Or do both on one worker.
 
@@ -42,7 +42,7 @@ from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
 from disagg.router.worker_view import RequestLoad
 
-LOAN_PATIENCE_S = 1.0  # how long to wait for a lender's ticket; then the prefix is computed
+PREFIX_PULL_PATIENCE_S = 1.0  # how long to wait for such a ticket; then the prefix is computed
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class Dispatcher:
             answer. A new request that finds no worker is refused at once.
         ttft_slo_s: by model; a request whose first token would come later is refused
             (`admission.in_time`).
-        metrics: counts reroutes, loans, places of prefill and time by stage.
+        metrics: counts reroutes, prefix pulls, places of prefill and time by stage.
         admission_queue: decides which requests wait; None: every request goes to a worker at once.
         wakes: models that may be scaled to zero: their requests wait for a worker until their
             deadline, because the request itself makes the autoscaler start one.
@@ -138,8 +138,8 @@ class Dispatcher:
                     await self._choose(state)
                     if is_new:
                         self._metrics.staged(state.model, "queue", self._now() - began_s)
-                if state.lender is not None:
-                    await self._borrow(state, state.lender)
+                if state.prefix_source is not None:
+                    await self._pull_prefix(state, state.prefix_source)
                 try:
                     async with aclosing(self._visit(state, direct)) as deltas:
                         async for delta in deltas:
@@ -207,24 +207,26 @@ class Dispatcher:
             next_id = state.visits[0].reservation.worker_id
             self._workers.prefetch(next_id, state.prefetch(ticket))
 
-    async def _borrow(self, state: RequestState, lender: str) -> None:
-        """Get a ticket for the prefix that the lender has cached. On any failure the prefix is
+    async def _pull_prefix(self, state: RequestState, prefix_source: str) -> None:
+        """Get a ticket for the prefix that `prefix_source` has cached. On any failure the prefix is
         computed instead."""
-        state.lender = None
+        state.prefix_source = None
         block_size = self._block_size(state)
         if block_size is None:
             return
-        self._workers.introduce(state.visits[0].reservation.worker_id, lender)
-        loan, began_s = state.loan(block_size), self._now()
-        timeout_s = min(state.deadline_unix_s - began_s, LOAN_PATIENCE_S)
-        with suppress(DisaggError):  # also if the lender is gone, which ends the stream at once
-            stream = self._workers.stream(lender, loan, timeout_s=timeout_s, hand_over=True)
+        self._workers.introduce(state.visits[0].reservation.worker_id, prefix_source)
+        request, began_s = state.prefix_request(block_size), self._now()
+        timeout_s = min(state.deadline_unix_s - began_s, PREFIX_PULL_PATIENCE_S)
+        with suppress(DisaggError):  # also if that worker is gone, which ends the stream at once
+            stream = self._workers.stream(
+                prefix_source, request, timeout_s=timeout_s, hand_over=True
+            )
             async with aclosing(stream):
                 async for delta in stream:
                     state.ticket = delta.ticket  # None beside an error
                     break
-        self._metrics.borrowed(state.model, state.ticket is not None)
-        self._metrics.staged(state.model, "prefix_loan", self._now() - began_s)
+        self._metrics.prefix_pull(state.model, state.ticket is not None)
+        self._metrics.staged(state.model, "prefix_pull", self._now() - began_s)
 
     def _learn_delay(self, state: RequestState, since: float, way: Candidate) -> None:
         """Compare the first token's time with the prediction, if the request waited in a queue:
@@ -327,7 +329,7 @@ class Dispatcher:
         decision = Decision(now, route, state.num_tokens, state.because, state.tenant, queued)
         earlier = self.decision(state.request_id)[-self._max_moves :]  # clients may repeat an id
         self._decisions.put(state.request_id, (*earlier, decision))
-        state.lender = route.lender
+        state.prefix_source = route.prefix_source
         if state.ticket is None:  # otherwise the prompt is already computed
             self._metrics.routed(
                 state.model,
@@ -363,8 +365,8 @@ class Dispatcher:
         told = view, self._fleet.index, now, self._rng, state.excluded
         ticket = state.ticket
         if ticket is not None:
-            is_loan = ticket.num_tokens < state.num_tokens - 1  # otherwise of a finished prefill
-            if not is_loan and _is_alive(ticket, view):
+            is_prefix = ticket.num_tokens < state.num_tokens - 1  # otherwise of a finished prefill
+            if not is_prefix and _is_alive(ticket, view):
                 route = choose_decode(request, ticket.source_id, ticket.num_tokens, *told)
                 if route.decode != ticket.source_id:  # otherwise its cache already has the prompt
                     return route

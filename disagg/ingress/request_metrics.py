@@ -1,4 +1,4 @@
-"""Prometheus counters of routing: reroutes, loans, places of prefill, time by stage."""
+"""Prometheus counters of routing: reroutes, prefix pulls, places of prefill, time by stage."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class RequestMetrics:
             " transfer failed. One request may move several times",
             "model_name",
         )
-        self._loans = counter(
-            "prefix_loans",
+        self._prefix_pulls = counter(
+            "prefix_pulls",
             "Cached prefixes that a worker should pull from another one instead of computing them."
-            " lent: the other worker issued a ticket; refused: it issued none in time",
+            " granted: the other worker issued a ticket; refused: it issued none in time",
             "model_name",
             "outcome",
         )
@@ -54,9 +54,9 @@ class RequestMetrics:
         """A request is routed again."""
         self._moves.labels(model).inc()
 
-    def borrowed(self, model: str, is_lent: bool) -> None:
-        """A lender was asked for a prefix."""
-        self._loans.labels(model, "lent" if is_lent else "refused").inc()
+    def prefix_pull(self, model: str, is_granted: bool) -> None:
+        """Another worker was asked for a cached prefix."""
+        self._prefix_pulls.labels(model, "granted" if is_granted else "refused").inc()
 
     def routed(
         self, model: str, place: Literal["local", "remote"], reason: Cause | Literal["moved"]

@@ -38,7 +38,7 @@ class RequestState:
     def __init__(self, request: GenerateRequest) -> None:
         self.visits: deque[Visit] = deque()  # what is left of the route
         self.ticket: KVTicket | None = None  # KV that waits for the next worker
-        self.lender: str | None = None  # the worker to borrow a cached prefix from, first
+        self.prefix_source: str | None = None  # the worker to pull a cached prefix from first
         self.excluded: set[str] = set()  # workers that failed this request
         self.num_moves = 0
         self.because = ""
@@ -92,8 +92,8 @@ class RequestState:
             self._generated = []
         return self._request
 
-    def loan(self, block_size: int) -> GenerateRequest:
-        """The request for a lender: no tokens, and block hashes up to the last token's block."""
+    def prefix_request(self, block_size: int) -> GenerateRequest:
+        """The request for a ticket of a cached prefix: no tokens, and hashes of the full blocks."""
         request = self.request(block_size)
         num_blocks = (len(request.token_ids) - 1) // block_size
         return msgspec.structs.replace(

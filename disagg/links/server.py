@@ -319,7 +319,7 @@ class _IngressLink(Connection):
             if message.stream_id <= self._last_stream_id:
                 raise BadFrame(f"stream {message.stream_id} came after {self._last_stream_id}")
             self._last_stream_id = message.stream_id
-            if not message.is_loan:  # which no step computes
+            if not message.is_prefix_request:  # which no step computes
                 self.reports.request_arrived()
         self._server.receive(self.link_id, message)
 

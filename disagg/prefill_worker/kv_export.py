@@ -1,4 +1,4 @@
-"""KV export: tickets for the KV of finished prefills and for cached prefixes (loans).
+"""KV export: tickets for the KV of finished prefills and for cached prefixes.
 
 Holds the blocks of a ticket until the reader has pulled them, or the hold ends. Blocks to which a
 running step still writes are freed after that step (`Engine.release`). Knows nothing of links or
@@ -40,12 +40,12 @@ class KVExport:
         self._peer = peer
         self._generations = generations
         self._holds = Holds()
-        self._loans = Holds()
+        self._prefix_holds = Holds()
         self.counts = HoldCounts()
 
     @property
     def num_holds(self) -> int:
-        return self._holds.num_holds + self._loans.num_holds
+        return self._holds.num_holds + self._prefix_holds.num_holds
 
     def leave(self, sequence: EngineSequence, now: float) -> KVTicket:
         """Take over the blocks of a sequence that is handed over, and issue a ticket for them.
@@ -78,7 +78,7 @@ class KVExport:
             block_ids=sequence.block_ids[:num_full],
         )
 
-    def lend(self, name: str, request: GenerateRequest, now: float) -> KVTicket:
+    def prefix_ticket(self, name: str, request: GenerateRequest, now: float) -> KVTicket:
         """A ticket for the prefix that is cached under the request's block hashes.
 
         The blocks stay cached, but are evicted first from now on: otherwise both caches would spend
@@ -93,10 +93,10 @@ class KVExport:
         pool = self._engine.pool
         found = pool.match(request.block_hashes)
         if not found:
-            raise Unavailable("The prefix that was to be lent is not cached any more.")
+            raise Unavailable("The prefix is not cached any more.")
         pool.acquire(found)
         num_tokens = len(found) * pool.block_size
-        return self._hold(self._loans, name, found, num_tokens, now, request.deadline_unix_s)
+        return self._hold(self._prefix_holds, name, found, num_tokens, now, request.deadline_unix_s)
 
     def _hold(
         self,
@@ -125,17 +125,19 @@ class KVExport:
 
     def release(self, ticket_id: str) -> None:
         """End the hold of a ticket: the reader has the blocks, or does not need them."""
-        (self._loans if self._loans.has(ticket_id) else self._holds).release(ticket_id)
+        (self._prefix_holds if self._prefix_holds.has(ticket_id) else self._holds).release(
+            ticket_id
+        )
         self._count()
 
     def hurry(self, is_lost: Callable[[str], bool], now: float) -> None:
         """Shorten the holds of these tickets, by id: the ingress that had them may be dead."""
-        for holds in (self._holds, self._loans):
+        for holds in (self._holds, self._prefix_holds):
             holds.expire_by(is_lost, now + LOST_TTL_S)
 
     def advance(self, now: float) -> bool:
         """Free the blocks of holds that have ended. False: there were none."""
-        ended, passed_on = self._holds.collect(now), self._loans.collect(now)
+        ended, passed_on = self._holds.collect(now), self._prefix_holds.collect(now)
         for block_ids in ended:
             self._engine.release(block_ids)
         for block_ids in passed_on:
@@ -147,20 +149,20 @@ class KVExport:
 
     def break_oldest(self) -> None:
         """Free the blocks of the oldest hold, because no sequence here can continue otherwise."""
-        broken = self._loans.break_oldest() or self._holds.break_oldest()
+        broken = self._prefix_holds.break_oldest() or self._holds.break_oldest()
         if broken is not None:
             self._engine.release(broken)
             self._count()
 
     def holders(self) -> Iterable[Sequence[int]]:
         """Blocks held for readers, for `Engine.check`."""
-        return [*self._holds.holders(), *self._loans.holders()]
+        return [*self._holds.holders(), *self._prefix_holds.holders()]
 
     def _count(self) -> None:
-        holds, loans = self._holds, self._loans
+        holds, prefix_holds = self._holds, self._prefix_holds
         self.counts = HoldCounts(
-            holds.num_released + loans.num_released,
-            holds.num_expired + loans.num_expired,
-            holds.num_broken + loans.num_broken,
-            holds.num_unknown + loans.num_unknown,
+            holds.num_released + prefix_holds.num_released,
+            holds.num_expired + prefix_holds.num_expired,
+            holds.num_broken + prefix_holds.num_broken,
+            holds.num_unknown + prefix_holds.num_unknown,
         )

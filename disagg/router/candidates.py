@@ -2,7 +2,7 @@
 
 A route is local (one worker computes the prompt and decodes) or remote (KV moves from the worker
 that computes the prompt to the one that decodes). The worker that computes the prompt may first
-borrow its cached prefix.
+pull its cached prefix.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from disagg.router.costs import (
     PrefillCost,
     prefill_cost,
     transfer_s,
-    with_loan,
+    with_prefix_pull,
 )
 from disagg.router.route import Candidate
 from disagg.router.worker_view import WorkerView, host_id
 
 NUM_PER_SIDE = 4  # cheapest prefill and decode workers of which all pairs are compared
-NUM_BORROWERS = 2  # cheapest workers for which a loan is considered
+NUM_PREFIX_PULLERS = 2  # cheapest workers for which a prefix pull is considered
 # Steps from the pull to the first decode step: the rest of a running step, and one during the pull.
 NUM_STEPS_JOINING = 1.5
 
@@ -46,13 +46,13 @@ class Slos(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """The prompt as costs see it. held: leading cached tokens by worker; num_lent: those of
-    `lender`."""
+    """The prompt as costs see it. held: leading cached tokens by worker; num_at_source: those of
+    `prefix_source`."""
 
     num_tokens: int
     held: Mapping[str, int]
-    lender: WorkerView | None
-    num_lent: int
+    prefix_source: WorkerView | None
+    num_at_source: int
     now: float
     slos: Slos
 
@@ -90,60 +90,64 @@ def local_routes(
     goals: Sequence[DecodeCost], prompt: Prompt, pool: ComputingPool, costs: Sequence[PrefillCost]
 ) -> list[Candidate]:
     ways = [local_route(prompt, cost, goal) for cost, goal in zip(costs, goals, strict=True)]
-    if prompt.lender is None:
+    if prompt.prefix_source is None:
         return ways
     for number in _wanting(costs, prompt, lambda n: ways[n].total_s):
-        lent = _borrowing(number, prompt.lender, prompt, pool, costs)
-        if lent.total_s < costs[number].total_s:
-            ways.append(local_route(prompt, lent, goals[number]))
+        pulling = _with_prefix_pull(number, prompt.prefix_source, prompt, pool, costs)
+        if pulling.total_s < costs[number].total_s:
+            ways.append(local_route(prompt, pulling, goals[number]))
     return ways
 
 
-def borrowing_costs(
+def prefix_pull_costs(
     prompt: Prompt, pool: ComputingPool, costs: Sequence[PrefillCost]
 ) -> list[PrefillCost]:
-    """The costs, with a loan, of the workers that would then compute the rest of the prompt
+    """The costs, with a prefix pull, of the workers that would then compute the rest of the prompt
     soonest.
 
-    `costs`: of the same workers without a loan.
+    `costs`: of the same workers without a prefix pull.
     """
-    if prompt.lender is None:
+    if prompt.prefix_source is None:
         return []
 
     def about_s(number: int) -> float:
         cost = costs[number]
-        share = (prompt.num_tokens - prompt.num_lent) / (prompt.num_tokens - cost.num_cached_tokens)
+        share = (prompt.num_tokens - prompt.num_at_source) / (
+            prompt.num_tokens - cost.num_cached_tokens
+        )
         return cost.queue_s + cost.own_s * share
 
     numbers = _wanting(costs, prompt, about_s)
-    found = [_borrowing(number, prompt.lender, prompt, pool, costs) for number in numbers]
+    found = [
+        _with_prefix_pull(number, prompt.prefix_source, prompt, pool, costs) for number in numbers
+    ]
     return [
-        lent
-        for lent, number in zip(found, numbers, strict=True)
-        if lent.total_s < costs[number].total_s
+        pulling
+        for pulling, number in zip(found, numbers, strict=True)
+        if pulling.total_s < costs[number].total_s
     ]
 
 
 def _wanting(
     costs: Sequence[PrefillCost], prompt: Prompt, by_s: Callable[[int], float]
 ) -> list[int]:
-    """The numbers of those workers for which a loan is considered."""
-    found = [n for n, cost in enumerate(costs) if cost.num_cached_tokens < prompt.num_lent]
-    return sorted(found, key=by_s)[:NUM_BORROWERS]
+    """The numbers of those workers for which a prefix pull is considered."""
+    found = [n for n, cost in enumerate(costs) if cost.num_cached_tokens < prompt.num_at_source]
+    return sorted(found, key=by_s)[:NUM_PREFIX_PULLERS]
 
 
-def _borrowing(
+def _with_prefix_pull(
     number: int,
-    lender: WorkerView,
+    prefix_source: WorkerView,
     prompt: Prompt,
     pool: ComputingPool,
     costs: Sequence[PrefillCost],
 ) -> PrefillCost:
-    return with_loan(
+    return with_prefix_pull(
         costs[number],
-        lender,
+        prefix_source,
         prompt.num_tokens,
-        prompt.num_lent,
+        prompt.num_at_source,
         pool.num_behind[number],
         pool.spares_decodes,
         prompt.now,
@@ -192,7 +196,7 @@ def local_route(
         own_s + wait_s,
         own_s + wait_s + source.harm_s + goal.decode_s + late_s,
         source.num_cached_tokens,
-        source.lender,
+        source.prefix_source,
     )
 
 
@@ -226,5 +230,5 @@ def _remote(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candidate:
         first_token_s,
         max(first_token_s + move_s, goal.place_s) + source.harm_s + goal.decode_s + late_s,
         source.num_cached_tokens,
-        source.lender,
+        source.prefix_source,
     )

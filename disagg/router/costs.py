@@ -4,7 +4,7 @@
                            tokens (own_s, queue_s); plus the delay of sequences that decode there
                            and of requests behind it, and the cache space taken by another copy of
                            a prefix (harm_s)
-    a loan                 the rest of the lender's running step, and the transfer of the prefix
+    a prefix pull          the rest of the other worker's running step, and the transfer
     transfer               latency, and the bytes that the decode worker does not have yet
     decode on a worker     the wait for a place in the batch and for KV blocks; the steps of its
                            own answer; and the extra time of every step for the other sequences
@@ -62,7 +62,7 @@ class PrefillCost(msgspec.Struct, frozen=True, gc=False):
     queue_s: float  # until the queued prompts are computed
     harm_s: float  # delay of others: decoding sequences, requests behind it, evicted prefixes
     total_s: float  # the sum
-    lender: str | None = None  # the worker to pull the cached tokens from first
+    prefix_source: str | None = None  # the worker to pull the cached tokens from first
 
     @property
     def first_token_s(self) -> float:
@@ -155,32 +155,32 @@ def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, f
     return backlog.under_way_s + backlog.later_s + backlog.num_later * step_s, token_s
 
 
-def with_loan(
+def with_prefix_pull(
     cost: PrefillCost,
-    lender: WorkerView,
+    prefix_source: WorkerView,
     num_tokens: int,
-    num_lent_tokens: int,
+    num_source_tokens: int,
     num_behind: float = 0.0,
     spares_decodes: bool = True,
     now: float = 0.0,
 ) -> PrefillCost:
-    """`cost` changed for the case that its worker first pulls a cached prefix from `lender`.
+    """`cost` changed for the case that its worker first pulls a cached prefix from another worker.
 
     The pull overlaps with the wait in the queue. The second copy takes cache space for a short time
-    only, because the lender evicts first what it has lent.
+    only, because `prefix_source` then evicts its copy first.
 
     Args:
-        cost: of the same worker without a loan.
-        num_lent_tokens: leading tokens that the lender has cached.
+        cost: of the same worker without a prefix pull.
+        num_source_tokens: leading tokens that `prefix_source` has cached.
 
     The other arguments are those of `prefill_cost`.
     """
     worker = cost.worker
     rest = prefill_cost(
-        worker, num_tokens, num_lent_tokens, num_behind, spares_decodes=spares_decodes, now=now
+        worker, num_tokens, num_source_tokens, num_behind, spares_decodes=spares_decodes, now=now
     )
-    num_pulled = num_lent_tokens - cost.num_cached_tokens
-    pull_s = _rest_s(lender, now) + transfer_s(lender, worker, num_pulled)
+    num_pulled = num_source_tokens - cost.num_cached_tokens
+    pull_s = _rest_s(prefix_source, now) + transfer_s(prefix_source, worker, num_pulled)
     own_s = rest.own_s + max(0.0, pull_s - rest.queue_s)
     total_s = own_s + rest.queue_s + rest.harm_s
     return PrefillCost(
@@ -190,7 +190,7 @@ def with_loan(
         rest.queue_s,
         rest.harm_s,
         total_s,
-        lender.worker_id,
+        prefix_source.worker_id,
     )
 
 

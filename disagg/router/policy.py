@@ -4,7 +4,7 @@ Roles are preferences: prefill workers are preferred for prefill, decode workers
 worker can do both. Where requests have a TPOT SLO, only costs decide: equal workers get the same
 work in whatever pools they are. Remote prefill is chosen only if it is predicted to be cheaper than
 prefill on the decode worker, transfer included. Without decode workers, prefill workers decode. A
-worker that prefills for itself may first pull a cached prefix from another worker (a loan), if that
+worker that prefills for itself may first pull a cached prefix from another worker, if that
 is cheaper than computing the prefix and cheaper than waiting for the worker that has it. With a
 TPOT SLO, a worker that prefills for another worker may do so too: prompts and streams may then be
 best on different workers, and the cached prefixes are where the streams are.
@@ -28,11 +28,11 @@ from disagg.router.candidates import (
     ComputingPool,
     Prompt,
     Slos,
-    borrowing_costs,
     in_host,
     local_route,
     local_routes,
     prefill_costs,
+    prefix_pull_costs,
     remote_routes,
 )
 from disagg.router.costs import decode_cost, prefill_cost, requests_behind, transfer_s
@@ -107,8 +107,8 @@ def _candidates(
     usual = fleet.answers.usual(request.model)
     num_output = expected_output(request, usual)
     slos = _slos(request, decodes.workers[0].tpot_slo_s, num_output)
-    lender = _lender(holder, held, num_tokens)
-    prompt = Prompt(num_tokens, held, *lender, now, slos)
+    prefix_source = _prefix_source(holder, held, num_tokens)
+    prompt = Prompt(num_tokens, held, *prefix_source, now, slos)
     goals = [
         decode_cost(worker, num_tokens, num_held, num_output, usual)
         for worker, num_held in zip(decodes.workers, decodes.num_held, strict=True)
@@ -139,7 +139,7 @@ def _candidates(
         )
         costs = prefill_costs(pool, prompt)
     else:
-        costs += borrowing_costs(prompt, pool, costs)
+        costs += prefix_pull_costs(prompt, pool, costs)
     return candidates + remote_routes(goals, prompt, costs)
 
 
@@ -191,7 +191,7 @@ def _slos(request: GenerateRequest, usual_tpot_slo_s: float, num_output_tokens: 
     return Slos(ttft_slo_s, has_tpot_slo, first_s + num_output_tokens * each_s)
 
 
-def _lender(
+def _prefix_source(
     holder: WorkerView | None, held: Mapping[str, int], num_tokens: int
 ) -> tuple[WorkerView | None, int]:
     """Who has the longest cached prefix, and its usable length: the last token is always computed,
@@ -200,8 +200,8 @@ def _lender(
         return None, 0
     block_size = holder.record.block_size
     most = (num_tokens - 1) // block_size * block_size
-    num_lent = min(held[holder.worker_id], most)
-    return (holder, num_lent) if num_lent else (None, 0)
+    num_at_source = min(held[holder.worker_id], most)
+    return (holder, num_at_source) if num_at_source else (None, 0)
 
 
 def expected_output(request: GenerateRequest, usual: float) -> int:
@@ -226,7 +226,7 @@ def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
         chosen.num_cached_tokens,
         tuple(best),
         _reason(chosen, candidates),
-        chosen.lender,
+        chosen.prefix_source,
         _cause(chosen, candidates),
     )
 

@@ -30,7 +30,7 @@ class Candidate(msgspec.Struct, frozen=True):
     first_token_s: float  # predicted TTFT: own_s and wait_s, as far as they precede the first token
     total_s: float  # the cost: with transfer, decode, and the delay of other requests
     num_cached_tokens: int
-    lender: str | None = None  # the worker to pull the cached tokens from first
+    prefix_source: str | None = None  # the worker to pull the cached tokens from first
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -42,13 +42,13 @@ class Route(msgspec.Struct, frozen=True):
     num_cached_tokens: int  # predicted
     candidates: tuple[Candidate, ...]  # cheapest first; includes the chosen one and both kinds
     reason: str
-    lender: str | None = None
+    prefix_source: str | None = None
     cause: Cause = "other_unavailable"
 
     @property
     def chosen(self) -> Candidate:
-        way = (self.prefill, self.decode, self.lender)
-        return next(c for c in self.candidates if (c.prefill, c.decode, c.lender) == way)
+        way = (self.prefill, self.decode, self.prefix_source)
+        return next(c for c in self.candidates if (c.prefill, c.decode, c.prefix_source) == way)
 
     def instead(self, candidate: Candidate, reason: str) -> Route:
         """The same decision with another outcome."""
@@ -59,7 +59,7 @@ class Route(msgspec.Struct, frozen=True):
             candidate.num_cached_tokens,
             self.candidates,
             reason,
-            candidate.lender,
+            candidate.prefix_source,
             "queue",
         )
 
@@ -68,7 +68,7 @@ def describe(route: Route, because: str, span: telemetry.Span) -> None:
     """The decision with its candidates, as attributes of its span."""
     span.set("disagg.route.prefill", route.prefill or "")
     span.set("disagg.route.decode", route.decode)
-    span.set("disagg.route.lender", route.lender or "")
+    span.set("disagg.route.prefix_source", route.prefix_source or "")
     span.set("disagg.route.predicted_s", route.predicted_s)
     span.set("disagg.route.num_cached_tokens", route.num_cached_tokens)
     span.set("disagg.route.reason", route.reason)

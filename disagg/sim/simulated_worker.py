@@ -147,7 +147,7 @@ class SimulatedWorker:
         name = sequence_id(LINK, stream_id)
         stream = self._streams[name] = _Stream(request.token_ids[0] if request.token_ids else 0)
         start = Start(stream_id, request, hand_over, ticket)
-        enter = self._lend if start.is_loan else self._start
+        enter = self._prefix_ticket if start.is_prefix_request else self._start
         self._post(lambda now: enter(start, now))
         try:
             while True:
@@ -163,8 +163,8 @@ class SimulatedWorker:
         self._core.start(LINK, start, now)
         self._has_arrivals = True
 
-    def _lend(self, start: Start, now: float) -> None:
-        self._hand_over(self._core.lend(LINK, start, now), now)
+    def _prefix_ticket(self, start: Start, now: float) -> None:
+        self._hand_over(self._core.prefix_ticket(LINK, start, now), now)
 
     def release(self, ticket_id: str) -> None:
         """Free the blocks of a ticket of this worker: it will not be used."""

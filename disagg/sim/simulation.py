@@ -132,7 +132,7 @@ class _Ingress:
         worker = self._workers.get(worker_id)
         if worker is None:
             raise WorkerLost(f"Worker {worker_id} is gone.")
-        if request.token_ids:  # a loan has none, and no step computes it
+        if request.token_ids:  # a request for a prefix has none, and no step computes it
             self.reports.request_arrived(worker_id)
         return worker.stream(request, hand_over, ticket)
 

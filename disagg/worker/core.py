@@ -86,13 +86,13 @@ class WorkerCore:
             traceparent = start.request.traceparent
             self._kv_import.admit(sequence, start.ticket, now, traceparent)
 
-    def lend(self, link_id: LinkId, start: Start, now: float) -> TokenDelta:
-        """Answer a loan request: one delta, with a ticket for the cached prefix or an error."""
+    def prefix_ticket(self, link_id: LinkId, start: Start, now: float) -> TokenDelta:
+        """Answer a request for a cached prefix: one delta, with a ticket or an error."""
         try:
             if not self.accepting:
                 raise refusal()
             name = sequence_id(link_id, start.stream_id)
-            ticket = self._kv_export.lend(name, start.request, now)
+            ticket = self._kv_export.prefix_ticket(name, start.request, now)
         except DisaggError as error:
             return TokenDelta(start.stream_id, (), error=WireError.of(error))
         return TokenDelta(start.stream_id, (), ticket=ticket)

@@ -66,7 +66,7 @@ class Streams:
         sequence = Sequence(start.request, hand_over=start.hand_over)
         sequence.request_id = sequence_id(link_id, start.stream_id)
         num_elsewhere = 0 if start.ticket is None else start.ticket.num_tokens
-        is_prefill = num_elsewhere < len(sequence.tokens) - 1  # a loan covers only a prefix
+        is_prefill = num_elsewhere < len(sequence.tokens) - 1  # a pulled prefix is shorter
         phases = Phases(start.request, now, is_prefill=is_prefill)
         num_tokens = len(sequence.tokens) + len(start.request.draft_token_ids)
         grammar = sequence.sampling.grammar

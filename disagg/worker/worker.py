@@ -238,8 +238,8 @@ class Worker:
     def _receive(self, link_id: LinkId, message: Received) -> None:
         core, post = self._core, self._thread.post
         match message:
-            case Start() if message.is_loan:
-                post(lambda: self._lend(link_id, message))
+            case Start() if message.is_prefix_request:
+                post(lambda: self._prefix_ticket(link_id, message))
             case Start():
                 post(lambda: self._start(link_id, message))
             case Prefetch():
@@ -277,9 +277,9 @@ class Worker:
         self._has_arrivals = False
         return is_busy
 
-    def _lend(self, link_id: LinkId, start: Start) -> None:
-        # A loan request should not wait until a step is computed.
-        delta = self._core.lend(link_id, start, self._clock())
+    def _prefix_ticket(self, link_id: LinkId, start: Start) -> None:
+        # A request for a cached prefix should not wait until a step is computed.
+        delta = self._core.prefix_ticket(link_id, start, self._clock())
         self._loop.call_soon_threadsafe(self._server.answer, link_id, delta)
 
     def _snapshot(self, link_id: LinkId) -> None:

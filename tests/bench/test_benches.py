@@ -117,8 +117,8 @@ def test_named_benches_run_one_after_another() -> None:
     for row in scaled:
         assert row["in time %"] > 0 < row["worker hours"] and row["cost, of it"] > 0
     assert [row["same tokens"] for row in results["hand_over"]["rows"]] == ["1/1"]
-    lent = {row["KV from"]: row["cached tokens, least"] for row in results["tiers"]["rows"]}
-    assert lent["another worker"] == 64, "all blocks of 80 tokens but the last"
+    cached = {row["KV from"]: row["cached tokens, least"] for row in results["tiers"]["rows"]}
+    assert cached["another worker"] == 64, "all blocks of 80 tokens but the last"
     beside = results["peers"]
     ours_and_transformers = {"disagg", "disagg auto", "generate", "continuous"}
     assert {row["engine"] for row in beside["engines"]} == ours_and_transformers

@@ -59,7 +59,7 @@ class FakeEngine:
     def _delta(self, start: Start, position: int) -> TokenDelta:
         request = start.request
         worker_id = self.worker.record.worker_id
-        if start.is_loan:
+        if start.is_prefix_request:
             num_tokens = 16 * len(request.block_hashes)
             ticket = KVTicket(request.request_id, worker_id, 1, "toy/bs16", num_tokens, (0,), (1,))
             return TokenDelta(start.stream_id, (), ticket=ticket)

@@ -158,7 +158,7 @@ async def test_an_ingress_with_many_workers_hears_less_often_of_cache_and_load()
 
 
 async def test_an_answer_without_a_step_is_none_of_the_reports_after_a_request() -> None:
-    """Else a loan would bring the router's count of reports to an end before the request is in."""
+    """Else a request for a prefix would end the router's count of reports too early."""
     async with fake_worker(heartbeat_s=60) as worker, RawIngress(worker) as ingress:
         await ingress.greet()
         await ingress.read()

@@ -132,9 +132,9 @@ def test_the_oldest_hold_is_broken_first_and_its_stamps_tell() -> None:
     assert door.kv_export.num_holds == 0
 
 
-def loan_of(names: Iterable[BlockHash], deadline_unix_s: float = 1e9) -> GenerateRequest:
+def prefix_request_of(names: Iterable[BlockHash], deadline_unix_s: float = 1e9) -> GenerateRequest:
     return GenerateRequest(
-        request_id="loan",
+        request_id="prefix",
         model="fake",
         token_ids=(),
         num_prompt_tokens=100,
@@ -153,10 +153,10 @@ def computed(door: Door, num_tokens: int, first: int) -> list[BlockHash]:
     return sequence.block_hashes[: num_tokens // BLOCK_SIZE]
 
 
-def test_a_loan_is_of_the_leading_blocks_that_are_cached() -> None:
+def test_a_prefix_ticket_has_the_leading_blocks_that_are_cached() -> None:
     door = Door()
     names = computed(door, 13, first=4)
-    ticket = door.kv_export.lend("1/7", loan_of((*names, b"x" * 16)), 0.0)
+    ticket = door.kv_export.prefix_ticket("1/7", prefix_request_of((*names, b"x" * 16)), 0.0)
     door.check()
     assert (ticket.ticket_id, ticket.num_tokens) == ("1/7", 12)
     assert list(ticket.block_ids) == door.engine.pool.match(names)
@@ -169,35 +169,35 @@ def test_a_loan_is_of_the_leading_blocks_that_are_cached() -> None:
     assert len(door.engine.pool.match(names)) == 3, "others may still find it"
 
 
-def test_what_is_not_cached_is_not_lent() -> None:
+def test_a_prefix_that_is_not_cached_gets_no_ticket() -> None:
     door = Door()
     with pytest.raises(Unavailable, match="not cached any more"):
-        door.kv_export.lend("1/7", loan_of([b"x" * 16]), 0.0)
+        door.kv_export.prefix_ticket("1/7", prefix_request_of([b"x" * 16]), 0.0)
     assert door.kv_export.num_holds == 0
 
 
-def test_what_was_lent_is_given_up_first_and_its_end_before_its_beginning() -> None:
+def test_pulled_prefixes_are_evicted_first_from_their_end() -> None:
     door = Door(num_blocks=8)
-    other, lent = computed(door, 12, first=50), computed(door, 12, first=4)
-    door.kv_export.lend("1/7", loan_of(lent), 0.0)
+    other, cached = computed(door, 12, first=50), computed(door, 12, first=4)
+    door.kv_export.prefix_ticket("1/7", prefix_request_of(cached), 0.0)
     door.kv_export.release("1/7")
     door.kv_export.advance(0.0)
-    assert door.engine.pool.allocate(4) is not None  # two free ones, and two of the loan
-    assert len(door.engine.pool.match(lent)) == 1
+    assert door.engine.pool.allocate(4) is not None  # two free ones, and two of the prefix
+    assert len(door.engine.pool.match(cached)) == 1
     assert len(door.engine.pool.match(other)) == 3
 
 
-def test_a_loan_ends_by_itself_and_is_broken_before_a_hand_over() -> None:
+def test_a_hold_of_a_prefix_expires_and_is_broken_before_a_hand_over() -> None:
     door = Door()
     ticket, names = door.leave(9, first=50), computed(door, 12, first=4)
-    door.kv_export.lend("1/7", loan_of(names), 0.0)
+    door.kv_export.prefix_ticket("1/7", prefix_request_of(names), 0.0)
     door.kv_export.break_oldest()
     door.check()
     assert door.num_held == len(ticket.block_ids)
-    door.kv_export.lend("1/8", loan_of(names, deadline_unix_s=5.0), 0.0)
+    door.kv_export.prefix_ticket("1/8", prefix_request_of(names, deadline_unix_s=5.0), 0.0)
     door.kv_export.advance(5.0)
     assert door.kv_export.num_holds == 1, "its reader comes no later than its deadline"
-    door.kv_export.lend("1/9", loan_of(names), 6.0)
+    door.kv_export.prefix_ticket("1/9", prefix_request_of(names), 6.0)
     door.kv_export.hurry(lambda ticket_id: ticket_id == "1/9", 6.0)
     door.kv_export.advance(6.0 + LOST_TTL_S)
     door.check()

@@ -106,7 +106,8 @@ class ScriptedWorkers:
     async def _play(self, call: Call, script: Script) -> AsyncGenerator[TokenDelta, None]:
         request = call.request
         if call.hand_over and not request.token_ids:
-            for delta in [loan_of(call)] if script.after else await self._fail(call, script):
+            deltas = [prefix_ticket_of(call)] if script.after else await self._fail(call, script)
+            for delta in deltas:
                 yield delta
             return
         position = len(request.token_ids)
@@ -161,7 +162,7 @@ def early_ticket_of(call: Call, num_blocks: int) -> KVTicket:
     return KVTicket(name, call.worker_id, 1, "toy/bs16", BLOCK_SIZE * num_blocks, some, some)
 
 
-def loan_of(call: Call) -> TokenDelta:
+def prefix_ticket_of(call: Call) -> TokenDelta:
     """All that was asked for."""
     names = call.request.block_hashes
     num_tokens, name = BLOCK_SIZE * len(names), call.request.request_id

@@ -46,7 +46,7 @@ def test_a_cached_prompt_stays_where_it_is() -> None:
     busy(fleet, "d0", num_running=2, num_context_tokens=2000)
     busy(fleet, "d1", num_running=2, num_context_tokens=2000)
     route = choose(fleet, request)
-    assert (route.prefill, route.decode, route.lender) == (None, "d1", None)
+    assert (route.prefill, route.decode, route.prefix_source) == (None, "d1", None)
     assert route.num_cached_tokens == 1999
     assert route.reason.startswith("local prefill: ") and route.cause == "compute"
 
@@ -126,27 +126,27 @@ def test_a_prefix_that_is_in_demand_spreads() -> None:
         assert choose(fleet, request).prefill == prefill
 
 
-def test_a_prefix_is_lent_when_the_queue_before_it_is_longer() -> None:
+def test_a_prefix_is_pulled_when_the_queue_before_it_is_longer() -> None:
     request = make_request(2000)
     held = {"d1": list(request.block_hashes[:100])}
-    for layout, lender in (("toy/bs16", "d1"), ("another", None)):
+    for layout, source in (("toy/bs16", "d1"), ("another", None)):
         fleet = make_fleet(make_record("d0", layout=layout), "d1", held=held)
-        assert choose(fleet, request).lender is None  # who has it is free
+        assert choose(fleet, request).prefix_source is None  # who has it is free
         busy(fleet, "d1", num_waiting=8, num_uncomputed_tokens=8000)
         route = choose(fleet, request)
-        assert (route.prefill, route.lender) == (None, lender)
-        assert (route.decode, route.num_cached_tokens) == ("d0" if lender else "d1", 1600)
-        assert route.chosen.lender == lender
+        assert (route.prefill, route.prefix_source) == (None, source)
+        assert (route.decode, route.num_cached_tokens) == ("d0" if source else "d1", 1600)
+        assert route.chosen.prefix_source == source
 
 
-def test_only_who_prefills_for_itself_borrows() -> None:
-    """Else what is borrowed moves twice, and waits for long steps where all is prefill."""
+def test_only_workers_that_prefill_for_themselves_pull_prefixes() -> None:
+    """Else the prefix moves twice, and waits for long steps where all is prefill."""
     request = make_request(2000)
     fleet = make_fleet("p0", "p1", "d0", held={"p1": list(request.block_hashes[:100])})
     busy(fleet, "p1", num_waiting=8, num_uncomputed_tokens=8000)
     ways = choose(fleet, request).candidates
-    assert {way.lender for way in ways if way.prefill is None} >= {"p1"}
-    assert {way.lender for way in ways if way.prefill is not None} == {None}
+    assert {way.prefix_source for way in ways if way.prefill is None} >= {"p1"}
+    assert {way.prefix_source for way in ways if way.prefill is not None} == {None}
 
 
 def test_the_last_token_is_computed_in_any_case() -> None:
@@ -154,21 +154,21 @@ def test_the_last_token_is_computed_in_any_case() -> None:
     fleet = make_fleet("d0", "d1", held={"d1": list(request.block_hashes)})
     busy(fleet, "d1", num_waiting=8, num_uncomputed_tokens=8000)
     route = choose(fleet, request)
-    assert (route.prefill, route.decode, route.lender) == (None, "d0", "d1")
+    assert (route.prefill, route.decode, route.prefix_source) == (None, "d0", "d1")
     assert route.num_cached_tokens == 1584
 
 
-def test_a_loan_waits_for_the_lenders_step() -> None:
-    """A lender answers between two steps, and one of 500 prompt tokens takes 60 ms."""
+def test_a_prefix_pull_waits_for_the_step_of_its_source() -> None:
+    """The other worker answers between two steps, and one of 500 prompt tokens takes 60 ms."""
     request = make_request(640)
     fleet = make_fleet("d0", "d1", held={"d1": list(request.block_hashes)})
     busy(fleet, "d1", num_waiting=1, num_uncomputed_tokens=500)
-    lent, again = (
+    pulling, again = (
         next(way for way in choose(fleet, request).candidates if way.decode == name)
         for name in ("d0", "d1")
     )
-    assert lent.lender == "d1" and again.lender is None
-    assert lent.own_s == pytest.approx(0.06 + 0.0116 + UNMEASURED_LATENCY_S, abs=1e-3)
+    assert pulling.prefix_source == "d1" and again.prefix_source is None
+    assert pulling.own_s == pytest.approx(0.06 + 0.0116 + UNMEASURED_LATENCY_S, abs=1e-3)
 
 
 def test_decode_goes_to_the_least_crowded_worker() -> None:
@@ -245,7 +245,7 @@ def test_only_what_the_decode_worker_lacks_is_moved() -> None:
         held = {"d0": list(request.block_hashes[:num_held])}
         fleet = make_fleet("p0", make_record("d0", block_nbytes=1 << 20), held=held)
         ways = choose(fleet, request).candidates
-        (remote,) = [c for c in ways if c.prefill == "p0" and c.lender is None]
+        (remote,) = [c for c in ways if c.prefill == "p0" and c.prefix_source is None]
         totals.append(remote.total_s)
     # What a rank of the decode worker takes; the prefill worker's ranks may have other parts.
     assert totals[0] - totals[1] == pytest.approx(100 * (1 << 20) * UNMEASURED_S_PER_BYTE)

@@ -70,7 +70,8 @@ def test_routes_cost_no_more_than_if_all_workers_were_looked_at(
         cost_s += choose(fleet, request, turn).chosen.total_s
         least_s += choose(fleet, request, turn, at_all=True).chosen.total_s
         load(fleet, rng.choice([*fleet.view().workers]), rng)
-    assert cost_s < 1.03 * least_s  # which tries only two loans, and so need not be the least
+    # The shortlist tries only two prefix pulls, so it may miss the cheapest route.
+    assert cost_s < 1.03 * least_s
 
 
 @pytest.mark.parametrize("roles", ["pd", "p", "d"])
@@ -203,7 +204,7 @@ def test_excluded_workers_are_not_looked_at(tpot_slo_s: float) -> None:
             assert side.held_once == (0, 0)
         told = fleet.view(), fleet.index, 0.0, random.Random(seed), exclude
         route = choose_route(request, *told)
-        assert exclude.isdisjoint((route.prefill, route.decode, route.lender))
+        assert exclude.isdisjoint((route.prefill, route.decode, route.prefix_source))
         exclude |= {each for each in (route.prefill, route.decode) if each is not None}
 
 

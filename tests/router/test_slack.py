@@ -171,7 +171,7 @@ def test_a_gpu_too_slow_for_any_stream_loses_nothing_by_another() -> None:
     assert added.num_others_missed == 0.0 and added.is_missed(0.0)
 
 
-def test_who_computes_for_another_borrows_from_it() -> None:
+def test_a_worker_that_prefills_for_another_pulls_a_prefix_from_it() -> None:
     """A slow GPU computes beside fast ones, which decode: there the prefixes are."""
     request = make_request(2000, tpot_slo_s=TIGHT_S, ttft_slo_s=2.0)
     head = list(request.block_hashes[:100])
@@ -182,7 +182,7 @@ def test_who_computes_for_another_borrows_from_it() -> None:
     streams(fleet, "d0", most_streams() - 2, num_waiting=2, num_uncomputed_tokens=2000)
     route = choose_route(request, fleet.view(), fleet.index, 0.0, random.Random(0))
     assert both(route) in {(name, "d0") for name in ("p0", "p1", "p2")}
-    assert (route.lender, route.num_cached_tokens) == ("d0", 1600)
+    assert (route.prefix_source, route.num_cached_tokens) == ("d0", 1600)
 
 
 def test_batch_work_goes_where_it_makes_nobody_miss_an_slo() -> None:

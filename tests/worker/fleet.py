@@ -138,25 +138,25 @@ class Fleet:
 
     def _start(self, journey: Journey) -> None:
         if not journey.end:
-            if journey.trip.lender is not None:
-                self._borrow(journey, journey.trip.lender)
+            if journey.trip.prefix_source is not None:
+                self._pull_prefix(journey, journey.trip.prefix_source)
             self._visit(journey, journey.trip.first, hand_over=journey.trip.hand_over)
 
-    def _borrow(self, journey: Journey, worker: int) -> None:
+    def _pull_prefix(self, journey: Journey, worker: int) -> None:
         """A ticket for what a worker has of the prompt, or none; and what becomes of it."""
         member, trip = self.members[worker], journey.trip
-        request = request_state.RequestState(journey.request).loan(self.play.block_size)
+        request = request_state.RequestState(journey.request).prefix_request(self.play.block_size)
         link_id = member.links[0]
         start = decode_to_worker(
             encode(Start(next(member.stream_ids[link_id]), request, hand_over=True))
         )
-        assert isinstance(start, Start) and start.is_loan
-        delta = member.core.lend(link_id, start, self.world.now)
+        assert isinstance(start, Start) and start.is_prefix_request
+        delta = member.core.prefix_ticket(link_id, start, self.world.now)
         member.core.check()
         if delta.ticket is None:
             assert delta.error is not None and delta.error.code == "unavailable"
             return
-        self.met["lent"] += 1
+        self.met["granted"] += 1
         match trip.ticket:
             case "leave" | "lose":
                 pass

@@ -39,7 +39,7 @@ class Trip:
     ticket: str = "use"  # or one of TICKETS
     deadline_s: float = 1e9
     draft: tuple[int, int] = (0, 0)  # right tokens, and wrong ones after them
-    lender: int | None = None  # who is asked before for what it has of the prompt
+    prefix_source: int | None = None  # who is asked before for what it has of the prompt
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def play_in_trouble(dice: Dice, *, num_trips: SequenceOf[int] = range(2, 11)) ->
             ticket=dice.pick(TICKETS),
             deadline_s=dice.pick([1e9] * 8 + [0.5, 3.0, 30.0]),
             draft=dice.pick([(0, 0)] * 4 + [(0, 3), (1, 1), (2, 3), (3, 0), (6, 1), (9, 0)]),
-            lender=dice.pick([None, None, *range(NUM_WORKERS)]),
+            prefix_source=dice.pick([None, None, *range(NUM_WORKERS)]),
         )
         for _ in range(dice.pick(num_trips))
     ]

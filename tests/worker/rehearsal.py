@@ -14,7 +14,7 @@ from tests.worker.plays import Dice, play_in_trouble
 LEAST_PER_100_000_STEPS = {
     "pulled": 500,
     "pull torn": 50,
-    "lent": 300,
+    "granted": 300,
     "prefetched": 300,
     "wire broke": 50,
     "source gone": 50,

@@ -46,7 +46,7 @@ _allocate = BlockPool.allocate
 _publish = block_tables.publish
 _begin = PullBook.begin
 _leave = KVExport.leave
-_lend = KVExport.lend
+_prefix_ticket = KVExport.prefix_ticket
 _early_ticket = KVExport.early_ticket
 _collect = Holds.collect
 _accept = KVImport._accept
@@ -278,24 +278,24 @@ def _take_none(patch: pytest.MonkeyPatch, is_forgotten: Callable[[Any], bool]) -
     patch.setattr(KVImport, "take_waiting", take_waiting)
 
 
-def _other_blocks_are_lent(patch: pytest.MonkeyPatch) -> None:
-    def lend(door: KVExport, name: str, request: GenerateRequest, now: float) -> KVTicket:
+def _other_blocks_are_in_prefix_tickets(patch: pytest.MonkeyPatch) -> None:
+    def prefix_ticket(door: KVExport, name: str, request: GenerateRequest, now: float) -> KVTicket:
         wrong = msgspec.structs.replace(request, block_hashes=request.block_hashes[1:])
-        return _lend(door, name, wrong, now)
+        return _prefix_ticket(door, name, wrong, now)
 
-    patch.setattr(KVExport, "lend", lend)
+    patch.setattr(KVExport, "prefix_ticket", prefix_ticket)
 
 
-def _lent_blocks_are_not_held(patch: pytest.MonkeyPatch) -> None:
-    def lend(door: KVExport, name: str, request: GenerateRequest, now: float) -> KVTicket:
-        ticket = _lend(door, name, request, now)
+def _blocks_of_prefix_tickets_are_not_held(patch: pytest.MonkeyPatch) -> None:
+    def prefix_ticket(door: KVExport, name: str, request: GenerateRequest, now: float) -> KVTicket:
+        ticket = _prefix_ticket(door, name, request, now)
         door._engine.pool.release(ticket.block_ids)
         return ticket
 
-    patch.setattr(KVExport, "lend", lend)
+    patch.setattr(KVExport, "prefix_ticket", prefix_ticket)
 
 
-def _loans_never_end(patch: pytest.MonkeyPatch) -> None:
+def _prefix_holds_never_end(patch: pytest.MonkeyPatch) -> None:
     def release(door: KVExport, ticket_id: str) -> None:
         door._holds.release(ticket_id)
 
@@ -345,9 +345,9 @@ IN_TROUBLE: list[Plant] = [
     _errors_of_early_pulls_are_ignored,
     _early_blocks_are_named_in_another_order,
     _blocks_of_an_early_pull_that_failed_are_lost,
-    _other_blocks_are_lent,
-    _lent_blocks_are_not_held,
-    _loans_never_end,
+    _other_blocks_are_in_prefix_tickets,
+    _blocks_of_prefix_tickets_are_not_held,
+    _prefix_holds_never_end,
     _the_last_block_is_not_pulled,
     _the_wrong_blocks_are_pulled,
     _stamps_are_not_bumped,
@@ -396,7 +396,7 @@ FIRST_SEEDS: dict[Plant, int] = {
     _published_before_full: 86,
     _stamps_are_not_bumped: 41,
     _stamps_are_not_compared: 41,
-    _other_blocks_are_lent: 37,
+    _other_blocks_are_in_prefix_tickets: 37,
     _blocks_of_a_cancelled_pull_come_back_too_early: 35,
     _errors_of_pulls_are_ignored: 26,
     _the_store_mixes_up_blocks: 19,

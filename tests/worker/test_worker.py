@@ -78,10 +78,10 @@ async def test_what_is_known_of_a_worker_goes_with_it() -> None:
         assert r.transports["decode"]._book.peer_of(first.ticket) is None
 
 
-async def lent(rig: Rig, request: GenerateRequest) -> TokenDelta:
-    """The answer to a request for a loan of the prompt's full blocks."""
-    loan = msgspec.structs.replace(request, token_ids=())
-    *_, delta = await rig.all("prefill", loan, hand_over=True)
+async def prefix_of(rig: Rig, request: GenerateRequest) -> TokenDelta:
+    """The answer to a request for the cached prefix of the prompt."""
+    asked = msgspec.structs.replace(request, token_ids=())
+    *_, delta = await rig.all("prefill", asked, hand_over=True)
     assert delta.token_ids == ()
     return delta
 
@@ -150,24 +150,24 @@ async def test_a_worker_that_leaves_pulls_nothing_early() -> None:
         assert not core._kv_import._moving
 
 
-async def test_a_prefix_is_lent_and_only_the_rest_is_computed() -> None:
+async def test_a_prefix_is_pulled_and_only_the_rest_is_computed() -> None:
     async with rig() as r:
         await r.start("prefill")
         await r.start("decode")
         request = make_request()
-        refusal = await lent(r, request)
+        refusal = await prefix_of(r, request)
         assert refusal.error is not None and refusal.error.code == "unavailable"
         await prefilled(r, request)
-        loan = await lent(r, request)
-        assert loan.ticket is not None and loan.ticket.num_tokens == len(PROMPT) - 1
-        (first, *others) = await r.all("decode", request, ticket=loan.ticket)
+        granted = await prefix_of(r, request)
+        assert granted.ticket is not None and granted.ticket.num_tokens == len(PROMPT) - 1
+        (first, *others) = await r.all("decode", request, ticket=granted.ticket)
         assert tokens([first, *others]) == answer_to(request)
         assert first.num_cached_tokens == len(PROMPT) - 1
         assert r.runners["decode"].num_computed == 6, "one token of the prompt, five of the answer"
 
 
-async def test_a_lender_answers_before_it_computes_on() -> None:
-    """It has just begun a prompt: who asks for a loan waits for one step, and not for two."""
+async def test_a_prefix_source_answers_before_it_computes_on() -> None:
+    """It has just begun a prompt: who asks for its prefix waits for one step, and not for two."""
     async with rig() as r:
         await r.start("prefill")
         await prefilled(r, make_request())
@@ -175,11 +175,11 @@ async def test_a_lender_answers_before_it_computes_on() -> None:
         runner.num_runs_left = 0
         other = asyncio.create_task(r.all("prefill", make_request(prompt=tuple(range(30, 60)))))
         await until(lambda: runner.is_waiting)
-        loan = asyncio.create_task(lent(r, make_request()))
+        granted = asyncio.create_task(prefix_of(r, make_request()))
         await until(r.workers["prefill"]._thread._messages.qsize)
         runner.num_runs_left = 0  # after the one under way
         runner.gate.set()
-        assert (await loan).ticket is not None
+        assert (await granted).ticket is not None
         await until(lambda: runner.is_waiting)
         runner.gate.set()
         await other

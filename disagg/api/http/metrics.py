@@ -47,8 +47,8 @@ Stage: TypeAlias = Literal[
     "receive",  # the body is read
     "tokenize",  # parsing, the chat template, tokens, the check of a grammar
     "queue",  # in the ingress, until a worker was chosen
-    "prefix_loan",  # another worker is asked for the prefix that it has cached
-    "prefill_queue",  # on the worker that prefills, less the pull of a borrowed prefix
+    "prefix_pull",  # another worker is asked for the prefix that it has cached
+    "prefill_queue",  # on the worker that prefills, less the pull of a prefix from another worker
     "prefill_compute",
     "kv_pull",
     "decode_queue",  # on the worker that decodes, less the pull
@@ -217,10 +217,10 @@ class ApiMetrics:
             "request_stage",
             "Where a request's time goes until its second token. Stages of the first token, in"
             " order: receive (HTTP body), tokenize (chat template, tokens, grammar check), queue"
-            " (in the ingress), prefix_loan (asking another worker for a cached prefix),"
+            " (in the ingress), prefix_pull (asking another worker for a cached prefix),"
             " prefill_queue, prefill_compute. Then, if that was on a prefill worker: kv_pull (also"
-            " of a borrowed prefix, before prefill), decode_queue, decode_first_step (with a prompt"
-            " that is computed again after a failed pull)",
+            " of a prefix from another worker, before prefill), decode_queue, decode_first_step"
+            " (with a prompt that is computed again after a failed pull)",
             _TTFT_S,
             "model_name",
             "stage",

@@ -1,4 +1,4 @@
-"""Who borrows a prefix before it prefills, and what happens where that fails."""
+"""A worker pulls a prefix from another before it prefills, and what happens if that fails."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ from tests.router.scripted_workers import (
     assert_complete,
     assert_nothing_reserved,
     collect,
-    loan_of,
     make_dispatcher,
+    prefix_ticket_of,
 )
 
 
-def lending(request: GenerateRequest, *worker_ids: str) -> Fleet:
+def having_prefix(request: GenerateRequest, *worker_ids: str) -> Fleet:
     """d1 holds the prompt, and has much to do; d0 is near it and free."""
     fleet = make_fleet("d0", "d1", *worker_ids, held={"d1": list(request.block_hashes)})
     fleet.worker_stepped("d1", (), make_status(num_waiting=9, num_uncomputed_tokens=20_000))
     return fleet
 
 
-async def test_a_prefix_is_borrowed_before_it_is_needed() -> None:
+async def test_a_prefix_is_pulled_before_it_is_needed() -> None:
     request, workers = make_request(1600), ScriptedWorkers()
-    fleet = lending(request)
+    fleet = having_prefix(request)
     metrics = ApiMetrics()
     dispatcher = make_dispatcher(workers, fleet, metrics=RequestMetrics(metrics))
     assert_complete(await collect(dispatcher, request), request)
-    lent = 'disagg_prefix_loans_total{model_name="toy",outcome="lent"} 1.0'
-    assert lent in metrics.expose().decode()
-    loan, visit = workers.calls
-    assert (loan.worker_id, loan.hand_over, loan.ticket) == ("d1", True, None)
-    assert loan.request.token_ids == ()
-    assert loan.request.block_hashes == request.block_hashes[:-1]  # its last token is computed
+    granted = 'disagg_prefix_pulls_total{model_name="toy",outcome="granted"} 1.0'
+    assert granted in metrics.expose().decode()
+    asked, visit = workers.calls
+    assert (asked.worker_id, asked.hand_over, asked.ticket) == ("d1", True, None)
+    assert asked.request.token_ids == ()
+    assert asked.request.block_hashes == request.block_hashes[:-1]  # its last token is computed
     assert (visit.worker_id, visit.hand_over) == ("d0", False)
-    assert visit.ticket == loan_of(loan).ticket
+    assert visit.ticket == prefix_ticket_of(asked).ticket
     assert visit.request == request
     assert workers.released == []  # who pulls says so to the source itself
     assert workers.introduced == [("d0", "d1")]
     (decision,) = dispatcher.decision(request.request_id)
-    assert (decision.route.lender, decision.route.num_cached_tokens) == ("d1", 1584)
+    assert (decision.route.prefix_source, decision.route.num_cached_tokens) == ("d1", 1584)
     assert_nothing_reserved(fleet)
 
 
-async def test_a_decode_worker_borrows_from_a_prefill_worker() -> None:
+async def test_a_decode_worker_pulls_a_prefix_from_a_prefill_worker() -> None:
     request, workers = make_request(1600), ScriptedWorkers()
     fleet = make_fleet("p0", "d0", held={"p0": list(request.block_hashes)})
     fleet.worker_stepped("p0", (), make_status(num_waiting=9, num_uncomputed_tokens=20_000))
     assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
-    loan, visit = workers.calls
-    assert (loan.worker_id, visit.worker_id, visit.hand_over) == ("p0", "d0", False)
-    assert visit.ticket == loan_of(loan).ticket
+    asked, visit = workers.calls
+    assert (asked.worker_id, visit.worker_id, visit.hand_over) == ("p0", "d0", False)
+    assert visit.ticket == prefix_ticket_of(asked).ticket
 
 
-async def test_who_computes_for_another_worker_may_borrow_from_it() -> None:
+async def test_a_worker_that_prefills_for_another_may_pull_a_prefix_from_it() -> None:
     """With a TPOT SLO: d0 is fast and has the streams, the others are too slow for any."""
     request = make_request(2000, tpot_slo_s=0.0125, ttft_slo_s=2.0)
     slow = StepCosts(tuple(3.0 * each for each in COSTS.coefficients), 100, 0.05)
@@ -76,29 +76,29 @@ async def test_who_computes_for_another_worker_may_borrow_from_it() -> None:
     fleet.worker_synced(make_record("d0"), request.block_hashes[:100], has)
     fleet.worker_synced(make_record("p0"), [], make_status(step_costs=slow))
     assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
-    loan, prefill, decode = workers.calls
+    asked, prefill, decode = workers.calls
     assert [each.worker_id for each in workers.calls] == ["d0", "p0", "d0"]
-    assert loan.request.token_ids == () and prefill.ticket == loan_of(loan).ticket
+    assert asked.request.token_ids == () and prefill.ticket == prefix_ticket_of(asked).ticket
     assert prefill.hand_over and not decode.hand_over
     assert decode.ticket not in (None, prefill.ticket)
     assert_nothing_reserved(fleet)
 
 
 @pytest.mark.parametrize("then", [Unavailable("Evicted."), "lost", "vanish"])
-async def test_without_a_loan_all_is_computed(then: str | DisaggError) -> None:
+async def test_without_a_prefix_pull_all_is_computed(then: str | DisaggError) -> None:
     request, workers = make_request(1600), ScriptedWorkers(deque([Script(after=0, then=then)]))
-    fleet = lending(request)
+    fleet = having_prefix(request)
     metrics = ApiMetrics()
     dispatcher = make_dispatcher(workers, fleet, max_moves=0, metrics=RequestMetrics(metrics))
     assert_complete(await collect(dispatcher, request), request)
-    refused = 'disagg_prefix_loans_total{model_name="toy",outcome="refused"} 1.0'
+    refused = 'disagg_prefix_pulls_total{model_name="toy",outcome="refused"} 1.0'
     assert refused in metrics.expose().decode()
     assert [(call.worker_id, call.ticket) for call in workers.calls] == [("d1", None), ("d0", None)]
     assert len(dispatcher.decision(request.request_id)) == 1
     assert_nothing_reserved(fleet)
 
 
-async def test_a_lender_that_has_left_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prefix_source_that_has_left_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links say so before there is a stream."""
     request, workers = make_request(1600), ScriptedWorkers()
     stream = workers.stream
@@ -109,37 +109,39 @@ async def test_a_lender_that_has_left_harms_nobody(monkeypatch: pytest.MonkeyPat
         return stream(worker_id, *args, **kwargs)
 
     monkeypatch.setattr(workers, "stream", stream_of_those_left)
-    dispatcher = make_dispatcher(workers, lending(request), max_moves=0)
+    dispatcher = make_dispatcher(workers, having_prefix(request), max_moves=0)
     assert_complete(await collect(dispatcher, request), request)
     assert [(call.worker_id, call.ticket) for call in workers.calls] == [("d0", None)]
 
 
-async def test_nobody_waits_long_for_a_lender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "LOAN_PATIENCE_S", 0.01)
+async def test_nobody_waits_long_for_a_prefix_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "PREFIX_PULL_PATIENCE_S", 0.01)
     request, workers = make_request(1600), ScriptedWorkers(deque([Script(after=0, then="stuck")]))
-    assert_complete(await collect(make_dispatcher(workers, lending(request)), request), request)
+    assert_complete(
+        await collect(make_dispatcher(workers, having_prefix(request)), request), request
+    )
     assert [call.ticket for call in workers.calls] == [None, None]
 
 
-async def test_a_loan_that_was_not_used_is_given_back() -> None:
-    """Who moves chooses again, perhaps without a loan."""
+async def test_a_prefix_ticket_that_was_not_used_is_given_back() -> None:
+    """Who moves chooses again, perhaps without a prefix pull."""
     request = make_request(1600)
     workers = ScriptedWorkers(deque([Script(), Script(after=0, then=Overloaded("No room."))]))
-    fleet = lending(request)
+    fleet = having_prefix(request)
     assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
-    loan, refused, good = workers.calls
-    assert refused.ticket == loan_of(loan).ticket
+    asked, refused, good = workers.calls
+    assert refused.ticket == prefix_ticket_of(asked).ticket
     assert workers.released == [refused.ticket]
     assert (good.worker_id, good.ticket) == ("d1", None)
 
 
-async def test_a_client_that_leaves_gives_the_loan_back() -> None:
+async def test_a_client_that_leaves_gives_the_prefix_ticket_back() -> None:
     request = make_request(1600)
     workers = ScriptedWorkers(deque([Script(), Script(after=0, then="stuck")]))
-    fleet = lending(request)
+    fleet = having_prefix(request)
     task = asyncio.create_task(collect(make_dispatcher(workers, fleet), request))
     await workers.stuck.wait()
     task.cancel()
     await asyncio.wait([task])
-    assert workers.released == [loan_of(workers.calls[0]).ticket]
+    assert workers.released == [prefix_ticket_of(workers.calls[0]).ticket]
     assert_nothing_reserved(fleet)
