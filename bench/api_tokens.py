@@ -24,8 +24,8 @@ from bench.report import finish, print_table, take_turns
 from disagg.api.http.app import HttpApp, Readiness
 from disagg.api.service import Service
 from disagg.config import HttpConfig
-from disagg.direct import Direct
 from disagg.messages import GenerateRequest, TokenDelta
+from disagg.token_fast_path import TokenCallback
 from tests.api.fakes import CHATML, END, TOKENIZER, served_model
 
 GOAL_US = 2.0
@@ -83,7 +83,9 @@ def deltas_of(case: Case, num_tokens: int) -> list[TokenDelta]:
 def app_of(case: Case, deltas: list[TokenDelta]) -> HttpApp:
     model = served_model(max_model_len=1 << 17, template=case.template)
 
-    async def play(request: GenerateRequest, direct: Direct) -> AsyncGenerator[TokenDelta, None]:
+    async def play(
+        request: GenerateRequest, on_token: TokenCallback
+    ) -> AsyncGenerator[TokenDelta, None]:
         for delta in deltas:
             yield delta
 

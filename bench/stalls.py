@@ -27,9 +27,9 @@ from bench.report import finish, print_table
 from disagg.api.http.app import HttpApp, Readiness
 from disagg.api.service import Service
 from disagg.config import HttpConfig
-from disagg.direct import Direct
 from disagg.messages import GenerateRequest, TokenDelta
 from disagg.text.chat_template import ChatTemplate
+from disagg.token_fast_path import TokenCallback
 from tests.api.fakes import TOKENIZER, served_model
 
 GOAL_MS = 50
@@ -120,7 +120,9 @@ class Longest:
         return 1e3 * longest_s
 
 
-async def play(request: GenerateRequest, direct: Direct) -> AsyncGenerator[TokenDelta, None]:
+async def play(
+    request: GenerateRequest, on_token: TokenCallback
+) -> AsyncGenerator[TokenDelta, None]:
     """A worker that only keeps time."""
     last = request.sampling.max_tokens - 1
     for number in itertools.count():

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from disagg.rank_messages import RankStart
-from disagg.worker.rank_door import Address
+from disagg.worker.rank_listener import Address
 
 PROGRAM = """
 import sys, msgspec

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.lasting import lasting_imports
+from disagg.imports import uncollected_imports
 
 
 class Garbage:
@@ -24,7 +24,7 @@ def test_imported_objects_stay_and_later_garbage_does_not(
 ) -> None:
     (tmp_path / "large_library.py").write_text("TABLE = [[]]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with lasting_imports():
+    with uncollected_imports():
         assert not gc.isenabled()
         table = import_module("large_library").TABLE
     assert gc.isenabled()
@@ -38,7 +38,7 @@ def test_nothing_is_frozen_where_nothing_is_imported() -> None:
     num_frozen = gc.get_freeze_count()
     gc.disable()
     try:
-        with lasting_imports():
+        with uncollected_imports():
             import_module("gc")
         assert gc.get_freeze_count() == num_frozen
         assert not gc.isenabled(), "as it was"

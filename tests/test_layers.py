@@ -29,7 +29,7 @@ LAYERS = {
     "store": 2,
     "models": 1,
     "messages": 1,
-    "direct": 1,
+    "token_fast_path": 1,
     "rank_messages": 1,
     "worker_status": 1,
     "config": 1,
@@ -42,7 +42,7 @@ LAYERS = {
     "kvtransfer": 0,
     "blocks": 0,
     "errors": -1,  # everybody may raise them
-    "lasting": -1,  # how libraries are imported
+    "imports": -1,  # how libraries are imported
     "metric": -1,  # names of figures
     "telemetry": 0,
     "logs": 0,

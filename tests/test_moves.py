@@ -19,12 +19,12 @@ from typing import Any
 import httpx
 import pytest
 
-from disagg.direct import Direct
 from disagg.errors import EngineFailed, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.local import LocalCluster
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
 from disagg.prefill_worker import kv_export
+from disagg.token_fast_path import TokenCallback
 from tests.test_local import LONG, cluster, until_empty
 from tests.tiny_model import write_tiny_model
 
@@ -126,7 +126,7 @@ class TroubledWorkers:
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-        direct: Direct | None = None,
+        on_token: TokenCallback | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         trouble = self._next(request.request_id, "prefill" if hand_over else "decode", ticket)
         if trouble is not None and trouble.how == "expired":

@@ -16,7 +16,6 @@ import msgspec
 
 from disagg.api.served_model import ServedModel
 from disagg.api.wanted import Wanted
-from disagg.direct import Direct, Taken
 from disagg.errors import EngineFailed
 from disagg.messages import (
     FinishReason,
@@ -30,8 +29,9 @@ from disagg.text.answer_delta import CallDelta
 from disagg.text.answer_reader import AnswerReader
 from disagg.text.detokenizer import Detokenizer
 from disagg.text.reasoning import prompt_tail
+from disagg.token_fast_path import Taken, TokenCallback
 
-Generate: TypeAlias = Callable[[GenerateRequest, Direct], AsyncGenerator[TokenDelta, None]]
+Generate: TypeAlias = Callable[[GenerateRequest, TokenCallback], AsyncGenerator[TokenDelta, None]]
 # Request id -> which tier answers and why; None: the request did not name "auto".
 Explain: TypeAlias = Callable[[str], CascadeDecision | None]
 
@@ -241,7 +241,7 @@ class RunningJob:
         explain: called when a choice's first tokens come.
 
     Attributes:
-        direct: is given pieces of a single choice at once; `batches` yields what it does not take.
+        on_piece: gets pieces of a single choice at once; `batches` yields what it does not take.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class RunningJob:
         self.job = job
         self.num_completion_tokens = 0
         self.num_reasoning_tokens = 0  # of them
-        self.direct: Callable[[ChoiceDelta], Taken] | None = None
+        self.on_piece: Callable[[ChoiceDelta], Taken] | None = None
         self._generate = generate
         self._answers = [
             Answer(index, request, job.wanted, explain)
@@ -330,14 +330,14 @@ class RunningJob:
         raise EngineFailed("The answer ended without saying why; try the request again.")
 
     def _take(self, delta: TokenDelta) -> Taken:
-        """Give the only choice's next piece to `direct`, unless it is the last."""
-        if self.direct is None or len(self._answers) > 1:
+        """Give the only choice's next piece to `on_piece`, unless it is the last."""
+        if self.on_piece is None or len(self._answers) > 1:
             return False
         piece = self._answers[0].advance(delta)
         if piece.finish_reason is not None:
             return False
         self._count(piece)
-        return self.direct(piece)
+        return self.on_piece(piece)
 
     def _count(self, piece: ChoiceDelta) -> None:
         self.num_completion_tokens += piece.num_tokens

@@ -21,7 +21,7 @@ from disagg.kernels.devices import see_only
 from disagg.planner.node_check import resources_of_node
 from disagg.rank_messages import RankStart
 from disagg.worker.rank import run_elsewhere
-from disagg.worker.rank_door import Address
+from disagg.worker.rank_listener import Address
 
 
 def placement(tier: TierConfig, pool: PoolConfig) -> dict[str, Any]:
@@ -56,14 +56,14 @@ class RankActors:
             )
         self.hosts: Sequence[str] = [host, *_hosts(self._group)[1:]]
 
-    def launch(self, node: int, start: RankStart, door: Address) -> _RankProcess:
+    def launch(self, node: int, start: RankStart, listener: Address) -> _RankProcess:
         assert self._group is not None
         actor = _actors.options(
             num_cpus=0,
             num_gpus=1 if self._is_on_gpu else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, node),
         ).remote()
-        return _RankProcess(actor, actor.run.remote(start, door))
+        return _RankProcess(actor, actor.run.remote(start, listener))
 
 
 def _hosts(group: PlacementGroup) -> list[str]:
@@ -76,10 +76,10 @@ def _hosts(group: PlacementGroup) -> list[str]:
 class _RankActor:
     """A process that is a rank; it ends with it."""
 
-    def run(self, start: RankStart, door: Address) -> None:
+    def run(self, start: RankStart, listener: Address) -> None:
         os.environ["OMP_NUM_THREADS"] = str(start.num_threads)  # before torch is imported
         see_only(ray.get_gpu_ids())
-        run_elsewhere(start, door)
+        run_elsewhere(start, listener)
 
 
 _actors: Any = ray.remote(_RankActor)  # its methods are not typed

@@ -43,8 +43,8 @@ from disagg.cli.reports import (
 from disagg.cli.start_checks import check_before_ray, check_models, hold_port
 from disagg.config import EngineConfig, ServeConfig, TierConfig, url_of
 from disagg.errors import DisaggError, StartupError
+from disagg.imports import uncollected_imports
 from disagg.kernels.devices import Gpus, gpus_here
-from disagg.lasting import lasting_imports
 from disagg.messages import StartsByPool
 from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
 from disagg.planner.node_check import check_nodes
@@ -227,7 +227,7 @@ def _with_store(
 
 def _cluster(order: Order) -> Cluster:
     prepare_environment(order)
-    with lasting_imports():
+    with uncollected_imports():
         from disagg.app.cluster import Cluster
 
     return Cluster(order.ray_address, Path(order.directory))

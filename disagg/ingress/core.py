@@ -25,7 +25,6 @@ from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.config import AUTO, ServeConfig, TierConfig
-from disagg.direct import Direct
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Deltas, Escalation
@@ -45,6 +44,7 @@ from disagg.router.prefix_index import PrefixIndex
 from disagg.router.worker_view import Pool
 from disagg.store.limits import LimitBoard, Limits, keep_in_step
 from disagg.store.redis_store import RedisBoard
+from disagg.token_fast_path import TokenCallback
 
 # Used until a worker has reported its own; nothing is routed before that.
 PROVISIONAL_BLOCK_SIZE = 16
@@ -284,12 +284,12 @@ class IngressCore:
             self._metrics.queue_length.labels(name).set(number)
         self._metrics.queue_nbytes.set(self.admission_queue.nbytes)
 
-    def _generate(self, request: GenerateRequest, direct: Direct) -> Deltas:
+    def _generate(self, request: GenerateRequest, on_token: TokenCallback) -> Deltas:
         if self._escalation is not None and request.model == AUTO:
             return self._escalation.generate(request)
-        return self._dispatch(request, direct)
+        return self._dispatch(request, on_token)
 
-    def _dispatch(self, request: GenerateRequest, direct: Direct | None = None) -> Deltas:
+    def _dispatch(self, request: GenerateRequest, on_token: TokenCallback | None = None) -> Deltas:
         """Run a request on the workers of its model, with its own SLOs or the model's."""
         ttft_slo_s, tpot_slo_s = self._slo_s[request.model]
         priority = request.priority
@@ -301,7 +301,7 @@ class IngressCore:
             tpot_slo_s=request.tpot_slo_s or tpot_slo_s,
             priority=priority,
         )
-        return self.dispatcher.generate(within, direct)
+        return self.dispatcher.generate(within, on_token)
 
     def _cascade_decision(self, request_id: str) -> CascadeDecision | None:
         return None if self._escalation is None else self._escalation.decision(request_id)

@@ -25,7 +25,6 @@ from types import MappingProxyType
 import msgspec
 
 from disagg import telemetry
-from disagg.direct import Direct
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.awaiting import AwaitingWorkers
@@ -41,6 +40,7 @@ from disagg.router.fleet import Fleet, FleetView, Reservation
 from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
 from disagg.router.worker_view import RequestLoad
+from disagg.token_fast_path import TokenCallback
 
 PREFIX_PULL_PATIENCE_S = 1.0  # how long to wait for such a ticket; then the prefix is computed
 
@@ -112,10 +112,10 @@ class Dispatcher:
         return self._decisions.get(request_id) or ()
 
     async def generate(
-        self, request: GenerateRequest, direct: Direct | None = None
+        self, request: GenerateRequest, on_token: TokenCallback | None = None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the answer, except for deltas that `direct` takes. Closing the iterator cancels the
-        request on its workers.
+        """Yield the answer, except for deltas that `on_token` takes. Closing the iterator cancels
+        the request on its workers.
 
         Every delta but the last has new tokens; only the last has a `finish_reason`. The
         `num_cached_tokens` of the first delta counts prompt tokens that were served from a cache.
@@ -141,7 +141,7 @@ class Dispatcher:
                 if state.prefix_source is not None:
                     await self._pull_prefix(state, state.prefix_source)
                 try:
-                    async with aclosing(self._visit(state, direct)) as deltas:
+                    async with aclosing(self._visit(state, on_token)) as deltas:
                         async for delta in deltas:
                             yield delta
                 except DisaggError as error:
@@ -159,7 +159,7 @@ class Dispatcher:
                 self._admission_queue.end(state.charge, state.num_output_tokens)
 
     async def _visit(
-        self, state: RequestState, direct: Direct | None
+        self, state: RequestState, on_token: TokenCallback | None
     ) -> AsyncGenerator[TokenDelta, None]:
         """Stream from the next worker of the route. Raises the worker's error, if there is one."""
         reservation, hand_over = state.visits.popleft()
@@ -172,7 +172,7 @@ class Dispatcher:
                 timeout_s=state.deadline_unix_s - self._now(),
                 hand_over=hand_over,
                 ticket=state.ticket,
-                direct=None if direct is None else state.noting(direct),
+                on_token=None if on_token is None else state.noting(on_token),
             )
             self._fleet.sent(reservation)
             async with aclosing(stream):
@@ -207,20 +207,18 @@ class Dispatcher:
             next_id = state.visits[0].reservation.worker_id
             self._workers.prefetch(next_id, state.prefetch(ticket))
 
-    async def _pull_prefix(self, state: RequestState, prefix_source: str) -> None:
-        """Get a ticket for the prefix that `prefix_source` has cached. On any failure the prefix is
+    async def _pull_prefix(self, state: RequestState, source: str) -> None:
+        """Get a ticket for the prefix that `source` has cached. On any failure the prefix is
         computed instead."""
         state.prefix_source = None
         block_size = self._block_size(state)
         if block_size is None:
             return
-        self._workers.introduce(state.visits[0].reservation.worker_id, prefix_source)
+        self._workers.introduce(state.visits[0].reservation.worker_id, source)
         request, began_s = state.prefix_request(block_size), self._now()
         timeout_s = min(state.deadline_unix_s - began_s, PREFIX_PULL_PATIENCE_S)
         with suppress(DisaggError):  # also if that worker is gone, which ends the stream at once
-            stream = self._workers.stream(
-                prefix_source, request, timeout_s=timeout_s, hand_over=True
-            )
+            stream = self._workers.stream(source, request, timeout_s=timeout_s, hand_over=True)
             async with aclosing(stream):
                 async for delta in stream:
                     state.ticket = delta.ticket  # None beside an error

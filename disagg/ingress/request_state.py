@@ -11,13 +11,13 @@ from typing import NamedTuple
 import msgspec
 
 from disagg.blocks import hash_block
-from disagg.direct import Direct, Taken
 from disagg.errors import DisaggError, EngineFailed, Overloaded
 from disagg.ingress.admission_queue import Charge
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta
 from disagg.router.fleet import Reservation
 from disagg.router.route import Candidate
+from disagg.token_fast_path import Taken, TokenCallback
 
 # Before workers that refused a request are asked again: longer each time, since one that is full
 # stays so for as long as its requests take.
@@ -132,8 +132,8 @@ class RequestState:
             prompt_logprobs=delta.prompt_logprobs,
         )
 
-    def noting(self, direct: Direct) -> Direct:
-        """`direct` for plain deltas behind the first token of a worker; records what it takes."""
+    def noting(self, on_token: TokenCallback) -> TokenCallback:
+        """`on_token` for plain deltas behind the first token of a worker; records what it takes."""
 
         def take(delta: TokenDelta) -> Taken:
             is_plain = (
@@ -144,7 +144,7 @@ class RequestState:
             )
             if not (is_plain and self.has_begun_here):
                 return False
-            taken = direct(delta)
+            taken = on_token(delta)
             if taken is not False:
                 self._generated += delta.token_ids
             return taken

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from disagg.direct import Direct
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta
+from disagg.token_fast_path import TokenCallback
 
 
 class Workers(Protocol):
@@ -22,12 +22,12 @@ class Workers(Protocol):
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-        direct: Direct | None = None,
+        on_token: TokenCallback | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Run the request there; closing the iterator cancels it.
 
         Args:
-            direct: may be given deltas at once; what it takes is not yielded.
+            on_token: may be given deltas at once; what it takes is not yielded.
 
         Raises, here or while iterating:
             WorkerLost: the link ended; everything that arrived before was yielded.

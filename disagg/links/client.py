@@ -17,7 +17,6 @@ from itertools import count
 from typing import Protocol
 
 from disagg.blocks import BlockHash
-from disagg.direct import Direct
 from disagg.errors import Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
@@ -48,6 +47,7 @@ from disagg.messages import (
     WorkerStatus,
     decode_to_ingress,
 )
+from disagg.token_fast_path import TokenCallback
 
 FIRST_PAUSE_S = 0.05  # before the second attempt to connect; doubles up to
 LONGEST_PAUSE_S = 2.0
@@ -163,15 +163,15 @@ class Link:
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-        direct: Direct | None = None,
+        on_token: TokenCallback | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Run a request on this worker. Ends after the delta whose `is_last` is true.
 
         Closing the iterator early cancels the request on the worker.
 
         Args:
-            direct: gets deltas for which the reader need not wake up; deltas that it takes are not
-                yielded.
+            on_token: gets deltas for which the reader need not wake up. Deltas that it takes are
+                not yielded.
 
         Raises:
             WorkerLost: the link is down or went down; all that had arrived was handed over.
@@ -181,7 +181,7 @@ class Link:
         connection = self._connection
         if connection is None or not connection.is_up:
             raise WorkerLost(f"Worker {self.record.worker_id} is not linked: {self.last_error}.")
-        stream_id, stream = connection.start(request, hand_over, ticket, direct)
+        stream_id, stream = connection.start(request, hand_over, ticket, on_token)
         # One timer a stream: a timeout around each wait would cost more than a token does.
         timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), stream.expire)
         is_ended = False
@@ -249,13 +249,13 @@ class _WorkerConnection(Connection):
         request: GenerateRequest,
         hand_over: bool,
         ticket: KVTicket | None,
-        direct: Direct | None,
+        on_token: TokenCallback | None,
     ) -> tuple[int, DeltaStream]:
         stream_id = next(self._stream_ids)
         self.send(Start(stream_id, request, hand_over, ticket))
         if not self.is_open:  # this message overflowed its buffer
             raise WorkerLost(f"Worker {self._link.record.worker_id} was lost: {self.reason}.")
-        stream = self._streams[stream_id] = DeltaStream(self._loop, direct)
+        stream = self._streams[stream_id] = DeltaStream(self._loop, on_token)
         return stream_id, stream
 
     def forget(self, stream_id: int, *, cancel: bool) -> None:

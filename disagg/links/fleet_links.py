@@ -20,7 +20,6 @@ import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from disagg.blocks import BlockHash
-from disagg.direct import Direct
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.client import Link, LinkObserver
@@ -32,6 +31,7 @@ from disagg.messages import (
     WorkerRecord,
     WorkerStatus,
 )
+from disagg.token_fast_path import TokenCallback
 
 # That an ingress takes in at most, each second; one takes about 11 us of CPU (docs/scale.md).
 MAX_REPORTS_PER_S = 10_000
@@ -130,11 +130,11 @@ class FleetLinks:
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-        direct: Direct | None = None,
+        on_token: TokenCallback | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """`Link.stream` of that worker. Raises `WorkerLost` when it has left."""
         return self.link(worker_id).stream(
-            request, timeout_s=timeout_s, hand_over=hand_over, ticket=ticket, direct=direct
+            request, timeout_s=timeout_s, hand_over=hand_over, ticket=ticket, on_token=on_token
         )
 
     def release(self, ticket: KVTicket) -> None:

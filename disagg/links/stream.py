@@ -5,24 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 
-from disagg.direct import Direct
 from disagg.errors import DeadlineExceeded
 from disagg.messages import TokenDelta
+from disagg.token_fast_path import TokenCallback
 
 
 class DeltaStream:
     """The deltas of one stream, merged while the reader is busy.
 
     Args:
-        direct: is given deltas while the reader waits.
+        on_token: is given deltas while the reader waits.
     """
 
-    __slots__ = ("_direct", "_error", "_loop", "_rest", "_waiter", "deltas")
+    __slots__ = ("_error", "_loop", "_on_token", "_rest", "_waiter", "deltas")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, direct: Direct | None = None) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_token: TokenCallback | None = None
+    ) -> None:
         self.deltas: list[TokenDelta] = []
-        self._direct = direct
-        self._rest: Awaitable[None] | None = None  # of what `direct` began, for the reader
+        self._on_token = on_token
+        self._rest: Awaitable[None] | None = None  # of what `on_token` began, for the reader
         self._error: Exception | None = None
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None
@@ -30,10 +32,10 @@ class DeltaStream:
     def put(self, delta: TokenDelta) -> None:
         if self._error is not None:  # a delta may be lost, and no later one may hide that
             return
-        direct, waiter = self._direct, self._waiter
-        if direct is not None and waiter is not None and not waiter.done():
+        on_token, waiter = self._on_token, self._waiter
+        if on_token is not None and waiter is not None and not waiter.done():
             try:
-                taken = direct(delta)
+                taken = on_token(delta)
             except Exception as error:  # the failure of one request, and not of its link
                 self.fail(error)
                 return

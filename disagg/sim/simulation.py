@@ -16,7 +16,6 @@ import msgspec
 
 from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.config import AUTO, TierConfig
-from disagg.direct import Direct
 from disagg.errors import DisaggError, RequestError, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Dispatcher
@@ -45,6 +44,7 @@ from disagg.sim.report import Outcome, SimReport, WorkDone, in_time_percent, sum
 from disagg.sim.scaling import Scaling
 from disagg.sim.simulated_worker import SimulatedWorker, WorkerSpec
 from disagg.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from disagg.token_fast_path import TokenCallback
 
 NEVER_S = 1e12
 
@@ -127,7 +127,7 @@ class _Ingress:
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-        direct: Direct | None = None,
+        on_token: TokenCallback | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         worker = self._workers.get(worker_id)
         if worker is None:

@@ -45,7 +45,7 @@ from disagg.rank_messages import (
     decode_from_rank,
     encode,
 )
-from disagg.worker.rank_door import Address, Door, is_over
+from disagg.worker.rank_listener import Address, RankListener, is_over
 
 STOP_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 120.0  # for a process on another node to be started and to connect
@@ -281,7 +281,7 @@ class RankNodes(Protocol):
     @property
     def hosts(self) -> Sequence[str]: ...
 
-    def launch(self, node: int, start: RankStart, door: Address) -> RemoteProcess:
+    def launch(self, node: int, start: RankStart, listener: Address) -> RemoteProcess:
         """Have a process on `hosts[node]` call `rank.run_elsewhere`; does not wait for it."""
         ...
 
@@ -290,13 +290,15 @@ class RemoteRank(Rank):
     """
     Args:
         node: of `nodes`.
-        door: where it comes in.
+        listener: takes its connections.
     """
 
-    def __init__(self, start: RankStart, nodes: RankNodes, node: int, door: Door) -> None:
+    def __init__(
+        self, start: RankStart, nodes: RankNodes, node: int, listener: RankListener
+    ) -> None:
         super().__init__(start, f" on {nodes.hosts[node]}")
-        self._number, self._door = start.rank, door
-        self._process = nodes.launch(node, start, door.address)
+        self._number, self._listener = start.rank, listener
+        self._process = nodes.launch(node, start, listener.address)
         self._is_connected = False
 
     def answer(self, kind: type[Answer]) -> Answer:
@@ -307,12 +309,12 @@ class RemoteRank(Rank):
 
     def _connections(self) -> tuple[Connection, Connection]:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while (found := self._door.take(self._number, LOOK_S)) is None:
+        while (found := self._listener.take(self._number, LOOK_S)) is None:
             why = self._process.ended(0.0)
             if why is not None:
                 raise StartupError(f"{self.name} could not start: {why}")
             if time.monotonic() > deadline:
-                host, port = self._door.address
+                host, port = self._listener.address
                 raise StartupError(
                     f"{self.name} has not connected to {host}:{port} within {CONNECT_TIMEOUT_S:.0f}"
                     " s; nodes of one worker must reach each other on all ports.",

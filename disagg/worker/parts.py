@@ -19,13 +19,13 @@ from disagg.decode_worker.store_source import HostLookup, StoreLookup
 from disagg.engine.device.choices import choose_device
 from disagg.engine.engine import Engine
 from disagg.errors import NotEnoughMemory, StartupError
+from disagg.imports import uncollected_imports
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.ranked_transport import QuietTransport, RankedTransport
 from disagg.kvtransfer.slab import HOST, Slab, allocate_host
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import Transport
 from disagg.kvtransfer.ucx import LOOPBACK, interface_of
-from disagg.lasting import lasting_imports
 from disagg.messages import StartStep
 from disagg.models.description import describe_model
 from disagg.planner.prior import step_times
@@ -134,7 +134,7 @@ def _build(
     ranks: Ranks | None,
 ) -> Parts:
     # Here, and not above: the scheduler's users must not need torch to import this package.
-    with lasting_imports():
+    with uncollected_imports():
         from disagg.engine.device.build import build_engine
 
     made: list[Stamps] = []

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from disagg import logs
 from disagg.errors import DisaggError, TransferFailed
+from disagg.imports import uncollected_imports
 from disagg.kvtransfer.ranked_transport import QuietTransport
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import PullDone
-from disagg.lasting import lasting_imports
 from disagg.models.description import describe_model
 from disagg.planner.step_sizes import largest_step
 from disagg.rank_messages import (
@@ -58,7 +58,7 @@ from disagg.worker.parts import (
     slab_of,
     store_of,
 )
-from disagg.worker.rank_door import Address, knock
+from disagg.worker.rank_listener import Address, knock
 from disagg.worker.rank_offload import Offload
 
 if TYPE_CHECKING:  # needs torch
@@ -111,14 +111,14 @@ def main(control_fd: int, steps_fd: int) -> NoReturn:
     _run(start, pipes)
 
 
-def run_elsewhere(start: RankStart, door: Address) -> NoReturn:
+def run_elsewhere(start: RankStart, listener: Address) -> NoReturn:
     """Be a rank on another node than the first one's, in the main thread of a process.
 
     Raises:
         StartupError: the first rank does not let it in.
     """
     key = start.config.cluster_key.encode()
-    _run(start, _Pipes(*knock(door, key, start.worker_id, start.rank)))
+    _run(start, _Pipes(*knock(listener, key, start.worker_id, start.rank)))
 
 
 def _run(start: RankStart, pipes: _Pipes) -> NoReturn:
@@ -163,7 +163,7 @@ def _follow(
 def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Offload, SimpleQueue[Job]]:
     """Load this rank's part, meet the others, and begin to move KV."""
     # Here, since torch takes seconds, in which the first rank may end.
-    with lasting_imports():
+    with uncollected_imports():
         from disagg.engine.device.follower import Follower
 
     engine, model = start.tier.engine, describe_model(start.tier.directory)

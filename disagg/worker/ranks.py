@@ -2,7 +2,7 @@
 
 They live and die with the worker. Those of its own node are not actors, because Ray then counts,
 places and ends them as one with the worker. Those of other nodes are, in its placement group
-(`app/rank_actors.py`), and come in through a door (`rank_door`).
+(`app/rank_actors.py`), and connect to a listener (`rank_listener`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from disagg.errors import DisaggError, StartupError, WorkerLost
 from disagg.models.description import describe_model
 from disagg.rank_messages import LOOPBACK, RankLoaded, RankStart, RankUp, RankWork, encode
 from disagg.worker.other_rank import LocalRank, Rank, RankNodes, RemoteRank
-from disagg.worker.rank_door import Door, listen
+from disagg.worker.rank_listener import RankListener, listen
 
 if TYPE_CHECKING:  # needs torch
     from disagg.models.communicator import Communicator
@@ -72,7 +72,7 @@ class Ranks:
         self._lost: Callable[[str], None] | None = None
         self._meeting = str(self._place / "meeting")
         self._meeting_listener: socket | None = None
-        self._door: Door | None = None
+        self._listener: RankListener | None = None
         self._host = LOOPBACK
         self.others: list[Rank] = []
         try:
@@ -80,7 +80,7 @@ class Ranks:
                 self._host, tier = nodes.hosts[0], _settled(tier)
                 self._meeting_listener = listen(self._host)
                 self._meeting = f"tcp:{self._host}:{self._meeting_listener.getsockname()[1]}"
-                self._door = Door(self._host, config.cluster_key.encode(), worker_id)
+                self._listener = RankListener(self._host, config.cluster_key.encode(), worker_id)
             for rank in range(1, num_ranks):
                 start = RankStart(
                     config=config,
@@ -101,11 +101,11 @@ class Ranks:
     def _started(self, start: RankStart, node: int) -> Rank:
         if not node:
             return LocalRank(start)
-        assert self._nodes is not None and self._door is not None
+        assert self._nodes is not None and self._listener is not None
         host = self._nodes.hosts[node]
         config = msgspec.structs.replace(start.config, link_host=host)
         start = msgspec.structs.replace(start, config=config, host=host)
-        return RemoteRank(start, self._nodes, node, self._door)
+        return RemoteRank(start, self._nodes, node, self._listener)
 
     def meet(self, device_type: str) -> Communicator:
         from disagg.engine.device.communicator import TorchCommunicator
@@ -113,8 +113,8 @@ class Ranks:
         self.may_hang = device_type == "cuda" or self._nodes is not None
         for rank in self.others:
             rank.answer(RankUp)
-        if self._door is not None:
-            self._door.close()  # all are in
+        if self._listener is not None:
+            self._listener.close()  # all are in
         listener, self._meeting_listener = self._meeting_listener, None
         return TorchCommunicator(self._share, device_type, self._meeting, self._host, listener)
 
@@ -201,7 +201,7 @@ class Ranks:
         self._is_closing = True
         for rank in self.others:
             rank.close()
-        for each in (self._door, self._meeting_listener):
+        for each in (self._listener, self._meeting_listener):
             if each is not None:
                 each.close()
         for rank in self.others:

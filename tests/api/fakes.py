@@ -9,11 +9,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from disagg.api.served_model import ServedModel
-from disagg.direct import Direct
 from disagg.errors import DisaggError
 from disagg.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
 from disagg.text.chat_template import ChatTemplate
 from disagg.text.tokenizer import Tokenizer
+from disagg.token_fast_path import TokenCallback
 
 CHATML = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n'"
@@ -92,7 +92,7 @@ class FakeGenerate:
         pause: awaited before each token.
         per_delta: tokens per delta.
         finish: whether the end token follows; else the answer goes on until `max_tokens`.
-        directly: whether deltas behind the first are offered to `direct`, as a link does.
+        directly: whether deltas behind the first are offered to `on_token`, as a link does.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class FakeGenerate:
         self.num_closed = 0
 
     async def __call__(
-        self, request: GenerateRequest, direct: Direct
+        self, request: GenerateRequest, on_token: TokenCallback
     ) -> AsyncGenerator[TokenDelta, None]:
         self.requests.append(request)
         self.num_open += 1
         try:
             may_take = False
             async for delta in self._deltas(request):
-                taken = may_take and delta.finish_reason is None and direct(delta)
+                taken = may_take and delta.finish_reason is None and on_token(delta)
                 if taken is False:
                     yield delta
                 elif taken is not True:

@@ -10,8 +10,8 @@ import pytest
 
 from disagg.api.http import reply
 from disagg.api.http.metrics import ApiMetrics
-from disagg.direct import Direct
 from disagg.messages import GenerateRequest, TokenDelta
+from disagg.token_fast_path import TokenCallback
 from tests.api.apps import URL, Exchange, make_app, never, until
 from tests.api.fakes import FakeGenerate
 from tests.contract.contract import CHAT
@@ -100,7 +100,7 @@ async def test_what_is_counted_comes_back_from_a_request_that_is_cancelled_twice
     asked, leaving = asyncio.Event(), asyncio.Event()
 
     async def reluctant(
-        request: GenerateRequest, direct: Direct
+        request: GenerateRequest, on_token: TokenCallback
     ) -> AsyncGenerator[TokenDelta, None]:
         try:
             asked.set()

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from disagg.api.running_job import ChoiceDelta, Generate, Job, RunningJob
 from disagg.api.wanted import Wanted
-from disagg.direct import Direct, Taken
 from disagg.errors import EngineFailed, Overloaded
 from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs, WireError
+from disagg.token_fast_path import Taken, TokenCallback
 from tests.api.fakes import END, TOKENIZER, served_model
 
 TEXT = "the quick brown fox jumps"
@@ -44,7 +44,7 @@ def playing(*deltas: TokenDelta | Exception) -> Generate:
     """A source that says `deltas` to everyone, by turns."""
 
     async def generate(
-        request: GenerateRequest, direct: Direct
+        request: GenerateRequest, on_token: TokenCallback
     ) -> AsyncGenerator[TokenDelta, None]:
         for delta in deltas:
             if isinstance(delta, Exception):
@@ -130,7 +130,7 @@ async def test_a_refused_choice_refuses_all_before_anything_is_sent(refused: int
     num_opened, closed = 0, 0
 
     async def generate(
-        request: GenerateRequest, direct: Direct
+        request: GenerateRequest, on_token: TokenCallback
     ) -> AsyncGenerator[TokenDelta, None]:
         nonlocal num_opened, closed
         number, num_opened = num_opened, num_opened + 1
@@ -158,7 +158,7 @@ async def test_choices_that_have_all_begun_wait_for_nobody() -> None:
     num_opened = 0
 
     async def generate(
-        request: GenerateRequest, direct: Direct
+        request: GenerateRequest, on_token: TokenCallback
     ) -> AsyncGenerator[TokenDelta, None]:
         nonlocal num_opened
         number, num_opened = num_opened, num_opened + 1
@@ -181,7 +181,7 @@ async def test_one_failed_choice_ends_the_others() -> None:
     opened: list[int] = []
 
     async def generate(
-        request: GenerateRequest, direct: Direct
+        request: GenerateRequest, on_token: TokenCallback
     ) -> AsyncGenerator[TokenDelta, None]:
         number = len(opened)
         opened.append(number)
@@ -202,7 +202,7 @@ async def test_closing_waits_until_the_source_is_closed() -> None:
     steps: list[str] = []
 
     async def generate(
-        request: GenerateRequest, direct: Direct
+        request: GenerateRequest, on_token: TokenCallback
     ) -> AsyncGenerator[TokenDelta, None]:
         try:
             yield TokenDelta(0, IDS[:1])
@@ -228,7 +228,9 @@ async def test_a_stop_string_closes_the_source_even_if_others_hold_it() -> None:
         finally:
             closed.append(True)
 
-    def generate(request: GenerateRequest, direct: Direct) -> AsyncGenerator[TokenDelta, None]:
+    def generate(
+        request: GenerateRequest, on_token: TokenCallback
+    ) -> AsyncGenerator[TokenDelta, None]:
         held.append(deltas())
         return held[-1]
 
@@ -242,11 +244,11 @@ async def test_pieces_may_be_taken_where_their_tokens_arrive(stops: tuple[str, .
     """Except the last one. The answer is the same."""
 
     async def generate(
-        request: GenerateRequest, direct: Direct
+        request: GenerateRequest, on_token: TokenCallback
     ) -> AsyncGenerator[TokenDelta, None]:
         for token_id in IDS:
             delta = TokenDelta(0, (token_id,))
-            if not direct(delta):
+            if not on_token(delta):
                 yield delta
         yield TokenDelta(0, (), "length")
 
@@ -262,7 +264,7 @@ async def test_pieces_may_be_taken_where_their_tokens_arrive(stops: tuple[str, .
 
     async for (piece,) in run.batches():
         whole.extend(piece)
-        run.direct = take
+        run.on_piece = take
     (usual,) = await result(RunningJob(job(stops=stops), playing_one_by_one()))
     assert (whole.text, whole.finish_reason) == (usual.text, usual.finish_reason)
     assert whole.num_tokens == usual.num_tokens == run.num_completion_tokens
@@ -275,15 +277,15 @@ def playing_one_by_one() -> Generate:
 
 async def test_pieces_of_several_choices_come_one_way() -> None:
     async def generate(
-        request: GenerateRequest, direct: Direct
+        request: GenerateRequest, on_token: TokenCallback
     ) -> AsyncGenerator[TokenDelta, None]:
         for token_id in IDS:
             delta = TokenDelta(0, (token_id,))
-            assert direct(delta) is False
+            assert on_token(delta) is False
             yield delta
             await asyncio.sleep(0)
         yield TokenDelta(0, (), "length")
 
     run = RunningJob(job(2), generate)
-    run.direct = lambda piece: True
+    run.on_piece = lambda piece: True
     assert [each.num_tokens for each in await result(run)] == [len(IDS)] * 2

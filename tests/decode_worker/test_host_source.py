@@ -1,4 +1,4 @@
-"""Evicted prefixes come back from host memory if that is quicker, and then the next door opens."""
+"""Evicted prefixes come back from host memory if that is quicker, and then the next rig opens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NextTier(ColdTier):
         return 0
 
 
-class Door(Rig):
+class ImportRig(Rig):
     """An engine with host memory behind it. Copies end while `fates.calm`."""
 
     def __init__(self, num_blocks: int = 16, token_s: float = SLOW_S, num_slots: int = 16) -> None:
@@ -84,137 +84,137 @@ class Door(Rig):
         self.engine.check(self.kv_import.holders())
 
 
-def warm(door: Door) -> None:
+def warm(rig: ImportRig) -> None:
     """Let the prompt be computed, copied to the host, and evicted."""
-    door.admit()
-    door.run()
-    door.evict_all()
-    assert len(door.tier.hashes()) == 5, "four of the prompt, one of the answer"
-    assert not door.next_tier.offered, "all of it is in host memory"
-    door.forget_num_computed()
+    rig.admit()
+    rig.run()
+    rig.evict_all()
+    assert len(rig.tier.hashes()) == 5, "four of the prompt, one of the answer"
+    assert not rig.next_tier.offered, "all of it is in host memory"
+    rig.forget_num_computed()
 
 
 def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:
-    door = Door()
-    warm(door)
-    sequence = door.admit()
-    assert door.kv_import.num_arriving == 1 and not door.engine.has_work
-    door.run()
+    rig = ImportRig()
+    warm(rig)
+    sequence = rig.admit()
+    assert rig.kv_import.num_arriving == 1 and not rig.engine.has_work
+    rig.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
     assert sequence.num_cached_tokens == 16
-    assert door.num_computed == len(PROMPT) - 16 + 4
-    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+    assert rig.num_computed == len(PROMPT) - 16 + 4
+    assert rig.engine.pool.num_free == rig.engine.pool.num_blocks
 
 
 def test_others_step_while_blocks_are_on_their_way() -> None:
-    door = Door(num_blocks=24)
-    warm(door)
-    other = door.admit(tuple(range(50, 60)), max_tokens=20)
-    door.step()
-    door.fates.calm = False
-    sequence = door.admit()
+    rig = ImportRig(num_blocks=24)
+    warm(rig)
+    other = rig.admit(tuple(range(50, 60)), max_tokens=20)
+    rig.step()
+    rig.fates.calm = False
+    sequence = rig.admit()
     for _ in range(5):
-        door.step()
+        rig.step()
     assert len(other.tokens) > 14 and len(sequence.tokens) == len(PROMPT)
-    assert door.kv_import.num_arriving == 1 and door.num_computed < 20
-    door.fates.calm = True
-    door.run()
+    assert rig.kv_import.num_arriving == 1 and rig.num_computed < 20
+    rig.fates.calm = True
+    rig.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
     assert sequence.num_cached_tokens == 16
 
 
 def test_only_what_is_not_here_is_loaded() -> None:
-    door = Door()
-    warm(door)
-    door.admit(PROMPT[:9], max_tokens=1)  # brings two blocks back
-    door.run()
-    assert door.tier.counts().num_loaded == 2
-    sequence = door.admit()
-    door.run()
-    assert door.tier.counts().num_loaded == 4 and sequence.num_cached_tokens == 16
+    rig = ImportRig()
+    warm(rig)
+    rig.admit(PROMPT[:9], max_tokens=1)  # brings two blocks back
+    rig.run()
+    assert rig.tier.counts().num_loaded == 2
+    sequence = rig.admit()
+    rig.run()
+    assert rig.tier.counts().num_loaded == 4 and sequence.num_cached_tokens == 16
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
 
 
 def test_two_that_want_the_same_load_it_once() -> None:
-    door = Door(num_blocks=24)
-    warm(door)
-    both = [door.admit(), door.admit()]
-    door.run()
+    rig = ImportRig(num_blocks=24)
+    warm(rig)
+    both = [rig.admit(), rig.admit()]
+    rig.run()
     for sequence in both:
         assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
         assert sequence.num_cached_tokens == 16
-    assert door.tier.counts().num_loaded == 4
+    assert rig.tier.counts().num_loaded == 4
 
 
 def test_blocks_that_somebody_waits_for_are_evicted_last() -> None:
-    door = Door(num_slots=6)
-    warm(door)
-    door.tier.save([(0, b"newer than the prompt's")])
-    door.tier.poll()
-    sequence = door.admit()
-    door.tier.save([(1, b"the newest"), (2, b"of all")])
-    door.tier.poll()
-    assert door.tier.match(sequence.block_hashes) == 4
+    rig = ImportRig(num_slots=6)
+    warm(rig)
+    rig.tier.save([(0, b"newer than the prompt's")])
+    rig.tier.poll()
+    sequence = rig.admit()
+    rig.tier.save([(1, b"the newest"), (2, b"of all")])
+    rig.tier.poll()
+    assert rig.tier.match(sequence.block_hashes) == 4
 
 
 def test_host_memory_is_left_alone_where_computing_is_quicker() -> None:
-    door = Door(token_s=1e-9)
-    warm(door)
-    door.admit()
-    assert door.engine.has_work and not door.kv_import.num_arriving
-    door.run()
-    assert not door.tier.counts().num_loaded
+    rig = ImportRig(token_s=1e-9)
+    warm(rig)
+    rig.admit()
+    assert rig.engine.has_work and not rig.kv_import.num_arriving
+    rig.run()
+    assert not rig.tier.counts().num_loaded
 
 
 def test_a_copy_that_does_not_end_costs_no_more_than_computing() -> None:
-    door = Door()
-    warm(door)
-    door.fates.calm = False
-    sequence = door.admit()
-    door.kv_import.advance(door.now)
-    door.now = 16 * SLOW_S - 0.01
-    door.kv_import.advance(door.now)
-    assert not door.engine.has_work
-    door.now = 16 * SLOW_S
-    door.kv_import.advance(door.now)
-    assert door.engine.has_work and not door.kv_import.num_arriving
-    while door.engine.has_work:
-        door.step()
+    rig = ImportRig()
+    warm(rig)
+    rig.fates.calm = False
+    sequence = rig.admit()
+    rig.kv_import.advance(rig.now)
+    rig.now = 16 * SLOW_S - 0.01
+    rig.kv_import.advance(rig.now)
+    assert not rig.engine.has_work
+    rig.now = 16 * SLOW_S
+    rig.kv_import.advance(rig.now)
+    assert rig.engine.has_work and not rig.kv_import.num_arriving
+    while rig.engine.has_work:
+        rig.step()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
     assert sequence.num_cached_tokens == 0
-    assert door.engine.pool.num_free < door.engine.pool.num_blocks, "the copier may write them"
-    door.fates.calm = True
-    door.run()
-    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+    assert rig.engine.pool.num_free < rig.engine.pool.num_blocks, "the copier may write them"
+    rig.fates.calm = True
+    rig.run()
+    assert rig.engine.pool.num_free == rig.engine.pool.num_blocks
 
 
 def test_a_cancelled_load_gives_its_blocks_back_when_it_ends() -> None:
-    door = Door()
-    warm(door)
-    door.fates.calm = False
-    sequence = door.admit()
-    assert door.kv_import.cancel(sequence.request_id)
-    sequence = door.admit()
-    door.kv_import.advance(door.now)
-    assert door.kv_import.cancel(sequence.request_id) and not door.kv_import.cancel(
+    rig = ImportRig()
+    warm(rig)
+    rig.fates.calm = False
+    sequence = rig.admit()
+    assert rig.kv_import.cancel(sequence.request_id)
+    sequence = rig.admit()
+    rig.kv_import.advance(rig.now)
+    assert rig.kv_import.cancel(sequence.request_id) and not rig.kv_import.cancel(
         sequence.request_id
     )
-    assert door.engine.pool.num_free == 12 and not door.kv_import.num_arriving
-    door.fates.calm = True
-    door.run()
-    assert not door.engine.has_work and door.engine.pool.num_free == 16
-    assert len(door.engine.pool.match(sequence.block_hashes)) == 4, "good for the next one"
+    assert rig.engine.pool.num_free == 12 and not rig.kv_import.num_arriving
+    rig.fates.calm = True
+    rig.run()
+    assert not rig.engine.has_work and rig.engine.pool.num_free == 16
+    assert len(rig.engine.pool.match(sequence.block_hashes)) == 4, "good for the next one"
 
 
 def test_who_finds_no_room_waits_for_who_runs() -> None:
-    door = Door(num_blocks=8)
-    warm(door)
-    other = door.admit(tuple(range(50, 70)), max_tokens=6)
-    door.step()
-    sequence = door.admit()
-    door.step()
-    assert door.kv_import.num_arriving == 1 and len(door.passed) == 2
-    door.run()
+    rig = ImportRig(num_blocks=8)
+    warm(rig)
+    other = rig.admit(tuple(range(50, 70)), max_tokens=6)
+    rig.step()
+    sequence = rig.admit()
+    rig.step()
+    assert rig.kv_import.num_arriving == 1 and len(rig.passed) == 2
+    rig.run()
     assert other.tokens[20:] == expected_tokens(tuple(range(50, 70)), 6)
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
     assert sequence.num_cached_tokens == 16
@@ -222,45 +222,45 @@ def test_who_finds_no_room_waits_for_who_runs() -> None:
 
 @pytest.mark.parametrize("change", ["gone from host memory", "no room, and nobody runs"])
 def test_what_changed_meanwhile_means_the_next_door(change: str) -> None:
-    door = Door(num_slots=5)
-    warm(door)
-    sequence = door.admit()
+    rig = ImportRig(num_slots=5)
+    warm(rig)
+    sequence = rig.admit()
     if change == "gone from host memory":
-        door.tier.save([(i, bytes([i])) for i in range(5)])
+        rig.tier.save([(i, bytes([i])) for i in range(5)])
         taken: list[int] = []
     else:
-        taken = door.engine.pool.allocate(14) or []
-    door.kv_import.advance(door.now)
-    assert door.passed[-1] is sequence and not door.kv_import.num_arriving
-    door.engine.pool.release(taken)
-    door.run()
+        taken = rig.engine.pool.allocate(14) or []
+    rig.kv_import.advance(rig.now)
+    assert rig.passed[-1] is sequence and not rig.kv_import.num_arriving
+    rig.engine.pool.release(taken)
+    rig.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
 
 
 def test_what_could_not_be_copied_in_time_is_for_the_next_tier() -> None:
-    door = Door()
-    door.fates.calm = False
-    door.admit()
-    while door.engine.has_work:
-        door.step()
-    door.evict_all()
-    assert len(door.next_tier.offered) == 5
-    door.fates.calm = True
-    door.run()
-    assert door.tier.counts().num_torn == 5 and not door.tier.hashes()
+    rig = ImportRig()
+    rig.fates.calm = False
+    rig.admit()
+    while rig.engine.has_work:
+        rig.step()
+    rig.evict_all()
+    assert len(rig.next_tier.offered) == 5
+    rig.fates.calm = True
+    rig.run()
+    assert rig.tier.counts().num_torn == 5 and not rig.tier.hashes()
 
 
 def test_a_drain_takes_all_that_wait() -> None:
     """One whose blocks are on their way, and one that waits for the same blocks."""
-    door = Door()
-    warm(door)
-    door.fates.calm = False
-    both = {door.admit(), door.admit()}
-    door.kv_import.advance(door.now)
-    assert door.tier.num_under_way == 1 and door.kv_import.num_arriving == 2
-    assert set(door.kv_import.take_waiting()) == both
-    assert not door.kv_import.num_arriving and not door.kv_import.take_waiting()
-    door.fates.calm = True
-    door.run()
-    assert len(door.passed) == 1, "it was let in here all the same"
-    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+    rig = ImportRig()
+    warm(rig)
+    rig.fates.calm = False
+    both = {rig.admit(), rig.admit()}
+    rig.kv_import.advance(rig.now)
+    assert rig.tier.num_under_way == 1 and rig.kv_import.num_arriving == 2
+    assert set(rig.kv_import.take_waiting()) == both
+    assert not rig.kv_import.num_arriving and not rig.kv_import.take_waiting()
+    rig.fates.calm = True
+    rig.run()
+    assert len(rig.passed) == 1, "it was let in here all the same"
+    assert rig.engine.pool.num_free == rig.engine.pool.num_blocks

@@ -52,7 +52,7 @@ class FakeTransport:
     def close(self) -> None: ...
 
 
-class Door:
+class ImportRig:
     """The import of an engine with fake KV, and a source that has computed everything."""
 
     def __init__(self, num_blocks: int = 16) -> None:
@@ -128,242 +128,242 @@ class Door:
         return self.engine.pool.num_free == self.engine.pool.num_blocks
 
 
-def assert_answers(door: Door, sequence: Sequence) -> None:
-    door.run()
+def assert_answers(rig: ImportRig, sequence: Sequence) -> None:
+    rig.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
-    assert door.is_empty and not door.kv_import.num_arriving
+    assert rig.is_empty and not rig.kv_import.num_arriving
 
 
-def num_computed(door: Door) -> int:
-    runner = door.engine.runner
+def num_computed(rig: ImportRig) -> int:
+    runner = rig.engine.runner
     count: int = runner.num_computed  # type: ignore[attr-defined]
     return count
 
 
 def test_what_was_pulled_is_not_computed() -> None:
-    door = Door()
-    sequence = door.arrive()
-    assert door.advance(), "a pull is under way"
-    door.end_pull(0)
-    assert_answers(door, sequence)
-    assert num_computed(door) == 4
+    rig = ImportRig()
+    sequence = rig.arrive()
+    assert rig.advance(), "a pull is under way"
+    rig.end_pull(0)
+    assert_answers(rig, sequence)
+    assert num_computed(rig) == 4
     assert sequence.num_cached_tokens == 14, "the prompt was not computed here"
 
 
 def test_tokens_of_a_moved_request_do_not_count_as_cached_prompt() -> None:
-    door = Door()
+    rig = ImportRig()
     output = tuple(expected_tokens(PROMPT, 4))
     sequence = new_sequence(PROMPT, BLOCK_SIZE, 5, output=output, stop_ids=frozenset())
-    door.kv_import.admit(sequence, door.ticket(sequence, len(PROMPT) + 3), door.now)
-    door.advance()
-    door.end_pull(0)
+    rig.kv_import.admit(sequence, rig.ticket(sequence, len(PROMPT) + 3), rig.now)
+    rig.advance()
+    rig.end_pull(0)
     assert sequence.num_computed == len(PROMPT) + 3 and sequence.num_cached_tokens == len(PROMPT)
 
 
 def test_blocks_that_are_here_are_not_pulled() -> None:
-    door = Door()
-    door.arrive()
-    door.advance()
-    door.end_pull(0)
-    door.run()
-    sequence = door.arrive()
-    door.advance()
-    ticket, first_block, into = door.transport.pulls[1]
+    rig = ImportRig()
+    rig.arrive()
+    rig.advance()
+    rig.end_pull(0)
+    rig.run()
+    sequence = rig.arrive()
+    rig.advance()
+    ticket, first_block, into = rig.transport.pulls[1]
     assert first_block == 3 and len(into) == 1 == len(ticket.block_ids) - 3
-    door.end_pull(1)
-    assert_answers(door, sequence)
+    rig.end_pull(1)
+    assert_answers(rig, sequence)
 
 
 def test_nothing_is_pulled_when_all_is_here() -> None:
-    door = Door()
+    rig = ImportRig()
     prompt = PROMPT[:12]
-    door.arrive(prompt)
-    door.advance()
-    door.end_pull(0)
-    door.run()
-    sequence = door.arrive(prompt)
-    door.advance()
-    door.run()
-    assert len(door.transport.pulls) == 1 and door.transport.released == ["ticket-2"]
-    assert sequence.tokens[12:] == expected_tokens(prompt, 5) and door.is_empty
+    rig.arrive(prompt)
+    rig.advance()
+    rig.end_pull(0)
+    rig.run()
+    sequence = rig.arrive(prompt)
+    rig.advance()
+    rig.run()
+    assert len(rig.transport.pulls) == 1 and rig.transport.released == ["ticket-2"]
+    assert sequence.tokens[12:] == expected_tokens(prompt, 5) and rig.is_empty
 
 
 def test_who_waits_for_blocks_gets_them_by_priority_and_then_by_arrival() -> None:
-    door = Door(num_blocks=5)
-    door.arrive()
-    door.advance()
-    waiting = [door.arrive(priority=priority) for priority in (1, 0, -1, 0)]
-    door.advance()
-    assert len(door.transport.pulls) == 1, "one block is left, and each of them wants four"
-    door.kv_import.cancel(door.arrive(priority=-5).request_id)
-    assert door.kv_import.take_waiting() == [waiting[i] for i in (2, 1, 3, 0)]
+    rig = ImportRig(num_blocks=5)
+    rig.arrive()
+    rig.advance()
+    waiting = [rig.arrive(priority=priority) for priority in (1, 0, -1, 0)]
+    rig.advance()
+    assert len(rig.transport.pulls) == 1, "one block is left, and each of them wants four"
+    rig.kv_import.cancel(rig.arrive(priority=-5).request_id)
+    assert rig.kv_import.take_waiting() == [waiting[i] for i in (2, 1, 3, 0)]
 
 
 @pytest.mark.parametrize("moment", ["refused", "failed", "impatient"])
 def test_a_pull_that_goes_wrong_means_to_compute_here(moment: str) -> None:
-    door = Door()
-    door.transport.refuses = moment == "refused"
-    sequence = door.arrive()
-    door.advance()
+    rig = ImportRig()
+    rig.transport.refuses = moment == "refused"
+    sequence = rig.arrive()
+    rig.advance()
     if moment == "failed":
-        door.end_pull(0, "the source used the blocks again")
+        rig.end_pull(0, "the source used the blocks again")
     elif moment == "impatient":
-        door.now = PULL_PATIENCE_S
-        door.advance()
-        assert not door.kv_import.num_arriving and door.engine.has_work
-        door.run()
-        assert not door.is_empty, "the transport may still write"
-        door.end_pull(0)
-    assert_answers(door, sequence)
-    assert num_computed(door) >= len(PROMPT)
-    assert door.transport.released == (["ticket-1"] if moment == "refused" else [])
+        rig.now = PULL_PATIENCE_S
+        rig.advance()
+        assert not rig.kv_import.num_arriving and rig.engine.has_work
+        rig.run()
+        assert not rig.is_empty, "the transport may still write"
+        rig.end_pull(0)
+    assert_answers(rig, sequence)
+    assert num_computed(rig) >= len(PROMPT)
+    assert rig.transport.released == (["ticket-1"] if moment == "refused" else [])
 
 
 def test_a_pull_that_should_take_long_may() -> None:
-    door = Door()
-    door.predicted_s = 5.0
-    sequence = door.arrive()
-    door.advance()
-    for door.now in (PULL_PATIENCE_S, PULL_PATIENCE_S + PULL_FACTOR * 5.0 - 0.1):
-        door.advance()
-        assert door.kv_import.num_arriving and not door.engine.has_work
-    door.end_pull(0)
-    assert_answers(door, sequence)
-    assert num_computed(door) < len(PROMPT)
+    rig = ImportRig()
+    rig.predicted_s = 5.0
+    sequence = rig.arrive()
+    rig.advance()
+    for rig.now in (PULL_PATIENCE_S, PULL_PATIENCE_S + PULL_FACTOR * 5.0 - 0.1):
+        rig.advance()
+        assert rig.kv_import.num_arriving and not rig.engine.has_work
+    rig.end_pull(0)
+    assert_answers(rig, sequence)
+    assert num_computed(rig) < len(PROMPT)
 
 
 @pytest.mark.parametrize("num_tokens", [0, -3, 13, 15, 16, 1 << 40])
 def test_a_ticket_that_cannot_be_is_not_pulled(num_tokens: int) -> None:
     """9 to 12 would do for its three blocks, and 15 is more than the sequence has KV for."""
-    door = Door()
+    rig = ImportRig()
     sequence = new_sequence(
         PROMPT, BLOCK_SIZE, 5, output=tuple(expected_tokens(PROMPT, 1)), stop_ids=frozenset()
     )
-    ticket = replace(door.ticket(sequence, 12), num_tokens=num_tokens)
-    door.kv_import.admit(sequence, ticket, door.now)
-    door.advance()
-    assert not door.transport.pulls and door.transport.released == [ticket.ticket_id]
-    assert_answers(door, sequence)
+    ticket = replace(rig.ticket(sequence, 12), num_tokens=num_tokens)
+    rig.kv_import.admit(sequence, ticket, rig.now)
+    rig.advance()
+    assert not rig.transport.pulls and rig.transport.released == [ticket.ticket_id]
+    assert_answers(rig, sequence)
 
 
 def test_what_never_fits_is_refused_and_blocks_nobody() -> None:
-    door = Door(num_blocks=8)
+    rig = ImportRig(num_blocks=8)
     huge = new_sequence(tuple(range(4, 104)), BLOCK_SIZE, 5, output=(9,), stop_ids=frozenset())
     with pytest.raises(Exception, match="need"):
-        door.kv_import.admit(huge, door.ticket(huge, 100), door.now)
-    sequence = door.arrive()
-    door.advance()
-    door.end_pull(0)
-    assert_answers(door, sequence)
+        rig.kv_import.admit(huge, rig.ticket(huge, 100), rig.now)
+    sequence = rig.arrive()
+    rig.advance()
+    rig.end_pull(0)
+    assert_answers(rig, sequence)
 
 
 def test_a_join_that_is_refused_is_the_only_event() -> None:
-    door = Door(num_blocks=64)
-    door.engine.scheduler.max_model_len = 10
-    sequence = door.arrive()
-    door.advance()
-    door.end_pull(0)
-    (event,) = door.run()
+    rig = ImportRig(num_blocks=64)
+    rig.engine.scheduler.max_model_len = 10
+    sequence = rig.arrive()
+    rig.advance()
+    rig.end_pull(0)
+    (event,) = rig.run()
     assert event.sequence is sequence and isinstance(event.error, ContextLengthExceeded)
-    assert door.is_empty
+    assert rig.is_empty
 
 
 def test_one_waits_for_blocks_that_another_holds() -> None:
-    door = Door(num_blocks=6)
-    first, second = door.arrive(), door.arrive(tuple(range(30, 44)))
-    door.advance()
-    assert len(door.transport.pulls) == 1 and door.kv_import.num_arriving == 2
-    assert not door.kv_import.is_stuck, "a pull is under way and will free them"
-    door.end_pull(0)
-    door.run()
-    door.advance()
-    assert len(door.transport.pulls) == 2
-    door.end_pull(1)
-    door.run()
+    rig = ImportRig(num_blocks=6)
+    first, second = rig.arrive(), rig.arrive(tuple(range(30, 44)))
+    rig.advance()
+    assert len(rig.transport.pulls) == 1 and rig.kv_import.num_arriving == 2
+    assert not rig.kv_import.is_stuck, "a pull is under way and will free them"
+    rig.end_pull(0)
+    rig.run()
+    rig.advance()
+    assert len(rig.transport.pulls) == 2
+    rig.end_pull(1)
+    rig.run()
     assert len(first.tokens) == len(second.tokens) == len(PROMPT) + 5
-    assert door.is_empty
+    assert rig.is_empty
 
 
 def test_it_is_stuck_when_somebody_else_holds_the_blocks() -> None:
-    door = Door(num_blocks=6)
-    held = door.engine.pool.allocate(5)
+    rig = ImportRig(num_blocks=6)
+    held = rig.engine.pool.allocate(5)
     assert held is not None
-    door.arrive()
-    assert door.kv_import.advance(0.0) and door.kv_import.is_stuck
-    door.engine.pool.release(held)
-    door.advance()
-    assert not door.kv_import.is_stuck and len(door.transport.pulls) == 1
+    rig.arrive()
+    assert rig.kv_import.advance(0.0) and rig.kv_import.is_stuck
+    rig.engine.pool.release(held)
+    rig.advance()
+    assert not rig.kv_import.is_stuck and len(rig.transport.pulls) == 1
 
 
 def test_the_late_end_in_time_wherever_they_are_in_the_line() -> None:
-    door = Door(num_blocks=6)
-    door.arrive()
-    door.arrive(tuple(range(30, 44)))
-    late = door.arrive(tuple(range(50, 64)), deadline_unix_s=2.0)
-    door.advance()
-    door.now = 2.0
-    door.advance()
-    door.engine.expire(door.now)
-    (event,) = door.engine.step()
+    rig = ImportRig(num_blocks=6)
+    rig.arrive()
+    rig.arrive(tuple(range(30, 44)))
+    late = rig.arrive(tuple(range(50, 64)), deadline_unix_s=2.0)
+    rig.advance()
+    rig.now = 2.0
+    rig.advance()
+    rig.engine.expire(rig.now)
+    (event,) = rig.engine.step()
     assert event.sequence is late and event.error is not None
     assert event.error.code == "deadline_exceeded"
-    assert door.kv_import.num_arriving == 2 and door.transport.released == ["ticket-3"]
+    assert rig.kv_import.num_arriving == 2 and rig.transport.released == ["ticket-3"]
 
 
 def test_a_deadline_passes_in_the_middle_of_a_pull() -> None:
-    door = Door()
-    sequence = door.arrive(deadline_unix_s=2.0)
-    door.advance()
-    door.now = 2.0
-    door.advance()
-    (event,) = door.run()
+    rig = ImportRig()
+    sequence = rig.arrive(deadline_unix_s=2.0)
+    rig.advance()
+    rig.now = 2.0
+    rig.advance()
+    (event,) = rig.run()
     assert event.sequence is sequence and event.error is not None
-    door.end_pull(0)
-    assert door.is_empty and not door.engine.has_work
+    rig.end_pull(0)
+    assert rig.is_empty and not rig.engine.has_work
 
 
 def test_two_with_the_same_prompt_pull_it_once() -> None:
     """Such as two answers to one prompt. The second pulls the block that is not full."""
-    door = Door(num_blocks=24)
-    both = [door.arrive(), door.arrive()]
-    assert door.advance() and len(door.transport.pulls) == 1 and door.kv_import.num_arriving == 2
-    door.end_pull(0)
-    door.advance()
-    _, first_block, into = door.transport.pulls[1]
+    rig = ImportRig(num_blocks=24)
+    both = [rig.arrive(), rig.arrive()]
+    assert rig.advance() and len(rig.transport.pulls) == 1 and rig.kv_import.num_arriving == 2
+    rig.end_pull(0)
+    rig.advance()
+    _, first_block, into = rig.transport.pulls[1]
     assert (first_block, len(into)) == (3, 1)
-    door.end_pull(1)
+    rig.end_pull(1)
     for sequence in both:
-        assert_answers(door, sequence)
-    assert num_computed(door) == 8
+        assert_answers(rig, sequence)
+    assert num_computed(rig) == 8
 
 
 def test_nobody_waits_for_a_pull_that_takes_too_long_and_is_for_another() -> None:
-    door = Door(num_blocks=24)
-    door.arrive()
-    door.advance()
-    second = door.arrive()
-    door.now = PULL_PATIENCE_S
-    door.advance()
-    assert len(door.transport.pulls) == 2
-    door.end_pull(1)
-    door.run()
+    rig = ImportRig(num_blocks=24)
+    rig.arrive()
+    rig.advance()
+    second = rig.arrive()
+    rig.now = PULL_PATIENCE_S
+    rig.advance()
+    assert len(rig.transport.pulls) == 2
+    rig.end_pull(1)
+    rig.run()
     assert second.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
-    door.end_pull(0)
-    assert door.is_empty
+    rig.end_pull(0)
+    assert rig.is_empty
 
 
 def test_a_request_that_finds_no_blocks_holds_back_later_ones_that_need_fewer() -> None:
-    door = Door(num_blocks=8)
-    held = door.engine.pool.allocate(5)
+    rig = ImportRig(num_blocks=8)
+    held = rig.engine.pool.allocate(5)
     assert held is not None
-    first, second = door.arrive(), door.arrive(tuple(range(30, 35)))
-    assert door.kv_import.advance(0.0) and door.kv_import.is_stuck and not door.transport.pulls
-    door.engine.pool.release(held)
-    door.advance()
-    assert [len(into) for _, _, into in door.transport.pulls.values()] == [4, 2]
+    first, second = rig.arrive(), rig.arrive(tuple(range(30, 35)))
+    assert rig.kv_import.advance(0.0) and rig.kv_import.is_stuck and not rig.transport.pulls
+    rig.engine.pool.release(held)
+    rig.advance()
+    assert [len(into) for _, _, into in rig.transport.pulls.values()] == [4, 2]
     for pull_id in (0, 1):
-        door.end_pull(pull_id)
-    door.run()
+        rig.end_pull(pull_id)
+    rig.run()
     assert len(first.tokens) == len(PROMPT) + 5 and len(second.tokens) == 10
 
 
@@ -371,7 +371,7 @@ def test_a_request_that_finds_no_blocks_holds_back_later_ones_that_need_fewer() 
 def test_a_request_waits_for_its_grammar_before_its_kv_is_pulled(
     end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    door = Door()
+    rig = ImportRig()
     is_ready = False
 
     def ask(sequence: Sequence) -> bool:
@@ -379,62 +379,62 @@ def test_a_request_waits_for_its_grammar_before_its_kv_is_pulled(
             raise GrammarError("too many states")
         return is_ready
 
-    monkeypatch.setattr(door.engine, "is_ready", ask)
-    sequence = door.arrive()
-    assert door.advance() and door.kv_import.num_arriving == 1 and not door.transport.pulls
-    assert not door.kv_import.is_stuck, "room is not what it waits for"
+    monkeypatch.setattr(rig.engine, "is_ready", ask)
+    sequence = rig.arrive()
+    assert rig.advance() and rig.kv_import.num_arriving == 1 and not rig.transport.pulls
+    assert not rig.kv_import.is_stuck, "room is not what it waits for"
     if end == "cancelled":
-        assert door.kv_import.cancel(sequence.request_id)
+        assert rig.kv_import.cancel(sequence.request_id)
     elif end == "drained":
-        assert door.kv_import.take_waiting() == [sequence]
+        assert rig.kv_import.take_waiting() == [sequence]
     is_ready = True
-    door.advance()
+    rig.advance()
     if end == "ready":
-        door.end_pull(0)
-        assert_answers(door, sequence)
+        rig.end_pull(0)
+        assert_answers(rig, sequence)
     else:
-        assert not door.transport.pulls and not door.kv_import.num_arriving
-        assert [event.error is not None for event in door.run()] == [True] * (end == "refused")
-    assert door.transport.released == ["ticket-1"] * (end == "cancelled"), "else it is of use"
+        assert not rig.transport.pulls and not rig.kv_import.num_arriving
+        assert [event.error is not None for event in rig.run()] == [True] * (end == "refused")
+    assert rig.transport.released == ["ticket-1"] * (end == "cancelled"), "else it is of use"
 
 
 def test_what_nobody_waits_for_any_more_is_found_by_the_next() -> None:
-    door = Door()
-    sequence = door.arrive()
-    door.advance()
-    door.kv_import.cancel(sequence.request_id)
-    door.end_pull(0)
-    assert len(door.engine.pool.match(sequence.block_hashes)) == 3
+    rig = ImportRig()
+    sequence = rig.arrive()
+    rig.advance()
+    rig.kv_import.cancel(sequence.request_id)
+    rig.end_pull(0)
+    assert len(rig.engine.pool.match(sequence.block_hashes)) == 3
 
 
 @pytest.mark.parametrize("error", [None, "it failed too"])
 def test_a_cancelled_pull_keeps_its_blocks_until_it_ends(error: str | None) -> None:
-    door = Door()
-    sequence = door.arrive()
-    door.advance()
-    assert door.kv_import.cancel(sequence.request_id)
-    assert not door.kv_import.cancel(sequence.request_id), "it is gone already"
-    assert not door.is_empty and not door.kv_import.num_arriving
-    door.end_pull(0, error)
-    assert door.is_empty and not door.engine.has_work
+    rig = ImportRig()
+    sequence = rig.arrive()
+    rig.advance()
+    assert rig.kv_import.cancel(sequence.request_id)
+    assert not rig.kv_import.cancel(sequence.request_id), "it is gone already"
+    assert not rig.is_empty and not rig.kv_import.num_arriving
+    rig.end_pull(0, error)
+    assert rig.is_empty and not rig.engine.has_work
 
 
 def test_a_cancelled_one_in_line_lets_the_source_go() -> None:
-    door = Door(num_blocks=6)
-    door.arrive()
-    second = door.arrive(tuple(range(30, 44)))
-    door.advance()
-    assert door.kv_import.cancel(second.request_id)
-    assert door.transport.released == ["ticket-2"] and door.kv_import.num_arriving == 1
-    assert not door.kv_import.cancel("nobody")
+    rig = ImportRig(num_blocks=6)
+    rig.arrive()
+    second = rig.arrive(tuple(range(30, 44)))
+    rig.advance()
+    assert rig.kv_import.cancel(second.request_id)
+    assert rig.transport.released == ["ticket-2"] and rig.kv_import.num_arriving == 1
+    assert not rig.kv_import.cancel("nobody")
 
 
 def test_without_prefix_caching_everything_is_pulled() -> None:
-    door = Door()
-    door.engine.scheduler.enable_prefix_caching = False
+    rig = ImportRig()
+    rig.engine.scheduler.enable_prefix_caching = False
     for pull_id in (0, 1):
-        sequence = door.arrive()
-        door.advance()
-        assert door.transport.pulls[pull_id][1] == 0
-        door.end_pull(pull_id)
-        assert_answers(door, sequence)
+        sequence = rig.arrive()
+        rig.advance()
+        assert rig.transport.pulls[pull_id][1] == 0
+        rig.end_pull(pull_id)
+        assert_answers(rig, sequence)

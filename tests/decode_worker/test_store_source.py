@@ -21,7 +21,7 @@ from tests.store.fake_store import FakeStore
 from tests.worker.members import new_tier
 
 
-class Door(Rig):
+class ImportRig(Rig):
     """An engine with a store behind it. The store answers while `fates.calm`.
 
     Args:
@@ -60,198 +60,198 @@ class Door(Rig):
         self.tier.poll()
 
 
-def warm(door: Door) -> None:
+def warm(rig: ImportRig) -> None:
     """Let the prompt's blocks wander into the store."""
-    door.admit()
-    door.run()
-    door.evict_all()
-    assert door.store.nbytes == 5 * door.kv.block_nbytes, "four of the prompt, one of the answer"
-    door.forget_num_computed()
+    rig.admit()
+    rig.run()
+    rig.evict_all()
+    assert rig.store.nbytes == 5 * rig.kv.block_nbytes, "four of the prompt, one of the answer"
+    rig.forget_num_computed()
 
 
 def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:
-    door = Door()
-    warm(door)
-    sequence = door.admit()
-    assert door.kv_import.num_arriving == 1 and not door.engine.has_work
-    door.run()
+    rig = ImportRig()
+    warm(rig)
+    sequence = rig.admit()
+    assert rig.kv_import.num_arriving == 1 and not rig.engine.has_work
+    rig.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
     assert sequence.num_cached_tokens == 16
-    assert door.num_computed == len(PROMPT) - 16 + 4
-    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+    assert rig.num_computed == len(PROMPT) - 16 + 4
+    assert rig.engine.pool.num_free == rig.engine.pool.num_blocks
 
 
 def test_only_what_is_not_here_is_loaded() -> None:
-    door = Door()
-    warm(door)
-    door.kv_import.admit(
-        new_sequence(PROMPT[:9], BLOCK_SIZE, 1), None, door.now
+    rig = ImportRig()
+    warm(rig)
+    rig.kv_import.admit(
+        new_sequence(PROMPT[:9], BLOCK_SIZE, 1), None, rig.now
     )  # brings two blocks back
-    door.run()
-    num_hits = door.tier.stats.num_hits
-    sequence = door.admit()
-    door.run()
-    assert door.tier.stats.num_hits - num_hits == 2 and sequence.num_cached_tokens == 16
+    rig.run()
+    num_hits = rig.tier.stats.num_hits
+    sequence = rig.admit()
+    rig.run()
+    assert rig.tier.stats.num_hits - num_hits == 2 and sequence.num_cached_tokens == 16
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
 
 
 def test_the_store_is_left_alone_where_computing_is_quicker() -> None:
-    door = Door(token_s=1e-9)
-    warm(door)
-    door.admit()
-    assert door.engine.has_work and not door.kv_import.num_arriving
-    door.run()
-    counts = door.tier.counts()
+    rig = ImportRig(token_s=1e-9)
+    warm(rig)
+    rig.admit()
+    assert rig.engine.has_work and not rig.kv_import.num_arriving
+    rig.run()
+    counts = rig.tier.counts()
     assert counts.num_stored and not counts.num_hits + counts.num_misses
 
 
 def test_a_silent_store_costs_no_more_than_computing() -> None:
-    door = Door()
-    warm(door)
-    door.fates.calm = False
-    sequence = door.admit()
-    door.now = 16 * SLOW_S - 0.01
-    assert door.kv_import.advance(door.now)
-    door.now = 16 * SLOW_S
-    assert not door.kv_import.advance(door.now) and door.engine.has_work
-    door.run()
+    rig = ImportRig()
+    warm(rig)
+    rig.fates.calm = False
+    sequence = rig.admit()
+    rig.now = 16 * SLOW_S - 0.01
+    assert rig.kv_import.advance(rig.now)
+    rig.now = 16 * SLOW_S
+    assert not rig.kv_import.advance(rig.now) and rig.engine.has_work
+    rig.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
-    door.fates.calm = True  # the answer that comes now is nobody's
-    assert not door.kv_import.advance(door.now)
-    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+    rig.fates.calm = True  # the answer that comes now is nobody's
+    assert not rig.kv_import.advance(rig.now)
+    assert rig.engine.pool.num_free == rig.engine.pool.num_blocks
 
 
 def test_nobody_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = Door()
-    warm(door)
+    rig = ImportRig()
+    warm(rig)
 
     def away(keys: object) -> int:
         raise Unavailable("away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(door.store, "contains_prefix", away)
-        patch.setattr(door.offload, "_read_blocks", away)  # blocks that nobody takes are not read
-        door.admit()
-        door.run()
+        patch.setattr(rig.store, "contains_prefix", away)
+        patch.setattr(rig.offload, "_read_blocks", away)  # blocks that nobody takes are not read
+        rig.admit()
+        rig.run()
         for _ in range(3):
-            door.evict_all()
-            sequence = door.admit()
-            assert door.engine.has_work and not door.kv_import.num_arriving
-            door.run()
+            rig.evict_all()
+            sequence = rig.admit()
+            assert rig.engine.has_work and not rig.kv_import.num_arriving
+            rig.run()
             assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
             assert sequence.num_cached_tokens == 0
-    door.evict_all()
-    door.admit()  # finds out that it is back
-    door.run()
-    door.evict_all()
-    sequence = door.admit()
-    assert door.kv_import.num_arriving == 1
-    door.run()
+    rig.evict_all()
+    rig.admit()  # finds out that it is back
+    rig.run()
+    rig.evict_all()
+    sequence = rig.admit()
+    assert rig.kv_import.num_arriving == 1
+    rig.run()
     assert sequence.num_cached_tokens == 16
 
 
 @pytest.mark.parametrize("how", ["cancelled", "drained"])
 def test_who_goes_leaves_no_block_to_be_fetched(how: str) -> None:
-    door = Door()
-    warm(door)
-    door.fates.calm = False
-    sequence = door.admit()
+    rig = ImportRig()
+    warm(rig)
+    rig.fates.calm = False
+    sequence = rig.admit()
     if how == "cancelled":
-        assert door.kv_import.cancel(sequence.request_id)
-        assert not door.kv_import.cancel(sequence.request_id)
+        assert rig.kv_import.cancel(sequence.request_id)
+        assert not rig.kv_import.cancel(sequence.request_id)
     else:
-        assert door.kv_import.take_waiting() == [sequence]
-    door.fates.calm = True
-    assert not door.kv_import.advance(door.now) and not door.engine.has_work
-    assert not door.tier.stats.num_hits
+        assert rig.kv_import.take_waiting() == [sequence]
+    rig.fates.calm = True
+    assert not rig.kv_import.advance(rig.now) and not rig.engine.has_work
+    assert not rig.tier.stats.num_hits
 
 
 @pytest.mark.parametrize("change", ["prefix gone", "no room"])
 def test_what_changed_meanwhile_means_to_compute(change: str) -> None:
-    door = Door()
-    warm(door)
-    door.kv_import.admit(new_sequence(PROMPT[:5], BLOCK_SIZE, 1), None, door.now)
-    door.run()  # the first block is here again
-    sequence = door.admit()
+    rig = ImportRig()
+    warm(rig)
+    rig.kv_import.admit(new_sequence(PROMPT[:5], BLOCK_SIZE, 1), None, rig.now)
+    rig.run()  # the first block is here again
+    sequence = rig.admit()
     if change == "prefix gone":
-        door.evict_all()
+        rig.evict_all()
         taken: list[int] = []
     else:
-        taken = door.engine.pool.allocate(14) or []
-    assert not door.kv_import.advance(door.now), "it does not go on waiting"
-    door.engine.pool.release(taken)
-    door.run()
+        taken = rig.engine.pool.allocate(14) or []
+    assert not rig.kv_import.advance(rig.now), "it does not go on waiting"
+    rig.engine.pool.release(taken)
+    rig.run()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
 
 
 def test_tokens_of_a_moved_request_do_not_count_as_cached_prompt() -> None:
-    door = Door()
-    warm(door)
+    rig = ImportRig()
+    warm(rig)
     moved = new_sequence(PROMPT[:6], BLOCK_SIZE, 30, output=PROMPT[6:17], stop_ids=frozenset())
-    door.kv_import.admit(moved, None, door.now)
-    door.run()
+    rig.kv_import.admit(moved, None, rig.now)
+    rig.run()
     assert moved.num_cached_tokens == 6
 
 
 def test_blocks_of_another_name_never_come() -> None:
-    door = Door()
-    warm(door)
+    rig = ImportRig()
+    warm(rig)
     other = (99, *PROMPT[1:])
-    sequence = door.admit(other)
-    assert door.kv_import.num_arriving == 1
-    door.run()
-    assert door.tier.stats.num_misses == 8 and door.tier.stats.num_hits == 0
+    sequence = rig.admit(other)
+    assert rig.kv_import.num_arriving == 1
+    rig.run()
+    assert rig.tier.stats.num_misses == 8 and rig.tier.stats.num_hits == 0
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(other, 5)
 
 
 def test_blocks_are_there_when_all_ranks_have_loaded_their_parts() -> None:
     ranks = [FakeRankStore(), FakeRankStore()]
-    door = Door(others=ranks)
-    warm(door)
-    sequence = door.admit()
-    assert door.kv_import.advance(door.now)
+    rig = ImportRig(others=ranks)
+    warm(rig)
+    sequence = rig.admit()
+    assert rig.kv_import.advance(rig.now)
     (number, names, into), *_ = ranks[0].fetches
     assert names == sequence.block_hashes[:4] and len(into) == 4
     assert ranks[1].fetches == ranks[0].fetches
-    door.engine.check(door.kv_import.holders())
+    rig.engine.check(rig.kv_import.holders())
     ranks[1].fetched = [(number, None)]
-    assert door.kv_import.advance(door.now) and not door.engine.has_work
+    assert rig.kv_import.advance(rig.now) and not rig.engine.has_work
     ranks[0].fetched = [(number, None)]
-    door.run()
+    rig.run()
     assert sequence.num_cached_tokens == 16
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
 
 
 def test_a_prompt_is_computed_if_a_rank_lacks_its_part_which_is_stored_again() -> None:
     rank = FakeRankStore()
-    door = Door(others=[rank])
-    warm(door)
-    sequence = door.admit()
-    assert door.kv_import.advance(door.now)
+    rig = ImportRig(others=[rank])
+    warm(rig)
+    sequence = rig.admit()
+    assert rig.kv_import.advance(rig.now)
     ((number, _, _),) = rank.fetches
     rank.fetched = [(number, "the store has only 3 of 4 blocks any more")]
-    door.run()
+    rig.run()
     assert sequence.num_cached_tokens == 0
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
-    num_stored = door.tier.stats.num_stored
-    door.evict_all()
-    assert door.tier.stats.num_stored == num_stored + 4
+    num_stored = rig.tier.stats.num_stored
+    rig.evict_all()
+    assert rig.tier.stats.num_stored == num_stored + 4
 
 
 def test_a_rank_whose_store_is_silent_costs_no_more_than_computing() -> None:
     rank = FakeRankStore()
-    door = Door(others=[rank])
-    warm(door)
-    began_s, sequence = door.now, door.admit()
-    assert door.kv_import.advance(door.now)
-    door.now = began_s + 8 * SLOW_S  # half of it: the first rank may have taken the other half
-    assert door.kv_import.advance(door.now) and door.engine.has_work
-    while door.engine.has_work:
-        door.engine.step()
+    rig = ImportRig(others=[rank])
+    warm(rig)
+    began_s, sequence = rig.now, rig.admit()
+    assert rig.kv_import.advance(rig.now)
+    rig.now = began_s + 8 * SLOW_S  # half of it: the first rank may have taken the other half
+    assert rig.kv_import.advance(rig.now) and rig.engine.has_work
+    while rig.engine.has_work:
+        rig.engine.step()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
-    assert door.engine.pool.num_free < door.engine.pool.num_blocks, "it may still write to these"
+    assert rig.engine.pool.num_free < rig.engine.pool.num_blocks, "it may still write to these"
     ((number, _, _),) = rank.fetches
     rank.fetched = [(number, None)]
-    assert not door.kv_import.advance(door.now)
-    assert door.engine.pool.num_free == door.engine.pool.num_blocks
-    door.engine.check()
+    assert not rig.kv_import.advance(rig.now)
+    assert rig.engine.pool.num_free == rig.engine.pool.num_blocks
+    rig.engine.check()

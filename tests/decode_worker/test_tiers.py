@@ -12,17 +12,17 @@ from tests.decode_worker import test_host_source, test_store_source
 
 @pytest.mark.parametrize("tests", [test_host_source, test_store_source], ids=["host", "store"])
 def test_a_refusal_is_raised_at_once_or_reported_later(tests: Any) -> None:
-    door = tests.Door(token_s=1e-9)
-    door.engine.scheduler.max_model_len = 10
+    rig = tests.ImportRig(token_s=1e-9)
+    rig.engine.scheduler.max_model_len = 10
     with pytest.raises(ContextLengthExceeded):
-        door.admit()
-    door = tests.Door()
-    tests.warm(door)
-    door.engine.scheduler.max_model_len = 10
-    door.admit()
-    assert door.kv_import.num_arriving == 1
-    while door.kv_import.num_arriving:
-        door.kv_import.advance(door.now)
-    (event,) = door.engine.step()
+        rig.admit()
+    rig = tests.ImportRig()
+    tests.warm(rig)
+    rig.engine.scheduler.max_model_len = 10
+    rig.admit()
+    assert rig.kv_import.num_arriving == 1
+    while rig.kv_import.num_arriving:
+        rig.kv_import.advance(rig.now)
+    (event,) = rig.engine.step()
     assert isinstance(event.error, ContextLengthExceeded)
-    assert door.engine.pool.num_free == door.engine.pool.num_blocks
+    assert rig.engine.pool.num_free == rig.engine.pool.num_blocks

@@ -8,13 +8,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
-from disagg.direct import Taken
 from disagg.ingress.dispatch import Dispatcher
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.fleet_links import FleetLinks
 from disagg.links.server import LinkClosed, LinkId
 from disagg.messages import Cancel, GenerateRequest, KVEvent, Start, TokenDelta
 from disagg.router.fleet import Fleet
+from disagg.token_fast_path import Taken
 from tests.links.fakes import KEY, FakeWorker, fake_worker, until
 from tests.router.fakes import make_record, make_request, make_status
 
@@ -108,12 +108,12 @@ async def answer(
     """
     tokens: list[int] = []
 
-    def direct(delta: TokenDelta) -> Taken:
+    def on_token(delta: TokenDelta) -> Taken:
         if directly:
             tokens.extend(delta.token_ids)
         return directly
 
-    async for delta in dispatcher.generate(request, direct):
+    async for delta in dispatcher.generate(request, on_token):
         tokens += delta.token_ids
     return tokens
 

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.direct import Taken
 from disagg.links.stream import DeltaStream
 from disagg.messages import TokenDelta
+from disagg.token_fast_path import Taken
 
 HOWS = st.sampled_from(["taken", "refused", "taken, with a rest"])
 
 
 @given(st.lists(st.tuples(HOWS, st.integers(0, 3)), min_size=1, max_size=30))
 async def test_deltas_keep_their_order(deltas: Sequence[tuple[str, int]]) -> None:
-    """Each is offered to `direct` in another way, after so many turns of the loop."""
+    """Each is offered to `on_token` in another way, after so many turns of the loop."""
     seen: list[int] = []
     num_rests = 0
 
@@ -28,7 +28,7 @@ async def test_deltas_keep_their_order(deltas: Sequence[tuple[str, int]]) -> Non
             await asyncio.sleep(0)
         num_rests -= 1
 
-    def direct(delta: TokenDelta) -> Taken:
+    def on_token(delta: TokenDelta) -> Taken:
         nonlocal num_rests
         assert not num_rests, "the rest of the one before comes first"
         (token_id,) = delta.token_ids
@@ -41,7 +41,7 @@ async def test_deltas_keep_their_order(deltas: Sequence[tuple[str, int]]) -> Non
         num_rests += 1
         return rest()
 
-    stream = DeltaStream(asyncio.get_running_loop(), direct)
+    stream = DeltaStream(asyncio.get_running_loop(), on_token)
 
     async def read() -> None:
         while len(seen) < len(deltas):
@@ -64,21 +64,21 @@ async def test_deltas_keep_their_order(deltas: Sequence[tuple[str, int]]) -> Non
 async def test_nothing_is_offered_unless_the_reader_waits() -> None:
     offered: list[TokenDelta] = []
 
-    def direct(delta: TokenDelta) -> Taken:
+    def on_token(delta: TokenDelta) -> Taken:
         offered.append(delta)
         return True
 
-    stream = DeltaStream(asyncio.get_running_loop(), direct)
+    stream = DeltaStream(asyncio.get_running_loop(), on_token)
     stream.put(TokenDelta(0, (1,)))
     assert stream.take().token_ids == (1,)
     assert not offered
 
 
 async def test_a_failure_ends_its_stream_alone() -> None:
-    def direct(delta: TokenDelta) -> Taken:
+    def on_token(delta: TokenDelta) -> Taken:
         raise ValueError("planted")
 
-    stream = DeltaStream(asyncio.get_running_loop(), direct)
+    stream = DeltaStream(asyncio.get_running_loop(), on_token)
     reading = asyncio.create_task(stream.wait())
     await asyncio.sleep(0)
     stream.put(TokenDelta(0, (1,)))
@@ -90,10 +90,10 @@ async def test_nothing_follows_a_failure() -> None:
     """Two deltas arrive together. The first one is lost, so the second one must not end the answer
     as if it were complete."""
 
-    def direct(delta: TokenDelta) -> Taken:
+    def on_token(delta: TokenDelta) -> Taken:
         raise ValueError("planted")
 
-    stream = DeltaStream(asyncio.get_running_loop(), direct)
+    stream = DeltaStream(asyncio.get_running_loop(), on_token)
     reading = asyncio.create_task(stream.wait())
     await asyncio.sleep(0)
     stream.put(TokenDelta(0, (1,)))

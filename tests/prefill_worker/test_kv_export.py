@@ -25,8 +25,8 @@ from tests.engine.workload import ROOT, new_engine, new_sequence
 BLOCK_SIZE = 4
 
 
-class Door:
-    """A leaving door, and sequences that go through it."""
+class ExportRig:
+    """A KV export, and sequences that it exports."""
 
     def __init__(self, num_blocks: int = 32) -> None:
         self.engine, _ = new_engine(num_blocks, BLOCK_SIZE)
@@ -60,76 +60,76 @@ def prefill(engine: Engine, prompt: tuple[int, ...]) -> Sequence:
 
 @given(st.integers(1, 40))
 def test_a_ticket_names_the_blocks_of_all_tokens_but_the_new_one(num_tokens: int) -> None:
-    door = Door()
-    ticket = door.leave(num_tokens)
+    rig = ExportRig()
+    ticket = rig.leave(num_tokens)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     assert ticket.num_tokens == num_tokens
-    assert len(ticket.block_ids) == num_blocks == door.num_held, "a spare block stayed behind"
-    assert ticket.generations == tuple(door.generations[block] for block in ticket.block_ids)
+    assert len(ticket.block_ids) == num_blocks == rig.num_held, "a spare block stayed behind"
+    assert ticket.generations == tuple(rig.generations[block] for block in ticket.block_ids)
     assert (ticket.source_id, ticket.epoch, ticket.layout) == ("prefill", 7, "fake:4")
 
 
 def test_a_release_gives_the_blocks_back_once() -> None:
-    door = Door()
-    ticket, other = door.leave(9), door.leave(9, first=50)
+    rig = ExportRig()
+    ticket, other = rig.leave(9), rig.leave(9, first=50)
     for _ in range(2):  # notifications may be doubled
-        door.kv_export.release(ticket.ticket_id)
-        door.kv_export.advance(1.0)
-        door.check()
-    assert door.num_held == len(other.block_ids) and door.kv_export.num_holds == 1
-    door.kv_export.release("never issued")
-    door.kv_export.advance(1.0)
-    door.check()
+        rig.kv_export.release(ticket.ticket_id)
+        rig.kv_export.advance(1.0)
+        rig.check()
+    assert rig.num_held == len(other.block_ids) and rig.kv_export.num_holds == 1
+    rig.kv_export.release("never issued")
+    rig.kv_export.advance(1.0)
+    rig.check()
 
 
 def test_a_hold_ends_by_itself() -> None:
-    door = Door()
-    door.leave(9, now=10.0)
-    door.kv_export.advance(10.0 + HOLD_TTL_S - 0.1)
-    assert door.kv_export.num_holds == 1
-    door.kv_export.advance(10.0 + HOLD_TTL_S)
-    assert door.num_held == door.kv_export.num_holds == 0
+    rig = ExportRig()
+    rig.leave(9, now=10.0)
+    rig.kv_export.advance(10.0 + HOLD_TTL_S - 0.1)
+    assert rig.kv_export.num_holds == 1
+    rig.kv_export.advance(10.0 + HOLD_TTL_S)
+    assert rig.num_held == rig.kv_export.num_holds == 0
 
 
 def test_lost_tickets_end_soon_and_others_do_not() -> None:
-    door = Door()
-    lost, kept = door.leave(9, now=10.0), door.leave(9, first=50, now=10.0)
-    door.kv_export.hurry(lambda ticket_id: ticket_id == lost.ticket_id, 20.0)
-    door.kv_export.advance(20.0 + LOST_TTL_S - 0.1)
-    assert door.kv_export.num_holds == 2, "its reader may be about to come"
-    door.kv_export.advance(20.0 + LOST_TTL_S)
-    door.check()
-    assert door.kv_export.num_holds == 1 and door.num_held == len(kept.block_ids)
-    door.kv_export.hurry(lambda ticket_id: True, 10.0 + HOLD_TTL_S)
-    door.kv_export.advance(10.0 + HOLD_TTL_S)
-    assert door.kv_export.num_holds == 0, "hurry made it stay longer"
+    rig = ExportRig()
+    lost, kept = rig.leave(9, now=10.0), rig.leave(9, first=50, now=10.0)
+    rig.kv_export.hurry(lambda ticket_id: ticket_id == lost.ticket_id, 20.0)
+    rig.kv_export.advance(20.0 + LOST_TTL_S - 0.1)
+    assert rig.kv_export.num_holds == 2, "its reader may be about to come"
+    rig.kv_export.advance(20.0 + LOST_TTL_S)
+    rig.check()
+    assert rig.kv_export.num_holds == 1 and rig.num_held == len(kept.block_ids)
+    rig.kv_export.hurry(lambda ticket_id: True, 10.0 + HOLD_TTL_S)
+    rig.kv_export.advance(10.0 + HOLD_TTL_S)
+    assert rig.kv_export.num_holds == 0, "hurry made it stay longer"
 
 
 def test_a_hold_that_cannot_be_made_keeps_no_blocks() -> None:
-    door = Door()
-    sequence = prefill(door.engine, tuple(range(4, 14)))
+    rig = ExportRig()
+    sequence = prefill(rig.engine, tuple(range(4, 14)))
     sequence.request_id = "taken"
-    door.kv_export.leave(sequence, 0.0)
-    namesake = prefill(door.engine, tuple(range(50, 60)))
+    rig.kv_export.leave(sequence, 0.0)
+    namesake = prefill(rig.engine, tuple(range(50, 60)))
     namesake.request_id = "taken"
     with pytest.raises(TransferFailed, match="held already"):
-        door.kv_export.leave(namesake, 0.0)
-    door.check()
-    assert door.num_held == 3
+        rig.kv_export.leave(namesake, 0.0)
+    rig.check()
+    assert rig.num_held == 3
 
 
 def test_the_oldest_hold_is_broken_first_and_its_stamps_tell() -> None:
-    door = Door(num_blocks=8)
-    old, young = door.leave(12), door.leave(12, first=50)
-    door.kv_export.break_oldest()
-    door.check()
-    assert door.kv_export.num_holds == 1
-    assert door.engine.pool.allocate(5) is not None
-    assert _stamps(door.generations, old.block_ids) != old.generations
-    assert _stamps(door.generations, young.block_ids) == young.generations
-    door.kv_export.break_oldest()
-    door.kv_export.break_oldest()  # nothing is left to break
-    assert door.kv_export.num_holds == 0
+    rig = ExportRig(num_blocks=8)
+    old, young = rig.leave(12), rig.leave(12, first=50)
+    rig.kv_export.break_oldest()
+    rig.check()
+    assert rig.kv_export.num_holds == 1
+    assert rig.engine.pool.allocate(5) is not None
+    assert _stamps(rig.generations, old.block_ids) != old.generations
+    assert _stamps(rig.generations, young.block_ids) == young.generations
+    rig.kv_export.break_oldest()
+    rig.kv_export.break_oldest()  # nothing is left to break
+    assert rig.kv_export.num_holds == 0
 
 
 def prefix_request_of(names: Iterable[BlockHash], deadline_unix_s: float = 1e9) -> GenerateRequest:
@@ -145,63 +145,63 @@ def prefix_request_of(names: Iterable[BlockHash], deadline_unix_s: float = 1e9) 
     )
 
 
-def computed(door: Door, num_tokens: int, first: int) -> list[BlockHash]:
+def computed(rig: ExportRig, num_tokens: int, first: int) -> list[BlockHash]:
     """The names of a prompt's full blocks, which are cached and idle."""
-    sequence = prefill(door.engine, tuple(range(first, first + num_tokens)))
-    door.kv_export.release(door.kv_export.leave(sequence, 0.0).ticket_id)
-    door.kv_export.advance(0.0)
+    sequence = prefill(rig.engine, tuple(range(first, first + num_tokens)))
+    rig.kv_export.release(rig.kv_export.leave(sequence, 0.0).ticket_id)
+    rig.kv_export.advance(0.0)
     return sequence.block_hashes[: num_tokens // BLOCK_SIZE]
 
 
 def test_a_prefix_ticket_has_the_leading_blocks_that_are_cached() -> None:
-    door = Door()
-    names = computed(door, 13, first=4)
-    ticket = door.kv_export.prefix_ticket("1/7", prefix_request_of((*names, b"x" * 16)), 0.0)
-    door.check()
+    rig = ExportRig()
+    names = computed(rig, 13, first=4)
+    ticket = rig.kv_export.prefix_ticket("1/7", prefix_request_of((*names, b"x" * 16)), 0.0)
+    rig.check()
     assert (ticket.ticket_id, ticket.num_tokens) == ("1/7", 12)
-    assert list(ticket.block_ids) == door.engine.pool.match(names)
-    assert door.num_held == 3 and door.kv_export.num_holds == 1
+    assert list(ticket.block_ids) == rig.engine.pool.match(names)
+    assert rig.num_held == 3 and rig.kv_export.num_holds == 1
     for _ in range(2):  # notifications may be doubled
-        door.kv_export.release("1/7")
-        door.kv_export.advance(0.0)
-        door.check()
-    assert door.num_held == door.kv_export.num_holds == 0
-    assert len(door.engine.pool.match(names)) == 3, "others may still find it"
+        rig.kv_export.release("1/7")
+        rig.kv_export.advance(0.0)
+        rig.check()
+    assert rig.num_held == rig.kv_export.num_holds == 0
+    assert len(rig.engine.pool.match(names)) == 3, "others may still find it"
 
 
 def test_a_prefix_that_is_not_cached_gets_no_ticket() -> None:
-    door = Door()
+    rig = ExportRig()
     with pytest.raises(Unavailable, match="not cached any more"):
-        door.kv_export.prefix_ticket("1/7", prefix_request_of([b"x" * 16]), 0.0)
-    assert door.kv_export.num_holds == 0
+        rig.kv_export.prefix_ticket("1/7", prefix_request_of([b"x" * 16]), 0.0)
+    assert rig.kv_export.num_holds == 0
 
 
 def test_pulled_prefixes_are_evicted_first_from_their_end() -> None:
-    door = Door(num_blocks=8)
-    other, cached = computed(door, 12, first=50), computed(door, 12, first=4)
-    door.kv_export.prefix_ticket("1/7", prefix_request_of(cached), 0.0)
-    door.kv_export.release("1/7")
-    door.kv_export.advance(0.0)
-    assert door.engine.pool.allocate(4) is not None  # two free ones, and two of the prefix
-    assert len(door.engine.pool.match(cached)) == 1
-    assert len(door.engine.pool.match(other)) == 3
+    rig = ExportRig(num_blocks=8)
+    other, cached = computed(rig, 12, first=50), computed(rig, 12, first=4)
+    rig.kv_export.prefix_ticket("1/7", prefix_request_of(cached), 0.0)
+    rig.kv_export.release("1/7")
+    rig.kv_export.advance(0.0)
+    assert rig.engine.pool.allocate(4) is not None  # two free ones, and two of the prefix
+    assert len(rig.engine.pool.match(cached)) == 1
+    assert len(rig.engine.pool.match(other)) == 3
 
 
 def test_a_hold_of_a_prefix_expires_and_is_broken_before_a_hand_over() -> None:
-    door = Door()
-    ticket, names = door.leave(9, first=50), computed(door, 12, first=4)
-    door.kv_export.prefix_ticket("1/7", prefix_request_of(names), 0.0)
-    door.kv_export.break_oldest()
-    door.check()
-    assert door.num_held == len(ticket.block_ids)
-    door.kv_export.prefix_ticket("1/8", prefix_request_of(names, deadline_unix_s=5.0), 0.0)
-    door.kv_export.advance(5.0)
-    assert door.kv_export.num_holds == 1, "its reader comes no later than its deadline"
-    door.kv_export.prefix_ticket("1/9", prefix_request_of(names), 6.0)
-    door.kv_export.hurry(lambda ticket_id: ticket_id == "1/9", 6.0)
-    door.kv_export.advance(6.0 + LOST_TTL_S)
-    door.check()
-    assert door.num_held == len(ticket.block_ids)
+    rig = ExportRig()
+    ticket, names = rig.leave(9, first=50), computed(rig, 12, first=4)
+    rig.kv_export.prefix_ticket("1/7", prefix_request_of(names), 0.0)
+    rig.kv_export.break_oldest()
+    rig.check()
+    assert rig.num_held == len(ticket.block_ids)
+    rig.kv_export.prefix_ticket("1/8", prefix_request_of(names, deadline_unix_s=5.0), 0.0)
+    rig.kv_export.advance(5.0)
+    assert rig.kv_export.num_holds == 1, "its reader comes no later than its deadline"
+    rig.kv_export.prefix_ticket("1/9", prefix_request_of(names), 6.0)
+    rig.kv_export.hurry(lambda ticket_id: ticket_id == "1/9", 6.0)
+    rig.kv_export.advance(6.0 + LOST_TTL_S)
+    rig.check()
+    assert rig.num_held == len(ticket.block_ids)
 
 
 def _stamps(generations: Iterable[int], block_ids: Iterable[int]) -> tuple[int, ...]:
@@ -257,25 +257,25 @@ def test_a_step_under_way_writes_to_no_block_that_somebody_else_has(leaves_with:
 
 
 def test_blocks_that_left_are_still_found_by_name() -> None:
-    door = Door()
-    ticket = door.leave(9)
-    again = door.leave(9)
+    rig = ExportRig()
+    ticket = rig.leave(9)
+    again = rig.leave(9)
     assert again.block_ids[:2] == ticket.block_ids[:2]
-    door.kv_export.release(ticket.ticket_id)
-    door.kv_export.advance(0.0)
-    door.check()
-    assert door.num_held == len(again.block_ids)
+    rig.kv_export.release(ticket.ticket_id)
+    rig.kv_export.advance(0.0)
+    rig.check()
+    assert rig.num_held == len(again.block_ids)
 
 
 def test_ends_are_counted_by_their_kind() -> None:
-    door = Door()
-    tickets = [door.leave(9, first=20 * number) for number in range(1, 4)]
-    assert door.kv_export.counts == HoldCounts()
-    door.kv_export.release(tickets[0].ticket_id)
-    door.kv_export.release(tickets[0].ticket_id)
-    door.kv_export.break_oldest()
-    door.kv_export.advance(HOLD_TTL_S + 1.0)
-    assert door.kv_export.counts == HoldCounts(
+    rig = ExportRig()
+    tickets = [rig.leave(9, first=20 * number) for number in range(1, 4)]
+    assert rig.kv_export.counts == HoldCounts()
+    rig.kv_export.release(tickets[0].ticket_id)
+    rig.kv_export.release(tickets[0].ticket_id)
+    rig.kv_export.break_oldest()
+    rig.kv_export.advance(HOLD_TTL_S + 1.0)
+    assert rig.kv_export.counts == HoldCounts(
         num_released=1, num_expired=1, num_broken=1, num_unknown=1
     )
-    assert door.num_held == 0
+    assert rig.num_held == 0

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from disagg.direct import Direct
 from disagg.errors import (
     DeadlineExceeded,
     DisaggError,
@@ -20,6 +19,7 @@ from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
 from disagg.router.fleet import Fleet
 from disagg.router.worker_view import RequestLoad
+from disagg.token_fast_path import TokenCallback
 from tests.router.fakes import BLOCK_SIZE, make_status
 
 
@@ -73,7 +73,7 @@ class ScriptedWorkers:
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-        direct: Direct | None = None,
+        on_token: TokenCallback | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         if ticket is not None:
             self._check_introduced(worker_id, ticket)

@@ -57,8 +57,8 @@ _take_waiting = KVImport.take_waiting
 _get_many = FakeStore.get_many
 
 
-def _is_early(door: KVImport, move: Any) -> bool:
-    return getattr(door._moving[move].source, "is_early", False)
+def _is_early(kv_import: KVImport, move: Any) -> bool:
+    return getattr(kv_import._moving[move].source, "is_early", False)
 
 
 def _the_last_block_is_not_pulled(patch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ def _stamps_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def _errors_of_pulls_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    def finish(door: KVImport, move: Any, error: str | None, now: float) -> Any:
-        return _finish(door, move, error if _is_early(door, move) else None, now)
+    def finish(kv_import: KVImport, move: Any, error: str | None, now: float) -> Any:
+        return _finish(kv_import, move, error if _is_early(kv_import, move) else None, now)
 
     patch.setattr(KVImport, "_finish", finish)
 
@@ -133,17 +133,17 @@ def _published_before_full(patch: pytest.MonkeyPatch) -> None:
 
 
 def _an_arrival_counts_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
-    def accept(door: KVImport, each: Any, now: float) -> None:
+    def accept(kv_import: KVImport, each: Any, now: float) -> None:
         each.source.num_tokens += bool(each.source.num_tokens)
-        _accept(door, each, now)
+        _accept(kv_import, each, now)
 
     patch.setattr(KVImport, "_accept", accept)
 
 
 def _an_arrival_counts_one_token_too_few(patch: pytest.MonkeyPatch) -> None:
-    def leave(door: KVExport, sequence: EngineSequence, now: float) -> KVTicket:
+    def leave(kv_export: KVExport, sequence: EngineSequence, now: float) -> KVTicket:
         sequence.num_computed -= sequence.num_computed > 1
-        return _leave(door, sequence, now)
+        return _leave(kv_export, sequence, now)
 
     patch.setattr(KVExport, "leave", leave)
 
@@ -159,11 +159,11 @@ def _holds_end_twice(patch: pytest.MonkeyPatch) -> None:
 def _holds_end_at_once(patch: pytest.MonkeyPatch) -> None:
     """Stamps keep the answers right; it only costs."""
 
-    def leave(door: KVExport, sequence: EngineSequence, now: float) -> KVTicket:
-        ticket = _leave(door, sequence, now)
-        door.release(ticket.ticket_id)
-        door._engine.pool.release(_collect(door._holds, now)[0])
-        _allocate(door._engine.pool, door._engine.pool.num_free)
+    def leave(kv_export: KVExport, sequence: EngineSequence, now: float) -> KVTicket:
+        ticket = _leave(kv_export, sequence, now)
+        kv_export.release(ticket.ticket_id)
+        kv_export._engine.pool.release(_collect(kv_export._holds, now)[0])
+        _allocate(kv_export._engine.pool, kv_export._engine.pool.num_free)
         return ticket
 
     patch.setattr(KVExport, "leave", leave)
@@ -187,11 +187,11 @@ def _tickets_of_two_workers_are_taken_for_one(patch: pytest.MonkeyPatch) -> None
 
 
 def _blocks_of_a_failed_pull_are_lost(patch: pytest.MonkeyPatch) -> None:
-    def finish(door: KVImport, move: Any, error: str | None, now: float) -> Any:
-        if error is not None and not _is_early(door, move):
-            each = door._moving[move]
+    def finish(kv_import: KVImport, move: Any, error: str | None, now: float) -> Any:
+        if error is not None and not _is_early(kv_import, move):
+            each = kv_import._moving[move]
             each.held, each.reserved = [], []
-        return _finish(door, move, error, now)
+        return _finish(kv_import, move, error, now)
 
     patch.setattr(KVImport, "_finish", finish)
 
@@ -199,12 +199,12 @@ def _blocks_of_a_failed_pull_are_lost(patch: pytest.MonkeyPatch) -> None:
 def _blocks_of_a_cancelled_pull_come_back_too_early(patch: pytest.MonkeyPatch) -> None:
     """While the transport may still write them."""
 
-    def cancel(door: KVImport, request_id: str) -> bool:
-        for each in door._moving.values():
+    def cancel(kv_import: KVImport, request_id: str) -> bool:
+        for each in kv_import._moving.values():
             if each.is_of(request_id):
-                door._engine.pool.release([*each.held, *each.reserved])
+                kv_import._engine.pool.release([*each.held, *each.reserved])
                 each.held, each.reserved = [], []
-        return _cancel(door, request_id)
+        return _cancel(kv_import, request_id)
 
     patch.setattr(KVImport, "cancel", cancel)
 
@@ -254,10 +254,10 @@ def _a_cold_prefix_counts_one_block_too_many(patch: pytest.MonkeyPatch) -> None:
 def _a_refused_arrival_says_nothing(patch: pytest.MonkeyPatch) -> None:
     """Such as one whose deadline passed: it is dropped, and its caller waits for ever."""
 
-    def pass_on(door: KVImport, each: Any, now: float) -> None:
+    def pass_on(kv_import: KVImport, each: Any, now: float) -> None:
         if isinstance(each.source, TicketSource):
             each.sequence = None
-        _pass_on(door, each, now)
+        _pass_on(kv_import, each, now)
 
     patch.setattr(KVImport, "_pass_on", pass_on)
 
@@ -271,33 +271,37 @@ def _a_drain_forgets_who_waits_for_the_store(patch: pytest.MonkeyPatch) -> None:
 
 
 def _take_none(patch: pytest.MonkeyPatch, is_forgotten: Callable[[Any], bool]) -> None:
-    def take_waiting(door: KVImport) -> list[EngineSequence]:
-        forgotten = [each.sequence for each in door._wanted if is_forgotten(each.source)]
-        return [sequence for sequence in _take_waiting(door) if sequence not in forgotten]
+    def take_waiting(kv_import: KVImport) -> list[EngineSequence]:
+        forgotten = [each.sequence for each in kv_import._wanted if is_forgotten(each.source)]
+        return [sequence for sequence in _take_waiting(kv_import) if sequence not in forgotten]
 
     patch.setattr(KVImport, "take_waiting", take_waiting)
 
 
 def _other_blocks_are_in_prefix_tickets(patch: pytest.MonkeyPatch) -> None:
-    def prefix_ticket(door: KVExport, name: str, request: GenerateRequest, now: float) -> KVTicket:
+    def prefix_ticket(
+        kv_export: KVExport, name: str, request: GenerateRequest, now: float
+    ) -> KVTicket:
         wrong = msgspec.structs.replace(request, block_hashes=request.block_hashes[1:])
-        return _prefix_ticket(door, name, wrong, now)
+        return _prefix_ticket(kv_export, name, wrong, now)
 
     patch.setattr(KVExport, "prefix_ticket", prefix_ticket)
 
 
 def _blocks_of_prefix_tickets_are_not_held(patch: pytest.MonkeyPatch) -> None:
-    def prefix_ticket(door: KVExport, name: str, request: GenerateRequest, now: float) -> KVTicket:
-        ticket = _prefix_ticket(door, name, request, now)
-        door._engine.pool.release(ticket.block_ids)
+    def prefix_ticket(
+        kv_export: KVExport, name: str, request: GenerateRequest, now: float
+    ) -> KVTicket:
+        ticket = _prefix_ticket(kv_export, name, request, now)
+        kv_export._engine.pool.release(ticket.block_ids)
         return ticket
 
     patch.setattr(KVExport, "prefix_ticket", prefix_ticket)
 
 
 def _prefix_holds_never_end(patch: pytest.MonkeyPatch) -> None:
-    def release(door: KVExport, ticket_id: str) -> None:
-        door._holds.release(ticket_id)
+    def release(kv_export: KVExport, ticket_id: str) -> None:
+        kv_export._holds.release(ticket_id)
 
     patch.setattr(KVExport, "release", release)
     patch.setattr(Holds, "_expire", lambda holds, now: None)
@@ -306,36 +310,36 @@ def _prefix_holds_never_end(patch: pytest.MonkeyPatch) -> None:
 def _an_early_ticket_names_one_block_too_many(patch: pytest.MonkeyPatch) -> None:
     """The one that is being filled."""
 
-    def early_ticket(door: KVExport, sequence: EngineSequence) -> KVTicket | None:
+    def early_ticket(kv_export: KVExport, sequence: EngineSequence) -> KVTicket | None:
         more = copy(sequence)
-        size = door._engine.pool.block_size
+        size = kv_export._engine.pool.block_size
         more.num_computed = min(sequence.num_computed + size, len(sequence.tokens) - 1)
-        return _early_ticket(door, more)
+        return _early_ticket(kv_export, more)
 
     patch.setattr(KVExport, "early_ticket", early_ticket)
 
 
 def _errors_of_early_pulls_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    def finish(door: KVImport, move: Any, error: str | None, now: float) -> Any:
-        return _finish(door, move, None if _is_early(door, move) else error, now)
+    def finish(kv_import: KVImport, move: Any, error: str | None, now: float) -> Any:
+        return _finish(kv_import, move, None if _is_early(kv_import, move) else error, now)
 
     patch.setattr(KVImport, "_finish", finish)
 
 
 def _early_blocks_are_named_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    def finish(door: KVImport, move: Any, error: str | None, now: float) -> Any:
-        if _is_early(door, move):
-            door._moving[move].reserved.reverse()
-        return _finish(door, move, error, now)
+    def finish(kv_import: KVImport, move: Any, error: str | None, now: float) -> Any:
+        if _is_early(kv_import, move):
+            kv_import._moving[move].reserved.reverse()
+        return _finish(kv_import, move, error, now)
 
     patch.setattr(KVImport, "_finish", finish)
 
 
 def _blocks_of_an_early_pull_that_failed_are_lost(patch: pytest.MonkeyPatch) -> None:
-    def finish(door: KVImport, move: Any, error: str | None, now: float) -> Any:
-        if error is not None and _is_early(door, move):
-            return door._moving.pop(move).source
-        return _finish(door, move, error, now)
+    def finish(kv_import: KVImport, move: Any, error: str | None, now: float) -> Any:
+        if error is not None and _is_early(kv_import, move):
+            return kv_import._moving.pop(move).source
+        return _finish(kv_import, move, error, now)
 
     patch.setattr(KVImport, "_finish", finish)
 

@@ -12,8 +12,8 @@ from disagg.api.apis import error_body
 from disagg.api.http.request import HttpRequest
 from disagg.api.openai.frames import PING
 from disagg.api.refusals import error_headers
-from disagg.direct import Taken, begun
 from disagg.errors import DisaggError
+from disagg.token_fast_path import Taken, begun
 
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]

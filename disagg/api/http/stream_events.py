@@ -10,7 +10,7 @@ from disagg.api.http.metrics import RequestTimer
 from disagg.api.http.reply import Writer
 from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.config import AUTO
-from disagg.direct import Taken
+from disagg.token_fast_path import Taken
 
 
 async def stream_events(
@@ -23,7 +23,7 @@ async def stream_events(
     """Yield the events of an answer; those of one batch come as one string of bytes.
 
     Once the reply has begun, a piece that arrives alone is not yielded: it is written to the
-    connection at once, on the short path of a token (`direct.py`).
+    connection at once, on the short path of a token (`token_fast_path.py`).
 
     Args:
         begins: called before the first event.
@@ -50,7 +50,7 @@ async def stream_events(
                     events = opening + b"".join(map(frames.piece, batch))
                     if events:
                         yield events
-                        run.direct = write
+                        run.on_piece = write
     finally:
-        run.direct = None  # the callback refers to the run: no reference cycle
+        run.on_piece = None  # the callback refers to the run: no reference cycle
     yield frames.closing(run)

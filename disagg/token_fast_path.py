@@ -1,9 +1,9 @@
-"""The short path of a token in an ingress: from its link to the client, in one turn of the loop.
+"""The fast path of a token in an ingress: from its link to the client, in one turn of the loop.
 
 Waking a request's task for each token, and passing the token through the iterators of link,
 dispatch, answer and HTTP, would cost more than the work itself. So each layer gives the layer below
-a callback (`Direct`). The link calls its callback when a token arrives, and the task sleeps on.
-Only plain tokens take this path, and only while the task waits for one. The first and the last
+a callback (`TokenCallback`). The link calls its callback when a token arrives, and the task sleeps
+on. Only plain tokens take this path, and only while the task waits for one. The first and the last
 delta, tickets and errors wake the task, and so does a client that reads too slowly.
 """
 
@@ -18,7 +18,7 @@ from disagg.messages import TokenDelta
 # woken to take the delta. An awaitable: it has begun, and the task must await the rest before it
 # does anything else for the stream.
 Taken: TypeAlias = bool | Awaitable[None]
-Direct: TypeAlias = Callable[[TokenDelta], Taken]
+TokenCallback: TypeAlias = Callable[[TokenDelta], Taken]
 
 
 def begun(coroutine: Coroutine[Any, Any, None]) -> Taken:

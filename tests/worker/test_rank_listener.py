@@ -1,4 +1,4 @@
-"""The door for ranks of other nodes: who comes in, and what happens to others."""
+"""The listener for ranks of other nodes: which connections it takes, and what happens to others."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from disagg.errors import StartupError
-from disagg.worker import rank_door
-from disagg.worker.rank_door import CONTROL, VISITOR, Door, _proof, is_over, knock
+from disagg.worker import rank_listener
+from disagg.worker.rank_listener import CONTROL, VISITOR, RankListener, _proof, is_over, knock
 
 KEY = b"the cluster's key"
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    door = Door("127.0.0.2", KEY, "worker")
-    yield door
-    door.close()
+def listener() -> Iterator[RankListener]:
+    listener = RankListener("127.0.0.2", KEY, "worker")
+    yield listener
+    listener.close()
 
 
-def test_ranks_come_in_any_order_and_messages_go_both_ways(door: Door) -> None:
-    assert door.address[0] == "127.0.0.2"  # and not on all addresses
+def test_ranks_come_in_any_order_and_messages_go_both_ways(listener: RankListener) -> None:
+    assert listener.address[0] == "127.0.0.2"  # and not on all addresses
     with ThreadPoolExecutor(2) as threads:
-        came = {rank: threads.submit(knock, door.address, KEY, "worker", rank) for rank in (2, 1)}
+        came = {
+            rank: threads.submit(knock, listener.address, KEY, "worker", rank) for rank in (2, 1)
+        }
         for rank, coming in came.items():
-            found = door.take(rank, 60)
+            found = listener.take(rank, 60)
             assert found is not None
             for channel, (own, its) in enumerate(zip(found, coming.result(), strict=True)):
                 own.send_bytes(b"to %d on %d" % (rank, channel))
@@ -48,11 +50,13 @@ def test_ranks_come_in_any_order_and_messages_go_both_ways(door: Door) -> None:
 @pytest.mark.parametrize(
     ("key", "worker_id"), [(b"another key", "worker"), (KEY, "another worker")]
 )
-def test_who_does_not_belong_here_gets_no_message(door: Door, key: bytes, worker_id: str) -> None:
+def test_who_does_not_belong_here_gets_no_message(
+    listener: RankListener, key: bytes, worker_id: str
+) -> None:
     with ThreadPoolExecutor(1) as threads:
-        coming = threads.submit(knock, door.address, key, worker_id, 1)
+        coming = threads.submit(knock, listener.address, key, worker_id, 1)
         while not coming.done():
-            assert door.take(1, 0.1) is None
+            assert listener.take(1, 0.1) is None
         with pytest.raises(StartupError, match="closed the connection"):
             coming.result()
 
@@ -72,26 +76,28 @@ def test_a_first_rank_that_does_not_know_the_key_gets_none_either() -> None:
                 coming.result()
 
 
-def test_a_proof_that_was_overheard_opens_no_other_connection(door: Door) -> None:
+def test_a_proof_that_was_overheard_opens_no_other_connection(listener: RankListener) -> None:
     """The first rank's nonce is new each time."""
-    with socket.create_connection(door.address) as connection:
+    with socket.create_connection(listener.address) as connection:
         overheard = VISITOR.pack(
             1, CONTROL, bytes(32), _proof(KEY, b"rank", "worker", 1, 0, bytes(32), bytes(32))
         )
         connection.sendall(overheard)
-        assert door.take(1, 0.2) is None
+        assert listener.take(1, 0.2) is None
         connection.settimeout(60)
         received = connection.recv(1024)
         assert len(received) == 32 and connection.recv(1024) == b""
 
 
-def test_who_says_too_little_has_a_time_in_all(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_too_little_has_a_time_in_all(
+    listener: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However steadily its bytes come."""
-    monkeypatch.setattr(rank_door, "SHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(rank_listener, "SHAKE_TIMEOUT_S", 0.3)
     is_over = threading.Event()
 
     def drip() -> int:
-        with socket.create_connection(door.address) as connection:
+        with socket.create_connection(listener.address) as connection:
             for num_sent in range(VISITOR.size - 1):
                 if is_over.wait(0.05):
                     return num_sent
@@ -100,7 +106,7 @@ def test_who_says_too_little_has_a_time_in_all(door: Door, monkeypatch: pytest.M
 
     with ThreadPoolExecutor(1) as threads:
         dripping = threads.submit(drip)
-        assert door.take(1, 0.1) is None
+        assert listener.take(1, 0.1) is None
         is_over.set()
         with contextlib.suppress(OSError):  # it is closed
             assert dripping.result() < VISITOR.size
@@ -112,4 +118,4 @@ def test_nobody_is_there() -> None:
     with pytest.raises(StartupError, match=f"{address[1]} cannot be reached"):
         knock(address, KEY, "worker", 1)
     with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1"):
-        Door("192.0.2.1", KEY, "worker")
+        RankListener("192.0.2.1", KEY, "worker")

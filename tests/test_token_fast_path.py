@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from disagg.direct import begun
+from disagg.token_fast_path import begun
 
 
 async def test_what_need_not_wait_is_done_at_once() -> None:

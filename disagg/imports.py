@@ -1,5 +1,4 @@
-"""Imports large libraries with garbage collection off, because the objects that they create
-stay."""
+"""Imports of large libraries with garbage collection off: the objects that they create stay."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def lasting_imports() -> Iterator[None]:
-    """Around an import whose objects stay until the process ends.
+def uncollected_imports() -> Iterator[None]:
+    """Turn garbage collection off during imports, and exempt the imported objects from it.
 
-    torch makes 300,000. To look at all of them for garbage, again and again while there are more,
-    takes a fifth of the processor time of a worker's start, and longer in every later collection.
+    torch creates 300,000 objects. Collections that look at them again and again take a fifth of
+    the CPU time of a worker's start, and every later collection takes longer.
     """
     num_before, was_enabled = len(sys.modules), gc.isenabled()
     gc.disable()

@@ -32,7 +32,7 @@ PATIENCE_S = 600.0  # how long a rank waits for the first one, which may wait fo
 VANISHED_S = 4  # a node whose connections end without a sign is noticed after this time
 
 
-class Door:
+class RankListener:
     """Where the ranks of other nodes come in.
 
     Args:
