@@ -78,7 +78,7 @@ def new_engine(
     """As `runner.build_engine`, with random weights in the place of a checkpoint's."""
     decoder = random_decoder(config, dtype, device)
     block_size = block_size or (64 if device.type == "cuda" else 16)
-    shape = KVShape.of(config, "random", block_size, format_of(dtype))
+    shape = KVShape.from_model(config, "random", block_size, format_of(dtype))
     kv_cache = KVCache(shape, num_blocks, device)
     runner = ModelRunner(decoder, kv_cache)
     runner.warm_up(min(max_num_batched_tokens, num_blocks * block_size), max_num_seqs)

@@ -145,7 +145,7 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
     param: str | None = None
 
     @classmethod
-    def of(cls, error: DisaggError) -> WireError:
+    def from_error(cls, error: DisaggError) -> WireError:
         return cls(error.code, error.message, error.param)
 
     def to_error(self) -> DisaggError:

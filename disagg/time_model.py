@@ -103,7 +103,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
             )
 
     @classmethod
-    def of(cls, costs: StepCosts | None) -> StepTimeModel:
+    def from_costs(cls, costs: StepCosts | None) -> StepTimeModel:
         """The model that a worker reports, or the default until it does."""
         return cls(costs.coefficients) if costs is not None else cls()
 

@@ -149,7 +149,9 @@ class TroubledWorkers:
         self.met[trouble.how] += 1
         if trouble.how == "lost":
             raise WorkerLost(f"Worker {worker_id} was lost.")
-        yield TokenDelta(0, (), error=WireError.of(EngineFailed("The device fell off the bus.")))
+        yield TokenDelta(
+            0, (), error=WireError.from_error(EngineFailed("The device fell off the bus."))
+        )
 
 
 async def _up_to(

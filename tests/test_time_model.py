@@ -161,8 +161,8 @@ def test_costs_cross_the_wire_and_back() -> None:
     observe(fit, GPU, random.Random(8), 50, noise=0.05)
     costs = fit.to_costs()
     assert costs.num_observed == 50
-    assert StepTimeModel.of(costs) == fit.model
-    assert StepTimeModel.of(None) == StepTimeModel()
+    assert StepTimeModel.from_costs(costs) == fit.model
+    assert StepTimeModel.from_costs(None) == StepTimeModel()
 
 
 def test_prefill_is_the_sum_of_its_chunks() -> None:

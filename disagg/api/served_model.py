@@ -63,7 +63,7 @@ class ServedModel:
         return reasoning_format_of(source, self.reasoning_parser)
 
     @classmethod
-    def of(
+    def from_description(
         cls,
         model: ModelDescription,
         *,

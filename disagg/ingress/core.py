@@ -355,7 +355,7 @@ def _num_serving(config: ServeConfig) -> dict[Pool, int]:
 
 
 def _served_model(tier: TierConfig) -> ServedModel:
-    model = ServedModel.of(
+    model = ServedModel.from_description(
         describe_model(tier.directory),
         name=tier.name,
         block_size=tier.engine.block_size or PROVISIONAL_BLOCK_SIZE,

@@ -28,7 +28,7 @@ class Backlog(msgspec.Struct, frozen=True, gc=False):
     later_s: float  # what these add to their steps
 
     @classmethod
-    def of(
+    def predict(
         cls,
         times: StepTimeModel,
         num_waiting: int,

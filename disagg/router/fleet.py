@@ -99,7 +99,7 @@ class Reservations:
             del self._reservations[worker_id], self._loads[worker_id]
         return True
 
-    def heard(self, worker_id: str) -> None:
+    def on_status(self, worker_id: str) -> None:
         """The worker has sent a status."""
         number = self._num_statuses.get(worker_id, 0) + 1
         self._num_statuses[worker_id] = number
@@ -142,7 +142,7 @@ class PoolTimes:
         # Of each pool, the figures of one worker, and what its prior was; None: not known.
         self._by_pool: dict[Pool, tuple[StepCosts, StepCosts | None]] = {}
 
-    def heard(self, record: WorkerRecord, costs: StepCosts | None) -> Collection[str]:
+    def on_status(self, record: WorkerRecord, costs: StepCosts | None) -> Collection[str]:
         """Returns the workers without steps whose figures have changed.
 
         They change only when the number of known steps of their pool has doubled: these workers
@@ -165,10 +165,10 @@ class PoolTimes:
     def of(self, record: WorkerRecord, costs: StepCosts | None) -> StepTimeModel:
         pool = self._untried.get(record.worker_id)
         if pool is None or pool not in self._by_pool:
-            return _DEFAULT_TIMES if costs is None else StepTimeModel.of(costs)
+            return _DEFAULT_TIMES if costs is None else StepTimeModel.from_costs(costs)
         known, prior = self._by_pool[pool]
         if costs is None or prior is None:
-            return StepTimeModel.of(known)
+            return StepTimeModel.from_costs(known)
         each = zip(known.coefficients, costs.coefficients, prior.coefficients, strict=True)
         return StepTimeModel(
             tuple(seconds * own / its if its > 0.0 else seconds for seconds, own, its in each)
@@ -261,14 +261,14 @@ class Fleet:
         self._records[record.worker_id] = record
         self._statuses[record.worker_id] = status
         self._began_s[record.worker_id] = self._now()
-        self._probes.heard(record.worker_id, status.step_costs, self._now())
+        self._probes.on_status(record.worker_id, status.step_costs, self._now())
         self.index.snapshot(record.worker_id, block_hashes)
         if status.host is not None:
             self.index.snapshot(host_id(record.worker_id), ())
         else:
             self.index.drop(host_id(record.worker_id))
         # After the index, which gives it new bits.
-        for name in (record.worker_id, *self._times.heard(record, status.step_costs)):
+        for name in (record.worker_id, *self._times.on_status(record, status.step_costs)):
             self._look_at(name)
         if status.accepting:
             self._tell_available(record.model)
@@ -294,9 +294,9 @@ class Fleet:
         worker_id = record.worker_id
         self._statuses[worker_id] = status
         self._began_s[worker_id] = self._now()  # it reports between two steps
-        self._ledger.heard(worker_id)
-        self._probes.heard(worker_id, status.step_costs, self._now())
-        for name in (worker_id, *self._times.heard(record, status.step_costs)):
+        self._ledger.on_status(worker_id)
+        self._probes.on_status(worker_id, status.step_costs, self._now())
+        for name in (worker_id, *self._times.on_status(record, status.step_costs)):
             self._look_at(name)
 
     def worker_lost(self, worker_id: str) -> None:
@@ -327,7 +327,9 @@ class Fleet:
         coming = self._ledger.coming_to(worker_id)
         began_s = self._began_s[worker_id]
         tpot_slo_s = self._tpot_slo_s.get(record.model, math.inf)
-        view = WorkerView.of(record, status, coming, times, began_s, tpot_slo_s, self._ingress_id)
+        view = WorkerView.from_status(
+            record, status, coming, times, began_s, tpot_slo_s, self._ingress_id
+        )
         self._views[worker_id] = view
         pools = self._pools.get(record.model)
         if pools is None:

@@ -40,7 +40,7 @@ def states_of(reports: Iterable[tuple[WorkerRecord, WorkerStatus]]) -> dict[Pool
         times, costs = before.times, status.step_costs
         if costs is not None and costs.num_observed > num_learned.get(pool, 0):
             num_learned[pool] = costs.num_observed
-            times = StepTimeModel.of(costs)
+            times = StepTimeModel.from_costs(costs)
         states[pool] = PoolState(
             before.num_workers + 1,
             times,

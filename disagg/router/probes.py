@@ -33,7 +33,7 @@ class Probes:
         self._learned_s: dict[str, float] = {}  # longest ago first
         self._num_reserved = 0
 
-    def heard(self, worker_id: str, costs: StepCosts | None, now: float) -> None:
+    def on_status(self, worker_id: str, costs: StepCosts | None, now: float) -> None:
         num_observed = costs.num_observed if costs is not None else 0
         if self._num_observed.get(worker_id) != num_observed:
             self._num_observed[worker_id] = num_observed

@@ -26,7 +26,7 @@ class RunningStreams(NamedTuple):
     full_prompt_rate: float
 
     @classmethod
-    def of(
+    def predict(
         cls, times: StepTimeModel, tpot_slo_s: float, num: int, num_context_tokens: int
     ) -> RunningStreams:
         """`num_context_tokens`: of all of them."""

@@ -44,7 +44,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     is_home: bool = True  # among equals this ingress prefers it; with one ingress, all of them
 
     @classmethod
-    def of(
+    def from_status(
         cls,
         record: WorkerRecord,
         status: WorkerStatus,
@@ -64,7 +64,7 @@ class WorkerView(msgspec.Struct, frozen=True):
         if tpot_slo_s != math.inf:
             num_beside = status.num_running - status.num_prefilling
             num_streams = num_decoding - status.num_leaving
-            streams = RunningStreams.of(times, tpot_slo_s, num_streams, num_context)
+            streams = RunningStreams.predict(times, tpot_slo_s, num_streams, num_context)
         return cls(
             record.worker_id,
             record,
@@ -74,7 +74,9 @@ class WorkerView(msgspec.Struct, frozen=True):
             num_decoding,
             num_context,
             status.num_free_blocks - blocks_coming,
-            Backlog.of(times, num_waiting, num_uncomputed, num_beside, num_context, tpot_slo_s),
+            Backlog.predict(
+                times, num_waiting, num_uncomputed, num_beside, num_context, tpot_slo_s
+            ),
             status.accepting,
             status.transfers,
             status.host,

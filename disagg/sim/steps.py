@@ -109,7 +109,7 @@ class StepRun:
 def num_alike(engine: Engine) -> int:
     """How many steps after the last one would do the same to the same sequences."""
     scheduler = engine.scheduler
-    if scheduler.waiting or scheduler.arrived or engine.last_plan.features.num_new_tokens:
+    if scheduler.waiting or scheduler.imported or engine.last_plan.features.num_new_tokens:
         return 0
     least = 1 << 62
     for sequence in scheduler.running:

@@ -80,7 +80,7 @@ class Remaining(msgspec.Struct, frozen=True):
     reset_s: float
 
     @classmethod
-    def of(cls, bucket: Bucket, now: float) -> Remaining:
+    def from_bucket(cls, bucket: Bucket, now: float) -> Remaining:
         left = max(0, math.floor(bucket.level(now) + 1e-9))
         return cls(bucket.per_minute, left, bucket.wait_s(bucket.per_minute, now))
 
@@ -194,7 +194,7 @@ class Limits:
         now = self._clock()
         buckets = {"requests": tenant.requests, "tokens": tenant.tokens}
         return {
-            kind: Remaining.of(bucket, now)
+            kind: Remaining.from_bucket(bucket, now)
             for kind, bucket in buckets.items()
             if bucket is not None
         }

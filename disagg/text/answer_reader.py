@@ -32,7 +32,7 @@ class AnswerSyntax:
     marks: tuple[str, ...] = ()
 
     @classmethod
-    def of(
+    def from_formats(
         cls,
         reasoning: ReasoningFormat | None,
         calls: ToolFormat | None,

@@ -94,7 +94,7 @@ class WorkerCore:
             name = sequence_id(link_id, start.stream_id)
             ticket = self._kv_export.prefix_ticket(name, start.request, now)
         except DisaggError as error:
-            return TokenDelta(start.stream_id, (), error=WireError.of(error))
+            return TokenDelta(start.stream_id, (), error=WireError.from_error(error))
         return TokenDelta(start.stream_id, (), ticket=ticket)
 
     def prefetch(self, asked: Prefetch, now: float) -> None:

@@ -47,7 +47,7 @@ class Draining:
         scheduler = self._engine.scheduler
         left_s = self._leave_by_s - now
         step_s = self._step_s()
-        for sequence in [*scheduler.running, *scheduler.arrived]:
+        for sequence in [*scheduler.running, *scheduler.imported]:
             if not sequence.hand_over and _num_steps(sequence) * step_s > left_s:
                 scheduler.hand_over(sequence)
 

@@ -131,7 +131,7 @@ class Streams:
                 log.exception("What a request gained could not be told.", extra=named)
                 give_up(event.sequence)
                 failed = EngineFailed(f"The worker failed on this request: {error}.")
-                delta = TokenDelta(stream.stream_id, (), error=WireError.of(failed))
+                delta = TokenDelta(stream.stream_id, (), error=WireError.from_error(failed))
                 is_last = True
             deltas.setdefault(stream.link_id, []).append(delta)
             if is_last:
@@ -147,7 +147,7 @@ class Streams:
         """End every open stream with an error. Returns their last deltas."""
         deltas: dict[LinkId, list[TokenDelta]] = {}
         for stream in self._by_sequence.values():
-            last = TokenDelta(stream.stream_id, (), error=WireError.of(error))
+            last = TokenDelta(stream.stream_id, (), error=WireError.from_error(error))
             deltas.setdefault(stream.link_id, []).append(last)
         self._by_sequence.clear()
         self._queued.clear()
@@ -176,7 +176,7 @@ def _delta(
         event.logprobs,
         num_cached_tokens,
         ticket,
-        None if event.error is None else WireError.of(event.error),
+        None if event.error is None else WireError.from_error(event.error),
         times=times,
         prompt_logprobs=prompt_logprobs,
     )

@@ -212,7 +212,7 @@ class Worker:
         while True:
             await asyncio.sleep(LOOK_S)
             features = self._engine.last_plan.features
-            learned = StepTimeModel.of(self._server.status.step_costs)
+            learned = StepTimeModel.from_costs(self._server.status.step_costs)
             step_s = max(self._first_times.step_s(features), learned.step_s(features))
             is_stalled = self._liveness.look(self._thread.num_turns, step_s)
             if is_stalled and self._thread.failed is None:

@@ -260,7 +260,7 @@ def write_weights(file: Path, *tensors: bytes) -> None:
 
 def test_a_model_is_read_from_its_directory(tmp_path: Path) -> None:
     directory = model_directory(tmp_path)
-    model = ServedModel.of(describe_model(directory), name="m", block_size=16)
+    model = ServedModel.from_description(describe_model(directory), name="m", block_size=16)
     assert (model.max_model_len, model.vocab_size) == (256, TOKENIZER.num_ids)
     assert model.eos_token_ids == (0,)
     assert model.defaults == GenerationDefaults()
@@ -268,14 +268,16 @@ def test_a_model_is_read_from_its_directory(tmp_path: Path) -> None:
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [2, 0], "temperature": 0.7, "top_k": 20})
     )
-    model = ServedModel.of(describe_model(directory), name="m", block_size=16, max_model_len=64)
+    model = ServedModel.from_description(
+        describe_model(directory), name="m", block_size=16, max_model_len=64
+    )
     assert (model.max_model_len, model.eos_token_ids) == (64, (2, 0))
     assert model.defaults == GenerationDefaults(temperature=0.7, top_k=20)
     (directory / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.7}')
-    model = ServedModel.of(describe_model(directory), name="m", block_size=16)
+    model = ServedModel.from_description(describe_model(directory), name="m", block_size=16)
     assert model.defaults.temperature == 0.0
     (directory / "generation_config.json").write_text('{"temperature": 0, "top_k": null}')
-    model = ServedModel.of(describe_model(directory), name="m", block_size=16)
+    model = ServedModel.from_description(describe_model(directory), name="m", block_size=16)
     assert model.defaults == GenerationDefaults(temperature=0.0)
 
 
@@ -284,7 +286,7 @@ def test_a_recommended_temperature_that_is_none_is_refused(tmp_path: Path, value
     directory = model_directory(tmp_path)
     (directory / "generation_config.json").write_text(json.dumps({"temperature": value}))
     with pytest.raises(ModelError, match=r"generation_config\.json is wrong: temperature"):
-        ServedModel.of(describe_model(directory), name="m", block_size=16)
+        ServedModel.from_description(describe_model(directory), name="m", block_size=16)
 
 
 @pytest.mark.parametrize(
@@ -303,14 +305,19 @@ def test_what_ends_an_answer(
     directory = model_directory(tmp_path, **config)
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation))
-    model = ServedModel.of(describe_model(directory), name="m", block_size=16)
+    model = ServedModel.from_description(describe_model(directory), name="m", block_size=16)
     assert model.eos_token_ids == expected
 
 
 def test_yarn_makes_the_same_length_for_api_and_engine(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     directory = model_directory(tmp_path, rope_scaling=scaling)
-    assert ServedModel.of(describe_model(directory), name="m", block_size=16).max_model_len == 1024
+    assert (
+        ServedModel.from_description(
+            describe_model(directory), name="m", block_size=16
+        ).max_model_len
+        == 1024
+    )
 
 
 def test_fingerprints_tell_trainings_apart(tmp_path: Path) -> None:
@@ -328,17 +335,17 @@ def test_fingerprints_tell_trainings_apart(tmp_path: Path) -> None:
 
 def test_directories_that_are_no_models(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json is missing"):
-        ServedModel.of(describe_model(tmp_path), name="m", block_size=16)
+        ServedModel.from_description(describe_model(tmp_path), name="m", block_size=16)
     directory = model_directory(tmp_path, max_position_embeddings=None)
     with pytest.raises(ModelError, match="max_position_embeddings"):
-        ServedModel.of(describe_model(directory), name="m", block_size=16)
+        ServedModel.from_description(describe_model(directory), name="m", block_size=16)
     (directory / "config.json").write_text("[")
     with pytest.raises(ModelError, match="cannot be read as JSON"):
-        ServedModel.of(describe_model(directory), name="m", block_size=16)
+        ServedModel.from_description(describe_model(directory), name="m", block_size=16)
     (directory / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="JSON object"):
-        ServedModel.of(describe_model(directory), name="m", block_size=16)
+        ServedModel.from_description(describe_model(directory), name="m", block_size=16)
     model_directory(tmp_path)
     (directory / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{[")
     with pytest.raises(ModelError, match="safetensors"):
-        ServedModel.of(describe_model(directory), name="m", block_size=16)
+        ServedModel.from_description(describe_model(directory), name="m", block_size=16)

@@ -17,7 +17,9 @@ class SingleEngine:
 
     def __init__(self, directory: Path, config: EngineConfig) -> None:
         self._engine, _ = build_engine(config, describe_model(directory))
-        self._model = ServedModel.of(describe_model(directory), name="single", block_size=16)
+        self._model = ServedModel.from_description(
+            describe_model(directory), name="single", block_size=16
+        )
         self._answers: dict[GenerateRequest, str] = {}  # tests ask the same again and again
 
     def prompt(self, content: str) -> list[int]:

@@ -209,7 +209,7 @@ def _texts(graphs: bool) -> list[list[int]]:
     """What an engine makes of prompts that come in chunks, the last of them of one token."""
     weights = random_weights(ONE_KV_HEAD, torch.float32, torch.device("cpu"), seed=2)
     decoder = Decoder(ONE_KV_HEAD, weights, TritonOps(3, 1))
-    shape = KVShape.of(ONE_KV_HEAD, "weights", BLOCK_SIZE, format_of(torch.float32))
+    shape = KVShape.from_model(ONE_KV_HEAD, "weights", BLOCK_SIZE, format_of(torch.float32))
     kv_cache = KVCache(shape, NUM_BLOCKS, torch.device("cpu"))
     runner = ModelRunner(decoder, kv_cache, max_num_seqs=3)
     if graphs:

@@ -105,7 +105,7 @@ def test_text_comes_back_token_by_token(name: str, text: str) -> None:
 def test_an_answer_is_read_token_by_token(name: str, answer: str, found: Found) -> None:
     its = model(name)
     tokenizer = its.tokenizer
-    syntax = AnswerSyntax.of(its.reasoning_format, its.tool_format, TOOLS)
+    syntax = AnswerSyntax.from_formats(its.reasoning_format, its.tool_format, TOOLS)
     kept = tokenizer.control_ids_in(syntax.marks)
     detokenizer, reader = Detokenizer(tokenizer, kept=kept), AnswerReader(syntax, "a")
     reasoning, text, arguments, names = "", "", "", []
@@ -135,9 +135,13 @@ def test_marks_of_reasoning_are_tokens() -> None:
     for name, text in (("qwen3", "<|im_start|>assistant\n"), ("gptoss", "<|channel|>")):
         its = model(name)
         wanted = Wanted(
-            model=its, prompts=(), prompt_param="", sampling=SamplingParams(max_tokens=1),
-            syntax=AnswerSyntax.of(its.reasoning_format, None, {}), thinking_token_budget=3,
-        )  # fmt: skip
+            model=its,
+            prompts=(),
+            prompt_param="",
+            sampling=SamplingParams(max_tokens=1),
+            syntax=AnswerSyntax.from_formats(its.reasoning_format, None, {}),
+            thinking_token_budget=3,
+        )
         encode = its.tokenizer.encode
         thinking = thinking_of(
             wanted, Grammar("regex", "a"), encode(text, add_special_tokens=False)

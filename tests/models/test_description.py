@@ -108,7 +108,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 
 
 def rendered(directory: Path, chat_template: str | None = None) -> str:
-    model = ServedModel.of(
+    model = ServedModel.from_description(
         describe_model(directory), name="m", block_size=16, chat_template=chat_template
     )
     assert model.template is not None

@@ -186,7 +186,7 @@ def test_template_ends_and_name(tmp_path: Path) -> None:
     assert TierConfig(model=str(file)).name == "my-model"
     assert described.eos_token_ids == (vocabulary()["tokenizer.ggml.eos_token_id"], 7)
     assert described.defaults.temperature == 0.5
-    served = ServedModel.of(described, name="m", block_size=16)
+    served = ServedModel.from_description(described, name="m", block_size=16)
     assert served.template is not None
     assert served.template.render([{"role": "user", "content": "hello"}]) == f"{ROLE}hello"
 

@@ -129,7 +129,7 @@ class ScriptedWorkers:
             is_end = position == end
             error = None
             if num_left <= 0 and script.with_last_tokens and isinstance(script.then, DisaggError):
-                error = WireError.of(script.then)
+                error = WireError.from_error(script.then)
             elif call.hand_over and not is_end:
                 yield TokenDelta(1, tokens, num_cached_tokens=7)
                 yield TokenDelta(1, (), ticket=ticket_of(call.worker_id, request))
@@ -143,7 +143,7 @@ class ScriptedWorkers:
         if self.on_failure is not None:
             self.on_failure(call.worker_id)
         if isinstance(script.then, DisaggError):
-            return [TokenDelta(1, (), error=WireError.of(script.then))]
+            return [TokenDelta(1, (), error=WireError.from_error(script.then))]
         if script.then == "vanish":
             return []
         if script.then == "stuck":

@@ -12,7 +12,7 @@ from disagg.router.worker_view import RequestLoad, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 from tests.router.fakes import COSTS, make_record, make_status
 
-TIMES = StepTimeModel.of(COSTS)
+TIMES = StepTimeModel.from_costs(COSTS)
 
 
 @given(
@@ -31,7 +31,7 @@ def test_a_prompt_waits_for_the_steps_before_it(
         num_uncomputed_tokens=num_queued,
         num_context_tokens=num_context,
     )
-    worker = WorkerView.of(make_record("p0"), status, RequestLoad(), TIMES)
+    worker = WorkerView.from_status(make_record("p0"), status, RequestLoad(), TIMES)
     cost = prefill_cost(worker, num_new, 0)
 
     num_at_once = max(1, CHUNK_TOKENS - num_decoding)
@@ -48,7 +48,7 @@ def test_a_prompt_waits_for_the_steps_before_it(
 
 
 def test_a_worker_without_work_makes_nobody_wait() -> None:
-    backlog = Backlog.of(TIMES, 0, 0, 0, 0)
+    backlog = Backlog.predict(TIMES, 0, 0, 0, 0)
     assert (backlog.num_prompts, backlog.under_way_s, backlog.later_s) == (0, 0.0, 0.0)
     assert backlog.step_s == TIMES.coefficients[0]
-    assert Backlog.of(TIMES, 2, 100, 0, 0).num_prompts == 3  # two wait and one is computed
+    assert Backlog.predict(TIMES, 2, 100, 0, 0).num_prompts == 3  # two wait and one is computed

@@ -30,8 +30,8 @@ def view_of(
     began_s: float = math.inf,
     tpot_slo_s: float = math.inf,
 ) -> WorkerView:
-    times = StepTimeModel.of(status.step_costs)
-    return WorkerView.of(record, status, RequestLoad(), times, began_s, tpot_slo_s)
+    times = StepTimeModel.from_costs(status.step_costs)
+    return WorkerView.from_status(record, status, RequestLoad(), times, began_s, tpot_slo_s)
 
 
 def test_an_idle_workers_prefill_is_what_its_model_says() -> None:
@@ -227,9 +227,9 @@ def test_among_equals_a_worker_at_home_is_cheaper_and_ranked_before() -> None:
     costs_s, ranks, nearly_cached_s = [], [], []
     for home in ("", "a", "b"):
         status = make_status(home_ingress=home)
-        times = StepTimeModel.of(status.step_costs)
+        times = StepTimeModel.from_costs(status.step_costs)
         record = make_record("p0")
-        worker = WorkerView.of(record, status, RequestLoad(), times, ingress_id="a")
+        worker = WorkerView.from_status(record, status, RequestLoad(), times, ingress_id="a")
         costs_s.append(prefill_cost(worker, 1000, 0).total_s)
         ranks.append(prefill_estimate(worker, spares_decodes=True))
         nearly_cached_s.append(prefill_cost(worker, 1000, 992).total_s)

@@ -101,8 +101,8 @@ def test_the_view_is_current_after_whatever_happened(happened: list[tuple[str, i
                 len(loads),
                 sum(each.num_context_tokens for each in loads),
             )
-            times = StepTimeModel.of(COSTS)
-            assert seen == WorkerView.of(make_record(name), statuses[name], load, times)
+            times = StepTimeModel.from_costs(COSTS)
+            assert seen == WorkerView.from_status(make_record(name), statuses[name], load, times)
 
 
 def test_a_worker_that_ran_no_step_is_taken_for_one_of_its_pool() -> None:
@@ -114,12 +114,12 @@ def test_a_worker_that_ran_no_step_is_taken_for_one_of_its_pool() -> None:
         fleet.worker_synced(make_record(name), [], untried)
     assert worker(fleet, "p1").times == prior
     fleet.worker_stepped("p0", (), make_status(step_costs=COSTS))
-    assert worker(fleet, "p1").times == StepTimeModel.of(COSTS)
+    assert worker(fleet, "p1").times == StepTimeModel.from_costs(COSTS)
     assert worker(fleet, "d0").times == prior  # another pool
     slower = StepCosts((1.0, *COSTS.coefficients[1:]), 1, 0.0)
     fleet.worker_stepped("p1", (), make_status(step_costs=slower))
-    assert worker(fleet, "p1").times == StepTimeModel.of(slower)
-    assert worker(fleet, "p0").times == StepTimeModel.of(COSTS)
+    assert worker(fleet, "p1").times == StepTimeModel.from_costs(slower)
+    assert worker(fleet, "p0").times == StepTimeModel.from_costs(COSTS)
     fleet.worker_synced(make_record("p2"), [], untried)
     fleet.worker_lost("p2")
     assert "p2" not in fleet.view().workers
@@ -133,7 +133,7 @@ def test_a_worker_on_a_slower_gpu_is_not_taken_for_a_fast_one_before_its_first_s
         fleet.worker_synced(make_record(name), [], make_status(step_costs=prior))
     learned = StepCosts((2e-3, 2e-3, 1e-3, 1e-3, 1e-3), 8, 0.0)
     fleet.worker_stepped("d-fast", (), make_status(step_costs=learned))
-    assert worker(fleet, "d-fast").times == StepTimeModel.of(learned)
+    assert worker(fleet, "d-fast").times == StepTimeModel.from_costs(learned)
     scaled = worker(fleet, "d-slow").times.coefficients
     assert scaled == pytest.approx((6e-3, 6e-3, 3e-3, 3e-3, 3e-3))
 

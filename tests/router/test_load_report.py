@@ -24,7 +24,7 @@ def reports() -> list[tuple[object, object]]:
 def test_workers_are_summed_up_by_pool() -> None:
     states = states_of(reports())  # type: ignore[arg-type]
     prefill, decode = states["toy", "prefill"], states["toy", "decode"]
-    assert prefill == PoolState(2, StepTimeModel.of(COSTS), 1000, 0, 0, 0, 16000)
+    assert prefill == PoolState(2, StepTimeModel.from_costs(COSTS), 1000, 0, 0, 0, 16000)
     assert (decode.num_workers, decode.num_decoding, decode.num_context_tokens) == (1, 3, 90)
     assert (decode.max_num_seqs, decode.num_kv_tokens) == (8, 16000)
 

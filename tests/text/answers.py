@@ -40,7 +40,7 @@ def syntax_of(
 ) -> AnswerSyntax:
     form = tool_format_of("", tool_parser) if tool_parser else None
     reasoning = reasoning_format_of("", reasoning_parser) if reasoning_parser else None
-    return AnswerSyntax.of(reasoning, form, TOOLS, parallel=parallel)
+    return AnswerSyntax.from_formats(reasoning, form, TOOLS, parallel=parallel)
 
 
 def read(syntax: AnswerSyntax, pieces: Sequence[str], prompt_tail: str = "") -> Found:

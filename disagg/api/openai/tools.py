@@ -151,7 +151,7 @@ def answer_syntax(request: ToolFields, model: ServedModel) -> AnswerSyntax | Non
     reasoning, tools = model.reasoning_format, offered(request)
     if reasoning is None and not tools:
         return None
-    return AnswerSyntax.of(
+    return AnswerSyntax.from_formats(
         reasoning,
         model.tool_format,
         {tool.function.name: tool.function.parameters or {} for tool in tools},

@@ -66,7 +66,7 @@ def build_engine(
         StartupError: a setting contradicts the model or the machine.
     """
     share = config.share()
-    plan = EnginePlan.of(config, description, share, largest_step)
+    plan = EnginePlan.from_config(config, description, share, largest_step)
     device, memory, max_model_len = plan.device, plan.memory, plan.max_model_len
     ranks = None if followers is None else followers.meet(device.type)
     if config.num_threads is not None:

@@ -164,4 +164,4 @@ def _choose_shape(
     if config.quantization is not None:
         # Its KV is not that of the weights as they were, and GPUs round them in another way.
         fingerprint += f"+{config.quantization}" + ("-gpu" if device == "cuda" else "")
-    return KVShape.of(model.config, fingerprint, block_size, format, share)
+    return KVShape.from_model(model.config, fingerprint, block_size, format, share)

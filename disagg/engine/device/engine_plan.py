@@ -34,7 +34,7 @@ class EnginePlan:
     gpu: GpuMemory | None
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: EngineConfig,
         description: ModelDescription,

@@ -49,7 +49,7 @@ class Follower:
     ) -> None:
         torch.set_num_threads(num_threads)
         self._description, self._share = description, share
-        self._plan = EnginePlan.of(config, description, share, largest_step)
+        self._plan = EnginePlan.from_config(config, description, share, largest_step)
         self._graphs: StepGraphs = ()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

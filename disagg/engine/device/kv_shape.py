@@ -40,7 +40,7 @@ class KVShape:
     num_vectors: int = 2
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: ModelConfig,
         fingerprint: str,

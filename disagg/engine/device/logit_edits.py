@@ -50,7 +50,7 @@ class LogitEdits:
         self._allowed = copied(torch.cat([_ids(()), *places]), device)
 
     @classmethod
-    def of(
+    def from_params(
         cls, params: SequenceOf[SamplingParams], vocab_size: int, device: torch.device
     ) -> LogitEdits | None:
         """None: nothing is changed in any row."""

@@ -75,7 +75,7 @@ class Sampler:
             return Chosen(positions, None)
         state, ops = self._state, self._ops
         step = state.step(sequences, num_unread)
-        scores = _Scores.of(logits, step, sequences, num_unread)
+        scores = _Scores.gather(logits, step, sequences, num_unread)
         if masks is not None:
             masks.apply_(logits)
         if step.edits is not None:
@@ -104,7 +104,7 @@ class _Scores:
         self.log_probs = torch.log_softmax(logits if is_whole else logits[self.rows], dim=-1)
 
     @classmethod
-    def of(
+    def gather(
         cls,
         logits: Tensor,
         step: Step,

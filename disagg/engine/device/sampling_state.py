@@ -179,7 +179,7 @@ class SamplingState:
             penalised=[row for row in penalised if not is_draft[row]],
             scored=[row for row, each in enumerate(params) if each.logprobs is not None],
             drafted=[row for row in penalised if is_draft[row]],
-            edits=LogitEdits.of(params, self._vocab_size, self._device),
+            edits=LogitEdits.from_params(params, self._vocab_size, self._device),
             has_drafts=any(is_draft),
             is_adjusted=bool(adjusted),
         )

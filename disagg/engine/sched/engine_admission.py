@@ -18,7 +18,7 @@ _NOBODY = (1 << 62, 0)  # a place after every sequence
 
 
 class EngineAdmission:
-    """Moves `arrived` and `waiting` sequences to `running`, in their order.
+    """Moves `imported` and `waiting` sequences to `running`, in their order.
 
     short: the oldest waiting one that found too few blocks in the last plan.
     """
@@ -73,13 +73,13 @@ class EngineAdmission:
         return False
 
     def join_decodes(self, enable_prefix_caching: bool) -> list[Sequence]:
-        """Move arrived sequences that decode to `running`, before prompts use the budget."""
+        """Move imported sequences that decode to `running`, before prompts use the budget."""
         joined: list[Sequence] = []
-        arrived = self._queues.arrived
+        imported = self._queues.imported
         while self._may_decode():
-            if not give_blocks(self._pool, arrived[0], self.leaves_room, enable_prefix_caching):
+            if not give_blocks(self._pool, imported[0], self.leaves_room, enable_prefix_caching):
                 break
-            joined.append(self._queues.admit(arrived))
+            joined.append(self._queues.admit(imported))
             self._milestones.set(joined[-1])
         return joined
 
@@ -96,7 +96,7 @@ class EngineAdmission:
             sequence = queue[0]
             if not give_blocks(self._pool, sequence, self.leaves_room, enable_prefix_caching):
                 self._leave_out(sequence)
-                if queue is queues.arrived:
+                if queue is queues.imported:
                     break
                 continue
             admitted.append(queues.admit(queue))
@@ -114,20 +114,20 @@ class EngineAdmission:
 
     def _next_queue(self) -> list[Sequence]:
         """The queue whose head is the oldest sequence that may be admitted."""
-        arrived, waiting = self._queues.arrived, self._queues.waiting
+        imported, waiting = self._queues.imported, self._queues.waiting
         if self.short or not waiting or waiting[0].arrival > self._refused:
-            return arrived
-        return arrived if arrived and arrived[0].arrival < waiting[0].arrival else waiting
+            return imported
+        return imported if imported and imported[0].arrival < waiting[0].arrival else waiting
 
     def _may_decode(self) -> bool:
-        """Whether the first arrived sequence has one token to compute, and there is a place for it.
+        """Whether the first imported sequence has one token to compute and finds a place.
 
         Older waiting sequences keep their places: it overtakes them only in tokens of the step.
         """
         queues = self._queues
-        if not queues.arrived or queues.arrived[0].num_uncomputed != 1:
+        if not queues.imported or queues.imported[0].num_uncomputed != 1:
             return False
-        num_older = queues.num_waiting_before(queues.arrived[0])
+        num_older = queues.num_waiting_before(queues.imported[0])
         return len(queues.running) + num_older < self._max_num_seqs
 
     def _leave_out(self, sequence: Sequence) -> None:
@@ -149,7 +149,7 @@ class EngineAdmission:
 
     def may_admit(self, num_left: int) -> bool:
         """Whether the next plan may admit a sequence, with so many tokens for prompts."""
-        if not (self._queues.waiting or self._queues.arrived):
+        if not (self._queues.waiting or self._queues.imported):
             return False
         if not (num_left and self._has_place()) and not self._may_decode():
             return False

@@ -16,7 +16,7 @@ def load_of(scheduler: Scheduler) -> WorkerStatus:
     num_uncomputed = sum([each.num_uncomputed for each in prefills])
     return WorkerStatus(
         num_running=len(running),
-        num_waiting=len(scheduler.waiting) + len(scheduler.arrived),
+        num_waiting=len(scheduler.waiting) + len(scheduler.imported),
         num_uncomputed_tokens=queues.num_queued_tokens + num_uncomputed,
         num_context_tokens=queues.num_computed,
         num_free_blocks=scheduler.pool.num_free,

@@ -1,4 +1,4 @@
-"""The queues of an engine: running sequences, those that arrived with KV, and waiting ones.
+"""The queues of an engine: running sequences, those whose KV is imported, and waiting ones.
 
 Keeps order and counts; decides nothing.
 """
@@ -19,14 +19,14 @@ def _by_arrival(sequence: Sequence) -> tuple[int, int]:
 class Queues:
     """Three lists, each ordered by priority and then by arrival. The list objects never change.
 
-    num_queued_tokens: uncomputed tokens of arrived and waiting sequences, without those that were
+    num_queued_tokens: uncomputed tokens of imported and waiting sequences, without those that were
         cached when the sequence was queued.
     num_computed, num_left: computed and uncomputed tokens of running sequences, kept by `advance`.
     """
 
     def __init__(self) -> None:
         self.running: list[Sequence] = []
-        self.arrived: list[Sequence] = []
+        self.imported: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.by_id: dict[str, Sequence] = {}
         self.num_queued_tokens = self.num_computed = self.num_left = 0
@@ -45,7 +45,7 @@ class Queues:
             raise RequestError(f"Request {sequence.request_id!r} is already running here.")
 
     def put(self, sequence: Sequence, queue: list[Sequence], num_cached: int = 0) -> None:
-        """Insert a sequence into `arrived` or `waiting`.
+        """Insert a sequence into `imported` or `waiting`.
 
         Args:
             num_cached: its leading tokens that the cache has; it will probably not compute them.
@@ -87,17 +87,17 @@ class Queues:
 
     def pop_latest(self) -> Sequence:
         """Remove and return the least urgent sequence that owns blocks; of several, the latest."""
-        running, arrived = self.running, self.arrived
-        if not arrived or (running and running[-1].arrival > arrived[-1].arrival):
+        running, imported = self.running, self.imported
+        if not imported or (running and running[-1].arrival > imported[-1].arrival):
             self._count(running[-1], -1)
             return running.pop()
-        victim = arrived.pop()
+        victim = imported.pop()
         self.num_queued_tokens -= victim.num_queued
         return victim
 
     def forget(self, sequence: Sequence) -> None:
         del self.by_id[sequence.request_id]
-        for queue in (self.running, self.arrived, self.waiting):
+        for queue in (self.running, self.imported, self.waiting):
             place = bisect_left(queue, sequence.arrival, key=_by_arrival)
             if place < len(queue) and queue[place] is sequence:
                 del queue[place]
@@ -110,7 +110,7 @@ class Queues:
     def clear(self) -> list[Sequence]:
         """Remove and return all sequences."""
         sequences = list(self.by_id.values())
-        for queue in (self.running, self.arrived, self.waiting, self.by_id):
+        for queue in (self.running, self.imported, self.waiting, self.by_id):
             queue.clear()
         self.num_queued_tokens = self.num_computed = self.num_left = 0
         return sequences
@@ -121,13 +121,13 @@ class Queues:
         Raises:
             AssertionError: names the first difference.
         """
-        queued = [*self.arrived, *self.waiting]
+        queued = [*self.imported, *self.waiting]
         num_queued_tokens = sum(sequence.num_queued for sequence in queued)
         require(num_queued_tokens == self.num_queued_tokens, "queued tokens are miscounted")
         everyone = [*self.running, *queued]
         known = self.by_id.values()
         require(sorted(map(id, everyone)) == sorted(map(id, known)), "lost sequences")
-        for queue in (self.running, self.arrived, self.waiting):
+        for queue in (self.running, self.imported, self.waiting):
             arrivals = [sequence.arrival for sequence in queue]
             require(arrivals == sorted(set(arrivals)), "a queue is not in order")
         for sequence in everyone:

@@ -6,8 +6,8 @@ goes to chunks of prompts, oldest first. Must not know devices, workers, transfe
 
 Older means more urgent (a lower `priority`), or equally urgent and earlier; later is the opposite.
 
-There are two queues: `waiting` sequences own no blocks; `arrived` sequences own blocks with
-imported KV. Arrived ones are admitted even while an older waiting sequence is short of blocks,
+There are two queues: `waiting` sequences own no blocks; `imported` sequences own blocks with
+imported KV. Imported ones are admitted even while an older waiting sequence is short of blocks,
 because only running frees the blocks that they hold. Preemption takes the latest sequence and
 recomputes it later: its `num_computed` becomes 0, as in a new sequence.
 """
@@ -76,7 +76,7 @@ class Scheduler:
         self.enable_prefix_caching = enable_prefix_caching
         self.prompt_lookup = prompt_lookup
         self.queues = queues = Queues()
-        self.running, self.arrived, self.waiting = queues.running, queues.arrived, queues.waiting
+        self.running, self.imported, self.waiting = queues.running, queues.imported, queues.waiting
         self.num_preempted = 0  # since the start, as the next two
         self.num_drafted = 0  # draft tokens that were verified
         self.num_accepted = 0  # draft tokens that were right
@@ -121,7 +121,7 @@ class Scheduler:
         watch_blocks(self.pool, sequence, self.enable_prefix_caching)
         if sequence.num_computed >= sequence.publish_at:
             publish(self.pool, sequence)
-        self.queues.put(sequence, self.arrived)
+        self.queues.put(sequence, self.imported)
 
     def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:
         """Allocate blocks for imported KV; None if running or older sequences need them.
@@ -142,7 +142,7 @@ class Scheduler:
         return sequence
 
     def hand_over(self, sequence: Sequence) -> None:
-        """Make a running or arrived sequence leave with its next token."""
+        """Make a running or imported sequence leave with its next token."""
         sequence.hand_over = True
         if sequence.milestone != NO_MILESTONE:
             self.milestones.set(sequence)
@@ -205,7 +205,7 @@ class Scheduler:
             decodes += self._admission.join_decodes(self.enable_prefix_caching)
         num_context = self.queues.num_computed + len(decodes)
         num_context -= sum(sequence.num_computed for sequence in prefills)
-        first = next(iter(prefills or self.arrived or self.waiting), None)
+        first = next(iter(prefills or self.imported or self.waiting), None)
         num_before = None if first is None else first.num_computed
         budget = self.step_budget.of_prompts(decodes, num_context, num_before)
         chunks = Chunks(self.pool, budget, self.running, num_context)
@@ -248,8 +248,8 @@ class Scheduler:
         """Prompts that begin in a step where `prefills` go on, with `budget` tokens for both."""
         budget -= sum(sequence.num_uncomputed for sequence in prefills)
         admitted = self._admission.admit(budget, self.enable_prefix_caching)
-        if not self.running and self.arrived and len(self.arrived) + len(self.waiting) > 1:
-            self._preempt_latest()  # arrived ones hold all blocks, and none can run: preempt one
+        if not self.running and self.imported and len(self.imported) + len(self.waiting) > 1:
+            self._preempt_latest()  # imported ones hold all blocks, and none can run: preempt one
         self._admission.end()
         return admitted
 

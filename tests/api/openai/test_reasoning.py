@@ -219,7 +219,9 @@ async def test_a_parser_can_be_named() -> None:
 def test_a_parser_that_is_not_there_is_refused_at_start(param: str) -> None:
     with pytest.raises(ModelError, match=r"'qwen' *; there are none, ") as refused:
         name: Any = {param: "qwen"}
-        ServedModel.of(describe_model(ASSETS / "demo-small"), name="m", block_size=4, **name)
+        ServedModel.from_description(
+            describe_model(ASSETS / "demo-small"), name="m", block_size=4, **name
+        )
     assert refused.value.param == param
 
 

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def edited(logits: torch.Tensor, *sequences: Sequence | DraftedSequence) -> torch.Tensor:
-    edits = LogitEdits.of([each.sampling for each in sequences], logits.shape[1], CPU)
+    edits = LogitEdits.from_params([each.sampling for each in sequences], logits.shape[1], CPU)
     assert edits is not None
     edits.apply_(logits, sequences)
     return logits
@@ -54,7 +54,7 @@ def test_each_row_has_its_own_edits() -> None:
 
 
 def test_nothing_is_made_where_nothing_is_edited() -> None:
-    assert LogitEdits.of([params(), params(temperature=0.0)], VOCAB_SIZE, CPU) is None
+    assert LogitEdits.from_params([params(), params(temperature=0.0)], VOCAB_SIZE, CPU) is None
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def plan(
     """Of a GPU of `gb`, of which a worker claims nine tenths; None: a CPU."""
     config = EngineConfig(**settings)  # type: ignore[arg-type]
     assert isinstance(model, type(LLAMA_3_8B))
-    shape = KVShape.of(model, "weights", 64, FORMATS["bfloat16"], config.share(rank))
+    shape = KVShape.from_model(model, "weights", 64, FORMATS["bfloat16"], config.share(rank))
     claim_nbytes = None if gb is None else int(gb * config.gpu_memory_utilization * GB)
     max_model_len = config.max_model_len or (2048 if gb is None else 8192)
     return plan_memory(config, model, shape, max_model_len, 2, claim_nbytes, largest_step)

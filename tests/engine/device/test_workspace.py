@@ -54,7 +54,7 @@ def test_logits_of_graphs_are_counted_once_and_not_for_each_graph() -> None:
 
 
 def test_what_is_captured_is_kept_from_kv_unless_nothing_is() -> None:
-    shape = KVShape.of(LLAMA_3_8B, "weights", 64, FORMATS["bfloat16"])
+    shape = KVShape.from_model(LLAMA_3_8B, "weights", 64, FORMATS["bfloat16"])
 
     def workspace(claim_nbytes: int | None, **changes: object) -> int:
         sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}

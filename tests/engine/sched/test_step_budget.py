@@ -125,7 +125,7 @@ def test_a_stream_that_arrives_goes_on_while_a_long_prompt_fills_steps() -> None
     arrive(engine, kv, arrived, 6)
     num_gained = [len(event.token_ids) for _ in range(3) for event in engine.step()]
     assert num_gained == [1, 1, 1]
-    assert engine.scheduler.has_work and not engine.scheduler.arrived
+    assert engine.scheduler.has_work and not engine.scheduler.imported
 
 
 def test_a_stream_that_arrives_takes_no_place_of_an_older_prompt() -> None:
@@ -137,4 +137,4 @@ def test_a_stream_that_arrives_takes_no_place_of_an_older_prompt() -> None:
     arrived = new_sequence(prompt(6), 4, 4, output=(7,), stop_ids=NO_STOP)
     arrive(engine, kv, arrived, 6)
     engine.step()
-    assert engine.scheduler.arrived == [arrived] and engine.scheduler.waiting == [older]
+    assert engine.scheduler.imported == [arrived] and engine.scheduler.waiting == [older]
