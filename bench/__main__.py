@@ -1,8 +1,9 @@
-"""Run benches one after another, each in a process of its own: `python -m bench [NAME...] [--tiny]`
+"""Runs benches one after another, each in its own process: `python -m bench [NAME...] [--tiny]`
 
-Prints each one's tables, and one line of JSON with all results last. Without names all run that
-need no GPU (`bench/gpu_suite.sh` has the others), with `--no-peers` but for those that install
-other systems first. Nothing else should run on the machine. `took_s` is the time of each.
+Prints the tables of each bench, and at the end one line of JSON with all results. Without names,
+all benches run that need no GPU (`bench/gpu_suite.sh` runs the others). `--no-peers` leaves out the
+benches that install other systems first. Nothing else should run on the machine. `took_s` is the
+time of each bench.
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
-"""What the ingress's APIs cost for each token of a stream: processor time, side by side.
+"""Measures what each API of the ingress costs for a token of a stream, in CPU time.
 
     python -m bench.api_tokens [--tokens 2000] [--rounds 15] [--tiny]
 
-The real HTTP application in one process; the "worker" has its tokens ready, one in each delta, and
-the client throws events away. `us` is the processor time of the whole process for each token, the
-median of rounds in which all cases take turns, so that other programs on the machine matter little.
-`more us`: than a stream of `/v1/completions`, which only detokenises. Cases: `text`: no parser
-runs; `text, tools`: a model that may call functions and does not; `reasoning` and `call`: all
-tokens are reasoning, or arguments of one call. The goal for each is GOAL_US more.
+The real HTTP application runs in one process. A fake worker has its tokens ready, one in each
+delta, and the client throws events away. `us` is the CPU time of the whole process for each token:
+the median of rounds in which all cases take turns, so other programs on the machine matter little.
+`more us` is the difference from a stream of `/v1/completions`, which only detokenizes. The goal for
+each case is GOAL_US. Cases:
+
+    text           no parser runs
+    text, tools    a model that may call functions and does not
+    reasoning      all tokens are reasoning
+    call           all tokens are arguments of one call
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Pools that follow the load, with default settings, beside fixed fleets.
+"""Compares autoscaled pools with default settings with fixed fleets, by goodput and worker-hours.
 
     python -m bench.autoscale [--trace FILE...] [--speed X...] [--num-requests N...] [--start-s S]
 
-Two fleets are found for each load: the best fixed one that costs no more, and the smallest fixed
-one as good, which serves as many in time (`AS_GOOD_POINTS`). A request is in time if it meets both
-SLOs; one that would not meet its TTFT SLO is refused, as in production, and counts as late. Cost is
-in worker-hours, from the decision to start a worker until it has drained.
+For each load the bench finds two fixed fleets. One is the best that costs no more. The other is the
+smallest that is as good, which means at most `AS_GOOD_POINTS` behind. A request is in time if it
+meets both SLOs. A request that would miss its TTFT SLO is refused, as in production, and counts as
+late. Cost is in worker-hours, from the decision to start a worker until it has drained.
 
-Loads: three that are made up (`bench/autoscale_loads.py`) and the traces given. Engines, network
-and clock are simulated (`disagg sim`) and take the times that the planner predicts of Llama-3-70B
+Loads: three synthetic ones (`bench/autoscale_loads.py`) and the given traces. Engines, network and
+clock are simulated (`disagg sim`). Step times are those that the planner predicts for Llama-3-70B
 on four H100 (docs/planning.md).
 """
 

@@ -1,4 +1,4 @@
-"""The loads of `bench.autoscale`: three that are made up, and traces of real services."""
+"""The loads of `bench.autoscale`: three synthetic ones, and traces of real services."""
 
 from __future__ import annotations
 

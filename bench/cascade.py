@@ -1,26 +1,26 @@
-"""What the cascade keeps of the large model's accuracy, and what it saves, on the bundled models.
+"""Measures which share of the large model's accuracy and cost a cascade has (bundled models).
 
     python -m bench.cascade [--num-per-level N] [--tiny]
 
-Labelled prompts of every task and difficulty of the models' own (`scripts/demo_evaluate.py`), made
-from a seed that neither training nor the choice of the default threshold has seen. All are asked
-three times: the small model, the large one, and `auto`, over links and moved KV as in production.
-`hard` are the levels where the models' card shows a gap, `easy` all others but recall, whose long
-prompts would outweigh everything.
+Prompts are labelled and come from every task and difficulty of the bundled models
+(`scripts/demo_evaluate.py`). Their seed was used neither in training nor for the choice of the
+default threshold. Each prompt goes to the small model, to the large model and to `auto`, over links
+and with KV transfers as in production. `hard` has the levels where the models' card shows a gap.
+`easy` has all others except recall, because recall's long prompts would outweigh everything.
 
-Cost is tokens x parameters: all tokens that the steps of a model's engines computed, prompts
-included, times its parameters. It is counted in the engines, so it has what was computed in vain:
-small answers that were given up, tokens computed before the cancellation arrived, rejected tokens
-of drafts. Prefix caching is off, or the last to be asked would find what the others computed.
+Cost is tokens x parameters. It is counted in the engines: all tokens that the steps of a model
+computed, prompts included. So it includes discarded answers of the small model, tokens computed
+before a cancellation arrived, and rejected draft tokens. Prefix caching is off, because the last
+model to be asked would find what the others computed.
 
 The measures of the curve are predicted from the answers of both models alone
-(`router/calibration.py`); accuracy and cost of `auto` are what was served.
+(`router/calibration.py`). Accuracy and cost of `auto` are those of the served answers.
 
-TTFT is measured apart, one request at a time, the three models in turns: from the call of the HTTP
-application to its first bytes of text. The last table plays other ways to choose a model on the
-same answers: the prompt judge alone, which is RouteLLM's way (Ong et al., 2024), at the cost of
-`auto`; and a judge of whole answers, which is FrugalGPT's (Chen et al., 2023), at the quality of
-`auto` if it reaches it. Their own judges are language models; here all have the same signals.
+TTFT is measured separately, one request at a time, with the three models in turns: from the call of
+the HTTP application to its first bytes of text. The last table replays other ways to choose a model
+on the same answers. The prompt judge alone is the way of RouteLLM (Ong et al., 2024), at the cost
+of `auto`. A judge of whole answers is the way of FrugalGPT (Chen et al., 2023), at the quality of
+`auto` if it reaches it. Their own judges are language models; here all ways use the same signals.
 """
 
 from __future__ import annotations

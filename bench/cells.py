@@ -1,12 +1,12 @@
-"""What it costs to divide a fleet into cells: deployments of their own behind one load balancer.
+"""Measures the cost of dividing a fleet into cells: deployments behind one load balancer.
 
     python -m bench.cells [--trace TRACE --speed FACTOR] [--num-requests N] [--cells N ...] [--tiny]
 
-64 prefill and 64 decode workers and four ingresses, simulated: as one fleet, and divided evenly
-into cells. The load balancer chooses the cell by a hash of the first blocks of 512 tokens of the
-prompt (so many as the row says), or gives requests to the cells in turn. Without a trace, load is
-made up: conversations of agents. `most`: the share of requests that the busiest cell gets, times
-the number of cells. Percentiles of TTFT are of the slowest cell. Seconds are virtual.
+64 prefill and 64 decode workers and four ingresses are simulated, as one fleet and divided evenly
+into cells. The load balancer chooses the cell by a hash of the prompt's first blocks of 512 tokens
+(`by` says how many), or gives requests to the cells in turn. Without a trace, the load is
+synthetic: conversations of agents. `most` is the busiest cell's share of requests, times the number
+of cells. Percentiles of TTFT are those of the slowest cell. Seconds are virtual.
 """
 
 from __future__ import annotations

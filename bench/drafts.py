@@ -1,10 +1,10 @@
-"""What drafts from a prompt's own tokens gain and cost: `python -m bench.drafts [--tiny]`.
+"""Measures the gain and the cost of prompt-lookup drafts: `python -m bench.drafts [--tiny]`.
 
-Greedy answers of demo-large (float32, one thread) to held-out questions of its tasks, once as they
-are and once with `--speculative-config '{"method": "ngram"}'`, in turns. `copy` repeats its
-prompt, `sort` its words in another order, `arithmetic` nothing. tokens/s of the whole engine, in
-seconds of CPU time, since machines are shared; prompts are in the prefix cache, as decoding is what
-differs. `right`: of the tokens that were proposed.
+demo-large (float32, one thread) gives greedy answers to held-out questions of its tasks, in turns
+without drafts and with `--speculative-config '{"method": "ngram"}'`. `copy` repeats its prompt,
+`sort` repeats its words in another order, `arithmetic` repeats nothing. tokens/s are those of the
+whole engine per second of CPU time, because machines are shared. Prompts are in the prefix cache,
+so the figures compare decoding. `right` is the share of drafted tokens that were accepted.
 """
 
 from __future__ import annotations

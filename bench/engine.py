@@ -1,12 +1,12 @@
-"""Tokens per second of a whole engine (scheduler, block pool, model, sampler): no network.
+"""Measures tokens/s of a whole engine (scheduler, block pool, model, sampler), without a network.
 
     python -m bench.engine [--shape 15m 160m] [--threads 2] [--rounds 3] [--cpu-time] [--tiny]
 
-Random Llama checkpoints in bf16, greedy, end of sequence ignored. Beside ours run transformers'
-`generate` (one static batch) and its continuous batching, in one process on equal weights, taking
-turns. `prefill`: one prompt of 1,024 tokens and one token of output. The others: output tokens
-over the whole time, prefill included, of so many requests with 128 tokens in and 128 out.
-With --cpu-time and one thread a busy machine still gives fair ratios.
+Checkpoints are Llama shapes with random weights in bf16. Decoding is greedy and ignores the end of
+a sequence. transformers' `generate` (one static batch) and its continuous batching take turns with
+disagg in one process on equal weights. `prefill` is one prompt of 1,024 tokens and one token of
+output. `N at once` is N requests with 128 tokens in and 128 out: their output tokens divided by the
+whole time, prefill included. With `--cpu-time` and one thread, ratios are fair on a busy machine.
 """
 
 from __future__ import annotations

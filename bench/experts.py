@@ -1,14 +1,14 @@
-"""One layer of experts: how near to what the hardware gives, and to a dense layer.
+"""Measures one layer of experts, as a share of the hardware's limits and beside a dense layer.
 
     python -m bench.experts [--out build/gpu] [--only qwen3]
     python -m bench.experts --device cpu                       # as a CPU computes them
     TRITON_INTERPRET=1 python -m bench.experts --device cpu --tiny     # a rehearsal of the kernels
 
-`dense us` is of a dense MLP that multiplies a token with as many weights; on a CPU it is also as
-large as a layer whose tokens share all experts. On a GPU times are of replayed graphs, over as many
-layers as it takes that nothing is left in the L2, and `of read` is the share of the measured
-bandwidth at which the weights of the experts that were chosen came. A row of whole experts is of
-the busiest rank, for which the others wait.
+`dense us` is the time of a dense MLP that multiplies a token with as many weights. On a CPU this
+MLP is also as large as a layer whose tokens share all experts. On a GPU, times are those of
+replayed graphs over so many layers that nothing is left in the L2. `of read` is the rate at which
+the weights of the chosen experts were read, as a share of the measured bandwidth. A row of whole
+experts has the busiest rank, because the other ranks wait for it.
 """
 
 from __future__ import annotations

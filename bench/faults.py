@@ -1,14 +1,14 @@
-"""What holds under faults, in the real system: every gate for real, one table, one line of JSON.
+"""Tests the real system under faults. Prints a table with one row a gate, and a line of JSON.
 
     python -m bench.faults [GATE ...] [--short]
 
-Ray Serve, HAProxy, links, NIXL, Redis and HTTP are the product's; the model is a fake whose tokens
-depend on every byte of KV (tests/faults/fake_model.py), so that a wrong block shows in the text.
-Each fault proves that it took effect (tests/faults/faults.py). Every answer of every gate is
-compared with what it must be. HAProxy, Serve's controller, the raylet's agent and the command are
-killed under a whole `disagg serve` with a bundled model. Without names all gates run, at the
-size of their goals: about an hour, half of it the soak; each says how long it took. `--short` is a
-rehearsal. Ends with status 1 unless every gate holds.
+Ray Serve, HAProxy, links, NIXL, Redis and HTTP are real. The model is a fake whose tokens depend on
+every byte of KV (tests/faults/fake_model.py), so a wrong block shows in the text. Each fault proves
+that it took effect (tests/faults/faults.py). Every answer of every gate is compared with the right
+one. HAProxy, Serve's controller, the raylet's agent and the command are killed under a whole
+`disagg serve` with a bundled model. Without names all gates run at the size of their goals, which
+takes about an hour, half of it the soak. `--short` is a rehearsal. The exit status is 1 unless
+every gate holds.
 """
 
 from __future__ import annotations

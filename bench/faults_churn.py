@@ -1,12 +1,12 @@
-"""Requests while workers come and go: does each of them end, once, and with the right tokens?
+"""Tests that each request ends once and with the right tokens while workers come and go.
 
     python -m bench.faults_churn [--requests 1536] [--joins 250] [--leaves 150]
 
-One process, without Ray: the dispatcher, fleet and links of an ingress, and workers behind loopback
-connections with real engines, KV import and export, whose fake model shows every wrong KV block
-(tests/engine/fake_runner.py). Workers join, leave after a drain, or are gone at once; links are
-cut; engines stand still. Clients leave, and some have little time. Ends with status 1 unless every
-request had exactly one terminal event, all text was right, and everything came back.
+One process without Ray has the dispatcher, fleet and links of an ingress. Workers behind loopback
+connections have real engines, KV import and export, and a fake model that shows every wrong KV
+block (tests/engine/fake_runner.py). Workers join, drain and leave, or vanish. Links are cut, and
+engines stand still. Clients leave, and some have short deadlines. The exit status is 1 unless every
+request had exactly one terminal event, all text was right, and everything allocated was freed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The gates of `bench.faults` that hit what carries the workers: HAProxy, Serve's controller, the
+"""The gates of `bench.faults` that kill what carries the workers: HAProxy, Serve's controller, the
 raylet's agent, and the command itself.
 
-They run on a whole `disagg serve` with a bundled model, since the command is what heals here. What
-a greedy answer must be is asked before, while nothing is broken.
+They run on a whole `disagg serve` with a bundled model, because the command repairs these faults.
+The right greedy answers are asked for before anything is broken.
 """
 
 from __future__ import annotations

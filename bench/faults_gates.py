@@ -1,7 +1,7 @@
 """The gates of `bench.faults`: each puts a load and a fault on the running system, and measures.
 
-A gate returns its row of the table. What its clients got goes through `Tally`, which judges every
-answer of the whole run: the text, the end, the number of ends.
+A gate returns its row of the table. All answers go through `Tally`, which checks the text, the end
+and the number of ends of every answer of the run.
 """
 
 from __future__ import annotations

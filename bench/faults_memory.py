@@ -1,7 +1,7 @@
-"""The soak of `bench.faults`: how the memory of each process grows under prompts that are all new.
+"""The soak of `bench.faults`: how the memory of each process grows when all prompts are new.
 
 Every process of the system counts: the command, ingresses, workers, Serve's controller and proxies,
-Ray's own. The store is measured beside them: it fills up to `maxmemory`, as it should.
+and Ray's own. The store is measured as well; it fills up to `maxmemory`, as intended.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What the GPU benches share: clocks for device work, and what the device gives to simple programs.
+"""Measures the ceilings of a device: the first part of the GPU suite, with what all parts share.
 
     python -m bench.gpu_device [--out build/gpu]
 
-is the suite's first part: the machine, and its ceilings. Everything in the suite also runs on a
-CPU (`--device cpu`), where a figure means nothing and a rehearsal shows that the programs work.
+prints the machine and what it gives to simple programs. The other GPU benches use these ceilings
+and the clocks for device work. Everything in the suite also runs on a CPU (`--device cpu`). There a
+figure means nothing, and the rehearsal shows that the programs work.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""A whole engine on a GPU, with random weights of Llama-3-8B's shape, as the product builds it.
+"""Measures TTFT and TPOT of a whole engine on a GPU, with random weights of Llama-3-8B's shape.
 
     python -m bench.gpu_engine [--out build/gpu] [--ceilings JSON]
     python -m bench.gpu_engine --device cpu [--tiny]      # a rehearsal
 
-`build_engine` with its defaults: sizes of the device, graphs, launching ahead. Sequences that
-decode join with KV in place, as on a decode worker. TPOT is from one step's results to the next's;
-TTFT from submitting a prompt, nothing cached, to its first token. Host and sampling are included.
+The engine comes from `build_engine` with its defaults: sizes of the device, graphs, async
+scheduling. Decoding sequences join with their KV in place, as on a decode worker. TPOT is the time
+from one step's results to the next step's. TTFT is the time from submitting a prompt, of which
+nothing is cached, to its first token. Host time and sampling are included.
 
-`floor ms` is the time to read weights and KV once, or to multiply, at the measured ceilings, and
-`datasheet ms` at the stated ones; `plan ms` is what `disagg plan` predicts, `goal ms` what
-docs/notebook/gpu.md aims at.
+`floor ms` is the time to read weights and KV once, or to multiply, at the measured ceilings.
+`datasheet ms` is the same at the stated ceilings. `plan ms` is what `disagg plan` predicts, and
+`goal ms` is the goal of docs/notebook/gpu.md.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""transformers on the same GPU: `generate` of Llama-3-8B's shape with a static cache.
+"""Measures transformers' `generate` on the same GPU: Llama-3-8B's shape with a static cache.
 
     python -m bench.gpu_generate [--out build/gpu]
     python -m bench.gpu_generate --device cpu [--tiny]      # a rehearsal
 
-A model of random weights, greedy, attention by torch. TPOT is the difference between many new
-tokens and one, divided; rows "compiled" let transformers compile its decode step, as it does by
-default for such a cache, and come last since that takes a minute.
+Weights are random, decoding is greedy, attention is torch's. TPOT is the time for many new tokens
+minus the time for one, divided by the difference. In rows named "compiled" transformers compiles
+its decode step, as it does by default for such a cache. They come last because that takes a minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Captured graphs beside the same steps without them: what they compute must be the same."""
+"""Checks that captured graphs compute the same as the same steps without graphs."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Kernels on a GPU: how near to what the hardware gives.
+"""Measures kernels on a GPU as shares of what the hardware gives.
 
     python -m bench.gpu_kernels [--out build/gpu] [--only decode] [--ceilings JSON]
     TRITON_INTERPRET=1 python -m bench.gpu_kernels --device cpu      # a rehearsal
 
-Attention goes by `Ops`, writing KV included, over as many layers as it takes that nothing is left
-in the L2; times are of replayed graphs. `of read` is the share of the measured bandwidth, `of
-datasheet` that of the stated one. `goal us` is what docs/notebook/gpu.md aims at. Each row checks
-some of its results against the reference. Heads and matrices are those of Llama-3-8B,
+Attention is called through `Ops`, writing KV included, over so many layers that nothing is left in
+the L2. Times are those of replayed graphs. `of read` is the share of the measured bandwidth, `of
+datasheet` the share of the stated one. `goal us` is the goal of docs/notebook/gpu.md. Each row
+checks some of its results against the reference. Heads and matrices are those of Llama-3-8B, and
 latents those of DeepSeek-V3 on one of eight ranks.
 """
 

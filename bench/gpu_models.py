@@ -1,4 +1,4 @@
-"""Engines with random weights of real shapes: nothing to download, nothing to store."""
+"""Engines with random weights of real model shapes: nothing to download and nothing to store."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Products with packed weights on a GPU, beside cuBLAS with the same weights in bf16.
+"""Measures products with packed weights on a GPU, beside cuBLAS with the same weights in bf16.
 
     python -m bench.gpu_packed [--out build/gpu] [--only "int4 g128"]
     TRITON_INTERPRET=1 python -m bench.gpu_packed --device cpu      # a rehearsal
 
-A row is all four matrices of a layer, fused as an engine has them, over as many layers as it takes
-that nothing is left in the L2; times are of replayed graphs. `predicted us` is the time to read the
-packed bytes at the measured bandwidth, or to multiply at the measured rate, whichever is longer,
-and `of predicted` the share of that which was reached. `cuBLAS us` is of the same layer in bf16,
-and `widened us` of one that is widened into memory before each product, as some programs do for
-prompts. Each row compares a part of its results with the reference.
+A row has all four matrices of a layer, fused as in an engine, over so many layers that nothing is
+left in the L2. Times are those of replayed graphs. `predicted us` is the longer of two times: to
+read the packed bytes at the measured bandwidth, and to multiply at the measured rate. `of
+predicted` is the share of it that was reached. `cuBLAS us` is the same layer in bf16. `widened us`
+is a layer that is widened into memory before each product, as some programs do for prompts. Each
+row compares a part of its results with the reference.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Sequences in a paged cache as an engine would have them, and the attention of their step.
+"""Sequences in a paged cache as in an engine, and the attention of their step.
 
-Goes by `TritonOps`, as a decoder does: what is timed and compared is what a layer runs.
+Attention is called through `TritonOps`, as a decoder does, so the benches time and compare what a
+layer runs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Kernels on a GPU against their references.
+"""Compares kernels on a GPU with their references.
 
     python -m bench.gpu_parity [--out build/gpu] [--only "llama KV fp8"]
     TRITON_INTERPRET=1 python -m bench.gpu_parity --device cpu      # a rehearsal
 
-Rows named "llama" are of the heads that the timed rows have, and compile what those use; "odd" are
-other dtypes, groups, blocks and windows, where "KV bfloat16" stands for KV as the model computes.
-A row fails where a kernel differs from its reference.
+Rows named "llama" have the heads of the timed rows, and compile the kernels that those use. Rows
+named "odd" have other dtypes, groups, blocks and windows; there "KV bfloat16" stands for KV as the
+model computes it. A row fails if a kernel differs from its reference.
 """
 
 from __future__ import annotations

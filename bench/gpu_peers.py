@@ -1,12 +1,11 @@
-"""What our attention is measured against: torch's, with its backend named; FlashInfer; FA3.
+"""Measures other attention kernels on a GPU: torch's by backend, FlashInfer, FlashAttention-3.
 
     python -m bench.gpu_peers [--out build/gpu] [--only SDPA]
 
-Times are of replayed graphs and one layer, as in `gpu_kernels`, over the same shapes, with the same
-shares of what the device gives. torch reads dense keys of the same size, which a paged engine would
-first have to gather; prompts are causal.
-Backends that cannot run a shape, and libraries that are not installed, are named as absent.
-FlashInfer compiles its kernels at first use, which takes a minute.
+Shapes and shares are those of `gpu_kernels`. Times are those of replayed graphs and one layer.
+torch reads dense keys of the same size, which a paged engine would have to gather first. Prompts
+are causal. Backends that cannot run a shape, and libraries that are not installed, are named as
+absent. FlashInfer compiles its kernels at first use, which takes a minute.
 """
 
 # mypy: disable-error-code="import-not-found"

@@ -1,8 +1,8 @@
-"""One part of the GPU suite: rows that are measured, written and lost one by one.
+"""One part of the GPU suite: its rows are measured and written one by one.
 
-A part is a module with a `main` that gives `run_part` its rows. Each row's record is one line of
-JSON, on disk before the next row begins, so whoever reads the file knows what was measured up to
-now and what is being measured. `gpu_suite` reads it and ends a part whose row takes too long.
+A part is a module with a `main` that gives its rows to `run_part`. Each row's record is one line of
+JSON, on disk before the next row begins. So a reader of the file knows what was measured until now
+and which row is running. `gpu_suite` reads it, and ends a part whose row takes too long.
 """
 
 from __future__ import annotations

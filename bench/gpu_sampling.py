@@ -1,10 +1,11 @@
-"""Choosing tokens on a GPU: whether they are those that a CPU chooses, and what it costs a step.
+"""Checks that a GPU chooses the same tokens as a CPU, and measures what sampling costs a step.
 
     python -m bench.gpu_sampling [--out build/gpu]
     TRITON_INTERPRET=1 python -m bench.gpu_sampling --device cpu      # a rehearsal
 
-By the defaults of three model families, and by every parameter at once. `us` is a step's time with
-all that the host gives the device, its result read; `host us` is until the host has given it.
+Sampling parameters are the defaults of three model families, and all parameters at once. `us` is a
+step's time, including all that the host gives the device, until its result is read. `host us` is
+the time until the host has given it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels that prepare a step on a GPU, against the host's way: rows of `gpu_parity`."""
+"""Compares kernels that prepare a step on a GPU with the host's way: rows of `gpu_parity`."""
 
 from __future__ import annotations
 

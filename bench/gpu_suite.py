@@ -1,9 +1,9 @@
-"""Runs the parts of the GPU suite within one time: what `bench/gpu_suite.sh` starts.
+"""Runs the parts of the GPU suite within a time limit; `bench/gpu_suite.sh` starts it.
 
-Parts are processes. Each has a share of the time, each of its rows a limit: a row that hangs is
-killed with its process, which begins again behind it. Results are on disk after every row, as
-`gpu_suite.json`. The most valuable rows come first; rows that found no time are named, and run at
-the end if others left some over. Imports neither torch nor disagg.
+Each part is a process with a share of the time, and each row of it has a limit. A row that hangs is
+killed with its process, and the process starts again with the next row. Results are on disk after
+every row, as `gpu_suite.json`. The most valuable rows come first. Rows that found no time are
+named, and run at the end if time is left. This module imports neither torch nor disagg.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where the time of an engine's step goes, with neither Nsight nor hardware counters.
+"""Shows where the time of an engine's step goes, without Nsight or hardware counters.
 
-On the host by clocks around the engine's own calls, on the device by torch's profiler.
+Host times come from clocks around the engine's own calls, device times from torch's profiler.
 """
 
 from __future__ import annotations

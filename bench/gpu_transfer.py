@@ -1,16 +1,18 @@
-"""KV between two processes on one GPU: how fast it moves, and what a hand-over costs a request.
+"""Measures KV transfer between two processes on one GPU, and what it costs a request.
 
     python -m bench.gpu_transfer [--out build/gpu]
     python -m bench.gpu_transfer --device cpu [--tiny]      # a rehearsal, through host memory
 
-Two engines with equal random weights, one in each process, connected by NIXL. Pulls: the bytes
-of whole blocks, one run of neighbours and shuffled, beside a copy inside one process; CUDA IPC:
-the same without a transport. Hand-overs: a prompt is prefilled in the other process, its blocks are
-pulled here, and decoding goes on; the tokens must be those of the other engine alone. No prefix is
-cached, so that all of it moves, and the longest prompt fills more than half of the pool.
+Two engines with equal random weights, one in each process, are connected by NIXL. Rows:
 
-`lane` is what UCX says that carried a pull. `floor ms` is a copy at the device's measured rate, and
-`plan ms` what `disagg plan` predicts of two GPUs that NVLink connects.
+    pulls        whole blocks, one run of neighbours and shuffled, beside a copy in one process
+    CUDA IPC     the same bytes without a transport
+    hand-overs   a prompt is prefilled in the other process, its blocks are pulled here, and
+                 decoding goes on here. The tokens must be those of the other engine alone
+
+No prefix is cached, so all KV moves. The longest prompt fills more than half of the pool. `lane` is
+the transport that UCX names for a pull. `floor ms` is a copy at the device's measured rate, and
+`plan ms` what `disagg plan` predicts for two GPUs that NVLink connects.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Fetches into wheels/ what a bare GPU machine lacks: `python -m bench.gpu_wheels [--peers]`
+"""Fetches the wheels that a bare GPU machine lacks: `python -m bench.gpu_wheels [--peers]`
 
-For the Python and the kind of machine over there, not for this one. Of NIXL's wheel only what moves
-memory over UCX is kept: three extensions for expert parallelism are two thirds of it.
-`bench/gpu_suite.sh` unpacks what lies here.
+The wheels go into wheels/, and `bench/gpu_suite.sh` unpacks them there. They are for the Python and
+the platform of the GPU machine, not for this one. Of NIXL's wheel only the part that moves memory
+over UCX is kept: three extensions for expert parallelism are two thirds of the wheel.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What client libraries do with `disagg serve` and a bundled model: `make clients`.
+"""Checks client libraries with `disagg serve` and a bundled model: `make clients`.
 
-The libraries live in an environment of their own, `.clients`, since some of them want other
-versions of what disagg uses. This starts the server, runs `matrix.py` there, and returns what that
-returned: 1 if a library found something wrong.
+The libraries are in an environment of their own, `.clients`, because some of them need other
+versions of packages that disagg uses. This starts the server, runs `matrix.py` in that environment,
+and returns its exit status: 1 if a check failed.
 """
 
 from __future__ import annotations

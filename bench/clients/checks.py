@@ -1,7 +1,7 @@
-"""What each client library is asked to do with a running server. Runs in `.clients`.
+"""The checks that each client library runs on a server. Runs in `.clients`.
 
-Each check raises where a user of the library would see something wrong. Libraries are imported by
-the checks that need them, so that one that is broken breaks only its own.
+A check raises where a user of the library would see something wrong. Each check imports its own
+libraries, so a broken library fails only its own checks.
 """
 
 from __future__ import annotations
