@@ -1,12 +1,13 @@
-"""What structured output costs: compiling grammars, and a mask for each token of an answer.
+"""Measures the cost of structured output: compiling grammars, and a mask for each token.
 
     python -m bench.grammar [--tiny]
 
-`demo` is the bundled models' vocabulary of 1,024 tokens; `large` is made up here, 128,000 words as
-long as those of large models. `load` is paid once by each process that is asked for a grammar,
-`compile` once for each grammar. `mask` is the engine's work for a token: follow the last one and
-fill the mask of the next, on answers of random tokens among those that are allowed; `apply` puts
-one mask on a row of logits (CPU, one thread). An answer without a grammar pays none of it.
+`demo` is the bundled models' vocabulary of 1,024 tokens. `large` is a synthetic vocabulary of
+128,000 words that are as long as those of large models. `load` happens once in each process that
+gets a grammar, `compile` once for each grammar. `mask` is the engine's work for a token: it applies
+the last token and fills the mask of the next one. Answers are random tokens among the allowed ones.
+`apply` puts one mask on a row of logits (CPU, one thread). An answer without a grammar costs none
+of this.
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
-"""What a decode step costs the host of a GPU: microseconds for each part, without any GPU.
+"""Measures what a GPU decode step costs its host: microseconds for each part, without a GPU.
 
     python -m bench.host_step [--block-size 64] [--tiny]
 
-The real engine launches each step before the one before it is read, through the real batches and
-the real sampler with the defaults of a model family; kernels do nothing, so tokens mean nothing.
-`scheduler`: plans and results. `batch`: what the device is told, and the tensors made of that; the
-calls of torch are those of a CPU. `sampler`: all that is called to choose tokens, and reading them.
-What launches a graph is not in it. `together` is CPU time of the process, the mean of all steps;
-the parts divide it as they divide the time that passed.
+The real engine launches each step before it reads the last one, with the real batches and the real
+sampler with the defaults of a model family. Kernels do nothing, so tokens mean nothing.
+
+    scheduler   plans and results
+    batch       what the device is told, and the tensors made of it, with torch's calls on a CPU
+    sampler     all calls that choose tokens, and reading the tokens
+    together    CPU time of the process, the mean of all steps; it is divided among the parts in
+                proportion to their wall time
+
+The launch of a graph is not included.
 """
 
 from __future__ import annotations

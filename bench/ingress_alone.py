@@ -1,15 +1,15 @@
-"""What an ingress and a worker's links cost for a token and for a request, without a proxy or Ray.
+"""Measures the CPU time of an ingress and a worker's links, without a proxy or Ray.
 
     python -m bench.ingress_alone [--streams 64 256] [--rounds 40] [--before COMMIT] [--tiny]
 
-An ingress and a worker, each in a process of its own, with a model that computes nothing. This tree
-and the older commit, if there is one, are up at the same time and take short turns, so that what
-else runs on the machine matters little; a figure is the lower quartile of the turns. `us` is CPU
-time (user and system) of the ingress and of the worker, not of the client.
+The ingress and the worker have a process each, and a model that computes nothing. With `--before`,
+an older commit is up at the same time and takes short turns with this tree, so other programs on
+the machine matter little. A figure is the lower quartile of the turns. `us` is CPU time (user and
+system) of the ingress and of the worker, without the client.
 
-Tokens: a step of the worker gives each stream one token; the next step begins when all have reached
-the client, so every step is handled at once, as one. Requests: of one token, one after the other on
-each connection, steps of `STEP_S`; `requests/s` is bounded by them.
+Tokens: a step of the worker gives each stream one token. The next step begins when all tokens have
+reached the client, so every step is handled at once. Requests: each connection sends requests of
+one token, one after the other, with steps of `STEP_S`, which limit `requests/s`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The two servers of `bench.ingress_alone`, each a process of its own until it is killed.
+"""The two servers of `bench.ingress_alone`, each a process that runs until it is killed.
 
     python -P bench/ingress_processes.py worker GATE     # prints its record
     python -P bench/ingress_processes.py ingress RECORD  # prints the port of its HTTP
 
-`python -P` and a PYTHONPATH choose the files that are measured, perhaps those of an older commit.
-Loop and HTTP server are those of a replica of Ray Serve.
+`python -P` and a PYTHONPATH choose the files that are measured, which may be those of an older
+commit. Event loop and HTTP server are those of a Ray Serve replica.
 """
 
 from __future__ import annotations

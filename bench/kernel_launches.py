@@ -1,9 +1,9 @@
-"""What the host pays to launch the kernels of one layer of a prompt, without a GPU.
+"""Measures what the host pays to launch the kernels of one prompt layer, without a GPU.
 
     python -m bench.kernel_launches
 
-The stand-in for the CUDA driver takes each launch and does nothing, so the figures are Python's
-share: a real launch adds its 2 to 3 us a kernel. Both ways alternate in one process.
+A fake CUDA driver takes each launch and does nothing, so the figures are Python's share. A real
+launch adds 2 to 3 us a kernel. Triton's launcher and disagg's take turns in one process.
 """
 
 from __future__ import annotations

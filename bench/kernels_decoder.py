@@ -1,11 +1,11 @@
-"""Tokens per second of the decoder alone: no engine, no network, greedy, random weights.
+"""Measures tokens/s of the decoder alone: no engine, no network, greedy, random weights.
 
     python -m bench.kernels_decoder --shape 15m --threads 2 [--peer]
 
-Where decode steps are the compiled program, those of torch are timed, too. `--peer` times
-transformers' `generate` with a static batch on equal shapes; all take turns, so that they see the
-same machine. Prefill is one prompt of 1,024 tokens; every other figure is output tokens over the
-whole time of requests with 128 tokens in and 128 out.
+Where decode steps are compiled, torch's steps are timed, too. `--peer` times transformers'
+`generate` with a static batch on equal shapes. All take turns, so they see the same machine.
+Prefill is one prompt of 1,024 tokens. The other figures are output tokens divided by the whole time
+of requests with 128 tokens in and 128 out.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What a format of the KV cache costs in quality, in memory and in speed, on a bundled model.
+"""Measures the quality, memory and speed of KV cache formats on a bundled model.
 
     python -m bench.kv_formats [--model demo-large] [--samples 25] [--threads 1] [--tiny]
 
-Held-out conversations of every task that the model was trained on (`scripts/demo_evaluate.py`).
-`perplexity`: of the tokens of the answers, which are all that the model learned to predict.
-`answers right`: of the conversations, those whose answer greedy decoding writes to the last token;
-one forward pass tells, since it reads what it has just stored as decoding would. `tokens/s`:
-decoding so many sequences at once after 512 tokens each, the formats taking turns.
+The conversations are held out and come from every task of the model's training
+(`scripts/demo_evaluate.py`).
+
+    perplexity      of the answers' tokens, which are all that the model learned to predict
+    answers right   the share of conversations whose whole answer greedy decoding gets right; one
+                    forward pass tells, because it reads what it has just stored, as decoding does
+    tokens/s        decoding N sequences at once after 512 tokens each, with the formats in turns
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How fast KV moves between two processes of this machine: `python -m bench.kv_pull`.
+"""Measures how fast KV moves between two processes of this machine: `python -m bench.kv_pull`.
 
-Pulls 64 KB to 256 MB with the NIXL transport, as one run of blocks and as shuffled blocks (no two
-neighbours), beside a plain memcpy of the same bytes out of memory that both processes share, where
-the other one wrote them. The three take turns; medians of `--rounds`. Prints a table, then one line
-of JSON.
+It pulls 64 KB to 256 MB with the NIXL transport, as one run of blocks and as shuffled blocks (no
+two neighbours). A plain memcpy of the same bytes reads memory that both processes share and that
+the other process wrote. The three take turns; figures are medians of `--rounds`. Prints a table,
+then one line of JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The paced worker as a Serve replica; a module of its own, since it alone needs Ray."""
+"""The paced worker as a Serve replica. It is a module of its own, because only it needs Ray."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A worker whose model only keeps time: everything around it is the product's.
+"""A worker with a fake model that only keeps time; everything around the model is real.
 
-Scheduler, block pool, KV import, streams and links are real; a step takes `STEP_S` whatever is in
-it and gives every sequence the same token.
+Scheduler, block pool, KV import, streams and links are real. A step takes `STEP_S` whatever it has,
+and gives every sequence the same token.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a second rank brings a worker on a CPU, and how long its ranks wait for each other.
+"""Measures the gain of a second rank on a CPU, and how long ranks wait for each other.
 
     python -m bench.parallel [--shape 160m] [--ranks 2] [--rounds 3] [--tiny]
 
-Engines in bf16 with random weights and a core a rank: one of one rank, the same with torch instead
-of the compiled decode step (which ranks do without), and one of several ranks, which are processes
-that talk by gloo as in a worker. They take turns. `prefill`: a prompt of 1,024 tokens. The others:
-decode steps of so many sequences with 128 tokens in and 64 out. `exchanges` are the sums, gathers
-and broadcasts of a step, `exchanging` the share of the first rank's time in them: it includes the
-time that it waits for a slower rank.
+Engines in bf16 with random weights and one core a rank take turns: one rank, one rank with torch
+instead of the compiled decode step (which several ranks do without), and several ranks. Ranks are
+processes that talk by gloo, as in a worker. `prefill` is a prompt of 1,024 tokens. `N at once` are
+decode steps of N sequences with 128 tokens in and 64 out. `exchanges` are the sums, gathers and
+broadcasts of a step. `exchanging` is the share of the first rank's time in them, including the wait
+for slower ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Published throughput beside what the planner predicts: `python -m bench.planner`
+"""Compares published throughput with what the planner predicts: `python -m bench.planner`
 
-Nothing runs: both are figures of tables. Runs that a share in `planner/efficiency.py` was fitted to
-are marked; the others say how well it predicts. `--fit` prints the shares that meet those runs. A
-second table has the lines with which a worker begins, as shares of the roofline they stand for.
+Nothing runs: both figures come from tables. Runs to which a share in `planner/efficiency.py` was
+fitted are marked; the other runs show how well it predicts. `--fit` prints the shares that match
+the marked runs. A second table has the step times with which a worker begins, as shares of the
+roofline that they stand for.
 """
 
 from __future__ import annotations

@@ -1,14 +1,18 @@
-"""Memory and speed of the router's prefix index with millions of blocks.
+"""Measures memory and speed of the router's prefix index with millions of blocks.
 
     python -m bench.prefix_index [--tiny]
 
-Chains of 128 blocks are told to the index as workers do, eight blocks an event, each worker's own
-(`unshared`) or every chain on `NUM_HOLDERS` workers (`shared`). Bytes are those that the process
-grew by, from /proc; `own count` is what the index says itself, its metric. `slowest` is the longest
-call of all: whoever makes it keeps streams waiting for so long. `stream` goes on with new chains
-when the index is full: the process must not grow any more. `leaves` has one of the workers leave.
-Each case runs in a process of its own. The second table has what names alone take while they become
-more: how many bytes each varies with the time since their tables grew last.
+The index is told of chains of 128 blocks, eight blocks an event, as workers do. Cases:
+
+    unshared   each chain is on one worker
+    shared     each chain is on `NUM_HOLDERS` workers
+    stream     new chains keep coming when the index is full: the process must not grow any more
+    leaves     one of the workers leaves
+
+Bytes are those by which the process grew, from /proc. `own count` is the index's own figure, which
+is its metric. `slowest` is the longest single call: streams are delayed for that long. Each case
+runs in a process of its own. The second table has the bytes that names alone take as their number
+grows; bytes a name vary with the time since the tables last grew.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Wrong tokens under faults, over many randomised steps: the property test in its long form.
+"""Searches for wrong tokens under faults: the property test with many randomised steps.
 
     python -m bench.property_steps [--steps 100000] [--seed 0]
 
-Each play is a fleet of two prefill and two decode workers in trouble, of which every answer is
-compared with one engine's, and every block counted (tests/worker/fleet.py). A step is one drawn
-action. Ends with status 1 if an oracle found anything, or if a kind of fault took effect too
-seldom for that to mean much. A play that failed is played again with `--seed SEED --steps 1`.
+Each play is a fleet of two prefill and two decode workers with faults (tests/worker/fleet.py).
+Every answer is compared with that of one engine, and every block is counted. A step is one drawn
+action. The exit status is 1 if a check failed, or if a kind of fault took effect too seldom for the
+result to mean much. `--seed SEED --steps 1` repeats a play that failed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""What weights of 8 and 4 bits cost in quality, and what they save in memory and time, on a CPU.
+"""Measures what weights of 8 and 4 bits cost in quality and save in memory and time, on a CPU.
 
     python -m bench.quantised [--model smollm2] [--threads 1] [--rounds 5] [--tiny] [--quality]
 
-`weights MB`: what a process has more of once the model is loaded, each in a process of its own.
-`perplexity`: of the tokens of a fixed text; of random weights (`--model 160m`), which have no bits
-that a file could keep, of random tokens. `ms/step`: a decode step of one stream, and of eight,
-after 256 tokens each; `ms/prompt`: these 256 tokens. The kinds of weights take turns; `packed`
-keeps the bits that the file has.
-`perplexity_on_gpus`: of the numbers and scales that a GPU would keep of the layers, widened and
-computed with here. With `--quality` nothing is timed.
+    weights MB           by how much a process grows when it loads the model; one process a model
+    perplexity           of the tokens of a fixed text. Random weights (`--model 160m`) have no bits
+                         that a file could keep, and get random tokens
+    ms/step              a decode step of one stream, and of eight, after 256 tokens each
+    ms/prompt            these 256 tokens
+    perplexity_on_gpus   with the numbers and scales that a GPU would keep of the layers, which are
+                         widened and computed here
+
+The kinds of weights take turns. `packed` keeps the bits of the file. With `--quality` nothing is
+timed.
 """
 
 from __future__ import annotations

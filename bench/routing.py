@@ -1,12 +1,16 @@
-"""What a routing decision costs: microseconds for one prompt and a fleet of so many workers.
+"""Measures the CPU time of one routing decision, for one prompt and N workers.
 
     python -m bench.routing [--workers 64 256 1024] [--tiny]
 
-The real fleet, prefix index and policy; half of the workers prefill, every worker holds some of the
-prompt's prefix and has work. `quiet`: nothing was heard between two decisions. `all spoke`: every
-worker reported another load since the last one; `report us` is what taking in one of these took,
-before the decision. `rerouted`: quiet, and one worker must not get the request. With a TPOT SLO
-every worker may do both. CPU time of the thread, because a shared machine stops it now and then.
+Fleet, prefix index and policy are real. Half of the workers prefill. Every worker caches some of
+the prompt's prefix and is busy. With a TPOT SLO every worker may prefill and decode. Cases:
+
+    quiet       no worker has reported since the last decision
+    all spoke   every worker has reported another load since the last decision; `report us` is the
+                time to take in one of these reports, before the decision
+    rerouted    quiet, and one worker must not get the request
+
+Figures are CPU time of the thread, because a shared machine stops the thread now and then.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What choosing tokens costs a step: calls of torch, launches of kernels, and microseconds.
+"""Measures what sampling costs a step: calls of torch, launches of kernels, and microseconds.
 
     python -m bench.sampler [--rows 32 256] [--context 1000]
 
-The defaults of three model families (`generation_config.json`), before and after parameters and
-counts moved to the device, in turns. "before" is `sampler_before`; "after" is what a CPU does here:
-compiled loops, or plain torch where no compiler was. "calls" are what torch dispatches but views;
-each is a launch or more on a GPU. "device calls" are those of the path that a GPU takes, launches
-of its kernels included, counted without a GPU: the kernels do nothing here, so only their number
-and the host's time for them mean anything.
+Sampling parameters are the defaults of three model families (`generation_config.json`). Two
+samplers take turns: "before" is `sampler_before`, and "after" is what a CPU does now, with compiled
+loops, or with plain torch if there was no compiler. "calls" are the operations that torch
+dispatches, without views; each is one launch or more on a GPU. "device calls" are those of the
+path that a GPU takes, kernel launches included. They are counted without a GPU, and kernels do
+nothing here, so only their number and the host's time for them mean anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The sampler as it was before it kept parameters and counts on the device; for comparison.
+"""The sampler before it kept parameters and counts on the device; for comparison.
 
-It reads the tokens of each sequence in each step. `bench.sampler` says what that costs, and the
-tests of the sampler that its tokens are still the same.
+It reads the tokens of each sequence in each step. `bench.sampler` measures what that costs, and the
+sampler's tests check that the tokens of both are the same.
 """
 
 from __future__ import annotations

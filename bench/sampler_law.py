@@ -1,16 +1,17 @@
-"""Whether tokens are drawn from the distribution that transformers' logits warpers define.
+"""Tests that tokens are drawn from the distribution of transformers' logits warpers.
 
     python -m bench.sampler_law [--draws 40000] [--compiled]     # two minutes of one core
 
-A grid of top-k, top-p, min-p, temperature and penalties, at the edges of how far rows are sorted on
-a CPU (1,024 and 16,384 columns), compared by chi-square with `RepetitionPenaltyLogitsProcessor`,
-`TemperatureLogitsWarper`, `MinPLogitsWarper`, `TopKLogitsWarper` and `TopPLogitsWarper`, in this
-order; presence and frequency penalties, which transformers lacks, by OpenAI's formula. "kept" are
-the tokens that may be drawn at all, which must be the same ones. The seeds are fixed.
+The cases are a grid of top-k, top-p, min-p, temperature and penalties, at the edges of how far rows
+are sorted on a CPU (1,024 and 16,384 columns). They are compared by chi-square with
+`RepetitionPenaltyLogitsProcessor`, `TemperatureLogitsWarper`, `MinPLogitsWarper`,
+`TopKLogitsWarper` and `TopPLogitsWarper`, in this order. Presence and frequency penalties, which
+transformers lacks, are compared with OpenAI's formula. "kept" are the tokens that may be drawn at
+all, which must be the same. The seeds are fixed.
 
-All rows of a case are alike but for their seeds, so the smallest logit that each keeps is too. The
-first rows find it each for itself, as in a step; the others share one, or sorting would take most
-of an hour.
+The rows of a case differ only in their seeds, so the smallest logit that is kept is the same in
+all. The first rows find it themselves, as in a step. The other rows share one, because sorting
+would take most of an hour.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What each part of a large fleet costs an ingress and a worker: bytes and CPU time for one of it.
+"""Measures what each part of a large fleet costs an ingress and a worker, in bytes and CPU time.
 
     python -m bench.scale [--tiny]
 
-Messages are encoded and decoded as on a link, without sockets; `router us` is what the router's
-fleet view and prefix index take for it, in a fleet of `NUM_WORKERS`. A worker has `NUM_SOURCES`
-measured pairs. No frame may hold the ingress's loop for more than 5 ms. CPU time of the thread.
-docs/scale.md adds these up for fleets of 100 to 10,000 workers.
+Messages are encoded and decoded as on a link, without sockets. `router us` is the time of the
+router's fleet view and prefix index for a message, in a fleet of `NUM_WORKERS`. A worker has
+`NUM_SOURCES` measured pairs. No frame may hold the ingress's loop for more than 5 ms. Figures are
+CPU time of the thread. docs/scale.md adds them up for fleets of 100 to 10,000 workers.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What planning costs: microseconds of Python for each engine step, without any model.
+"""Measures the CPU time that planning takes in each engine step, without a model.
 
     python -m bench.scheduler [--tiny]
 
-The real engine (scheduler and block pool) with a runner that computes nothing. `decode`: a step in
-which so many sequences advance by one token, blocks growing and being published as they fill.
-`admit`: from submitting a prompt of 2,048 tokens to its first token, with half of it found by
-name. `match`: finding the blocks of a prompt of 8,192 tokens that is in the cache, and taking them
-for a sequence. `status` is the load that goes to the router after each step, `batch` what the step
-is as tensors, on a CPU.
+The engine (scheduler and block pool) is real, and its runner computes nothing. Cases:
 
-CPU time of the process, which is what a step costs also where others use the same cores.
+    decode N   N sequences advance by one token; they get new blocks, and full blocks are published
+    admit      from submitting a prompt of 2,048 tokens to its first token; half of it is cached
+    match      finding the blocks of a cached prompt of 8,192 tokens, and taking them for a sequence
+
+`status` is the load report that the router gets after each step. `batch` is making the tensors of
+the step, on a CPU. CPU time is also what a step costs where other programs use the same cores.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m bench.serving_cluster --port 8000 [--haproxy]
 
-Started by `bench.serving_path`: Serve reads its switches from the environment when it is imported,
+`bench.serving_path` starts it. Serve reads its switches from the environment when it is imported,
 so each mode needs a process of its own. Prints `ready` when both applications run.
 """
 

@@ -1,16 +1,17 @@
-"""What serving costs beside the engine: CPU time of every process on a token's way.
+"""Measures the CPU time of serving around the engine, in every process on a token's way.
 
     python -m bench.serving_path [--streams 32 128 256] [--rounds 3] [--window 6] [--tiny]
     python -m bench.serving_path --haproxy-only --streams 64 256 --before COMMIT
 
-The real application on Ray Serve (ingress, router, links, worker, scheduler) with a model that
-only keeps time: 50 tokens/s for each stream. Beside it, in the same cluster and taking turns, a
-plain Serve application of the same shape, whose ingress reads the worker through a handle. With
-`--before` also the application of an older commit of this repository, in a cluster of its own that
-takes turns too. `long`: streams that last for the whole measurement; `128` and `1`: one request of
-so many tokens after the other, the cost of requests included. CPU is user and system time in
-microseconds for each token that arrived at the clients, who are not counted. TARGET_US is the goal
-for ours behind HAProxy.
+The application on Ray Serve is real (ingress, router, links, worker, scheduler). Its fake model
+only keeps time: 50 tokens/s for each stream. A plain Serve application of the same shape takes
+turns with it in the same cluster; its ingress reads the worker through a handle. With `--before`,
+the application of an older commit takes turns, too, in a cluster of its own.
+
+`long` streams last for the whole measurement. `128` and `1` are requests of so many tokens, one
+after the other, and include the cost of requests. CPU time is user and system time, in microseconds
+for each token that arrived at the clients. The clients' own time is not counted. TARGET_US is the
+goal for our application behind HAProxy.
 """
 
 from __future__ import annotations

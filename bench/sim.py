@@ -1,12 +1,12 @@
-"""The simulator's speed, and our policy beside others on a real trace.
+"""Measures the simulator's speed, and compares our policy with others on a real trace.
 
     python -m bench.sim --trace TRACE [--load FRACTION...] [--num-requests N] [--tiny]
 
-`size`: the whole trace at its own rate on 64 prefill and 64 decode workers; its seconds are this
-machine's CPU. The other rows are simulations, and their seconds are virtual: 4 workers that prefill
-and decode, and 4 prefill workers beside 4 decode workers, with caches of 1,777 and 6,000 blocks of
-512 tokens, at fractions of the speed at which our policy's queues begin to grow without end.
-Without a trace, load is made up.
+`size` is the whole trace at its own rate on 64 prefill and 64 decode workers; its seconds are CPU
+time of this machine. The seconds of the other rows are virtual. They have 4 workers that do both,
+and 4 prefill beside 4 decode workers, with caches of 1,777 and 6,000 blocks of 512 tokens. Loads
+are fractions of the speed beyond which our policy's queues grow without end. Without a trace, the
+load is synthetic.
 """
 
 from __future__ import annotations

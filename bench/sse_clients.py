@@ -1,4 +1,4 @@
-"""Clients that read server-sent events from raw sockets: cheap, so that servers get the machine."""
+"""Clients that read server-sent events from raw sockets, so that they take little CPU."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""How long the streams of an ingress wait while it reads a heavy request.
+"""Measures how long the streams of an ingress wait while it reads a heavy request.
 
     python -m bench.stalls [--streams 32] [--rounds 5] [--tiny]
 
-The real HTTP application in one process, with simulated workers that give each stream a token every
-5 ms. On the same event loop, a heartbeat looks at the clock each millisecond. While
-all of them run, one heavy request after another is sent. `stream ms` is the longest time between
-two events of any one stream while the request is answered, `loop ms` the longest between two
-heartbeats: medians of the rounds. `idle` is a second without such a request. The goal is that no
-stream waits GOAL_MS longer than at idle.
+The real HTTP application runs in one process. Simulated workers give each stream a token every
+5 ms, and a heartbeat on the same event loop looks at the clock each millisecond. Meanwhile one
+heavy request after another is sent. `stream ms` is the longest time between two events of any
+stream while the request is answered, and `loop ms` the longest between two heartbeats: medians of
+the rounds. `idle` is a second without such a request. The goal is that no stream waits GOAL_MS
+longer than at idle.
 """
 
 from __future__ import annotations

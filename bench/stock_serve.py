@@ -1,8 +1,8 @@
-"""The peer of our links: an ingress that streams from a worker through a Serve handle.
+"""A plain Ray Serve application to compare our links with: an ingress that streams by a handle.
 
-Plain Ray Serve as its documentation has it: a FastAPI ingress, a `DeploymentHandle` with
-`stream=True`, an async generator in the worker. The same tokens at the same pace in the same
-OpenAI chunks as ours. All streams of a worker advance together, as an engine's do.
+It is written as in Serve's documentation: a FastAPI ingress, a `DeploymentHandle` with
+`stream=True`, an async generator in the worker. It sends the same tokens at the same pace in the
+same OpenAI chunks as ours. All streams of a worker advance together, as in an engine.
 """
 
 # mypy: disable-error-code="untyped-decorator"

@@ -1,14 +1,14 @@
-"""How long a client with a key waits for its answer while clients without one hold connections.
+"""Measures how long a client with a key waits while clients without one hold connections.
 
     python -m bench.strangers [--seconds 10] [--tiny]
 
 The real HTTP application with simulated workers runs behind HAProxy, configured by Serve and by
 `disagg serve` (`app/haproxy_launcher.py`). The strangers, clients without a key, open and keep as
 many connections as the case says. They send half of the headers, or headers and then a byte of the
-body per second, or nothing; a connection that is closed is opened again at once. Meanwhile a client
+body per second, or nothing. A connection that is closed is opened again at once. Meanwhile a client
 with a key, from an address of its own, sends a request every 100 ms over a new connection.
-`answered`: how many of them were; `worst s`: the longest time until an answer, or LIMIT_S if there
-was none. The goal is GOAL_S.
+`answered` is the number of requests with an answer. `worst s` is the longest time until an answer,
+or LIMIT_S if there was none. The goal is GOAL_S.
 """
 
 from __future__ import annotations

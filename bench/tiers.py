@@ -1,15 +1,16 @@
-"""Time to the first token of a prompt whose KV was evicted, by where it comes from:
+"""Measures TTFT of a prompt whose KV was evicted, by where the KV comes from.
 
     python -m bench.tiers [--shape 160m] [--prompt 1040] [--threads 1] [--rounds 5] [--tiny]
     python -m bench.tiers --device cuda --shape llama-3-8b --prompt 8192    # without Redis
 
-One worker each (its core, engine, real threads for copies; no links), with equal random weights in
-bf16, taking turns: with no tier it computes the prompt again, with host memory or Redis it loads
-what the time model says is worth it; `another worker` has it in its cache, and it is pulled from
-there over NIXL.
-Before each turn every block of the cache is given to somebody else. `first time`: a prompt that
-nobody knows, computed while its blocks are copied to host memory; beside the same without a tier it
-shows what copying costs.
+The workers have equal random weights in bf16 and take turns. Each has its core, engine and real
+copy threads, and no links. Without a KV tier a worker computes the prompt again. With host memory
+or Redis it loads what the time model says is faster to load. In `another worker`, that worker
+caches the prompt, and its KV is pulled over NIXL. Before each turn, every block of the cache is
+used for other tokens.
+
+`first time` is a prompt that is cached nowhere, computed while its blocks are copied to host
+memory. The same without a tier shows what copying costs.
 """
 
 from __future__ import annotations

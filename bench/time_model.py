@@ -1,19 +1,21 @@
-"""How well the time model predicts this machine's own engine under a mixed load.
+"""Measures how well the time model predicts this machine's engine under a mixed load.
 
     python -m bench.time_model [--clock cpu|wall] [--requests 400] [--tiny]
 
-One real engine (the large bundled model) serves prompts of 16 to 1,500 tokens that come at random
-and get answers of 16 to 128 tokens, with the product's own fit, fleet view and routing costs beside
-it. `TTFT`: what the router predicts when a request arrives, from the status after the last step,
-beside the time to its first token. `TTFT, steps known`: the same model, told what was done until
-then (the rest of the step under way, and of each later step what it computed): the rest of TTFT's
-error is not the model's but that of who came in between. `decode step`, `mixed step`: the fit's
-prediction just before it learns from a step. `noise`: equal steps again and again, each beside
-their median; no model can be better. Errors are fractions of what was measured; the first requests
-warm the fit up and do not count.
+One real engine (demo-large) serves prompts of 16 to 1,500 tokens that come at random and get
+answers of 16 to 128 tokens. The real fit, fleet view and routing costs run beside it.
 
-With the clock `cpu` (the default) time passes as the thread uses the processor, so that others on a
-shared machine do not count; the engine then has one thread.
+    TTFT                what the router predicts when a request arrives, from the status after the
+                        last step, beside the measured time to its first token
+    TTFT, steps known   the same model, told what was done until the first token: the rest of the
+                        running step, and what each later step computed. Its error is the model's
+                        own; the rest of TTFT's error comes from requests that arrived in between
+    decode step         the fit's prediction just before it learns from a step; also `mixed step`
+    noise               equal steps again and again, beside their median; no model can be better
+
+Errors are fractions of what was measured. The first requests warm up the fit and do not count. With
+the clock `cpu` (the default) time is the CPU time of the thread, so other programs on a shared
+machine do not count. The engine then has one thread.
 """
 
 from __future__ import annotations

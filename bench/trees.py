@@ -1,4 +1,4 @@
-"""This tree's files and those of an older commit, so that both can be measured in turns."""
+"""The files of this tree and of an older commit, so that both can be measured in turns."""
 
 from __future__ import annotations
 

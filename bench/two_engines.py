@@ -1,7 +1,7 @@
 """Two engines with equal random weights in two processes, connected by NIXL.
 
-The source prefills prompts and issues tickets; the reader pulls blocks and goes on decoding. What
-`gpu_transfer` and `hand_over` share.
+The source prefills prompts and issues tickets. The reader pulls blocks and goes on decoding.
+`gpu_transfer` and `hand_over` share this.
 """
 
 from __future__ import annotations

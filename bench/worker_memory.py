@@ -1,11 +1,11 @@
-"""Resident memory of a worker process beside its model and its KV cache.
+"""Measures the resident memory of a worker process without its model and its KV cache.
 
     python -m bench.worker_memory [--tiny]
 
-`disagg serve` with a model of a few kilobytes and a cache of 4 MiB, after one request has gone
-through a prefill and a decode worker: what is left is the interpreter, torch, Ray, NIXL and our
-code. RSS counts shared pages in every process, PSS divides them, USS leaves them out. Below are
-the same figures of bare interpreters that import the parts one after the other.
+`disagg serve` runs with demo-small (1.8 MB) and a cache of 4 MiB, and one request has gone
+through a prefill and a decode worker. So the figures are those of the interpreter, torch, Ray, NIXL
+and disagg. RSS counts shared pages in every process, PSS divides them, USS leaves them out. The
+rows below are bare interpreters that import the parts one after the other.
 """
 
 from __future__ import annotations

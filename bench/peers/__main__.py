@@ -1,15 +1,18 @@
-"""Our engine beside those of others, each in its own environment and process.
+"""Measures tokens/s of our engine beside other engines, each in its own environment and process.
 
     python -m bench.peers [--shape 15m 160m smollm2] [--peer NAME...] [--case NAME...] [--tiny]
 
-The cases of `bench.engine`, in tokens/s: one prompt of 1,024 tokens, then 1, 8 and 32 requests at
-once with 128 tokens in and 128 out, prefill included. Llama checkpoints in bf16 with random weights
-(`smollm2`: those of SmolLM2-135M-Instruct), greedy, end of sequence ignored, two threads, the same
-prompts for all; contenders take turns, and who took 30 s in a case gets no more. What is not
-installed yet is installed first (`.peers/`, some GB); a peer that cannot be, does not run or ends
-on the way is left out from there on, with the reason (`absent`). `of best`: what is ours, of the
-fastest of the others. `RSS MB` is read after all cases; `same first` is the share of answers whose
-first token is ours: prompts and most weights are random, so near-ties are many.
+The cases are those of `bench.engine`: one prompt of 1,024 tokens, then 1, 8 and 32 requests at once
+with 128 tokens in and 128 out, prefill included. Checkpoints are Llama shapes in bf16 with random
+weights (`smollm2` has those of SmolLM2-135M-Instruct). Decoding is greedy and ignores the end of a
+sequence. All engines have two threads and the same prompts, and take turns. An engine that took
+30 s in a case gets no more turns in it.
+
+An engine that is not installed is installed first (`.peers/`, some GB). One that cannot be
+installed, does not run or stops is left out from there on, with the reason (`absent`). `of best` is
+our speed relative to the fastest of the others. `RSS MB` is read after all cases. `same first` is
+the share of answers whose first token is the same as ours. It is below 1 because prompts and most
+weights are random, so near-ties are common.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Llama checkpoints that every peer reads, with a tokenizer of one word a token.
 
-Weights are random, but for "smollm2": SmolLM2-135M-Instruct, widened to bf16.
+Weights are random, except in "smollm2", which is SmolLM2-135M-Instruct, widened to bf16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes of peers: how they end, why, and the memory of one and all below it."""
+"""Processes of peers: how and why they ended, and the memory of one with all its children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, ours and the peers', asked the same one after the other."""
+"""Engines in processes of their own, ours and the peers', which get the same requests in turns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Our engine: `python -m bench.peers.disagg CHECKPOINT THREADS [auto]`.
 
-In bf16 like the others; with `auto` in what the machine multiplies well.
+It computes in bf16 like the others; with `auto` in the format that the machine multiplies well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""An environment for each peer, under `.peers/`: what they need contradicts what others need.
+"""An environment for each peer, under `.peers/`, because their requirements contradict each other.
 
-`requirements/NAME.txt` pins a peer and everything below it. Where `requirements/NAME-alone.txt`
-is, it is installed after that and without what it asks for (a CUDA build of torch, say).
+`requirements/NAME.txt` pins a peer and all its dependencies. If there is a
+`requirements/NAME-alone.txt`, it is installed after that and without its own dependencies (a CUDA
+build of torch, for example).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every contender is given alike. Read in all environments: nothing is imported here."""
+"""Limits that are the same for every contender. All environments read this: it imports nothing."""
 
 MODEL = "bench"  # as servers name it
 MAX_MODEL_LEN, MAX_SEQS = 2048, 32

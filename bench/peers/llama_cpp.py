@@ -1,6 +1,6 @@
 """llama.cpp by its C API: `python -m bench.peers.llama_cpp CHECKPOINT THREADS`.
 
-All sequences are decoded in one batch, as its server does it.
+All sequences are decoded in one batch, as in llama.cpp's server.
 """
 
 # mypy: disable-error-code="import-not-found"

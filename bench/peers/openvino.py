@@ -1,7 +1,7 @@
 """OpenVINO GenAI, continuous batching: `python -m bench.peers.openvino CHECKPOINT THREADS`.
 
-With `export` instead of threads it converts the checkpoint, which takes torch: a process of its
-own does that, so that the engine's memory is the engine's.
+With `export` instead of threads it converts the checkpoint, which needs torch. A separate process
+does that, so the memory that is measured is the engine's alone.
 """
 
 # mypy: disable-error-code="import-not-found"

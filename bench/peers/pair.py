@@ -1,14 +1,18 @@
-"""One prefill and one decode worker, a core each: when the first and the second token come.
+"""Measures the time to the first and second token of one prefill and one decode worker.
 
     python -m bench.peers.pair [--shape 15m 160m] [--system NAME...] [--rounds 2] [--tiny]
 
-One prompt at a time, never seen before, of 512 and of 1,024 tokens. `disagg`: our pair. `alone`:
-one worker of ours, a core; with `auto` both compute in what the machine multiplies well, and else
-in bf16. `vllm`: two vLLM engines on CPUs with its NixlConnector, asked by this client as by vLLM's
-own proxy: the prompt to one for a single token, then to the other with what the first said of its
-KV; the first token is the first that the second one streams. Milliseconds from asking, medians;
-systems take turns in every round, of 30 s at most for a length. `moved`: the share of our requests
-that went to the prefill worker first.
+Each worker has one core. Prompts of 512 and 1,024 tokens are sent one at a time, each a new one.
+
+    disagg   our prefill and decode worker
+    alone    one worker of ours that does both; like `disagg` it computes in bf16, and with `auto`
+             in the format that the machine multiplies well
+    vllm     two vLLM engines on CPUs with its NixlConnector. The client does what vLLM's own proxy
+             does: it asks one engine for a single token, then the other one with the KV parameters
+             of the first answer. The first token is the first that the second engine streams
+
+Figures are milliseconds from asking, medians. Systems take turns in every round, each for at most
+30 s a length. `moved` is the share of our requests that went to the prefill worker first.
 """
 
 from __future__ import annotations

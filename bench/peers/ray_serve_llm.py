@@ -1,6 +1,6 @@
 """Ray Serve LLM with vLLM: `python -m bench.peers.ray_serve_llm CHECKPOINT PORT`, until SIGTERM.
 
-As Serve configures it, but for limits on requests that are too low for 32 at once.
+Serve's configuration is the default, except for request limits that are too low for 32 at once.
 """
 
 # mypy: disable-error-code="import-not-found"

@@ -1,15 +1,16 @@
-"""`disagg serve` over HTTP beside `vllm serve` and Ray Serve LLM with vLLM, both on CPUs.
+"""Measures `disagg serve` over HTTP beside `vllm serve` and Ray Serve LLM with vLLM, on CPUs.
 
     python -m bench.peers.serving [--shape 15m 160m] [--server NAME...] [--rounds 2] [--tiny]
     python -m bench.peers.serving --server "disagg auto" --before COMMIT
 
-Streaming completions of 128 tokens for prompts of 128, so many asked for at once; when the last
-has ended, the next wave. Random Llama checkpoints in bf16, greedy; `disagg auto` computes in what
-the machine multiplies well, the others in bf16. Servers take turns in every round, and all of the
-machine's two cores are theirs and the client's; who took 30 s in waves of a kind gets no more.
-Tokens/s are those of a wave, median of all waves; TTFT and TPOT are medians of all requests.
-`RSS MB` is that of all processes of a server, after its first waves.
-With `--before` an older commit of this repository takes turns too, as `disagg auto`.
+Requests are streaming completions with 128 tokens in and 128 out, N at once. The next wave begins
+when the last request of a wave has ended. Checkpoints are Llama shapes with random weights in bf16;
+decoding is greedy. `disagg auto` computes in the format that the machine multiplies well, the
+others in bf16. Servers take turns in every round, and share the machine's two cores with the client
+only. A server that took 30 s in waves of one kind gets no more of them. tokens/s is the median of
+all waves. TTFT and TPOT are medians of all requests. `RSS MB` is that of all processes of a server,
+after its first waves. With `--before`, an older commit of this repository takes turns, too, as
+`disagg auto`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Streaming completions over HTTP, read from raw sockets so that servers get the machine."""
+"""Streaming completions over HTTP, read from raw sockets so that the client takes little CPU."""
 
 from __future__ import annotations
 

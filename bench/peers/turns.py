@@ -1,6 +1,6 @@
-"""How a contender is asked, in a process and an environment of its own: JSON, a line for a line.
+"""The protocol between a contender and its process: JSON, one line for each line.
 
-Runs inside every peer's environment, so it imports nothing but the standard library.
+It runs inside every peer's environment, so it imports only the standard library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM on CPUs: `python -m bench.peers.vllm CHECKPOINT THREADS` in its environment.
 
-It takes the threads that it finds, one for each core.
+vLLM uses the threads that it finds, one for each core.
 """
 
 # mypy: disable-error-code="import-not-found"
