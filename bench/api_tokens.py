@@ -8,10 +8,10 @@ the median of rounds in which all cases take turns, so other programs on the mac
 `more us` is the difference from a stream of `/v1/completions`, which only detokenizes. The goal for
 each case is GOAL_US. Cases:
 
-    text           no parser runs
-    text, tools    a model that may call functions and does not
-    reasoning      all tokens are reasoning
-    call           all tokens are arguments of one call
+- `text`: no parser runs.
+- `text, tools`: a model that may call functions and does not.
+- `reasoning`: all tokens are reasoning.
+- `call`: all tokens are arguments of one call.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
 
 Two engines with equal random weights, one in each process, are connected by NIXL. Rows:
 
-    pulls        whole blocks, one run of neighbours and shuffled, beside a copy in one process
-    CUDA IPC     the same bytes without a transport
-    hand-overs   a prompt is prefilled in the other process, its blocks are pulled here, and
-                 decoding goes on here. The tokens must be those of the other engine alone
+- `pulls`: whole blocks, one run of neighbours and shuffled, beside a copy in one process.
+- `CUDA IPC`: the same bytes without a transport.
+- `hand-overs`: a prompt is prefilled in the other process, its blocks are pulled here, and decoding
+  goes on here. The tokens must be those of the other engine alone.
 
 No prefix is cached, so all KV moves. The longest prompt fills more than half of the pool. `lane` is
 the transport that UCX names for a pull. `floor ms` is a copy at the device's measured rate, and

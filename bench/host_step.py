@@ -5,11 +5,11 @@
 The real engine launches each step before it reads the last one, with the real batches and the real
 sampler with the defaults of a model family. Kernels do nothing, so tokens mean nothing.
 
-    scheduler   plans and results
-    batch       what the device is told, and the tensors made of it, with torch's calls on a CPU
-    sampler     all calls that choose tokens, and reading the tokens
-    together    CPU time of the process, the mean of all steps; it is divided among the parts in
-                proportion to their wall time
+- `scheduler`: plans and results.
+- `batch`: what the device is told, and the tensors made of it, with torch's calls on a CPU.
+- `sampler`: all calls that choose tokens, and reading the tokens.
+- `together`: CPU time of the process, the mean of all steps; it is divided among the parts in
+  proportion to their wall time.
 
 The launch of a graph is not included.
 """

@@ -5,10 +5,10 @@
 The conversations are held out and come from every task of the model's training
 (`scripts/demo_evaluate.py`).
 
-    perplexity      of the answers' tokens, which are all that the model learned to predict
-    answers right   the share of conversations whose whole answer greedy decoding gets right; one
-                    forward pass tells, because it reads what it has just stored, as decoding does
-    tokens/s        decoding N sequences at once after 512 tokens each, with the formats in turns
+- `perplexity`: of the answers' tokens, which are all that the model learned to predict.
+- `answers right`: the share of conversations whose whole answer greedy decoding gets right; one
+  forward pass tells, because it reads what it has just stored, as decoding does.
+- `tokens/s`: decoding N sequences at once after 512 tokens each, with the formats in turns.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
 The index is told of chains of 128 blocks, eight blocks an event, as workers do. Cases:
 
-    unshared   each chain is on one worker
-    shared     each chain is on `NUM_HOLDERS` workers
-    stream     new chains keep coming when the index is full: the process must not grow any more
-    leaves     one of the workers leaves
+- `unshared`: each chain is on one worker.
+- `shared`: each chain is on `NUM_HOLDERS` workers.
+- `stream`: new chains keep coming when the index is full: the process must not grow any more.
+- `leaves`: one of the workers leaves.
 
 Bytes are those by which the process grew, from /proc. `own count` is the index's own figure, which
 is its metric. `slowest` is the longest single call: streams are delayed for that long. Each case

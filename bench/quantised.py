@@ -2,13 +2,13 @@
 
     python -m bench.quantised [--model smollm2] [--threads 1] [--rounds 5] [--tiny] [--quality]
 
-    weights MB           by how much a process grows when it loads the model; one process a model
-    perplexity           of the tokens of a fixed text. Random weights (`--model 160m`) have no bits
-                         that a file could keep, and get random tokens
-    ms/step              a decode step of one stream, and of eight, after 256 tokens each
-    ms/prompt            these 256 tokens
-    perplexity_on_gpus   with the numbers and scales that a GPU would keep of the layers, which are
-                         widened and computed here
+- `weights MB`: by how much a process grows when it loads the model; one process a model.
+- `perplexity`: of the tokens of a fixed text. Random weights (`--model 160m`) have no bits that a
+  file could keep, and get random tokens.
+- `ms/step`: a decode step of one stream, and of eight, after 256 tokens each.
+- `ms/prompt`: these 256 tokens.
+- `perplexity_on_gpus`: with the numbers and scales that a GPU would keep of the layers, which are
+  widened and computed here.
 
 The kinds of weights take turns. `packed` keeps the bits of the file. With `--quality` nothing is
 timed.

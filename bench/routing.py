@@ -5,10 +5,10 @@
 Fleet, prefix index and policy are real. Half of the workers prefill. Every worker caches some of
 the prompt's prefix and is busy. With a TPOT SLO every worker may prefill and decode. Cases:
 
-    quiet       no worker has reported since the last decision
-    all spoke   every worker has reported another load since the last decision; `report us` is the
-                time to take in one of these reports, before the decision
-    rerouted    quiet, and one worker must not get the request
+- `quiet`: no worker has reported since the last decision.
+- `all spoke`: every worker has reported another load since the last decision; `report us` is the
+  time to take in one of these reports, before the decision.
+- `rerouted`: quiet, and one worker must not get the request.
 
 Figures are CPU time of the thread, because a shared machine stops the thread now and then.
 """

@@ -4,9 +4,9 @@
 
 The engine (scheduler and block pool) is real, and its runner computes nothing. Cases:
 
-    decode N   N sequences advance by one token; they get new blocks, and full blocks are published
-    admit      from submitting a prompt of 2,048 tokens to its first token; half of it is cached
-    match      finding the blocks of a cached prompt of 8,192 tokens, and taking them for a sequence
+- `decode N`: N sequences advance by one token; they get new blocks, and full blocks are published.
+- `admit`: from submitting a prompt of 2,048 tokens to its first token; half of it is cached.
+- `match`: finding the blocks of a cached prompt of 8,192 tokens, and taking them for a sequence.
 
 `status` is the load report that the router gets after each step. `batch` is making the tensors of
 the step, on a CPU. CPU time is also what a step costs where other programs use the same cores.

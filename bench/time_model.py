@@ -5,13 +5,13 @@
 One real engine (demo-large) serves prompts of 16 to 1,500 tokens that come at random and get
 answers of 16 to 128 tokens. The real fit, fleet view and routing costs run beside it.
 
-    TTFT                what the router predicts when a request arrives, from the status after the
-                        last step, beside the measured time to its first token
-    TTFT, steps known   the same model, told what was done until the first token: the rest of the
-                        running step, and what each later step computed. Its error is the model's
-                        own; the rest of TTFT's error comes from requests that arrived in between
-    decode step         the fit's prediction just before it learns from a step; also `mixed step`
-    noise               equal steps again and again, beside their median; no model can be better
+- `TTFT`: what the router predicts when a request arrives, from the status after the last step,
+  beside the measured time to its first token.
+- `TTFT, steps known`: the same model, told what was done until the first token: the rest of the
+  running step, and what each later step computed. Its error is the model's own; the rest of TTFT's
+  error comes from requests that arrived in between.
+- `decode step`: the fit's prediction just before it learns from a step; also `mixed step`.
+- `noise`: equal steps again and again, beside their median; no model can be better.
 
 Errors are fractions of what was measured. The first requests warm up the fit and do not count. With
 the clock `cpu` (the default) time is the CPU time of the thread, so other programs on a shared

@@ -4,12 +4,12 @@
 
 Each worker has one core. Prompts of 512 and 1,024 tokens are sent one at a time, each a new one.
 
-    disagg   our prefill and decode worker
-    alone    one worker of ours that does both; like `disagg` it computes in bf16, and with `auto`
-             in the format that the machine multiplies well
-    vllm     two vLLM engines on CPUs with its NixlConnector. The client does what vLLM's own proxy
-             does: it asks one engine for a single token, then the other one with the KV parameters
-             of the first answer. The first token is the first that the second engine streams
+- `disagg`: our prefill and decode worker.
+- `alone`: one worker of ours that does both; like `disagg` it computes in bf16, and with `auto` in
+  the format that the machine multiplies well.
+- `vllm`: two vLLM engines on CPUs with its NixlConnector. The client does what vLLM's own proxy
+  does: it asks one engine for a single token, then the other one with the KV parameters of the
+  first answer. The first token is the first that the second engine streams.
 
 Figures are milliseconds from asking, medians. Systems take turns in every round, each for at most
 30 s a length. `moved` is the share of our requests that went to the prefill worker first.
