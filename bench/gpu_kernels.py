@@ -23,12 +23,12 @@ from bench.gpu_device import UNCACHED_NBYTES, Ceilings, launch_seconds, seconds
 from bench.gpu_paged import INTERPRETED_DTYPE, LATENT, TINY, TINY_LATENT, Heads, Paged
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels.dispatch import ops_for
+from disagg.kernels.gated_mul import gated_mul
 from disagg.kernels.kv_pages import FORMATS, format_of
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.ops import Ops
 from disagg.kernels.paged_work import LONG_ROWS
 from disagg.kernels.rms_norm import add_rms_norm
-from disagg.kernels.silu_mul import silu_mul
 
 TOLERANCE = 1.6e-2  # of the largest value
 
@@ -193,7 +193,7 @@ class Bench:
         rope_rows = torch.rand(num_rows, 2, heads.head_dim // 2, device=self.device)
         calls: dict[str, Callable[[], object]] = {
             "add_rms_norm": lambda: add_rms_norm(x, residual, norm, 1e-5),
-            "silu_mul": lambda: silu_mul(gate_up),
+            "silu_mul": lambda: gated_mul(gate_up),
             "norm_rope": lambda: norm_rope_(qkv, None, 1e-5, rope_rows),
         }
         return {

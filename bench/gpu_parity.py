@@ -19,10 +19,10 @@ from bench.gpu_paged import INTERPRETED_DTYPE, LATENT, TINY, TINY_LATENT, Heads,
 from bench.gpu_rows import Row, parser_of, run_part
 from bench.gpu_step_parity import check_cuts, check_decode_inputs
 from disagg.kernels import reference
+from disagg.kernels.gated_mul import gated_mul
 from disagg.kernels.kv_pages import FORMATS, KVFormat, format_of
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
-from disagg.kernels.silu_mul import silu_mul
 
 SCALED = ("fp8", "int8", "int4")
 # A step of stored values, of the largest: at the middle between two, writing may go either way.
@@ -75,7 +75,7 @@ def check_rows(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         ),
         "add_rms_norm.total": _difference(total, wanted_total),
         "add_rms_norm.normed": _difference(normed, wanted_normed),
-        "silu_mul": _difference(silu_mul(gate_up.to(device)), reference.silu_mul(gate_up)),
+        "silu_mul": _difference(gated_mul(gate_up.to(device)), reference.gated_mul(gate_up)),
         "norm_rope": _difference(turned, wanted_turned),
     }
     return _checked(found, dict.fromkeys(found, TOLERANCE[dtype]))

@@ -16,11 +16,11 @@ import torch
 
 from bench.gpu_paged import Heads, Paged
 from bench.report import print_table
+from disagg.kernels.gated_mul import gated_mul
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.launcher import KernelLauncher
 from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.rms_norm import add_rms_norm
-from disagg.kernels.silu_mul import silu_mul
 from tests.kernels.recording_driver import recording
 
 NUM_TOKENS, NUM_ROUNDS, NUM_LAYERS = 64, 15, 100
@@ -49,7 +49,7 @@ class Layer:
         norm_rope_(self._turned, None, 1e-6, self._rope)
         self._paged.attend(1)  # two kernels: it writes before
         add_rms_norm(self._x, self._x, self._x[0], 1e-6)
-        silu_mul(self._gate_up)
+        gated_mul(self._gate_up)
         add_rms_norm(self._x, self._x, self._x[0], 1e-6)
 
     def time_us(self) -> float:

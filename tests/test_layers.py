@@ -56,6 +56,8 @@ THIRD_PARTY = {
         "models/batch.py",
         "models/communicator.py",
         "models/decoder.py",
+        "models/dense.py",
+        "models/layers.py",
         "models/latent.py",
         "models/gguf_values.py",
         "models/packed_values.py",

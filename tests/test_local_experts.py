@@ -1,4 +1,4 @@
-"""Experts, sinks and latents through the whole system: the text is that of transformers.
+"""Experts, sinks, latents and other norms in the whole system: the text is that of transformers.
 
 Prompts are prefilled on one worker and decoded on another, hit a prefix, and are preempted.
 """
@@ -59,6 +59,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
     ),
+    "gemma": ("Gemma", {}),
+    "olmo2": ("Olmo2", {"bos_token_id": 0, "pad_token_id": None}),
     "gpt-oss": (
         "GptOss",
         {

@@ -186,7 +186,7 @@ def test_logits_of_4_bits_are_those_of_the_widened_matrices(variant: str, tmp_pa
         for each in weights.layers
     ]
     tables = widened(weights.embedding), widened(weights.lm_head)
-    wide = DecoderWeights(tables[0], layers, weights.norm, tables[1])
+    wide = DecoderWeights(tables[0], layers, weights.norm, tables[1], torch.float32)
     logits = []
     for decoder in (
         Decoder(model.config, wide),

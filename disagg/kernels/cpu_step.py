@@ -258,11 +258,14 @@ class CpuStep:
         return out
 
 
-def cpu_step(model: DenseModel | None, *, is_rank: bool = False) -> tuple[CpuStep | None, str]:
+def cpu_step(
+    model: DenseModel | None, why_none: str = "", *, is_rank: bool = False
+) -> tuple[CpuStep | None, str]:
     """The compiled step of a model, or None; and a sentence that says why.
 
     Args:
-        model: None for one that is not dense.
+        model: None for one that the step does not compute.
+        why_none: what it has that the step does not compute.
         is_rank: it is the part of one of several ranks.
     """
     found = find_step()
@@ -271,7 +274,7 @@ def cpu_step(model: DenseModel | None, *, is_rank: bool = False) -> tuple[CpuSte
     if is_rank:
         return None, _compiled_products(model, found.loaded)
     if model is None:
-        return None, "torch, as the model has experts, attention sinks or latents"
+        return None, f"torch, as the model has {why_none}"
     problem = _problem(model, found.loaded)
     if problem:
         return None, f"torch, as {problem}"

@@ -44,6 +44,9 @@ class PlainLinear:
     def silu(self, x: Tensor) -> Tensor:
         return functional.silu(self(x))
 
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return functional.gelu(self(x), approximate="tanh")
+
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         return self(x).mul_(factor)
 
@@ -83,15 +86,18 @@ class PackedLinear:
     def silu(self, x: Tensor) -> Tensor:
         return self._one(x, "swish")
 
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return self._one(x, "gelu", "tanh")
+
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         return self._two(x, factor, "mul")
 
     def plus(self, x: Tensor, summand: Tensor) -> Tensor:
         return self._two(x, summand, "add")
 
-    def _one(self, x: Tensor, then: str) -> Tensor:
+    def _one(self, x: Tensor, then: str, algorithm: str = "") -> Tensor:
         filled = _filled(x)
-        result: Tensor = self._unary(filled, self._weight, self.bias, then, [], "")
+        result: Tensor = self._unary(filled, self._weight, self.bias, then, [], algorithm)
         return result if filled is x else result[: x.shape[0]]
 
     def _two(self, x: Tensor, other: Tensor, then: str) -> Tensor:
@@ -152,6 +158,9 @@ class PanelLinear(PackedLinear):
     def silu(self, x: Tensor) -> Tensor:
         return functional.silu(self(x), inplace=True)
 
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return functional.gelu(self(x), approximate="tanh")
+
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         return self(x).mul_(factor)
 
@@ -176,6 +185,9 @@ class HalfLinear:
 
     def silu(self, x: Tensor) -> Tensor:
         return functional.silu(self._wide(x), inplace=True).to(x.dtype)
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return functional.gelu(self._wide(x), approximate="tanh").to(x.dtype)
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         return self._wide(x).mul_(factor).to(x.dtype)

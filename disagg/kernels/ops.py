@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from disagg.kernels.activation import Activation
 from disagg.kernels.grouping import Grouping
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
@@ -141,8 +142,8 @@ class Ops(Protocol):
         """Return x W^T + b: [num_tokens, out]."""
         ...
 
-    def project_gated(self, x: Tensor, weight: Weight) -> Tensor:
-        """Return silu(gate(x)) * up(x): [num_tokens, inner]."""
+    def project_gated(self, x: Tensor, weight: Weight, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate(x)) * up(x): [num_tokens, inner]."""
         ...
 
     def project_add_norm(
@@ -158,7 +159,10 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, of the type of `x`.
+
+        The weight of a norm may be in float32 everywhere: the product is then rounded once.
+        """
         ...
 
     def rope_table(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:

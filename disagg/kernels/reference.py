@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.kernels.activation import Activation
 from disagg.kernels.grouping import Grouping
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, KVFormat, KVPages
 from disagg.kernels.ops import Experts
@@ -33,9 +34,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return total, rms_norm(total, weight, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up for the halves of [num_rows, 2 * size]."""
+def gated_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """Return activation(gate) * up for the halves of [num_rows, 2 * size]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation == "gelu_tanh":
+        return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from disagg.kernels.activation import Activation
 from disagg.kernels.cpu_prompts import PromptAttention
 from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
@@ -89,9 +90,11 @@ class TorchOps:
     def project(self, x: Tensor, weight: Linear) -> Tensor:
         return weight(x)
 
-    def project_gated(self, x: Tensor, weight: tuple[Linear, Linear]) -> Tensor:
+    def project_gated(
+        self, x: Tensor, weight: tuple[Linear, Linear], activation: Activation = "silu"
+    ) -> Tensor:
         gate, up = weight
-        return up.times(x, gate.silu(x))
+        return up.times(x, gate.silu(x) if activation == "silu" else gate.gelu_tanh(x))
 
     def project_add_norm(
         self, x: Tensor, weight: Linear, residual: Tensor, norm: Tensor, eps: float
@@ -106,6 +109,8 @@ class TorchOps:
         return total, self.rms_norm(total, norm, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:
+            return self.rms_norm(x.float(), weight, eps).to(x.dtype)
         size = x.shape[-1]
         if x.dim() == 2 and x.shape[0] <= _FEW_ROWS:
             # (x, -x) has mean zero, so its LayerNorm is x's RMSNorm: two calls instead of eight.

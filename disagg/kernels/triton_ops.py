@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.kernels.activation import Activation
 from disagg.kernels.attention_work import latent_group
 from disagg.kernels.fixed_mixed_work import FixedMixedWork
 from disagg.kernels.fixed_work import FixedWork
+from disagg.kernels.gated_mul import gated_mul
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.kv_write import kv_write
 from disagg.kernels.latent_attention import LONG_ROWS as LATENT_ROWS
@@ -28,7 +30,6 @@ from disagg.kernels.paged_attention import paged_attention
 from disagg.kernels.paged_work import LONG_ROWS, PagedWork, plan_work
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.sdpa_prompt import attend_prompt, whole_prompts
-from disagg.kernels.silu_mul import silu_mul
 from disagg.kernels.triton_experts import TritonExperts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 3  # what shared memory holds of the short-query kernel
@@ -166,8 +167,10 @@ class TritonOps:
     def project(self, x: Tensor, weight: Matrix | PackedProduct) -> Tensor:
         return weight(x)
 
-    def project_gated(self, x: Tensor, weight: Matrix | PackedProduct) -> Tensor:
-        return silu_mul(weight(x))
+    def project_gated(
+        self, x: Tensor, weight: Matrix | PackedProduct, activation: Activation = "silu"
+    ) -> Tensor:
+        return gated_mul(weight(x), activation)
 
     def project_add_norm(
         self, x: Tensor, weight: Matrix | PackedProduct, residual: Tensor, norm: Tensor, eps: float

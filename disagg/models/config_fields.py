@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from disagg.errors import ModelError
-from disagg.models.families import Json
+from disagg.models.family import Json
 
 MOST = 2**31 - 1
 

@@ -8,32 +8,31 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.cpu_step import DenseLayer, DenseModel, cpu_step
+from disagg.kernels.cpu_step import cpu_step
 from disagg.kernels.dispatch import Quantization, ops_for
 from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.ops import Experts, Ops, Paging, Weight
+from disagg.kernels.ops import Ops, Paging, Weight
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.batch import Batch
 from disagg.models.communicator import Communicator
+from disagg.models.dense import dense_model
 from disagg.models.description import ModelDescription
-from disagg.models.experts_config import ExpertsConfig
-from disagg.models.latent import LatentAttention
+from disagg.models.layers import ExpertMlp, Layer, LayerPacker, Mlp
 from disagg.models.model_config import ModelConfig
-from disagg.models.qk_norm import mean_squares, norms_of_heads
+from disagg.models.not_compiled import not_compiled
+from disagg.models.qk_norm import mean_squares
 from disagg.models.rope_tables import rope_tables
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import (
     DecoderWeights,
-    LayerWeights,
     Progress,
     load_weights,
     random_weights,
@@ -41,35 +40,9 @@ from disagg.models.weights import (
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class _Mlp:
-    gate_up: Weight
-    down: Weight
-
-
-@dataclass(frozen=True, slots=True)
-class _ExpertMlp:
-    router: Weight
-    router_dtype: torch.dtype
-    experts: Weight
-    shared: _Mlp | None
-    shared_gate: Weight | None  # how much of `shared` a token gets
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer's weights in the form the device wants."""
-
-    input_norm: Tensor
-    qkv: Weight
-    qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
-    sinks: Tensor | None  # float32 [num_heads]
-    output: Weight
-    post_norm: Tensor
-    mlp: _Mlp | _ExpertMlp
-    window: int | None
-    latent: LatentAttention | None
+# Of what attention or an MLP gives before it is added, and of the sum for what follows. A family
+# may lack either.
+Norms: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 
 class Decoder:
@@ -98,15 +71,25 @@ class Decoder:
         self.config = config
         self.ranks = communicator
         self.device = weights.norm.device
-        self.dtype = weights.norm.dtype
+        self.dtype = weights.dtype
         self.ops = ops or ops_for(self.device, config.num_heads, quantization, self.dtype)
         self._norm = weights.norm
         self._lm_head = self.ops.pack_table(weights.lm_head)
         self._embedding = self._table(weights)
-        self._layers = [self._pack(index, layer) for index, layer in enumerate(weights.layers)]
+        packer = LayerPacker(self.ops, config, self.dtype, communicator)
+        self._layers = [packer.pack(index, layer) for index, layer in enumerate(weights.layers)]
         cos, sin = rope_tables(config.rope, config.rope_dim, config.max_model_len)
         self._rope = self.ops.rope_table(cos, sin, self.dtype).to(self.device)
-        self.step, self.step_sentence = cpu_step(self._dense(), is_rank=communicator is not None)
+        dense, has = None, not_compiled(config)
+        if not has:
+            tables = self._embedding, self._rope, self._norm, self._lm_head
+            dense = dense_model(config, self._layers, *tables)
+        is_rank = communicator is not None
+        self._embedding_scale: float | None = None
+        if config.scaled_embedding:  # in the type of activations, as transformers rounds it
+            scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype)
+            self._embedding_scale = scale.item()
+        self.step, self.step_sentence = cpu_step(dense, has, is_rank=is_rank)
 
     def _table(self, weights: DecoderWeights) -> Tensor | Int8Linear | Int4Linear:
         """Where embeddings are looked up."""
@@ -120,96 +103,6 @@ class Decoder:
             return table
         embedding: Tensor = weights.embedding
         return embedding
-
-    def _pack(self, index: int, layer: LayerWeights) -> _Layer:
-        ops, config = self.ops, self.config
-        largest = None if self.ranks is None else self.ranks.largest_
-        return _Layer(
-            input_norm=layer.input_norm,
-            qkv=ops.pack(layer.qkv, layer.qkv_bias),
-            qk_norm=norms_of_heads(config, layer.q_norm, layer.k_norm),
-            sinks=None if layer.sinks is None else layer.sinks.float(),
-            output=ops.pack(layer.output, layer.output_bias, largest),
-            post_norm=layer.post_norm,
-            mlp=self._pack_mlp(layer, config.experts_in(index)),
-            window=config.sliding_windows[index],
-            latent=LatentAttention.pack(ops, config, layer),
-        )
-
-    def _pack_mlp(self, layer: LayerWeights, experts: ExpertsConfig | None) -> _Mlp | _ExpertMlp:
-        ops, largest = self.ops, None if self.ranks is None else self.ranks.largest_
-        if experts is None:
-            gate_up = ops.pack_gated(layer.gate_up, layer.gate_up_bias)
-            return _Mlp(gate_up, ops.pack(layer.down, layer.down_bias, largest))
-        assert layer.router is not None
-        own = None if self.ranks is None else self.ranks.share.own_experts(experts)
-        num_held = experts.num_experts if own is None else len(own)
-
-        def by_expert(rows: Any) -> Any:
-            stays = rows is None or isinstance(rows, PackedMatrix)
-            return rows if stays else rows.unflatten(0, (num_held, -1))
-
-        shared = shared_gate = None
-        if layer.shared_gate_up is not None and layer.shared_down is not None:
-            gate_up = ops.pack_gated(layer.shared_gate_up, None)
-            shared = _Mlp(gate_up, ops.pack(layer.shared_down, None, largest))
-        if layer.shared_gate is not None:
-            shared_gate = ops.pack_table(layer.shared_gate)
-        matrices = Experts(
-            gate_up=by_expert(layer.gate_up),
-            down=by_expert(layer.down),
-            dtype=self.dtype,
-            num_experts=experts.num_experts,
-            num_chosen=experts.num_experts_per_tok,
-            is_normalized=experts.is_normalized,
-            gate_up_bias=by_expert(layer.gate_up_bias),
-            down_bias=by_expert(layer.down_bias),
-            gate_up_scales=by_expert(layer.gate_up_scales),
-            down_scales=by_expert(layer.down_scales),
-            limit=experts.swiglu_limit,
-            alpha=experts.swiglu_alpha,
-            grouping=experts.grouping,
-            score_bias=layer.score_bias,
-            largest=largest if own is None else None,  # no row is divided
-            own=own,
-        )
-        dtype = self.dtype if experts.grouping is None else torch.float32  # as DeepSeek does
-        router = ops.pack_table(layer.router.to(dtype), layer.router_bias)
-        return _ExpertMlp(router, dtype, ops.pack_experts(matrices), shared, shared_gate)
-
-    def _dense(self) -> DenseModel | None:
-        """The model, if `csrc/step.cpp` computes it: with neither experts, sinks nor latents, and
-        with whole heads rotated and normalised one by one."""
-        config = self.config
-        is_partial = config.rope_dim != config.head_dim or config.qk_norm_all_heads
-        layers = []
-        for layer in self._layers:
-            is_plain = layer.sinks is None and layer.latent is None and not is_partial
-            if not isinstance(layer.mlp, _Mlp) or not is_plain:
-                return None
-            layers.append(
-                DenseLayer(
-                    input_norm=layer.input_norm,
-                    qkv=layer.qkv,
-                    qk_norm=layer.qk_norm,
-                    output=layer.output,
-                    post_norm=layer.post_norm,
-                    gate_up=layer.mlp.gate_up,
-                    down=layer.mlp.down,
-                    window=layer.window,
-                )
-            )
-        return DenseModel(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            eps=config.rms_norm_eps,
-            embedding=self._embedding,
-            rope=self._rope,
-            layers=layers,
-            norm=self._norm,
-            head=self._lm_head,
-        )
 
     @property
     def num_logits(self) -> int:
@@ -260,7 +153,7 @@ class Decoder:
             paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
         rope_rows = self._rope.index_select(0, batch.positions)
         hidden = self._embed(batch.token_ids)
-        normed = ops.rms_norm(hidden, self._layers[0].input_norm, self.config.rms_norm_eps)
+        normed = self._normed(hidden, self._layers[0].input_norm)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             attended = self._attend(layer, index, normed, rope_rows, kv_cache, paging)
@@ -269,14 +162,15 @@ class Decoder:
                 # rows as tokens are all of them, in order).
                 attended = attended.index_select(0, batch.logits_rows)
                 hidden = hidden.index_select(0, batch.logits_rows)
-            hidden, normed = self._project_add_norm(attended, layer.output, hidden, layer.post_norm)
+            norms = layer.output_norm, layer.post_norm
+            hidden, normed = self._project_add_norm(attended, layer.output, hidden, norms)
             next_norm = self._norm if index == last else self._layers[index + 1].input_norm
-            hidden, normed = self._mlp(layer.mlp, normed, hidden, next_norm)
+            hidden, normed = self._mlp(layer.mlp, normed, hidden, (layer.down_norm, next_norm))
         return normed
 
     def _attend(
         self,
-        layer: _Layer,
+        layer: Layer,
         index: int,
         normed: Tensor,
         rope_rows: Tensor,
@@ -297,13 +191,13 @@ class Decoder:
         return ops.attention(heads, kv_cache, index, layer.window, paging, layer.sinks)
 
     def _mlp(
-        self, mlp: _Mlp | _ExpertMlp, normed: Tensor, hidden: Tensor, next_norm: Tensor
+        self, mlp: Mlp | ExpertMlp, normed: Tensor, hidden: Tensor, norms: Norms
     ) -> tuple[Tensor, Tensor]:
         """Add what the MLP makes of `normed` to `hidden`; also normalise that for what follows."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        if isinstance(mlp, _Mlp):
-            inner = ops.project_gated(normed, mlp.gate_up)
-            return self._project_add_norm(inner, mlp.down, hidden, next_norm)
+        ops = self.ops
+        if isinstance(mlp, Mlp):
+            inner = ops.project_gated(normed, mlp.gate_up, self.config.activation)
+            return self._project_add_norm(inner, mlp.down, hidden, norms)
         logits = ops.project(normed.to(mlp.router_dtype), mlp.router)
         mixed = ops.mix_experts(normed, logits, mlp.experts)
         if mlp.shared is not None:
@@ -313,26 +207,44 @@ class Decoder:
             mixed = mixed + shared
         if self.ranks is not None:
             self.ranks.all_reduce_(mixed)
-        return ops.add_norm(mixed, hidden, next_norm, eps)
+        return self._add_norm(mixed, hidden, norms)
 
     def _project_add_norm(
-        self, x: Tensor, weight: Weight, residual: Tensor, norm: Tensor
+        self, x: Tensor, weight: Weight, residual: Tensor, norms: Norms
     ) -> tuple[Tensor, Tensor]:
         """As `Ops.project_add_norm`, summed over ranks, of which each has columns of the weight."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        if self.ranks is None:
-            return ops.project_add_norm(x, weight, residual, norm, eps)
-        return ops.add_norm(self.ranks.all_reduce_(ops.project(x, weight)), residual, norm, eps)
+        own, following = norms
+        if self.ranks is None and own is None and following is not None:
+            eps = self.config.rms_norm_eps
+            return self.ops.project_add_norm(x, weight, residual, following, eps)
+        projected = self.ops.project(x, weight)
+        if self.ranks is not None:
+            projected = self.ranks.all_reduce_(projected)
+        return self._add_norm(projected, residual, norms)
+
+    def _add_norm(self, x: Tensor, residual: Tensor, norms: Norms) -> tuple[Tensor, Tensor]:
+        """Return residual + x, and the same after RMS normalisation."""
+        own, following = norms
+        x = self._normed(x, own)
+        if following is None:
+            total = residual + x
+            return total, total
+        return self.ops.add_norm(x, residual, following, self.config.rms_norm_eps)
+
+    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else self.ops.rms_norm(x, norm, self.config.rms_norm_eps)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size]."""
         if self.ranks is None:
-            return self._looked_up(token_ids)
-        first, end = self.ranks.share.of(self.config.vocab_size)
-        rows = token_ids - first
-        elsewhere = (rows < 0) | (rows >= end - first)
-        found = self._looked_up(rows.masked_fill_(elsewhere, 0))
-        return self.ranks.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(1), 0))
+            found = self._looked_up(token_ids)
+        else:
+            first, end = self.ranks.share.of(self.config.vocab_size)
+            rows = token_ids - first
+            elsewhere = (rows < 0) | (rows >= end - first)
+            found = self._looked_up(rows.masked_fill_(elsewhere, 0))
+            found = self.ranks.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(1), 0))
+        return found if self._embedding_scale is None else found.mul_(self._embedding_scale)
 
     def _looked_up(self, rows: Tensor) -> Tensor:
         if isinstance(self._embedding, Tensor):

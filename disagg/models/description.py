@@ -18,7 +18,8 @@ from typing import Any
 
 from disagg.errors import ModelError
 from disagg.models.checkpoint import DirectoryFiles, Header, StoredTensor
-from disagg.models.families import FAMILIES, Json
+from disagg.models.families import FAMILIES
+from disagg.models.family import Json
 from disagg.models.gguf_model import GgufFiles, gguf_in
 from disagg.models.model_config import ModelConfig
 from disagg.models.quantized_tensors import QuantizedStored, as_floats

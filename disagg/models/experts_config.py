@@ -8,7 +8,7 @@ from typing import Any
 from disagg.errors import ModelError
 from disagg.kernels.grouping import Grouping
 from disagg.models.config_fields import Fields
-from disagg.models.families import ExpertNames
+from disagg.models.family import ExpertNames
 
 MXFP4 = "mxfp4"
 MXFP4_GROUP = 32  # values that share a scale

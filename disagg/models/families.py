@@ -7,94 +7,10 @@ another computation in `decoder`. Knows no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
 
-Json: TypeAlias = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertNames:
-    """What a family with experts calls them in config.json and in its checkpoints.
-
-    Attributes:
-        num_experts: keys for their number, of which a file has one.
-        intermediate_size: the key for the size of one.
-        router: its tensor, under the layer.
-        gate, up, down: tensors of expert {}, under the layer. Of `is_stacked` all experts lie in
-            one tensor, gate and up in turn, and `up` is not used.
-        shared: the expert that all tokens go through and its gate, with the key for its size.
-        is_normalized: always; else as `norm_topk_prob` says.
-        has_dense_layers: whether `mlp_only_layers` and `decoder_sparse_step` may name some.
-        is_clamped: whether they compute the clamped SwiGLU.
-        scoring: of DeepSeek's routers, which may choose from groups (`kernels.grouping`); empty:
-            the largest logits are chosen.
-        score_bias: its tensor, under the layer.
-        num_shared: the key for how many experts of the same size all tokens go through; they are
-            stored as one.
-        first_dense: the key for how many layers have none, the first ones.
-        layer_kinds: the key for a list that calls each layer dense or sparse; without it, only the
-            first one is dense.
-    """
-
-    num_experts: tuple[str, ...]
-    intermediate_size: str
-    router: str
-    gate: str
-    up: str
-    down: str
-    shared: str = ""
-    shared_gate: str = ""
-    shared_size: str = ""
-    is_normalized: bool = False
-    has_dense_layers: bool = False
-    has_bias: bool = False
-    is_stacked: bool = False
-    is_clamped: bool = False
-    scoring: Literal["", "softmax", "sigmoid"] = ""
-    score_bias: str = ""
-    num_shared: str = ""
-    first_dense: str = ""
-    layer_kinds: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """
-    Attributes:
-        model_type: what `config.json` calls it.
-        also_called: by files of models that are the same.
-        defaults: of its configuration class (transformers 5), for keys that a file may leave out.
-            Sizes that only the weights decide have none here: a file without them is broken.
-        attention_bias: of q, k, v and the output, as the key `attention_bias` says; of q, k and v,
-            always or as the key `qkv_bias` or `attention_bias` says; or none.
-        mlp_bias: whether the class knows the key `mlp_bias`.
-        qk_norm: whether q and k are normalised: each head, each head if the key `use_qk_norm` says
-            so, or all heads of q, and all heads of k, together.
-        windows: which layers have a sliding window: those that the file names if its
-            `use_sliding_window` says so; all if a size is set; those that the file names, else
-            every second one from the first on; or none, and a file that wants one is refused.
-        is_fused: whether q, k and v lie in one tensor, and gate and up in another.
-        rope_kinds: how its positions may be scaled; empty: in all ways.
-        sinks: whether each query head has a logit that takes part in its softmax and has no value.
-        experts: what there is of experts in its layers.
-        is_latent: whether it has multi-head latent attention.
-    """
-
-    model_type: str
-    defaults: Json
-    attention_bias: Literal["stated", "qkv", "qkv_bias", "qkv attention_bias", "none"] = "none"
-    mlp_bias: bool = False
-    qk_norm: Literal["none", "each head", "stated", "all heads"] = "none"
-    windows: Literal["stated", "all", "alternating", "none"] = "none"
-    is_fused: bool = False
-    rope_kinds: tuple[str, ...] = ()
-    sinks: bool = False
-    experts: ExpertNames | None = None
-    is_latent: bool = False
-    also_called: tuple[str, ...] = ()
-
+from disagg.models.family import ExpertNames, Family, Json
 
 _EVERY: Json = {
     "hidden_act": "silu",
@@ -152,6 +68,21 @@ _DEEPSEEK_EXPERTS = ExpertNames(
 _DEEPSEEK_V3_EXPERTS = replace(
     _DEEPSEEK_EXPERTS, scoring="sigmoid", score_bias="mlp.gate.e_score_correction_bias"
 )
+_GEMMA: Json = {
+    **{key: value for key, value in _EVERY.items() if key != "hidden_act"},
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+# Old files of Gemma say "gelu", and mean the approximation.
+_GELU_TANH = ("gelu_pytorch_tanh", "gelu")
+_OLMO: Json = {
+    **_EVERY,
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 50279,
+}
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "LlamaForCausalLM": Family(
@@ -357,6 +288,26 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 scoring="sigmoid",
                 score_bias="block_sparse_moe.e_score_correction_bias",
             ),
+        ),
+        "GemmaForCausalLM": Family(
+            model_type="gemma",
+            defaults={
+                **_GEMMA,
+                "num_key_value_heads": 16,
+                "max_position_embeddings": 8192,
+                "hidden_act": "gelu_pytorch_tanh",
+            },
+            attention_bias="stated",
+            norms_less_one=True,
+            scaled_embedding=True,
+            activations=_GELU_TANH,
+        ),
+        "Olmo2ForCausalLM": Family(
+            model_type="olmo2",
+            defaults=_OLMO,
+            attention_bias="stated",
+            qk_norm="all heads",
+            norms="after",
         ),
         "GptOssForCausalLM": Family(
             model_type="gpt_oss",

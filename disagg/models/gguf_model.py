@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,8 @@ from disagg.errors import ModelError
 from disagg.models.checkpoint import Header, StoredTensor
 from disagg.models.families import FAMILIES
 from disagg.models.gguf_file import GgufTensor, read_gguf
-from disagg.models.gguf_tokenizer import token_of, tokenizer_json
+from disagg.models.gguf_names import LAYER, hf_name
+from disagg.models.gguf_tokenizer import end_of_turn, token_of, tokenizer_json
 
 _FAMILIES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -29,6 +29,8 @@ _FAMILIES: Mapping[str, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
 # llama.cpp calls these llama, one with a window and one with experts.
 _WINDOWED, _WITH_EXPERTS = "MistralForCausalLM", "MixtralForCausalLM"
@@ -50,24 +52,6 @@ _NOT_COMPUTED = (
     "residual_scale",
     "logit_scale",
 )
-_OUTER: Mapping[str, str] = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_OF_A_LAYER: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 # One tensor for all experts of a layer; they lie one after the other.
 _OF_ALL_EXPERTS: Mapping[str, Literal["gate", "up", "down"]] = {
     "ffn_gate_exps": "gate",
@@ -80,7 +64,6 @@ _SHARED: Mapping[str, str] = {
     "ffn_down_shexp": "down_proj",
 }
 _SOFTMAX = 1  # of `expert_gating_func`
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 # Of every llama3 scaling that Meta published; the factor itself is the largest of the file's.
 _LLAMA3 = {
@@ -105,9 +88,11 @@ class GgufStored(StoredTensor):
     Attributes:
         num_paired_heads: heads whose rows lie as llama.cpp turns them, the two of a pair side by
             side; 0: as transformers has them, halves one after the other.
+        is_plus_one: of a norm whose weight transformers has less one.
     """
 
     num_paired_heads: int = 0
+    is_plus_one: bool = False
 
 
 def gguf_families() -> frozenset[str]:
@@ -188,9 +173,10 @@ class GgufFiles:
 
     def _stored(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufStored]]:
         """By the names of transformers; a name that is not known is kept, and refused later."""
-        found = _LAYER.fullmatch(name)
+        found = LAYER.fullmatch(name)
         place, kind = (found[2], found[3]) if found is not None else ("", "")
-        experts, layer = FAMILIES[self._family].experts, f"model.layers.{found[1]}" if found else ""
+        family, layer = FAMILIES[self._family], f"model.layers.{found[1]}" if found else ""
+        experts = family.experts
         shape, begin, end = tensor.shape, tensor.begin, tensor.end
         if experts is not None and place in _OF_ALL_EXPERTS and len(shape) == 3:
             nbytes = (end - begin) // shape[0]
@@ -200,18 +186,20 @@ class GgufFiles:
                 its = GgufStored(self.place, tensor.dtype, shape[1:], own, own + nbytes)
                 yield f"{layer}.{pattern.format(index)}.{kind}", its
             return
-        paired, hf_name = 0, _hf_name(name)
+        paired, theirs = 0, hf_name(name, family)
         if experts is not None and place == "ffn_gate_inp":
-            hf_name = f"{layer}.{experts.router}.{kind}"
+            theirs = f"{layer}.{experts.router}.{kind}"
         elif experts is not None and place == "ffn_gate_inp_shexp":
-            hf_name, shape = f"{layer}.{experts.shared_gate}.{kind}", (1, shape[-1])
+            theirs, shape = f"{layer}.{experts.shared_gate}.{kind}", (1, shape[-1])
         elif experts is not None and place in _SHARED:
-            hf_name = f"{layer}.{experts.shared}.{_SHARED[place]}.{kind}"
+            theirs = f"{layer}.{experts.shared}.{_SHARED[place]}.{kind}"
         elif self._architecture == "llama" and place == "attn_q":
             paired = self._config["num_attention_heads"]
         elif self._architecture == "llama" and place == "attn_k":
             paired = self._config["num_key_value_heads"]
-        yield hf_name, GgufStored(self.place, tensor.dtype, shape, begin, end, paired)
+        is_plus_one = family.norms_less_one and theirs.endswith("norm.weight")
+        its = GgufStored(self.place, tensor.dtype, shape, begin, end, paired, is_plus_one)
+        yield theirs, its
 
     def _setting(self, name: str, default: Any = None) -> Any:
         return self._settings.get(f"{self._architecture}.{name}", default)
@@ -239,6 +227,7 @@ class GgufFiles:
         if window and self._architecture != "llama":
             raise self._unsupported("attention.sliding_window")
         ends = [token_of(self._settings, role, self.place) for role in ("eos", "eot", "eom")]
+        ends.append(end_of_turn(self._settings))
         return config | {
             "architectures": [self._family],
             **self._experts,
@@ -253,7 +242,7 @@ class GgufFiles:
             "sliding_window": window or None,
             "rope_theta": self._setting("rope.freq_base", 10_000.0),
             "rope_scaling": self._rope_scaling(head_dim),
-            "eos_token_id": [each[0] for each in ends if each is not None],
+            "eos_token_id": list(dict.fromkeys(each[0] for each in ends if each is not None)),
         }
 
     @property
@@ -352,14 +341,3 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> list[float]:
         share = min(1.0, max(0.0, (turns - low) / (high - low)))
         divisors.append(1 / ((1 - share) / factor + share))
     return divisors
-
-
-def _hf_name(name: str) -> str:
-    """What transformers calls a tensor; one that is not known keeps its name, and is refused."""
-    outer, _, kind = name.rpartition(".")
-    if outer in _OUTER:
-        return f"{_OUTER[outer]}.{kind}"
-    found = _LAYER.fullmatch(name)
-    if found is None or found[2] not in _OF_A_LAYER:
-        return name
-    return f"model.layers.{found[1]}.{_OF_A_LAYER[found[2]]}.{found[3]}"

@@ -15,6 +15,7 @@ from disagg.errors import ModelError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens
 _SPACE = "▁"  # what SentencePiece writes for one
+_END_OF_TURN = "<end_of_turn>"
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _WORDS = (
@@ -101,6 +102,12 @@ def token_of(settings: Mapping[str, Any], role: str, file: Path) -> tuple[int, s
             f" {len(tokens)} tokens"
         )
     return number, tokens[number]
+
+
+def end_of_turn(settings: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Gemma's token, which its files need not name: llama.cpp finds it by its text, too."""
+    tokens = settings.get("tokenizer.ggml.tokens") or []
+    return (tokens.index(_END_OF_TURN), _END_OF_TURN) if _END_OF_TURN in tokens else None
 
 
 def _types(settings: Mapping[str, Any], tokens: list[str], file: Path) -> list[int]:

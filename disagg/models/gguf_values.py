@@ -41,6 +41,8 @@ def read_values(stored: GgufStored, box: Sequence[tuple[int, int]] = ()) -> Tens
     dtype = GGMLQuantizationType[stored.dtype]
     raw = _raw_blocks(stored, box)
     values = torch.from_numpy(dequantize(raw, dtype))
+    if stored.is_plus_one:
+        values -= 1.0
     if len(stored.shape) == 1:
         return _in_our_order(values.flatten(), stored)
     return _in_our_order(values.view(len(raw), -1), stored)[:, slice(*_own_columns(stored, box))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disagg.models.config_fields import Fields
-from disagg.models.families import Family
+from disagg.models.family import Family
 from disagg.models.rope import RopeConfig
 
 

@@ -8,12 +8,14 @@ devices and no batches.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from disagg.errors import ModelError
+from disagg.kernels.activation import Activation
 from disagg.models.config_fields import Fields
 from disagg.models.experts_config import ExpertsConfig, dense_layers, experts_config
-from disagg.models.families import FAMILIES, Family, Json
+from disagg.models.families import FAMILIES
+from disagg.models.family import Family, Json
 from disagg.models.latent_config import LatentConfig, latent_config
 from disagg.models.not_yet import NOT_YET
 from disagg.models.quantized_config import QuantizedFormat, quantized_format
@@ -58,6 +60,10 @@ class ModelConfig:
     latent: LatentConfig | None = None  # one KV head, of what the cache keeps of a token
     num_nextn_layers: int = 0  # in a checkpoint, behind the others: they predict further tokens
     quantized: QuantizedFormat | None = None  # how a checkpoint keeps its matrices
+    norms: Literal["before", "after", "around"] = "before"  # attention and MLP of a layer
+    norms_less_one: bool = False  # in the checkpoint; they are kept in float32
+    scaled_embedding: bool = False  # by the square root of the hidden size
+    activation: Activation = "silu"  # of MLPs
 
     @property
     def rope_dim(self) -> int:
@@ -120,7 +126,7 @@ def _family(raw: Json, place: object) -> str:
 
 
 def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, family)
     max_position = fields.size("max_position_embeddings")
     rope = _rope(fields, max_position, family)
     latent = latent_config(fields, rope, family) if family.is_latent else None
@@ -160,6 +166,10 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         latent=latent,
         num_nextn_layers=_num_nextn_layers(fields),
         quantized=None if names is not None and names.is_stacked else quantized_format(fields),
+        norms=family.norms,
+        norms_less_one=family.norms_less_one,
+        scaled_embedding=family.scaled_embedding,
+        activation="silu" if family.activations == ("silu",) else "gelu_tanh",
     )
 
 
@@ -201,12 +211,16 @@ def _heads(fields: Fields, family: Family) -> tuple[int, int]:
     return num_kv_heads, head_dim
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
     raw, place = fields.raw, fields.place
     if raw.get("per_layer_config"):
         raise ModelError(f"{place}: per_layer_config (layers that differ) is not supported")
-    if raw["hidden_act"] != "silu":
-        raise ModelError(f"{place}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
+    key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
+    if raw[key] not in family.activations:
+        known = " or ".join(map(repr, family.activations))
+        raise ModelError(f"{place}: {key} {raw[key]!r} is not supported, only {known}")
+    if raw.get("use_bidirectional_attention"):
+        raise ModelError(f"{place}: use_bidirectional_attention is not supported")
 
 
 def _dtype(fields: Fields) -> str:

@@ -15,7 +15,6 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "DeepseekV32ForCausalLM": f"sparse {_MLA}",
         "GlmMoeDsaForCausalLM": f"sparse {_MLA}",
         "Glm4vMoeForConditionalGeneration": f"{_PARTIAL}, and {_IMAGES}",
-        "GemmaForCausalLM": "Gemma's norms and scales",
         "Gemma2ForCausalLM": _GEMMA,
         "Gemma3ForCausalLM": _GEMMA,
         "Gemma3ForConditionalGeneration": f"{_GEMMA}, and {_IMAGES}",
@@ -40,8 +39,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "Cohere2ForCausalLM": "attention and MLP in parallel",
         "GraniteForCausalLM": "scales of embeddings, attention, residuals and logits",
         "GraniteMoeHybridForCausalLM": _STATES,
-        "Olmo2ForCausalLM": "norms after attention and MLP",
-        "Olmo3ForCausalLM": "norms after attention and MLP",
+        "Olmo3ForCausalLM": "rope settings by kind of layer",
         "GPT2LMHeadModel": "learned position embeddings",
     }
 )

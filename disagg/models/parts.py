@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from disagg.models.experts_config import MXFP4_GROUP, ExpertsConfig
-from disagg.models.families import FAMILIES, ExpertNames
+from disagg.models.families import FAMILIES
+from disagg.models.family import ExpertNames
 from disagg.models.latent_config import LatentConfig
 from disagg.models.model_config import ModelConfig
 
@@ -27,6 +28,7 @@ class Part:
         is_interleaved: rows of gate and up are stored in turn; all of gate are read first.
         is_raw: bytes, which are read as they are.
         is_exact: in float32, whatever the model computes in.
+        is_less_one: 1 is added to its values.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Part:
     is_interleaved: bool = False
     is_raw: bool = False
     is_exact: bool = False
+    is_less_one: bool = False
 
     @property
     def is_scales(self) -> bool:
@@ -54,11 +57,7 @@ Fields: TypeAlias = dict[str, list[Part]]
 def layer_parts(config: ModelConfig, layer: int) -> Fields:
     """Say which checkpoint tensors make up each field of `LayerWeights`."""
     prefix = f"model.layers.{layer}"
-    parts = {
-        "input_norm": [Part(f"{prefix}.input_layernorm.weight", (config.hidden_size,))],
-        **_attention(config, f"{prefix}.self_attn"),
-        "post_norm": [Part(f"{prefix}.post_attention_layernorm.weight", (config.hidden_size,))],
-    }
+    parts = {**_norms(config, prefix), **_attention(config, f"{prefix}.self_attn")}
     experts = config.experts_in(layer)
     if experts is None:
         mlp = f"{prefix}.mlp"
@@ -73,7 +72,7 @@ def outer_parts(config: ModelConfig) -> Fields:
     table = (config.vocab_size, config.hidden_size)
     parts = {
         "embedding": [Part("model.embed_tokens.weight", table)],
-        "norm": [Part("model.norm.weight", (config.hidden_size,))],
+        "norm": [_norm(config, "model.norm")],
     }
     if not config.tie_word_embeddings:
         parts["lm_head"] = [Part("lm_head.weight", table)]
@@ -86,6 +85,32 @@ def all_parts(config: ModelConfig) -> Iterator[Part]:
     for fields in (outer_parts(config), *layers):
         for parts in fields.values():
             yield from parts
+
+
+# Norms of a layer, by where they are: fields of `LayerWeights`, and what a checkpoint calls them.
+_NORMS: dict[str, dict[str, str]] = {
+    "before": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
+    "after": {
+        "output_norm": "post_attention_layernorm",
+        "down_norm": "post_feedforward_layernorm",
+    },
+    "around": {
+        "input_norm": "input_layernorm",
+        "output_norm": "post_attention_layernorm",
+        "post_norm": "pre_feedforward_layernorm",
+        "down_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def _norms(config: ModelConfig, prefix: str) -> Fields:
+    names = _NORMS[config.norms]
+    return {field: [_norm(config, f"{prefix}.{name}")] for field, name in names.items()}
+
+
+def _norm(config: ModelConfig, name: str, size: int | None = None) -> Part:
+    shape, is_exact = (size or config.hidden_size,), config.norms_less_one
+    return Part(f"{name}.weight", shape, is_exact=is_exact, is_less_one=is_exact)
 
 
 def _attention(config: ModelConfig, prefix: str) -> Fields:
@@ -106,8 +131,8 @@ def _attention(config: ModelConfig, prefix: str) -> Fields:
         parts["output_bias"] = [Part(f"{prefix}.o_proj.bias", (hidden,))]
     if config.qk_norm:
         sizes = (q_size, kv_size) if config.qk_norm_all_heads else (config.head_dim,) * 2
-        parts["q_norm"] = [Part(f"{prefix}.q_norm.weight", (sizes[0],))]
-        parts["k_norm"] = [Part(f"{prefix}.k_norm.weight", (sizes[1],))]
+        parts["q_norm"] = [_norm(config, f"{prefix}.q_norm", sizes[0])]
+        parts["k_norm"] = [_norm(config, f"{prefix}.k_norm", sizes[1])]
     if config.sinks:
         parts["sinks"] = [Part(f"{prefix}.sinks", (config.num_heads,))]
     return parts

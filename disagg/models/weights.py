@@ -51,18 +51,20 @@ class LayerWeights:
     Matrices are packed where `load_weights` keeps them so.
     """
 
-    input_norm: Tensor  # [hidden]
     qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; latent: [q | q_a, kv_a]
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [head_dim], or of all heads [num_heads * head_dim]
     k_norm: Tensor | None  # [head_dim], or of all heads [num_kv_heads * head_dim]
     output: Matrix  # [hidden, num_heads * head_dim]
     output_bias: Tensor | None
-    post_norm: Tensor  # [hidden]
     gate_up: Matrix  # [2 * intermediate, hidden]
     gate_up_bias: Tensor | None
     down: Matrix  # [hidden, intermediate]
     down_bias: Tensor | None
+    input_norm: Tensor | None = None  # [hidden]: before attention
+    output_norm: Tensor | None = None  # [hidden]: after attention
+    post_norm: Tensor | None = None  # [hidden]: before the MLP
+    down_norm: Tensor | None = None  # [hidden]: after the MLP
     sinks: Tensor | None = None  # [num_heads]
     q_a_norm: Tensor | None = None  # [query_rank] of latent attention
     q_b: Matrix | None = None  # [num_heads * query_dim, query_rank]
@@ -90,6 +92,7 @@ class DecoderWeights:
     layers: Iterable[LayerWeights]
     norm: Tensor  # [hidden]
     lm_head: Matrix  # [vocab, hidden]
+    dtype: torch.dtype  # of activations
 
 
 def load_weights(
@@ -133,7 +136,7 @@ def load_weights(
         _layer(read(fields, config.experts_in(layer) is not None))
         for layer, fields in enumerate(layers)
     )
-    return DecoderWeights(layers=read_layers, **tables)
+    return DecoderWeights(layers=read_layers, dtype=dtype, **tables)
 
 
 def random_weights(
@@ -145,7 +148,8 @@ def random_weights(
     def draw(parts: list[Part]) -> Tensor:
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         if parts[0].name.endswith(("norm.weight",)):
-            return torch.ones(shape, dtype=dtype, device=device)
+            own = torch.float32 if parts[0].is_exact else dtype
+            return torch.ones(shape, dtype=own, device=device)
         if parts[0].is_raw:
             low, high = (118, 121) if parts[0].is_scales else (0, 256)
             return torch.randint(
@@ -161,7 +165,7 @@ def random_weights(
     for layer in range(config.num_layers):
         fields = {field: draw(parts) for field, parts in layer_parts(config, layer).items()}
         layers.append(_layer(fields))
-    return DecoderWeights(layers=tuple(layers), **tables)
+    return DecoderWeights(layers=tuple(layers), dtype=dtype, **tables)
 
 
 def _arranged(stored: Tensor, part: Part) -> Tensor:
@@ -260,6 +264,8 @@ class _Reader:
         for part in parts:
             rows = fused[row : row + part.shape[0]]
             rows.copy_(_arranged(self._one(part), part))
+            if part.is_less_one:
+                rows += 1.0
             if not _is_finite(rows, part):
                 raise ModelError(
                     f"{part.name} in {self._stored[part.name].file} holds NaN or infinite values "

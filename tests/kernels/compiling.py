@@ -13,12 +13,12 @@ from triton.compiler import ASTSource
 from disagg.kernels import (
     fixed_mixed_work,
     fixed_work,
+    gated_mul,
     kv_write,
     latent_attention,
     norm_rope,
     paged_attention,
     rms_norm,
-    silu_mul,
 )
 from disagg.kernels.attention_work import MIN_SPLIT_KEYS, latent_group
 from disagg.kernels.devices import LARGE_SHARED_NBYTES
@@ -257,7 +257,10 @@ _HALF_ROPE = {**_ROPE, "ROPE_DIM": 64, "BLOCK": 32, "REST_BLOCK": 64, "HAS_SQUAR
 # Kernels beside attention, with the sizes of a model of 8 billion parameters.
 OTHERS: list[tuple[Any, dict[str, Any], str]] = [
     (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "ADD": True}, "bf16"),
-    (silu_mul._silu_mul_kernel, {"SIZE": 14336, "BLOCK": 1024}, "bf16"),
+    *(
+        (gated_mul._gated_mul_kernel, {"SIZE": 14336, "BLOCK": 1024, "IS_GELU": is_gelu}, "bf16")
+        for is_gelu in (False, True)
+    ),
     (norm_rope._norm_rope_kernel, _ROPE, "bf16"),
     (norm_rope._norm_rope_kernel, _HALF_ROPE, "bf16"),
     *(

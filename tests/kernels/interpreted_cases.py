@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from disagg.kernels import reference, triton_ops
+from disagg.kernels.activation import Activation
 from disagg.kernels.fixed_work import FixedWork
+from disagg.kernels.gated_mul import gated_mul
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.kv_write import kv_write
 from disagg.kernels.norm_rope import norm_rope_
@@ -16,7 +18,6 @@ from disagg.kernels.paged_attention import paged_attention
 from disagg.kernels.paged_work import plan_work
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.sdpa_prompt import attend_prompt, whole_prompts
-from disagg.kernels.silu_mul import silu_mul
 from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
 from disagg.models.weights import random_weights
@@ -182,10 +183,17 @@ def test_work_of_a_fixed_shape() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 48, 384, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_norms(size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_norms(size: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 3, size).to(dtype)
-    weight = torch.rand(size).to(dtype)
+    weight = torch.rand(size).to(weight_dtype)
     tolerance = SINGLE if dtype == torch.float32 else HALF
     _assert_close(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), tolerance)
     for ours, theirs in zip(
@@ -213,9 +221,11 @@ def test_norm_rope(head_dim: int, rope_dim: int, normalised_by: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 80, 1024, 1500])
-def test_silu_mul(size: int) -> None:
-    gate_up = torch.randn(3, 2 * size)
-    _assert_close(silu_mul(gate_up), reference.silu_mul(gate_up), SINGLE)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_mul(size: int, activation: Activation) -> None:
+    gate_up = 2 * torch.randn(3, 2 * size)
+    expected = reference.gated_mul(gate_up, activation)
+    _assert_close(gated_mul(gate_up, activation), expected, SINGLE)
 
 
 @pytest.mark.parametrize("name", ["float32", *WITH_SCALES])

@@ -54,7 +54,8 @@ def in_float32(weights: DecoderWeights) -> DecoderWeights:
         for layer in weights.layers
     ]
     names = ("embedding", "norm", "lm_head")
-    return replace(weights, layers=layers, **{name: wide(getattr(weights, name)) for name in names})
+    tables = {name: wide(getattr(weights, name)) for name in names}
+    return replace(weights, layers=layers, dtype=torch.float32, **tables)
 
 
 def random_sequences(lengths: list[int], block_size: int, vocab_size: int) -> list[Tokens]:

@@ -36,6 +36,7 @@ def test_packed_equals_plain(both: tuple[PlainLinear, PackedLinear], num_rows: i
     for found, expected in (
         (packed(x), plain(x)),
         (packed.silu(x), plain.silu(x)),
+        (packed.gelu_tanh(x), plain.gelu_tanh(x)),
         (packed.times(x, other), plain.times(x, other)),
         (packed.plus(x, other), plain.plus(x, other)),
     ):
@@ -81,6 +82,7 @@ def test_half_equals_plain(num_in: int, num_out: int, with_bias: bool, num_rows:
         (half(x), plain(x)),
         (half(strided), plain(strided)),
         (half.silu(x), plain.silu(x)),
+        (half.gelu_tanh(x), plain.gelu_tanh(x)),
         (half.times(x, other), plain.times(x, other)),
         (half.plus(x, other), plain.plus(x, other)),
     ):

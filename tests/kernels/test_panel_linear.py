@@ -33,6 +33,7 @@ def test_panels_equal_exact_products(
         (panels(x), exact),
         (panels(x.t().contiguous().t()), exact),
         (panels.silu(x), torch.nn.functional.silu(exact)),
+        (panels.gelu_tanh(x), torch.nn.functional.gelu(exact, approximate="tanh")),
         (panels.times(x, other), exact * other.double()),
         (panels.plus(x, other), exact + other.double()),
     ):

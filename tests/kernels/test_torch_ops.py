@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
 from disagg.kernels import linear, reference, torch_paging
+from disagg.kernels.activation import Activation
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.torch_ops import TorchOps
@@ -31,17 +34,23 @@ def _seed() -> None:
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 100])
 def test_rms_norm_of_few_and_many_rows(num_rows: int, dtype: torch.dtype) -> None:
     # Small values, so that the epsilon counts.
-    x, weight = (torch.randn(num_rows, 96) * 1e-3).to(dtype), torch.rand(96).to(dtype)
-    _assert_close(TorchOps().rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    x, drawn = (torch.randn(num_rows, 96) * 1e-3).to(dtype), torch.rand(96)
+    for weight in (drawn.to(dtype), drawn):
+        normed = TorchOps().rms_norm(x, weight, 1e-6)
+        assert normed.dtype == dtype
+        _assert_close(normed, reference.rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normalised_by", ["nothing", "each head", "given squares"])
 @pytest.mark.parametrize("rope_dim", [64, 24])
-def test_norm_rope(rope_dim: int, normalised_by: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("norm_dtype", [None, torch.float32])
+def test_norm_rope(
+    rope_dim: int, normalised_by: str, dtype: torch.dtype, norm_dtype: torch.dtype | None
+) -> None:
     ops = TorchOps()
     qkv = torch.randn(5, 7, 64).to(dtype)
-    norm = None if normalised_by == "nothing" else torch.rand(5, 64).to(dtype)
+    norm = None if normalised_by == "nothing" else torch.rand(5, 64).to(norm_dtype or dtype)
     squares = torch.rand(5, 5) if normalised_by == "given squares" else None
     angles = torch.randn(9, rope_dim // 2)
     cos, sin = angles.cos(), angles.sin()
@@ -65,8 +74,10 @@ def test_projections(num_rows: int, with_bias: bool, dtype: torch.dtype) -> None
     bias = torch.randn(96).to(dtype) if with_bias else None
     wide = x.float() @ weight.float().T + (0.0 if bias is None else bias.float())
     _assert_close(ops.project(x, ops.pack(weight, bias)), wide.to(dtype))
-    gated = ops.project_gated(x, ops.pack_gated(weight, bias))
-    _assert_close(gated, reference.silu_mul(wide).to(dtype))
+    gate_up = ops.pack_gated(weight, bias)
+    for activation in get_args(Activation):
+        gated = ops.project_gated(x, gate_up, activation)
+        _assert_close(gated, reference.gated_mul(wide, activation).to(dtype))
     total = (residual.float() + x.float() @ square.float().T).to(dtype)
     added, normed = ops.project_add_norm(x, ops.pack(square, None), residual, norm, 1e-6)
     _assert_close(added, total)

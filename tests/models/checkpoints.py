@@ -150,6 +150,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": ("Glm4MoeLite", {**_LATENT, "q_lora_rank": 14}),
     "minimax-m2": ("MiniMaxM2", {**_MINIMAX, "rotary_dim": 8}),
     "minimax-m2-whole-heads": ("MiniMaxM2", {**_MINIMAX, "rope_parameters": _YARN}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma-untied-biased": (
+        "Gemma",
+        {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-yarn": ("Olmo2", {"rope_parameters": _YARN, "attention_bias": True}),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gpt-oss-windows-named": (
         "GptOss",

@@ -10,6 +10,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from disagg.models.families import FAMILIES
+
 ARCHITECTURES = {
     "Llama": "llama",
     "Mistral": "llama",
@@ -18,6 +20,14 @@ ARCHITECTURES = {
     "Qwen3": "qwen3",
     "Qwen2Moe": "qwen2moe",
     "Qwen3Moe": "qwen3moe",
+    "Gemma": "gemma",
+    "Olmo2": "olmo2",
+}
+# Norms that several families call post_attention_layernorm, before the MLP or after attention.
+OTHER_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -40,6 +50,7 @@ NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+WITH_PLAIN_NORMS = {name for name, each in FAMILIES.items() if each.norms == "before"}
 BYTES = [chr(b) for b in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))]
 BYTES += [chr(256 + number) for number in range(256 - len(BYTES))]
 MERGES = ["1 2", "12 3", "123 4", "Ġ t", "Ġt h", "e Ì", "o u", "Ġ Ġ"]
@@ -89,13 +100,16 @@ def write_gguf(
         outer, _, end = name.rpartition(".")
         if outer.startswith("model.layers."):
             layer, outer = outer.removeprefix("model.layers.").split(".", 1)
-            theirs = f"blk.{layer}.{NAMES.get(outer, outer)}.{end}"
+            names = NAMES if f"{family}ForCausalLM" in WITH_PLAIN_NORMS else NAMES | OTHER_NORMS
+            theirs = f"blk.{layer}.{names.get(outer, outer)}.{end}"
         else:
             theirs = f"{NAMES[outer]}.{end}"
         if ARCHITECTURES[family] == "llama" and outer in ("self_attn.q_proj", "self_attn.k_proj"):
             values = _paired(values, values.shape[0] // _head_dim(model.config))
         if theirs.endswith("ffn_gate_inp_shexp.weight"):
             values = values[0]
+        if family.startswith("Gemma") and name.endswith("norm.weight"):
+            values = values + 1.0
         stored = kind if values.ndim > 1 else Type.F32
         raw = gguf.quants.quantize(np.ascontiguousarray(values), stored)
         writer.add_tensor(theirs, raw, raw_dtype=stored)

@@ -312,9 +312,16 @@ POPULAR: dict[str, Popular] = {
         _other("Qwen3NextForCausalLM", "qwen3_next"), why_not="recurrent state instead of KV"),
     "openai/gpt-oss-20b": Popular(_gpt_oss(24, 32), 20.91),
     "openai/gpt-oss-120b": Popular(_gpt_oss(36, 128), 116.83),
+    "google/gemma-7b-it": Popular(
+        _dense("GemmaForCausalLM", "gemma", (28, 3072, 24576, 16, 16, 256000, 8192), head_dim=256,
+               hidden_act="gelu_pytorch_tanh", hidden_activation=None, rope_theta=10000.0,
+               eos_token_id=1), 8.54),
     "google/gemma-3-27b-it": Popular(
         _other("Gemma3ForConditionalGeneration", "gemma3"), why_not="Gemma"),
     "google/gemma-2-9b-it": Popular(_other("Gemma2ForCausalLM", "gemma2"), why_not="Gemma"),
+    "allenai/OLMo-2-1124-7B-Instruct": Popular(
+        _dense("Olmo2ForCausalLM", "olmo2", (32, 4096, 11008, 32, 32, 100352, 4096),
+               rope_theta=500000, rms_norm_eps=1e-6, eos_token_id=100257), 7.30),
     "microsoft/phi-4": Popular(
         _dense("Phi3ForCausalLM", "phi3", (40, 5120, 17920, 40, 10, 100352, 16384),
                rope_theta=250000, rope_scaling=None, sliding_window=None), 14.66),

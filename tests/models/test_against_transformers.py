@@ -36,6 +36,8 @@ CLASSES = {
     "Glm4MoeForCausalLM": transformers.Glm4MoeForCausalLM,
     "Glm4MoeLiteForCausalLM": transformers.Glm4MoeLiteForCausalLM,
     "MiniMaxM2ForCausalLM": transformers.MiniMaxM2ForCausalLM,
+    "GemmaForCausalLM": transformers.GemmaForCausalLM,
+    "Olmo2ForCausalLM": transformers.Olmo2ForCausalLM,
     "GptOssForCausalLM": transformers.GptOssForCausalLM,
 }
 _QWEN_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24}
@@ -187,6 +189,8 @@ LENIENT = [
     ),
     ("GptOssForCausalLM", {"num_key_value_heads": None}),
     ("MiniMaxM2ForCausalLM", {"num_key_value_heads": None}),
+    ("GemmaForCausalLM", {"num_key_value_heads": None}),
+    ("Olmo2ForCausalLM", {"head_dim": None}),
     # Only the kernel on a CPU of theirs cannot.
     *((family, {"hidden_size": 66}) for family in _GROUPED_PRODUCTS),
     ("GptOssForCausalLM", {"swiglu_limit": 1}),

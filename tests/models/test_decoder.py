@@ -94,7 +94,16 @@ def test_a_family_whose_layers_have_nothing_new_is_one_entry(
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama", "qwen3-mixed-windows", "qwen2-moe", "gpt-oss", "deepseek-v3", "minimax-m2"],
+    [
+        "llama",
+        "qwen3-mixed-windows",
+        "qwen2-moe",
+        "gpt-oss",
+        "deepseek-v3",
+        "minimax-m2",
+        "gemma",
+        "olmo2",
+    ],
 )
 def test_prefix_hit_equals_computing_everything(variant: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
@@ -123,6 +132,8 @@ def test_prefix_hit_equals_computing_everything(variant: str, tmp_path: Path) ->
         "deepseek-v3",
         "glm4-moe",
         "minimax-m2-whole-heads",
+        "gemma",
+        "olmo2",
         "gpt-oss",
     ],
 )

@@ -106,7 +106,7 @@ def test_generation_config_says_what_ends_an_answer(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Qwen3ForCausalLM"]),
         ({"architectures": "LlamaForCausalLM"}, ["must be a list, not 'LlamaForCausalLM'"]),
-        ({"architectures": ["GemmaForCausalLM"]}, ["not yet: Gemma's norms"]),
+        ({"architectures": ["CohereForCausalLM"]}, ["not yet: attention and MLP in"]),
         ({"architectures": None}, ["without architectures", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["quantised (hqq)", "gptq"]),

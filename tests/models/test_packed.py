@@ -19,6 +19,7 @@ from disagg.config import EngineConfig
 from disagg.engine.device.check import choose
 from disagg.errors import ModelError
 from disagg.kernels import reference
+from disagg.kernels.activation import Activation
 from disagg.kernels.linear import PlainLinear
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
@@ -79,10 +80,10 @@ class FakeGpuOps(TorchOps):
             return (ReferenceProduct(weight, bias),)
         return super().pack_gated(weight, bias)
 
-    def project_gated(self, x: Tensor, weight: Any) -> Tensor:
+    def project_gated(self, x: Tensor, weight: Any, activation: Activation = "silu") -> Tensor:
         if len(weight) == 1:
-            return reference.silu_mul(weight[0](x))
-        return super().project_gated(x, weight)
+            return reference.gated_mul(weight[0](x), activation)
+        return super().project_gated(x, weight, activation)
 
 
 def same(token: Tensor) -> Tensor:

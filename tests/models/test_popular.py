@@ -87,12 +87,16 @@ def families_table() -> str:
         more = [
             ("biases", family.attention_bias != "none"),
             ("norms of q and k", family.qk_norm != "none"),
+            ("norms after", family.norms == "after"),
+            ("norms before and after", family.norms == "around"),
             ("rotated in part", "partial_rotary_factor" in family.defaults),
             ("sinks", family.sinks),
             ("latents", family.is_latent),
         ]
         attention = ", ".join([attention, *(word for word, has in more if has)])
         mlp, experts = "dense", family.experts
+        if family.activations != ("silu",):
+            mlp = "dense, GELU"
         if experts is not None:
             kinds = [
                 ("a shared one", bool(experts.shared)),

@@ -90,6 +90,8 @@ OF_FAMILIES = [
     ("glm4-moe", "float rows"),
     ("glm4-moe-lite", "int8"),
     ("minimax-m2", "fp8 blocks"),
+    ("gemma", "int8"),
+    ("olmo2", "float rows"),
 ]
 
 

@@ -37,7 +37,8 @@ def _load(
     directory: Path, dtype: torch.dtype = torch.float32, progress: Progress | None = None
 ) -> _Loaded:
     weights = load_weights(describe_model(directory), dtype, CPU, progress)
-    return _Loaded(weights.embedding, [*weights.layers], weights.norm, weights.lm_head)
+    layers = [*weights.layers]
+    return _Loaded(weights.embedding, layers, weights.norm, weights.lm_head, dtype)
 
 
 def _edit(directory: Path, changes: dict[str, Tensor | None]) -> None:

@@ -13,6 +13,7 @@ from disagg.kernels.cpu_library import cpu_flags, find_step
 from disagg.kernels.cpu_pages import LANES
 from disagg.kernels.devices import gpus_here, has_driver, why_no_gpu
 from disagg.models.model_config import ModelConfig
+from disagg.models.not_compiled import not_compiled
 
 DeviceType: TypeAlias = Literal["cpu", "cuda"]
 
@@ -60,17 +61,8 @@ def is_step_compiled() -> bool:
 
 def why_not_compiled(model: ModelConfig) -> str:
     """Why the compiled step of CPUs does not compute a model in bfloat16; empty if it does."""
-    has = [
-        ("experts", model.experts is not None),
-        ("attention sinks", model.sinks),
-        ("latents", model.latent is not None),
-        (
-            "heads that are rotated in part",
-            model.latent is None and model.rope_dim != model.head_dim,
-        ),
-    ]
-    if named := [name for name, is_so in has if is_so]:
-        return f"whose model has {' and '.join(named)}"
+    if has := not_compiled(model):
+        return f"whose model has {has}"
     if model.head_dim % LANES:
         return f"whose heads have {model.head_dim} values, no multiple of {LANES}"
     return ""

@@ -1,0 +1,52 @@
+"""What the compiled step (`csrc/step.cpp`) is given of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from disagg.kernels.cpu_step import DenseLayer, DenseModel
+from disagg.kernels.int4_linear import Int4Linear
+from disagg.kernels.int8_linear import Int8Linear
+from disagg.kernels.ops import Weight
+from disagg.models.layers import Layer, Mlp
+from disagg.models.model_config import ModelConfig
+
+
+def dense_model(
+    config: ModelConfig,
+    layers: Sequence[Layer],
+    embedding: Tensor | Int8Linear | Int4Linear,
+    rope: Tensor,
+    norm: Tensor,
+    head: Weight,
+) -> DenseModel:
+    """Of a model that has nothing that `not_compiled` names."""
+    packed = []
+    for layer in layers:
+        assert isinstance(layer.mlp, Mlp)
+        assert layer.input_norm is not None and layer.post_norm is not None
+        packed.append(
+            DenseLayer(
+                input_norm=layer.input_norm,
+                qkv=layer.qkv,
+                qk_norm=layer.qk_norm,
+                output=layer.output,
+                post_norm=layer.post_norm,
+                gate_up=layer.mlp.gate_up,
+                down=layer.mlp.down,
+                window=layer.window,
+            )
+        )
+    return DenseModel(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        embedding=embedding,
+        rope=rope,
+        layers=packed,
+        norm=norm,
+        head=head,
+    )

@@ -1,0 +1,121 @@
+"""The layers of a decoder, with their weights in the form that the device wants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.ops import Experts, Ops, Weight
+from disagg.kernels.packed_matrix import Largest, PackedMatrix
+from disagg.models.communicator import Communicator
+from disagg.models.experts_config import ExpertsConfig
+from disagg.models.latent import LatentAttention
+from disagg.models.model_config import ModelConfig
+from disagg.models.qk_norm import norms_of_heads
+from disagg.models.weights import LayerWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    router: Weight
+    router_dtype: torch.dtype
+    experts: Weight
+    shared: Mlp | None
+    shared_gate: Weight | None  # how much of `shared` a token gets
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer. A norm that the family does not have is None."""
+
+    input_norm: Tensor | None
+    qkv: Weight
+    qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
+    sinks: Tensor | None  # float32 [num_heads]
+    output: Weight
+    output_norm: Tensor | None
+    post_norm: Tensor | None
+    mlp: Mlp | ExpertMlp
+    down_norm: Tensor | None
+    window: int | None
+    latent: LatentAttention | None
+
+
+class LayerPacker:
+    """Packs the layers of a model, or of one rank's part of it.
+
+    Args:
+        dtype: of activations.
+    """
+
+    def __init__(
+        self, ops: Ops, config: ModelConfig, dtype: torch.dtype, ranks: Communicator | None
+    ) -> None:
+        self._ops, self._config, self._dtype, self._ranks = ops, config, dtype, ranks
+        self._largest: Largest | None = None if ranks is None else ranks.largest_
+
+    def pack(self, index: int, layer: LayerWeights) -> Layer:
+        ops, config = self._ops, self._config
+        return Layer(
+            input_norm=layer.input_norm,
+            qkv=ops.pack(layer.qkv, layer.qkv_bias),
+            qk_norm=norms_of_heads(config, layer.q_norm, layer.k_norm),
+            sinks=None if layer.sinks is None else layer.sinks.float(),
+            output=ops.pack(layer.output, layer.output_bias, self._largest),
+            output_norm=layer.output_norm,
+            post_norm=layer.post_norm,
+            mlp=self._mlp(layer, config.experts_in(index)),
+            down_norm=layer.down_norm,
+            window=config.sliding_windows[index],
+            latent=LatentAttention.pack(ops, config, layer),
+        )
+
+    def _mlp(self, layer: LayerWeights, experts: ExpertsConfig | None) -> Mlp | ExpertMlp:
+        ops, largest = self._ops, self._largest
+        if experts is None:
+            gate_up = ops.pack_gated(layer.gate_up, layer.gate_up_bias)
+            return Mlp(gate_up, ops.pack(layer.down, layer.down_bias, largest))
+        assert layer.router is not None
+        own = None if self._ranks is None else self._ranks.share.own_experts(experts)
+        num_held = experts.num_experts if own is None else len(own)
+
+        def by_expert(rows: Any) -> Any:
+            stays = rows is None or isinstance(rows, PackedMatrix)
+            return rows if stays else rows.unflatten(0, (num_held, -1))
+
+        shared = shared_gate = None
+        if layer.shared_gate_up is not None and layer.shared_down is not None:
+            gate_up = ops.pack_gated(layer.shared_gate_up, None)
+            shared = Mlp(gate_up, ops.pack(layer.shared_down, None, largest))
+        if layer.shared_gate is not None:
+            shared_gate = ops.pack_table(layer.shared_gate)
+        matrices = Experts(
+            gate_up=by_expert(layer.gate_up),
+            down=by_expert(layer.down),
+            dtype=self._dtype,
+            num_experts=experts.num_experts,
+            num_chosen=experts.num_experts_per_tok,
+            is_normalized=experts.is_normalized,
+            gate_up_bias=by_expert(layer.gate_up_bias),
+            down_bias=by_expert(layer.down_bias),
+            gate_up_scales=by_expert(layer.gate_up_scales),
+            down_scales=by_expert(layer.down_scales),
+            limit=experts.swiglu_limit,
+            alpha=experts.swiglu_alpha,
+            grouping=experts.grouping,
+            score_bias=layer.score_bias,
+            largest=largest if own is None else None,  # no row is divided
+            own=own,
+        )
+        dtype = self._dtype if experts.grouping is None else torch.float32  # as DeepSeek does
+        router = ops.pack_table(layer.router.to(dtype), layer.router_bias)
+        return ExpertMlp(router, dtype, ops.pack_experts(matrices), shared, shared_gate)

@@ -1,0 +1,22 @@
+"""What the compiled step of CPUs (`csrc/step.cpp`) does not compute. Knows no torch."""
+
+from __future__ import annotations
+
+from disagg.models.model_config import ModelConfig
+
+
+def not_compiled(config: ModelConfig) -> str:
+    """What a model has that the compiled step does not compute; empty if it computes all."""
+    is_partial = config.latent is None and config.rope_dim != config.head_dim
+    has = {
+        "experts": config.experts is not None,
+        "attention sinks": config.sinks,
+        "latents": config.latent is not None,
+        "heads that are rotated in part": is_partial,
+        "norms over all heads": config.qk_norm_all_heads,
+        "norms after attention and MLP": config.norms != "before",
+        "norms in float32": config.norms_less_one,
+        "scaled embeddings": config.scaled_embedding,
+        "GELU": config.activation == "gelu_tanh",
+    }
+    return " and ".join(what for what, is_so in has.items() if is_so)
