@@ -82,7 +82,7 @@ def _num_blocks(trace: Sequence[TraceRequest]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", type=Path, help="a file in Mooncake's or Azure's format")
+    parser.add_argument("--trace", type=Path, help="trace file in the format of Mooncake or Azure")
     parser.add_argument("--speed", type=float, default=1.0)
     parser.add_argument("--num-requests", type=int, default=1000)
     parser.add_argument("--cells", type=int, nargs="+", default=[4])

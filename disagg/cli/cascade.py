@@ -1,4 +1,4 @@
-"""Find the threshold above which a small model's answer is kept instead of asking a large one."""
+"""Calibrate a cascade: find the confidence above which a small model's answer is kept."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from disagg.router.calibration import (
 
 DEFAULTS = CascadeConfig()
 CHAT = "/v1/chat/completions"
-PATIENCE_S = 3600.0  # of models that are loaded here: no prompt is refused because others wait
+PATIENCE_S = 3600.0  # TTFT SLO of local models, so that no prompt is refused while others wait
 
-Ask: TypeAlias = Callable[[dict[str, Any]], Awaitable[bytes]]  # a chat request to its answer
+Ask: TypeAlias = Callable[[dict[str, Any]], Awaitable[bytes]]  # sends one chat request
 
 
 class Labelled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of the prompts' file: a prompt or messages, and the one right answer."""
+    """A line of the prompts file: a prompt or messages, and the right answer."""
 
     label: str
     prompt: str | None = None
@@ -52,7 +52,7 @@ class Labelled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A prompt on its way to the models."""
+    """A prompt for both models, and its right answer."""
 
     messages: list[dict[str, Any]]
     label: str
@@ -86,7 +86,7 @@ class _TokenCounts(msgspec.Struct):
 
 
 class ScoredAnswer(msgspec.Struct):
-    """As much of a chat completion as counts here."""
+    """The fields of a chat completion that calibration reads."""
 
     model: str
     choices: list[_ScoredChoice]
@@ -118,36 +118,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     calibrate = verbs.add_parser("calibrate", help="find a threshold from labelled prompts")
     add = calibrate.add_argument
-    add("models", nargs=2, metavar="MODEL", help="the small and the large model")
-    add("--prompts", type=Path, required=True, help="JSONL: prompt (or messages) and label")
-    add("--url", help="a server that serves both (default: both are loaded here)")
-    add("--api-key", default=os.environ.get("DISAGG_API_KEY"))
-    add("--quality", type=float, default=0.95, help="share of the large model's accuracy to keep")
+    add("models", nargs=2, metavar="MODEL", help="the small model and the large model")
+    add(
+        "--prompts",
+        type=Path,
+        required=True,
+        help="JSONL file; each line has a prompt (or messages) and a label, the right answer",
+    )
+    add("--url", help="URL of a server that serves both models (default: load both here)")
+    add(
+        "--api-key",
+        default=os.environ.get("DISAGG_API_KEY"),
+        help="API key of that server (default: the environment variable DISAGG_API_KEY)",
+    )
+    add(
+        "--quality",
+        type=float,
+        default=0.95,
+        help="share of the large model's accuracy to keep (default: 0.95)",
+    )
     add(
         "--risk",
         type=float,
         default=0.005,
         help="share of prompts that may lose a right answer because small answers are released"
-        " before all judged tokens have come; 0: none are",
+        " before all judged tokens are there; 0 disables early release (default: 0.005)",
     )
-    add("--signal", choices=get_args(Signal), help="default: the one with the lowest cost")
-    add("--threshold", type=float, help="keep this one instead; with --signal")
-    add("--num-judged-tokens", type=int, default=DEFAULTS.num_judged_tokens)
-    add("--max-tokens", type=int, default=256, help="largest length of an answer")
-    add("--parallel", type=int, default=16, help="number of prompts sent at once")
-    add("--write", type=Path, help="write the result to a file for disagg serve --cascade")
+    add(
+        "--signal",
+        choices=get_args(Signal),
+        help="confidence signal (default: the one with the lowest cost)",
+    )
+    add("--threshold", type=float, help="use this threshold of --signal instead of searching one")
+    add(
+        "--num-judged-tokens",
+        type=int,
+        default=DEFAULTS.num_judged_tokens,
+        help=f"number of tokens that are judged (default: {DEFAULTS.num_judged_tokens})",
+    )
+    add("--max-tokens", type=int, default=256, help="largest length of an answer (default: 256)")
+    add("--parallel", type=int, default=16, help="number of prompts sent at once (default: 16)")
+    add("--write", type=Path, help="write the result to a file for `disagg serve --cascade`")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises `DisaggError` for prompts or models that nothing can be learned from."""
+    """Raises `DisaggError` for invalid arguments, and for prompts or models that cannot be used."""
     if not 0.0 < arguments.quality <= 1.0:
-        raise RequestError("A quality is a fraction above 0 and at most 1.", param="quality")
+        raise RequestError("The quality must be above 0 and at most 1.", param="quality")
     if not 0.0 <= arguments.risk < 1.0:
-        raise RequestError("A risk is a fraction from 0 to below 1.", param="risk")
+        raise RequestError("The risk must be at least 0 and below 1.", param="risk")
     if arguments.threshold is not None and arguments.signal is None:
-        raise RequestError("A threshold is one of a --signal; give both.", param="threshold")
+        raise RequestError("A threshold needs a signal: give --signal too.", param="threshold")
     if arguments.num_judged_tokens < 1:
-        raise RequestError("At least one token must be judged.", param="num_judged_tokens")
+        raise RequestError(
+            "The number of judged tokens must be at least 1.", param="num_judged_tokens"
+        )
     prompts = read_prompts(arguments.prompts)
     gather = _from_server if arguments.url else _from_here
     answers, parameters = asyncio.run(gather(arguments, prompts))
@@ -168,17 +193,18 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         arguments.write.write_text(written, encoding="utf-8")
         console.print(
-            f"written: disagg serve {' '.join(arguments.models)} --cascade {arguments.write}"
+            f"Wrote {arguments.write}. Use it with: disagg serve {' '.join(arguments.models)}"
+            f" --cascade {arguments.write}"
         )
     return 0
 
 
 def read_prompts(file: Path) -> list[Question]:
-    """Raises `RequestError` naming the line that is broken, or has no label."""
+    """Read the prompts file. Raises `RequestError` with the number of the first invalid line."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{file} cannot be read: {error}.", param="prompts") from error
+        raise RequestError(f"Cannot read {file}: {error}.", param="prompts") from error
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -188,16 +214,18 @@ def read_prompts(file: Path) -> list[Question]:
             labelled = msgspec.json.decode(line, type=Labelled)
         except msgspec.MsgspecError as error:
             raise RequestError(
-                f'{where}: {error}. A line is {{"prompt": "2 + 3 =", "label": "5"}}; the label is'
-                " the right answer, with which the answers of both models are compared.",
+                f'{where}: {error}. A line looks like {{"prompt": "2 + 3 =", "label": "5"}}; the'
+                " label is the right answer, to which the answers of both models are compared.",
                 param="prompts",
             ) from error
         if (labelled.prompt is None) == (labelled.messages is None):
-            raise RequestError(f"{where}: give either prompt or messages.", param="prompts")
+            raise RequestError(
+                f"{where}: give either prompt or messages, and not both.", param="prompts"
+            )
         messages = labelled.messages or [{"role": "user", "content": labelled.prompt}]
         prompts.append(Question(messages, labelled.label))
     if not prompts:
-        raise RequestError(f"{file} has no prompts.", param="prompts")
+        raise RequestError(f"{file} contains no prompts.", param="prompts")
     return prompts
 
 
@@ -211,8 +239,8 @@ async def _from_server(
         if not served.get(model):
             known = ", ".join(name for name, size in served.items() if size)
             raise StartupError(
-                f"{arguments.url} does not serve {model!r}, or does not say how many parameters it"
-                f" has; it serves {known or 'no such model'}.",
+                f"The server at {arguments.url} does not serve {model!r}, or does not report its"
+                f" number of parameters; it serves {known or 'no model with that number'}.",
                 param="url",
             )
 
@@ -243,12 +271,12 @@ async def _from_here(
 
 
 def asker(cluster: local.LocalCluster) -> Ask:
-    """Chat with models of this process."""
+    """A function that sends chat requests to models in this process."""
 
     async def ask(body: dict[str, Any]) -> bytes:
         status, answer = await cluster.post(CHAT, msgspec.json.encode(body))
         if status != 200:
-            raise DisaggError(f"A prompt was not answered: {answer.decode(errors='replace')[:500]}")
+            raise DisaggError(f"A prompt failed: {answer.decode(errors='replace')[:500]}")
         return answer
 
     return ask
@@ -261,7 +289,7 @@ async def compare(
     max_tokens: int,
     num_parallel: int,
 ) -> list[Compared]:
-    """What both models answer, greedily. `models`: the small and the large one."""
+    """Greedy answers of both models to all prompts. `models`: the small one, then the large one."""
     places = asyncio.Semaphore(num_parallel)
 
     async def one(model: str, asked: Question) -> ScoredAnswer:
@@ -302,7 +330,7 @@ def quickened(
     risk: float,
     parameters: Sequence[int],
 ) -> CascadeConfig:
-    """The chosen threshold, and what lets requests wait for fewer judged tokens, or none."""
+    """The chosen threshold, plus early releases and a prompt judge that shorten the wait."""
     config = CascadeConfig(
         signal=best.signal,
         num_judged_tokens=best.num_judged_tokens,
@@ -321,7 +349,7 @@ def quickened(
 
 
 def rounded(judge: PromptJudge) -> PromptJudge:
-    """To figures that people can read; tokens that hardly count are left out."""
+    """The judge with rounded weights; tokens whose weight rounds to 0 are left out."""
     weights = ((token, round(weight, 2)) for token, weight in judge.weights)
     assert judge.start_above is not None
     return PromptJudge(

@@ -1,4 +1,4 @@
-"""What `disagg cascade calibrate` prints and writes."""
+"""Output of `disagg cascade calibrate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from disagg.config import CascadeConfig
 from disagg.router.calibration import Compared, Curve, Point, min_num_prompts, played
 
-SHARES = (0.5, 0.8, 0.95)  # of the gap recovered, at which costs are reported
+SHARES = (0.5, 0.8, 0.95)  # shares of the recovered accuracy gap at which costs are reported
 NUM_ROWS = 12
 WEIGHTS_PER_LINE = 8
 
@@ -36,7 +36,7 @@ def as_yaml(config: CascadeConfig) -> str:
             "  prompt_judges:",
             f"    - bias: {judge.bias:g}",
             f"      start_above: {judge.start_above:g}",
-            "      weights: # of token ids",
+            "      weights: # pairs of token id and weight",
         ]
         for start in range(0, len(weights), WEIGHTS_PER_LINE):
             lines.append(f"        {'[' if not start else ' '}")
@@ -54,7 +54,7 @@ def report_curves(
 ) -> None:
     small, large = arguments.models
     console.print(
-        f"{small}: {best.small_accuracy:.1%} right with {parameters[0]:,} parameters;"
+        f"{small}: {best.small_accuracy:.1%} correct with {parameters[0]:,} parameters;"
         f" {large}: {best.large_accuracy:.1%} with {parameters[1]:,}"
     )
     table = Table(title=f"{best.signal}, quality against cost", title_justify="left")
@@ -70,7 +70,7 @@ def report_curves(
         table.add_row(*cells, style="bold" if point == chosen else "")
     console.print(table)
     table = Table(
-        title="escalated (cost) where so much of the gap is recovered", title_justify="left"
+        title="escalated (cost) by share of the accuracy gap recovered", title_justify="left"
     )
     shares = (f"{share:.0%}" for share in SHARES)
     for column in ("signal", *shares, "APGR", f"cost at quality {arguments.quality:g}"):
@@ -83,7 +83,7 @@ def report_curves(
     console.print(table)
     console.print(
         f"chosen: {best.signal} >= {chosen.threshold:.4g} over the first {best.num_judged_tokens}"
-        f" tokens: {chosen.accuracy:.1%} right ({chosen.accuracy / best.large_accuracy:.1%} of"
+        f" tokens: {chosen.accuracy:.1%} correct ({chosen.accuracy / best.large_accuracy:.1%} of"
         f" {large}'s) at {chosen.cost:.1%} of its cost; {chosen.escalated:.1%} escalate"
     )
 
@@ -94,13 +94,13 @@ def report_quickened(
     config: CascadeConfig,
     parameters: Sequence[int],
 ) -> None:
-    """What early releases and the prompt judge change."""
+    """Print what early releases and the prompt judge change."""
     if arguments.risk and not config.leads:
         least = min_num_prompts(arguments.risk)
         console.print(
-            f"No answer is released before {config.num_judged_tokens} tokens: with {len(answers)}"
-            f" prompts nobody can tell that this loses at most {arguments.risk:.2%} of them. It"
-            f" takes {least} prompts at least, more where some are lost (or a higher --risk)."
+            f"Answers are released only after {config.num_judged_tokens} tokens: {len(answers)}"
+            f" prompts are too few to show that earlier releases lose at most {arguments.risk:.2%}"
+            f" of the right answers. Use at least {least} prompts, or a higher --risk."
         )
     slow = replace(config, leads=(), prompt_judges=())
     table = Table(title="until the first token", title_justify="left")

@@ -1,4 +1,4 @@
-"""Line charts, one below the other, as an SVG document. Knows nothing of what the lines mean."""
+"""Draws line charts, one below the other, as an SVG document."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from disagg.errors import StartupError
 
 WIDTH, HEIGHT, MARGIN = 720, 440, 64
 COLOURS = ("#0b6e4f", "#c1292e", "#235789", "#f1a208", "#7b2d8b", "#555555")
-LEAST = 1e-3  # on a logarithmic axis
+LEAST = 1e-3  # smallest value on a logarithmic axis
 
 Line = Sequence[tuple[float, float]]
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """Lines by name, over x from 0 on.
+    """Lines by name. The x axis starts at 0.
 
     Args:
-        unit, x_unit: written behind the figures of the axes.
-        is_logarithmic: of y; else it begins at 0.
+        unit, x_unit: units written after the numbers of the y and x axes.
+        is_logarithmic: whether the y axis is logarithmic; a linear one starts at 0.
     """
 
     title: str
@@ -34,15 +34,17 @@ class Chart(msgspec.Struct, frozen=True):
 
 
 def check_path(path: Path) -> None:
-    """Raises `StartupError` where it cannot be written, before there is anything to draw."""
+    """Raises `StartupError` if a plot cannot be written to the path."""
     if path.suffix.lower() != ".svg":
-        raise StartupError(f"Plots are SVG: {path} must be called *.svg.", param="plot")
+        raise StartupError(
+            f"Plots are SVG files, so the name {path} must end with .svg.", param="plot"
+        )
     if not path.resolve().parent.is_dir():
-        raise StartupError(f"There is no folder for {path}.", param="plot")
+        raise StartupError(f"The directory of {path} does not exist.", param="plot")
 
 
 def write_svg(path: Path, charts: Sequence[Chart]) -> None:
-    """Raises `StartupError` where the file cannot be written."""
+    """Write the charts to a file. Raises `StartupError` if it cannot be written."""
     size = f'width="{WIDTH}" height="{HEIGHT * len(charts)}"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">']
     parts.append('<rect width="100%" height="100%" fill="white"/>')
@@ -83,7 +85,7 @@ def _draw(chart: Chart) -> list[str]:
     return parts
 
 
-Axis = tuple[list[float], Callable[[float], float]]  # marks; a value's share of the height
+Axis = tuple[list[float], Callable[[float], float]]  # marks, and a value's share of the height
 
 
 def _linear(values: Sequence[float]) -> Axis:

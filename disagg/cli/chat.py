@@ -1,7 +1,8 @@
-"""Talk to a server from the terminal.
+"""Chat with a server from the terminal.
 
-Streams answers as they come. Ctrl-C stops an answer by closing its connection, which ends the work
-on the server too. With --message it asks one question, prints the bare answer and exits.
+Prints answers while they are generated. Ctrl-C stops an answer by closing its connection, so that
+the server stops generating too. With --message it asks one question, prints only the answer and
+exits.
 """
 
 from __future__ import annotations
@@ -26,19 +27,43 @@ from disagg.errors import DisaggError, StartupError, Unavailable
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
-_HELP = "/clear forgets the conversation, /system TEXT sets the instructions, /exit leaves."
+_HELP = (
+    "/clear starts a new conversation, /system TEXT sets the system prompt, /exit ends the chat."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
-    parser.add_argument("--model", help="default: the first model that the server lists")
-    parser.add_argument("--message", help="ask this and exit; - reads it from standard input")
-    parser.add_argument("--system", help="instructions put before the conversation")
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--api-key", default=os.environ.get("DISAGG_API_KEY"))
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="URL of the server (default: http://127.0.0.1:8000)",
+    )
+    parser.add_argument(
+        "--model", help="name of the model (default: the first model that the server lists)"
+    )
+    parser.add_argument(
+        "--message", help="ask this one question and exit; - reads it from standard input"
+    )
+    parser.add_argument("--system", help="system prompt of the conversation")
+    parser.add_argument(
+        "--max-tokens", type=int, help="largest length of an answer (default: the server decides)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, help="sampling temperature (default: the server decides)"
+    )
+    parser.add_argument("--seed", type=int, help="sampling seed (default: random)")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("DISAGG_API_KEY"),
+        help="API key of the server (default: the environment variable DISAGG_API_KEY)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="seconds to wait for the server to connect or to send more (default: 600)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,13 +86,13 @@ def run(args: argparse.Namespace) -> int:
     return _talk(conversation, Console(highlight=False))
 
 
-# What is read of a server's answers. Unknown fields are ignored, so any OpenAI server will do.
+# The fields of responses that are read. Unknown fields are ignored, so any OpenAI server works.
 
 
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # what other servers call it
+    reasoning: str | None = None  # the same field in other servers
 
 
 class _Choice(msgspec.Struct):
@@ -101,10 +126,10 @@ class _Refusal(msgspec.Struct):
 
 
 class Server:
-    """An OpenAI server behind `url`, with or without a path before `/v1`.
+    """A client of an OpenAI server. The path of `url` may end with `/v1`.
 
     Raises:
-        StartupError: the URL is not one of http or https.
+        StartupError: the URL is not an http or https URL.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
@@ -127,26 +152,26 @@ class Server:
         with self._exchange("GET", "/v1/models") as reply:
             models = _decode(reply.read(), _Models).data
         if not models:
-            raise Unavailable(f"{self.url} serves no model.")
+            raise Unavailable(f"The server at {self.url} lists no models.")
         return models[0].id
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """The body of an answer; without `body` of a GET.
+        """The body of the response to a POST with `body`, or to a GET if `body` is None.
 
         Raises:
-            DisaggError: what the server says is wrong.
-            Unavailable: it cannot be reached.
+            DisaggError: the server refused the request; has the server's message.
+            Unavailable: the server cannot be reached.
         """
         method, raw = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         with self._exchange(method, path, raw) as reply:
             return reply.read()
 
     def chunks(self, body: dict[str, Any]) -> Generator[_Chunk, None, None]:
-        """The events of a streamed chat completion. Closing the iterator hangs up.
+        """The events of a streamed chat completion. Closing the iterator closes the connection.
 
         Raises:
-            DisaggError: what the server says is wrong.
-            Unavailable: it cannot be reached, or the stream broke off.
+            DisaggError: the server refused the request; has the server's message.
+            Unavailable: the server cannot be reached, or the stream broke off.
         """
         with self._exchange("POST", "/v1/chat/completions", json.dumps(body).encode()) as reply:
             for line in reply:
@@ -159,7 +184,7 @@ class Server:
                 if chunk.error is not None:
                     raise DisaggError(chunk.error.message)
                 yield chunk
-        raise Unavailable("The server hung up before the answer was complete.")
+        raise Unavailable("The server closed the connection before the answer was complete.")
 
     @contextmanager
     def _exchange(
@@ -175,8 +200,8 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
             raise Unavailable(
-                f"{self.url} cannot be reached ({reason}); start a server with `disagg serve`, or"
-                " give its address with --url."
+                f"Cannot reach {self.url} ({reason}); start a server with `disagg serve`, or give"
+                " the server's address with --url."
             ) from error
         finally:
             connection.close()
@@ -194,11 +219,13 @@ def _decode(raw: bytes, kind: type[Answer]) -> Answer:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.MsgspecError as error:
-        raise Unavailable(f"The server does not speak OpenAI's protocol: {error}.") from error
+        raise Unavailable(
+            f"The server's response is not in the format of the OpenAI API: {error}."
+        ) from error
 
 
 class Piece(NamedTuple):
-    """More of an answer, or of what the model thinks before it."""
+    """The next piece of an answer, or of the reasoning before it."""
 
     text: str
     is_reasoning: bool = False
@@ -206,17 +233,21 @@ class Piece(NamedTuple):
 
 @dataclass
 class ChatSession:
-    """Turns so far, and the question under way."""
+    """One conversation: its turns so far and its settings."""
 
     server: Server
     model: str
     options: dict[str, Any]
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
-    num_tokens: int = 0  # of the last answer
+    num_tokens: int = 0  # length of the last answer
 
     def ask(self, question: str) -> Generator[Piece, None, None]:
-        """The answer in pieces. It is remembered as far as it came; a failed question is not."""
+        """Ask, and yield the answer in pieces.
+
+        The question and the part of the answer that arrived become a turn of the conversation; a
+        question without any answer does not.
+        """
         asked = {"role": "user", "content": question}
         instructions = [{"role": "system", "content": self.system}] if self.system else []
         body = {
@@ -277,11 +308,11 @@ def _show_answer(conversation: ChatSession, question: str, console: Console) -> 
             if text and was_reasoning and not is_reasoning:
                 console.print("\n")
             was_reasoning = is_reasoning or (was_reasoning and not text)
-            # Without escapes: a model must not steer the terminal.
+            # Escape characters are removed, so that a model cannot control the terminal.
             style = "dim" if is_reasoning else ""
             console.print(Text(text.replace("\x1b", ""), style), end="", soft_wrap=True)
     except KeyboardInterrupt:
-        pieces.close()  # hangs up
+        pieces.close()  # closes the connection
         console.print(Text(" (stopped)", style="dim"), end="")
     except DisaggError as error:
         console.print(Text("\n" + error.message if first_s else error.message, style="red"), end="")

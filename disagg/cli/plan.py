@@ -1,7 +1,7 @@
-"""Size a fleet before there is one: KV, rooflines, how many GPUs for a load, and whether to split.
+"""Predict how many GPUs a load needs, and whether to separate prefill and decode.
 
-Every figure is a prediction from datasheets and the stated assumptions of docs/planning.md; nothing
-is measured. Without --requests-per-s or --trace it says what one worker can do.
+Every figure is a prediction from datasheets and the assumptions in docs/planning.md; nothing is
+measured. Without --requests-per-s or --trace it prints what one worker can do.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from disagg.planner.sizing import FleetPlan, Prices
 from disagg.sim.trace import read_trace
 
 NOT_RUN_YET = (
-    "Workers of several GPUs split the model by tensor parallelism (`disagg serve"
-    " --tensor-parallel-size`). Such a worker has run on CPUs only, so how long it takes on GPUs is"
-    " computed and not measured; --tensor-parallel-size 1 plans without it."
+    "Workers with several GPUs split the model by tensor parallelism (`disagg serve"
+    " --tensor-parallel-size`). This has been measured on CPUs only; its times on GPUs are"
+    " computed. Use --tensor-parallel-size 1 to plan without it."
 )
 DEFAULT_TTFT_S = 1.0
 DEFAULT_TPOT_S = 0.05
@@ -58,100 +58,132 @@ DEFAULT_TPOT_S = 0.05
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
-        help="a directory with a config.json, a model of Hugging Face, a bundled model, or"
+        help="a directory with a config.json, a Hugging Face model, a bundled model, or one of"
         f" {', '.join(SHAPES)}",
     )
     parser.add_argument(
         "--gpu",
         action="append",
-        help="default: h100; repeat it to choose among several:"
-        f" {', '.join(GPUS)}; or {CPU_CORE.name}: workers of one core each",
+        help=f"GPU of the workers: {', '.join(GPUS)}, or {CPU_CORE.name} for workers with one CPU"
+        " core each; repeat the flag to choose the best of several (default: h100)",
     )
     parser.add_argument(
-        "--weights", choices=list(NBYTES), default="bf16", help="format of the weights"
+        "--weights",
+        choices=list(NBYTES),
+        default="bf16",
+        help="data type of the weights (default: bf16)",
     )
     parser.add_argument(
         "--engine",
         choices=ENGINES,
         default="",
-        help="plan with the share of the GPU that published runs of this engine reached (default:"
-        " what a good engine should reach)",
+        help="plan with the share of the GPU's peak that published benchmarks of this engine"
+        " reached (default: assumptions of docs/planning.md)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         dest="kv",
-        type=lambda name: "bf16" if name == "bfloat16" else name,  # which `disagg serve` says
+        type=lambda name: "bf16" if name == "bfloat16" else name,  # the name in `disagg serve`
         choices=list(KV_BITS),
         default="bf16",
-        help="format of the KV cache",
+        help="data type of the KV cache (default: bf16)",
     )
-    parser.add_argument("--requests-per-s", type=float, metavar="RATE")
+    parser.add_argument(
+        "--requests-per-s", type=float, metavar="RATE", help="plan a fleet for this request rate"
+    )
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="take lengths and rate from a trace in Mooncake's or Azure's format;"
-        " --requests-per-s replaces the rate",
+        help="plan a fleet for the lengths and the rate of this trace (in the format of Mooncake or"
+        " Azure); --requests-per-s overrides the rate",
     )
-    parser.add_argument("--input-tokens", type=int, default=1024, metavar="TOKENS")
-    parser.add_argument("--output-tokens", type=int, default=256, metavar="TOKENS")
     parser.add_argument(
-        "--tensor-parallel-size", type=int, metavar="GPUS", help="GPUs per worker (default: any)"
+        "--input-tokens",
+        type=int,
+        default=1024,
+        metavar="TOKENS",
+        help="length of a prompt, without --trace (default: 1024)",
+    )
+    parser.add_argument(
+        "--output-tokens",
+        type=int,
+        default=256,
+        metavar="TOKENS",
+        help="length of an answer, without --trace (default: 256)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        metavar="GPUS",
+        help="number of GPUs per worker (default: the best)",
     )
     parser.add_argument(
         "--enable-expert-parallel",
         action="store_true",
-        help="workers of several GPUs keep whole experts on each, as with `disagg serve`",
+        help="use expert parallelism in workers with several GPUs, as in `disagg serve`",
     )
     parser.add_argument(
-        "--ttft", type=float, default=DEFAULT_TTFT_S, help="TTFT SLO in seconds, for 95 %%"
+        "--ttft",
+        type=float,
+        default=DEFAULT_TTFT_S,
+        help=f"TTFT SLO in seconds, for 95 %% of the requests (default: {DEFAULT_TTFT_S:g})",
     )
     parser.add_argument(
-        "--tpot", type=float, default=DEFAULT_TPOT_S, help="TPOT SLO in seconds, for 95 %%"
+        "--tpot",
+        type=float,
+        default=DEFAULT_TPOT_S,
+        help=f"TPOT SLO in seconds, for 95 %% of the requests (default: {DEFAULT_TPOT_S:g})",
     )
     parser.add_argument(
-        "--link", default="400g", help=f"network per GPU (default: 400g): {', '.join(LINKS)}"
+        "--link", default="400g", help=f"network per GPU: {', '.join(LINKS)} (default: 400g)"
     )
     parser.add_argument(
         "--price",
         action="append",
         metavar="[GPU=]USD",
-        help=f"price of one GPU per hour (default: a list of {PRICES_AS_OF})",
+        help=f"price of one GPU per hour (default: list prices of {PRICES_AS_OF})",
     )
     parser.add_argument(
         "--play",
         action=argparse.BooleanOptionalAction,
-        help="let each planned fleet serve the load in the simulator before one is advised"
-        " (default: if that takes some seconds)",
+        help="check each planned fleet by serving the load in the simulator (default: if that takes"
+        " a few seconds only)",
     )
     parser.add_argument(
         "--write",
         type=Path,
         metavar="DIR",
-        help="write the advised fleet as a Serve YAML and as a KubeRay file",
+        help="write the advised fleet as a YAML file for Ray Serve and one for KubeRay",
     )
-    parser.add_argument("--force", action="store_true", help="--write may overwrite files")
-    parser.add_argument("--json", action="store_true", help="one JSON object for machines")
+    parser.add_argument("--force", action="store_true", help="let --write overwrite files")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write plots of batch and cost to an SVG file"
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="write plots of batch sizes and costs to this SVG file",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises `DisaggError` for unknown names, what does not fit, and SLOs that cannot be met."""
+    """Raises `DisaggError` for an unknown name, a model that does not fit, or an unmet SLO."""
     if args.plot is not None:
         check_path(args.plot)
     is_asked = args.requests_per_s is not None or args.trace is not None
     for name in ("play", "write"):
         if getattr(args, name) and not is_asked:
             raise StartupError(
-                "There is a fleet only for a load: give --requests-per-s or --trace.", param=name
+                f"--{name} needs a load to plan a fleet for: give --requests-per-s or --trace.",
+                param=name,
             )
     if args.write is not None:
         check_directory(args.write, args.force)
     elif args.force:
         raise StartupError(
-            "--force only lets --write overwrite files: add --write DIR, or leave it out.",
+            "--force only lets --write overwrite files: add --write DIR, or leave out --force.",
             param="force",
         )
     slo, link = Slo(args.ttft, args.tpot), link_of(args.link)
@@ -196,7 +228,7 @@ def run(args: argparse.Namespace) -> int:
 def _write(
     args: argparse.Namespace, shape: ModelShape, fleet: FleetPlan, load: Workload, slo: Slo
 ) -> list[str]:
-    """Write the fleet, and say where."""
+    """Write the fleet; returns a note with the paths."""
     model = served_model(args.model, shape.repository)
     command = shlex.join(["disagg", *args.words])
     plan = Written(fleet, load, slo, link_of(args.link), model, command)
@@ -204,37 +236,39 @@ def _write(
 
 
 def _assumed(shape: ModelShape, every: Sequence[Placement]) -> list[str]:
-    """Where the speed of prompts is assumed, and what published runs reached there."""
+    """Notes for GPUs whose prefill speed is assumed, with the speed of published benchmarks."""
     notes = []
     for gpu, weights in dict.fromkeys((each.gpu, each.weights) for each in every):
         kind = shape.products_in(weights)
         shares = {
-            engine: share for (engine, *of), share in MATMUL.items() if of == [kind, gpu.family]
+            engine: share for (engine, *key), share in MATMUL.items() if key == [kind, gpu.family]
         }
         if kind == "bf16" and shares:
             reached = " and ".join(f"{share} with {name}" for name, share in shares.items())
             notes.append(
-                f"Prompts on {gpu.name} are planned at {PLANNED.matmul} of its FLOP/s, which is"
-                f" assumed. Published runs reached {reached}: --engine plans with that."
+                f"Prefill on {gpu.name} is planned at {PLANNED.matmul} of its peak FLOP/s, which is"
+                f" an assumption. Published benchmarks reached {reached}; --engine plans with that"
+                " value."
             )
     return notes
 
 
 def _how_quantized(shape: ModelShape, weights: str) -> str:
-    begin = f"The weights of this checkpoint are quantised ({shape.quantized}), and"
+    begin = f"The weights of this checkpoint are quantised ({shape.quantized})."
     if weights != "bf16":
-        return f"{begin} planned in {weights} instead: that is its size here."
+        return f"{begin} The plan uses their size in {weights} instead (--weights)."
     if not shape.packed_nbytes:
-        return f"{begin} widened when they are loaded: its size here is that in bf16."
-    but = "; those of experts are widened" if shape.has_widened_experts else ""
-    return f"{begin} stay so on a GPU, where products are in bf16: its size here is so{but}."
+        return f"{begin} They are converted to bf16 when loaded; the plan uses that size."
+    but = ", except for experts, which are converted to bf16" if shape.has_widened_experts else ""
+    return f"{begin} GPUs keep them so and multiply in bf16; the plan uses that size{but}."
 
 
 def _load(args: argparse.Namespace) -> tuple[Workload, list[str]]:
-    """The load, and what to know about it. Without one, a single request of the lengths given.
+    """The load, and notes on it. Without a rate or a trace the load is one request.
 
     Raises:
         RequestError: the trace cannot be read.
+        StartupError: the trace has no rate.
     """
     rate: float | None = args.requests_per_s
     if args.trace is None:
@@ -245,7 +279,8 @@ def _load(args: argparse.Namespace) -> tuple[Workload, list[str]]:
     if rate is None:
         if last_s <= 0:
             raise StartupError(
-                f"All requests of {args.trace} come at one moment; say how many come a second.",
+                f"All requests of {args.trace} arrive at the same time; give a rate with"
+                " --requests-per-s.",
                 param="requests_per_s",
             )
         rate = len(requests) / last_s
@@ -253,8 +288,8 @@ def _load(args: argparse.Namespace) -> tuple[Workload, list[str]]:
     busiest = max(Counter(int(each.arrival_s) for each in requests).values())
     note = (
         f"{args.trace} has {len(requests):,} requests in {last_s:,.0f} s, {busiest} of them in its"
-        f" busiest second; planned for {rate:,.2f} a second that arrive at random, each prompt"
-        " computed whole, whatever prefixes it shares."
+        f" busiest second. The plan assumes {rate:,.2f} random arrivals per second and no prefix"
+        " cache hits."
     )
     return Workload(rate, lengths), [note]
 
@@ -262,11 +297,10 @@ def _load(args: argparse.Namespace) -> tuple[Workload, list[str]]:
 def _placements(
     args: argparse.Namespace, shape: ModelShape, load: Workload
 ) -> tuple[list[Placement], list[str]]:
-    """On all GPUs named, and why some are left out."""
+    """The possible workers on all chosen GPUs, and notes on GPUs that are left out."""
     if args.enable_expert_parallel and not shape.num_experts:
         raise StartupError(
-            f"{shape.name} has no experts that GPUs could have whole; leave"
-            " --enable-expert-parallel out.",
+            f"{shape.name} is not a mixture of experts; leave out --enable-expert-parallel.",
             param="enable_expert_parallel",
         )
     every: list[Placement] = []
@@ -298,19 +332,19 @@ def _placements(
 
 def _why_not_over(size: int, shape: ModelShape, every: Sequence[Placement]) -> str:
     """Why no worker of `size` GPUs is among the possible placements."""
-    able = ", ".join(f"{each.num_gpus} x {each.gpu.name}" for each in every)
+    choices = ", ".join(f"{each.num_gpus} x {each.gpu.name}" for each in every)
     if size < 1:
-        return f"A worker has at least 1 GPU, not {size}; possible are {able}."
+        return f"A worker needs at least 1 GPU, not {size}; choose from {choices}."
     num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
     if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
         return (
             f"{shape.name} has {num_heads} heads and {num_kv_heads} KV heads, which {size} GPUs"
-            f" cannot share evenly; possible are {able}."
+            f" cannot share evenly; choose from {choices}."
         )
     most = max(each.gpu.gpus_per_node for each in every)
     if size > most:
-        return f"{size} GPUs are more than the {most} of one node; possible are {able}."
-    return f"{size} GPUs cannot hold {shape.name} and its longest request; {able} do."
+        return f"{size} GPUs are more than the {most} of one node; choose from {choices}."
+    return f"{size} GPUs cannot hold {shape.name} and its longest request; choose from {choices}."
 
 
 def _prices_of(args: argparse.Namespace, every: Sequence[Placement]) -> Prices:
@@ -319,7 +353,7 @@ def _prices_of(args: argparse.Namespace, every: Sequence[Placement]) -> Prices:
 
 
 def _prices(given: Sequence[str], names: set[str]) -> dict[str, float]:
-    """US dollars an hour for each GPU of `names`."""
+    """US dollars per hour for each GPU of `names`."""
     usd = {name: USD_PER_GPU_HOUR[name] for name in names if name in USD_PER_GPU_HOUR}
     for text in given:
         name, _, amount = text.rpartition("=")
@@ -333,7 +367,7 @@ def _prices(given: Sequence[str], names: set[str]) -> dict[str, float]:
     unknown = sorted(names - usd.keys())
     if unknown:
         raise StartupError(
-            f"No price is known for {', '.join(unknown)}; give one, like {unknown[0]}=2.5.",
+            f"No price is known for {', '.join(unknown)}; give one with --price {unknown[0]}=2.5.",
             param="price",
         )
     return usd

@@ -1,6 +1,6 @@
-"""The Ray cluster of a planned fleet for KubeRay, as deploy/kuberay/rayservice.yaml has it.
+"""The Ray cluster of a planned fleet for KubeRay, like deploy/kuberay/rayservice.yaml.
 
-One worker group for each pool, one worker in each pod. Knows no model and no load.
+There is one worker group per pool and one worker per pod.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from disagg.planner.sizing import Pool
 RAY_VERSION = "2.60.0"
 LABELS = {"app": "disagg"}
 IMAGE = "disagg"
-GRACE_S = 30  # beyond the seconds in which a worker hands its requests over
+GRACE_S = 30  # added to the time in which a worker hands its requests over
 
-# Of a worker, for each of its GPUs.
+# Resources of a worker for each of its GPUs.
 CPUS_PER_GPU, MEMORY_GIB_PER_GPU, SHM_GIB_PER_GPU = 8, 64, 16
 
-# Serve reads these when its processes start: the same on every pod.
+# Serve reads these when its processes start, so they are the same on every pod.
 _SETTINGS = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -32,12 +32,12 @@ _PORTS = {6379: "gcs-server", 8265: "dashboard", 10001: "client", 8000: "serve"}
 
 
 def cluster_of(pools: Mapping[str, Pool], drain_s: float) -> dict[str, Any]:
-    """`rayClusterConfig` of a RayService: a head, and a worker group for each pool by its role."""
+    """`rayClusterConfig` of a RayService: a head, and one worker group per role."""
     return {
         "rayVersion": RAY_VERSION,
-        "authOptions": {"mode": "token"},  # KubeRay draws the token and gives it to every pod
+        "authOptions": {"mode": "token"},  # KubeRay makes a token and gives it to every pod
         "headGroupSpec": {
-            "rayStartParams": {"num-cpus": "0"},  # for Ray's own processes alone
+            "rayStartParams": {"num-cpus": "0"},  # so that only Ray's own processes run there
             "template": {
                 "metadata": {"labels": LABELS},
                 "spec": {"containers": [_container("ray-head", _resources(4, 16, 0))]},
@@ -48,9 +48,9 @@ def cluster_of(pools: Mapping[str, Pool], drain_s: float) -> dict[str, Any]:
 
 
 def policy_of() -> dict[str, Any]:
-    """Lets these pods reach each other, KubeRay's operator the pods, and clients the API only.
+    """A NetworkPolicy. The pods and KubeRay's operator reach the pods, clients only the API.
 
-    KV transfers check no key (docs/security.md).
+    It is needed because KV transfers are not authenticated (docs/security.md).
     """
     operator = {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}
     return {
@@ -91,7 +91,7 @@ def _group(role: str, pool: Pool, drain_s: float) -> dict[str, Any]:
         "template": {
             "metadata": {"labels": LABELS},
             "spec": {
-                # A worker that stops hands its requests over with their KV.
+                # A worker that stops needs time to hand its requests over with their KV.
                 "terminationGracePeriodSeconds": int(drain_s) + GRACE_S,
                 "containers": [container],
                 "volumes": [
@@ -113,7 +113,7 @@ def _container(name: str, resources: Mapping[str, Any]) -> dict[str, Any]:
         "name": name,
         "image": IMAGE,
         "env": [*settings, *secrets],
-        "ports": [{"containerPort": port, "name": what} for port, what in _PORTS.items()],
+        "ports": [{"containerPort": port, "name": port_name} for port, port_name in _PORTS.items()],
         "resources": dict(resources),
     }
 

@@ -1,8 +1,8 @@
-"""Planned fleets serve their load in the simulator before `disagg plan` advises one.
+"""Simulates planned fleets under their load before `disagg plan` advises one.
 
 Router, scheduler and admission are the real code. The planner's rooflines give the time of a step,
-and workers fit their time models to these steps as to real ones. So this checks queueing, batches
-and routing, and not the rooflines.
+and simulated workers fit their time models to these steps as real workers do. So the simulation
+checks queueing, batching and routing, but not the rooflines.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ BLOCK_TOKENS = 64
 LEAST_REQUESTS = 1000
 MOST_REQUESTS = 20_000
 MOST_UNASKED_S = 13.0
-# Of processor time for both fleets, about (one EPYC core, 2026-11-23).
+# Approximate CPU time to simulate both fleets, measured on one EPYC core on 2026-11-23.
 S_PER_REQUEST, S_PER_OUTPUT_TOKEN = 3.4e-3, 1.2e-5
-NUM_ANSWER_TIMES = 5.0  # as long as so many answers take: until then a fleet is emptier than later
+# A simulation lasts this many times as long as an answer; a fleet starts empty and fills up first.
+NUM_ANSWER_TIMES = 5.0
 
 
 class Played(msgspec.Struct, frozen=True):
-    """What each fleet of an advice did; None: there is no such fleet."""
+    """Simulation results of each fleet of an advice; None if there is no such fleet."""
 
     apart: SimReport | None
     together: SimReport | None
@@ -44,13 +45,13 @@ class Played(msgspec.Struct, frozen=True):
 def play(
     advice: Advice, load: Workload, slo: Slo, link_bytes_per_s: float
 ) -> tuple[Advice, Played]:
-    """The advice after both fleets were played, and what they did.
+    """Simulate both fleets; returns the revised advice and the results.
 
-    If the advised fleet serves less than 95 % in time and the other one serves more, the other one
-    is advised.
+    If the advised fleet serves less than 95 % of the requests in time and the other fleet serves
+    more, the revised advice is the other fleet.
 
     Raises:
-        StartupError: the load is too large to be played.
+        StartupError: the load is too large to be simulated.
     """
     requests = _requests(load, slo)
     apart, together = (
@@ -60,35 +61,38 @@ def play(
     chosen, other = (apart, together) if advice.disaggregate else (together, apart)
     assert chosen is not None
     enough = 100.0 * QUANTILE
-    reason = f"{advice.reason} Played, {chosen.in_time_percent:.1f} % of its requests are in time."
+    reason = (
+        f"{advice.reason} In the simulation, {chosen.in_time_percent:.1f} % of its requests are in"
+        " time."
+    )
     is_less = chosen.in_time_percent < enough
     if is_less and other is not None and other.in_time_percent > chosen.in_time_percent:
         kind = "Do not disaggregate" if advice.disaggregate else "Disaggregate"
         reason = (
-            f"{kind}: played, the cheaper fleet serves {chosen.in_time_percent:.1f} % of the"
-            f" requests in time, and this one {other.in_time_percent:.1f} %."
+            f"{kind}: in the simulation, the cheaper fleet serves {chosen.in_time_percent:.1f} % of"
+            f" the requests in time, and this one {other.in_time_percent:.1f} %."
         )
         advice = msgspec.structs.replace(advice, disaggregate=not advice.disaggregate)
         chosen = other
     if chosen.in_time_percent < enough:
-        reason += f" That is less than {enough:g} %: take a worker more, or ask for less."
+        reason += f" That is less than {enough:g} %: add a worker, or relax the SLOs."
     return msgspec.structs.replace(advice, reason=reason), Played(apart, together)
 
 
 def why_not_played(load: Workload, slo: Slo, if_quick: bool) -> str | None:
-    """A sentence for a plan that is not played; None: it should be.
+    """Why a plan is not simulated, as a sentence; None if it should be simulated.
 
     Args:
-        if_quick: play what takes some seconds.
+        if_quick: whether to simulate a plan that takes a few seconds only.
     """
     number = _num_requests(load, slo)
     taken_s = number * (S_PER_REQUEST + S_PER_OUTPUT_TOKEN * load.mean_output_tokens)
     if if_quick and taken_s <= MOST_UNASKED_S:
         return None
-    why = "The share of requests in time is not known, as the fleets were not played:"
+    why = "The share of requests in time is not known, because the fleets were not simulated:"
     if number > MOST_REQUESTS:
         return f"{why} {number:,} requests would take too long."
-    return f"{why} --play does it, {number:,} requests in about {taken_s:,.0f} s."
+    return f"{why} --play simulates {number:,} requests in about {taken_s:,.0f} s."
 
 
 def _num_requests(load: Workload, slo: Slo) -> int:
@@ -97,13 +101,14 @@ def _num_requests(load: Workload, slo: Slo) -> int:
 
 
 def _requests(load: Workload, slo: Slo) -> list[TraceRequest]:
-    """Poisson arrivals of the load's lengths, for several times as long as an answer takes."""
+    """Requests with the load's lengths and Poisson arrivals, for several answer durations."""
     number = _num_requests(load, slo)
     if number > MOST_REQUESTS:
         raise StartupError(
-            f"Playing {load.requests_per_s:g} requests/s takes {number:,} requests, and more than"
-            f" {MOST_REQUESTS:,} take too long. Play a part of the load, such as"
-            f" {0.99 * load.requests_per_s * MOST_REQUESTS / number:.0f} requests/s.",
+            f"Simulating {load.requests_per_s:g} requests/s needs {number:,} requests, and more"
+            f" than {MOST_REQUESTS:,} take too long. Simulate a part of the load, such as"
+            f" {0.99 * load.requests_per_s * MOST_REQUESTS / number:.0f} requests/s, or leave out"
+            " --play.",
             param="play",
         )
     rng = random.Random(0)
@@ -116,7 +121,7 @@ def _requests(load: Workload, slo: Slo) -> list[TraceRequest]:
 
 
 def step_sizes_of(fleet: FleetPlan) -> tuple[int, int]:
-    """Sequences and tokens of the largest step, as workers on these GPUs have them.
+    """Sequences and tokens of the largest step of workers on these GPUs.
 
     Both pools have the same settings: those of the slower GPU.
     """

@@ -1,4 +1,4 @@
-"""What `disagg plan --plot` draws: a worker's batch against its tokens, and cost over the load."""
+"""Charts of `disagg plan --plot`: speed of a worker by batch size, and cost by load."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from disagg.planner.roofline import Placement
 from disagg.planner.sizing import MAX_BATCH, FleetPlan, Prices, colocated, disaggregated
 
 NUM_BATCHES = 24
-LOADS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0)  # of what was asked for
+LOADS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0)  # as factors of the given rate
 
 
 def worker_charts(load: Workload, every: Sequence[Placement]) -> list[Chart]:
-    """Each way to place the model, by how many sequences decode at once."""
+    """Time per token and tokens per second of each placement, by number of sequences."""
 
     def lines(value: Callable[[int, float], float]) -> dict[str, list[tuple[float, float]]]:
         return {
@@ -28,17 +28,17 @@ def worker_charts(load: Workload, every: Sequence[Placement]) -> list[Chart]:
             for each in every
         }
 
-    of = f"by sequences of {load.decode_tokens:,.0f} tokens in a step; {PREDICTED}"
+    suffix = f"by sequences of {load.decode_tokens:,.0f} tokens in a step; {PREDICTED}"
     return [
-        Chart(f"ms a token {of}", lines(lambda batch, step_s: step_s * 1e3)),
-        Chart(f"Tokens a second of a worker {of}", lines(lambda batch, step_s: batch / step_s)),
+        Chart(f"ms per token {suffix}", lines(lambda batch, step_s: step_s * 1e3)),
+        Chart(f"Tokens/s of a worker {suffix}", lines(lambda batch, step_s: batch / step_s)),
     ]
 
 
 def cost_chart(
     load: Workload, slo: Slo, every: Sequence[Placement], link_bytes_per_s: float, prices: Prices
 ) -> Chart | None:
-    """Both kinds of fleet. None where neither holds the SLOs at any load."""
+    """Cost of both kinds of fleet by load; None if neither meets the SLOs at any load."""
     loads = [msgspec.structs.replace(load, requests_per_s=load.requests_per_s * x) for x in LOADS]
 
     def line(fleet: Callable[[Workload], FleetPlan | None]) -> list[tuple[float, float]]:
@@ -54,7 +54,7 @@ def cost_chart(
         "together": line(lambda load: colocated(load, slo, every, prices)),
     }
     lines = {name: points for name, points in lines.items() if points}
-    title = f"US dollars for a million tokens of answers, by requests/s; {PREDICTED}"
+    title = f"US dollars per million tokens of answers by requests/s; {PREDICTED}"
     return Chart(title, lines, x_unit="/s") if lines else None
 
 

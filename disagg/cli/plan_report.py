@@ -1,4 +1,4 @@
-"""What `disagg plan` says: tables for people, one object for machines. Decides nothing."""
+"""Output of `disagg plan`: tables for people, one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from disagg.time_model import StepTimeModel
 
 PREDICTED = "predictions from datasheets, not measurements"
 
-# For machines.
+# JSON
 
 
 def report(
@@ -48,13 +48,13 @@ def report(
         plan["apart"] = advice.apart and _fleet_report(advice.apart, load)
         plan["together"] = advice.together and _fleet_report(advice.together, load)
         if played is not None:
-            for kind, its in (("apart", played.apart), ("together", played.together)):
-                if its is not None:
+            for kind, result in (("apart", played.apart), ("together", played.together)):
+                if result is not None:
                     plan[kind]["played"] = {
-                        "in_time_percent": its.in_time_percent,
-                        "num_requests": its.num_requests,
-                        "ttft_p95_s": its.ttft_p95_s,
-                        "tpot_p95_s": its.tpot_p95_s,
+                        "in_time_percent": result.in_time_percent,
+                        "num_requests": result.num_requests,
+                        "ttft_p95_s": result.ttft_p95_s,
+                        "tpot_p95_s": result.tpot_p95_s,
                     }
         plan["prices_as_of"] = PRICES_AS_OF
     return plan
@@ -107,7 +107,7 @@ def _fleet_report(fleet: FleetPlan, load: Workload) -> dict[str, Any]:
 
 
 def usd_per_million(fleet: FleetPlan, load: Workload) -> dict[str, float]:
-    """US dollars for a million tokens: of answers, and of prompts and answers."""
+    """US dollars per million tokens: of answers alone, and of prompts and answers together."""
     requests = load.requests_per_s * 3600 / 1e6
     both = load.mean_prompt_tokens + load.mean_output_tokens
     return {
@@ -121,11 +121,11 @@ def _prior(pool: Pool) -> StepTimeModel:
 
 
 def _floor(each: Placement) -> Placement:
-    """The same on the datasheet's figures, which nothing can beat."""
+    """The same placement at the datasheet's peak figures, which are a lower bound of times."""
     return msgspec.structs.replace(each, efficiency=DATASHEET)
 
 
-# For people.
+# Tables
 
 
 def show(
@@ -141,12 +141,12 @@ def show(
     console.print(
         f"{shape.name}: {shape.num_params / 1e9:.2f} billion parameters,"
         f" {first.weights_nbytes / 1e9:.1f} GB in {first.shape.stored_as(first.weights)};"
-        f" KV {first.kv_nbytes_per_token / 1024:g} KiB a token in {first.kv}"
+        f" KV {first.kv_nbytes_per_token / 1024:g} KiB per token in {first.kv}"
         f" ({shape.num_layers} layers, {_kv_of(shape)}),"
         f" from {shape.source}.",
         soft_wrap=True,
     )
-    console.print(f"All that follows are {PREDICTED}.\n")
+    console.print(f"All figures below are {PREDICTED}.\n")
     console.print(_worker_table(load, every))
     console.print()
     console.print(_prior_table(every))
@@ -155,7 +155,7 @@ def show(
         console.print(_fleet_table(advice, load, played))
         console.print()
         console.print(advice.reason, soft_wrap=True)
-        console.print(f"Prices unless given: {PRICES_AS_OF}; {PRICES_SOURCE}.", soft_wrap=True)
+        console.print(f"Default prices: {PRICES_AS_OF}; {PRICES_SOURCE}.", soft_wrap=True)
     for note in notes:
         console.print(note, soft_wrap=True)
 
@@ -230,15 +230,15 @@ def _fleet_table(advice: Advice, load: Workload, played: Played | None) -> Table
     row("prefill:decode", lambda fleet: ":".join(str(pool.num_workers) for pool in fleet.pools))
     row("GPUs", lambda fleet: " + ".join(str(pool.num_gpus) for pool in fleet.pools))
     row("busy", lambda fleet: ", ".join(f"{pool.busy:.0%}" for pool in fleet.pools))
-    row("sequences a worker", lambda fleet: str(fleet.pools[-1].batch))
+    row("sequences per worker", lambda fleet: str(fleet.pools[-1].batch))
     row("TTFT ms", lambda fleet: f"{fleet.ttft_s * 1e3:,.0f}")
     row("TPOT ms", lambda fleet: f"{fleet.tpot_s * 1e3:.1f}")
     row("KV transfer ms", lambda fleet: f"{fleet.transfer_s * 1e3:.1f}")
-    row("prompt tokens a step", lambda fleet: str(fleet.chunk_tokens or "-"))
-    row("$ an hour", lambda fleet: f"{fleet.usd_per_hour:,.2f}")
+    row("prompt tokens per step", lambda fleet: str(fleet.chunk_tokens or "-"))
+    row("$ per hour", lambda fleet: f"{fleet.usd_per_hour:,.2f}")
     for name, key in (("output", "output"), ("all", "input_and_output")):
         row(
-            f"$ a million tokens, {name}",
+            f"$ per million tokens, {name}",
             lambda fleet, key=key: f"{usd_per_million(fleet, load)[key]:.3f}",
         )
     if played is not None:
@@ -247,9 +247,9 @@ def _fleet_table(advice: Advice, load: Workload, played: Played | None) -> Table
         def played_row(name: str, text: Callable[[SimReport], str]) -> None:
             table.add_row(name, *("-" if each is None else text(each) for each in both))
 
-        played_row("played: in time %", lambda each: f"{each.in_time_percent:.1f}")
-        played_row("played: TTFT ms", lambda each: f"{each.ttft_p95_s * 1e3:,.0f}")
-        played_row("played: TPOT ms", lambda each: f"{each.tpot_p95_s * 1e3:.1f}")
+        played_row("simulated: in time %", lambda each: f"{each.in_time_percent:.1f}")
+        played_row("simulated: TTFT ms", lambda each: f"{each.ttft_p95_s * 1e3:,.0f}")
+        played_row("simulated: TPOT ms", lambda each: f"{each.tpot_p95_s * 1e3:.1f}")
     return table
 
 

@@ -1,7 +1,7 @@
-"""`disagg plan --write`: the advised fleet as a Serve YAML and as a KubeRay file.
+"""`disagg plan --write`: writes the advised fleet as a YAML file for Ray Serve and for KubeRay.
 
-Both describe the same workers: pools, GPUs of each, steps, KV and SLOs are those of the advice.
-Secrets are not in them: they are read from the environment where the application is built.
+Both files describe the same workers, with the advice's pools, GPUs, step sizes, KV formats and
+SLOs. They contain no secrets; the application reads those from environment variables.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ ROLES = ("prefill", "decode")
 
 
 class Written(msgspec.Struct, frozen=True):
-    """An advised fleet with what a deployment needs to know of it.
+    """An advised fleet, and what a deployment needs besides.
 
     Args:
-        model: as `disagg serve` takes it.
-        command: the line that made the plan.
+        model: the model as `disagg serve` takes it.
+        command: the command line that made the plan.
     """
 
     fleet: FleetPlan
@@ -53,7 +53,7 @@ class Written(msgspec.Struct, frozen=True):
 
     @property
     def pools(self) -> dict[str, Any]:
-        """By role. Workers that do both are decode workers without prefill workers."""
+        """Pools by role. Workers that both prefill and decode are a lone decode pool."""
         pools = self.fleet.pools
         return dict(zip(ROLES if len(pools) == 2 else ROLES[1:], pools, strict=True))
 
@@ -63,39 +63,39 @@ class Written(msgspec.Struct, frozen=True):
 
 
 def check_directory(directory: Path, force: bool) -> None:
-    """Raises `StartupError` where the files cannot be written, or are there already."""
+    """Raises `StartupError` if the files cannot be written or exist already."""
     if directory.exists() and not directory.is_dir():
-        raise StartupError(f"{directory} is a file; give a directory.", param="write")
+        raise StartupError(f"{directory} is a file; --write needs a directory.", param="write")
     there = [name for name in (SERVE_FILE, KUBERAY_FILE) if (directory / name).exists()]
     if there and not force:
         raise StartupError(
-            f"{directory} has {' and '.join(there)} already; --force overwrites, or give another"
-            " directory.",
+            f"{directory} already has {' and '.join(there)}; overwrite with --force, or give"
+            " another directory.",
             param="write",
         )
 
 
 def not_served(shape: ModelShape, weights: str, kv: str) -> list[str]:
-    """Why `disagg serve` could not serve this as it is planned, in sentences."""
+    """Sentences on why `disagg serve` cannot serve the model as planned."""
     reasons = []
     if shape.latent_size and kv != "bf16":
         reasons.append(
-            f"`disagg serve` keeps the latents of {shape.name} in 16 bits only, so it cannot serve"
-            f" what is planned with --kv-cache-dtype {kv}; plan with bf16 for what it can."
+            f"`disagg serve` supports only a 16-bit KV cache for {shape.name} (latent vectors), so"
+            f" it cannot serve a plan with --kv-cache-dtype {kv}; plan with bf16 instead."
         )
     if weights != "bf16":
         how = (
             "refuses NVFP4 checkpoints" if weights == "fp4" else "multiplies fp8 weights in 16 bits"
         )
         reasons.append(
-            f"`disagg serve` {how}, so it cannot serve what is planned with --weights {weights};"
-            " plan with --weights bf16, of the quantised checkpoint too, for what it can."
+            f"`disagg serve` {how}, so it cannot serve a plan with --weights {weights}; plan with"
+            " --weights bf16 instead, also for a quantised checkpoint."
         )
     return reasons
 
 
 def check_servable(shape: ModelShape, weights: str, kv: str) -> None:
-    """Raises `StartupError` where `disagg serve` could not serve what is planned."""
+    """Raises `StartupError` if `disagg serve` cannot serve the model as planned."""
     reasons = not_served(shape, weights, kv)
     if reasons:
         raise StartupError(" ".join(reasons), param="write")
@@ -105,24 +105,24 @@ def _check_gpus(fleet: FleetPlan) -> None:
     amd = sorted({pool.placement.gpu.name for pool in fleet.pools} & AMD)
     if amd:
         raise StartupError(
-            f"The advised fleet is on {amd[0]}, and `disagg serve` has no kernels for AMD's GPUs"
-            " yet. Choose another --gpu to write files that can be served.",
+            f"The advised fleet uses {amd[0]}, but `disagg serve` does not support AMD GPUs. Choose"
+            " another --gpu.",
             param="write",
         )
     on_cpu = [pool.placement.gpu is CPU_CORE for pool in fleet.pools]
     if any(on_cpu) and not all(on_cpu):
         raise StartupError(
-            "The advised fleet has one pool on CPUs and one on GPUs, and `disagg serve` starts all"
-            " workers of a model on the same kind. Leave out --gpu cpu, or the others.",
+            "The advised fleet has one pool on CPUs and one on GPUs, but `disagg serve` runs all"
+            " workers of a model either on CPUs or on GPUs. Leave out --gpu cpu, or the GPUs.",
             param="write",
         )
 
 
 def write(directory: Path, plan: Written) -> list[Path]:
-    """Write both files. Raises `StartupError` where they cannot be written."""
+    """Write both files; returns their paths. Raises `StartupError` if it cannot."""
     _check_gpus(plan.fleet)
     args = serve_args(plan, plan.model)
-    parse_config({**args, "cluster_key": "as the environment says"})  # never write a wrong one
+    parse_config({**args, "cluster_key": "as the environment says"})  # raises if it is invalid
     here = _serve("127.0.0.1" if plan.is_on_cpu else ALL_HOSTS, args)
     on_pods = _serve(ALL_HOSTS, serve_args(plan, _on_pods(plan.model), by_role=True))
     service = {
@@ -130,7 +130,7 @@ def write(directory: Path, plan: Written) -> list[Path]:
         "kind": "RayService",
         "metadata": {"name": "disagg"},
         "spec": {
-            "excludeHeadPodFromServeSvc": True,  # no ingress runs there
+            "excludeHeadPodFromServeSvc": True,  # no ingress runs on the head pod
             "serveConfigV2": _Text(_dump(on_pods)),
             "rayClusterConfig": cluster_of(plan.pools, DRAIN_S),
         },
@@ -150,10 +150,10 @@ def write(directory: Path, plan: Written) -> list[Path]:
 
 
 def serve_args(plan: Written, model: str, by_role: bool = False) -> dict[str, Any]:
-    """`config.ServeConfig` of the fleet, as plain data.
+    """The fleet's `config.ServeConfig` as plain data.
 
     Args:
-        by_role: workers ask for nodes that carry their role as a resource, as on KubeRay's pods.
+        by_role: whether workers request their role as a Ray resource, which KubeRay's pods have.
     """
     fleet, slo = plan.fleet, plan.slo
     first, last = fleet.pools[0].placement, fleet.pools[-1].placement
@@ -167,7 +167,7 @@ def serve_args(plan: Written, model: str, by_role: bool = False) -> dict[str, An
     for role, pool in plan.pools.items():
         tier[role] = {"num_replicas": pool.num_workers}
         tier[role]["num_gpus"] = 0 if plan.is_on_cpu else pool.placement.num_gpus
-        if pool.placement.num_gpus != first.num_gpus:  # which is the engine's
+        if pool.placement.num_gpus != first.num_gpus:  # the engine section has that of `first`
             tier[role]["tensor_parallel_size"] = pool.placement.num_gpus
         if by_role:
             tier[role]["resources"] = {role: 1}
@@ -175,7 +175,7 @@ def serve_args(plan: Written, model: str, by_role: bool = False) -> dict[str, An
     return {
         "cluster_key": f"env:{CLUSTER_KEY}",
         "http": {"api_key": f"env:{API_KEY}"},
-        "cold_tier_nbytes": 0,  # it needs a Redis
+        "cold_tier_nbytes": 0,  # a cold tier would need a Redis server
         "num_ingress": 1 if plan.is_on_cpu else 2,
         "drain_s": DRAIN_S,
         "transfer_prior": {
@@ -199,30 +199,31 @@ def _engine(plan: Written) -> dict[str, Any]:
         engine["enable_expert_parallel"] = True
     if not plan.is_on_cpu:
         engine["gpu_memory_utilization"] = MEMORY_SHARE
-    if placement.kv != "bf16":  # which is the models' own, as the default is
+    if placement.kv != "bf16":  # the default, "auto", is bf16 for these models
         engine["kv_cache_dtype"] = placement.kv
     room = min(pool.placement.num_kv_tokens for pool in plan.fleet.pools)
-    if room < placement.shape.max_model_len:  # no worker could hold the longest request
+    if room < placement.shape.max_model_len:  # a request of the model's limit would not fit
         engine["max_model_len"] = plan.load.longest_tokens
     return engine
 
 
 def served_model(model: str, repository: str) -> str:
-    """A name of the planner's own table stands for its repository; a directory for its path."""
+    """The model as `disagg serve` takes it: a repository, an absolute path, or a name."""
     if repository:
         return repository
     return str(Path(model).resolve()) if Path(model).exists() else model
 
 
 def _on_pods(model: str) -> str:
-    """Models are on a volume there; bundled ones are in the image."""
+    """The model's path on a pod: on a volume, or in the image if the model is bundled."""
     return model if (ASSETS / model).is_dir() else f"/models/{model.rstrip('/').rsplit('/', 1)[-1]}"
 
 
 def _serve(host: str, args: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "proxy_location": "EveryNode",
-        "http_options": {"host": host, "port": 8000},  # a request_timeout_s would cut streams
+        # There is no request_timeout_s, because it would cut long streams.
+        "http_options": {"host": host, "port": 8000},
         "applications": [
             {
                 "name": "disagg",
@@ -235,7 +236,7 @@ def _serve(host: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _SERVE_NOTES = (
-    f"Set {CLUSTER_KEY} (`openssl rand -hex 32`) and {API_KEY} where Ray's nodes start, then:",
+    f"Set {CLUSTER_KEY} (`openssl rand -hex 32`) and {API_KEY} on all Ray nodes, then run:",
     f"  serve deploy {SERVE_FILE}            on a Ray cluster (docs/deploying.md), or",
     f"  disagg serve --config {SERVE_FILE}   on this machine",
 )
@@ -249,23 +250,23 @@ _KUBERAY_NOTES = (
 
 
 def _places(plan: Written) -> tuple[str, ...]:
-    """Where the pools' GPUs are of two kinds, which nodes carry which resource."""
+    """Notes on the resources of nodes, if the two pools use different GPUs."""
     if not plan.has_unlike_gpus:
         return ()
     return tuple(
-        f"Nodes with {pool.placement.gpu.name}: `ray start --resources='{{\"{role}\": N}}'`, for N"
-        " workers."
+        f'Start nodes with {pool.placement.gpu.name} with `ray start --resources=\'{{"{role}":'
+        " N}'`, where N is the number of workers."
         for role, pool in plan.pools.items()
     )
 
 
 def _selectors(plan: Written) -> tuple[str, ...]:
-    """The same for pods, whose nodes' labels only the cluster knows."""
+    """A note on node selectors of pods, if the two pools use different GPUs."""
     if not plan.has_unlike_gpus:
         return ()
     groups = ", ".join(f"{role} on {pool.placement.gpu.name}" for role, pool in plan.pools.items())
     return (
-        f"Give each group's pods the nodeSelector (nvidia.com/gpu.product) of its GPUs: {groups}.",
+        f"Give each group's pods a nodeSelector (nvidia.com/gpu.product) for its GPUs: {groups}.",
     )
 
 
@@ -278,21 +279,21 @@ def _header(plan: Written, notes: Sequence[str]) -> str:
     lines = (
         f"Written by: {plan.command}",
         f"{workers} for {load.requests_per_s:,.2f} requests/s of {load.mean_prompt_tokens:,.0f} +"
-        f" {load.mean_output_tokens:,.0f} tokens. Predicted, and not measured, for 95 %:",
+        f" {load.mean_output_tokens:,.0f} tokens. Predicted (not measured) for 95 % of requests:",
         f"TTFT {fleet.ttft_s * 1e3:,.0f} ms, TPOT {fleet.tpot_s * 1e3:.1f} ms;"
-        f" ${fleet.usd_per_hour:,.2f} an hour.",
+        f" ${fleet.usd_per_hour:,.2f} per hour.",
         *notes,
     )
     return "".join(f"# {line}\n" for line in lines)
 
 
 class _Text(str):
-    """Is written as a block of lines."""
+    """A string that YAML writes as a block of lines."""
 
 
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # what pods have in common is written out for each
+        return True  # write repeated parts out instead of as YAML aliases
 
 
 _Dumper.add_representer(

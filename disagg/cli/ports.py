@@ -1,18 +1,17 @@
-"""Ports for what a command starts on this machine."""
+"""Chooses ports for the servers that a command starts on this machine."""
 
 from __future__ import annotations
 
 import secrets
 import socket
 
-# Below those that systems hand to outgoing connections (32768 and up, or 49152): one of these may
-# be taken between the moment in which it was free and that in which its server binds it. And above
-# those that Ray gives its workers (up to 19999).
+# Systems give outgoing connections ports from 32768 or 49152 on, so such a port may be taken after
+# it was found free and before its server binds it. Ray gives its workers ports up to 19999.
 FIRST, END = 20_000, 32_000
 
 
 def free_port() -> int:
-    """One that nobody listens on, at any address of this machine."""
+    """A port that no process uses, on any address of this machine."""
     while True:
         port = FIRST + secrets.randbelow(END - FIRST)
         with socket.socket() as probe:

@@ -2,7 +2,7 @@
 
 The files of a run are in one directory, whose path is in the environment of all its processes. The
 run holds a lock on the directory, which the kernel releases when the process dies in any way. So
-the next start finds what a killed run has left behind.
+the next start can find what a killed run has left behind.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ import psutil
 from disagg.app.processes import runs
 
 PREFIX = "disagg-"
-MARK = "DISAGG_RUN"  # variable with the directory of the run, for all its processes
+MARK = "DISAGG_RUN"  # environment variable with the run's directory, set for all its processes
 NUM_LOOKS = 5
 
 STILL_S = 10.0
-STILL_WORK = 0.2  # of a processor; a start on a busy machine has 0.8, one that hangs 0.02 to 0.1
+# Share of a CPU core. A start on a busy machine uses 0.8, a start that hangs 0.02 to 0.1.
+STILL_WORK = 0.2
 
 _LOCK = "alive"
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def temporary_directory() -> Path:
-    """/tmp whatever TMPDIR says: sockets lie in it, whose paths may have 97 characters only."""
+    """Always /tmp, whatever TMPDIR is: the path of a socket may have 97 characters at most."""
     return Path("/tmp") if os.path.isdir("/tmp") else Path(tempfile.gettempdir())
 
 
 def new_run() -> tuple[Path, int]:
-    """A directory for a run, and the file descriptor whose lock says that the run is alive."""
+    """Make a run's directory. Also returns the file descriptor of its lock; keep it open."""
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary_directory()))
-    # Locked before it has its name: whoever finds the file finds it locked.
+    # The lock is taken before the file gets its name, so nobody can find it unlocked.
     descriptor = os.open(directory / "new", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.rename(directory / "new", directory / _LOCK)
@@ -51,7 +52,7 @@ def new_run() -> tuple[Path, int]:
 
 
 def join_run(directory: Path) -> int:
-    """Lock a run's directory from another process of it; returns the file descriptor."""
+    """Lock a run's directory from another process of the run; returns the file descriptor."""
     descriptor = os.open(directory / _LOCK, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
@@ -63,7 +64,7 @@ class EndedProcess(NamedTuple):
 
 
 def end_dead_runs() -> list[EndedProcess]:
-    """End what runs of this user have left that were killed."""
+    """End the processes that killed runs of this user have left behind."""
     ended: list[EndedProcess] = []
     for directory in temporary_directory().glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -73,9 +74,9 @@ def end_dead_runs() -> list[EndedProcess]:
 
 
 def end_run(directory: Path) -> list[EndedProcess]:
-    """Kill the processes of a run, other than this one, and remove its directory.
+    """Kill all processes of a run except this one, and remove its directory.
 
-    Looks until there are none: Ray may start one while others are killed.
+    It looks several times, because Ray may start processes while others are killed.
     """
     ended = []
     for _ in range(NUM_LOOKS):
@@ -92,7 +93,10 @@ def end_run(directory: Path) -> list[EndedProcess]:
 
 
 def _processes_of(directory: Path) -> set[psutil.Process]:
-    """Some of Ray's overwrite their environment with a title: they are children of others."""
+    """The processes of a run, found by their environment or as children of such processes.
+
+    Some of Ray's processes overwrite their environment with a title.
+    """
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -103,8 +107,10 @@ def _processes_of(directory: Path) -> set[psutil.Process]:
 
 
 def end_run_elsewhere(directory: Path) -> None:
-    """`end_run` by a process of its own: Ray ends a process whose raylet is killed, and would leave
-    the directory half removed. Returns when it is done, if this process lives so long."""
+    """Call `end_run` in a new process, and wait for it.
+
+    Ray ends this process once its raylet is killed, which would leave the directory half removed.
+    """
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     command = [sys.executable, "-m", "disagg.cli.process_tree", str(directory)]
     subprocess.run(command, env=environment, start_new_session=True, check=False)
@@ -122,14 +128,14 @@ def family() -> list[psutil.Process]:
 
 
 def reap(besides: int | None = None) -> None:
-    """Bury children that have ended, adopted ones as well; no more once it is `besides` that has.
+    """Reap children that have ended, including adopted ones. Stops at the child `besides`.
 
-    The kernel names them: to look for them among all processes of the machine takes milliseconds,
-    and the command does this all the time.
+    It asks the kernel which children have ended. Looking through all processes of the machine
+    would take milliseconds, and the command does this all the time.
     """
-    if sys.platform != "linux":  # nobody is adopted
+    if sys.platform != "linux":  # there are no adopted children
         return
-    with contextlib.suppress(ChildProcessError):  # there is none
+    with contextlib.suppress(ChildProcessError):  # there are no children
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == besides:
                 return
@@ -137,7 +143,7 @@ def reap(besides: int | None = None) -> None:
 
 
 def end_family(timeout_s: float = 2.0) -> list[psutil.Process]:
-    """Kill all descendants, also those that are born meanwhile; returns those still there."""
+    """Kill all descendants, including new ones; returns those that are still there."""
     deadline = time.monotonic() + timeout_s
     while True:
         left = family()
@@ -152,20 +158,20 @@ def end_family(timeout_s: float = 2.0) -> list[psutil.Process]:
 
 
 class Standstill:
-    """Tells a start that hangs from one that is slow, by what the family does.
+    """Distinguishes a start that hangs from a slow one, by the CPU use of all descendants.
 
-    Work is the time in which its threads computed or waited for a processor, so that a machine
-    that is too busy does not look like a start that hangs. Where the system does not say (other
-    than Linux), nothing ever stands still.
+    Work is the time in which threads ran or waited for a CPU, so that a start on an overloaded
+    machine does not look like one that hangs. On systems other than Linux this is unknown, and
+    nothing counts as a standstill.
     """
 
     def __init__(self) -> None:
         self._work_s: dict[psutil.Process, float] = {}
         self._total_s = 0.0
-        self._seen: deque[tuple[float, float]] = deque()  # times, and the work until then
+        self._seen: deque[tuple[float, float]] = deque()  # (time, total work until then)
 
     def is_there(self, now_s: float) -> bool:
-        """Whether there was next to no work for `STILL_S`. To be asked about once a second."""
+        """Whether there was hardly any work for `STILL_S`. Call it about once a second."""
         is_busy = not os.path.exists("/proc/self/schedstat")
         for process in family():
             with contextlib.suppress(psutil.Error, OSError, ValueError):
@@ -184,7 +190,7 @@ class Standstill:
 
 
 def _work_s(pid: int) -> float:
-    """Of all threads of a process. Raises `OSError`."""
+    """Total run and wait time of all threads of a process, in seconds. Raises `OSError`."""
     total_ns = 0
     for thread in os.listdir(f"/proc/{pid}/task"):
         with contextlib.suppress(OSError):
@@ -194,14 +200,14 @@ def _work_s(pid: int) -> float:
 
 
 def keep_logs(directory: Path, log_directory: Path) -> None:
-    """Copy what Ray has written about a run to where it outlives the run."""
+    """Copy Ray's logs of a run to the log directory, which is kept after the run."""
     session = directory / "ray" / "session_latest" / "logs"
     with contextlib.suppress(OSError, shutil.Error):
         shutil.copytree(session, log_directory / "ray", symlinks=True, dirs_exist_ok=True)
 
 
 def _is_dead(directory: Path) -> bool:
-    """Whether there was a run, and nobody holds its lock. Raises `OSError`."""
+    """Whether no process holds the lock of a run. Raises `OSError` if there was no run."""
     descriptor = os.open(directory / _LOCK, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,7 +219,7 @@ def _is_dead(directory: Path) -> bool:
 
 
 def _is_of(process: psutil.Process, directory: Path) -> bool:
-    """Whether a run has started a process; not whether somebody reads its files."""
+    """Whether the run with this directory has started the process."""
     with contextlib.suppress(psutil.Error, OSError):
         is_mine: bool = process.uids().real == os.getuid()
         return is_mine and process.environ().get(MARK) == str(directory)

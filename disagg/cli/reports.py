@@ -11,26 +11,26 @@ import msgspec
 from disagg.config import ServeConfig
 from disagg.messages import StartPhase, StartStep
 
-STOP = b"stop\n"  # the one thing that is said to a process that serves
+STOP = b"stop\n"  # the only message to the server process after its order
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to serve, and where; secrets are in it, so it goes through a pipe."""
+    """What to serve, and where. It goes through a pipe, because it contains secrets."""
 
     config: ServeConfig
-    raw_config: dict[str, Any]  # the same, with nothing in it that was not asked for
-    directory: str  # of the run; removed when it ends
+    raw_config: dict[str, Any]  # the same without defaults; see `serve_config.raw_config`
+    directory: str  # the run's directory, removed when the run ends
     log_directory: str
     ray_address: str | None
     haproxy: bool
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
-    """A part of the start begins.
+    """A phase of the start begins.
 
-    limit_s: after which the start is over, for the reason `too_late`; 0: never.
-    may_stand_still: whether it is right that nothing of ours computes for long.
-    pool_sizes: workers of each pool, where these start.
+    limit_s: time after which the start fails with the message `too_late`; 0: no limit.
+    may_stand_still: whether the run's processes may be idle for long in this phase.
+    pool_sizes: number of workers of each pool, in the phase that starts workers.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """`body` is that of `GET /ready`."""
+    """The server is ready. `body` is the response to `GET /ready`."""
 
     url: str
     body: dict[str, Any]
 
 
 class Happened(msgspec.Struct, frozen=True, tag=True):
-    """A line for people."""
+    """An event to print, with a sentence for people."""
 
     event: str
     message: str
@@ -60,14 +60,14 @@ class Happened(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartRefused(msgspec.Struct, frozen=True, tag=True):
-    """It cannot be served; nothing was."""
+    """The start was refused before anything was served."""
 
     message: str
     param: str | None = None
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """What serves has ended by itself."""
+    """The server has failed after it was ready, or failed unexpectedly."""
 
     message: str
 
@@ -88,7 +88,7 @@ def read_report(line: bytes) -> Report:
 
 
 class Reports:
-    """Writes reports to a pipe, from any thread; a reader that is gone is not missed."""
+    """Writes reports to a pipe, from any thread. Ignores a closed pipe."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

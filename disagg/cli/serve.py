@@ -1,4 +1,4 @@
-"""Serve one or more models over HTTP, on a Ray of its own or on a running cluster."""
+"""Serve one or more models over HTTP, on a local Ray instance or on a running Ray cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from disagg.errors import StartupError
 from disagg.models.fetched import FETCHED, Say, fetch
 from disagg.models.hub import fetch_repository, is_repository
 
-NUM_KEPT_LOGS = 10  # runs, where no directory was named
+NUM_KEPT_LOGS = 10  # runs whose logs are kept if --log-dir is not given
 
 __all__ = ["add_arguments", "config_from_arguments", "run"]
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
             names = sorted({each.name for each in ended})
             lines.say(
                 "orphans_ended",
-                f"Ended {len(ended)} processes of a run that was killed: {', '.join(names)}.",
+                f"Ended {len(ended)} processes that a killed run left behind: {', '.join(names)}.",
             )
         lines.say("logs", f"logs: {logs}", directory=str(logs))
         if not _fetch_models(config, lines.say, lambda: signals.num > 0):
@@ -65,7 +65,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fetch_models(config: ServeConfig, say: Say, is_stopped: Callable[[], bool]) -> bool:
-    """Fetch what is named and not here; False: it was stopped. Raises `StartupError`."""
+    """Download the models that are not on this machine yet.
+
+    Returns:
+        False if the user stopped it.
+
+    Raises:
+        StartupError: a model cannot be downloaded.
+    """
     for tier in config.tiers:
         if tier.model in FETCHED and not Path(tier.model).exists():
             if not fetch(tier.model, say, is_stopped):
@@ -78,26 +85,29 @@ def _fetch_models(config: ServeConfig, say: Say, is_stopped: Callable[[], bool])
 
 
 def new_run() -> tuple[Path, int]:
-    """See `process_tree.new_run`. Raises `StartupError`."""
+    """Call `process_tree.new_run`. Raises `StartupError` if its directory cannot be made."""
     try:
         return process_tree.new_run()
     except OSError as error:
         raise StartupError(
-            f"{process_tree.temporary_directory()} cannot be written to ({error.strerror}), and"
-            " the sockets of a run lie there; make room in it."
+            f"Cannot write to {process_tree.temporary_directory()} ({error.strerror}). The sockets"
+            " of the server are created there; free some space or make it writable."
         ) from error
 
 
-def log_directory(wanted: str | None, port: int) -> Path:
-    """Where a run's logs go: as wanted, or a new directory among those of the last runs.
+def log_directory(log_dir: str | None, port: int) -> Path:
+    """The directory for a run's logs: `log_dir`, or a new one beside those of the last runs.
 
     Raises:
-        StartupError: what was wanted cannot be written to.
+        StartupError: the directory cannot be written to.
     """
-    if wanted is not None:
-        directory = Path(wanted).expanduser().absolute()
+    if log_dir is not None:
+        directory = Path(log_dir).expanduser().absolute()
         if not _is_made(directory):
-            raise StartupError(f"{wanted} cannot be written to.", param="log_dir")
+            raise StartupError(
+                f"Cannot write to {log_dir}; choose another directory for the logs.",
+                param="log_dir",
+            )
         return directory
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
@@ -109,7 +119,7 @@ def log_directory(wanted: str | None, port: int) -> Path:
                 shutil.rmtree(old, ignore_errors=True)
             return base / name
     raise StartupError(
-        f"Neither {state} nor {elsewhere.parent} can be written to; name a place with --log-dir.",
+        f"Cannot write logs to {state} or to {elsewhere.parent}; give a directory with --log-dir.",
         param="log_dir",
     )
 

@@ -1,4 +1,4 @@
-"""From the flags of `disagg serve`, or from a file, to a `ServeConfig`."""
+"""Builds a `ServeConfig` from the flags of `disagg serve` or from a file."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ from disagg.doctor.machine import read_memory
 from disagg.errors import StartupError
 
 BUNDLED = ("demo-small", "demo-large")
-STORE_SHARE = 16  # of the memory that is free goes to the embedded store
+STORE_SHARE = 16  # the embedded store gets one sixteenth of the free memory
 LEAST_STORE_NBYTES, MOST_STORE_NBYTES = 32 << 20, 1 << 30
 
-# What `disagg serve` reads of Serve's YAML, or does in its own way.
+# Keys of Ray Serve's YAML that `disagg serve` accepts.
 OF_SERVE = {"applications", "http_options", "proxy_location"}
 OF_AN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 HTTP_OPTIONS = {"host", "port"}
 
-# Flags of the command itself, and not of what it deploys: these go beside --config.
+# Flags of the command itself rather than of the deployment; --config allows these beside it.
 OF_THE_COMMAND = ("config", "ray_address", "haproxy", "log_dir", "log_format")
 
 
-def _store_nbytes(wanted: int | None) -> int:
-    """It fills up within minutes, whatever its size, so it must leave room for the workers."""
-    if wanted is not None:
-        return wanted
+def _store_nbytes(configured: int | None) -> int:
+    """Size of the embedded store. It fills up within minutes, so it must leave workers room."""
+    if configured is not None:
+        return configured
     _, available = read_memory()
     return max(LEAST_STORE_NBYTES, min(MOST_STORE_NBYTES, available // STORE_SHARE))
 
 
 def _refuse_beside_config(arguments: argparse.Namespace) -> None:
-    """Raises `StartupError` if a flag says what the file says too, or leaves to its default."""
+    """Raises `StartupError` if the user gave a flag that describes the deployment."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     given = {
         dest: word if isinstance(word, str) else "MODEL"
         for dest, word in getattr(arguments, "given", {}).items()
     }
-    for dest, default in vars(parser.parse_args([])).items():  # switches note nothing
+    for dest, default in vars(parser.parse_args([])).items():  # switches are not in `given`
         if getattr(arguments, dest) != default:
             given.setdefault(dest, f"--{dest.replace('_', '-')}")
     beside = sorted(word for dest, word in given.items() if dest not in OF_THE_COMMAND)
     if beside:
         raise StartupError(
-            f"--config describes the whole deployment, so {', '.join(beside)} would do nothing; put"
-            f" it into {arguments.config}, or leave --config out.",
+            f"--config describes the whole deployment, so {', '.join(beside)} would have no effect;"
+            f" put the setting into {arguments.config}, or leave --config out.",
             param="config",
         )
 
 
 def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
-    """Flags (or the file given by --config) as a checked configuration."""
+    """The flags, or the file given by --config, as a validated configuration."""
     return parse_config(raw_config(arguments))
 
 
 def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same as plain data, with nothing in it that was not asked for."""
+    """The configuration as plain data. With --config it holds only what the file sets."""
     if arguments.config:
         _refuse_beside_config(arguments)
         raw = _read_config_file(Path(arguments.config))
@@ -77,7 +77,7 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
             and isinstance(http, dict)
             and not http.keys() & {"api_key", "api_keys"}
         ):
-            raw["http"] = {**http, "api_key": arguments.api_key}  # of the environment
+            raw["http"] = {**http, "api_key": arguments.api_key}  # from DISAGG_API_KEY
         return {**raw, "cluster_key": raw.get("cluster_key") or _new_key()}
     models = arguments.model or [DEFAULT_MODEL]
     names = arguments.served_model_name
@@ -93,7 +93,8 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
             param="revision",
         )
     if arguments.num_threads is None and arguments.ray_address is None:
-        # All workers are on this machine; more threads than cores cost several times their work.
+        # All workers are on this machine; with more threads than cores, steps take several times
+        # as long.
         sizes = [size.most if size else 1 for size in (arguments.prefill, arguments.decode)]
         num_workers = len(models) * sum(sizes)
         arguments.num_threads = max(1, (os.cpu_count() or 1) // max(1, num_workers))
@@ -150,11 +151,11 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """The configuration in a YAML of Ray Serve, as `serve deploy` takes it.
+    """Read the configuration from a YAML file of Ray Serve (the format of `serve deploy`).
 
     Raises:
-        StartupError: it is another application's, has what only `serve deploy` does, or needs an
-            environment variable that is not set.
+        StartupError: the file is for another application, has settings that only `serve deploy`
+            supports, or needs an environment variable that is not set.
     """
     match raw:
         case {
@@ -165,7 +166,7 @@ def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
             pass
         case _:
             raise StartupError(
-                f"{file} is a YAML of Ray Serve without disagg as its only application"
+                f"{file} is a YAML file of Ray Serve, but its only application must be disagg"
                 " (import_path: disagg.app.build:build, with args).",
                 param="config",
             )
@@ -180,38 +181,38 @@ def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
         unread = sorted(map(str, given.keys() - known))
         if unread:
             raise StartupError(
-                f"`disagg serve` does not read {', '.join(unread)}{place} in {file}; leave it out,"
-                " put what it says into args, or use `serve deploy`.",
+                f"`disagg serve` does not support {', '.join(unread)}{place} in {file}; leave it"
+                " out, use a setting in args instead, or use `serve deploy`.",
                 param="config",
             )
     if application.get("route_prefix", "/") != "/":
         raise StartupError(
-            f"`disagg serve` answers at /, and {file} has route_prefix:"
+            f"`disagg serve` serves at / only, but {file} sets route_prefix to"
             f" {application['route_prefix']}; change it to /, or use `serve deploy`.",
             param="config",
         )
     config: dict[str, Any] = filled_in(args, os.environ)
     http = config.get("http") or {}
     if not isinstance(http, dict):
-        return config  # which is refused with its place
+        return config  # parse_config refuses it with a message that names the place
     return {**config, "http": {**options, **http}}
 
 
 def _pool(arguments: argparse.Namespace, role: str) -> dict[str, Any]:
-    """A scaled pool begins with its minimum, or with one worker that shows how fast it is."""
+    """A pool's section. A scaled pool starts with its minimum, and with one worker at least."""
     size: PoolSize | None = getattr(arguments, role)
-    asked = {
+    settings = {
         "num_gpus": arguments.num_gpus_per_worker,
         "tensor_parallel_size": getattr(arguments, f"{role}_tensor_parallel_size"),
         "nnodes": getattr(arguments, f"{role}_nnodes"),
     }
-    each = {key: value for key, value in asked.items() if value is not None}
+    settings = {key: value for key, value in settings.items() if value is not None}
     if size is None:
-        return each
+        return settings
     if size.least == size.most:
-        return {"num_replicas": size.least, **each}
+        return {"num_replicas": size.least, **settings}
     limits = {"min_replicas": size.least, "max_replicas": size.most}
-    return {"num_replicas": max(1, size.least), "autoscaling": limits, **each}
+    return {"num_replicas": max(1, size.least), "autoscaling": limits, **settings}
 
 
 def _transfer_prior(path: str | None) -> dict[str, float] | None:
@@ -221,26 +222,28 @@ def _transfer_prior(path: str | None) -> dict[str, float] | None:
         report = msgspec.json.decode(Path(path).read_bytes(), type=DoctorReport)
     except (OSError, msgspec.DecodeError) as error:
         raise StartupError(
-            f"{path} is no report of `disagg doctor --json`: {error}.", param="doctor_report"
+            f"{path} is not a report of `disagg doctor --json`: {error}.", param="doctor_report"
         ) from error
     prior = report.transfer_prior
     if prior is None:
         raise StartupError(
-            f"{path} has no measured KV transfer in it: run `disagg doctor --json` without"
-            " --no-transfers, and fix what it reports.",
+            f"{path} contains no measured KV transfer: run `disagg doctor --json` without"
+            " --no-transfers, and fix the problems that it reports.",
             param="doctor_report",
         )
     return {"latency_s": prior.latency_s, "bytes_per_s": prior.bytes_per_s}
 
 
 def _tenants(file: str | None) -> tuple[Any, Any]:
-    """The sections `api_keys` and `tenants` of a file."""
+    """Read the sections `api_keys` and `tenants` of a file."""
     if file is None:
         return {}, {}
     raw = _read_config_file(Path(file))
     if "api_keys" not in raw or not set(raw) <= {"api_keys", "tenants"}:
         raise StartupError(
-            f"{file} must hold api_keys, may hold tenants, and nothing else.", param="tenants"
+            f"{file} must have the section api_keys, may have the section tenants, and must have"
+            " nothing else.",
+            param="tenants",
         )
     return raw["api_keys"], raw.get("tenants") or {}
 
@@ -251,17 +254,21 @@ def bundled_cascade() -> Any:
 
 
 def _cascade_section(file: str | None, models: list[str]) -> Any:
-    """None: no cascade; "": without a file; else a file with a `cascade` section."""
+    """The `cascade` section for --cascade.
+
+    Args:
+        file: None without --cascade, "" for --cascade without a file.
+    """
     if file is None:
         return None
     if not file:
-        # What a prompt judge has learned holds for no other models.
+        # The bundled prompt judge was trained for these two models only.
         return bundled_cascade() if models == list(BUNDLED) else {}
     raw = _read_config_file(Path(file))
     if set(raw) != {"cascade"}:
         raise StartupError(
-            f"{file} must hold a cascade section and nothing else; disagg cascade calibrate writes"
-            " one.",
+            f"{file} must have a cascade section and nothing else; `disagg cascade calibrate"
+            " --write` makes such a file.",
             param="cascade",
         )
     return raw["cascade"]
@@ -282,13 +289,13 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         )
     if any(isinstance(each, dict) and each.get("kind") == "RayService" for each in documents):
         raise StartupError(
-            f"{path} is for KubeRay: `kubectl apply -f {path}` deploys it. To serve the same on"
-            " this machine, save the text of its serveConfigV2 as a file of its own.",
+            f"{path} is a file for KubeRay: `kubectl apply -f {path}` deploys it. To serve the same"
+            " on this machine, save the text of its serveConfigV2 in a separate file.",
             param="config",
         )
     if len(documents) != 1 or not isinstance(documents[0], dict):
         raise StartupError(
-            f"The configuration {path} is not a mapping (one YAML document of keys and values).",
+            f"The configuration {path} must be one YAML document with keys and values.",
             param="config",
         )
     return documents[0]

@@ -1,10 +1,10 @@
-"""The server process: starts Ray, deploys, watches, and stops everything again.
+"""The server process: starts Ray, deploys the application, watches it, and stops everything.
 
-    python -m disagg.cli.server_process FD        (the Order on standard input, Reports to FD)
+    python -m disagg.cli.server_process FD     (reads the Order from stdin, writes Reports to FD)
 
-It is separate from the command, so that the command can always handle signals: Ray replaces signal
-handlers, waits inside C++ and ends its process when it loses its node. It stops when the command
-tells it to, and at once when the command has died.
+It is a separate process so that the parent can always handle signals: Ray replaces signal
+handlers, waits inside C++ and ends its process when it loses its node. It stops when the parent
+tells it to, and at once when the parent has died.
 """
 
 from __future__ import annotations
@@ -55,16 +55,17 @@ if TYPE_CHECKING:
     from disagg.app.cluster import Cluster
 
 READY_TIMEOUT_S = 600.0
-RAY_TIMEOUT_S = 180.0  # for four starts; a machine at full load needs one or two
-SERVE_TIMEOUT_S = 90.0  # its proxies are given 60
+RAY_TIMEOUT_S = 180.0  # for four attempts; a machine at full load needs one or two
+SERVE_TIMEOUT_S = 90.0  # longer than the 60 s that its proxies get
 TOO_LATE = (
-    f"Ray Serve did not start within {SERVE_TIMEOUT_S:.0f} s; are the machines too busy for it?"
+    f"Ray Serve did not start within {SERVE_TIMEOUT_S:.0f} s; check whether the machines are"
+    " overloaded."
 )
-JOIN_TIMEOUT_S = 10.0  # its head has answered before
+JOIN_TIMEOUT_S = 10.0  # short: the cluster's head has already answered a check
 
 
 class Orders:
-    """Hears the command; its silence, when it was killed, ends everything at once."""
+    """Listens to the parent process. When the parent dies, it ends the whole run at once."""
 
     def __init__(self, pipe: BinaryIO, order: Order) -> None:
         self.stop = threading.Event()
@@ -84,7 +85,8 @@ class Orders:
 def main() -> int:
     reports = Reports(int(sys.argv[1]))
     os.set_inheritable(int(sys.argv[1]), False)
-    pipe = os.fdopen(os.dup(0), "rb")  # and nobody below shall read from it
+    # Children inherit standard input, and they must not read from the parent's pipe.
+    pipe = os.fdopen(os.dup(0), "rb")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     order = msgspec.json.decode(pipe.readline(), type=Order)
@@ -97,13 +99,19 @@ def main() -> int:
         return 2
     except Exception as error:
         traceback.print_exc()
-        said = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no words'])[0]}"
-        reports.send(Broken(f"An unexpected error ended it: {said:.300}"))
+        first_line = (str(error).strip().splitlines() or ["no message"])[0]
+        cause = f"{type(error).__name__}: {first_line}"
+        reports.send(
+            Broken(
+                f"The server process failed unexpectedly: {cause:.300} (the traceback is in"
+                f" {order.log_directory}/server.log)"
+            )
+        )
         return 1
 
 
 def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
-    """Everything from the checks to the end. Raises `StartupError` before it is ready."""
+    """Check, start, serve and stop; returns the exit status. Raises `StartupError`."""
     directory, is_here = Path(order.directory), order.ray_address is None
     check_before_ray(order)
     with ExitStack() as cleanup:
@@ -150,11 +158,16 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
 
 
 def _progress(pools: StartsByPool) -> Progress:
-    return Progress({p: {w: dict(steps) for w, steps in of.items()} for p, of in pools.items()})
+    return Progress(
+        {
+            pool: {worker: dict(steps) for worker, steps in workers.items()}
+            for pool, workers in pools.items()
+        }
+    )
 
 
 def pool_sizes(config: ServeConfig) -> dict[str, int]:
-    """Workers of each pool that has some from the start on."""
+    """Number of workers of each pool that starts with workers."""
     return {
         f"{tier.name}-{role}": pool.num_replicas
         for tier in config.tiers
@@ -164,7 +177,7 @@ def pool_sizes(config: ServeConfig) -> dict[str, int]:
 
 
 def _plan(config: ServeConfig, gpus: Gpus, order: Order, reports: Reports) -> DevicePlan:
-    """Which workers are on which devices; says so."""
+    """Assign workers to devices, and report the assignment."""
     plan = plan_devices(config, gpus, unsized_tiers(order.raw_config, config))
     reports.say("devices", plan.line)
     return plan
@@ -175,25 +188,26 @@ def _connect(cluster: Cluster, order: Order, device_ids: Sequence[str], reports:
         phase = Phase(
             "starting Ray",
             RAY_TIMEOUT_S,
-            f"Ray did not start within {RAY_TIMEOUT_S:.0f} s; is the machine too busy for it?",
+            f"Ray did not start within {RAY_TIMEOUT_S:.0f} s; check whether the machine is"
+            " overloaded.",
             may_stand_still=False,
         )
     else:
         phase = Phase(
             f"joining the Ray cluster at {order.ray_address}",
             JOIN_TIMEOUT_S,
-            f"The Ray cluster at {order.ray_address} did not let us in within"
-            f" {JOIN_TIMEOUT_S:.0f} s; `ray status --address {order.ray_address}` says how it is.",
+            f"Could not join the Ray cluster at {order.ray_address} within {JOIN_TIMEOUT_S:.0f} s;"
+            f" check it with `ray status --address {order.ray_address}`.",
         )
     reports.send(phase)
     cluster.connect(device_ids)
-    # Ray has put its own handlers there: SIGTERM would end this process with a stack trace.
+    # Ray has installed its own handlers, with which SIGTERM prints a stack trace.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 
 def _engines(config: ServeConfig) -> dict[str, EngineConfig]:
-    """The settings of each pool that has workers or may get some, by the pool's name."""
+    """The engine settings of each pool that has or may get workers, by the pool's name."""
     return {
         f"{tier.name}-{role}": tier.for_role(role).engine
         for tier in config.tiers
@@ -203,12 +217,12 @@ def _engines(config: ServeConfig) -> dict[str, EngineConfig]:
 
 
 def _store_sentence(config: ServeConfig) -> str:
-    """Whose KV goes to the embedded store."""
+    """A sentence on which pools store evicted KV in the embedded store."""
     engines = _engines(config)
     names = [name for name, engine in engines.items() if engine.enable_prefix_caching]
-    whose = "" if len(names) == len(engines) else f" of {', '.join(names)}"
+    pools = "" if len(names) == len(engines) else f" of {', '.join(names)}"
     return (
-        f"KV that workers{whose} evict is kept in a store of"
+        f"Workers{pools} store evicted KV blocks in an embedded Redis server of"
         f" {config.cold_tier_nbytes >> 20} MiB (--cold-tier-bytes, --no-redis)."
     )
 
@@ -234,10 +248,14 @@ def _cluster(order: Order) -> Cluster:
 
 
 def _wait_until_ready(config: ServeConfig, stop: threading.Event) -> dict[str, Any] | None:
-    """A body of `GET /ready` once every ingress reaches every worker; None when told to stop."""
+    """Wait until every ingress reaches every worker.
+
+    Returns:
+        The body of `GET /ready`; None if told to stop.
+    """
     deadline = time.monotonic() + READY_TIMEOUT_S
     last = "none"
-    complete: set[str] = set()  # ingresses; the proxy decides which one answers
+    complete: set[str] = set()  # ids of complete ingresses; the proxy picks the one that answers
     while time.monotonic() < deadline and not stop.wait(0.1):
         try:
             with ask_here(f"{url_of(config.http)}/ready", 5) as answer:
@@ -254,15 +272,18 @@ def _wait_until_ready(config: ServeConfig, stop: threading.Event) -> dict[str, A
                 return body
     if stop.is_set():
         return None
-    raise StartupError(f"Not ready after {READY_TIMEOUT_S:.0f} s; the last answer was: {last}.")
+    raise StartupError(
+        f"The workers run, but the server was not ready after {READY_TIMEOUT_S:.0f} s; the last"
+        f" response of GET /ready was: {last}."
+    )
 
 
 def _is_complete(tier: TierConfig, pool: dict[str, int]) -> bool:
-    wanted = (tier.prefill.num_replicas, tier.decode.num_replicas)
-    return pool["num_prefill"] >= wanted[0] and pool["num_decode"] >= wanted[1]
+    num_prefill, num_decode = tier.prefill.num_replicas, tier.decode.num_replicas
+    return pool["num_prefill"] >= num_prefill and pool["num_decode"] >= num_decode
 
 
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # threads of Ray's may not want to end
+    os._exit(status)  # Ray's threads may keep a normal exit from ending

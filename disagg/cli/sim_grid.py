@@ -1,4 +1,4 @@
-"""`disagg sim --grid`: goodput of every split of six workers, by load and TPOT SLO."""
+"""`disagg sim --grid`: goodput of every split of six workers by load and TPOT SLO."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from disagg.sim.config import SimConfig
 from disagg.sim.trace import TraceRequest
 
 UNLIKE_TITLE = (
-    "The same of 2 x H100 beside 4 x L40S, with a model of 8 billion parameters: the H100s are the"
-    " prefill workers, or the decode workers. fixed: the better of both whose workers keep to their"
+    "The same for 2 x H100 and 4 x L40S, with a model of 8 billion parameters, with the H100s as"
+    " prefill workers or as decode workers. fixed: the better of the two if workers keep their"
     " roles. Simulated."
 )
 TITLE = (
-    "Requests within both SLOs, in percent, by split into prefill + decode workers. fixed: the best"
-    " split whose workers keep to their roles; collocated: 6 of which each prefills and decodes"
-    " for itself; worst: the least of the splits, as a share of the best of all. Simulated."
+    "Percentage of requests within both SLOs, by split into prefill + decode workers. fixed: the"
+    " best split if workers keep their roles; collocated: 6 workers that each prefill and decode"
+    " their own requests; worst: the lowest of the splits as a share of the highest. Simulated."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("a grid of splits")
+    group = parser.add_argument_group("grid of splits")
     group.add_argument(
         "--grid",
         action="store_true",
@@ -45,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[1e3 * each for each in grid.TPOT_SLOS_S],
         metavar="MS",
+        help="TPOT SLOs of the grid in milliseconds (default:"
+        f" {' '.join(f'{1e3 * each:g}' for each in grid.TPOT_SLOS_S)})",
     )
     group.add_argument(
         "--grid-load",
@@ -52,15 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=grid.LOADS,
         metavar="SHARE",
-        help="load as a share of saturation, the rate at which all workers are always busy",
+        help="loads of the grid, as shares of the rate at which all workers are always busy"
+        f" (default: {' '.join(f'{each:g}' for each in grid.LOADS)})",
     )
     group.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="simulations at the same time"
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="number of simulations that run in parallel (default: the number of cores)",
     )
 
 
 def run(args: argparse.Namespace, config: SimConfig, trace: Sequence[TraceRequest]) -> int:
-    """`trace`: whose first requests are simulated."""
+    """Simulate the first requests of `trace` in each cell of the grid, and print the results."""
     window = trace[: args.num_requests or grid.NUM_REQUESTS]
     if math.isinf(config.ttft_slo_s):
         ttft_slo_s = grid.usual_ttft_slo_s(config, window)

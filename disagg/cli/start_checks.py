@@ -1,4 +1,4 @@
-"""Checks before Ray starts. Each failure is reported at once, in one sentence."""
+"""Checks that run before Ray starts, so that a failure is reported at once and clearly."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kvtransfer.ucx import ucx_settings
 from disagg.router.autoscale import pools
 
-MIN_OPEN_FILES = 1024  # Ray and Serve take some hundreds in their largest process
-MIN_SHARED_MEMORY_NBYTES = 64 << 20  # what Docker gives a container
-MIN_DISK_NBYTES = 256 << 20  # logs and sockets of Ray; KV is not on disk
+MIN_OPEN_FILES = 1024  # the largest process of Ray and Serve opens some hundreds of files
+MIN_SHARED_MEMORY_NBYTES = 64 << 20  # Docker's default for a container
+MIN_DISK_NBYTES = 256 << 20  # for the logs and sockets of Ray; KV is never on disk
 
 
 def check_before_ray(order: Order) -> None:
-    """Raises `StartupError` in words for the user."""
+    """Check what can be checked before Ray is imported. Raises `StartupError`."""
     check_secrets(order.config, order.config.http.host)
     check_port(order.config.http)
     check_certificate(order.config.http)
@@ -38,34 +38,38 @@ def check_before_ray(order: Order) -> None:
         check_address(order.ray_address)
     else:
         check_one_node(order.config)
-        ucx_settings(order.config.transfer_interface, {})  # the interface is one of this machine
+        ucx_settings(order.config.transfer_interface, {})  # raises if there is no such interface
         check_machine(Path(order.directory))
     if order.haproxy and order.ray_address is None:
         check_haproxy()
 
 
 def check_one_node(config: ServeConfig) -> None:
-    """Of a cluster that the command starts itself."""
+    """Refuse workers over several nodes on a Ray instance that this command starts itself."""
     for tier in config.tiers:
         for role, pool in pools(tier):
             if tier.num_nodes(pool) > 1:
                 raise StartupError(
-                    f"The {role} workers of {tier.name!r} are to have nnodes = "
-                    f"{tier.num_nodes(pool)}, and without --ray-address all runs on this machine."
-                    " Start Ray on the nodes, and give its address (docs/deploying.md).",
+                    f"The {role} workers of {tier.name!r} have nnodes = {tier.num_nodes(pool)}, but"
+                    " without --ray-address everything runs on this machine. Start Ray on the"
+                    " nodes and give its address with --ray-address (docs/deploying.md).",
                     param="nnodes",
                 )
 
 
 def check_port(http: HttpConfig) -> None:
     if not http.port:
-        raise StartupError("Clients must know the port; choose one from 1 to 65535.", param="port")
+        raise StartupError(
+            "Port 0 is not supported, because clients must know the port; choose one from 1 to"
+            " 65535.",
+            param="port",
+        )
     try:
         found = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # a name that is too long is no text for the library
-        why = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+    except (OSError, UnicodeError) as error:  # the library raises UnicodeError for a long name
+        why = error.strerror if isinstance(error, OSError) else "it is not a valid host name"
         raise StartupError(
-            f"{http.host!r:.100} is no address of this machine: {why}.", param="host"
+            f"{http.host!r:.100} is not an address of this machine: {why}.", param="host"
         ) from error
     family, kind, protocol, _, address = found[0]
     try:
@@ -81,13 +85,14 @@ def check_port(http: HttpConfig) -> None:
 
 
 def hold_port(http: HttpConfig) -> socket.socket:
-    """Keep others from starting on the same address, for as long as the socket is open.
+    """Keep other commands from starting on the same address while the returned socket is open.
 
-    Two commands that start at once both find the port free, and HAProxy shares it with the other
-    one: each would get some of the connections. The name of this socket is no file.
+    Two commands that start at the same time both find the port free, and HAProxy would share it
+    between them, so that each gets some of the connections. The socket is in Linux's abstract
+    namespace, so it leaves no file.
 
     Raises:
-        StartupError: another command has it.
+        StartupError: another command holds it.
     """
     held = socket.socket(socket.AF_UNIX)
     try:
@@ -95,7 +100,7 @@ def hold_port(http: HttpConfig) -> socket.socket:
     except OSError as error:
         held.close()
         raise StartupError(
-            f"Another `disagg serve` starts on {http.host}:{http.port}; choose another port.",
+            f"Another `disagg serve` already uses {http.host}:{http.port}; choose another port.",
             param="port",
         ) from error
     return held
@@ -114,43 +119,46 @@ def check_certificate(http: HttpConfig) -> None:
         )
     except OSError as error:  # SSLError is one
         raise StartupError(
-            f"{http.ssl_certfile} and {http.ssl_keyfile} are not a certificate (PEM) and its key"
-            f" without a password: {error.strerror or error}.",
+            f"{http.ssl_certfile} and {http.ssl_keyfile} must be a PEM certificate and its private"
+            f" key without a password: {error.strerror or error}.",
             param="ssl_certfile",
         ) from error
 
 
 def check_machine(directory: Path) -> None:
-    """Open files, shared memory and disk: without them Ray fails late and in its own words."""
+    """Check open files, shared memory and disk; Ray fails late and unclearly without them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES <= hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # and for all that is started
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # child processes inherit it
     elif soft < MIN_OPEN_FILES:
         raise StartupError(
-            f"A process may have only {soft} files open here, and Ray needs {MIN_OPEN_FILES};"
-            f" raise the limit with `ulimit -n {4 * MIN_OPEN_FILES}`."
+            f"The limit of open files is {soft}, but Ray needs {MIN_OPEN_FILES}; raise it with"
+            f" `ulimit -n {4 * MIN_OPEN_FILES}`."
         )
     free_nbytes = shutil.disk_usage(directory).free
     if free_nbytes < MIN_DISK_NBYTES:
         raise StartupError(
-            f"{directory.parent} has {free_nbytes >> 20} MiB left, and Ray keeps its files there;"
-            f" make {MIN_DISK_NBYTES >> 20} MiB free."
+            f"{directory.parent} has only {free_nbytes >> 20} MiB left, and Ray keeps its files"
+            f" there; free at least {MIN_DISK_NBYTES >> 20} MiB."
         )
     shared = Path("/dev/shm")
     if not shared.is_dir():
         return
     if not os.access(shared, os.W_OK):
-        raise StartupError(f"{shared} cannot be written to, and Ray keeps its objects there.")
+        raise StartupError(
+            f"Cannot write to {shared}, where Ray keeps its objects; make it writable."
+        )
     free_nbytes = shutil.disk_usage(shared).free
     if free_nbytes < MIN_SHARED_MEMORY_NBYTES:
         raise StartupError(
-            f"{shared} has {free_nbytes >> 20} MiB left, and workers and Ray share memory there;"
-            f" give it {MIN_SHARED_MEMORY_NBYTES >> 20} MiB or more (Docker: --shm-size=1g)."
+            f"{shared} has only {free_nbytes >> 20} MiB left, and workers and Ray share memory"
+            f" there; give it at least {MIN_SHARED_MEMORY_NBYTES >> 20} MiB (Docker:"
+            " --shm-size=1g)."
         )
 
 
 def check_store(redis_url: str) -> None:
-    """Whether the URL can be one; a server that is away is no reason not to start."""
+    """Check the URL only: the deployment may start while the Redis server is down."""
     from disagg.store.redis_store import RedisBoard
 
     RedisBoard(redis_url, secret=b"")
@@ -169,19 +177,19 @@ def check_models(
     gpu_name: str = "",
     tell: Callable[[str], object] = lambda sentence: None,
 ) -> None:
-    """Refuse what cannot be served before any process starts. Arguments are as of `check_tier`."""
+    """Refuse models that cannot be served. The arguments are those of `check_tier`."""
     from disagg.ingress.core import served_models
     from disagg.worker.check import check_tier
 
     served_models(config)
-    wanted_nbytes = sum(
+    needed_nbytes = sum(
         check_tier(tier, gpu_nbytes, is_here, gpu_name, tell) for tier in config.tiers
     )
-    has_nbytes, _ = read_memory()
-    if is_here and wanted_nbytes > has_nbytes > 0:
+    total_nbytes, _ = read_memory()
+    if is_here and needed_nbytes > total_nbytes > 0:
         raise NotEnoughMemory(
-            f"The workers would take {wanted_nbytes / 1e9:.1f} GB of memory for KV and their"
-            f" largest steps, and this machine has {has_nbytes / 1e9:.1f} GB. Lower"
+            f"The workers would take {needed_nbytes / 1e9:.1f} GB of memory for KV and their"
+            f" largest steps, but this machine has {total_nbytes / 1e9:.1f} GB. Lower"
             " kv_cache_memory_bytes, num_gpu_blocks_override, kv_offloading_size or"
             " max_num_batched_tokens, or start fewer workers."
         )

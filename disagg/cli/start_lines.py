@@ -1,4 +1,4 @@
-"""The progress lines of a start: how far each pool's workers are, for a terminal and for a log."""
+"""Progress lines of a start: how far the workers of each pool are, for a terminal and a log."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ _LINES_PER_LOAD = 10
 
 
 def one_line(pools: StartsByPool, sizes: Mapping[str, int]) -> str:
-    """Where each pool is now.
+    """The latest phase of each pool.
 
     Args:
-        sizes: how many workers each pool is to have.
+        sizes: number of workers that each pool will have.
     """
-    now = []
+    states = []
     for pool, size in sizes.items():
         workers = pools.get(pool, {})
-        said = [words for _, words in _said(workers, size)]
-        now.append(f"{pool}: {said[-1] if said else f'{len(workers)} of {size} workers began'}")
-    return "; ".join(now)
+        lines = [line for _, line in _reached_phases(workers, size)]
+        state = lines[-1] if lines else f"{len(workers)} of {size} workers started"
+        states.append(f"{pool}: {state}")
+    return "; ".join(states)
 
 
 class StartLog:
-    """Makes lines of a log, few of them: one a phase, and one for every tenth of the weights.
+    """Makes few log lines: one per phase, and one for every tenth of the weights.
 
     Args:
-        sizes: how many workers each pool is to have.
+        sizes: number of workers that each pool will have.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = sizes
-        self._told: set[tuple[str, str, int]] = set()
+        self._printed: set[tuple[str, str, int]] = set()
 
     def news(self, pools: StartsByPool) -> list[str]:
-        """What to print that was not printed before."""
+        """The lines that were not returned before."""
         lines = []
         for pool, size in self._sizes.items():
-            for step, words in _said(pools.get(pool, {}), size):
+            for step, line in _reached_phases(pools.get(pool, {}), size):
                 key = (pool, step.phase, int(_fraction(step) * _LINES_PER_LOAD))
-                if key not in self._told:
-                    self._told.add(key)
-                    lines.append(f"{pool}: {words}")
+                if key not in self._printed:
+                    self._printed.add(key)
+                    lines.append(f"{pool}: {line}")
         return lines
 
 
-def _said(
+def _reached_phases(
     workers: Mapping[str, Mapping[StartPhase, StartStep]], size: int
 ) -> Iterator[tuple[StartStep, str]]:
-    """The phases that a whole pool has reached, in the words of the slowest worker in each."""
+    """The phases that all workers of a pool have reached, with a line on the slowest worker."""
     slowest = f"slowest of {size}: " if size > 1 else ""
     for phase in get_args(StartPhase):
         found = [steps[phase] for steps in workers.values() if phase in steps]
@@ -72,7 +73,7 @@ def _words(step: StartStep) -> str:
             return f"weights {done:.1f} of {total:.1f} {unit} ({int(100 * _fraction(step))} %)"
         case "kv_blocks":
             sizes = f"{step.max_num_seqs} sequences and {step.max_num_batched_tokens:,} tokens"
-            steps = f"; a step has up to {sizes}" if step.max_num_seqs else ""
+            steps = f"; steps of up to {sizes}" if step.max_num_seqs else ""
             return f"allocating {step.num_total:,} KV blocks{steps}"
         case "warm_up":
             return "warming up"

@@ -1,7 +1,7 @@
-"""The command of `disagg serve`: handles signals, prints lines, and cleans up after the server
-process.
+"""The parent process of `disagg serve`: handles signals, prints lines, cleans up at the end.
 
-It imports nothing that could delay a signal by more than milliseconds, in particular not Ray.
+It imports nothing that could delay the handling of a signal by more than milliseconds, in
+particular not Ray.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from disagg.errors import StartupError
 
 LOOK_PERIOD_S = 0.2
 STANDSTILL_PERIOD_S = 1.0
-LEAVE_TIMEOUT_S = 15.0  # for taking an application off a cluster that stays
-END_TIMEOUT_S = 20.0  # for Serve and Ray to end after the last stream
+LEAVE_TIMEOUT_S = 15.0  # to remove the application from a cluster that keeps running
+END_TIMEOUT_S = 20.0  # for Serve and Ray to stop after the last stream has ended
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """Counts the signals that ask for an end, from its making on."""
+    """Counts the signals that ask the command to stop, from its construction on."""
 
     def __init__(self) -> None:
         self.num = 0
         self.last = 0
         for number in STOP_SIGNALS:
-            # nohup wants SIGHUP ignored. A shell ignores SIGINT for what it starts in the
-            # background, and whoever sends one on purpose means it.
+            # nohup sets SIGHUP to be ignored, and it stays so. A shell sets SIGINT to be ignored
+            # for background jobs, but a SIGINT that somebody sends on purpose must count.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
 
@@ -63,10 +63,10 @@ class Signals:
 
 
 class Supervisor:
-    """One run of a process that serves.
+    """Runs the server process once.
 
     Args:
-        order: for it.
+        order: tells the server process what to serve.
     """
 
     def __init__(self, order: Order, lines: Lines, signals: Signals) -> None:
@@ -77,22 +77,22 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._phase = Phase("checking")
         self._phase_ends_s = 0.0
-        self._standstill: process_tree.Standstill | None = None  # where it must not be
+        self._standstill: process_tree.Standstill | None = None  # None: the phase may stand still
         self._next_standstill_s = 0.0
-        self._ends_by_s = 0.0  # once it was told to stop
+        self._ends_by_s = 0.0  # deadline, set when the server process is told to stop
         self._refused: StartRefused | None = None
         self._broken: Broken | None = None
         self.ready: Ready | None = None
         self.when_ready: Callable[[], None] = lambda: None
 
     def run(self) -> int:
-        """Until it has ended; nothing of it is left then.
+        """Run the server process until it has ended and all its children are gone.
 
         Returns:
-            0 after a stop, 1 when it broke, 128 and the signal's number after a second signal.
+            0 after a stop, 1 after a failure, 128 plus the signal's number after a second signal.
 
         Raises:
-            StartupError: it cannot serve, with the server process's message.
+            StartupError: the server process refused to start; it has its message.
         """
         process_tree.adopt_orphans()
         began_s = time.monotonic()
@@ -118,7 +118,7 @@ class Supervisor:
                     stderr=log,
                     pass_fds=[write],
                     env={**os.environ, process_tree.MARK: self._order.directory},
-                    start_new_session=True,  # Ctrl-C is for the command alone
+                    start_new_session=True,  # so that Ctrl-C reaches only this process
                 )
         finally:
             os.close(write)
@@ -134,7 +134,7 @@ class Supervisor:
         if process.poll() is None:
             process.kill()
         for left in process_tree.end_family():
-            self._lines.say("left", f"Process {left.pid} does not end.", pid=left.pid)
+            self._lines.say("left", f"Process {left.pid} did not end after SIGKILL.", pid=left.pid)
         process.wait()
         with contextlib.suppress(BrokenPipeError):
             assert process.stdin is not None
@@ -143,7 +143,7 @@ class Supervisor:
         shutil.rmtree(self._order.directory, ignore_errors=True)
 
     def _reports(self, descriptor: int) -> Iterator[Report]:
-        """What it says, until it has no more to say or its time is over."""
+        """The server process's reports, until it closes the pipe or its time is over."""
         assert self._process is not None
         buffer = b""
         with selectors.DefaultSelector() as selector:
@@ -158,7 +158,7 @@ class Supervisor:
                 process_tree.reap(besides=self._process.pid)
 
     def _is_over(self) -> bool:
-        """Whether to go on without what it might still say; passes signals on."""
+        """Whether to stop reading reports. Also passes signals on to the server process."""
         now_s = time.monotonic()
         if self._refused is not None or self._broken is not None:
             return True
@@ -168,8 +168,8 @@ class Supervisor:
         if self._stands_still(now_s):
             self._refused = StartRefused(
                 f"{self._phase.name[0].upper()}{self._phase.name[1:]} came to a standstill: none of"
-                f" its processes has done anything for {process_tree.STILL_S:.0f} s. Are they"
-                " stopped, or does a disk not answer? What they said last is in"
+                f" its processes has used the CPU for {process_tree.STILL_S:.0f} s. Check whether"
+                " they are suspended or a disk does not respond; their last output is in"
                 f" {self._order.log_directory}."
             )
             return True
@@ -188,10 +188,12 @@ class Supervisor:
         return self._standstill.is_there(now_s)
 
     def _begin_stop(self, now_s: float) -> bool:
-        """The first signal. Returns whether there is nothing to wait for."""
+        """React to the first signal. Returns True if there is nothing to wait for."""
         name = signal.Signals(self._signals.last).name
         if self.ready is None:
-            self._lines.say("stopping", f"{name}: stopped before it was ready.", signal=name)
+            self._lines.say(
+                "stopping", f"{name}: stopping before the server is ready.", signal=name
+            )
             if self._order.ray_address is None:
                 return True
             self._ends_by_s = now_s + LEAVE_TIMEOUT_S
@@ -199,8 +201,8 @@ class Supervisor:
             drain_s = self._order.config.drain_s
             self._lines.say(
                 "stopping",
-                f"{name}: no new requests from now on; running ones may end within {drain_s:g} s"
-                " (again: at once).",
+                f"{name}: new requests are refused; running ones have {drain_s:g} s to finish"
+                " (send the signal again to stop at once).",
                 signal=name,
             )
             self._ends_by_s = now_s + drain_s + END_TIMEOUT_S
@@ -210,7 +212,7 @@ class Supervisor:
 
     def _tell(self, process: subprocess.Popen[bytes], words: bytes) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: that is seen elsewhere
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `_reports` notices
             process.stdin.write(words)
             process.stdin.flush()
 
@@ -242,10 +244,10 @@ class Supervisor:
             case Happened():
                 self._lines.say(report.event, report.message, **report.fields)
             case DrainEnded():
-                cut = f"; {report.num_cut} had no more time and ended with an error"
+                cut = f"; {report.num_cut} ran out of time and ended with an error"
                 self._lines.say(
                     "drained",
-                    f"{report.num_ended} running requests have ended"
+                    f"{report.num_ended} running requests have finished"
                     f"{cut if report.num_cut else ''}.",
                     num_ended=report.num_ended,
                     num_cut=report.num_cut,
@@ -256,12 +258,12 @@ class Supervisor:
                 self._broken = report
 
     def _status(self) -> int:
-        """What became of it, as a line and an exit status."""
+        """Print how the run ended; returns the exit status."""
         assert self._process is not None
         if self._refused is not None:
             return 2
         if self._signals.num > 1:
-            self._lines.say("stopped", "Stopped at once, as a second signal asked.")
+            self._lines.say("stopped", "Stopped at once because of a second signal.")
             return 128 + self._signals.last
         if self._broken is not None:
             self._lines.say("broken", self._broken.message)
@@ -272,7 +274,7 @@ class Supervisor:
         status = self._process.wait()
         self._lines.say(
             "broken",
-            f"The server process ended by itself ({_how(status)}); its output is in"
+            f"The server process ended unexpectedly ({_how(status)}); its output is in"
             f" {self._order.log_directory}/server.log.",
         )
         return 1

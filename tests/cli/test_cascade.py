@@ -46,7 +46,7 @@ def calibrate(file: Path, *more: str) -> int:
         ([GOOD, '{"prompt": "x", "messages": [], "label": "5"}'], "line 2: give either"),
         ([GOOD, '{"prompt": "x", "label": 5}'], "line 2: Expected `str`, got `int`"),
         ([GOOD, '{"prompt": "x", "answer": "5", "label": "5"}'], "unknown field `answer`"),
-        ([""], "has no prompts"),
+        ([""], "contains no prompts"),
     ],
 )
 def test_a_set_that_nothing_can_be_learned_from_is_refused(
@@ -64,10 +64,10 @@ def test_a_set_that_nothing_can_be_learned_from_is_refused(
     [
         (["--quality", "1.5"], "at most 1. (--quality)"),
         (["--quality", "0"], "above 0"),
-        (["--risk", "1"], "from 0 to below 1. (--risk)"),
-        (["--threshold", "-0.1"], "one of a --signal; give both. (--threshold)"),
-        (["--num-judged-tokens", "0"], "At least one token"),
-        (["--url", "http://127.0.0.1:9"], "cannot be reached"),
+        (["--risk", "1"], "at least 0 and below 1. (--risk)"),
+        (["--threshold", "-0.1"], "give --signal too. (--threshold)"),
+        (["--num-judged-tokens", "0"], "judged tokens must be at least 1"),
+        (["--url", "http://127.0.0.1:9"], "Cannot reach"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
@@ -81,7 +81,7 @@ def test_flags_that_make_no_sense_are_refused(
 
 def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert calibrate(tmp_path / "none.jsonl") == 2
-    assert "none.jsonl cannot be read" in capsys.readouterr().err
+    assert "none.jsonl: [Errno 2]" in capsys.readouterr().err
 
 
 def test_what_it_writes_serve_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,11 +93,11 @@ def test_what_it_writes_serve_takes(tmp_path: Path, capsys: pytest.CaptureFixtur
     flags = ["--signal", "minimum", "--quality", "1", "--write", str(written)]
     assert calibrate(file, *flags) == 0
     said = capsys.readouterr().out
-    assert "demo-small: 60.0% right with 918,912 parameters" in said
+    assert "demo-small: 60.0% correct with 918,912 parameters" in said
     assert "demo-large: 100.0% with 7,770,880" in said
     assert "40.0% escalate" in said
-    assert "with 5 prompts nobody can tell that this loses at most 0.50% of them" in said
-    assert "It takes 460 prompts at least" in said
+    assert "5 prompts are too few to show that earlier releases lose at most 0.50%" in said
+    assert "Use at least 460 prompts" in said
     cascade = read_again(written.read_text(), tmp_path)
     assert cascade is not None and cascade.signal == "minimum"
     assert -0.3 < cascade.thresholds[0] < -0.001

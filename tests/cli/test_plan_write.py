@@ -147,7 +147,7 @@ def test_pools_on_unlike_gpus_say_which_nodes_they_want(
     text = (tmp_path / "serve.yaml").read_text()
     for role, gpu in kinds.items():
         assert f"{role} on {gpu}" in (tmp_path / "rayservice.yaml").read_text()
-        assert f"# Nodes with {gpu}: `ray start --resources='{{\"{role}\": N}}'`" in text
+        assert f"# Start nodes with {gpu} with `ray start --resources='{{\"{role}\": N}}'`" in text
 
 
 def test_what_is_written_can_be_served_here(
@@ -177,7 +177,7 @@ def test_files_that_are_there_stay_unless_forced(
 ) -> None:
     words = ("llama-3-8b", "--requests-per-s", "20", "--no-play", "--write", str(tmp_path))
     (tmp_path / "serve.yaml").write_text("mine")
-    assert "has serve.yaml already; --force overwrites" in refused(capsys, *words)
+    assert "already has serve.yaml; overwrite with --force" in refused(capsys, *words)
     assert (tmp_path / "serve.yaml").read_text() == "mine"
     assert main(["plan", *words, "--force"]) == 0
     assert f"Written: {tmp_path}/serve.yaml" in capsys.readouterr().out
@@ -189,12 +189,12 @@ def test_what_cannot_be_served_is_not_written(
 ) -> None:
     to = ("--write", str(tmp_path / "fleet"))
     load = ("llama-3-8b", "--requests-per-s", "20", "--no-play")
-    assert "There is a fleet only for a load" in refused(capsys, "llama-3-8b", *to)
-    assert "add --write DIR, or leave it out" in refused(capsys, *load, "--force")
+    assert "--write needs a load" in refused(capsys, "llama-3-8b", *to)
+    assert "add --write DIR, or leave out --force" in refused(capsys, *load, "--force")
     assert "multiplies fp8 weights in 16 bits" in refused(capsys, *load, "--weights", "fp8", *to)
-    assert "no kernels for AMD's GPUs" in refused(capsys, *load, "--gpu", "mi300x", *to)
+    assert "does not support AMD GPUs" in refused(capsys, *load, "--gpu", "mi300x", *to)
     (tmp_path / "file").write_text("")
-    assert "is a file; give a directory" in refused(
+    assert "is a file; --write needs a directory" in refused(
         capsys, *load, "--write", str(tmp_path / "file")
     )
     assert "Cannot write to" in refused(capsys, *load, "--write", str(tmp_path / "file" / "in"))
@@ -222,20 +222,20 @@ def test_a_serve_yaml_of_something_else_is_refused(
     for applications in ([], [{"import_path": "other:app", "args": {}}], "disagg"):
         file.write_text(yaml.safe_dump({"applications": applications}))
         assert main(["serve", "--config", str(file)]) == 2
-        assert "without disagg as its only application" in capsys.readouterr().err
+        assert "its only application must be disagg" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("of_the_file", "of_the_application", "message"),
     [
-        ({}, {"deployments": [{"name": "x-decode"}]}, "does not read deployments of the app"),
+        ({}, {"deployments": [{"name": "x-decode"}]}, "does not support deployments of the app"),
         (
             {"http_options": {"port": 1, "root_path": "/x"}},
             {},
-            "not read root_path of http_options",
+            "not support root_path of http_options",
         ),
-        ({"target_capacity": 50}, {}, "does not read target_capacity in "),
-        ({}, {"route_prefix": "/models"}, "answers at /, and "),
+        ({"target_capacity": 50}, {}, "does not support target_capacity in "),
+        ({}, {"route_prefix": "/models"}, "serves at / only, but "),
         ({"http_options": 8000}, {}, "http_options in "),
         ({}, {"args": {"http": 8000}}, "$.http"),
     ],

@@ -125,7 +125,7 @@ def test_whole_experts_are_asked_for_as_in_vllm() -> None:
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        (["--pipeline-parallel-size", "2"], "a worker is one stage.* --tensor-parallel-size"),
+        (["--pipeline-parallel-size", "2"], "use --tensor-parallel-size"),
         (["--pipeline-parallel-size=2"], "--nnodes"),
         (["--data-parallel-size", "2"], "--prefill and --decode"),
         (["--enable-lora"], "merge_and_unload"),
@@ -171,7 +171,7 @@ def test_flags_that_a_file_would_replace_are_refused(
     file.write_text("tiers: [{model: demo-small}]\nhttp: {port: 9001}\n")
     with pytest.raises(StartupError, match=named) as refused:
         config_of("--config", str(file), *words)
-    assert "would do nothing" in refused.value.message
+    assert "would have no effect" in refused.value.message
     beside = config_of("--config", str(file), "--ray-address", "auto", "--no-haproxy")
     assert beside.http.port == 9001
 
@@ -226,12 +226,12 @@ def test_the_store_is_said_to_be_of_those_that_use_it() -> None:
         prefill=PoolConfig(num_replicas=0),
     )
 
-    def said(config: ServeConfig) -> str:
-        return server_process._store_sentence(config).partition(" kept in ")[0]
+    def subject(config: ServeConfig) -> str:
+        return server_process._store_sentence(config).partition(" store ")[0]
 
-    assert said(config) == "KV that workers evict is"
-    whose = "demo-small-prefill, demo-small-decode"
-    assert said(replace(config, tiers=(tier, bare))) == f"KV that workers of {whose} evict is"
+    assert subject(config) == "Workers"
+    pools = "demo-small-prefill, demo-small-decode"
+    assert subject(replace(config, tiers=(tier, bare))) == f"Workers of {pools}"
 
 
 def test_a_key_of_the_environment_guards_a_deployment_of_a_file(

@@ -62,9 +62,9 @@ def test_a_broken_line_is_refused_with_its_number(
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--num-requests", "0"], "At least one request"),
+        (["--num-requests", "0"], "number of requests must be at least 1"),
         (["--requests-per-s", "0"], "rate"),
-        (["--requests-per-s", "nan"], "rate must be greater than 0, and is nan"),
+        (["--requests-per-s", "nan"], "rate must be finite and greater than 0, not nan"),
         (["--speed", "nan"], "speed must be greater than 0, and is nan. (--speed)"),
         (["--speed", "inf"], "speed must be greater than 0, and is inf"),
         (["--ttft-slo-s", "-1"], "TTFT SLO must be greater than 0, and is -1"),
@@ -117,7 +117,7 @@ def test_a_small_model_is_asked_first(capsys: pytest.CaptureFixture[str]) -> Non
     arguments = ["sim", "--num-requests", "60", "--tier", "small=1+1@0.125"]
     assert main([*arguments, "--unsure", "small=0.3"]) == 0
     printed = capsys.readouterr().out
-    assert "How sure models are is simulated." in printed
+    assert "The confidence of the models is simulated." in printed
     (report,) = json.loads(printed.splitlines()[-1])["reports"]
     small, largest = report["tiers"]
     assert (small["model"], small["num_asked"]) == ("small", 60)
@@ -130,9 +130,9 @@ def test_a_small_model_is_asked_first(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--unsure", "small=0.3"], "no smaller tier 'small'; there is none"),
-        (["--tier", "small=1+1@0.1", "--unsure", "smal=0.3"], "smaller tiers are small"),
-        (["--tier", "small=1+1@0.1"], "Say --unsure small=0.2"),
+        (["--unsure", "small=0.3"], "no smaller tier 'small'; add it with --tier"),
+        (["--tier", "small=1+1@0.1", "--unsure", "smal=0.3"], "the tiers are small"),
+        (["--tier", "small=1+1@0.1"], "with --unsure small=0.2"),
         (["--tier", "small=1+1@0.1", "--unsure", "small=1.3"], "between 0 and 1"),
         (["--tier", "small=1+1@1.5", "--unsure", "small=0.3"], "smallest model to the largest"),
         (["--tier", "small=1+1@0.1", "--unsure", "small=0.3", "--max-shift", "1"], "TTFT SLO"),

@@ -28,7 +28,7 @@ class Usage(NamedTuple):
 
 @pytest.mark.parametrize(
     ("full", "words"),
-    [("/dev/shm", "/dev/shm has 3 MiB left"), ("/tmp", "/tmp has 3 MiB left")],
+    [("/dev/shm", "/dev/shm has only 3 MiB left"), ("/tmp", "/tmp has only 3 MiB left")],
 )
 def test_a_full_disk_or_small_shared_memory(
     monkeypatch: pytest.MonkeyPatch, full: str, words: str
@@ -50,7 +50,7 @@ def test_few_open_files_are_raised_where_the_system_allows_it(
     start_checks.check_machine(tmp_path)
     assert asked == [(4096, 4096)]
     limits = (256, 512)
-    with pytest.raises(StartupError, match="only 256 files"):
+    with pytest.raises(StartupError, match="open files is 256"):
         start_checks.check_machine(tmp_path)
 
 
@@ -58,7 +58,10 @@ def test_few_open_files_are_raised_where_the_system_allows_it(
     ("http", "words"),
     [
         (HttpConfig(host="192.0.2.1"), "Cannot listen on 192"),
-        (HttpConfig(host="x" * 300), "'xxx.* is no address of this machine: it is no name of"),
+        (
+            HttpConfig(host="x" * 300),
+            "'xxx.* is not an address of this machine: it is not a valid host name",
+        ),
         (HttpConfig(port=0), "choose one from 1 to 65535"),
     ],
 )
@@ -112,7 +115,7 @@ def test_two_starts_at_once_on_one_address() -> None:
     http = HttpConfig(port=free_port())
     with start_checks.hold_port(http):
         start_checks.check_port(http)
-        with pytest.raises(StartupError, match="Another `disagg serve` starts"):
+        with pytest.raises(StartupError, match="Another `disagg serve` already uses"):
             start_checks.hold_port(http)
         start_checks.hold_port(HttpConfig(host="::1", port=http.port)).close()
     start_checks.hold_port(http).close()
@@ -155,7 +158,7 @@ def test_a_store_that_is_away() -> None:
 def test_workers_over_nodes_need_a_cluster() -> None:
     tier = {"model": "demo-small", "engine": {"tensor_parallel_size": 2}, "decode": {"nnodes": 2}}
     config = parse_config({"tiers": [tier], "cluster_key": "key"})
-    with pytest.raises(StartupError, match=r"workers of 'demo-small' .* nnodes = 2, and"):
+    with pytest.raises(StartupError, match=r"workers of 'demo-small' .* nnodes = 2, but"):
         start_checks.check_one_node(config)
 
 

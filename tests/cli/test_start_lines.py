@@ -22,7 +22,7 @@ def worker(num_done: int = 155 * GB // 10, *more: StartStep) -> Worker:
 
 
 BLOCKS = StartStep("kv_blocks", 0, 5120, 256, 8192)
-ALLOCATING = "allocating 5,120 KV blocks; a step has up to 256 sequences and 8,192 tokens"
+ALLOCATING = "allocating 5,120 KV blocks; steps of up to 256 sequences and 8,192 tokens"
 WARM_UP = StartStep("warm_up")
 READY = StartStep("ready")
 
@@ -53,8 +53,8 @@ def test_a_pool_is_as_far_as_its_slowest_worker() -> None:
     assert one_line(pools, sizes).split("; ") == [
         "m-prefill: warming up",
         "m-decode: slowest of 3: weights 2.0 of 15.5 GB (12 %)",
-        "n-decode: 1 of 2 workers began",
-        "n-prefill: 0 of 1 workers began",
+        "n-decode: 1 of 2 workers started",
+        "n-prefill: 0 of 1 workers started",
     ]
 
 

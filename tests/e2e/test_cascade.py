@@ -145,7 +145,7 @@ def test_a_server_is_calibrated_against(
     words = ["cascade", "calibrate", SMALL, LARGE, "--url", server.url]
     assert main([*words, "--prompts", str(prompts), "--write", str(written)]) == 0
     said = capsys.readouterr().out
-    assert "demo-small: 60.0% right with 918,912 parameters" in said
+    assert "demo-small: 60.0% correct with 918,912 parameters" in said
     assert written.read_text().startswith("cascade:\n  signal: ")
 
 

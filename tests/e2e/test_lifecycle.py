@@ -199,7 +199,7 @@ def test_a_signal_ends_a_start(home: Path, phase: str, number: signal.Signals) -
     finally:
         assert command.ended() == 0
     command.assert_only_own_lines()
-    assert "before it was ready" in command.output()
+    assert "before the server is ready" in command.output()
     command.assert_nothing_left()
 
 

@@ -235,7 +235,7 @@ def test_an_embedded_redis_that_dies_is_replaced(
 ) -> None:
     (redis,) = server.named("valkey-server")
     redis.kill()
-    while "Redis died; an empty one has taken its place" not in server.output():
+    while "Redis died; a new, empty one replaces it" not in server.output():
         prompt = "asked while there is no Redis " * 9
         answer = client.chat.completions.create(
             model="tiny",
