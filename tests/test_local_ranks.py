@@ -441,7 +441,7 @@ async def _readable(fd: int) -> None:
             {"tensor_parallel_size": 4, "quantization": "int4"},
             "int4' is not possible with .* = 4: 32 neighbours .* would have 16 columns",
         ),
-        ({"quantization": "packed", "device": "cpu"}, "has floats, and no bits to keep"),
+        ({"quantization": "packed", "device": "cpu"}, "is not quantised, so nothing is packed"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(

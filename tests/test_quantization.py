@@ -126,14 +126,14 @@ def test_what_is_not_quantised_is_refused_in_words(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral")
     mixtral = describe_model(tmp_path)
     with pytest.raises(
-        StartupError, match="MixtralForCausalLM has experts, which are multip"
+        StartupError, match="MixtralForCausalLM has experts, which can be quan"
     ) as it:
         check_engine(INT8, mixtral)
     assert it.value.param == "quantization"
     check_quantization(INT8, mixtral.config, "cuda")
     assert mixtral.config.experts is not None
     narrow = replace(mixtral.config, experts=replace(mixtral.config.experts, is_mxfp4=True))
-    with pytest.raises(StartupError, match=r"the experts have 4 bits already \(MXFP4\), and stay"):
+    with pytest.raises(StartupError, match=r"experts already have 4 bits \(MXFP4\), and a GPU"):
         check_quantization(INT8, narrow, "cuda")
     dense = describe_model(ASSETS / "demo-small").config
     check_quantization(INT8, dense, "cpu")
@@ -141,11 +141,13 @@ def test_what_is_not_quantised_is_refused_in_words(tmp_path: Path) -> None:
     check_quantization(EngineConfig(), dense, "cuda")
     fp8 = msgspec.structs.replace(INT8, quantization="fp8")
     check_quantization(fp8, dense, "cuda")
-    with pytest.raises(StartupError, match="on GPUs only; set 'int8' or 'int4', or leave it out"):
+    with pytest.raises(StartupError, match="fp8 weights; set 'int8' or 'int4', or leave it out"):
         check_engine(fp8, describe_model(ASSETS / "demo-small"))
     packed = replace(dense, quantized=QuantizedFormat(name="AWQ", layout="awq", bits=4))
     check_quantization(INT8, packed, "cpu")
-    with pytest.raises(StartupError, match=r"already \(AWQ\), and stay so on a GPU; set device"):
+    with pytest.raises(
+        StartupError, match=r"already quantised \(AWQ\), and a GPU keeps it so; set device"
+    ):
         check_quantization(INT8, packed, "cuda")
 
 

@@ -1,4 +1,4 @@
-"""Advances sequences. Knows nothing of requests, workers, transfers or threads."""
+"""The engine advances sequences. Knows nothing of requests, workers, transfers or threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SaveEvicted = Callable[[list[tuple[int, BlockHash]]], None]
 
 
 class _Step(NamedTuple):
-    """A step that was launched, or that runs when its results are read."""
+    """A step that was launched, or on a CPU a step that runs when its results are read."""
 
     plan: StepPlan
     results: Results
@@ -58,9 +58,9 @@ class Engine:
         self.launcher = launcher
         self.last_plan = _IDLE  # the plan applied last, or the running one
         self.is_stuck = False  # the last step had sequences but could advance none
-        self._under_way: _Step | None = None  # planned ahead
-        self._ended: list[TokenEvent] = []  # outside of a step, for the next one to report
-        self._earliest_deadline_s = math.inf  # or earlier: it is not raised when a sequence ends
+        self._under_way: _Step | None = None  # a step that was planned ahead
+        self._ended: list[TokenEvent] = []  # events between two steps; the next step reports them
+        self._earliest_deadline_s = math.inf  # a lower bound: not raised when a sequence ends
 
     @property
     def pool(self) -> BlockPool:
@@ -72,12 +72,15 @@ class Engine:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the device computes a step between two calls of `step`."""
+        """Whether the device is computing a step while no call of `step` runs."""
         return self._under_way is not None
 
     @property
     def is_short(self) -> bool:
-        """A waiting sequence found too few blocks: holds of prefixes and old holds should end."""
+        """Whether a waiting sequence found too few blocks.
+
+        If so, holds of prefixes and old holds should end.
+        """
         return self.scheduler.is_short
 
     def step(self) -> list[TokenEvent]:
@@ -107,10 +110,10 @@ class Engine:
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the sequence's grammar, if it has one, is compiled. If not, call again later.
 
-        Once ready, it stays ready for this sequence.
+        Once it is compiled, it stays compiled for this sequence.
 
         Raises:
-            GrammarError: it cannot be compiled.
+            GrammarError: the grammar cannot be compiled.
             Overloaded: too many grammars are being compiled.
         """
         grammar, grammars = sequence.sampling.grammar, self.grammars
@@ -127,7 +130,7 @@ class Engine:
         Waits for its grammar to be compiled unless `is_ready` was true before.
 
         Raises:
-            RequestError: it can never fit, or is inconsistent.
+            RequestError: the sequence can never fit, or is inconsistent.
         """
         self._follow_grammar(sequence)
         self.scheduler.submit(sequence)
@@ -144,27 +147,30 @@ class Engine:
         self._watch(sequence)
 
     def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:
-        """Allocate blocks for imported KV; None while running or older sequences need them.
+        """Allocate blocks for imported KV. Returns None while running or older sequences need them.
 
-        See `Scheduler.reserve`. The blocks may be written at once.
+        See `Scheduler.reserve`. The caller may write to the blocks at once.
         """
         block_ids = self.scheduler.reserve(num_blocks, arrival)
         self._give_up_evicted()
         return block_ids
 
     def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
-        """Release a sequence's blocks: as `BlockPool.release`, but not before running steps have
-        ended, since the device may still write to them."""
+        """Release a sequence's blocks, as `BlockPool.release` does.
+
+        The blocks become free when the running steps have ended, since the device may still write
+        to them.
+        """
         self.scheduler.release(block_ids, is_spent=is_spent)
 
     def abort(self, request_id: str) -> Sequence | None:
-        """Remove a sequence and release its blocks; no event follows. None if it is not here."""
+        """Remove a sequence and release its blocks, without an event. None if it is unknown."""
         return self.scheduler.remove(request_id)
 
     def end(self, sequence: Sequence, error: DisaggError) -> None:
         """Report an error as the last event of a sequence, and remove it from the engine.
 
-        A sequence that was refused because its id is in use does not end the other one.
+        If the sequence was refused because its id is in use, the sequence that uses the id goes on.
         """
         if sequence in self.scheduler:
             self.scheduler.remove(sequence.request_id)
@@ -177,7 +183,7 @@ class Engine:
     def abandon(self, error: DisaggError) -> list[TokenEvent]:
         """Return the last events of all sequences, after the engine broke in the middle of a step.
 
-        Unlike `end_all` it relies on no state: blocks are not released.
+        Unlike `end_all` it does not rely on the engine's state, so it releases no blocks.
         """
         events = self._ended + [
             TokenEvent(sequence, error=error) for sequence in self.scheduler.abandon()
@@ -205,7 +211,10 @@ class Engine:
         return load_of(self.scheduler)
 
     def check(self, holders: Iterable[SequenceOf[int]] = ()) -> None:
-        """Recount every block and sequence. `holders`: the blocks that other parts hold.
+        """Recount every block and sequence.
+
+        Args:
+            holders: the blocks that other parts of the worker hold.
 
         Raises:
             AssertionError: names the first difference.

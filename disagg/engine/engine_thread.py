@@ -30,8 +30,9 @@ Message = Callable[[], None]
 class StepResult(msgspec.Struct, frozen=True):
     """The result of one iteration of the thread.
 
-    features, seconds: of its step, for the time model; features is None without a step.
-    failure: the engine is broken; everything that waits for it must end.
+    features, seconds: features and duration of the step, for the time model; features is None if
+        the iteration had no step.
+    failure: not None if the engine is broken; then everything that waits for it must end.
     """
 
     events: tuple[TokenEvent, ...]
@@ -52,11 +53,12 @@ class EngineThread:
     Args:
         engine: after `start`, only this thread and posted messages may use it.
         publish: takes each result, in the engine's thread; it must not block.
-        clock: Unix seconds, for deadlines.
-        timer: monotonic seconds, for durations.
+        clock: returns Unix seconds, for deadlines.
+        timer: returns monotonic seconds, for durations.
         between_steps: called between steps with the time of the clock; returns whether it has work
             in progress and wants to be called again soon.
-        diagnose: what requests hear of an exception that broke the engine; it may wait.
+        diagnose: makes the error that requests get from the exception that broke the engine; it
+            may block.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class EngineThread:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stopping = False
         self._wait_s = 0.0
-        self._began_s = 0.0  # of the running step, or of the last one
+        self._began_s = 0.0  # when the running step, or else the last one, began
         self._last_status = WorkerStatus()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -93,7 +95,8 @@ class EngineThread:
         self._messages.put(message)
 
     def stop(self, timeout: float) -> bool:
-        """End all sequences with `WorkerLost` and leave the thread; False if it does not end."""
+        """End all sequences with `WorkerLost` and the thread. False if it is alive after `timeout`
+        seconds."""
         self.post(self._stop)
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -107,7 +110,7 @@ class EngineThread:
                 self._turn()
             self._take_messages(0.0)
             self.engine.end_all(WorkerLost("The worker stopped before the request was done."))
-            self._tell(self.engine.step(), 0.0)
+            self._publish_result(self.engine.step(), 0.0)
         except Exception as error:
             self.failed = error
             self._refuse_all(error)
@@ -123,7 +126,7 @@ class EngineThread:
             self._began_s = self._timer()
         events = engine.step()
         began_s, self._began_s = self._began_s, self._timer()
-        self._tell(events, self._began_s - began_s)
+        self._publish_result(events, self._began_s - began_s)
         if engine.last_plan.sequences:
             self._wait_s = 0.0
         elif in_flight:
@@ -141,7 +144,7 @@ class EngineThread:
             message()
             wait_s = 0.0
 
-    def _tell(self, events: list[TokenEvent], seconds: float) -> None:
+    def _publish_result(self, events: list[TokenEvent], seconds: float) -> None:
         plan = self.engine.last_plan
         kv_events = self.engine.pool.take_events()
         status = self.engine.status()
@@ -158,7 +161,7 @@ class EngineThread:
         self._publish(result)
 
     def _refuse_all(self, cause: Exception) -> None:
-        """After a failure: answer every request with its cause, until `stop`."""
+        """Answer every request with the cause of the engine's failure, until `stop` is called."""
         error = self._diagnose(cause)
         error.__cause__ = cause
         while True:

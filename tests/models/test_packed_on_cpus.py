@@ -222,9 +222,9 @@ def test_the_start_counts_what_is_kept_and_keeps_its_kv_apart(tmp_path: Path) ->
 
 def test_where_nothing_is_kept_it_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
-    with pytest.raises(StartupError, match="has floats, and no bits to keep") as it:
+    with pytest.raises(StartupError, match="is not quantised, so nothing is packed") as it:
         check_engine(PACKED, describe_model(tmp_path))
     assert it.value.param == "quantization"
     model = describe_model(write_gguf(tmp_path / "model.gguf", small_model(), kind=Type.Q8_0))
-    with pytest.raises(StartupError, match="GPUs keep the bits of quantised checkpoints in any"):
+    with pytest.raises(StartupError, match="a GPU always keeps quantised checkpoints packed"):
         check_quantization(PACKED, model.config, "cuda")

@@ -151,7 +151,7 @@ def test_the_start_and_the_plan_say_that_weights_are_widened(
     plan = ["plan", str(directory), "--input-tokens", "64", "--output-tokens", "64"]
     assert main(plan) == 0
     found = capsys.readouterr().out
-    assert "quantised (AWQ), and stay so on a GPU" in found and "GB in AWQ;" in found
+    assert "quantised (AWQ), and a GPU keeps it so" in found and "GB in AWQ;" in found
     assert main([*plan, "--weights", "fp8"]) == 0
     found = capsys.readouterr().out
     assert "quantised (AWQ), and planned in fp8 instead" in found and "GB in fp8;" in found

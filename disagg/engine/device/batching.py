@@ -1,9 +1,9 @@
 """Turns a step plan into tensors, most of which are already on the device.
 
-The block tables of running sequences and their last sampled tokens stay on the device, in a row for
-each slot. A step uploads the changes of the block tables, and the position and KV slot of each of
-its tokens, in one copy. These are computed on the host, where a sum costs less than a launch. Must
-not know what a model does with them.
+The block tables of running sequences and their last sampled tokens stay on the device, in one row
+per slot. A step uploads the changes of the block tables, and the position and KV slot of each of
+its tokens, in one copy. The host computes positions and slots, since there a sum costs less than a
+kernel launch on the device. Must not know what a model does with the tensors.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
 from disagg.models.batch import Batch
 
-if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
+if TYPE_CHECKING:  # imports Triton, which a machine without a GPU may lack
     from disagg.kernels.decode_inputs import DecodeInputs
 
 Ints: TypeAlias = SequenceOf[int] | NDArray[np.int64]
 
 
-NUM_FIRST = 5  # parts that are as long in the next step if the same sequences decode
+NUM_FIRST = 5  # parts that have the same length in the next step if the same sequences decode
 
 
 class StepBuffer:
     """Integers of a step, written on the host and read on the device.
 
-    There are two of these, for the running step and the one after it. So on a GPU the host never
-    overwrites a buffer that is not copied yet: the results of all steps but the last were read.
+    A runner has two buffers, one for the running step and one for the step after it. So on a GPU
+    the host never overwrites a buffer before it is copied: the host has read the results of all
+    steps but the last.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,10 +57,10 @@ class StepBuffer:
         self._first: tuple[Tensor, ...] = ()
 
     def write(self, parts: SequenceOf[Ints], num: int) -> None:
-        """Write parts one after the other, `num` numbers in all."""
+        """Write the parts one after the other; together they have `num` numbers."""
         if num > self._array.shape[0]:
             self._reserve(num)
-        # Unsafe for NumPy, which takes an empty list for one of floats.
+        # "unsafe" since NumPy takes an empty list for an array of floats.
         np.concatenate(parts, out=self._array[:num], casting="unsafe")
 
     def written(self, num: int) -> bytes:
@@ -67,12 +68,12 @@ class StepBuffer:
         return self._array[:num].tobytes()
 
     def write_bytes(self, numbers: bytes) -> None:
-        """Write what another buffer had written."""
+        """Write the result of another buffer's `written`."""
         found = np.frombuffer(numbers, np.int64)
         self.write((found,), found.shape[0])
 
     def send(self, num: int) -> Tensor:
-        """Copy the written numbers to the device. They are the first `num` of the result."""
+        """Copy the written numbers to the device. The first `num` of the result are theirs."""
         if self._on_device is not self._on_host:
             self._on_device[:num].copy_(self._on_host[:num], non_blocking=True)
         return self._on_device
@@ -80,7 +81,7 @@ class StepBuffer:
     def send_parts(self, lengths: list[int]) -> list[Tensor]:
         """Copy the written numbers to the device. Returns them as parts of these lengths."""
         self.send(sum(lengths))
-        # Where the first parts lie changes less often than what the step changes of the tables.
+        # The first parts keep their lengths for many steps, so their views are kept too.
         if lengths[:NUM_FIRST] != self._first_lengths:
             self._first_lengths = lengths[:NUM_FIRST]
             first = self._on_device[: sum(self._first_lengths)]
@@ -96,13 +97,14 @@ class StepBuffer:
 class StepInputs:
     """The numbers of a step that are uploaded to the device.
 
-    numbers: int64, in parts of these lengths. The slot of each sequence; the position and KV slot
-        of each token; the context length of each sequence; token ids, except those that are
-        already on the device; cells of the block tables, and the blocks to write there. Unless all
-        sequences decode, also the first token and the number of tokens of each sequence, the rows
-        whose logits are needed, and the slots that these rows belong to.
-    num_unread: so many of the first sequences have their token on the device only.
-    ends: the context length of each sequence after the step; longest: the largest of these.
+    numbers, lengths: int64 numbers, in parts of these lengths: the slot of each sequence; the
+        position and KV slot of each token; the context length of each sequence; the token ids that
+        are not on the device yet; cells of the block tables, and the blocks to write there. Unless
+        all sequences decode, also the first token and the number of tokens of each sequence, the
+        rows whose logits are needed, and the slots of these rows.
+    num_unread: the tokens of the first `num_unread` sequences are known on the device only.
+    ends: the context length of each sequence after the step.
+    longest: the largest of `ends`.
     """
 
     numbers: StepBuffer
@@ -121,8 +123,8 @@ class StepInputs:
 class _Decodes:
     """Decoding sequences, kept from step to step while they are the same.
 
-    places: int64 [4, num_seqs]; of each its slot, its token's position, the KV slot of that token,
-        and the end of its context.
+    places: int64 [4, num_seqs]: for each sequence its slot, the position and the KV slot of its
+        token, and the end of its context.
     """
 
     def __init__(
@@ -133,17 +135,17 @@ class _Decodes:
         self.ends: SequenceOf[int] = [start + 1 for start in starts]
         self.longest = max(self.ends, default=0)
         self.places = np.array((self.slots, starts, kv_slots, self.ends), np.int64)
-        self._begin: deque[list[int]] | None = None  # rows, by the steps until they begin a block
+        self._begin: deque[list[int]] | None = None  # item i: rows that begin a block in i steps
 
     def advance(self, block_size: int) -> list[int]:
-        """Advance each by a token. Returns the rows whose token is the first of a block."""
+        """Advance each sequence by a token. Returns the rows whose token begins a block."""
         if self._begin is None:
             self._begin = deque([] for _ in range(block_size))
             for row, end in enumerate(self.ends):
                 self._begin[-end % block_size].append(row)
         further = self.places[1:]
         further += 1
-        self.ends = memoryview(further[2].copy())  # rarely needed as a list
+        self.ends = memoryview(further[2].copy())  # a list would take longer, and is rarely needed
         self.longest += 1
         self._begin.rotate(-1)
         return self._begin[-1]
@@ -153,12 +155,12 @@ class Batching:
     """Makes the batches of one runner's plans.
 
     Args:
-        slots: the runner's.
-        max_num_blocks: of one sequence.
-        use_kernel: make batches of decodes by the kernel of `decode_inputs`; None: on a GPU.
+        slots: the slots of the runner.
+        max_num_blocks: most blocks of one sequence.
+        use_kernel: whether the kernel of `decode_inputs` makes batches of decodes; None: on a GPU.
 
     Attributes:
-        decode_inputs: where that kernel writes them.
+        decode_inputs: the tensors to which that kernel writes; None without it.
     """
 
     def __init__(
@@ -180,9 +182,9 @@ class Batching:
         self._counted = self._chosen, self._chosen.int()
         self._use_kernel = device.type == "cuda" if use_kernel is None else use_kernel
         self.decode_inputs: DecodeInputs | None = None
-        self._views: tuple[Tensor, ...] = (self._chosen,)  # of these, of some sequences
+        self._views: tuple[Tensor, ...] = (self._chosen,)  # some rows of `decode_inputs`
         self._make_room()
-        self._decodes = _Decodes((), (), [])  # of the step before, or of none
+        self._decodes = _Decodes((), (), [])  # the decoding sequences of the step before
         self._numbers, self._numbers_before = StepBuffer(device), StepBuffer(device)
 
     # On the host.
@@ -191,7 +193,7 @@ class Batching:
         """The numbers to upload for a plan that has work.
 
         Args:
-            entered: sequences of the plan that have just been given their slots.
+            entered: sequences of the plan that have just got their slots.
         """
         for sequence in entered:
             sequence.num_listed = 0
@@ -232,7 +234,7 @@ class Batching:
         """Update `_decodes` for a step. Returns the changes of the block tables.
 
         If all sequences are one token further than in the step before, a table can have changed
-        only where a block begins: a sequence that lost blocks meanwhile would be recomputed.
+        only where a block begins, because a sequence that lost its blocks would be recomputed.
         """
         decodes, sequences = self._decodes, plan.sequences
         if not (plan.continues and sequences is decodes.sequences):
@@ -256,7 +258,10 @@ class Batching:
         for sequence in changed:
             num_listed, num_blocks = sequence.num_listed, len(sequence.block_ids)
             if num_blocks > self._max_num_blocks:
-                raise ValueError(f"{sequence} does not fit into {self._max_num_blocks} columns")
+                raise ValueError(
+                    f"{sequence} does not fit into the {self._max_num_blocks} columns of the block"
+                    " tables"
+                )
             first = sequence.slot * self._max_num_blocks
             cells.extend(range(first + num_listed, first + num_blocks))
             block_ids += sequence.block_ids[num_listed:]
@@ -264,15 +269,17 @@ class Batching:
         return cells, block_ids
 
     def _kv_slots(self, sequence: Sequence, positions: Iterable[int]) -> list[int]:
-        """The KV slots of these positions."""
+        """The KV slots of some positions of a sequence."""
         block_ids, block_size = sequence.block_ids, self._block_size
         return [block_ids[p // block_size] * block_size + p % block_size for p in positions]
 
     # On the device, in the order of steps.
 
     def batch(self, step: StepInputs) -> tuple[Batch, Tensor]:
-        """The batch (shapes and order: see `models.batch.Batch`), and int64 [num_logits]: the slots
-        to which the logits belong."""
+        """The batch, and int64 [num_logits]: the slot of each row of logits.
+
+        See `models.batch.Batch` for shapes and order.
+        """
         if self._slots.num_slots > self._chosen.shape[0]:
             self._make_room()
         if self.decode_inputs is not None and step.are_decodes:
@@ -311,7 +318,7 @@ class Batching:
         return batch, slots_of_logits
 
     def _decode_batch(self, step: StepInputs, inputs: DecodeInputs) -> tuple[Batch, Tensor]:
-        """As `batch`, in one launch, in the tensors of `inputs`."""
+        """As `batch`, for decodes: one kernel launch writes it to the tensors of `inputs`."""
         num_seqs = len(step.ends)
         numbers = step.numbers.send(sum(step.lengths))
         inputs.fill(
@@ -347,7 +354,7 @@ class Batching:
         self._chosen.index_copy_(0, slots, token_ids)
 
     def _count(self, number: int) -> tuple[Tensor, Tensor]:
-        """0, 1, ...: int64 [number] and int32 [number + 1]."""
+        """The numbers 0, 1, ... as int64 [number] and int32 [number + 1]."""
         if self._counted[0].shape[0] != number:
             counted = torch.arange(number + 1, device=self._device)
             self._counted = counted[:-1], counted.int()
@@ -368,8 +375,10 @@ class Batching:
 
 
 def _tokens(plan: StepPlan, starts: SequenceOf[int]) -> tuple[list[int], list[int]]:
-    """The tokens of a step that the host knows, packed; and of all its tokens those whose successor
-    is wanted: a sequence's last, and those of its draft."""
+    """The packed token ids of a step that the host knows, and the rows whose logits are needed.
+
+    Logits are needed after the last token of a sequence and after each token of its draft.
+    """
     n, num_unread = plan.num_decodes, plan.num_unread
     token_ids = [sequence.tokens[-1] for sequence in plan.sequences[num_unread:n]]
     logits_rows = [*range(n)]

@@ -1,4 +1,4 @@
-"""Building an engine: decide its device, dtype and memory, load the model, make the parts.
+"""Builds an engine: decides its device, dtype and memory, loads the model, makes the parts.
 
 Knows devices, dtypes and weights. `check.check_engine` raises the same errors without loading
 anything.
@@ -29,7 +29,7 @@ from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription
 from disagg.models.weights import Progress
 
-CPU_WARM_UP_TOKENS = 64  # picks kernels and touches memory; more would only delay the start
+CPU_WARM_UP_TOKENS = 64  # enough to pick kernels and touch memory; more would delay the start
 
 NewGenerations = Callable[[int], MutableSequence[int]]
 Tell = Callable[[StartStep], None]
@@ -54,11 +54,12 @@ def build_engine(
 
     Args:
         progress: called after every tensor and before every longer part of the work.
-        new_generations: makes the stamp table for a number of blocks (a transport's, which remote
-            readers see); by default one of the engine's own.
-        load: makes the decoder; by default of the checkpoint's weights, quantised if asked for.
+        new_generations: makes the stamp table for a number of blocks. A transport passes its own,
+            which remote readers see; by default no other process reads the table.
+        load: makes the decoder; by default from the checkpoint's weights, quantised if the
+            configuration says so.
         largest_step: see `plan_memory`.
-        followers: the other ranks, where `tensor_parallel_size` says that there are some.
+        followers: the other ranks, if `tensor_parallel_size` is above 1.
 
     Raises:
         ModelError: the checkpoint is missing, damaged or unsupported.
@@ -76,7 +77,7 @@ def build_engine(
         decoder = load(
             description, plan.dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
         )
-    except RuntimeError:  # of a communicator, if another rank is gone
+    except RuntimeError:  # a communicator raises it if another rank is gone
         if followers is not None:
             followers.raise_lost()
         raise
@@ -105,13 +106,13 @@ def build_engine(
         enable_prefix_caching=config.enable_prefix_caching,
         prompt_lookup=_prompt_lookup(config),
     )
-    # No async scheduling on a CPU: the same threads plan and compute.
+    # A CPU has no async scheduling, because the same threads plan and compute.
     launcher = runner if device.type != "cpu" else None
     return Engine(scheduler, runner, grammars=grammars, launcher=launcher), kv_cache
 
 
 def _warm_up(runner: ModelRunner, plan: EnginePlan) -> None:
-    """Pick kernels and touch memory; on a GPU capture graphs, on a CPU choose threads."""
+    """Pick kernels and touch memory; on a GPU capture graphs; on a CPU choose thread counts."""
     memory, is_cpu = plan.memory, plan.device.type == "cpu"
     num_tokens = min(memory.max_num_batched_tokens, plan.max_model_len - 1)
     runner.warm_up(

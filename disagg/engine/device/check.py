@@ -1,6 +1,6 @@
-"""The errors of `build.build_engine`, raised before anything is loaded, and how memory is divided.
+"""Raises the errors of `build.build_engine` before anything is loaded, and plans the memory.
 
-Loads no torch where there is no GPU.
+Loads no torch on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def check_engine(
 ) -> MemoryPlan | None:
     """Raise the errors that `build_engine` would raise, as far as the headers of the weights show.
 
-    Returns how it would divide the memory; None if the device's memory is not known.
+    Returns how the engine would divide the memory; None if the device's memory is not known.
 
     Args:
-        gpu_nbytes: memory of the GPU that it would be on; None: not known.
-        is_here: whether it would be on this machine; if not, a GPU's memory is not checked.
+        gpu_nbytes: memory of the engine's GPU; None: not known.
+        is_here: whether the engine would run on this machine. If not, no GPU's memory is checked.
         largest_step: see `plan_memory`.
 
     Raises:
@@ -67,9 +67,9 @@ def check_engine(
 
 
 class Choices(NamedTuple):
-    """What an engine's settings come to with a model on a device.
+    """The settings of an engine, with all defaults filled in for its model and device.
 
-    shape: of the rank's KV blocks.
+    shape: the format of the rank's KV blocks.
     """
 
     config: EngineConfig
@@ -96,7 +96,11 @@ class Choices(NamedTuple):
 
 
 def choose(config: EngineConfig, description: ModelDescription, share: Share) -> Choices:
-    """Raises `StartupError`: a setting contradicts the model or the device."""
+    """Fill in the defaults of a configuration.
+
+    Raises:
+        StartupError: a setting contradicts the model or the device.
+    """
     model = description.config
     check_ranks_of(config, model)
     max_model_len = choose_max_model_len(config, model)
@@ -108,19 +112,23 @@ def choose(config: EngineConfig, description: ModelDescription, share: Share) ->
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """The longest sequence: as configured, or as the model was made. Raises `StartupError`."""
-    wanted = config.max_model_len
-    if wanted is not None and wanted > model.max_model_len:
+    """The length of the longest sequence: as configured, or else the model's limit.
+
+    Raises:
+        StartupError: the configured length is above the model's limit.
+    """
+    configured = config.max_model_len
+    if configured is not None and configured > model.max_model_len:
         raise StartupError(
-            f"max_model_len is {wanted}, but the model was made for {model.max_model_len} positions"
-            " at most; lower it, or leave it out.",
+            f"max_model_len is {configured}, but the model has {model.max_model_len} positions at"
+            " most; lower it, or leave it out.",
             param="max_model_len",
         )
-    return wanted or model.max_model_len
+    return configured or model.max_model_len
 
 
 def check_ranks_of(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises `StartupError`: the engine cannot have so many ranks."""
+    """Raise `StartupError` if the model cannot be split among the configured number of ranks."""
     share = config.share()
     check_ranks(model, share.num_ranks, expert_parallel=share.has_whole_experts)
     cut = _cut_columns(model, share) if config.quantization == "int4" else 0
@@ -128,17 +136,18 @@ def check_ranks_of(config: EngineConfig, model: ModelConfig) -> None:
         whole, experts = replace(share, has_whole_experts=True), model.experts
         also = ""
         if experts and not experts.is_mxfp4 and not _cut_columns(model, whole):
-            also = ", or enable_expert_parallel, whose ranks have whole experts"
+            also = ", or set enable_expert_parallel, which splits no expert"
         raise StartupError(
             f"quantization = 'int4' is not possible with tensor_parallel_size = {share.num_ranks}:"
-            f" {INT4_GROUP} neighbours in a row share a scale, and a rank would have {cut} columns"
-            f" of some matrices, no multiple of them; set 'int8', or other ranks{also}.",
+            f" {INT4_GROUP} neighbouring columns share a scale, and a rank would have {cut} columns"
+            f" of some matrices, which is no multiple of {INT4_GROUP}. Set quantization = 'int8',"
+            f" or change tensor_parallel_size{also}.",
             param="quantization",
         )
 
 
 def _cut_columns(model: ModelConfig, share: Share) -> int:
-    """How many columns a rank has of a matrix whose groups of int4 it would cut; 0: of none."""
+    """The number of a rank's columns in a matrix whose int4 groups it would cut; 0: none is cut."""
     for layer in range(model.num_layers):
         fields, whole = (rank_layer_parts(model, layer, each) for each in (share, WHOLE))
         for field in ("output", "down", "shared_down"):
@@ -156,12 +165,12 @@ def _choose_shape(
     device: DeviceType,
     share: Share,
 ) -> KVShape:
-    """The format of a rank's KV blocks. Raises `StartupError`: not possible on this device."""
+    """The format of a rank's KV blocks. Raises `StartupError` if the device does not support it."""
     is_latent = model.config.latent is not None
     format = choose_format(config, dtype, device, is_latent=is_latent)
     block_size = config.block_size or (GPU_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE)
     fingerprint = model.fingerprint
     if config.quantization is not None:
-        # Its KV is not that of the weights as they were, and GPUs round them in another way.
+        # Quantised weights compute other KV than the original ones, and GPUs round differently.
         fingerprint += f"+{config.quantization}" + ("-gpu" if device == "cuda" else "")
     return KVShape.from_model(model.config, fingerprint, block_size, format, share)

@@ -1,6 +1,6 @@
-"""The device and the dtype that an engine computes in, and whether its weights are quantised.
+"""Chooses the device and the dtype of an engine, and checks whether its weights can be quantised.
 
-Loads torch only if a GPU driver is installed, because loading it takes seconds of a start.
+Loads torch only if a GPU driver is installed, because loading it takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ DeviceType: TypeAlias = Literal["cpu", "cuda"]
 
 
 def choose_device(config: EngineConfig) -> DeviceType:
-    """Raises `StartupError` if a GPU was requested, or exists, and cannot be used."""
+    """The configured device, or else a GPU if there is one.
+
+    Raises:
+        StartupError: a GPU was requested or exists, and cannot be used.
+    """
     if config.device == "cpu":
         return "cpu"
     if _has_gpu():
@@ -40,8 +44,10 @@ def _has_gpu() -> bool:
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: DeviceType) -> str:
-    """The requested dtype; by default half precision if the hardware multiplies it natively, or if
-    the compiled step does."""
+    """The requested dtype.
+
+    The default is half precision if the hardware or the compiled step multiplies it natively.
+    """
     if config.dtype != "auto":
         return config.dtype
     if device == "cuda":
@@ -55,43 +61,46 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def is_step_compiled() -> bool:
-    """Whether this CPU has a compiled step."""
+    """Whether disagg has a compiled step for this CPU."""
     return find_step().loaded is not None
 
 
 def why_not_compiled(model: ModelConfig) -> str:
-    """Why the compiled step of CPUs does not compute a model in bfloat16; empty if it does."""
+    """Why the compiled CPU step cannot compute a model in bfloat16; empty if it can.
+
+    The reason is a clause such as "whose model has experts".
+    """
     if has := not_compiled(model):
         return f"whose model has {has}"
     if model.head_dim % LANES:
-        return f"whose heads have {model.head_dim} values, no multiple of {LANES}"
+        return f"whose heads have {model.head_dim} values, which is no multiple of {LANES}"
     return ""
 
 
 def check_quantization(
     config: EngineConfig, model: ModelConfig, device: DeviceType, *, is_quantized: bool = True
 ) -> None:
-    """Raises `StartupError`: not this model, or not on this device."""
+    """Raise `StartupError` if the configured quantization is impossible for the model or device."""
     asked, why = config.quantization, ""
     if asked is None:
         return
     if model.experts is not None and device == "cpu":
-        why = f"{model.family} has experts, which are multiplied in few bits on GPUs only"
+        why = f"{model.family} has experts, which can be quantised on GPUs only"
     elif model.experts is not None and model.experts.is_mxfp4:
-        why = "the experts have 4 bits already (MXFP4), and stay so on a GPU"
+        why = "the checkpoint's experts already have 4 bits (MXFP4), and a GPU keeps them so"
     elif asked == "packed" and not is_quantized:
-        why = "the checkpoint has floats, and no bits to keep; set 'int8' or 'int4'"
+        why = "the checkpoint is not quantised, so nothing is packed; set 'int8' or 'int4'"
     elif asked == "packed" and device != "cpu":
         why = (
-            "GPUs keep the bits of quantised checkpoints in any case, and widen GGUF files in any"
-            " case"
+            "it is a setting for CPUs; a GPU always keeps quantised checkpoints packed and always"
+            " widens GGUF files"
         )
     elif device == "cpu" and asked == "fp8":
-        why = "such weights are multiplied on GPUs only; set 'int8' or 'int4'"
+        why = "only GPUs can multiply fp8 weights; set 'int8' or 'int4'"
     elif device != "cpu" and model.quantized is not None:
         why = (
-            f"the weights are quantised already ({model.quantized.name}), and stay so on a GPU; set"
-            " device = 'cpu'"
+            f"the checkpoint is already quantised ({model.quantized.name}), and a GPU keeps it so;"
+            " set device = 'cpu'"
         )
     if why:
         instead = ", or" if "; set " in why else ";"

@@ -1,7 +1,6 @@
-"""The communicator of torch.distributed: gloo between CPUs, NCCL between GPUs.
+"""The communicator on torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-Groups are objects of their own and not the process's default group, since a process may hold
-several workers.
+It does not use the process's default group, since a process may hold several workers.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from disagg.models.share import Share
 from disagg.rank_messages import LOOPBACK
 
 _dist: Any = torch.distributed  # its classes are not typed
-TCP = "tcp:"  # begins the meeting place of ranks on several nodes
-MEETING_TIMEOUT_S = 600.0  # a rank may load for so much longer than another
+TCP = "tcp:"  # prefix of the meeting place of ranks on several nodes
+MEETING_TIMEOUT_S = 600.0  # one rank may take so much longer to load than another
 
 
 class TorchCommunicator:
     """Implements `models.communicator.Communicator`. Create one on every rank at the same time.
 
     Args:
-        device_type: of all ranks, "cpu" or "cuda"; of GPUs, the current one is this rank's.
-        meeting_place: path of a file that does not exist yet, by which the ranks find each other;
-            or, on several nodes, tcp:HOST:PORT of the first rank.
-        host: an address of this node, at which the other ranks reach it. gloo, which asks for no
-            key, listens there only.
-        listener: of the first rank, at that meeting place.
+        device_type: "cpu" or "cuda", for all ranks. The current GPU is this rank's.
+        meeting_place: path of a file that does not exist yet, through which the ranks find each
+            other; on several nodes tcp:HOST:PORT of the first rank.
+        host: an address of this node at which the other ranks reach it. gloo listens only there,
+            because it has no authentication.
+        listener: the first rank's socket, which listens at a tcp: meeting place.
 
     Raises:
-        RuntimeError: the others did not come.
+        RuntimeError: the other ranks did not connect in time.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class TorchCommunicator:
         store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
         self._host, self._is_cpu = host, device_type == "cpu"
         self._group = _group(store, share, device_type, host)
-        self._beside: Any = None  # of gloo between GPUs, once it is needed
+        self._beside: Any = None  # a gloo group between ranks with GPUs, once it is needed
         self._sum = _in_order(_dist.AllreduceOptions())
         self._most = _dist.AllreduceOptions()
         self._most.reduceOp = _dist.ReduceOp.MAX
@@ -67,13 +66,13 @@ class TorchCommunicator:
         return self._share
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        assert x.is_contiguous(), "gloo would sum other numbers"
+        assert x.is_contiguous(), "gloo sums memory in order, so the tensor must be contiguous"
         if x.numel():
             _wait(self._group.allreduce([x], self._sum))
         return x
 
     def largest_(self, x: Tensor) -> Tensor:
-        # By gloo, also between GPUs: NCCL would wait for a rank that is gone.
+        # With gloo, also between GPUs, because NCCL would wait for ever for a rank that is gone.
         if self._beside is None and not self._is_cpu:
             store = _dist.PrefixStore("cpu", self._store)
             self._beside = _group(store, self._share, "cpu", self._host)
@@ -83,10 +82,10 @@ class TorchCommunicator:
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         is_first = self._share.is_first
-        if not x.shape[0]:  # nothing to join, but the first rank must not be ahead of the others
+        if not x.shape[0]:  # there is nothing to join, but the ranks must stay in step
             self.all_reduce_(x.new_zeros(1))
             return x.new_empty(0, sum(widths)) if is_first else x
-        # All send the same number of columns: parts of a vocabulary differ by one.
+        # All ranks must send the same number of columns, but parts of a vocabulary differ by one.
         own = functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
         parts = [torch.empty_like(own) for _ in widths] if is_first else []
         _wait(self._group.gather([parts] if parts else [], [own], self._to_first))
@@ -100,14 +99,17 @@ class TorchCommunicator:
 
 
 def _in_order(options: Any) -> Any:
-    """NCCL then computes on the current stream, between the kernels before and after. On a stream
-    of its own, the memory of each message would stay taken until a graph is captured completely."""
+    """Let NCCL compute on the current stream, in order with the other kernels.
+
+    On a separate stream, the memory of each message would stay allocated until a graph is captured
+    completely.
+    """
     options.asyncOp = False
     return options
 
 
 def _wait(work: Any) -> None:
-    if work is not None:  # of gloo; what is in order on a GPU's stream has nothing to wait for
+    if work is not None:  # gloo returns work; NCCL's is ordered by the stream
         work.wait()
 
 
@@ -122,7 +124,7 @@ def _store(meeting_place: str, share: Share, listener: socket | None) -> Any:
         listener is not None,
         timedelta(seconds=MEETING_TIMEOUT_S),
         wait_for_workers=False,
-        # By itself torch would listen on all addresses.
+        # Without a listener torch would listen on all addresses.
         master_listen_fd=None if listener is None else listener.detach(),
     )
 
@@ -130,7 +132,7 @@ def _store(meeting_place: str, share: Share, listener: socket | None) -> Any:
 def _group(store: Any, share: Share, device_type: str, host: str) -> Any:
     if device_type == "cuda":
         name = interface_of(host)
-        if host != LOOPBACK and name is not None:  # "=": no other that begins with this name
+        if host != LOOPBACK and name is not None:  # "=" excludes interfaces with a longer name
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         return _dist.ProcessGroupNCCL(
             store, share.rank, share.num_ranks, _dist.ProcessGroupNCCL.Options()

@@ -2,7 +2,7 @@
 
 The kernels of a small decode step run faster than the host can launch them one by one. A graph
 replays all of them, with the addresses and grids of its capture. So graphs are captured for some
-batch sizes; a step uses the next larger one, and its unused rows write nothing.
+batch sizes. A step uses the next larger graph, whose unused rows write nothing.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Record: TypeAlias = Callable[[Callable[[], object]], Replay]
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences to capture: few unused rows for any number, and not too many graphs."""
+    """The batch sizes to capture, so that no step has many unused rows, without too many graphs."""
     sizes = {1, 2, 4, *range(8, min(max_num_seqs, 256), 8), *range(256, max_num_seqs, 32)}
     return sorted(size for size in sizes | {max_num_seqs} if size <= max_num_seqs)
 
 
 def record_cuda_graph() -> Record:
-    """Captures on the current device; all graphs share one pool of memory."""
+    """A function that captures graphs on the current device. They share one pool of memory."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(forward: Callable[[], object]) -> Replay:
-        forward()  # compiles and loads kernels, which must not happen in a capture
+        forward()  # compiles and loads kernels, which is not allowed during a capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads of a worker may call CUDA meanwhile: the transport does.
+        # Other threads of a worker may call CUDA during the capture, as the transport does.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             forward()
         return graph.replay
@@ -57,14 +57,14 @@ def new_logits(decoder: Decoder, num_rows: int) -> Tensor:
 class DecodeGraphs:
     """A decoder's steps of up to `max_num_seqs` sequences with one token each.
 
-    All graphs read one batch, of the largest size, and write one tensor of logits: a step replays
-    one of them, and what it computes is used before the next one is replayed.
+    All graphs read one batch, of the largest size, and write one tensor of logits. A step replays
+    one of them, and its logits are used before the next replay.
 
     Args:
-        decoder: on `TritonOps`.
-        kv_cache: its cache. Nothing in it is changed by capturing.
-        inputs: the tensors that the graphs read, for as many sequences. A step that is already
-            there is not copied.
+        decoder: a decoder on `TritonOps`.
+        kv_cache: its cache. Capturing changes nothing in it.
+        inputs: the tensors that the graphs read, for `max_num_seqs` sequences. A step whose tensors
+            are these is not copied.
         logits: float32 [max_num_seqs or more, num_logits], which every step overwrites.
     """
 
@@ -81,7 +81,8 @@ class DecodeGraphs:
         self._batch = batch = _batch_in(inputs, max_num_seqs)
         self._logits = logits
         self._sizes = capture_sizes(max_num_seqs)
-        # The largest first: the others then fit into the memory that it has left in the pool.
+        # The largest is captured first, so that the others fit into the memory that it returned to
+        # the pool.
         graphs = [
             _Graph(decoder, kv_cache, _first_rows(batch, n), self._logits[:n], record)
             for n in self._sizes[::-1]
@@ -104,7 +105,7 @@ class DecodeGraphs:
         return self._logits[:num_seqs]
 
     def _fill(self, batch: Batch, size: int) -> None:
-        """Copy a step to where the graph of `size` sequences reads it."""
+        """Copy a step to the tensors that the graph of `size` sequences reads."""
         own, num_seqs = self._batch, len(batch.query_lens)
         own.token_ids[:num_seqs].copy_(batch.token_ids)
         own.positions[:num_seqs].copy_(batch.positions)
@@ -122,7 +123,7 @@ class _Graph:
     ) -> None:
         ops = decoder.ops
         if not isinstance(ops, TritonOps):
-            raise TypeError(f"a graph is captured of Triton kernels, not of {type(ops).__name__}")
+            raise TypeError(f"CUDA graphs need a decoder on TritonOps, not {type(ops).__name__}")
         paging = ops.plan_decodes(batch, kv_cache, decoder.config.sliding_windows)
 
         def forward() -> None:

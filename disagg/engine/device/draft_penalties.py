@@ -1,8 +1,8 @@
 """Penalties in the rows of a draft, whose tokens the sampling tables do not count yet.
 
-Row i of a draft is sampled as if the i tokens before it had been accepted. The tables know the
-sequence without them. So the tables' penalties are applied first, and then, at these tokens alone,
-corrected. Waits for no device.
+Row i of a draft is sampled as if the i draft tokens before it had been accepted, but the tables do
+not count them. So the tables' penalties are applied first, and then corrected at these tokens only.
+Waits for no device.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from disagg.kernels.uploads import copied
 
 
 class DraftPenalties:
-    """The penalties of one step's drafts. Create it before the tables' penalties are applied, and
-    call `apply_` after them.
+    """The penalties of one step's drafts.
+
+    Create it before the tables' penalties are applied, and call `apply_` afterwards.
 
     Args:
         logits: float32 [num_rows, vocab_size].
-        rows: of drafts with penalties.
+        rows: the rows of drafts with penalties.
     """
 
     def __init__(
@@ -53,14 +54,15 @@ class DraftPenalties:
         self._before = logits.view(-1).index_select(0, self._places)
 
     def apply_(self, logits: Tensor, tables: SamplingTables) -> None:
-        """Correct the logits, to which the tables' penalties and `min_tokens` were applied."""
+        """Correct logits to which the tables' penalties and `min_tokens` have been applied."""
         vocab_size, flat, before = logits.shape[1], logits.view(-1), self._before
         numbers = tables.numbers.index_select(0, self._slots).view(torch.float64)
         counted = tables.counts.view(-1).index_select(0, self._slots * vocab_size + self._token_ids)
         num_said = (counted - 1).clamp_(min=0) + self._times
         repetition = numbers[:, REPETITION].float()
         scores = torch.where(before > 0, before / repetition, before * repetition)
-        said = numbers[:, PRESENCE] + numbers[:, FREQUENCY] * num_said
-        is_ruled_out = flat.index_select(0, self._places) == -math.inf  # before `min_tokens`
-        scores = (scores - said.float()).masked_fill_(is_ruled_out, -math.inf)
+        penalties = numbers[:, PRESENCE] + numbers[:, FREQUENCY] * num_said
+        # `min_tokens` has ruled out stop tokens.
+        is_ruled_out = flat.index_select(0, self._places) == -math.inf
+        scores = (scores - penalties.float()).masked_fill_(is_ruled_out, -math.inf)
         flat.index_copy_(0, self._places, scores)

@@ -1,6 +1,6 @@
-"""What a rank of an engine will be, decided before anything is loaded: device, KV, sizes of steps.
+"""The plan of one rank of an engine: device, KV and sizes of steps, before anything is loaded.
 
-All ranks of a worker decide alike.
+All ranks of a worker make the same plan.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from disagg.models.share import Share
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Attributes:
-    gpu: the memory that it may use; None on a CPU.
+    """Device, dtype, KV format and step sizes of a rank.
+
+    Attributes:
+        gpu: the GPU memory that the rank may use; None on a CPU.
     """
 
     config: EngineConfig
@@ -41,7 +43,8 @@ class EnginePlan:
         share: Share,
         largest_step: tuple[int, int] = LARGEST_STEP,
     ) -> EnginePlan:
-        """
+        """Make the plan. On a GPU it waits for memory that an ending process frees.
+
         Args:
             largest_step: see `plan_memory`.
 
@@ -61,5 +64,5 @@ class EnginePlan:
         return cls(chosen.config, device, dtype, chosen.shape, chosen.max_model_len, memory, gpu)
 
     def room_nbytes(self) -> int | None:
-        """Bytes for KV that the weights, once loaded, leave on a GPU."""
+        """Bytes for KV on a GPU, once the weights are loaded; None on a CPU."""
         return None if self.gpu is None else self.gpu.left_nbytes() - self.memory.workspace_nbytes

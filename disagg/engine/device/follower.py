@@ -1,7 +1,7 @@
-"""A rank of a worker that is not its first: the same steps, over its part of the model and KV.
+"""A follower: any rank of a worker but the first. It computes each step on its part of the model.
 
-It has no scheduler, no sequences and no sampler: a step is what the first rank uploads, and what
-the device keeps of the step before, such as its tokens.
+It has no scheduler, no sequences and no sampler. The inputs of a step are the numbers that the
+first rank uploads, and what the device keeps of the step before, such as its tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from disagg.models.description import ModelDescription
 from disagg.models.share import Share
 from disagg.rank_messages import LOOPBACK, RankCapture, RankStep, RankWork
 
-if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
+if TYPE_CHECKING:  # imports Triton, which a machine without a GPU may lack
     from disagg.engine.device.step_graphs import StepGraphs
 
 
 class Follower:
-    """Call `load`, `allocate`, then `follow` for each step.
+    """A follower rank. Call `load`, then `allocate`, then `follow` for each step.
 
     Args:
         largest_step: see `memory_plan.plan_memory`.
-        num_threads: of torch, on a CPU.
+        num_threads: number of torch's threads on a CPU.
 
     Raises:
         StartupError: a setting contradicts the model or the machine.
@@ -59,8 +59,9 @@ class Follower:
         return self._plan.device
 
     def load(self, meeting_place: str, host: str = LOOPBACK) -> int | None:
-        """Meet the other ranks, and load this one's weights. Returns the bytes that are left for
-        KV, on a GPU.
+        """Connect to the other ranks, and load this rank's weights.
+
+        Returns the bytes that are left for KV on a GPU; None on a CPU.
 
         Args:
             meeting_place, host: see `TorchCommunicator`.
@@ -80,7 +81,7 @@ class Follower:
         return plan.room_nbytes()
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> KVCache:
-        """max_num_seqs: of a step."""
+        """Allocate the KV cache. `max_num_seqs`: most sequences of a step."""
         self._kv_cache = cache = KVCache(self._plan.shape, num_blocks, self.device)
         self._slots = Slots(max_num_seqs)
         max_num_blocks = -(-self._decoder.config.max_model_len // cache.block_size)
@@ -89,7 +90,7 @@ class Follower:
         return cache
 
     def follow(self, work: RankWork) -> None:
-        """Do what the first rank does. Raises `RuntimeError` if another rank is gone."""
+        """Do the work that the first rank does now. Raises `RuntimeError` if a rank is gone."""
         match work:
             case RankStep():
                 self._compute(work)
@@ -98,8 +99,8 @@ class Follower:
 
     @torch.inference_mode()
     def _compute(self, step: RankStep) -> None:
-        # Neither is on its way to the device: the first rank has read the results of the step
-        # before the last one, which take all ranks to compute.
+        # The buffer that is written now is copied already: the first rank has read the results of
+        # the step before the last one, and these depend on all ranks.
         self._numbers, self._numbers_before = self._numbers_before, self._numbers
         self._numbers.write_bytes(step.numbers)
         self._slots.num_slots = step.num_slots

@@ -12,30 +12,33 @@ from disagg.rank_messages import RankStep, RankWork
 
 
 class Followers(Protocol):
-    """Each method raises `StartupError`, or any error after the start, if a rank is gone."""
+    """The other ranks of a worker.
+
+    If a rank is gone, each method raises `StartupError` during the start, and any error later.
+    """
 
     def meet(self, device_type: str) -> Communicator:
-        """Wait until all ranks are up, and connect them. device_type: "cpu" or "cuda"."""
+        """Wait until all ranks have started, and connect them. device_type: "cpu" or "cuda"."""
         ...
 
     def least_room_nbytes(self, own_nbytes: int | None) -> int | None:
-        """Wait until all have loaded. Returns the least memory that any has for KV."""
+        """Wait until all ranks have loaded. Returns the smallest memory for KV of any rank."""
         ...
 
     def raise_lost(self) -> None:
-        """Raise what a rank has said that could not load, if there is one within seconds."""
+        """Raise the error of a rank that could not load, if one arrives within seconds."""
         ...
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
-        """Wait until all have so many KV blocks and can compute steps.
+        """Wait until all ranks have so many KV blocks and can compute steps.
 
         Args:
-            max_num_seqs: of a step.
+            max_num_seqs: most sequences of a step.
         """
         ...
 
     def follow(self, work: RankWork) -> None:
-        """Have all ranks do what this one does now, after what they were given before."""
+        """Have all other ranks do the work that this rank does now, after all earlier work."""
         ...
 
 
@@ -46,7 +49,7 @@ def rank_step(
     *,
     shares_tokens: bool = False,
 ) -> RankStep:
-    """The message of a step; see `RankStep`."""
+    """The message that describes a step to the other ranks; see `RankStep`."""
     return RankStep(
         numbers=step.numbers.written(sum(step.lengths)),
         lengths=step.lengths,

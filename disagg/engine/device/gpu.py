@@ -14,29 +14,29 @@ from disagg.kernels.devices import LARGE_SHARED_NBYTES
 from disagg.models.model_config import ModelConfig
 from disagg.models.share import Share
 
-LEAST_CAPABILITY = 8, 0  # bfloat16, and copies past the registers
-# Largest vector of a head for which tiles of attention fit into it, and into less.
+LEAST_CAPABILITY = 8, 0  # the first with bfloat16 and asynchronous copies to shared memory
+# Largest vector of a head for which tiles of attention fit into that memory, and into less.
 MOST_NBYTES, MOST_NBYTES_OF_SMALL = 512, 256
-MOST_LATENT_NBYTES = 1152  # of what all heads attend to: 576 values in 16 bits
-# A worker that has just ended frees its memory some seconds later than its place in Ray.
+MOST_LATENT_NBYTES = 1152  # largest latent to which all heads attend: 576 values in 16 bits
+# A worker that has just ended frees its GPU memory some seconds after its resources in Ray.
 FREE_WAIT_S = 30.0
 _POLL_S = 0.5
 
 
 def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> None:
-    """Refuse what Triton would refuse after minutes of loading.
+    """Raise errors that Triton would raise only after minutes of loading.
 
     Raises:
         StartupError: the GPU is too old, or too small for this model's heads in this dtype.
     """
     if torch.version.hip is not None:
-        return  # AMD: Triton's limits are others, and nobody has tried
-    found: Any = torch.cuda.get_device_properties(device)  # its type knows not all of them
+        return  # AMD GPUs have other limits, which nobody has tested
+    found: Any = torch.cuda.get_device_properties(device)  # the type stubs lack some attributes
     capability = found.major, found.minor
     if capability < LEAST_CAPABILITY:
         raise StartupError(
-            f"{found.name} is an sm_{found.major}{found.minor}, and the kernels need an sm_80"
-            " (A100, RTX 30) or later. Take another GPU; device = 'cpu' works without one.",
+            f"{found.name} has compute capability sm_{found.major}{found.minor}, and the kernels"
+            " need sm_80 (A100, RTX 30) or later. Use another GPU, or set device = 'cpu'.",
             param="device",
         )
     is_small = found.shared_memory_per_block_optin < LARGE_SHARED_NBYTES
@@ -48,15 +48,20 @@ def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> N
         wide = f"{str(dtype).removeprefix('torch.')} heads of {model.head_dim} values"
         raise StartupError(
             f"Attention with {wide} needs more shared memory than the"
-            f" {found.shared_memory_per_block_optin >> 10} KB of a program on {found.name}."
-            + (" Set dtype = 'bfloat16'." if dtype == torch.float32 else " Take another GPU."),
+            f" {found.shared_memory_per_block_optin >> 10} KB that {found.name} has per program."
+            + (" Set dtype = 'bfloat16'." if dtype == torch.float32 else " Use another GPU."),
             param="dtype",
         )
 
 
 def gpu_of(share: Share, ranks_per_node: int) -> torch.device:
-    """A rank's GPU: that of its number, of those that the process sees; on another node than the
-    first rank's, the only one that it sees. Raises `StartupError`."""
+    """The GPU of a rank: of the GPUs that the process sees, the one with the rank's number.
+
+    On another node than the first rank's it is the only GPU that the process sees.
+
+    Raises:
+        StartupError: the process sees too few GPUs.
+    """
     if share.num_ranks == 1:
         return torch.device("cuda")
     num_gpus = torch.cuda.device_count()
@@ -66,24 +71,24 @@ def gpu_of(share: Share, ranks_per_node: int) -> torch.device:
         raise StartupError(
             f"A worker of tensor_parallel_size = {share.num_ranks} needs {ranks_per_node} GPUs"
             f"{' on each node' if ranks_per_node < share.num_ranks else ''}, and this rank sees"
-            f" {num_gpus} of {num_needed}.",
+            f" {num_gpus} of {num_needed}. Lower tensor_parallel_size, or make more GPUs visible"
+            " (CUDA_VISIBLE_DEVICES).",
             param="tensor_parallel_size",
         )
     return torch.device("cuda", share.rank if is_near else 0)
 
 
 class GpuMemory:
-    """The memory of a GPU that one engine may use: `gpu_memory_utilization` of all of it, as in
-    vLLM.
+    """The GPU memory that one engine may use: the share `gpu_memory_utilization`, as in vLLM.
 
-    Others may use the rest, including another engine of this process. If the number of KV blocks is
-    set, all free memory may be used.
+    Other engines, also of this process, may use the rest. If the number of KV blocks is set, all
+    free memory may be used.
 
     Args:
         sleep: waits for memory that a process frees as it ends.
 
     Raises:
-        NotEnoughMemory: less is free.
+        NotEnoughMemory: less memory is free than the engine may use.
     """
 
     def __init__(
@@ -106,17 +111,17 @@ class GpuMemory:
             raise NotEnoughMemory(
                 f"{torch.cuda.get_device_name(device)} has {free / 1e9:.1f} of {total / 1e9:.1f} GB"
                 f" free, and a worker claims {claim / 1e9:.1f} (gpu_memory_utilization ="
-                f" {config.gpu_memory_utilization:g}): another process fills it. End that one"
-                " (nvidia-smi lists them), or lower gpu_memory_utilization.",
+                f" {config.gpu_memory_utilization:g}): another process uses the rest. End that"
+                " process (nvidia-smi lists it), or lower gpu_memory_utilization.",
                 param="gpu_memory_utilization",
             )
         self.claim_nbytes = free if is_sized else claim
 
     def left_nbytes(self) -> int:
-        """The rest of the claim, after the allocations of this engine.
+        """Bytes of the engine's memory that are left after its allocations.
 
-        Torch keeps what it freed, such as the memory that weights took while they were packed;
-        here it gives that back.
+        Torch keeps memory that it freed, such as that of weights before they were packed. This
+        call gives it back to the device first.
         """
         torch.cuda.empty_cache()
         taken = torch.cuda.memory_reserved(self._device) - self._reserved_nbytes

@@ -1,8 +1,8 @@
 """The memory of the KV cache.
 
-Blocks are stored one after the other, each with all layers, keys and values, and the scales of a
-quantised format (`kernels.kv_pages`). A block is one run of bytes, so transfers and the cold tier
-need to know nothing of models and formats. Must not know which sequence holds a block.
+Blocks are stored one after the other. Each has the keys and values of all layers, and the scales of
+a quantised format (`kernels.kv_pages`). A block is one run of bytes, so transfers and the cold tier
+need not know models and formats. Must not know which sequence holds a block.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from disagg.kvtransfer.slab import allocate_host
 
 
 class KVCache:
-    """The KV memory of one engine, zero-initialised, because unwritten slots must not be NaN.
-
-    The memory is a slab.
+    """The KV memory of one engine. It is zeroed, because unwritten slots must not be NaN.
 
     Attributes:
-        pages: what kernels index.
-        slab: one row for each block; the same memory.
+        pages: the view that kernels index.
+        slab: the same memory with one row for each block.
         layout: fingerprint; equal strings mean that bytes of whole blocks are interchangeable.
     """
 
@@ -33,12 +31,12 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = shape.block_size
         self.block_nbytes = shape.block_nbytes
-        # With the kind of device: a GPU leaves the unwritten end of a block as it was, and
-        # attention on a CPU relies on zeros there.
+        # The layout names the device type, because a GPU leaves the unwritten end of a block as it
+        # was, and attention on a CPU relies on zeros there.
         self.layout = f"{shape.layout}:{device.type}"
         nbytes = num_blocks * self.block_nbytes
         if device.type == "cpu":
-            # Other workers read it from outside, twice as fast from huge pages.
+            # Other workers read this memory twice as fast if it lies in huge pages.
             memory = torch.frombuffer(allocate_host(nbytes), dtype=torch.uint8)
         else:
             memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -55,37 +53,37 @@ class KVCache:
 
     @property
     def base_address(self) -> int:
-        """Of block 0, on the slab's device; block i begins i * block_nbytes further on."""
+        """The address of block 0 on the slab's device. Block i begins i * block_nbytes later."""
         return self.slab.data_ptr()
 
     @property
     def device_id(self) -> int:
-        """-1 for host memory, otherwise the GPU's index (as `kvtransfer` counts)."""
+        """-1 for host memory, otherwise the GPU's index, as `kvtransfer` numbers devices."""
         return self.slab.get_device()
 
     def begin_thread(self) -> None:
-        """Make the slab's device that of the calling thread.
+        """Make the slab's device the current device of the calling thread.
 
-        A new thread has no CUDA context, and torch makes none for one that asks for device 0: an
-        allocation does.
+        A new thread has no CUDA context. Selecting device 0 does not create one, but an allocation
+        does.
         """
         if self.slab.is_cuda:
             torch.cuda.set_device(self.slab.device)
             torch.zeros(1, device=self.slab.device)
 
     def read_block(self, block_id: int) -> bytes:
-        """A copy of a block's bytes, after all work that was launched before."""
+        """A copy of a block's bytes, after all work that was launched earlier."""
         block = self.slab[block_id].cpu()
         return ctypes.string_at(block.data_ptr(), self.block_nbytes)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
-        """As `read_block`, one after another. `stream_copier.BlockReader` is a GPU's."""
+        """As `read_block`, one block after another. A GPU has `stream_copier.BlockReader`."""
         return [self.read_block(block_id) for block_id in block_ids]
 
     def copy_blocks(self, first: int, source: object, source_first: int, num_blocks: int) -> None:
-        """Copy neighbouring blocks of another cache of the same layout. Returns when they are here.
+        """Copy neighbouring blocks of another cache with the same layout, and wait for the copy.
 
-        For workers of one process: `kvtransfer.local_transport`.
+        Workers of one process use it (`kvtransfer.local_transport`).
         """
         if not isinstance(source, KVCache) or source.layout != self.layout:
             raise TypeError(f"{source!r} is not a cache of layout {self.layout}")
@@ -101,6 +99,6 @@ class KVCache:
             ValueError: `raw` is not one block long.
         """
         if len(raw) != self.block_nbytes:
-            raise ValueError(f"{len(raw)} bytes for a block of {self.block_nbytes}")
+            raise ValueError(f"got {len(raw)} bytes for a block of {self.block_nbytes} bytes")
         block = self.slab[block_id]
         block.copy_(torch.frombuffer(bytearray(raw), dtype=block.dtype).view(block.shape))

@@ -1,6 +1,6 @@
 """The format and the number of an engine's KV blocks. Must not know where their memory is.
 
-Loads no torch, except to ask a GPU what it is.
+Loads torch only to ask a GPU for its compute capability.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from disagg.models.model_config import ModelConfig
 from disagg.models.share import WHOLE, Share
 
 LAYOUT_VERSION = 2
-CPU_CACHE_NBYTES = 512 << 20  # unless set: enough to try a model, little enough for a laptop
-CPU_MEMORY_SHARE = 8  # one part in so many may be used for one full-length sequence
+CPU_CACHE_NBYTES = 512 << 20  # default: enough to try a model, and small enough for a laptop
+CPU_MEMORY_SHARE = 8  # one full-length sequence may use 1 / 8 of the host's memory
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
     """The format of a block: everything that must match for its bytes to be interchangeable.
 
-    num_kv_heads: of the model.
-    num_vectors: of a token in each layer and KV head: a key and a value, or one latent.
-    share: of the heads, which one rank has.
+    num_kv_heads: number of the model's KV heads.
+    num_vectors: vectors per token, layer and KV head: 2 (a key and a value), or 1 (a latent).
+    share: the part of the heads that the rank has.
     """
 
     num_layers: int
@@ -35,7 +35,7 @@ class KVShape:
     block_size: int
     head_dim: int
     format: KVFormat
-    fingerprint: str  # of the model
+    fingerprint: str  # the model's
     share: Share = WHOLE
     num_vectors: int = 2
 
@@ -61,7 +61,7 @@ class KVShape:
 
     @property
     def own_heads(self) -> range:
-        """KV heads of the rank, of all."""
+        """The model's KV heads that the rank has."""
         return range(*self.share.kv_heads(self.num_kv_heads))
 
     @property
@@ -70,12 +70,12 @@ class KVShape:
 
     @property
     def block_nbytes(self) -> int:
-        """Of the rank's heads."""
+        """Bytes of a block with the rank's heads."""
         return self.num_own_heads * self._head_nbytes
 
     @property
     def part(self) -> BlockPart | None:
-        """Of whole blocks, which the rank has; None: all of them."""
+        """The part of a whole block that the rank has; None: all of it."""
         if self.share.num_ranks == 1:
             return None
         num_copies = max(1, self.share.num_ranks // self.num_kv_heads)
@@ -87,43 +87,43 @@ class KVShape:
 
     @property
     def _head_nbytes(self) -> int:
-        """What a head has of a block: in all layers, which lie together (`kernels.kv_pages`)."""
+        """Bytes of a head in a block. Its layers are contiguous (see `kernels.kv_pages`)."""
         page_nbytes = self.format.page_nbytes(self.block_size, self.head_dim)
         return self.num_vectors * self.num_layers * page_nbytes
 
     @property
     def layout(self) -> str:
-        """Of whole blocks, and so the same on all ranks."""
+        """The fingerprint of whole blocks, which is the same on all ranks."""
         sizes = self.num_kv_heads, self.num_layers, self.num_vectors, self.block_size, self.head_dim
         shape = "x".join(map(str, sizes))
         format = self.format.name
         if self.format.has_scales:
-            format += f"+scale{8 * SCALE_NBYTES}"  # behind the values of each page
+            format += f"+scale{8 * SCALE_NBYTES}"  # scales follow the values of each page
         return f"disagg-kv-{LAYOUT_VERSION}:{self.fingerprint}:{format}:{shape}"
 
 
 def choose_format(
     config: EngineConfig, dtype: str, device: DeviceType, *, is_latent: bool = False
 ) -> KVFormat:
-    """The KV format: the requested one; by default that in which the model computes.
+    """The requested KV format; by default the dtype in which the model computes.
 
     Args:
-        dtype: in which the model computes.
-        is_latent: the cache keeps latents (`ModelConfig.latent`).
+        dtype: the dtype in which the model computes.
+        is_latent: whether the cache keeps latents (`ModelConfig.latent`).
 
     Raises:
-        StartupError: not supported with this dtype or on this device; lists the possible formats.
+        StartupError: this dtype or device does not support the format; lists the possible formats.
     """
     own = FORMATS[dtype]
     if config.kv_cache_dtype in ("auto", own.name):
         return own
     if is_latent:
         raise StartupError(
-            f"kv_cache_dtype = {config.kv_cache_dtype!r} is not supported with multi-head latent"
+            f"kv_cache_dtype = {config.kv_cache_dtype!r} is not supported for multi-head latent"
             f" attention, whose cache is small already. Possible here: auto, {own.name}.",
             param="kv_cache_dtype",
         )
-    reason = f"values of a model in {own.name} are stored as they are, or with scales"
+    reason = f"a model in {own.name} stores its KV in that dtype, or quantised with scales"
     asked = FORMATS[config.kv_cache_dtype]
     capability = _capability() if device == "cuda" else None
     scaled = [each for each in FORMATS.values() if each.has_scales]
@@ -131,11 +131,11 @@ def choose_format(
     possible.insert(0, own.name)
     if capability is not None and capability < asked.capability:
         (major, minor), least = capability, "{}{}".format(*asked.capability)
-        reason = f"this GPU is an sm_{major}{minor}, and {asked.name} needs an sm_{least} or later"
+        reason = f"this GPU is sm_{major}{minor}, and {asked.name} needs sm_{least} or later"
     if asked.name not in possible:
         raise StartupError(
-            f"kv_cache_dtype = {config.kv_cache_dtype!r} does not go with dtype = {own.name!r} on"
-            f" {device}: {reason}. Possible here: auto, {', '.join(possible)}.",
+            f"kv_cache_dtype = {config.kv_cache_dtype!r} is not possible with dtype = {own.name!r}"
+            f" on {device}: {reason}. Possible here: auto, {', '.join(possible)}.",
             param="kv_cache_dtype",
         )
     return asked
@@ -151,8 +151,8 @@ def choose_num_blocks(
     """How many blocks the cache has.
 
     Args:
-        room_nbytes: of a GPU's memory, for KV; None on a CPU.
-        max_num_seqs: that run at once.
+        room_nbytes: GPU memory for KV; None on a CPU.
+        max_num_seqs: most sequences that run at the same time.
 
     Raises:
         NotEnoughMemory: one sequence of `max_model_len` tokens does not fit.
@@ -175,7 +175,7 @@ def choose_num_blocks(
         allowed = _host_memory_nbytes() // CPU_MEMORY_SHARE
         nbytes = max(CPU_CACHE_NBYTES, full_nbytes if full_nbytes <= allowed else 0)
         num_blocks = min(nbytes // shape.block_nbytes, max_num_seqs * num_needed)
-        source = f"the {CPU_CACHE_NBYTES} bytes that a CPU's cache has unless it is set"
+        source = f"the {CPU_CACHE_NBYTES} bytes that a cache on a CPU has by default"
     if num_blocks < num_needed:
         flag = _flag(config, on_gpu=room_nbytes is not None)
         raise NotEnoughMemory(
@@ -209,7 +209,7 @@ def _host_memory_nbytes() -> int:
 
 
 def _capability() -> tuple[int, int]:
-    """Of the GPU."""
+    """The GPU's compute capability."""
     import torch
 
     return torch.cuda.get_device_capability()

@@ -1,7 +1,7 @@
 """Logit bias, allowed tokens and bad words, applied to the logits of a step.
 
-They are uploaded when the sequences of a step change, so other steps cost a few launches and no
-work of the host. Only bad words of several tokens are looked for in each step, on the host.
+They are uploaded when the sequences of a step change, so other steps cost a few kernel launches and
+no work on the host. Only bad words of several tokens are checked on the host in each step.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from disagg.engine.sched.speculation import Continued
 from disagg.kernels.uploads import copied, upload
 from disagg.messages import SamplingParams
 
-# The logit of a banned token. Not -inf: if a grammar allows only banned tokens, one of them is
-# chosen, because an answer that violates its grammar would be worse. So a logit is only lowered to
-# it: what a mask has set to -inf stays there.
+# The logit of a banned token. It is not -inf, so that one of the banned tokens is chosen if a
+# grammar allows no others; an answer that violates its grammar would be worse. Logits are only
+# lowered to this value: a logit that a mask has set to -inf stays -inf.
 BANNED = -1e30
 
 
 class LogitEdits:
-    """The changes of the logits of some rows; see `of`.
+    """Changes of the logits of some rows. Made by `from_params`.
 
     Args:
-        params: of each row.
-        vocab_size: columns of the logits.
+        params: the sampling parameters of each row.
+        vocab_size: number of columns of the logits.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class LogitEdits:
     def from_params(
         cls, params: SequenceOf[SamplingParams], vocab_size: int, device: torch.device
     ) -> LogitEdits | None:
-        """None: nothing is changed in any row."""
+        """The edits for these rows; None if no row has any."""
         return cls(params, vocab_size, device) if any(map(_has_edits, params)) else None
 
     def apply_(self, logits: Tensor, sequences: SequenceOf[Continued]) -> None:
-        """Change the logits in place; float32 [num_rows, vocab_size], contiguous."""
+        """Change the logits, contiguous float32 [num_rows, vocab_size], in place."""
         flat = logits.view(-1)
         if self._limited.shape[0]:
             kept = flat[self._allowed]
@@ -101,7 +101,7 @@ def _ids(values: tuple[int, ...]) -> Tensor:
 def _biases(
     logit_bias: tuple[tuple[int, float], ...], bad_words: tuple[tuple[int, ...], ...]
 ) -> tuple[Tensor, Tensor]:
-    """Different token ids, int64 [n], and what is added to their logits, float32 [n]."""
+    """Distinct token ids, int64 [n], and the numbers added to their logits, float32 [n]."""
     added: dict[int, Any] = dict(logit_bias)
     added |= {word[0]: BANNED for word in bad_words if len(word) == 1}
     return _ids(tuple(added)), torch.tensor([*added.values()], dtype=torch.float32)

@@ -17,9 +17,9 @@ from disagg.models.checkpoint import StoredTensor
 from disagg.models.model_config import ModelConfig
 from disagg.models.rank_parts import quantized_on_gpu_nbytes, weights_nbytes
 
-# Sequences and tokens of the largest step on a GPU of which no speed is known.
+# Sequences and tokens of the largest step on a GPU whose speed is not known.
 LARGEST_STEP = 512, 8192
-# On a GPU every step reads all weights, so it should have many sequences: as many as have room for
+# On a GPU every step reads all weights, so it should have many sequences: as many as find room for
 # this number of tokens each ...
 TOKENS_PER_SEQ = 512
 LEAST_NUM_SEQS = 64
@@ -31,10 +31,12 @@ MOST_OF_ROOM = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Attributes:
-    max_num_seqs, max_num_batched_tokens: of one step.
-    weights_nbytes: of the first rank, as they are kept.
-    workspace_nbytes: what steps need on the device besides weights and KV.
+    """The sizes of steps, and the memory that they and the weights need.
+
+    Attributes:
+        max_num_seqs, max_num_batched_tokens: sequences and tokens of the largest step.
+        weights_nbytes: bytes of the first rank's weights in memory.
+        workspace_nbytes: bytes that steps need on the device besides weights and KV.
     """
 
     shape: KVShape
@@ -45,12 +47,12 @@ class MemoryPlan:
     workspace_nbytes: int
 
     def kv_nbytes(self, config: EngineConfig) -> int:
-        """Of the cache of a worker on a CPU."""
+        """Bytes of the KV cache of a worker on a CPU."""
         num_blocks = self.num_kv_tokens(config, None) // self.shape.block_size
         return num_blocks * self.shape.block_nbytes
 
     def num_kv_tokens(self, config: EngineConfig, gpu_nbytes: int | None) -> int:
-        """Tokens that the cache would hold. gpu_nbytes: of the GPU's memory; None on a CPU."""
+        """Tokens that the KV cache would hold. gpu_nbytes: memory of the GPU; None on a CPU."""
         room_nbytes = None
         if gpu_nbytes is not None:
             claim_nbytes = int(config.gpu_memory_utilization * gpu_nbytes)
@@ -71,17 +73,19 @@ def plan_memory(
     largest_step: tuple[int, int] = LARGEST_STEP,
     tensors: Mapping[str, StoredTensor] | None = None,
 ) -> MemoryPlan:
-    """Choose the sizes of steps. All ranks of a worker choose alike: each counts the weights of the
-    first one, which has the most where experts, or groups in them, are not divided evenly.
+    """Choose the sizes of steps.
+
+    All ranks of a worker make the same choice, because each counts the weights of the first rank.
+    That rank has the most if experts, or groups in them, cannot be divided evenly.
 
     Args:
-        model: whole.
-        shape: of the rank's blocks.
-        itemsize: of a number that the model computes with.
-        claim_nbytes: of the GPU's memory; None on a CPU.
+        model: the whole model, not a rank's part.
+        shape: format of the rank's blocks.
+        itemsize: bytes of a number with which the model computes.
+        claim_nbytes: GPU memory that the worker may use; None on a CPU.
         largest_step: the sequences and tokens that a step on a GPU should have if there is room.
-        tensors: of a quantised checkpoint, which keeps some of its matrices packed on a GPU, or,
-            if the quantization is "packed", on a CPU.
+        tensors: the tensors of a quantised checkpoint. Some of its matrices stay packed on a GPU,
+            or, if the quantization is "packed", on a CPU.
 
     Raises:
         NotEnoughMemory: one sequence of full length does not fit.
@@ -103,7 +107,7 @@ def plan_memory(
         num_seqs, num_tokens = _step_of_gpu(
             config, model, shape, itemsize, claim_nbytes - model_nbytes, largest_step
         )
-    # In a step all sequences may decode. If one of the two sizes is set, the other follows.
+    # All sequences of a step may decode. If one of the two sizes is set, the other follows from it.
     num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
     num_tokens = config.max_num_batched_tokens or max(num_tokens, num_seqs)
     workspace_nbytes = step_nbytes(model, itemsize, num_seqs, num_tokens)
@@ -133,7 +137,7 @@ def _step_of_gpu(
     room_nbytes: int,
     largest_step: tuple[int, int],
 ) -> tuple[int, int]:
-    """Sequences and tokens of one step, with room in the memory that the weights leave."""
+    """Sequences and tokens of the largest step that fits into the memory besides the weights."""
     most_seqs, num_tokens = largest_step
     seq_nbytes = TOKENS_PER_SEQ * shape.block_nbytes // shape.block_size
     num_fitting = room_nbytes // seq_nbytes // 32 * 32
@@ -159,7 +163,7 @@ def _check_fits(config: EngineConfig, plan: MemoryPlan, claim_nbytes: int) -> No
         advice = f"Lower max_model_len to {num_fitting} or less, or max_num_batched_tokens"
         flag = "max_model_len"
     else:
-        advice = "Take a smaller model or a larger GPU, or lower max_num_batched_tokens"
+        advice = "Use a smaller model or a larger GPU, or lower max_num_batched_tokens"
         flag = "gpu_memory_utilization"
     raise NotEnoughMemory(
         f"{_gb(weights_nbytes)} of weights, {_gb(plan.workspace_nbytes)} for steps of"

@@ -1,8 +1,8 @@
-"""Small steps with prompts or drafts as captured graphs, beside `decode_graphs`.
+"""Small steps with prompts or drafts as captured CUDA graphs, in addition to `decode_graphs`.
 
-A device finishes a short prompt, or the verification of drafts, before the host could launch all
-its kernels one by one. These graphs are captured for some numbers of tokens, however the sequences
-divide them. Unused tokens belong to no sequence and write nothing.
+A device computes a short prompt, or verifies drafts, faster than the host can launch the kernels
+one by one. These graphs are captured for some numbers of tokens, however the sequences divide them.
+Unused tokens belong to no sequence and write nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from disagg.kernels.triton_ops import TritonOps
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 
-# With more tokens the device is busy for longer than the host needs to launch. Not yet measured.
+# With more tokens the device needs longer to compute than the host to launch. Not yet measured.
 MAX_PROMPT_TOKENS = 256
 TOKENS_APART = 32
 
 
 class MixedSize(NamedTuple):
-    """A graph's tokens and rows of logits. If the numbers are equal, every token has a row."""
+    """The numbers of a graph's tokens and rows of logits. If equal, every token has a row."""
 
     num_tokens: int
     num_logits: int
@@ -42,8 +42,10 @@ class MixedSize(NamedTuple):
 
 
 def mixed_sizes(max_num_seqs: int, with_drafts: bool) -> list[MixedSize]:
-    """The sizes to capture: steps with prompts, where few tokens need logits, and steps that verify
-    drafts, where every token does."""
+    """The sizes to capture.
+
+    In steps with prompts few tokens need logits; in steps that verify drafts every token does.
+    """
     sizes = [MixedSize(n, n // 2) for n in _nums_tokens(MAX_PROMPT_TOKENS)]
     if with_drafts:
         sizes += [MixedSize(n, n) for n in _nums_tokens(max_num_seqs + MAX_AHEAD)]
@@ -55,21 +57,21 @@ def _nums_tokens(most: int) -> list[int]:
 
 
 def graph_sizes(max_num_seqs: int, with_drafts: bool) -> list[int]:
-    """Tokens of each graph that a runner captures."""
+    """The number of tokens of each graph that a runner captures."""
     mixed = [size.num_tokens for size in mixed_sizes(max_num_seqs, with_drafts)]
     return capture_sizes(max_num_seqs) + mixed
 
 
 class MixedGraphs:
-    """A decoder's steps of few tokens.
+    """A decoder's steps with few tokens, as captured graphs.
 
     Args:
-        decoder: on `TritonOps`.
-        kv_cache: its cache. Nothing in it is changed by capturing.
-        max_num_seqs: of one step.
-        max_num_blocks: of one sequence.
-        logits: float32 [num_rows, num_logits], which every step overwrites; of as many rows as the
-            largest size has.
+        decoder: a decoder on `TritonOps`.
+        kv_cache: its cache. Capturing changes nothing in it.
+        max_num_seqs: most sequences of one step.
+        max_num_blocks: most blocks of one sequence.
+        logits: float32 [num_rows, num_logits], which every step overwrites; it has the rows of the
+            largest size.
     """
 
     def __init__(
@@ -86,12 +88,12 @@ class MixedGraphs:
         self._logits = logits
         largest = self._sizes[-1].num_tokens
         self._max_num_seqs = min(largest, max_num_seqs)
-        # One more row, to which unused tokens belong.
+        # Unused tokens belong to one additional row.
         rows = largest, self._max_num_seqs + 1, max_num_blocks
         self._batch = _empty_batch(*rows, decoder.device)
         graphs = [
             _MixedGraph(decoder, kv_cache, self._first(size), logits[: size.num_logits], record)
-            for size in self._sizes[::-1]  # the others fit into the memory that the largest leaves
+            for size in self._sizes[::-1]  # the largest first: the others reuse its memory
         ]
         self._graphs = graphs[::-1]
 
@@ -110,7 +112,7 @@ class MixedGraphs:
         return None
 
     def _first(self, size: MixedSize) -> Batch:
-        """A step of this size in the tensors of the largest."""
+        """A batch of this size in the tensors of the largest size."""
         num_tokens, num_logits = size
         own, num_seqs = self._batch, min(num_tokens, self._max_num_seqs) + 1
         return replace(
@@ -125,7 +127,7 @@ class MixedGraphs:
         )
 
     def _fill(self, batch: Batch, size: MixedSize) -> None:
-        """Copy a step to where the graph of this size reads it."""
+        """Copy a step to the tensors that the graph of this size reads."""
         own, num_seqs = self._batch, len(batch.query_lens)
         num_tokens, num_logits = batch.token_ids.shape[0], batch.logits_rows.shape[0]
         own.token_ids[:num_tokens].copy_(batch.token_ids)
@@ -142,16 +144,16 @@ class MixedGraphs:
 
 
 class _MixedGraph:
-    """The steps of at most as many tokens, sequences and wanted rows as `batch` has room for."""
+    """A graph for steps with at most the tokens, sequences and rows of logits of `batch`."""
 
     def __init__(
         self, decoder: Decoder, kv_cache: KVPages, batch: Batch, logits: Tensor, record: Record
     ) -> None:
         ops = decoder.ops
         if not isinstance(ops, TritonOps):
-            raise TypeError(f"a graph is captured of Triton kernels, not of {type(ops).__name__}")
+            raise TypeError(f"CUDA graphs need a decoder on TritonOps, not {type(ops).__name__}")
         self._paging = paging = ops.plan_mixed(batch, kv_cache, decoder.config.sliding_windows)
-        paging.cut(0)  # or capturing would compute whatever the lists hold
+        paging.cut(0)  # otherwise capturing would compute whatever the lists hold
         self._replay = record(lambda: decoder.forward(batch, kv_cache, paging, logits))
 
     def replay(self, batch: Batch) -> None:

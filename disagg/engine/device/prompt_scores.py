@@ -1,8 +1,8 @@
 """Log-probabilities of prompt tokens, computed with each chunk of a prompt.
 
 A row of logits is as wide as the vocabulary, so a prompt's logits are computed a few rows at a
-time, from the hidden states of its chunk. Their memory is freed before the step samples, and is
-less than sampling takes (`workspace.SAMPLING_NBYTES`).
+time, from the hidden states of its chunk. Their memory is freed before the step samples, and they
+take less memory than sampling (`workspace.SAMPLING_NBYTES`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ScoredRows(NamedTuple):
 
 def scored_rows(plan: StepPlan) -> list[ScoredRows]:
     """The rows of a plan that score prompt tokens. Call it before the plan is computed."""
-    n = plan.num_decodes  # the prompts of these are computed, and each has one row
+    n = plan.num_decodes  # decodes have one row each, and their prompts are computed
     query_lens = plan.query_lens[n:]
     first_rows = accumulate(query_lens, initial=n)
     found = []
@@ -63,7 +63,7 @@ def forward_scored(
 
 
 def scored_ranges(scored: SequenceOf[ScoredRows]) -> list[tuple[int, int]]:
-    """First and end of the rows whose logits `forward_scored` computes at once, in order."""
+    """Ranges [first, end) of rows whose logits `forward_scored` computes together, in order."""
     return [
         (first, min(first + ROWS_AT_ONCE, rows.first_row + rows.num_rows))
         for rows in scored
@@ -75,7 +75,7 @@ def scored_ranges(scored: SequenceOf[ScoredRows]) -> list[tuple[int, int]]:
 def forward_ranges(
     decoder: Decoder, batch: Batch, kv_cache: KVPages, ranges: SequenceOf[tuple[int, int]]
 ) -> None:
-    """What another rank computes while the first one computes `forward_scored`."""
+    """Compute, on another rank, its part of the first rank's `forward_scored`."""
     hidden = _every_row(decoder, batch, kv_cache)
     for first, end in ranges:
         decoder.logits(hidden[first:end])
@@ -92,7 +92,7 @@ def _score(rows: ScoredRows, hidden: Tensor, logits: Callable[[Tensor], Tensor])
     scores, num_computed = sequence.prompt_logprobs, sequence.num_computed
     assert scores is not None
     del scores[num_computed:]  # computed again after the sequence had lost its blocks
-    offset = num_computed + 1 - first_row  # from a row to the token after it
+    offset = num_computed + 1 - first_row  # row + offset is the position of the next token
     num_top = sequence.sampling.prompt_logprobs or 0
     for first, end in scored_ranges([rows]):
         log_probs = torch.log_softmax(logits(hidden[first:end]), dim=-1)

@@ -32,18 +32,18 @@ from disagg.models.decoder import Decoder
 from disagg.rank_messages import RankCapture
 from disagg.time_model import StepFeatures
 
-if TYPE_CHECKING:  # needs Triton, which a machine without a GPU may lack
+if TYPE_CHECKING:  # imports Triton, which a machine without a GPU may lack
     from disagg.engine.device.step_graphs import StepGraphs
 
 _NEEDS_HOST = attrgetter("needs_host")
 
 
 class ModelRunner:
-    """A decoder over a KV cache; one call of `run` is one forward pass and one draw.
+    """Runs a decoder on a KV cache. One call of `run` is one forward pass and one sampling.
 
     Args:
-        max_num_seqs: sequences for which the tables have room; a larger step makes them larger.
-        followers: the worker's other ranks, which compute each step too.
+        max_num_seqs: sequences for which the tables have room; a larger step enlarges them.
+        followers: the worker's other ranks, which also compute each step.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class ModelRunner:
         self.sampler = Sampler(self.slots, decoder.config.vocab_size, decoder.device)
 
     def launch(self, plan: StepPlan) -> Results:
-        """As `run` for plans that `can_follow`, but on a GPU it returns before the step ends."""
+        """As `run`, for plans for which `can_follow` is true. On a GPU it returns at once."""
         step, entered = self._inputs(plan)
-        self._tell(step, shares_tokens=True)
+        self._send_to_followers(step, shares_tokens=True)
         return self._launch(plan, step, entered)
 
     def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[int]]:
@@ -77,10 +77,10 @@ class ModelRunner:
         entered = [] if plan.continues else self.slots.enter(plan.sequences)
         return self.batching.inputs(plan, entered), [sequence.slot for sequence in entered]
 
-    def _tell(
+    def _send_to_followers(
         self, step: StepInputs, scored: SequenceOf[ScoredRows] = (), *, shares_tokens: bool = False
     ) -> None:
-        """Have the other ranks compute a step that begins here now."""
+        """Have the other ranks compute a step that begins on this rank now."""
         if self.followers is not None:
             num_slots = self.slots.num_slots
             self.followers.follow(rank_step(step, num_slots, scored, shares_tokens=shares_tokens))
@@ -106,8 +106,8 @@ class ModelRunner:
         return chosen.sampled if all(ends) else results
 
     def can_follow(self, plan: StepPlan) -> bool:
-        """Whether the device chooses a token of each sequence without the host, so that the next
-        step can follow."""
+        """Whether the device can choose all next tokens without the host, so that the next step can
+        be launched before the results of this one are read."""
         return (
             bool(plan.sequences)
             and not plan.num_ahead
@@ -124,23 +124,26 @@ class ModelRunner:
         self.threads.use_for(plan.features)
         step, entered = self._inputs(plan)
         scored = scored_rows(plan)
-        self._tell(step, scored)
+        self._send_to_followers(step, scored)
         self.sampler.enter(entered)
         batch, _ = self.batching.batch(step)
         logits, positions = self._forward(batch, scored)
         if plan.num_ahead:
             return self._verified(plan, logits, positions)
-        if logits.shape[0] == len(plan.sequences):  # a row for each: no prompt stays unfinished
+        if logits.shape[0] == len(plan.sequences):  # each has a row: no prompt stays unfinished
             return [*self._sample(logits, plan.sequences, positions)]
         ends = [work.num_tokens == work.sequence.num_uncomputed for work in plan.work]
-        if not any(ends):  # no token is read, which would wait for the step
+        if not any(ends):  # no token is read, so nothing else waits for the step
             _synchronize(self.decoder.device)
             return [None] * len(ends)
         tokens = iter(self._sample(logits, [*compress(plan.sequences, ends)], positions))
         return [next(tokens) if is_end else None for is_end in ends]
 
     def _forward(self, batch: Batch, scored: SequenceOf[ScoredRows] = ()) -> tuple[Tensor, Tensor]:
-        """Logits, and the positions of the tokens that they follow. Scores the prompts' rows."""
+        """Compute the logits, and score the prompts' rows.
+
+        Returns the logits, and for each row the position of the token that it follows.
+        """
         logits = None
         if scored:
             logits = forward_scored(self.decoder, batch, self.kv_cache.pages, scored)
@@ -152,7 +155,7 @@ class ModelRunner:
         return logits, batch.positions if is_all else batch.positions[batch.logits_rows]
 
     def _verified(self, plan: StepPlan, logits: Tensor, positions: Tensor) -> list[Sampled]:
-        """As `run`, for a step with drafts: all rows of a draft are sampled, right or not."""
+        """The results of a step with drafts. All rows of a draft are sampled, right or not."""
         continued = [list(rows(work)) for work in plan.work]
         tokens = iter(self._sample(logits, list(chain.from_iterable(continued)), positions))
         sampled: list[Sampled] = []
@@ -162,14 +165,14 @@ class ModelRunner:
                 sampled.append(some[0] if some else None)
                 continue
             with_logprobs = (SampledToken(one) if isinstance(one, int) else one for one in some)
-            # A draft has no error: sequences with a grammar have no drafts.
+            # A draft's rows have no errors, because sequences with a grammar have no drafts.
             sampled.append(tuple(one for one in with_logprobs if isinstance(one, SampledToken)))
         return sampled
 
     def _sample(
         self, logits: Tensor, sequences: SequenceOf[Continued], positions: Tensor
     ) -> SequenceOf[int | SampledToken | DisaggError]:
-        """The next token of each, or the error if its grammar allows none."""
+        """The next token of each sequence, or the error if its grammar allows none."""
         bound = [
             row
             for row, each in enumerate(sequences)
@@ -177,7 +180,7 @@ class ModelRunner:
         ]
         if not bound:
             return self.sampler.sample(logits, sequences, positions).sampled()
-        # On a GPU the logits are still being computed.
+        # On a GPU the host fills the masks while the logits are computed.
         masks, failed = token_masks(sequences, bound, self.grammars, self.decoder.device)
         chosen = self.sampler.sample(logits, sequences, positions, masks)
         sampled: list[int | SampledToken | DisaggError] = [*chosen.sampled()]
@@ -188,8 +191,8 @@ class ModelRunner:
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Run a prompt of `num_tokens` and a step of `num_seqs` decodes over unused blocks.
 
-        Compiles or picks every kernel and allocates the largest step's memory before the first
-        request. Blocks are overwritten, so it comes before anything is in the cache.
+        This compiles or picks every kernel and allocates the largest step's memory before the first
+        request. It overwrites blocks, so nothing may be in the cache yet.
         """
         block_size = self.kv_cache.block_size
         num_tokens = min(num_tokens, self.kv_cache.num_blocks * block_size)
@@ -200,7 +203,7 @@ class ModelRunner:
         self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, StepFeatures()))
 
     def measure_threads(self, max_model_len: int) -> None:
-        """Measure which steps of a CPU are faster with fewer threads; as `warm_up`."""
+        """Measure which steps on a CPU are faster with fewer threads. Overwrites blocks too."""
         block_size, num_blocks = self.kv_cache.block_size, self.kv_cache.num_blocks
         num_tokens = min(CONTEXT, max_model_len, num_blocks * block_size)
         blocks = list(range(-(-num_tokens // block_size)))
@@ -226,14 +229,17 @@ class ModelRunner:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait until all launched work has ended. Then other workers may read the blocks, which is not
-    ordered with the device's queue of work, and freed blocks may be written."""
+    """Wait until all launched work has ended.
+
+    Afterwards other workers may read the blocks, and freed blocks may be written, since both happen
+    outside the device's queue of work.
+    """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _ends(plan: StepPlan, step: StepInputs) -> list[bool]:
-    """The sequences whose last tokens the step computes, so that it samples their next ones."""
+    """For each sequence, whether the step computes its last token and so samples its next one."""
     n = plan.num_decodes
     chunks = zip(plan.sequences[n:], step.ends[n:], strict=True)
     return [True] * n + [end >= len(sequence.tokens) for sequence, end in chunks]

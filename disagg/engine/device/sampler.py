@@ -37,10 +37,10 @@ from disagg.messages import TokenLogprobs
 
 
 class Sampler:
-    """Chooses tokens of the sequences that have a slot.
+    """Chooses the next tokens of sequences that have a slot.
 
     Args:
-        ops: the device's operations; by default what `sampling_ops_for` chooses.
+        ops: the device's operations; by default those that `sampling_ops_for` chooses.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Sampler:
         self._state = SamplingState(self._ops, slots, vocab_size, device)
 
     def enter(self, entered: SequenceOf[int]) -> None:
-        """These slots have just been given to sequences; others had them before."""
+        """Record that these slots have just been given to other sequences."""
         self._state.enter(entered)
 
     def sample(
@@ -66,9 +66,9 @@ class Sampler:
         Args:
             logits: float32 [num_sequences, vocab_size]; consumed.
             sequences: row i belongs to sequences[i], whose tokens all have been computed.
-            positions: int64 [num_sequences], of the last token of each.
-            masks: what grammars allow.
-            num_unread: so many of the first sequences have one token more than the host knows,
+            positions: int64 [num_sequences], the position of the last token of each sequence.
+            masks: the tokens that grammars allow.
+            num_unread: the first `num_unread` sequences have one token more than the host knows,
                 because the results of the step before are not read yet.
         """
         if not sequences:
@@ -92,9 +92,9 @@ class Sampler:
 
 
 class _Scores:
-    """Log-probabilities of some rows, while the token is still to be chosen.
+    """Log-probabilities of some rows, computed before the tokens are chosen.
 
-    wanted: [row, how many of the most likely tokens].
+    wanted: pairs of a row and the number of most likely tokens to report for it.
     """
 
     def __init__(self, logits: Tensor, wanted: list[tuple[int, int]]) -> None:
@@ -120,7 +120,8 @@ class _Scores:
         return cls(logits, wanted) if wanted else None
 
     def tensors(self, token_ids: Tensor) -> list[Tensor]:
-        """Of the chosen tokens [n], and if any are wanted the largest [n, k] and their ids."""
+        """Log-probabilities of the chosen tokens [n]; if requested, the largest [n, k] and their
+        token ids."""
         chosen = self.log_probs.gather(1, token_ids[self.rows].unsqueeze(1)).flatten()
         num_top = max(num_top for _, num_top in self.wanted)
         if not num_top:
@@ -129,7 +130,7 @@ class _Scores:
 
 
 class Chosen:
-    """A step's tokens, on their device and on the way to the host.
+    """A step's chosen tokens, on the device and while they are copied to the host.
 
     token_ids: int64 [num_sequences].
     """
@@ -140,12 +141,12 @@ class Chosen:
         self._read = _reader([token_ids, *(scores.tensors(token_ids) if scores else ())])
 
     def read(self) -> list[SampledToken]:
-        """As `sampled`, each with or without log-probabilities."""
+        """As `sampled`, but every item is a `SampledToken`."""
         tokens = self.sampled()
         return [SampledToken(each) if isinstance(each, int) else each for each in tokens]
 
     def sampled(self) -> list[int | SampledToken]:
-        """Waits for the tokens, and for nothing that is launched after them."""
+        """The tokens. Waits for them, but not for work that was launched after them."""
         token_ids, *scores = self._read()
         sampled: list[int | SampledToken] = token_ids
         if not scores:

@@ -39,9 +39,9 @@ from disagg.kernels.torch_sampling import mix, signed
 from disagg.kernels.uploads import copied, upload
 from disagg.messages import SamplingParams
 
-_OFF = 1 << 31  # a top-k beyond every vocabulary
+_OFF = 1 << 31  # a top-k that is larger than every vocabulary
 _UNKNOWN = -1
-_FEW = 16  # tokens that are counted one by one; with more, all are counted again on the host
+_FEW = 16  # so many new tokens are counted one by one; if more, all are recounted on the host
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -69,12 +69,12 @@ class Step:
     """The rows of a step's logits and their sequences. Reused while the sequences are the same.
 
     slots: the same as `rows.slots`, on the host.
-    penalised: rows whose tokens are counted.
-    scored: rows that may want log-probabilities.
+    penalised: rows with penalties, so that their tokens are counted.
+    scored: rows that may need log-probabilities.
     drafted: rows of drafts with penalties, whose tokens are not in the tables.
     edits: logit bias, allowed tokens and bad words; None: no row has any.
-    has_drafts: some rows are of drafts.
-    is_adjusted: some rows are adjusted from the tables.
+    has_drafts: whether some rows belong to drafts.
+    is_adjusted: whether some rows are adjusted from the tables.
     """
 
     slots: list[int]
@@ -88,7 +88,7 @@ class Step:
 
 
 class SamplingState:
-    """The tables of the sequences in `slots`, and how many tokens of each are counted there."""
+    """The sampling tables of the sequences in `slots`, and how many tokens each table counts."""
 
     def __init__(
         self, ops: SamplingOps, slots: Slots, vocab_size: int, device: torch.device
@@ -104,13 +104,13 @@ class SamplingState:
             num_seen=self._zeros(0),
             counts=self._zeros(0, vocab_size),
         )
-        self._num_known: list[int] = []  # tokens of each slot that are counted; or `_UNKNOWN` ...
-        self._num_remembered = 0  # ... and since then, of each of the rows that `_last` penalises
+        self._num_known: list[int] = []  # number of counted tokens of each slot, or `_UNKNOWN` ...
+        self._num_remembered = 0  # ... plus this number for each row that `_last` penalises
         self._last: Step | None = None
-        self._sequences: SequenceOf[Continued] = ()  # whose rows `_last` says
+        self._sequences: SequenceOf[Continued] = ()  # the sequences of `_last`
 
     def enter(self, entered: SequenceOf[int]) -> None:
-        """These slots have new owners."""
+        """Record that these slots have new owners."""
         if entered:
             self._settle()
             self._last = None
@@ -123,8 +123,8 @@ class SamplingState:
 
         Args:
             sequences: row i belongs to sequences[i], whose tokens all have been computed.
-            num_unread: of so many of the first rows only the device knows the last token, and has
-                counted it.
+            num_unread: for the first `num_unread` rows only the device knows the last token, and
+                has counted it.
         """
         step = self._last
         if step is None or sequences is not self._sequences:
@@ -140,7 +140,8 @@ class SamplingState:
         return step
 
     def remember(self, step: Step, token_ids: Tensor) -> None:
-        """Count the chosen tokens, [num_rows]; not for drafts, which may be rejected."""
+        """Count the chosen tokens, [num_rows]. Those of drafts, which may be rejected, are not
+        counted."""
         if step.has_drafts or not step.penalised:
             return
         rows = step.rows
@@ -262,7 +263,7 @@ class SamplingState:
         penalised = [each for each in new if has_penalties(each.sampling)]
         if penalised:
             longest = max(max(each.max_num_tokens, each.num_tokens) for each in penalised)
-            num_ids = min(longest, self._vocab_size) + 1  # one more is written, but not kept
+            num_ids = min(longest, self._vocab_size) + 1  # writes to the last column are not kept
             tables.seen_ids = _grown(tables.seen_ids, num_slots, num_ids, 0)
             tables.num_seen = _grown(tables.num_seen, num_slots, 0, 0)
             tables.counts = _grown(tables.counts, num_slots, self._vocab_size, 0)
@@ -272,7 +273,7 @@ class SamplingState:
 
 
 def _grown(table: Tensor, num_rows: int, num_columns: int, fill: int) -> Tensor:
-    """The table, or a copy with at least so many rows, and columns if it has any.
+    """The table, or a copy with at least so many rows, and so many columns if it has any.
 
     Columns grow by doubling.
     """

@@ -1,13 +1,13 @@
 """Slots: for each running sequence, its row in the tensors that stay on the device.
 
 A sequence keeps its slot from its first step until other sequences need it, so that a step writes
-only what changes. The end of a sequence is not announced: when a slot is needed and none is free,
-slots of ended sequences are reclaimed; if there are none, slots of sequences that are not in this
-step, which get new ones with their next step. `enter` returns the sequences whose rows must be
-written completely.
+only what changes. The end of a sequence is not announced. When a slot is needed and none is free,
+the slots of ended sequences are reclaimed. If there are none, the slots of sequences that are not
+in this step are reclaimed, and these sequences get new ones with their next step. `enter` returns
+the sequences whose rows must be written completely.
 
-Knows no device. A device that executes launched steps in order has read a row for its previous
-owner before it is written for the next one.
+Knows no device. A device executes launched steps in order, so it has read a row for the previous
+owner before the row is written for the next one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from disagg.engine.sched.sequence import NO_SLOT, Sequence
 
 
 class Slots:
-    """Gives out numbers from 0 to `num_slots` - 1, as `Sequence.slot`; at most one runner's.
+    """Gives sequences numbers from 0 to `num_slots` - 1 as `Sequence.slot`. Used by one runner.
 
-    num_slots: doubles when one step has more sequences; tensors by slot grow with it.
+    num_slots: doubles when a step has more sequences; the tensors indexed by slot grow with it.
     """
 
     def __init__(self, num_slots: int = 1) -> None:
@@ -40,7 +40,7 @@ class Slots:
         return entered
 
     def _reclaim(self, sequences: SequenceOf[Sequence]) -> None:
-        """Make at least one slot free; those of `sequences` stay."""
+        """Make at least one slot free; `sequences` keep their slots."""
         self._take([slot for slot, owner in enumerate(self._owners) if not owner or not owner()])
         if self._free:
             return

@@ -1,8 +1,8 @@
-"""All steps of a decoder that are captured as CUDA graphs: decodes, short prompts, drafts.
+"""Captures the steps of a decoder as CUDA graphs: decodes, short prompts, drafts.
 
-Every rank of a worker captures the same ones in the same order, because capturing computes each of
-them once, and its sums wait for all ranks. A sum that is captured belongs to the graph, so a step
-is one launch on each rank too.
+Every rank of a worker captures the same graphs in the same order, because capturing computes each
+step once, and its sums over ranks wait for all ranks. These sums are part of the graphs, so a step
+is one launch on each rank, too.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def capture_steps(
     with_drafts: bool,
     record: Record | None = None,
 ) -> StepGraphs:
-    """
+    """Capture the graphs of all small steps.
+
     Args:
-        batching: of a GPU, with room for `max_num_seqs` sequences.
-        record: by default on the current GPU.
+        batching: a GPU's batching, with room for `max_num_seqs` sequences.
+        record: captures a graph; by default on the current GPU.
     """
     record = record or record_cuda_graph()
     max_num_blocks = -(-max_model_len // kv_cache.block_size)

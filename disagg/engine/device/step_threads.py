@@ -1,8 +1,8 @@
 """The number of CPU threads for a step: few for a small step, measured at start.
 
-Each of a step's hundreds of parallel regions wakes all threads and waits for the last. For a small
-model's products of a few rows that costs more than it gains, and the other core is free for the
-ingress. Knows only the features of a step.
+A step has hundreds of parallel regions, each of which wakes all threads and waits for the last. For
+a small model's matrix products with few rows that costs more than it gains, and with fewer threads
+the other cores are free for the ingress. Knows only the features of a step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from disagg.time_model import StepFeatures
 
 CONTEXT = 512  # tokens that a sequence of the measured steps attends to
-SIZES = (1, 2, 4, 8, 16, 32)  # sequences of these steps; larger ones get all threads
+SIZES = (1, 2, 4, 8, 16, 32)  # sequences of the measured steps; larger steps get all threads
 NUM_ROUNDS = 5
-LONG_S = 0.05  # in a step of this length waking threads is negligible
-WORTH = 1.05  # more threads must be faster by this factor, since other processes use the cores
+LONG_S = 0.05  # in a step of this length the time to wake threads is negligible
+WORTH = 1.05  # more threads must be faster by this factor, since other processes need cores too
 
 
 class StepThreads:
@@ -35,11 +35,11 @@ class StepThreads:
     def measure(
         self, compute: Callable[[int], object], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Choose by measurement.
+        """Measure steps, and choose the number of threads for each size.
 
         Args:
-            compute: runs a step of so many decodes with `CONTEXT` tokens each.
-            clock: seconds.
+            compute: runs a step with a number of decodes, each with `CONTEXT` tokens.
+            clock: returns seconds.
         """
         if self.most == 1:
             return
@@ -50,7 +50,7 @@ class StepThreads:
                 break
             limits.append((size, fewest))
         torch.set_num_threads(self.most)
-        self.limits = limits  # set at the end, because the measured steps read it
+        self.limits = limits  # set only at the end, because the measured steps read it
 
     def use_for(self, features: StepFeatures) -> None:
         """Set torch's number of threads for the next step of the calling thread."""
@@ -61,7 +61,7 @@ class StepThreads:
         size = max(num_tokens, num_attended / CONTEXT)
         torch.set_num_threads(
             next((threads for limit, threads in self.limits if size <= limit), self.most)
-        )  # 3 us if it is another number, else 0.1
+        )  # takes 3 us if the number changes, otherwise 0.1
 
     def _fastest(
         self,
@@ -70,9 +70,9 @@ class StepThreads:
         compute: Callable[[int], object],
         clock: Callable[[], float],
     ) -> int:
-        """The smallest number of threads with which a step of `size` decodes is about fastest."""
+        """The smallest number of threads at which a step of `size` decodes is nearly fastest."""
         took_s = {threads: float("inf") for threads in _choices(fewest, self.most)}
-        for _ in range(NUM_ROUNDS):  # they take turns, as the machine may have other work
+        for _ in range(NUM_ROUNDS):  # in turns, because the machine may have other work
             for threads in reversed(took_s):
                 torch.set_num_threads(threads)
                 began_s = clock()
@@ -85,5 +85,5 @@ class StepThreads:
 
 
 def _choices(fewest: int, most: int) -> list[int]:
-    """Powers of two, and `most` last."""
+    """Thread counts to try: powers of two from `fewest` on, and `most` last."""
     return [*(1 << i for i in range(most.bit_length()) if fewest <= 1 << i < most), most]

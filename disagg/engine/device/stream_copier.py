@@ -1,7 +1,7 @@
 """Copies blocks between a GPU's cache and pinned host memory, concurrently with the kernels.
 
-One CUDA stream per direction, since PCIe is full duplex. On the device a copy waits for the work
-that was launched before it; the host never waits, but polls which copies have ended.
+Each direction has its own CUDA stream, since PCIe is full duplex. On the device a copy waits for
+the work that was launched before it; the host never waits, but polls which copies have ended.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from disagg.kvtransfer.slab import allocate_host
 class PinnedMemory:
     """Pinned host memory.
 
-    We allocate it and register it with CUDA: torch's own pinned memory is rounded up to a power of
-    two, and 40 GiB would take 64.
+    It is allocated here and registered with CUDA, because torch rounds its own pinned memory up to
+    a power of two, so that 40 GiB would take 64.
 
     Attributes:
-        bytes: uint8.
+        bytes: the memory as a uint8 tensor.
 
     Raises:
         StartupError: there is not enough memory, or the limit of pinned memory is too low.
@@ -44,10 +44,10 @@ class PinnedMemory:
         if error:
             raise _not_pinned(nbytes, f"CUDA error {error}")
 
-        # Also if `close` is not called: freed memory must not stay registered.
+        # Freed memory must not stay registered, even if `close` is not called.
         unregister = self._cudart.cudaHostUnregister
         self._end = weakref.finalize(self, unregister, self.bytes.data_ptr())
-        self._end.atexit = False  # CUDA is gone by then, and the memory with the process
+        self._end.atexit = False  # at exit CUDA is gone, and the process frees the memory
 
     def close(self) -> None:
         """Free the memory. No copy may be running."""
@@ -63,7 +63,7 @@ def _not_pinned(nbytes: int, reason: str) -> StartupError:
 
 
 class _HostRows:
-    """Pinned rows of host memory for blocks of a cache."""
+    """Pinned rows of host memory, one for each block."""
 
     def __init__(self, cache: Tensor, num_slots: int) -> None:
         self.memory = PinnedMemory(num_slots * cache[0].numel() * cache.itemsize)
@@ -75,7 +75,7 @@ class _HostRows:
 
 
 def _copy_rows(source: Tensor, into: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """On the current stream."""
+    """Copy rows (source, target) on the current stream."""
     for first, into_first, num_rows in merge_runs(pairs):
         rows = source[first : first + num_rows]
         into[into_first : into_first + num_rows].copy_(rows, non_blocking=True)
@@ -85,8 +85,8 @@ class StreamCopier:
     """A `store.block_copier.BlockCopier` on CUDA streams; belongs to the engine's thread.
 
     Args:
-        cache: one row a block, on the GPU.
-        num_slots: rows of host memory.
+        cache: the GPU's cache with one row per block.
+        num_slots: number of rows of host memory.
 
     Raises:
         StartupError: the memory cannot be pinned.
@@ -95,7 +95,7 @@ class StreamCopier:
     def __init__(self, cache: Tensor, num_slots: int) -> None:
         self._cache = cache
         self._host = _HostRows(cache, num_slots)
-        self._saves, self._loads = _Way(cache.device), _Way(cache.device)
+        self._saves, self._loads = _CopyDirection(cache.device), _CopyDirection(cache.device)
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._saves.copy(self._cache, self._host.rows, pairs)
@@ -120,13 +120,14 @@ class StreamCopier:
 class BlockReader:
     """Reads blocks of a GPU's cache that are about to be overwritten. The engine never waits.
 
-    What was launched before does not write to them: a block is evicted after the steps that wrote
-    to it have ended. So a copy starts at once, beside the step under way. What is launched after it
-    waits for the copy on the device, and who takes the bytes waits for it in a thread of its own.
+    No earlier launch writes to these blocks, because a block is evicted only after the steps that
+    wrote to it have ended. So a copy starts at once, concurrently with the running step. On the
+    device later launches wait for the copy. The thread that takes the bytes, not the engine's,
+    waits for it too.
 
     Args:
-        cache: one row a block, on the GPU.
-        num_slots: how many blocks may be waiting to be taken.
+        cache: the GPU's cache with one row per block.
+        num_slots: how many blocks may wait to be taken.
     """
 
     def __init__(self, cache: Tensor, num_slots: int) -> None:
@@ -138,7 +139,10 @@ class BlockReader:
             self._free.put(slot)
 
     def __call__(self, block_ids: Sequence[int]) -> list[Callable[[], bytes]]:
-        """Start copying blocks. Each function waits for its block, and is called once."""
+        """Start copying blocks. Returns for each block a function that waits for its bytes.
+
+        Each function must be called once.
+        """
         pairs = [(block_id, self._free.get()) for block_id in block_ids]
         ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
@@ -148,7 +152,7 @@ class BlockReader:
         return [partial(self._take, ended, slot) for _, slot in pairs]
 
     def wait(self) -> None:
-        """Wait until all blocks are copied: for who writes past the device's queue."""
+        """Wait until all blocks are copied. A writer outside the device's queue calls it first."""
         self._stream.synchronize()
 
     def _take(self, ended: torch.cuda.Event, slot: int) -> bytes:
@@ -159,7 +163,7 @@ class BlockReader:
             self._free.put(slot)
 
 
-class _Way:
+class _CopyDirection:
     """Copies in one direction, one after another."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Masks out the tokens that a sequence's grammar, or its reasoning's budget, does not allow.
+"""Masks out the tokens that a sequence's grammar or reasoning budget does not allow.
 
 The masks of a step are filled in parallel while a GPU computes the logits, and uploaded in one
 copy. Must not know what a grammar is.
@@ -32,8 +32,8 @@ class TokenMasks:
     """The allowed next tokens in some rows of a step.
 
     Args:
-        rows: of the logits.
-        masks: int32 [len(rows), num_words]; bit i of word j is set if token 32 * j + i may come.
+        rows: indices of rows of the logits.
+        masks: int32 [len(rows), num_words]; bit i of word j is set if token 32 * j + i is allowed.
     """
 
     def __init__(self, rows: list[int], masks: Tensor, device: torch.device) -> None:
@@ -42,14 +42,14 @@ class TokenMasks:
         self._masks = packed[len(rows) :].view(masks.shape)
 
     def apply_(self, logits: Tensor) -> None:
-        """Set the logits of forbidden tokens to -inf, in place; float32 [num_rows, vocab_size]."""
-        # Eight tokens a byte, looked up: filling under a mask took twice as long on a CPU.
+        """Set the logits, float32 [num_rows, vocab_size], of forbidden tokens to -inf in place."""
+        # A table look-up per byte of eight tokens; `masked_fill_` took twice as long on a CPU.
         table = _biases_of_bytes(logits.device)
         biases = table.index_select(0, self._masks.view(torch.uint8).flatten().int())
         biases = biases.view(len(self._rows), -1)[:, : logits.shape[-1]]
-        # A model may have more rows than its tokenizer has tokens.
-        num_nameless = logits.shape[-1] - biases.shape[1]
-        logits.index_add_(0, self._rows, functional.pad(biases, (0, num_nameless), value=-math.inf))
+        # A model's vocabulary may be larger than its tokenizer's.
+        num_missing = logits.shape[-1] - biases.shape[1]
+        logits.index_add_(0, self._rows, functional.pad(biases, (0, num_missing), value=-math.inf))
 
 
 def token_masks(
@@ -62,7 +62,7 @@ def token_masks(
 
     Args:
         sequences: row i belongs to sequences[i], whose tokens all have been computed.
-        rows: of the sequences that have a grammar, or whose reasoning is checked.
+        rows: rows of the sequences that have a grammar, or whose reasoning is checked.
     """
     filled: dict[int, Tensor] = {}
     failed: dict[int, DisaggError] = {}
@@ -76,14 +76,14 @@ def token_masks(
             filled[row] = mask
     if not filled:
         return None, failed
-    # A forced token needs no mask of the vocabulary's size.
+    # A forced token's mask is narrow, so it is widened only if it is stacked with wider ones.
     widest = max(mask.shape[0] for mask in filled.values())
     masks = [functional.pad(mask, (0, widest - mask.shape[0])) for mask in filled.values()]
     return TokenMasks(list(filled), torch.stack(masks), device), failed
 
 
 def _mask(sequence: Continued, grammars: Grammars | None) -> Tensor | None:
-    """int32 [num_words], as in `TokenMasks`; None: any token may come."""
+    """The mask of a sequence, int32 [num_words] as in `TokenMasks`; None: all are allowed."""
     if not isinstance(sequence, Sequence) or sequence.thinking is None:
         return None if sequence.sampling.grammar is None else _grammar_mask(sequence, grammars)
     thinking = sequence.thinking
@@ -98,14 +98,14 @@ def _mask(sequence: Continued, grammars: Grammars | None) -> Tensor | None:
 
 
 def _all_but(sequence: Sequence, token_ids: tuple[int, ...]) -> Tensor:
-    """All tokens but these; as wide as the mask of the sequence's grammar."""
+    """A mask of all tokens but these, as wide as the mask of the sequence's grammar."""
     state = sequence.grammar_state
     num_words = 0 if state is None else state.num_mask_nbytes // 4
     return ~_with_tokens(torch.zeros(num_words, dtype=torch.int32), *token_ids)
 
 
 def _with_tokens(mask: Tensor, *token_ids: int) -> Tensor:
-    """`mask`, in which these tokens may come as well."""
+    """`mask`, with these tokens allowed too."""
     for token_id in token_ids:
         if token_id // 32 < mask.shape[0]:
             bit = token_id % 32
@@ -118,10 +118,10 @@ def _grammar_mask(
 ) -> Tensor:
     grammar = sequence.sampling.grammar
     if grammar is None or grammars is None or not isinstance(sequence, Sequence):
-        raise GrammarError("This engine follows no grammars.")
+        raise GrammarError("This engine does not support structured output.")
     state = sequence.grammar_state
     if state is None:  # a step must not wait for the compiler
-        raise GrammarError("The grammar was not compiled before its request came to a step.")
+        raise GrammarError("The request was scheduled before its grammar was compiled.")
     if begins_at is not None:
         state.begin_at(begins_at)
     mask = torch.empty(state.num_mask_nbytes // 4, dtype=torch.int32)

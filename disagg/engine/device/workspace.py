@@ -8,20 +8,20 @@ from disagg.engine.sched.speculation import MAX_AHEAD
 from disagg.kernels.attention_work import latent_group
 from disagg.models.model_config import ModelConfig
 
-# Per logit: float32, the count of its token, the grammar's mask, its log-probability, and copies.
+# Bytes per logit: float32, its token's count, the grammar's mask, its log-probability, and copies.
 SAMPLING_NBYTES = 32
-# A captured kernel launch: its arguments, and what the driver makes of it. Not yet measured.
+# Bytes of a captured kernel launch: its arguments and the driver's objects. Not yet measured.
 LAUNCH_NBYTES = 16 << 10
 LAUNCHES_A_LAYER = 16
-LAUNCHES_OF_EXPERTS = 12  # more
-LAUNCHES_OF_LATENTS = 12  # more
-CUBLAS_NBYTES = 32 << 20  # torch's workspace for each stream on Hopper, its largest
-PARTIAL_ROWS = 64  # query rows of a partial result, at most, when a sequence's keys are split
+LAUNCHES_OF_EXPERTS = 12  # additional launches of a layer with experts
+LAUNCHES_OF_LATENTS = 12  # additional launches of a layer with latents
+CUBLAS_NBYTES = 32 << 20  # torch's workspace per stream on Hopper, where it is largest
+PARTIAL_ROWS = 64  # most query rows of a partial result when a sequence's keys are split
 LEAST_BLOCK_SIZE = 16  # smallest block size on a GPU
-SPARE_PARTIALS = 1024  # pieces that fill a device, over all KV heads: more than any has
-# Sums of one product with packed weights, where programs share the columns of a tile: at most as
-# many tiles of 128 x 128 as 4/3 of the programs that keep a device busy, 3 for each of up to 160
-# multiprocessors.
+SPARE_PARTIALS = 1024  # pieces that fill any device, over all KV heads
+# Partial sums of one product with packed weights, whose programs share the columns of a tile. They
+# are at most 4/3 as many tiles of 128 x 128 as programs that keep a device busy, which are 3 for
+# each of up to 160 multiprocessors.
 SPLITS_NBYTES = 640 * 128 * 128 * 4
 
 
@@ -31,7 +31,7 @@ def step_nbytes(
     """Bytes of the largest step: activations, logits and the memory of sampling.
 
     Args:
-        itemsize: of an activation.
+        itemsize: bytes of one number of the activations.
     """
     activations = max_num_batched_tokens * _token_nbytes(model, itemsize)
     num_rows = max_num_seqs + MAX_AHEAD
@@ -39,8 +39,9 @@ def step_nbytes(
 
 
 def running_nbytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
-    """Bytes kept of running sequences: the token lists of penalties, and block tables, including
-    those of a step. The counts of tokens are a part of `SAMPLING_NBYTES`.
+    """Bytes kept for running sequences: the token lists of penalties, and block tables.
+
+    Block tables include those of a step. The counts of tokens belong to `SAMPLING_NBYTES`.
 
     A token table is at most as wide as the longest sequence, or twice as wide after it has grown.
     While it grows, the old table exists too.
@@ -62,16 +63,16 @@ def captured_nbytes(
     """Bytes of captured steps: their inputs and outputs, their memory pool, and the graphs.
 
     Args:
-        model: of `num_ranks` ranks, the first one's part.
-        capture_sizes: tokens of each graph.
-        max_num_blocks: of one sequence.
-        is_packed: some of its matrices are packed.
+        model: the first rank's part of the model; there are `num_ranks` ranks.
+        capture_sizes: number of tokens of each graph.
+        max_num_blocks: most blocks of one sequence.
+        is_packed: whether some matrices of the model are packed.
     """
     sizes = list(capture_sizes)
     num_rows = max(sizes)
     inputs = num_rows * (3 * 8 + 3 * 4 + 4 * max_num_blocks)
-    logits = num_rows * model.vocab_size * (4 + itemsize)  # ours, and the projection's
-    if num_ranks > 1:  # those of each rank, joined; its own before and after it is made as wide
+    logits = num_rows * model.vocab_size * (4 + itemsize)  # float32, and the projection's output
+    if num_ranks > 1:  # all ranks' logits, joined; and this rank's before and after padding
         logits += num_rows * model.vocab_size * itemsize * (num_ranks + 2) // num_ranks
     partial = PARTIAL_ROWS * 4 * (model.head_dim + 1)
     num_groups = model.num_kv_heads
@@ -80,7 +81,7 @@ def captured_nbytes(
     partials = (num_rows * num_groups + SPARE_PARTIALS) * partial
     pool = num_rows * _token_nbytes(model, itemsize) + partials + CUBLAS_NBYTES
     pool += SPLITS_NBYTES * is_packed
-    # Pieces of work: each has numbers of its own, once for each window.
+    # Each piece of work has its own numbers, once for each window.
     num_windows = len(set(model.sliding_windows))
     pieces = 4 * 10 * sum(size + SPARE_PARTIALS for size in sizes) * num_windows
     launches_a_layer = LAUNCHES_A_LAYER + (LAUNCHES_OF_EXPERTS if model.experts else 0)
@@ -93,10 +94,10 @@ def _token_nbytes(model: ModelConfig, itemsize: int) -> int:
     """Bytes of a token's activations at one time."""
     num_heads = model.num_heads + 2 * model.num_kv_heads
     mlp = 3 * model.intermediate_size
-    if model.experts is not None:  # what each of its experts makes of it, and the shared one
+    if model.experts is not None:  # activations of the token's experts, and of the shared one
         mlp = max(mlp, 3 * model.experts.shared_intermediate_size)
-        each = model.experts.intermediate_size + model.hidden_size
-        mlp += model.experts.num_experts_per_tok * each
+        per_expert = model.experts.intermediate_size + model.hidden_size
+        mlp += model.experts.num_experts_per_tok * per_expert
     attention = 2 * num_heads * model.head_dim
     if model.latent is not None:  # queries before and after absorption, and values of heads
         attention += 2 * model.num_heads * (model.latent.query_dim + model.latent.value_dim)

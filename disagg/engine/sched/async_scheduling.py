@@ -6,7 +6,7 @@ in the running step decodes in the next one, with a token that only the device k
 the middle of a prompt goes on with it. If the next plan could differ (a sequence may be admitted,
 has a draft or needs the host, or blocks are short), the running step is applied first.
 
-A sequence that turns out to have ended has wasted its row in the later step: the result is ignored,
+If a sequence turns out to have ended, its row in the later step is wasted: the result is ignored,
 and the blocks to which the row writes are freed when that step has ended.
 """
 
@@ -32,10 +32,11 @@ class ProjectedPlan:
 
     decodes, starts: sequences that will have one token to compute, which the plan samples; and the
         position of that token.
-    growing: those of `decodes` that need a block for it.
+    growing: the sequences of `decodes` that need a new block for that token.
     prefills: sequences in the middle of a prompt, with the position where they continue.
-    num_here: sequences of the plan that are still here, including those that will have ended.
-    num_context: tokens of the decodes.
+    num_here: number of the plan's sequences that are still here, including those that will have
+        ended.
+    num_context: number of tokens of the decodes.
     """
 
     __slots__ = ("decodes", "growing", "num_context", "num_here", "prefills", "starts")
@@ -48,8 +49,8 @@ class ProjectedPlan:
     ) -> None:
         """
         Args:
-            by_id: the sequences that have not ended while the plan ran; None: all of its own.
-            reaching: the sequences that reach a milestone with it, if they decode in it.
+            by_id: the sequences that have not ended while the plan ran; None: none has ended.
+            reaching: the sequences that reach a milestone with the plan if they decode in it.
         """
         is_here = [True] * len(plan.sequences)
         if by_id is not None:
@@ -79,7 +80,9 @@ class ProjectedPlan:
 
 
 def all_go_on(plan: StepPlan, reaching: SequenceOf[Sequence]) -> bool:
-    """Whether all sequences of a plan decode in this step and in the next. None of them has ended.
+    """Whether all sequences of a plan decode in this step and in the next.
+
+    The caller knows that none of them has ended.
 
     Args:
         reaching: as for `ProjectedPlan`.
@@ -102,7 +105,7 @@ def continued(plan: StepPlan) -> StepPlan:
 
 
 def growing_next(reaching: SequenceOf[Sequence]) -> list[Sequence]:
-    """Sequences that need a block for their token after the next. Args: see `all_go_on`."""
+    """The sequences that need a new block for the token after the next. Args: see `all_go_on`."""
     return [
         each
         for each in reaching
@@ -111,20 +114,20 @@ def growing_next(reaching: SequenceOf[Sequence]) -> list[Sequence]:
 
 
 def _ends_next(sequence: Sequence) -> bool:
-    """Whether it ends or is handed over with its next token, whichever token that is."""
+    """Whether a sequence ends or is handed over with its next token, whichever token that is."""
     return len(sequence.tokens) + 1 >= sequence.max_num_tokens or sequence.hand_over
 
 
 class LateBlocks(NamedTuple):
     block_ids: SequenceOf[int]
-    is_spent: bool  # as `BlockPool.release` means it
+    is_spent: bool  # see `BlockPool.release`
 
 
 class AsyncScheduling:
-    """Steps that were planned ahead: at most one beyond the step that is applied next.
+    """The steps that were planned ahead: at most one after the step that is applied next.
 
-    late_blocks: blocks that were freed while such a step may write to them. No sequence may get
-        them before the step has ended.
+    late_blocks: blocks that were released while such a step may still write to them. No sequence
+        may get them before the step has ended.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -148,8 +151,8 @@ class AsyncScheduling:
     ) -> tuple[StepPlan | None, list[Sequence], int]:
         """Plan the step after `plan` before `plan` is applied.
 
-        Returns None if `plan` must be applied first. Otherwise the step, the sequences that need a
-        block for it, and the tokens that are left of its budget. It admits no sequence.
+        The step admits no sequence. Returns the step (None if `plan` must be applied first), the
+        sequences that need a block for it, and the number of tokens that are left of its budget.
 
         Args:
             reaching: as for `ProjectedPlan`.
@@ -180,34 +183,36 @@ class AsyncScheduling:
         return chunks.step_plan(after.decodes, after.starts), after.growing, chunks.budget
 
     def begin(self) -> None:
-        """A step is planned ahead."""
+        """Record that a step was planned ahead."""
         self._num_planned += 1
 
     def watch_thinking(self, sequence: Sequence) -> None:
-        """Check the reasoning budget of a sequence, once a block (see `Sequence`).
+        """Check the reasoning budget of a sequence. Called once per block (see `Sequence`).
 
-        Until the next check it gains a block's tokens, and the step ahead samples one more.
+        Until the next check the sequence gains a block of tokens, and the step that was planned
+        ahead samples one more.
         """
         sequence.watch_thinking(self._pool.block_size + 2)
         (self._near_budget.add if sequence.needs_host else self._near_budget.discard)(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended; a running step may still have a row of it."""
+        """Record that a sequence has ended; a running step may still have a row for it."""
         self._near_budget.discard(sequence)
         if self.is_under_way:
             self._gone.add(sequence)
 
     def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
-        """As `BlockPool.release`, but not before the last running step that may write to them."""
+        """As `BlockPool.release`, but after the last running step that may write to the blocks."""
         if not self.is_under_way:
             self._pool.release(block_ids, is_spent=is_spent)
         elif block_ids:
             self.late_blocks.append(LateBlocks(block_ids, is_spent))
 
     def end(self) -> set[Sequence]:
-        """The oldest planned step has ended on the device. Frees the blocks that only it wrote to.
+        """Record that the oldest planned step has ended on the device.
 
-        Returns the sequences that ended after it was planned.
+        Frees the blocks to which only that step could write. Returns the sequences that ended
+        after it was planned.
         """
         self._num_planned -= 1
         late, self.late_blocks = self.late_blocks, []

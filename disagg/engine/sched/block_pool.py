@@ -1,8 +1,8 @@
 """The owner of all block state: reference counts, block hashes and the free list.
 
 A block is *held* (reference count above 0), *idle* (not held, but cached under its hash) or *free*.
-Decides which block to allocate and which idle block to evict. Must not know sequences, steps,
-tensors or workers.
+This module decides which block to allocate and which idle block to evict. It must not know
+sequences, steps, tensors or workers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from disagg.engine.sched.free_runs import FreeRuns
 from disagg.engine.sched.require import require
 from disagg.messages import KVEvent
 
-EXTENT_TOKENS = 256  # idle neighbours of these positions are evicted together
+EXTENT_TOKENS = 256  # idle blocks within an aligned range of so many slots are evicted together
 
 
 class BlockPool:
-    """All operations are O(1) amortised for each block that they name.
+    """The state of all blocks. Each operation takes amortised O(1) time per block that it names.
 
     Args:
         num_blocks: blocks of the slab.
@@ -32,7 +32,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int, generations: MutableSequence[int]) -> None:
         if len(generations) != num_blocks:
-            raise ValueError(f"{len(generations)} generations for {num_blocks} blocks")
+            raise ValueError(f"got {len(generations)} generations for {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.generations = generations
@@ -79,13 +79,14 @@ class BlockPool:
             holders[block_id] += 1
 
     def allocate(self, num_blocks: int, *, apart: bool = False) -> list[int] | None:
-        """`num_blocks` blocks for new content, each with one holder; None if there are too few.
+        """Take `num_blocks` blocks for new content, each with one holder; None if there are too
+        few.
 
-        Prefers neighbours, and free blocks to idle ones; of those the least recently used go
-        first, the end of a prefix before its beginning.
+        Prefers neighbouring blocks, and free blocks to idle ones. Of the idle blocks the least
+        recently used are evicted first, and the end of a prefix before its beginning.
 
         Args:
-            apart: each block is for another owner, so short runs are used up first.
+            apart: each block is for a different owner, so short runs are used up first.
         """
         if num_blocks > self.num_free:
             return None
@@ -101,7 +102,7 @@ class BlockPool:
         """Remove one holder from each block. A cached block without holders becomes idle.
 
         Args:
-            is_spent: the idle blocks are evicted first instead of last.
+            is_spent: blocks that become idle are evicted first instead of last.
 
         Raises:
             ValueError: a block has no holder.
@@ -160,7 +161,7 @@ class BlockPool:
         """Recount everything from `holders`, one list of blocks for each holder.
 
         Raises:
-            AssertionError: any difference; the message says which.
+            AssertionError: a count differs; the message says which.
         """
         counted = [0] * self.num_blocks
         for block_ids in holders:
@@ -172,7 +173,7 @@ class BlockPool:
             # Sentences are made only for what is wrong: this runs after every step of a test.
             if num_holders != counted[block_id]:
                 raise AssertionError(
-                    f"block {block_id} counts {num_holders} holders and has {counted[block_id]}"
+                    f"block {block_id} has the count {num_holders}, but {counted[block_id]} holders"
                 )
             is_idle, is_free, name = (
                 block_id in self._idle,
@@ -194,8 +195,8 @@ class BlockPool:
     def _evict_oldest(self, num_missing: int) -> None:
         """Evict the oldest idle block; if many are needed, all idle blocks of its extent.
 
-        By age alone, blocks would be evicted one by one in an order unrelated to their addresses,
-        and every prompt would soon be scattered all over the slab.
+        If age alone decided, blocks would be evicted one by one in an order unrelated to their
+        addresses, and every prompt would soon be scattered all over the slab.
         """
         oldest = next(iter(self._idle))
         if num_missing < self._extent:

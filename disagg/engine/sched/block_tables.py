@@ -24,10 +24,11 @@ def give_blocks(
 ) -> bool:
     """Give a sequence the blocks of all its tokens, cached or new; False if there are too few.
 
-    All blocks at once, so that two half-computed prompts never wait for each other's blocks.
+    It gets all blocks at once, so that two half-computed prompts never wait for each other's
+    blocks.
 
     Args:
-        leaves_room: whether so many blocks may be taken.
+        leaves_room: returns whether so many blocks may be taken.
     """
     num_needed = -(-len(sequence.tokens) // pool.block_size) - len(sequence.block_ids)
     if sequence.block_ids:
@@ -37,7 +38,7 @@ def give_blocks(
     num_new = num_needed - len(found)
     if not leaves_room(num_new):
         return False
-    pool.acquire(found)  # now, or `allocate` might evict them
+    pool.acquire(found)  # before `allocate`, which might evict them
     new = pool.allocate(num_new) if leaves_room(num_new) else None
     if new is None:
         pool.release(found)
@@ -57,12 +58,12 @@ def watch_blocks(pool: BlockPool, sequence: Sequence, enable_prefix_caching: boo
 
 
 def find_prefix(pool: BlockPool, sequence: Sequence) -> list[int]:
-    """Cached blocks with the sequence's leading tokens.
+    """The cached blocks that have the sequence's leading tokens.
 
     They never include its last token, which is always computed because its logits are needed.
     """
     if sequence.prompt_logprobs is not None:
-        return []  # log-probabilities of the prompt need all of it computed
+        return []  # log-probabilities of a prompt require that all of it is computed
     num_findable = (len(sequence.tokens) - 1) // pool.block_size
     return pool.match(sequence.block_hashes[:num_findable])
 
@@ -76,7 +77,7 @@ def adopt(pool: BlockPool, sequence: Sequence, found: list[int], new: list[int])
 
 
 def extend(pool: BlockPool, sequence: Sequence, num_blocks: int) -> bool:
-    """Allocate `num_blocks` more blocks; False, and nothing changes, if there are too few."""
+    """Allocate `num_blocks` more blocks. If there are too few, change nothing and return False."""
     new = pool.allocate(num_blocks)
     if new is None:
         return False
@@ -86,7 +87,8 @@ def extend(pool: BlockPool, sequence: Sequence, num_blocks: int) -> bool:
 
 
 def grow(pool: BlockPool, sequences: SequenceOf[Sequence]) -> bool:
-    """Allocate one block for each; False, and nothing changes, if there are too few for all."""
+    """Allocate one block for each sequence. If there are too few, change nothing and return
+    False."""
     new = pool.allocate(len(sequences), apart=True)
     if new is None:
         return False
@@ -113,7 +115,7 @@ def give_back(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def disown(sequence: Sequence) -> list[int]:
-    """Remove and return a sequence's blocks. The caller holds them now."""
+    """Remove and return a sequence's blocks. The caller becomes their holder."""
     block_ids, sequence.block_ids = sequence.block_ids, []
     sequence.num_slots = sequence.num_listed = 0
     sequence.num_computed = 0
@@ -123,7 +125,7 @@ def disown(sequence: Sequence) -> list[int]:
 def publish(pool: BlockPool, sequence: Sequence) -> None:
     """Cache the blocks that `num_computed` has filled since the last call, under their hashes.
 
-    Blocks that generated tokens have filled are hashed here.
+    Blocks with generated tokens are hashed here; the router hashed the others.
     """
     block_size, hashes = pool.block_size, sequence.block_hashes
     num_full = sequence.num_computed // block_size

@@ -18,8 +18,8 @@ class Chunks:
     """Collects the work of one step until its token budget is used up.
 
     Args:
-        budget: tokens.
-        running: a draft leaves a free block for each of these sequences.
+        budget: tokens that the step may compute.
+        running: sequences for each of which a draft must leave a free block.
         num_context: tokens of the sequences that decode in the step.
     """
 
@@ -50,7 +50,7 @@ class Chunks:
             self.budget -= num_tokens
 
     def add_drafted(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Add the sequences of `decodes` that have a draft. Returns the others."""
+        """Add the sequences of `decodes` that have a draft. Returns the other sequences."""
         others = [sequence for sequence in decodes if not sequence.draft]
         for sequence in [sequence for sequence in decodes if sequence.draft]:
             self._num_context -= len(sequence.tokens)
@@ -59,7 +59,7 @@ class Chunks:
         return others
 
     def step_plan(self, decodes: list[Sequence], starts: list[int] | None = None) -> StepPlan:
-        """The plan: `decodes`, with one token each, and the sequences that were added.
+        """The plan: `decodes`, with one token each, then the sequences that were added.
 
         Args:
             starts: positions of the decodes, for a step that is planned ahead; their tokens are

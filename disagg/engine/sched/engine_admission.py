@@ -1,9 +1,9 @@
-"""Admission in an engine: which sequences begin to run, and the blocks that are kept for others.
+"""Admission in an engine: which sequences begin to run, and how many blocks stay free.
 
-Running sequences grow by one block each `block_size` steps. If a new sequence took the last blocks,
-the next step would have to preempt, and recomputing costs more than waiting: so one block per
-running sequence is kept free. Remembers which sequences found too few blocks. The scheduler decides
-which sequence is preempted if none can continue.
+Each running sequence grows by one block every `block_size` steps. If a new sequence took the last
+blocks, the next step would have to preempt a sequence, and recomputing costs more than waiting. So
+one block per running sequence is kept free. This module remembers which sequences found too few
+blocks. The scheduler decides which sequence is preempted if none can continue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOBODY = (1 << 62, 0)  # a place after every sequence
 class EngineAdmission:
     """Moves `imported` and `waiting` sequences to `running`, in their order.
 
-    short: the oldest waiting one that found too few blocks in the last plan.
+    short: the oldest waiting sequence that found too few blocks in the last plan.
     """
 
     def __init__(
@@ -46,19 +46,19 @@ class EngineAdmission:
 
     @property
     def _num_spare_blocks(self) -> int:
-        """Blocks that are left if every running sequence begins one more."""
+        """The number of blocks that are left if every running sequence begins one more block."""
         return self._pool.num_free - len(self._queues.running)
 
     def leaves_room(self, num_blocks: int) -> bool:
-        """Whether every running sequence could still begin one more block afterwards."""
+        """Whether every running sequence could begin one more block after so many were taken."""
         return num_blocks <= self._num_spare_blocks
 
     def may_reserve(self, num_blocks: int, arrival: tuple[int, int] | None) -> bool:
         """Whether imported KV may take so many blocks.
 
         An import does not overtake an older waiting sequence that is short of blocks; otherwise
-        many imports could starve it. In turn, the next plan admits no sequence that is later than
-        a refused import, which may ask again before every plan.
+        many imports could starve it. Likewise the next plan admits no sequence that is later than
+        a refused import. A refused import may ask again before every plan.
 
         Args:
             arrival: the import's place in the queue; None counts as the latest.
@@ -73,7 +73,7 @@ class EngineAdmission:
         return False
 
     def join_decodes(self, enable_prefix_caching: bool) -> list[Sequence]:
-        """Move imported sequences that decode to `running`, before prompts use the budget."""
+        """Move imported sequences that only decode to `running`, before prompts use the budget."""
         joined: list[Sequence] = []
         imported = self._queues.imported
         while self._may_decode():
@@ -84,7 +84,7 @@ class EngineAdmission:
         return joined
 
     def admit(self, budget: int, enable_prefix_caching: bool) -> list[Sequence]:
-        """Move sequences to `running` while tokens, places and blocks last.
+        """Move sequences to `running` while there are tokens, places and blocks.
 
         Sequences that found too few blocks in the last plan may try again.
         """
@@ -106,7 +106,7 @@ class EngineAdmission:
         return admitted
 
     def end(self) -> None:
-        """The plan admits no further sequence."""
+        """Record that the plan admits no further sequence."""
         self._refused = _NOBODY
 
     def _has_place(self) -> bool:
@@ -122,7 +122,7 @@ class EngineAdmission:
     def _may_decode(self) -> bool:
         """Whether the first imported sequence has one token to compute and finds a place.
 
-        Older waiting sequences keep their places: it overtakes them only in tokens of the step.
+        Older waiting sequences keep their places; the imported one only gets its token first.
         """
         queues = self._queues
         if not queues.imported or queues.imported[0].num_uncomputed != 1:
@@ -131,15 +131,18 @@ class EngineAdmission:
         return len(queues.running) + num_older < self._max_num_seqs
 
     def _leave_out(self, sequence: Sequence) -> None:
-        """The head of a queue found too few blocks."""
+        """Record that the sequence, the head of a queue, found too few blocks."""
         self._left_out.append(sequence)
         self._num_spare_then = self._num_spare_blocks
         if not sequence.block_ids:
             self.short = sequence
 
     def put_back(self, sequence: Sequence) -> None:
-        """A sequence was preempted. A later arrival must not take the freed blocks: it would be
-        preempted for this sequence in turn."""
+        """Put a preempted sequence back into its queue.
+
+        A later arrival must not take the freed blocks, because it would then be preempted for this
+        sequence.
+        """
         if self.short is None or sequence.arrival < self.short.arrival:
             self.short = sequence
 

@@ -2,7 +2,7 @@
 
 Free blocks are kept as maximal runs, indexed by both ends (so that a returned block finds its
 neighbours) and by the power of two of their length (so that a run long enough is found without a
-search). Knows nothing of what a block is.
+search). Does not know what a block is.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from collections import OrderedDict
 
 
 class FreeRuns:
-    """Each operation is O(1) for each run that it touches; `num_free` counts the members."""
+    """A set of block ids, kept as runs; `num_free` is the number of members.
+
+    Each operation takes O(1) time per run that it touches.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_free = 0
         self._end_of: dict[int, int] = {}  # first member of a run -> one past its last
-        self._start_of: dict[int, int] = {}  # the inverse
+        self._start_of: dict[int, int] = {}  # the inverse of `_end_of`
         self._occupied = 0  # bit k: there is a run of 2^k to 2^(k+1) - 1 members
-        # OrderedDict, not dict: a dict used as a queue scans the holes that deletions left.
+        # OrderedDict, not dict: a dict used as a queue has to scan the holes left by deletions.
         self._by_size: list[OrderedDict[int, None]] = [
             OrderedDict() for _ in range(num_blocks.bit_length())
         ]
@@ -40,11 +43,11 @@ class FreeRuns:
     def take(self, num_blocks: int, *, apart: bool = False) -> list[int]:
         """Remove and return `num_blocks` members, in as few runs as is cheap to find.
 
-        There must be that many. The smallest sufficient class of runs is used, so that single
-        blocks do not split the long runs that prompts need.
+        The set must have that many members. The smallest sufficient class of runs is used, so that
+        single blocks do not split the long runs that prompts need.
 
         Args:
-            apart: the members are single blocks: take the shortest runs.
+            apart: the members need not be neighbours, so take the shortest runs.
         """
         taken: list[int] = []
         while len(taken) < num_blocks:
@@ -63,7 +66,7 @@ class FreeRuns:
         return sorted(self._end_of.items())
 
     def _find(self, num_blocks: int) -> int:
-        """First member of a run of at least `num_blocks`, or else of one of the longest."""
+        """First member of a run of at least `num_blocks`; if there is none, of a longest run."""
         sufficient = (num_blocks - 1).bit_length()  # runs of this class have >= num_blocks
         larger = self._occupied >> sufficient
         if larger:

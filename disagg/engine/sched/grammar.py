@@ -1,12 +1,12 @@
 """Structured output: which tokens a grammar allows next.
 
 The state of a grammar is a function of the answer's tokens, so a sequence that is rerouted or
-recomputed replays its answer and continues. Grammars come from clients: their size is bounded
-before llguidance reads them, and their memory and time while it compiles. They are compiled in a
-thread of their own, with a deep stack because llguidance recurses on nesting. Ingresses check
-grammars with the same code with which workers compile them.
+recomputed replays its answer and continues. Grammars come from clients, so their size is bounded
+before llguidance reads them, and their memory and time are bounded while it compiles. They are
+compiled in a separate thread, which has a deep stack because llguidance recurses on nesting.
+Ingresses check grammars with the same code with which workers compile them.
 
-llguidance is imported with the first grammar: a machine without it serves everything else.
+llguidance is imported with the first grammar, so a machine without it serves everything else.
 Must not know logits, devices or requests.
 """
 
@@ -28,14 +28,14 @@ from disagg.messages import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_SCHEMA_NBYTES = 65_536  # also of a list of choices
+MAX_SCHEMA_NBYTES = 65_536  # of a JSON schema or a list of choices
 MAX_TEXT_NBYTES = 16_384  # of a regular expression or a Lark grammar
 MAX_SCHEMA_DEPTH = 64
 MAX_PROPERTIES = 500  # of one object: the cost of compiling grows with their square
 MAX_WAITING = 64  # grammars that wait to be compiled
 MAX_WORN = 64  # grammars that ran out of lexer states and are remembered
-MAX_CACHED = 16  # compiled grammars without an answer; compiling takes about a millisecond
-MAX_NBYTES = 512 << 20  # of all compiled grammars, whether followed or only kept
+MAX_CACHED = 16  # unused compiled grammars that are kept; compiling takes about a millisecond
+MAX_NBYTES = 512 << 20  # of all compiled grammars, whether in use or only kept
 MAX_LEXER_STATES = 10_000  # of one grammar; an answer that needs more is rerouted
 # Measured: 57 MB at 50,000 states, and 6.8 MB after compiling a schema of 65 kB.
 LEXER_STATE_NBYTES = 1200
@@ -58,8 +58,8 @@ _LIMITS: dict[str, Any] = {
 class Compiled:
     """A compiled grammar.
 
-    num_mask_nbytes: of a mask, one bit for each token of the tokenizer.
-    num_followers: answers that have used it so far, and have added lexer states.
+    num_mask_nbytes: size of a mask, which has one bit for each token of the tokenizer.
+    num_followers: answers that have used it so far, each of which may have added lexer states.
     """
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, num_mask_nbytes: int) -> None:
@@ -79,10 +79,10 @@ class Grammars:
 
     Args:
         read_tokenizer: returns the text of the model's tokenizer.json; called when first needed.
-        eos_token_ids: only these may follow a complete answer.
-        max_compile_s: of processor time; a grammar that takes longer is refused.
-        timer: processor seconds of the calling thread.
-        max_nbytes: of all compiled grammars; another one waits until there is room.
+        eos_token_ids: the only tokens that may follow a complete answer.
+        max_compile_s: seconds of CPU time; a grammar that takes longer is refused.
+        timer: returns the CPU seconds of the calling thread.
+        max_nbytes: memory of all compiled grammars; a new one waits until there is room.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
-        # How many answers may share a grammar, of grammars that ran out of lexer states.
+        # For grammars that ran out of lexer states: how many answers may share one.
         self._max_followers: OrderedDict[Grammar, int] = OrderedDict()
         self._states: WeakSet[GrammarState] = WeakSet()
 
@@ -115,10 +115,10 @@ class Grammars:
         return of_followed + sum(most_nbytes(each) for each in self._compiled if each not in names)
 
     def follow(self, grammar: Grammar, num_prompt_tokens: int) -> GrammarState:
-        """The state at the beginning of an answer. It keeps the compiled grammar alive.
+        """The state at the beginning of an answer. It keeps the compiled grammar in memory.
 
-        Waits for the compiler unless `is_ready` was true before, which an engine's thread must
-        check first.
+        Waits for the compiler unless `is_ready` was true before. An engine's thread must therefore
+        check `is_ready` first.
 
         Raises:
             GrammarError: the grammar cannot be compiled.
@@ -129,10 +129,10 @@ class Grammars:
         return state
 
     def compile(self, grammar: Grammar) -> Future[Compiled]:
-        """Begin to compile a grammar, if it is not compiled. A failure is a `GrammarError`.
+        """Begin to compile a grammar, if it is not compiled. The future fails with `GrammarError`.
 
         Raises:
-            GrammarError: it is too large to be parsed.
+            GrammarError: the grammar is too large to be parsed.
             Overloaded: too many grammars wait to be compiled.
         """
         found = self._compiled.get(grammar)
@@ -150,8 +150,8 @@ class Grammars:
         return future
 
     def is_ready(self, grammar: Grammar) -> bool:
-        """Whether a grammar is compiled. If not, compiling has begun, or it waits for room. Raises
-        as `compile` does."""
+        """Whether a grammar is compiled. If not, it is being compiled or waits for room. Raises
+        what `compile` raises."""
         if grammar not in self._compiled and not self._make_room(most_nbytes(grammar)):
             return False
         future = self.compile(grammar)
@@ -166,7 +166,7 @@ class Grammars:
     def _make_room(self, nbytes: int) -> bool:
         while self.nbytes + nbytes > self._max_nbytes:
             if not self._let_one_go():
-                return not self._states  # a single grammar is always allowed
+                return not self._states  # one grammar is always allowed, however large
         return True
 
     def _let_one_go(self) -> bool:
@@ -183,7 +183,8 @@ class Grammars:
         future = self._compiled.get(worn.grammar)
         if future is not None and future.done() and future.result() is worn:
             del self._compiled[worn.grammar]
-        # Its answers may all be rerouted here at once: each time half as many share the states.
+        # All its answers may be rerouted to this worker at once, so each time it runs out of
+        # states, half as many answers may share it.
         self._max_followers[worn.grammar] = max(1, worn.num_followers // 2)
         while len(self._max_followers) > MAX_WORN:
             self._max_followers.popitem(last=False)
@@ -198,7 +199,9 @@ class Grammars:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
-            raise GrammarError("This server has no llguidance, which grammars need.") from error
+            raise GrammarError(
+                "Structured output needs the package llguidance, which this server does not have."
+            ) from error
         if self._tokenizer is None:
             self._tokenizer = _load_tokenizer(self._read_tokenizer, self._eos_token_ids)
         tokenizer, began_s = self._tokenizer, self._timer()
@@ -215,7 +218,7 @@ class GrammarState:
 
     Args:
         compiled: see `Grammars.follow`.
-        num_prompt_tokens: after so many of a sequence's tokens the answer begins.
+        num_prompt_tokens: the answer begins after so many tokens of the sequence.
     """
 
     __slots__ = (
@@ -238,34 +241,34 @@ class GrammarState:
         return self.compiled.num_mask_nbytes
 
     def begin_at(self, num_tokens: int) -> None:
-        """Set the number of tokens after which the text under the grammar begins."""
+        """Set the number of tokens after which the grammar applies."""
         if num_tokens != self._begins_at:
             self._begins_at = self._num_seen = num_tokens
 
     def fill_mask(self, tokens: Sequence[int], address: int) -> None:
-        """Write a mask of the tokens that may come next to `num_mask_nbytes` bytes of memory.
+        """Write a mask of the allowed next tokens to `num_mask_nbytes` bytes at `address`.
 
-        Bit i of the little-endian 32-bit words is set if token i may come.
+        Bit i of the little-endian 32-bit words is set if token i is allowed.
 
         Args:
-            tokens: of the prompt and the answer so far; those of the last call are unchanged.
+            tokens: the prompt and the answer so far; the tokens of the last call are a prefix.
 
         Raises:
-            GrammarError: it has too many lexer states, or the answer violates it.
-            Unavailable: other answers have used up its lexer states.
+            GrammarError: the grammar has too many lexer states, or the answer violates it.
+            Unavailable: other answers have used up the grammar's lexer states.
         """
         self._advance(tokens, address)
         if not self._matcher.is_error():
             return
         is_worn = OUT_OF_STATES in self._matcher.get_error()
         if is_worn and self.compiled.num_followers > 1:
-            # Answers share the lexer states, and these are never forgotten. Compiled again, the
-            # grammar may have enough. A step must not wait for the compiler, so the request is
-            # rerouted, and admitted when the grammar is compiled.
+            # Answers share the lexer states, and a compiled grammar never drops any. After it is
+            # compiled again, it may have enough. A step must not wait for the compiler, so the
+            # request is rerouted, and admitted when the grammar is compiled.
             self._grammars.forget(self.compiled)
             raise Unavailable(
-                "Other answers have used up the states of this request's grammar; it is compiled"
-                " again. Try again shortly."
+                "Other answers have used up the lexer states of this request's grammar, which is"
+                " now compiled again. Try again shortly."
             )
         _refuse_error(self._matcher)
 
@@ -277,12 +280,12 @@ class GrammarState:
 
 
 def most_nbytes(grammar: Grammar) -> int:
-    """Upper bound of its memory: compiled, and with all lexer states that it may have."""
+    """Upper bound of a compiled grammar's memory, with all lexer states that it may get."""
     return MAX_LEXER_STATES * LEXER_STATE_NBYTES + NBYTES_PER_SOURCE_BYTE * len(grammar.source)
 
 
 def check_size(grammar: Grammar) -> None:
-    """Raises `GrammarError` if a grammar is too large to be compiled in bounded time and stack."""
+    """Raise `GrammarError` if a grammar is too large to be compiled in bounded time and stack."""
     nbytes = len(grammar.source.encode())
     max_nbytes = MAX_TEXT_NBYTES if grammar.kind in ("regex", "lark") else MAX_SCHEMA_NBYTES
     if nbytes > max_nbytes:
@@ -337,7 +340,7 @@ def _grammar_text(grammar: Grammar) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.source)
         case "choice":
-            # Strings of Lark are written as those of JSON.
+            # Lark writes strings as JSON does.
             choices = " | ".join(json.dumps(choice) for choice in _loaded(grammar.source))
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case "lark":
@@ -345,11 +348,11 @@ def _grammar_text(grammar: Grammar) -> str:
 
 
 def _deep_thread() -> ThreadPoolExecutor:
-    """An executor of one thread with a deep stack; it ends with the process."""
+    """An executor with one thread that has a deep stack; it ends with the process."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
     usual_nbytes = threading.stack_size(STACK_NBYTES)
     try:
-        executor.submit(int).result()  # the thread starts with the first work
+        executor.submit(int).result()  # the thread starts with the first call
     finally:
         threading.stack_size(usual_nbytes)
     return executor
@@ -367,11 +370,10 @@ def _load_tokenizer(read: Callable[[], str], eos_token_ids: list[int]) -> LLToke
 
 
 def _probe(matcher: LLMatcher) -> None:
-    """Follow a few tokens of some answer. This finds grammars without any answer, and grammars
-    whose answers need too many lexer states.
+    """Follow a grammar for a few tokens of a possible answer.
 
     Raises:
-        GrammarError: the grammar is one of these.
+        GrammarError: no answer fits the grammar, or its answers need too many lexer states.
     """
     _refuse_error(matcher)
     answer = matcher

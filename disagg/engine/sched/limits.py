@@ -1,4 +1,4 @@
-"""Checks that settings and sequences can work at all; errors have the numbers."""
+"""Checks that settings and sequences can work at all. The errors name the numbers."""
 
 from __future__ import annotations
 
@@ -6,26 +6,32 @@ from disagg.blocks import hash_blocks
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import ContextLengthExceeded, Overloaded, RequestError, StartupError
 
-# Memory of a waiting request's token: an integer, its place in a list, and its share of a block
+# Bytes per token of a waiting request: an integer, its place in a list, and its share of a block
 # hash. Measured: 39.7.
 TOKEN_NBYTES = 40
 
 
 def check_room(nbytes: int, num_requests: int, max_nbytes: int) -> None:
-    """Check the bound on the memory of all requests here, with the new one: `num_requests` of
-    `nbytes` in all. A single request is always allowed; its length is checked elsewhere.
+    """Check the bound on the memory of all requests on this worker.
+
+    A single request is always allowed; its length is checked elsewhere.
+
+    Args:
+        nbytes: memory of all requests, including the new one.
+        num_requests: number of these requests.
 
     Raises:
-        Overloaded: there is no room; another worker may have some.
+        Overloaded: there is no room here; another worker may have room.
     """
     if nbytes > max_nbytes and num_requests > 1:
         raise Overloaded(
-            f"The requests on this worker fill {max_nbytes} bytes already; try again shortly."
+            f"The requests on this worker already fill the {max_nbytes} bytes that they may use;"
+            " try again shortly."
         )
 
 
 def check_step_size(max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    """Every running sequence must be able to decode in every step.
+    """Check that every running sequence can decode in every step.
 
     Raises:
         StartupError: the token budget is smaller than the number of sequences.
@@ -45,7 +51,7 @@ def rename_blocks(sequence: Sequence, named_by: int, block_size: int) -> None:
     they are valid: a hash covers all tokens up to the end of its block.
 
     Args:
-        named_by: the block size that the hashes were made for; 0: `block_size`.
+        named_by: the block size for which the hashes were made; 0: `block_size`.
     """
     if named_by not in (0, block_size):
         sequence.block_hashes = hash_blocks(sequence.hash_root, sequence.tokens, block_size)
@@ -58,8 +64,8 @@ def token_limit(
 
     Raises:
         ContextLengthExceeded: there is no room for a single new token.
-        RequestError: it is empty, a token is not in the vocabulary, nothing is left to generate,
-            the whole pool is too small, or the hashes were made for another block size.
+        RequestError: the sequence is empty, a token is not in the vocabulary, nothing is left to
+            generate, the whole pool is too small, or the hashes were made for another block size.
     """
     num_tokens = len(sequence.tokens)
     max_tokens = sequence.sampling.max_tokens
@@ -67,8 +73,8 @@ def token_limit(
         raise RequestError("The prompt is empty; there is nothing to continue.", param="prompt")
     if num_tokens >= max_model_len:
         raise ContextLengthExceeded(
-            f"The request has {num_tokens} tokens already; with one new token that is more than"
-            f" the limit of {max_model_len} here. Shorten the prompt."
+            f"The request has {num_tokens} tokens. This worker allows {max_model_len} at most, and"
+            " at least one of these must be new. Shorten the prompt."
         )
     if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < vocab_size:
         raise RequestError(f"Token ids must lie between 0 and {vocab_size - 1} for this model.")
@@ -89,7 +95,8 @@ def token_limit(
         )
     if len(sequence.block_hashes) > num_tokens // block_size:
         raise RequestError(
-            f"{len(sequence.block_hashes)} block names for {num_tokens} tokens do not go with"
-            f" blocks of {block_size} tokens; all parts of a tier must share block_size."
+            f"The request has {len(sequence.block_hashes)} block hashes for {num_tokens} tokens,"
+            f" which is wrong for blocks of {block_size} tokens. All ingresses and workers of a"
+            " tier must use the same block_size."
         )
     return limit

@@ -1,4 +1,4 @@
-"""An engine's load as `WorkerStatus`, from which routers predict seconds."""
+"""An engine's load as a `WorkerStatus`, from which routers predict seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from disagg.messages import WorkerStatus
 
 
 def load_of(scheduler: Scheduler) -> WorkerStatus:
-    """The current load. The worker adds transfers, holds and step costs."""
+    """The scheduler's current load. The worker adds transfers, holds and step costs."""
     queues, running = scheduler.queues, scheduler.running
     prefills: list[Sequence] = []
     if queues.num_left > len(running):  # some sequence has more than one token to compute

@@ -1,8 +1,9 @@
 """When the scheduler must check a decoding sequence after a step, and not only append a token.
 
-A step gives each decoding sequence one token. That can end the sequence or begin a block only
-at a length that is known in advance, its milestone, or if the token is a stop token of the
-sequence. So a step of many sequences checks only a few of them. Makes no decisions.
+A step gives each decoding sequence one token. The token can end the sequence or begin a block only
+in two cases: the sequence reaches a length that is known in advance, called its milestone, or the
+token is one of its stop tokens. So after a step with many sequences only a few are checked. Makes
+no decisions.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class Milestones:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._step = 0  # the number of the next step to be applied
-        self._reached: dict[int, dict[Sequence, int]] = {}  # by step; tokens of each by then
-        self._num_stopping: Counter[int] = Counter()  # by token: sequences that stop at it
+        # Step -> the sequences that reach their milestone with it -> number of their tokens then.
+        self._reached: dict[int, dict[Sequence, int]] = {}
+        self._num_stopping: Counter[int] = Counter()  # token id -> sequences that stop at it
 
     @property
     def next(self) -> list[Sequence]:
@@ -34,8 +36,10 @@ class Milestones:
         return [each for each in self._reached.get(step, ()) if each.milestone == step]
 
     def pass_step(self, num_steps: int = 1) -> list[Sequence]:
-        """Sequences have gained the tokens of so many steps. Returns the sequences that have
-        reached their milestone; each needs a new one."""
+        """Record that the sequences have gained the tokens of `num_steps` steps.
+
+        Returns the sequences that have reached their milestone; each needs a new one.
+        """
         ended, self._step = range(self._step, self._step + num_steps), self._step + num_steps
         reached: list[Sequence] = []
         for step in ended:
@@ -44,13 +48,15 @@ class Milestones:
                     continue
                 if len(sequence.tokens) >= num_tokens:
                     reached.append(sequence)
-                else:  # it was not part of every step
+                else:  # the sequence was not part of every step
                     self.set(sequence)
         return reached
 
     def set(self, sequence: Sequence) -> None:
-        """Set the milestone of a sequence that decodes from the next step on. The KV of all its
-        tokens but the last is computed."""
+        """Set the milestone of a sequence that decodes from the next step on.
+
+        The KV of all its tokens but the last must be computed.
+        """
         num_full = sequence.num_computed // self._block_size
         num_tokens = min((num_full + 1) * self._block_size + 1, sequence.max_num_tokens)
         if sequence.hand_over:
@@ -62,7 +68,7 @@ class Milestones:
         """Forget a sequence that does not decode any more."""
         sequence.milestone = NO_MILESTONE
 
-    # Tokens to stop at.
+    # Stop tokens.
 
     def enter(self, sequence: Sequence) -> None:
         self._num_stopping.update(sequence.stop_ids)
@@ -78,7 +84,7 @@ class Milestones:
     def stopping(
         self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int]
     ) -> list[Sequence]:
-        """The sequences that stop at the tokens that they gain."""
+        """The sequences whose new token, `token_ids[i]` for `sequences[i]`, is a stop token."""
         if self._num_stopping.keys().isdisjoint(token_ids):
             return []
         pairs = zip(sequences, token_ids, strict=True)
@@ -89,15 +95,18 @@ class Milestones:
         self._num_stopping.clear()
 
     def check(self, running: Iterable[Sequence], known: Iterable[Sequence]) -> None:
-        """Raises `AssertionError` if a milestone is too late, or a stop token is missing."""
+        """Raise `AssertionError` if a milestone is too late, or a stop token is missing."""
         for sequence in running:
             if sequence.num_uncomputed == 1 and not sequence.draft:
                 num_missing = sequence.milestone - self._step + 1
                 num_tokens = len(sequence.tokens) + num_missing
                 require(num_missing > 0, f"{sequence} has no milestone")
-                require(num_tokens <= sequence.max_num_tokens, f"{sequence}: its end is missed")
+                require(
+                    num_tokens <= sequence.max_num_tokens,
+                    f"{sequence}: its milestone is after its end",
+                )
                 block = sequence.num_computed // self._block_size
                 is_early = num_tokens - 1 <= (block + 1) * self._block_size
-                require(is_early, f"{sequence}: the end of a block is missed")
+                require(is_early, f"{sequence}: its milestone is after the end of a block")
         stop_ids = Counter(token_id for each in known for token_id in each.stop_ids)
-        require(stop_ids == self._num_stopping, "tokens to stop at are miscounted")
+        require(stop_ids == self._num_stopping, "stop tokens are miscounted")

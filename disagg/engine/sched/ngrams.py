@@ -1,8 +1,8 @@
-"""Where the last n-gram of a sequence occurred before, for drafts (`prompt_lookup.py`)."""
+"""Finds where the last n-gram of a sequence occurred before, for drafts (`prompt_lookup.py`)."""
 
 from __future__ import annotations
 
-MAX_INDEXED = 16_384  # so many last tokens of a prompt; each takes about 200 bytes
+MAX_INDEXED = 16_384  # only so many last tokens of a prompt are indexed; each takes 200 bytes
 
 
 class Ngrams:
@@ -16,8 +16,11 @@ class Ngrams:
         self._places: dict[tuple[int, ...], int] = {}
 
     def take_in(self, tokens: list[int]) -> int | None:
-        """Index the new tokens. Returns the position at which the last n-gram ended when it
-        occurred before; None if it did not."""
+        """Index the new tokens.
+
+        Returns the position at which the last n-gram ended when it occurred before; None if it did
+        not occur before.
+        """
         length, places, before = self._length, self._places, None
         for end in range(self._next_end, len(tokens) + 1):
             run = tuple(tokens[end - length : end])

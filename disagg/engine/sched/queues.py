@@ -19,8 +19,8 @@ def _by_arrival(sequence: Sequence) -> tuple[int, int]:
 class Queues:
     """Three lists, each ordered by priority and then by arrival. The list objects never change.
 
-    num_queued_tokens: uncomputed tokens of imported and waiting sequences, without those that were
-        cached when the sequence was queued.
+    num_queued_tokens: uncomputed tokens of imported and waiting sequences, without the tokens that
+        were cached when the sequence was queued.
     num_computed, num_left: computed and uncomputed tokens of running sequences, kept by `advance`.
     """
 
@@ -33,14 +33,14 @@ class Queues:
         self._next_arrival = 0
 
     def number(self, sequence: Sequence) -> None:
-        """Give a sequence its place, unless it has one."""
+        """Give a sequence its place in the order of arrival, unless it has one."""
         priority, number = sequence.arrival
         if number < 0:
             sequence.arrival = (priority, self._next_arrival)
             self._next_arrival += 1
 
     def check_new(self, sequence: Sequence) -> None:
-        """Raises `RequestError` if another sequence here has the same request id."""
+        """Raise `RequestError` if another sequence here has the same request id."""
         if sequence.request_id in self.by_id:
             raise RequestError(f"Request {sequence.request_id!r} is already running here.")
 
@@ -48,7 +48,7 @@ class Queues:
         """Insert a sequence into `imported` or `waiting`.
 
         Args:
-            num_cached: its leading tokens that the cache has; it will probably not compute them.
+            num_cached: number of its leading tokens that are cached, and so probably not computed.
         """
         insort(queue, sequence, key=_by_arrival)
         sequence.num_queued = sequence.num_uncomputed - num_cached
@@ -68,7 +68,7 @@ class Queues:
 
     def split_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences with one token to compute, and the others; the oldest first."""
-        if self.num_left == len(self.running):  # each has at least one
+        if self.num_left == len(self.running):  # each has at least one token to compute
             return [*self.running], []
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -126,7 +126,10 @@ class Queues:
         require(num_queued_tokens == self.num_queued_tokens, "queued tokens are miscounted")
         everyone = [*self.running, *queued]
         known = self.by_id.values()
-        require(sorted(map(id, everyone)) == sorted(map(id, known)), "lost sequences")
+        require(
+            sorted(map(id, everyone)) == sorted(map(id, known)),
+            "the queues and the sequences by request id differ",
+        )
         for queue in (self.running, self.imported, self.waiting):
             arrivals = [sequence.arrival for sequence in queue]
             require(arrivals == sorted(set(arrivals)), "a queue is not in order")
@@ -137,7 +140,7 @@ class Queues:
         num_left = sum(sequence.num_uncomputed for sequence in self.running)
         require(num_left == self.num_left, "tokens to compute are miscounted")
         holding = [sequence for sequence in self.waiting if sequence.block_ids]
-        require(not holding, f"waiting, and holding blocks: {holding}")
+        require(not holding, f"waiting sequences hold blocks: {holding}")
 
 
 def _check(sequence: Sequence, block_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Invariants that are checked on request, also where Python drops its own assertions."""
+"""Checks of invariants that work under `python -O` too, which drops assert statements."""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
 """The scheduler: continuous batching with chunked prefill, prefix caching and preemption.
 
 `plan` decides which sequences compute how many tokens in the next step; a runner executes the plan;
-`apply` is the only place where a sequence advances. Decodes go first, the rest of the token budget
-goes to chunks of prompts, oldest first. Must not know devices, workers, transfers or a clock.
+`apply` is the only place where a sequence advances. Decodes go first, and the rest of the token
+budget goes to chunks of prompts, oldest first. Must not know devices, workers, transfers or a
+clock.
 
-Older means more urgent (a lower `priority`), or equally urgent and earlier; later is the opposite.
+"Older" means more urgent (a lower `priority`), or equally urgent and earlier. "Later" is the
+opposite.
 
 There are two queues: `waiting` sequences own no blocks; `imported` sequences own blocks with
-imported KV. Imported ones are admitted even while an older waiting sequence is short of blocks,
-because only running frees the blocks that they hold. Preemption takes the latest sequence and
-recomputes it later: its `num_computed` becomes 0, as in a new sequence.
+imported KV. Imported sequences are admitted even while an older waiting sequence is short of
+blocks, because the blocks that they hold become free only when they have run. Preemption takes the
+latest sequence and recomputes it later: its `num_computed` becomes 0, as in a new sequence.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ class Scheduler:
     """Continuous batching over one block pool.
 
     Args:
-        pool: the blocks for KV; KV import and KV export hold blocks of it too.
-        max_num_seqs: sequences in one step.
-        max_num_batched_tokens: tokens in one step.
-        max_model_len: tokens of one sequence, prompt and output.
-        vocab_size: larger token ids are refused, since they would fail on a device.
-        enable_prefix_caching: cache and find full blocks by their hashes.
+        pool: the KV blocks; KV import and KV export hold blocks of it too.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens in one step.
+        max_model_len: most tokens of one sequence, prompt and output.
+        vocab_size: token ids from here on are refused, since they would fail on a device.
+        enable_prefix_caching: whether full blocks are cached and found by their hashes.
         prompt_lookup: proposes drafts for decoding sequences.
     """
 
@@ -77,10 +79,10 @@ class Scheduler:
         self.prompt_lookup = prompt_lookup
         self.queues = queues = Queues()
         self.running, self.imported, self.waiting = queues.running, queues.imported, queues.waiting
-        self.num_preempted = 0  # since the start, as the next two
-        self.num_drafted = 0  # draft tokens that were verified
-        self.num_accepted = 0  # draft tokens that were right
-        self._has_drafts = False  # True: some sequence may have one
+        self.num_preempted = 0  # preemptions since the start
+        self.num_drafted = 0  # draft tokens that were verified since the start
+        self.num_accepted = 0  # draft tokens that were right since the start
+        self._has_drafts = False  # whether some sequence may have a draft
         self._async_scheduling = AsyncScheduling(pool)
         self.milestones = milestones = Milestones(pool.block_size)
         self._admission = EngineAdmission(pool, queues, milestones, max_num_seqs)
@@ -95,10 +97,10 @@ class Scheduler:
         """Queue a sequence that owns no blocks.
 
         Raises:
-            RequestError: it can never fit, or is inconsistent; the message has the numbers.
+            RequestError: the sequence can never fit, or is inconsistent.
         """
         if sequence.block_ids or sequence.num_computed:
-            raise ValueError(f"{sequence} owns blocks: join it instead")
+            raise ValueError(f"{sequence} owns blocks; call `join` instead of `submit`")
         self._accept(sequence)
         self._admission.enqueue(sequence, self.enable_prefix_caching)
 
@@ -113,7 +115,7 @@ class Scheduler:
         block_size = self.pool.block_size
         num_slots = len(sequence.block_ids) * block_size
         if not 0 < sequence.num_computed <= min(num_slots, len(sequence.tokens) - 1):
-            raise ValueError(f"{sequence} cannot join with {num_slots} slots")
+            raise ValueError(f"{sequence} cannot join with blocks of {num_slots} KV slots")
         self._accept(sequence)
         sequence.num_slots = num_slots
         sequence.was_admitted = True
@@ -124,7 +126,7 @@ class Scheduler:
         self.queues.put(sequence, self.imported)
 
     def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:
-        """Allocate blocks for imported KV; None if running or older sequences need them.
+        """Allocate blocks for imported KV. Returns None if running or older sequences need them.
 
         Args:
             arrival: the place that `number` gave; None counts as the latest.
@@ -148,17 +150,17 @@ class Scheduler:
             self.milestones.set(sequence)
 
     def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
-        """As `BlockPool.release`, but not before the last running step that may write to them."""
+        """As `BlockPool.release`, but after the last running step that may write to the blocks."""
         self._async_scheduling.release(block_ids, is_spent=is_spent)
 
     def abandon(self) -> list[Sequence]:
-        """Remove all sequences without releasing their blocks; for a broken engine."""
+        """Remove all sequences without releasing their blocks. Only for a broken engine."""
         self._admission.short = None
         self.milestones.clear()
         return self.queues.clear()
 
     def check(self) -> None:
-        """Recount the queues. Raises `AssertionError`, which names the first difference."""
+        """Recount the queues. Raises an `AssertionError` that names the first difference."""
         require(len(self.running) <= self.max_num_seqs, "too many sequences run")
         self.queues.check(self.pool.block_size)
         self.milestones.check(self.running, self.sequences())
@@ -222,7 +224,8 @@ class Scheduler:
     def plan_following(
         self, plan: StepPlan, needs_host: Callable[[Sequence], bool]
     ) -> StepPlan | None:
-        """Plan the step after `plan` before `plan` is applied; None if that must be applied first.
+        """Plan the step after `plan` before `plan` is applied. None if `plan` must be applied
+        first.
 
         Args:
             needs_host: whether a sequence that runs but is not part of `plan` needs the host.
@@ -245,17 +248,19 @@ class Scheduler:
             self._has_drafts = True
 
     def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
-        """Prompts that begin in a step where `prefills` go on, with `budget` tokens for both."""
+        """Admit prompts in a step that goes on with `prefills`; `budget` tokens are for both."""
         budget -= sum(sequence.num_uncomputed for sequence in prefills)
         admitted = self._admission.admit(budget, self.enable_prefix_caching)
         if not self.running and self.imported and len(self.imported) + len(self.waiting) > 1:
-            self._preempt_latest()  # imported ones hold all blocks, and none can run: preempt one
+            self._preempt_latest()  # imported sequences hold all blocks, and none can run
         self._admission.end()
         return admitted
 
     def _grow_by_turns(self, sequences: list[Sequence]) -> None:
-        """One more block for each, oldest first. If there are too few, preempts the latest
-        sequences, which may be some of these."""
+        """Allocate one more block for each sequence, oldest first.
+
+        If there are too few blocks, it preempts the latest sequences, which may be some of these.
+        """
         for sequence in sequences:
             while sequence.block_ids and not extend(self.pool, sequence, 1):
                 self._preempt_latest()
@@ -265,7 +270,7 @@ class Scheduler:
         victim = self.queues.pop_latest()
         self.milestones.drop(victim)
         self.num_preempted += 1
-        victim.draft = ()  # with it, it would need more room than before
+        victim.draft = ()  # with a draft the sequence would need more room than before
         give_back(self.pool, victim)
         self.queues.put(victim, self.waiting)
         self._admission.put_back(victim)
@@ -287,7 +292,7 @@ class Scheduler:
         if self._has_drafts:
             num_plain = 0
         plain = sampled[:num_plain]
-        if not are_plain(plain):  # those that are advance as they would without the others
+        if not are_plain(plain):  # the plain results do not depend on the others
             order, plain = plain_first(sampled, num_plain)
             sequences, query_lens = [sequences[i] for i in order], [query_lens[i] for i in order]
             sampled, num_plain = [sampled[i] for i in order], len(plain)
@@ -321,7 +326,7 @@ class Scheduler:
     def _apply_one(
         self, sequence: Sequence, num_tokens: int, result: Sampled
     ) -> tuple[TokenEvent, ...]:
-        """Advance a sequence by any result: a token, several, none, or an error."""
+        """Advance a sequence by a result of any kind: one token, several, none, or an error."""
         num_before = sequence.num_computed
         if isinstance(result, tuple):
             token_ids, logprobs = gain(self.pool, sequence, result)
@@ -338,7 +343,7 @@ class Scheduler:
             token_id = result.token_id
             sequence.tokens.append(token_id)
             self.queues.advance(num_tokens, 1)
-            if sequence.draft:  # of a step that was launched before the draft was there
+            if sequence.draft:  # the step was launched before the draft was proposed
                 sequence.draft = sequence.draft[1:] if sequence.draft[0] == token_id else ()
             logprobs = None if result.logprobs is None else (result.logprobs,)
             return (self._gained(sequence, (token_id,), logprobs),)
@@ -367,7 +372,7 @@ class Scheduler:
         return TokenEvent(sequence, token_ids, logprobs, reason, left=reason is None)
 
     def _go_on(self, sequence: Sequence) -> None:
-        """A sequence goes on decoding. It is checked again at its next milestone."""
+        """Let a sequence go on decoding. It is checked again at its next milestone."""
         self.milestones.set(sequence)
         if sequence.thinking is not None:
             self._async_scheduling.watch_thinking(sequence)

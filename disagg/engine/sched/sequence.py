@@ -1,7 +1,7 @@
 """A request inside one engine: its tokens so far, and how many of them have KV.
 
-Knows nothing of blocks' states, steps or devices. There are no phases: prefill, decode, prefix
-hits, recomputation and imported KV differ only in the value of `num_computed`.
+A sequence has no phases: prefill, decode, prefix hits, recomputation and imported KV differ only in
+the value of `num_computed`. Knows nothing of block states, steps or devices.
 """
 
 from __future__ import annotations
@@ -24,34 +24,39 @@ NO_MILESTONE = -1
 
 @lru_cache(maxsize=64)
 def _as_set(token_ids: tuple[int, ...]) -> frozenset[int]:
-    """One set object for all sequences with the same stop tokens: it is read for every token, and
-    so stays in the CPU's cache."""
+    """The stop tokens as a set, one object for all sequences that have the same.
+
+    The set is read for every token, and one shared object stays in the CPU's cache.
+    """
     return frozenset(token_ids)
 
 
 class Sequence:
     """Mutable state of one request; only the thread that owns the engine touches it.
 
-    tokens: the prompt, then every token generated so far (also those generated elsewhere).
-    draft: tokens that are proposed to come after them; see `speculation`.
-    num_computed: leading tokens with KV in `block_ids`; below len(tokens) until it ends.
-    block_ids: the sequence is one holder of each; block i has positions i * block_size onwards.
+    tokens: the prompt, then every token generated so far, here or on another worker.
+    draft: tokens that are proposed to come next; see `speculation`.
+    num_computed: number of leading tokens with KV in `block_ids`; below len(tokens) until the
+        sequence ends.
+    block_ids: blocks of which the sequence is a holder; block i has the positions from
+        i * block_size on.
     block_hashes: hashes of full blocks, extended as blocks fill up with generated tokens.
-    num_listed: leading blocks that are in the runner's table at `slot`.
-    num_published: leading blocks that were offered to the pool's prefix cache.
-    arrival: place in every queue: (priority, number that the scheduler gave; -1 before).
+    num_listed: number of leading blocks that are in the runner's table at `slot`.
+    num_published: number of leading blocks that were offered to the pool's prefix cache.
+    arrival: place in every queue: (priority, number given by the scheduler, or -1 before that).
     num_cached_tokens: tokens that were found in the prefix cache when it was first admitted.
-    hand_over: leave this engine, with the blocks, after one token.
+    hand_over: whether the sequence leaves this engine, with its blocks, after one token.
     grammar_state: state of the answer in its grammar, if it has one; used by the runner.
-    needs_host: its next token cannot be chosen before the host has read the one before it.
-    thinking: state of its reasoning; None: nothing depends on it, or not any more.
-    prompt_logprobs: of the computed tokens of its prompt but the first, if they were requested and
-        the answer has not begun; used by the runner. Until then no cached prefix is used.
+    needs_host: whether the host must read a token before the next one can be chosen.
+    thinking: state of the reasoning; None: nothing depends on it, or no longer.
+    prompt_logprobs: log-probabilities of the computed prompt tokens but the first, if they were
+        requested and the answer has not begun; used by the runner. Until then no cached prefix is
+        used.
     ngrams: the positions of its n-grams, for `prompt_lookup`.
     slot: its row in the runner's tensors of running sequences; see `slots`.
-    max_num_tokens, stop_ids: when to end, computed by the scheduler on submission.
-    milestone: the number of the step that may end it or begin a block, while it decodes; see
-        `milestones`.
+    max_num_tokens, stop_ids: when the sequence ends; set by the scheduler on submission.
+    milestone: while the sequence decodes, the number of the step that may end it or begin a block;
+        see `milestones`.
     stream_since: start of its TPOT, and its number of tokens then; None: it does not decode yet.
     """
 
@@ -98,7 +103,7 @@ class Sequence:
         self.thinking: ThinkingState | None = None
         if sampling.thinking is not None:
             self.thinking = ThinkingState(sampling.thinking, request.num_prompt_tokens)
-        # Each token of an answer under a grammar is masked by those before it.
+        # In an answer under a grammar each token's mask depends on the tokens before it.
         self.draft: tuple[int, ...] = request.draft_token_ids if self.takes_drafts else ()
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed = 0
@@ -107,7 +112,7 @@ class Sequence:
         self.hash_root = request.hash_root
         self.block_hashes: list[BlockHash] = list(request.block_hashes)
         self.num_published = 0
-        self.num_queued = 0  # uncomputed tokens that it counted for when it was queued
+        self.num_queued = 0  # its tokens in `Queues.num_queued_tokens`
         self.publish_at = 0  # num_computed at which the next block is full
         self.milestone = NO_MILESTONE
         self.deadline_unix_s = request.deadline_unix_s
@@ -141,7 +146,7 @@ class Sequence:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether it can use drafts: not if each token's mask depends on the tokens before."""
+        """Whether it can use drafts. It cannot if a token's mask depends on the tokens before."""
         return self.sampling.grammar is None and self.thinking is None
 
     @property
@@ -154,7 +159,7 @@ class Sequence:
     def watch_thinking(self, num_tokens: int) -> None:
         """Update `thinking` and `needs_host` for the next `num_tokens` tokens.
 
-        Until a reasoning budget may be used up, the device does not need the host.
+        The device needs the host only when a reasoning budget may be used up.
         """
         thinking = self.thinking
         if thinking is None or self.sampling.grammar is not None:
@@ -164,13 +169,13 @@ class Sequence:
         self.needs_host = self._has_rules or thinking.is_near_budget(self.tokens, num_tokens)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """Take them once, when the answer begins; None if they were not requested."""
+        """Take `prompt_logprobs` when the answer begins; None if they were not requested."""
         scored, self.prompt_logprobs = self.prompt_logprobs, None
         if scored is None:
             return None
         self.needs_host = self._has_rules or self.thinking is not None
         if len(scored) != self.num_prompt_tokens - 1:
-            raise ValueError(f"{self} has {len(scored)} log-probabilities of its prompt")
+            raise ValueError(f"{self} has log-probabilities for {len(scored)} tokens of its prompt")
         return tuple(scored)
 
     def finish_reason(self) -> FinishReason | None:

@@ -1,14 +1,15 @@
 """Speculative decoding: verifies a draft of several tokens in one forward pass.
 
-A draft (from prompt lookup, or a smaller model of a cascade) is computed along with the sequence's
-last tokens. At each position the token is sampled as without a draft, given that the draft is right
-up to there. So all tokens up to the first one that differs from the draft are those that the engine
-would have generated step by step, with greedy decoding and with sampling (the noise depends only on
-seed and position). The rest is ignored; its KV is beyond `num_computed` and is overwritten by the
-next step (Leviathan et al., 2023, for a draft without probabilities).
+A draft (from prompt lookup, or a smaller model of a cascade) is computed together with the
+sequence's last tokens. At each position a token is sampled as if the draft were right up to there.
+So all tokens up to the first one that differs from the draft are the tokens that the engine would
+have generated step by step. This holds for greedy decoding and for sampling, because the noise
+depends only on seed and position. The rest is ignored; its KV is beyond `num_computed` and is
+overwritten by the next step (Leviathan et al., 2023, for a draft without probabilities).
 
-Decides how much of a draft is computed, and how far the sequence advances. A draft uses only what
-is left of a step's tokens and of free blocks: no sequence is preempted for one. Knows no device.
+This module decides how much of a draft is computed, and how far the sequence advances. A draft uses
+only tokens of a step and free blocks that are left over: no sequence is preempted for a draft.
+Knows no device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import SampledToken, Work
 from disagg.messages import SamplingParams, TokenLogprobs
 
-# In one step, for all sequences: each costs a row of logits, as wide as the vocabulary.
+# The limit holds for all sequences of a step, as each draft token costs a row of logits that is as
+# wide as the vocabulary.
 MAX_AHEAD = 128
 
 
@@ -35,7 +37,7 @@ def usable(sequence: Sequence, vocab_size: int) -> tuple[int, ...]:
 
 
 def claim(pool: BlockPool, sequence: Sequence, limit: int, num_spare_blocks: int) -> int:
-    """How many tokens of its draft a sequence computes with its last tokens in this step.
+    """Decide how many tokens of its draft a sequence computes in this step.
 
     Allocates blocks for them, at most `num_spare_blocks`. A draft without room is dropped.
     """
@@ -57,11 +59,11 @@ def gain(
     """Advance a sequence by the verified tokens, as far as its draft is right.
 
     Args:
-        verified: the token after the sequence's last one, and those after each of the first
+        verified: the token after the sequence's last one, and the token after each of the first
             len(verified) - 1 tokens of its draft.
 
     Returns:
-        The tokens that it gains, and their log-probabilities if these were asked for.
+        The tokens that it gains, and their log-probabilities if these were requested.
     """
     tokens, draft = sequence.tokens, sequence.draft
     num_gained, is_right = 0, True
@@ -86,7 +88,7 @@ def gain(
 class DraftedSequence:
     """A sequence as it will be if the first `num_ahead` tokens of its draft are right.
 
-    Has what a sampler reads of a sequence, for one row of the logits.
+    It has the attributes that a sampler reads of a sequence, for one row of the logits.
     """
 
     __slots__ = ("num_ahead", "num_prompt_tokens", "sampling", "sequence", "slot", "stop_ids")
@@ -112,11 +114,14 @@ class DraftedSequence:
         return self.num_tokens - self.num_prompt_tokens
 
 
-Continued: TypeAlias = Sequence | DraftedSequence  # whose next token a row of the logits chooses
+Continued: TypeAlias = Sequence | DraftedSequence  # one row of logits chooses its next token
 
 
 def rows(work: Work) -> Iterator[Continued]:
-    """What the rows of logits of a work item belong to: nothing, the sequence, or its draft too."""
+    """The sequence of each row of logits of a work item, with the drafted ones after it.
+
+    There are no rows if the work item ends before the sequence's last token.
+    """
     sequence = work.sequence
     num_ahead = work.num_tokens - sequence.num_uncomputed
     if num_ahead >= 0:

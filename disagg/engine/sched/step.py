@@ -1,4 +1,4 @@
-"""The values of one engine step: the plan, the sampled tokens, and the events of sequences."""
+"""The types of one engine step: the plan, the sampled tokens, and the events of sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from disagg.time_model import StepFeatures
 class Work(msgspec.Struct, frozen=True, gc=False):
     """Compute the next `num_tokens` tokens of a sequence, from `sequence.num_computed` on.
 
-    If that is more than it has, the others are the first tokens of its draft.
+    If the sequence has fewer uncomputed tokens, the rest are the first tokens of its draft.
     """
 
     sequence: Sequence
@@ -27,16 +27,18 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True):
     """One step's decisions: `sequences[i]` computes its next `query_lens[i]` tokens.
 
-    Two lists and not one of `Work`, which would be an object for each sequence in each step.
+    It has two lists and not one list of `Work`, which would need an object for each sequence in
+    each step.
 
-    num_decodes: so many of the first sequences compute one token, and sample the one after it.
+    num_decodes: the first `num_decodes` sequences compute one token, and sample the next one.
     features: the step's features for the time model.
-    num_ahead: draft tokens among the new ones.
-    continues: the step before this one is not applied yet and has the same sequences, in the same
-        list object. All decode the token that the step before samples.
+    num_ahead: number of draft tokens among the new tokens.
+    continues: whether the step before is not applied yet and has the same sequences, in the same
+        list object. All of them then decode the token that the step before samples.
     starts: not empty if the step before is not applied yet and has other sequences. Sequence i
         then continues at position `starts[i]`.
-    num_unread: so many of the first sequences continue with the token that the step before samples.
+    num_unread: the first `num_unread` sequences continue with the token that the step before
+        samples.
     """
 
     sequences: SequenceOf[Sequence]
@@ -63,7 +65,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def work(self) -> list[Work]:
-        """The same, item by item."""
+        """The plan as one `Work` for each sequence."""
         return list(map(Work, self.sequences, self.query_lens))
 
 
@@ -73,7 +75,7 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 
 
 # The result of a step for one sequence: a token id; a token with its log-probabilities if they were
-# requested; none if the chunk ends before the sequence's tokens do; several if a draft was
+# requested; None if the chunk ends before the sequence's last token; several tokens if a draft was
 # verified, each as if the draft before it were right. An error ends only that sequence.
 Sampled: TypeAlias = int | SampledToken | tuple[SampledToken, ...] | DisaggError | None
 
@@ -84,8 +86,10 @@ def are_plain(sampled: SequenceOf[Sampled]) -> TypeGuard[SequenceOf[int]]:
 
 
 def plain_first(sampled: SequenceOf[Sampled], num_decodes: int) -> tuple[list[int], list[int]]:
-    """An order of a step's items that puts the plain results (a token id and nothing else) of the
-    first `num_decodes` items first; and these ids."""
+    """Order a step's items so that plain results (a token id and nothing else) come first.
+
+    Only the first `num_decodes` items are reordered so. Returns the order and the plain token ids.
+    """
     plain = {i: each for i, each in enumerate(sampled[:num_decodes]) if isinstance(each, int)}
     others = [i for i in range(num_decodes) if i not in plain]
     return [*plain, *others, *range(num_decodes, len(sampled))], [*plain.values()]
@@ -94,8 +98,8 @@ def plain_first(sampled: SequenceOf[Sampled], num_decodes: int) -> tuple[list[in
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """The tokens that a sequence gained in a step, or how it ended.
 
-    The last event of a sequence has a finish reason, an error, or `left`: it was handed over, and
-    the receiver of the event must release its blocks.
+    The last event of a sequence has a finish reason, an error, or `left`. The last means that the
+    sequence was handed over, and the receiver of the event must release its blocks.
     """
 
     sequence: Sequence
@@ -111,7 +115,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class Runner(Protocol):
-    """Computes plans: a model on a device, a fake in tests, or a clock in the simulator."""
+    """Computes plans. It is a model on a device, a fake in tests, or a clock in the simulator."""
 
     def run(self, plan: StepPlan) -> SequenceOf[Sampled]:
         """Compute the plan. Returns one result for each of its sequences."""
@@ -132,7 +136,7 @@ class AsyncRunner(Protocol):
         ...
 
     def can_follow(self, plan: StepPlan) -> bool:
-        """Whether steps of its sequences can be launched after `plan` before its result is read."""
+        """Whether a step of `plan`'s sequences can be launched before its result is read."""
         ...
 
     def needs_host(self, sequence: Sequence) -> bool:

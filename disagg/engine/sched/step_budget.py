@@ -1,4 +1,4 @@
-"""How many tokens a step may have: as many prompt tokens as the TPOT SLOs of its streams allow.
+"""How many tokens a step may have, so that its decoding streams meet their TPOT SLOs.
 
 A stream's TPOT is a mean, so a stream that was faster than its SLO has time to spare, and one that
 waited for its KV has to catch up. The stream with the least time to spare decides how long a step
@@ -17,9 +17,9 @@ from operator import attrgetter
 from disagg.engine.sched.sequence import Sequence
 from disagg.time_model import TPOT_SHARE, StepTimeModel, prompt_tokens_within
 
-# Slack is spent within the first number of steps, and a delay is made up within as many, or within
-# a share of the tokens that a short answer may still have. A stream that would need more than the
-# second number of steps can no longer meet its SLO.
+# Slack is spent, and a delay is made up, within the first number of steps, or within a share of the
+# tokens that a short answer may still have. A stream that would need more than the second number of
+# steps can no longer meet its SLO.
 NUM_STEPS_TO_SPEND, NUM_STEPS_TO_RECOVER = 8, 64
 SHARE_TO_CATCH_UP = 0.25
 
@@ -30,12 +30,12 @@ class StepBudget:
     """The token budget of steps.
 
     Args:
-        max_num_batched_tokens: of any step.
+        max_num_batched_tokens: most tokens of any step.
 
     Attributes:
-        most: tokens of any step.
+        most: the same number.
         times: the fitted time model; None: not known yet.
-        now_s: when the next step begins, on any clock.
+        now_s: when the next step begins, in seconds of any clock.
     """
 
     def __init__(self, max_num_batched_tokens: int) -> None:
@@ -50,7 +50,7 @@ class StepBudget:
 
         Args:
             num_context: tokens of `decodes`.
-            num_before: computed tokens of the first prompt; None: no prompt waits.
+            num_before: computed tokens of the first prompt; None: there is no prompt.
         """
         budget = self.most - len(decodes)
         if self.times is None or num_before is None or not decodes:
@@ -64,7 +64,7 @@ class StepBudget:
         return min(budget, num_tokens)
 
     def _allowed_s(self, sequence: Sequence, least_s: float) -> float:
-        """Seconds that the next step of a stream may take; `least_s`: without prompt tokens."""
+        """Seconds that the next step may take for a stream. `least_s`: a step without prompts."""
         tpot_slo_s = sequence.tpot_slo_s
         if tpot_slo_s == math.inf:
             return math.inf

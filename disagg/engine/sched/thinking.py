@@ -1,6 +1,6 @@
 """The state of an answer's reasoning: when it must end, and where a grammar begins.
 
-It is a function of the answer's tokens, so a sequence that moves or is recomputed continues
+The state is a function of the answer's tokens, so a sequence that moves or is recomputed continues
 unchanged. Knows tokens, not text; must not know logits or devices.
 """
 
@@ -15,10 +15,10 @@ from disagg.messages import Thinking
 class Allowed(NamedTuple):
     """The tokens that may come next.
 
-    only: nothing but this token. None: see the other fields.
-    grammar_at: only what the grammar allows; the grammar's text begins with this token of the
-        sequence. None: any token.
-    also: tokens that are allowed in addition to the grammar's.
+    only: the only token that is allowed. None: the other fields apply.
+    grammar_at: only tokens of the grammar are allowed, whose text begins at this token of the
+        sequence. None: any token is allowed.
+    also: tokens that are allowed in addition to the grammar's tokens.
     is_end: whether the answer may end here.
     """
 
@@ -32,7 +32,7 @@ class ThinkingState:
     """The reasoning state of one answer.
 
     Args:
-        num_prompt_tokens: after so many of a sequence's tokens the answer begins.
+        num_prompt_tokens: the answer begins after so many tokens of the sequence.
     """
 
     __slots__ = ("_answer_at", "_num_looked_at", "_opened_at", "_over_at", "thinking")
@@ -44,9 +44,10 @@ class ThinkingState:
         self._over_at: int | None = None  # the first token after the reasoning
 
     def is_over(self, tokens: SequenceOf[int]) -> bool:
-        """
+        """Whether the reasoning has ended.
+
         Args:
-            tokens: of the prompt and the answer so far; those of the last call are unchanged.
+            tokens: the prompt and the answer so far; the tokens of the last call are a prefix.
         """
         if self._over_at is None and len(tokens) > self._num_looked_at:
             self._look(tokens)
@@ -77,7 +78,7 @@ class ThinkingState:
                 return Allowed(thinking.then[place])
             return Allowed(grammar_at=self._over_at + len(thinking.then))
         if is_over or (opened_at is None and not thinking.is_framed):
-            # It answers without reasoning, or it may begin to reason now.
+            # The model answers without reasoning, or it may begin to reason now.
             starts = (start[0] for start in thinking.starts if len(start) == 1)
             is_first = num_tokens == self._answer_at
             return Allowed(grammar_at=self._answer_at, also=tuple(starts) if is_first else ())

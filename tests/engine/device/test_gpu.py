@@ -136,13 +136,13 @@ def test_no_weight_is_read_before_it_is_known_to_fit(
 @pytest.mark.parametrize(
     ("name", "capability", "shared_kb", "head_dim", "dtype", "words"),
     [
-        ("Tesla T4", (7, 5), 64, 128, torch.float16, "sm_75, and the kernels need an sm_80"),
+        ("Tesla T4", (7, 5), 64, 128, torch.float16, "sm_75, and the kernels need sm_80"),
         ("NVIDIA A100", (8, 0), 163, 128, torch.bfloat16, ""),
         ("NVIDIA A100", (8, 0), 163, 256, torch.bfloat16, ""),
         ("NVIDIA A100", (8, 0), 163, 128, torch.float32, ""),
         ("NVIDIA A100", (8, 0), 163, 256, torch.float32, "Set dtype = 'bfloat16'"),
         ("NVIDIA L40S", (8, 9), 99, 128, torch.bfloat16, ""),
-        ("NVIDIA L40S", (8, 9), 99, 256, torch.bfloat16, "99 KB of a program on NVIDIA L40S"),
+        ("NVIDIA L40S", (8, 9), 99, 256, torch.bfloat16, "99 KB that NVIDIA L40S has"),
         ("NVIDIA L40S", (8, 9), 99, 64, torch.float32, "Set dtype = 'bfloat16'"),
         ("NVIDIA RTX PRO 6000", (12, 0), 99, 96, torch.float16, ""),
         ("NVIDIA RTX PRO 6000", (12, 0), 99, 576, torch.bfloat16, ""),  # latents

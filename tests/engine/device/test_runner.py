@@ -426,7 +426,7 @@ def test_what_cannot_work_is_refused_at_start(
     checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, directory = checkpoint
-    with pytest.raises(StartupError, match="made for 128 positions"):
+    with pytest.raises(StartupError, match="the model has 128 positions"):
         build_engine(config(max_model_len=129), describe_model(directory))
     with pytest.raises(NotEnoughMemory, match="needs 16 KV blocks"):
         build_engine(config(num_gpu_blocks_override=15), describe_model(directory))
@@ -445,7 +445,7 @@ def test_the_check_refuses_what_building_would_without_loading(
     check_engine(config(), describe_model(directory))
     with pytest.raises(NotEnoughMemory, match="needs 16 KV blocks"):
         check_engine(config(num_gpu_blocks_override=15), describe_model(directory))
-    with pytest.raises(StartupError, match="made for 128 positions"):
+    with pytest.raises(StartupError, match="the model has 128 positions"):
         check_engine(config(max_model_len=129), describe_model(directory))
     with pytest.raises(ModelError):
         check_engine(config(), describe_model(tmp_path / "nowhere"))

@@ -153,9 +153,9 @@ def test_misuse_is_refused() -> None:
 def test_check_names_the_difference() -> None:
     pool = new_pool(2)
     block_ids = held(pool, 1)
-    with pytest.raises(AssertionError, match="counts 1 holders and has 0"):
+    with pytest.raises(AssertionError, match="has the count 1, but 0 holders"):
         pool.check([])
-    with pytest.raises(AssertionError, match="counts 1 holders and has 2"):
+    with pytest.raises(AssertionError, match="has the count 1, but 2 holders"):
         pool.check([block_ids, block_ids])
 
 

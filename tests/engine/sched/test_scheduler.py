@@ -307,10 +307,10 @@ def test_what_can_never_fit_is_refused_in_numbers() -> None:
     engine, _ = new_engine(4, 4, max_model_len=100)
     for sequence, error, words in [
         (new_sequence(prompt(10), 4, 8), RequestError, "need 5 KV blocks of 4 tokens.* has 4"),
-        (new_sequence(prompt(100), 4, 8), ContextLengthExceeded, "100 tokens.* limit of 100"),
+        (new_sequence(prompt(100), 4, 8), ContextLengthExceeded, "100 tokens.* allows 100 at most"),
         (new_sequence(prompt(4), 4, 2, output=(5, 6)), RequestError, "max_tokens is 2, and 2"),
         (new_sequence((), 4), RequestError, "empty"),
-        (new_sequence(prompt(8), 2, 2), RequestError, "4 block names for 8 tokens"),
+        (new_sequence(prompt(8), 2, 2), RequestError, "4 block hashes for 8 tokens"),
         (new_sequence((4, 1 << 31), 4, 2), RequestError, "Token ids must lie between 0 and"),
     ]:
         with pytest.raises(error, match=words):
@@ -329,7 +329,7 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot join"):
         engine.join(sequence)
     sequence.block_ids, sequence.num_computed = engine.reserve(2) or [], 4
-    with pytest.raises(ValueError, match="join it"):
+    with pytest.raises(ValueError, match="call `join`"):
         engine.submit(sequence)
     with pytest.raises(StartupError, match="max_num_batched_tokens is 3"):
         new_engine(4, 4, max_num_seqs=4, max_num_batched_tokens=3)
@@ -432,5 +432,5 @@ def test_check_names_the_difference() -> None:
         engine.check()
     sequence.num_slots -= 1
     engine.scheduler.running.clear()
-    with pytest.raises(AssertionError, match="lost sequences"):
+    with pytest.raises(AssertionError, match="the queues and the sequences by request id differ"):
         engine.check()
