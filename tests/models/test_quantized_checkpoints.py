@@ -151,10 +151,10 @@ def test_the_start_and_the_plan_say_that_weights_are_widened(
     plan = ["plan", str(directory), "--input-tokens", "64", "--output-tokens", "64"]
     assert main(plan) == 0
     found = capsys.readouterr().out
-    assert "quantised (AWQ), and a GPU keeps it so" in found and "GB in AWQ;" in found
+    assert "quantised (AWQ). GPUs keep them so" in found and "GB in AWQ;" in found
     assert main([*plan, "--weights", "fp8"]) == 0
     found = capsys.readouterr().out
-    assert "quantised (AWQ), and planned in fp8 instead" in found and "GB in fp8;" in found
+    assert "quantised (AWQ). The plan uses their size in fp8" in found and "GB in fp8;" in found
 
 
 def _stored(directory: Path) -> list[StoredTensor]:
