@@ -32,7 +32,9 @@ class Frames(Protocol):
         """The events before the first token of each choice."""
         ...
 
-    def piece(self, piece: ChoiceDelta) -> bytes: ...
+    def piece(self, piece: ChoiceDelta) -> bytes:
+        """The events for new tokens of a choice."""
+        ...
 
     def closing(self, run: RunningJob) -> bytes:
         """The events after the last token."""
@@ -55,15 +57,16 @@ Asked = TypeVar("Asked", bound=Request)
 
 @dataclass(frozen=True)
 class Api(Generic[Asked]):
-    """
+    """The functions of one API.
+
     Attributes:
-        id_prefix: how the ids of its answers begin.
+        id_prefix: prefix of the ids of its responses.
         read: parses a body and checks its fields, types and sizes. Raises `InvalidRequest`.
-        understand: converts a request for this model to a `Wanted`, given the lowest priority that
-            its sender may ask for. Raises `InvalidRequest`.
-        frames: makes the events of a streamed answer.
-        body: makes a whole answer.
-        error_body: makes the reply for an error.
+        understand: converts a request for a model to a `Wanted`; the integer is the lowest
+            priority number that the client may set. Raises `InvalidRequest`.
+        frames: makes the events of a streamed response.
+        body: makes the body of a response that is not streamed.
+        error_body: makes the body of an error response.
     """
 
     id_prefix: str
@@ -113,7 +116,7 @@ BY_PATH: Mapping[str, Api[Any]] = {
 
 
 def error_body(error: DisaggError, path: str) -> bytes:
-    """The reply for an error on this path."""
+    """The body of an error response on this path."""
     if path.startswith("/v1/messages"):
         return MESSAGES.error_body(error)
     return BY_PATH[path].error_body(error) if path in BY_PATH else error_json(error)

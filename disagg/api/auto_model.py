@@ -1,7 +1,7 @@
 """The model "auto" as the API sees it, derived from the tiers of a cascade.
 
-A larger tier continues with the rendered prompt and the tokens of a smaller one. So all tiers must
-have the same tokenizer, chat template and end tokens; a difference is refused at start.
+A larger tier takes over the rendered prompt and the tokens of a smaller one. So all tiers must have
+the same tokenizer, chat template and end tokens, which is checked at start.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from disagg.text.tokenizer import Tokenizer
 
 
 def auto_model(tiers: Sequence[ServedModel]) -> ServedModel:
-    """The cascade of `tiers`, smallest first, under the name that clients use.
+    """The model that stands for the cascade of `tiers`, smallest first.
 
-    Its limits are the tightest of all tiers. Parameters that a request does not set have the
-    defaults of the largest tier.
+    Its limits are the tightest of all tiers. The defaults of sampling parameters are those of the
+    largest tier.
     """
     return dataclasses.replace(
         tiers[0],
@@ -33,18 +33,18 @@ def auto_model(tiers: Sequence[ServedModel]) -> ServedModel:
 
 
 def check_one_language(tiers: Sequence[ServedModel]) -> None:
-    """Whether models can take over each other's prompts and tokens.
+    """Check that models can take over each other's prompts and tokens.
 
     Raises:
-        ModelError: two of them cannot, and why.
+        ModelError: two models differ; the message says in what.
     """
     for one, other in pairwise(tiers):
         reason = _difference(one, other)
         if reason:
             raise ModelError(
-                f"{one.name!r} and {other.name!r} cannot form a cascade: {reason}. The larger model"
-                " takes over the tokens of the smaller one; use models of one family, or serve"
-                " them without a cascade.",
+                f"{one.name!r} and {other.name!r} cannot form a cascade: {reason}. In a cascade the"
+                " larger model takes over the tokens of the smaller one; use models of one family,"
+                " or serve them without --cascade.",
                 param="cascade",
             )
 
@@ -59,7 +59,7 @@ def _difference(one: ServedModel, other: ServedModel) -> str:
         )
     templates = [None if each.template is None else each.template.key for each in (one, other)]
     if templates[0] != templates[1]:
-        return "their chat templates differ; one for both can be given with --chat-template"
+        return "their chat templates differ (--chat-template sets one template for both)"
     return ""
 
 
@@ -67,7 +67,7 @@ def _where(one: Tokenizer, other: Tokenizer) -> str:
     if one.num_ids != other.num_ids:
         return f"with {one.num_ids} and {other.num_ids} tokens"
     pairs = ((i, one.core.id_to_token(i), other.core.id_to_token(i)) for i in range(one.num_ids))
-    for number, mine, its in pairs:
-        if mine != its:
-            return f"token {number} is {mine!r} in one and {its!r} in the other"
-    return "in how they split or join texts"
+    for number, first, second in pairs:
+        if first != second:
+            return f"token {number} is {first!r} in one and {second!r} in the other"
+    return "in how they split or join text"

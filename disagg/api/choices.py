@@ -17,15 +17,15 @@ from disagg.messages import GenerateRequest, SamplingParams
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """What the HTTP side knows about a request besides its body."""
+    """What the HTTP layer knows about a request besides its body."""
 
     request_id: str
     tenant: str = ""
     traceparent: str = ""
-    waited_s: float = 0.0  # from its arrival until now
-    min_priority: int = 0  # the lowest number that it may set
-    slo: RequestSlo = RequestSlo()  # from its headers
-    least_slo: RequestSlo = RequestSlo()  # the shortest that it may ask for; 0: its model's
+    waited_s: float = 0.0  # time since the request arrived
+    min_priority: int = 0  # lowest priority number that the request may set
+    slo: RequestSlo = RequestSlo()  # SLOs from the request's headers
+    least_slo: RequestSlo = RequestSlo()  # shortest SLOs that the tenant may set; 0: the model's
 
 
 def name_choices(
@@ -41,8 +41,8 @@ def name_choices(
     """Give each choice an id and a seed, and hash the blocks of each prompt.
 
     Args:
-        prompts: in token ids.
-        sampling: of the first choice; others have seeds derived from its.
+        prompts: the token ids of each prompt.
+        sampling: sampling parameters of the first choice; the seeds of others derive from its seed.
     """
     requests: list[GenerateRequest] = []
     for token_ids in prompts:
@@ -70,7 +70,7 @@ def name_choices(
 
 
 def named(request: GenerateRequest, model: ServedModel) -> GenerateRequest:
-    """`request` for another model, with the block hashes that this model uses."""
+    """A copy of `request` for `model`, with that model's block hashes."""
     cache_tenant = f"{request.tenant}/{request.cache_salt}"
     root = hash_root(model.fingerprint, model.block_size, cache_tenant)
     hashes = tuple(hash_blocks(root, request.token_ids, model.block_size))
@@ -84,7 +84,7 @@ def named(request: GenerateRequest, model: ServedModel) -> GenerateRequest:
 
 
 def _choice(request: GenerateRequest, index: int) -> GenerateRequest:
-    """Choice `index` of all: the first has the request's id and seed, the others derived ones."""
+    """The request of choice `index`. Choices after the first have derived ids and seeds."""
     if index == 0:
         return request
     seed = _derived_seed(request.sampling.seed, index)
@@ -105,4 +105,4 @@ def _texts(wanted: Wanted, prompts: Sequence[Sequence[int]]) -> tuple[str, ...]:
     if wanted.truncate_prompt_tokens is not None:
         return tuple(map(decode, prompts))
     pairs = zip(wanted.prompts, prompts, strict=True)
-    return tuple(asked.text if isinstance(asked, Text) else decode(ids) for asked, ids in pairs)
+    return tuple(prompt.text if isinstance(prompt, Text) else decode(ids) for prompt, ids in pairs)

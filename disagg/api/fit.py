@@ -18,11 +18,11 @@ from disagg.api.wanted import Wanted
 from disagg.errors import ContextLengthExceeded
 from disagg.messages import SamplingParams
 
-MAX_PROMPT_SCORES = 1 << 19  # log-probabilities of prompts in one answer
+MAX_PROMPT_SCORES = 1 << 19  # largest number of prompt log-probabilities in one response
 
 
 def truncated_to(wanted: Wanted) -> int | None:
-    """The number of its last tokens that each prompt is cut to; None: it is left whole."""
+    """The number of last tokens to which each prompt is cut; None if prompts are not cut."""
     if wanted.truncate_prompt_tokens != -1:
         return wanted.truncate_prompt_tokens
     for_answer = wanted.max_tokens or wanted.default_max_tokens or 1
@@ -32,12 +32,12 @@ def truncated_to(wanted: Wanted) -> int | None:
 async def fit(
     wanted: Wanted, prompts: Sequence[Sequence[int]], checks: GrammarChecks
 ) -> SamplingParams:
-    """The sampling parameters for the answers to `prompts` (token ids), complete but for the seed.
+    """The complete sampling parameters for `prompts` (token ids), except for the seed.
 
     Raises:
         InvalidRequest: a token id is not in the vocabulary, a prompt has no tokens, or the grammar
             cannot be followed.
-        ContextLengthExceeded: a prompt, or prompt and answer together, are too long.
+        ContextLengthExceeded: a prompt, or a prompt and its answer together, is too long.
         Overloaded: too many grammars are being checked.
     """
     model, sampling, grammar = wanted.model, wanted.sampling, None
@@ -46,12 +46,12 @@ async def fit(
     if num_scores * wanted.num_choices > MAX_PROMPT_SCORES:
         raise invalid_value(
             "prompt_logprobs",
-            f"{num_scores * wanted.num_choices} log-probabilities of prompts are asked for, at most"
-            f" {MAX_PROMPT_SCORES} are given. Send several requests.",
+            f"the response would have {num_scores * wanted.num_choices} log-probabilities of"
+            f" prompt tokens; at most {MAX_PROMPT_SCORES} are allowed. Send several requests.",
         )
     for token_ids in prompts:
         check_ids(token_ids, model, wanted.prompt_param)
-    # The model's own ends may lie beyond what prompts may hold.
+    # The model's end tokens are not checked: their ids may be above those allowed in prompts.
     stops = [number for number in sampling.stop_token_ids if number not in model.eos_token_ids]
     check_ids(stops, model, "stop_token_ids")
     check_ids([token_id for token_id, _ in sampling.logit_bias], model, "logit_bias")
@@ -61,7 +61,8 @@ async def fit(
     if sampling.min_tokens > max_tokens:
         raise invalid_value(
             "min_tokens",
-            f"{sampling.min_tokens} is above the {max_tokens} tokens that the answer may have.",
+            f"{sampling.min_tokens} is above {max_tokens}, the largest number of tokens of the"
+            " answer.",
         )
     if wanted.grammar is not None:
         param, grammar = wanted.grammar
@@ -78,17 +79,20 @@ async def fit(
 
 
 def check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """Raises `InvalidRequest`."""
+    """Raises `InvalidRequest` if a token id is not in the model's vocabulary."""
     if token_ids and max(token_ids) >= model.vocab_size:
         raise invalid_value(
             param,
-            f"token id {max(token_ids)} is not below the vocabulary size of {model.name!r},"
-            f" {model.vocab_size}.",
+            f"token id {max(token_ids)} is not below {model.vocab_size}, the vocabulary size of"
+            f" {model.name!r}.",
         )
 
 
 def _tokens_of_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """The token sequences of the words, within a text and at its beginning; the shortest ones."""
+    """The token sequences of bad words, both with and without a space before the word.
+
+    A sequence that ends with a token that is forbidden by itself is left out.
+    """
     encode = model.tokenizer.encode
     texts = [text for word in words for text in (word, f" {word}")]
     found = {tuple(encode(text, add_special_tokens=False)) for text in texts} - {()}
@@ -97,31 +101,34 @@ def _tokens_of_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[in
 
 
 def _check_some_allowed(sampling: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
-    """Raises `InvalidRequest` when no token could be chosen."""
+    """Raises `InvalidRequest` if no token could ever be chosen."""
     allowed = set(sampling.allowed_token_ids)
     if allowed and allowed <= {word[0] for word in bad_words if len(word) == 1}:
-        raise invalid_value("bad_words", "All of allowed_token_ids are among them.")
+        raise invalid_value("bad_words", "they forbid all of allowed_token_ids.")
     if allowed and sampling.min_tokens and allowed <= set(sampling.stop_token_ids):
-        raise invalid_value("min_tokens", "All of allowed_token_ids end the answer.")
+        raise invalid_value(
+            "min_tokens", "it cannot be reached, because all of allowed_token_ids end the answer."
+        )
 
 
 def _max_tokens(wanted: Wanted, prompts: Sequence[Sequence[int]]) -> int:
-    """The number of tokens that each answer may have. It must fit after every prompt."""
-    model, param, asked = wanted.model, wanted.prompt_param, wanted.max_tokens
+    """The largest number of tokens of each answer. It must fit after every prompt."""
+    model, param, max_tokens = wanted.model, wanted.prompt_param, wanted.max_tokens
     if not all(prompts):
         raise invalid_value(param, "the prompt has no tokens.")
     longest = max(map(len, prompts))
     room = model.max_model_len - longest
     if room < 1:
         raise ContextLengthExceeded(
-            f"The prompt has {longest} tokens; with at least one token of answer, the model"
-            f" {model.name!r} takes at most {model.max_model_len - 1}. Shorten the prompt.",
+            f"The prompt has {longest} tokens, but the model {model.name!r} takes at most"
+            f" {model.max_model_len - 1}, so that one token of answer fits. Shorten the prompt.",
             param=param,
         )
-    if asked is not None and asked > room:
+    if max_tokens is not None and max_tokens > room:
         raise ContextLengthExceeded(
-            f"max_tokens is {asked}, but the model {model.name!r} takes {model.max_model_len}"
-            f" tokens in all and the prompt has {longest}: at most {room} are left for the answer.",
+            f"max_tokens is {max_tokens}, but the context length of {model.name!r} is"
+            f" {model.max_model_len} tokens and the prompt has {longest}: at most {room} are left"
+            " for the answer.",
             param="max_tokens",
         )
-    return asked if asked is not None else min(room, wanted.default_max_tokens or room)
+    return max_tokens if max_tokens is not None else min(room, wanted.default_max_tokens or room)

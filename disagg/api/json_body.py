@@ -1,7 +1,7 @@
-"""Parses JSON bodies strictly, and words msgspec's errors as OpenAI's API does.
+"""Parses JSON bodies strictly, and converts msgspec's errors to those of OpenAI's API.
 
-The values of a body are counted before it is parsed: five million empty lists are 15 MB of text and
-half a gigabyte of objects, and while the parser creates them no other thread runs for seconds.
+The values of a body are counted before it is parsed: five million empty lists are 15 MB of text but
+half a gigabyte of objects, and no other thread runs for seconds while the parser creates them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from disagg.errors import InvalidRequest
 
 Read = TypeVar("Read", bound=msgspec.Struct)
 
-# Of the values in a text: one each, one more for a string, `_CONTAINER_COST` more for a container.
+# Largest cost of a text. A value costs 1, a string 1 more, a container `_CONTAINER_COST` more.
 MAX_COST = 1 << 20
-MAX_DEPTH = 128  # of lists and objects in one another; what reads them recurses
+MAX_DEPTH = 128  # deepest nesting of lists and objects; the code that reads them recurses
 
-_CONTAINER_COST = 4  # an empty list takes as long to make as so many numbers
-_STRING = re.compile('"[^"]*"')  # in a text without escaped quotes
+_CONTAINER_COST = 4  # making an empty list takes as long as making this many numbers
+_STRING = re.compile('"[^"]*"')  # matches strings in a text without escaped quotes
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """`json` rather than msgspec: it lets us refuse a key that is given twice."""
+    """Parse a JSON object. Raises `InvalidRequest`.
+
+    It uses `json` instead of msgspec, which cannot refuse duplicate keys.
+    """
     try:
         text = body.decode("utf-8-sig")
         check_cost(text)
@@ -56,13 +59,13 @@ def load_object(body: bytes) -> dict[str, Any]:
 def read_struct(
     body: bytes, kind: type[Read], check: Callable[[dict[str, Any]], None] = lambda raw: None
 ) -> Read:
-    """A body as a struct.
+    """Parse a body as a struct.
 
     Args:
-        check: what the raw fields may not be.
+        check: called with the raw fields first; may raise `InvalidRequest`.
 
     Raises:
-        InvalidRequest: with the JSON path of the first offence as `param`.
+        InvalidRequest: has the JSON path of the first invalid field as `param`.
     """
     raw = load_object(body)
     check(raw)
@@ -76,8 +79,8 @@ def load_arguments(text: str) -> Any:
     """Parse the arguments of a call that a model wrote.
 
     Raises:
-        ValueError: it is no JSON, is nested too deeply, has too many values, or holds half of a
-            surrogate pair, which has no UTF-8 and so no tokens.
+        ValueError: it is not JSON, is nested too deeply, has too many values, or has an unpaired
+            surrogate, which cannot be encoded in UTF-8.
     """
     try:
         check_cost(text)
@@ -91,9 +94,10 @@ def load_arguments(text: str) -> Any:
 
 
 def _loads(text: str, **options: Any) -> Any:
-    """`json.loads` without garbage collections, which would find nothing.
+    """`json.loads` with garbage collection disabled.
 
-    They take two thirds of the time when many lists are created, and no other thread runs.
+    Collections would find nothing, but take two thirds of the time if there are many lists, and no
+    other thread runs meanwhile.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -105,10 +109,10 @@ def _loads(text: str, **options: Any) -> Any:
 
 
 def check_cost(text: str) -> None:
-    """Raises `InvalidRequest` when JSON text has more values than are read."""
+    """Raises `InvalidRequest` if JSON text has too many values."""
     if _cost(text, 0, len(text)) <= MAX_COST:
         return
-    # Many of these characters may be in strings. Searching for strings is slow, so only now.
+    # Many of the counted characters may be in strings. Skipping strings is slow, so only do it now.
     if "\\" in text:
         text = text.replace("\\\\", "").replace('\\"', "")
     cost = end = 0
@@ -119,8 +123,8 @@ def check_cost(text: str) -> None:
             break
     if cost + _cost(text, end, len(text)) > MAX_COST:
         raise InvalidRequest(
-            f"The body has too many values: at most {MAX_COST} are taken, where a text counts as 2,"
-            f" and a list or an object as {_CONTAINER_COST + 1}. Send several requests.",
+            f"The body has too many values: at most {MAX_COST} are allowed, where a string counts"
+            f" as 2 and a list or an object as {_CONTAINER_COST + 1}. Send several requests.",
             code="too_many_values",
         )
 
@@ -132,7 +136,7 @@ def _cost(text: str, start: int, end: int) -> int:
 
 
 def _check_depth(text: str, raw: Any) -> None:
-    """Raises `InvalidRequest`."""
+    """Raises `InvalidRequest` if a parsed text is nested too deeply."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
     level = [raw]
@@ -146,7 +150,8 @@ def _check_depth(text: str, raw: Any) -> None:
         if not level:
             return
     raise InvalidRequest(
-        f"The body is nested too deeply: at most {MAX_DEPTH} levels are taken.", code="invalid_json"
+        f"The body is nested too deeply: at most {MAX_DEPTH} levels are allowed.",
+        code="invalid_json",
     )
 
 
@@ -155,18 +160,22 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(raw) != len(pairs):
         twice = next(name for name, num in Counter(name for name, _ in pairs).items() if num > 1)
         raise InvalidRequest(
-            f"The key {twice[:64]!r} is given twice.", code="duplicate_key", param=twice[:64]
+            f"The key {twice[:64]!r} appears twice.", code="duplicate_key", param=twice[:64]
         )
     return raw
 
 
 def _integer(text: str) -> int:
-    """A function of Python, so that other threads run between the integers: of a million, the
-    parser alone would keep them waiting for 40 ms."""
+    """Parse an integer.
+
+    A Python function lets other threads run between integers; the parser alone would block them
+    for 40 ms per million.
+    """
     try:
         return int(text)
-    except ValueError:  # Python reads 4,300 digits, and says how its users may change that
-        raise ValueError(f"an integer has {len(text.lstrip('-'))} digits") from None
+    except ValueError:  # Python's limit is 4,300 digits; its own message is for programmers
+        digits = len(text.lstrip("-"))
+        raise ValueError(f"an integer has {digits} digits, which is too many") from None
 
 
 def _finite(text: str) -> float:
@@ -182,7 +191,7 @@ def _refuse_surrogates(value: Any, path: str) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise InvalidRequest(
-                f"Invalid {path or 'body'}: it holds half of a surrogate pair (\\ud800-\\udfff).",
+                f"Invalid {path or 'body'}: it has an unpaired surrogate (\\ud800-\\udfff).",
                 code="invalid_unicode",
                 param=path or None,
             ) from None
@@ -195,7 +204,7 @@ def _refuse_surrogates(value: Any, path: str) -> None:
             _refuse_surrogates(item, f"{path}[{index}]")
 
 
-_CODES = (  # of msgspec's sentences, first match wins
+_CODES = (  # regular expressions for msgspec's messages; the first match applies
     (r"Expected `int` (>|>=) ", "integer_below_min_value"),
     (r"Expected `int` (<|<=) ", "integer_above_max_value"),
     (r"Expected `float` (>|>=) ", "decimal_below_min_value"),
@@ -208,15 +217,15 @@ _CODES = (  # of msgspec's sentences, first match wins
 
 
 def invalid_field(sentence: str, parent: str = "") -> InvalidRequest:
-    """Turn msgspec's "Expected ... - at `$.path`" into a refusal with code and JSON path."""
+    """Convert msgspec's "Expected ... - at `$.path`" to an error with code and JSON path."""
     detail, _, path = sentence.partition(" - at `")
-    path = path.removeprefix("key` in `")  # the object stands for a key of it
+    path = path.removeprefix("key` in `")  # an invalid key is reported at its object
     path = parent + path.removesuffix("`").removeprefix("$")
     param = path.removeprefix(".").replace("[...]", "")
     missing = re.match(r"Object missing required field `(\w+)`", detail)
     if missing is not None:
         return missing_parameter(f"{param}.{missing[1]}".removeprefix("."))
-    code = next((code for form, code in _CODES if re.match(form, detail)), "invalid_type")
+    code = next((code for regex, code in _CODES if re.match(regex, detail)), "invalid_type")
     return InvalidRequest(
         f"Invalid {param}: {detail[0].lower()}{detail[1:]}.", code=code, param=param[:128]
     )

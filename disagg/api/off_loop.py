@@ -1,7 +1,7 @@
-"""Runs work that grows with the size of a request in a few threads instead of on the event loop.
+"""Runs the work on large requests in threads instead of on the event loop.
 
-The event loop writes every stream of this process, so all streams would wait for one large request.
-Small work stays on the loop, because a thread switch would cost more than the work.
+The event loop writes all streams of this process, so they would all wait for a large request. Work
+on small requests stays on the loop, because a thread switch would take longer than the work.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-INLINE_NBYTES = 64 << 10  # of input; more than this goes to a thread
+INLINE_NBYTES = 64 << 10  # work on a larger input goes to a thread
 
-# Threads share one interpreter lock with the loop: each that computes delays it by up to 5 ms.
+# Threads share the interpreter lock with the loop: each busy thread delays it by up to 5 ms.
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="large-request")
 
 
 async def off_loop(nbytes: int, work: Callable[[], Result]) -> Result:
     """Run `work`, which reads `nbytes` of input, and return its result. Raises its exceptions.
 
-    Two large ones run at a time, others wait. If its caller is cancelled, work that waits is never
-    started, and running work runs to its end.
+    At most two large pieces of work run at a time. If the caller is cancelled, waiting work is
+    never started, and running work runs to its end.
     """
     if nbytes <= INLINE_NBYTES:
         return work()

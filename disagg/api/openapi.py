@@ -1,7 +1,7 @@
 """`/openapi.json`: a description of all requests in OpenAPI 3.1.
 
-It is generated from the structs that read requests, so it has exactly what is checked: types,
-limits and required fields.
+It is generated from the structs that parse requests, so it has exactly the types, limits and
+required fields that the server checks.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _operation(path: str, body: Any, error: Any) -> dict[str, Any]:
         },
     }
     if body is None:
-        named = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-        parameters = {"parameters": named} if "{name}" in path else {}
+        in_path = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        parameters = {"parameters": in_path} if "{name}" in path else {}
         return {"get": parameters | {"responses": responses}}
-    taken = {"required": True, "content": {"application/json": {"schema": body}}}
-    return {"post": {"requestBody": taken, "responses": responses}}
+    request = {"required": True, "content": {"application/json": {"schema": body}}}
+    return {"post": {"requestBody": request, "responses": responses}}

@@ -24,17 +24,17 @@ from disagg.errors import ContextLengthExceeded, InvalidRequest
 from disagg.text.chat_template import RENDER_LIMIT_S, CallShape
 from disagg.text.template_sandbox import TemplateTooSlow
 
-INLINE_NUM_CHARS = 8192  # more than this goes to a thread
+INLINE_NUM_CHARS = 8192  # longer prompts go to a thread
 INLINE_S = 0.02  # a template that takes longer is rendered again in a thread
-MANY_CHARS_A_TOKEN = 8  # texts have about four; a text that would need more is counted first
+MANY_CHARS_A_TOKEN = 8  # usual texts have four; a text that fits only with more is counted first
 CALL_SHAPE = CallShape()
 # Two threads, as in `off_loop`, but separate ones, so that slow templates do not delay the parsing
 # of bodies. Encoding does not use them: it releases the interpreter lock.
 _RENDERERS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
-MESSAGE_COST_NUM_CHARS = 64  # rendering a message costs about as much as encoding so many
-MOST_TO_CUT = 4  # contexts that a prompt may have before it is cut to one
+MESSAGE_COST_NUM_CHARS = 64  # rendering a message takes as long as encoding this many characters
+MOST_TO_CUT = 4  # a prompt that is cut may have this many times the model's context length
 
-END_OF_CONTENT = "\ufdd1"  # as `tokenizer.BREAK`: where a message ends that is to be continued
+END_OF_CONTENT = "\ufdd1"  # marks the end of a message to continue; a noncharacter as in `BREAK`
 
 
 async def tokenise(
@@ -43,12 +43,12 @@ async def tokenise(
     """The token ids of each prompt. Prompts that are token ids already are returned unchanged.
 
     Args:
-        nbytes: of the body that they came in.
-        most: each prompt is cut to its last `most` tokens; None: prompts are not cut.
+        nbytes: size of the request's body.
+        most: number of last tokens to which each prompt is cut; None to keep prompts whole.
 
     Raises:
         InvalidRequest: the model has no chat template, or its template refuses a conversation.
-        ContextLengthExceeded: it is clear that a prompt is too long.
+        ContextLengthExceeded: a prompt is certainly too long.
     """
     if most is None:
         return [await _token_ids(prompt, model, nbytes) for prompt in prompts]
@@ -101,7 +101,8 @@ async def _conversation(asked: Conversation, model: ServedModel, nbytes: int) ->
             rendered, end, _ = rendered.rpartition(END_OF_CONTENT)
             if not end:
                 raise invalid_value(
-                    "continue_final_message", "The chat template does not show the last message."
+                    "continue_final_message",
+                    "the chat template does not render the last message.",
                 )
         return rendered
 
@@ -123,14 +124,17 @@ def _cost_num_chars(asked: Conversation, model: ServedModel) -> int:
     num_tools_chars = len(msgspec.json.encode(asked.tools)) if asked.tools else 0
     num_chars = num_tools_chars + sum(len(each["content"] or "") for each in asked.messages)
     _check_fits(max(num_messages, _fewest_tokens(num_chars, model)), model, "messages")
-    # Earlier calls as well, which a template may leave out.
+    # This includes earlier calls, although a template may leave them out.
     return num_tools_chars + _num_chars(asked.messages) + num_messages * MESSAGE_COST_NUM_CHARS
 
 
 def _shielded_message(
     message: dict[str, Any], shield: Callable[[str], str], shape: CallShape
 ) -> dict[str, Any]:
-    """Its keys and its role are ours, and templates compare them."""
+    """A message whose texts cannot become control tokens.
+
+    Keys and the role stay as they are: they do not come from clients, and templates compare them.
+    """
     shielded = {
         name: value if name == "role" else _shielded(value, shield, shape)
         for name, value in message.items()
@@ -141,9 +145,9 @@ def _shielded_message(
 
 
 def _shielded(value: Any, shield: Callable[[str], str], shape: CallShape = CALL_SHAPE) -> Any:
-    """JSON in which no string becomes a control token."""
+    """A JSON value in which no string can become a control token."""
     if isinstance(value, JsonText) and not shape.has_text_arguments:
-        with suppress(ValueError):  # invalid JSON is shown as the model wrote it
+        with suppress(ValueError):  # invalid JSON stays as the model wrote it
             return _shielded(load_arguments(value or "{}"), shield)
     if isinstance(value, JsonText):
         return shield(value or "{}")
@@ -170,10 +174,10 @@ def _fewest_tokens(num_chars: int, model: ServedModel) -> int:
 
 
 def _check_text(text: str, model: ServedModel, param: str) -> None:
-    """Raises `ContextLengthExceeded` for a text that is clearly too long, at a bounded cost.
+    """Raises `ContextLengthExceeded` for a text that is certainly too long, at a bounded cost.
 
-    Encoding takes up to 200 bytes of memory a character, and its longest tokens say little of how
-    many a text has: with those of Llama 3 and Qwen 3, 16 MB might fit 128k tokens.
+    Encoding takes up to 200 bytes of memory per character, and the length of the longest token is
+    a weak bound: with the tokens of Llama 3 and Qwen 3, 16 MB of text might fit 128k tokens.
     """
     _check_fits(_fewest_tokens(len(text), model), model, param)
     most = model.max_model_len
@@ -184,7 +188,7 @@ def _check_text(text: str, model: ServedModel, param: str) -> None:
 def _check_fits(fewest: int, model: ServedModel, param: str) -> None:
     if fewest >= model.max_model_len:
         raise ContextLengthExceeded(
-            f"The prompt has at least {fewest} tokens; the model {model.name!r} takes at most"
+            f"The prompt has at least {fewest} tokens, but the model {model.name!r} takes at most"
             f" {model.max_model_len - 1}. Shorten the prompt.",
             param=param,
         )

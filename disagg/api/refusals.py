@@ -1,7 +1,7 @@
-"""Errors that only the HTTP side raises, and the one function that turns an error into a reply.
+"""Errors that only the HTTP layer raises, and functions that turn errors into replies.
 
-They are never sent to another process. Their messages name no file, address or class, because
-clients read them.
+These errors are never sent to another process. Clients read their messages, so they name no file,
+address or class.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from disagg.errors import DisaggError, InvalidRequest, Overloaded, RequestError
 
-MAX_RETRY_AFTER_S = 120  # OpenAI's clients ignore longer ones and then do not retry at all
+MAX_RETRY_AFTER_S = 120  # OpenAI's clients do not retry at all if Retry-After is longer
 _RETRYABLE_4XX = (408, 409, 429)
 
 
@@ -33,7 +33,7 @@ def unsupported(param: str, message: str) -> InvalidRequest:
 
 
 def only_text(param: str, kind: str) -> InvalidRequest:
-    """For images and the like. Args: kind: what was sent."""
+    """The error for images and other content of type `kind`."""
     return InvalidRequest(
         f"Invalid {param}: only text is supported, not {kind[:64]!r}.",
         code="unsupported_content",
@@ -66,7 +66,7 @@ class UnsupportedMediaType(RequestError):
 
 
 class ErrorBody(msgspec.Struct):
-    """OpenAI's error object; all four keys are always there."""
+    """OpenAI's error object. All four keys are always present."""
 
     message: str
     type: str
@@ -109,5 +109,5 @@ def as_disagg_error(error: BaseException, request_id: str) -> DisaggError:
     if isinstance(error, DisaggError):
         return error
     return DisaggError(
-        f"The server failed on this request; the failure is in its log under {request_id}."
+        f"An internal error occurred; the server's log has details under {request_id}."
     )

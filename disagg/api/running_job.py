@@ -1,7 +1,7 @@
-"""Runs the choices of one request: token deltas in, text pieces out, exactly one end each.
+"""Runs the choices of one request: turns token deltas into pieces of text, up to exactly one end.
 
 A stop string ends its choice at once. A slow client delays no other request: deltas that arrive
-while it is busy are merged where they arrive.
+while it is busy are merged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from disagg.text.reasoning import prompt_tail
 from disagg.token_fast_path import Taken, TokenCallback
 
 Generate: TypeAlias = Callable[[GenerateRequest, TokenCallback], AsyncGenerator[TokenDelta, None]]
-# Request id -> which tier answers and why; None: the request did not name "auto".
+# Request id -> which tier answers and why; None if the request did not name "auto".
 Explain: TypeAlias = Callable[[str], CascadeDecision | None]
 
 
@@ -45,22 +45,22 @@ class ScoredToken(NamedTuple):
 
 
 class ChoiceDelta(msgspec.Struct):
-    """New tokens of one choice, parsed: reasoning first, then text, then calls.
+    """New tokens of one choice, parsed into reasoning, text and calls, in this order.
 
-    Made for each token, so a struct: it takes a fraction of a dataclass's time.
+    It is a struct because one is made for each token; a dataclass would take several times as long.
     """
 
     index: int
     reasoning: str = ""
     text: str = ""
     num_tokens: int = 0
-    num_reasoning_tokens: int = 0  # of them
+    num_reasoning_tokens: int = 0  # part of `num_tokens`
     scored: list[ScoredToken] = []
     finish_reason: FinishReason | Literal["tool_calls"] | None = None
     calls: list[CallDelta] = []
-    stop_string: str | None = None  # that ended it
-    token_ids: list[int] = []  # only where they are asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # in the first, if asked for
+    stop_string: str | None = None  # the stop string that ended the choice
+    token_ids: list[int] = []  # only if the request asks for them
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # in the first delta, if requested
 
     def extend(self, later: ChoiceDelta) -> None:
         self.reasoning += later.reasoning
@@ -80,9 +80,9 @@ class Job:
     """A checked request.
 
     Attributes:
-        wanted: the request, without its prompts.
-        requests: for each prompt those of `wanted.num_choices` choices.
-        echoes: the prompts' texts, when they are to be repeated.
+        wanted: the request without its prompts.
+        requests: for each prompt, the requests of its `wanted.num_choices` choices.
+        echoes: texts of the prompts, if they are repeated before the answers.
     """
 
     id: str
@@ -97,7 +97,7 @@ class Job:
 
     @property
     def num_prompt_scores(self) -> int:
-        """The number of prompt log-probabilities in its answer."""
+        """The number of prompt log-probabilities in the response."""
         requests = self.requests
         return sum(num_prompt_scores(each.sampling, each.num_prompt_tokens) for each in requests)
 
@@ -146,9 +146,9 @@ class Answer:
         self._last: ChoiceDelta | None = None
 
     def advance(self, delta: TokenDelta) -> ChoiceDelta:
-        """The text that `delta` adds. Raises the error in `delta`.
+        """The piece that `delta` adds. Raises the error in `delta`.
 
-        Once the answer has ended, that is its last piece again.
+        After the end of the answer it returns the last piece again.
         """
         if self._last is not None:
             return self._last
@@ -193,7 +193,7 @@ class Answer:
         """Parse the text of one token."""
         was_reasoning = reader.is_reasoning
         read = reader.push(text)
-        if was_reasoning and reader.is_reasoning:  # not the mark that ends it
+        if was_reasoning and reader.is_reasoning:  # the mark that ends reasoning does not count
             piece.num_reasoning_tokens += 1
         if read.reasoning and self._include_reasoning:
             piece.reasoning += read.reasoning
@@ -203,7 +203,7 @@ class Answer:
             piece.calls += read.calls
 
     def _end(self, piece: ChoiceDelta) -> None:
-        """The text that was still held back."""
+        """Add the text that was still held back to the last piece."""
         self._last = piece
         detokenizer, reader = self._detokenizer, self._reader
         rest = ""
@@ -234,14 +234,15 @@ class Answer:
 
 
 class RunningJob:
-    """One job under way. Iterate `batches`; afterwards the counts are final.
+    """One running job. Iterate over `batches`; afterwards the counts are final.
 
     Args:
-        generate: runs a request, and keeps its deadline.
-        explain: called when a choice's first tokens come.
+        generate: runs a request and enforces its deadline.
+        explain: called when the first tokens of a choice arrive.
 
     Attributes:
-        on_piece: gets pieces of a single choice at once; `batches` yields what it does not take.
+        on_piece: if set, called at once with pieces of a job with one choice; `batches` yields the
+            pieces that it does not take.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class RunningJob:
     ) -> None:
         self.job = job
         self.num_completion_tokens = 0
-        self.num_reasoning_tokens = 0  # of them
+        self.num_reasoning_tokens = 0  # part of `num_completion_tokens`
         self.on_piece: Callable[[ChoiceDelta], Taken] | None = None
         self._generate = generate
         self._answers = [
@@ -262,27 +263,27 @@ class RunningJob:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were not computed; further choices of a prompt do not count."""
+        """Prompt tokens whose KV was cached; only the first choice of each prompt counts."""
         firsts = self._answers[:: self.job.wanted.num_choices]
         return sum(answer.num_cached_tokens for answer in firsts)
 
     @property
     def decisions(self) -> list[CascadeDecision | None]:
-        """The cascade's decision for each choice; None before its begin, or without a cascade."""
+        """The cascade's decision for each choice; None before its start or without a cascade."""
         return [answer.decision for answer in self._answers]
 
     @property
     def model_name(self) -> str:
-        """The model that answers; the name in the request if several did, or none yet."""
-        asked = self.job.model.name
-        names = {asked if each is None else each.model for each in self.decisions}
-        return names.pop() if len(names) == 1 else asked
+        """The model that answers; the model in the request if several answer, or none yet."""
+        requested = self.job.model.name
+        names = {requested if each is None else each.model for each in self.decisions}
+        return names.pop() if len(names) == 1 else requested
 
     def batches(self) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """Pieces as they come, at most one per choice at a time. Each choice ends once.
+        """Yields pieces as they arrive, at most one per choice in a batch. Each choice ends once.
 
-        The first pieces come when every choice has begun. So if one choice is refused, the whole
-        request is refused before any of its answer was sent.
+        The first batch comes when every choice has begun. So if one choice is refused, the whole
+        request is refused before any part of its answer is sent.
 
         Closing the iterator cancels the choices that still run, and waits for their end.
 
@@ -290,11 +291,11 @@ class RunningJob:
             DisaggError: the first failure of any choice; the others are cancelled.
         """
         answers = self._answers
-        # One choice, the common case, runs without a task, which would cost as much as a token.
+        # The common case of one choice runs without a task, which would cost as much as a token.
         return self._batches_of(answers[0]) if len(answers) == 1 else self._side_by_side()
 
     async def _side_by_side(self) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """A task for each choice, so that one that is slow to start delays no other."""
+        """Run each choice in a task, so that a slow one does not delay the others."""
         inbox = _Inbox({answer.index for answer in self._answers})
         tasks = [asyncio.create_task(self._follow(answer, inbox)) for answer in self._answers]
         num_open = len(tasks)
@@ -314,11 +315,11 @@ class RunningJob:
             async with aclosing(self._batches_of(answer)) as batches:
                 async for (piece,) in batches:
                     inbox.put(piece)
-        except Exception as error:  # after any error the client must get an end
+        except Exception as error:  # the client must get an end after any error
             inbox.put(error)
 
     async def _batches_of(self, answer: Answer) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """The pieces of one choice up to its end; a stop string closes the source early."""
+        """The pieces of one choice up to its end. A stop string closes the source early."""
         async with aclosing(self._generate(answer.request, self._take)) as deltas:
             async for delta in deltas:
                 piece = answer.advance(delta)
@@ -327,10 +328,10 @@ class RunningJob:
                     yield [piece]
                 if piece.finish_reason is not None:
                     return
-        raise EngineFailed("The answer ended without saying why; try the request again.")
+        raise EngineFailed("The answer ended without a finish reason; try the request again.")
 
     def _take(self, delta: TokenDelta) -> Taken:
-        """Give the only choice's next piece to `on_piece`, unless it is the last."""
+        """Pass the next piece of a single choice to `on_piece`, unless it is the last one."""
         if self.on_piece is None or len(self._answers) > 1:
             return False
         piece = self._answers[0].advance(delta)
@@ -345,10 +346,10 @@ class RunningJob:
 
 
 class _Inbox:
-    """Pieces of several choices, by index, on their way to one reader."""
+    """Collects the pieces of several choices for one reader."""
 
     def __init__(self, choices: set[int]) -> None:
-        self._silent = choices  # choices that have neither begun nor failed
+        self._silent = choices  # indices of choices that have neither begun nor failed
         self._arrived: list[ChoiceDelta | Exception] = []
         self._has_some = asyncio.Event()
 
@@ -366,7 +367,7 @@ class _Inbox:
     async def take(self) -> list[ChoiceDelta]:
         """The pieces since the last call, at most one per choice.
 
-        If a choice has failed, raises its error after all text before it was returned.
+        Raises the error of a choice after the pieces before it were returned.
         """
         await self._has_some.wait()
         merged: dict[int, ChoiceDelta] = {}

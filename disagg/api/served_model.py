@@ -25,14 +25,14 @@ class ServedModel:
 
     Attributes:
         name: the name that clients use.
-        fingerprint: equal only for equal weights and tokenizer; root of all block hashes.
+        fingerprint: identifies weights and tokenizer; it is the root of all block hashes.
         vocab_size: token ids of prompts must be below it.
-        num_parameters: as stored; a matrix that is tied to another one counts once.
-        max_model_len: tokens of prompt and answer together.
-        block_size: positions of a KV block, as its workers have it.
-        slo_s: TTFT and TPOT SLO of its requests, in seconds; 0: none.
-        tool_call_parser, reasoning_parser: formats of its answers; "": recognised from its chat
-            template, "none": not parsed.
+        num_parameters: number of stored parameters; tied matrices count once.
+        max_model_len: largest number of tokens of a prompt and its answer together.
+        block_size: number of tokens in a KV block of its workers.
+        slo_s: TTFT and TPOT SLO of its requests, in seconds; 0 for none.
+        tool_call_parser, reasoning_parser: formats of its answers; "" detects them from the chat
+            template, "none" parses nothing.
     """
 
     name: str
@@ -52,13 +52,13 @@ class ServedModel:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """The format of its tool calls; None: not known."""
+        """The format of its tool calls; None if unknown."""
         source = self.template.source if self.template else ""
         return tool_format_of(source, self.tool_call_parser)
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """The format of its reasoning; None: no reasoning, or an unknown format."""
+        """The format of its reasoning; None if it has none or the format is unknown."""
         source = self.template.source if self.template else ""
         return reasoning_format_of(source, self.reasoning_parser)
 
@@ -75,12 +75,13 @@ class ServedModel:
         reasoning_parser: str = "",
         created_unix_s: int = 0,
     ) -> ServedModel:
-        """
+        """Read tokenizer and chat template of a model.
+
         Args:
-            chat_template: a file that replaces the model's own template.
+            chat_template: path of a file that replaces the model's own template.
 
         Raises:
-            ModelError: names the file that is absent or wrong, or the parsers that there are.
+            ModelError: a file is missing or invalid, or there is no such parser.
         """
         _check_parser("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS)
         _check_parser("reasoning_parser", reasoning_parser, REASONING_PARSERS)
@@ -88,7 +89,7 @@ class ServedModel:
         source = model.chat_template if chat_template is None else _read(chat_template)
         template = None if source is None else ChatTemplate(source, model.special_tokens)
         if template is not None:
-            _ = template.call_shape  # found now, and not while a request waits
+            _ = template.call_shape  # computed now, so that no request waits for it
         limit = model.config.max_model_len
         return cls(
             name=name,
@@ -110,7 +111,7 @@ class ServedModel:
 def _check_parser(param: str, name: str, names: tuple[str, ...]) -> None:
     if name and name not in names:
         raise ModelError(
-            f"There is no {param} {name[:64]!r}; there are {', '.join(names)}.", param=param
+            f"There is no {param} {name[:64]!r}; choose from {', '.join(names)}.", param=param
         )
 
 
@@ -119,7 +120,7 @@ def _read(chat_template: str) -> str:
         return Path(chat_template).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(
-            f"The chat template {chat_template} cannot be read:"
+            f"Cannot read the chat template {chat_template}:"
             f" {error.strerror if isinstance(error, OSError) else error}.",
             param="chat_template",
         ) from error

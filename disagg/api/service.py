@@ -39,20 +39,21 @@ from disagg.api.slo import RequestSlo, agreed
 from disagg.api.wanted import Prompt, Wanted
 from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 
-TOKEN_NBYTES = 4  # of a token id, for what is made of many
+TOKEN_NBYTES = 4  # assumed size of a token id, to decide whether work on many of them blocks
 
-PROMPT = "its prompt was read; shorten the prompt"
-GRAMMAR = "its grammar was checked; make it simpler"
+PROMPT = "its prompt was tokenized; shorten the prompt"
+GRAMMAR = "its grammar was checked; simplify the grammar"
 
 
 class Service:
-    """
+    """Prepares and runs the requests of all APIs.
+
     Args:
         models: served name -> model.
-        generate: runs one request; its iterator is closed when the answer is no longer wanted.
-        explain: the cascade's decision on a request for the model "auto".
-        default_timeout_s: from arrival to the last token.
-        clock: seconds since the epoch.
+        generate: runs one request; the caller closes its iterator to cancel the request.
+        explain: returns the cascade's decision on a request for the model "auto".
+        default_timeout_s: time limit from the arrival of a request to its last token.
+        clock: returns seconds since the epoch.
         random_bits: number of bits -> a random integer, for requests without a seed.
     """
 
@@ -75,7 +76,7 @@ class Service:
         self._grammar_checks = GrammarChecks()
 
     async def prepare(self, api: Api[Asked], body: bytes, caller: Caller) -> RunningJob:
-        """A request, checked and ready to run. Raises `RequestError`."""
+        """Check a request and make it ready to run. Raises `RequestError`."""
         now = self._clock()
 
         def understood() -> Wanted:
@@ -87,17 +88,17 @@ class Service:
         slo = agreed(wanted.slo, caller.slo, caller.least_slo, of_model)
         timeout_s = min(wanted.timeout_s or self._default_timeout_s, self._default_timeout_s)
         deadline_unix_s = now - caller.waited_s + timeout_s
-        before = PROMPT
+        next_step = PROMPT
         try:
             async with asyncio.timeout(deadline_unix_s - self._clock()):
                 with telemetry.span("tokenize", caller.traceparent) as span:
                     most = truncated_to(wanted)
                     prompts = await tokenise(wanted.prompts, wanted.model, len(body), most)
                     span.set("disagg.num_prompt_tokens", sum(map(len, prompts)))
-                before = GRAMMAR
+                next_step = GRAMMAR
                 sampling = await fit(wanted, prompts, self._grammar_checks)
         except TimeoutError:
-            raise _too_late(before) from None
+            raise _too_late(next_step) from None
         seed = self._random_bits(63) if wanted.seed is None else wanted.seed
         named = partial(
             name_choices,
@@ -113,7 +114,7 @@ class Service:
         return RunningJob(job, self._generate, self._explain)
 
     async def tokenize(self, body: bytes) -> bytes:
-        """The answer to `/tokenize`. Raises `RequestError`."""
+        """The response body of `/tokenize`. Raises `RequestError`."""
 
         def understood() -> tuple[TokenizeRequest, ServedModel, Prompt]:
             request = read_request(body, TokenizeRequest)
@@ -133,7 +134,7 @@ class Service:
         return await off_loop(TOKEN_NBYTES * len(token_ids), answer)
 
     async def count_tokens(self, body: bytes) -> bytes:
-        """The answer to Anthropic's `/v1/messages/count_tokens`. Raises `RequestError`."""
+        """The response body of `/v1/messages/count_tokens`. Raises `RequestError`."""
 
         def understood() -> tuple[ServedModel, Prompt]:
             request = read_count(body)
@@ -154,16 +155,16 @@ class Service:
         return token_ids
 
     async def embeddings(self, body: bytes) -> bytes:
-        """Always refused. Raises `RequestError`."""
+        """Refuse a request to `/v1/embeddings`. Raises `RequestError` always."""
         request = await off_loop(len(body), lambda: read_request(body, EmbeddingsRequest))
         raise invalid_value(
             "model",
-            f"{self.model(request.model).name!r} generates text; it has no pooling head, so it"
-            " makes no embeddings.",
+            f"{self.model(request.model).name!r} is a generative model without a pooling head, so"
+            " it cannot compute embeddings.",
         )
 
     async def detokenize(self, body: bytes) -> bytes:
-        """The answer to `/detokenize`. Raises `RequestError`."""
+        """The response body of `/detokenize`. Raises `RequestError`."""
 
         def answer() -> bytes:
             request = read_request(body, DetokenizeRequest)
@@ -175,14 +176,15 @@ class Service:
         return await off_loop(len(body), answer)
 
     def model(self, name: str | None) -> ServedModel:
-        """The model that a client named; it may be left out if only one is served.
+        """Find a model by name. The name may be None if only one model is served.
 
         Raises:
-            ModelNotFound: lists the served models.
+            InvalidRequest: the name is missing.
+            ModelNotFound: there is no such model; the message lists the served models.
         """
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
-        served = f"served: {', '.join(self.models)}."
+        served = f"this server has {', '.join(self.models)}."
         if name is None:
             raise InvalidRequest(
                 f"Missing required parameter: model; {served}",
@@ -195,7 +197,11 @@ class Service:
         return found
 
 
-def _too_late(before: str) -> DeadlineExceeded:
-    """The error for a deadline that passed before or during tokenization. A thread that still works
-    on the request ends by its own limit."""
-    return DeadlineExceeded(f"The request's deadline passed before {before} or allow more time.")
+def _too_late(next_step: str) -> DeadlineExceeded:
+    """The error for a deadline that passed before the request was sent to a worker.
+
+    A thread that still works on the request ends at its own time limit.
+    """
+    return DeadlineExceeded(
+        f"The request's deadline passed before {next_step}, or increase the timeout."
+    )

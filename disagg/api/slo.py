@@ -1,8 +1,8 @@
 """The SLOs of a single request, within the limits of its tenant.
 
-Set by the headers `x-slo-ttft-ms` and `x-slo-tpot-ms`, or by `slo_ttft_ms` and `slo_tpot_ms` in the
-body, which take precedence. "none" marks batch work: the request has no such SLO, and never goes
-before requests that have one. Without any of these the SLOs of the model apply.
+A client sets them with the headers `x-slo-ttft-ms` and `x-slo-tpot-ms`, or with `slo_ttft_ms` and
+`slo_tpot_ms` in the body, which take precedence. "none" marks batch work: the request has no such
+SLO, and never goes before requests that have one. By default the SLOs of the model apply.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Milliseconds: TypeAlias = Annotated[float, Meta(gt=0.0, le=1e9)] | Literal["none
 
 
 class RequestSlo(NamedTuple):
-    """TTFT and TPOT SLO in seconds. 0: not set by the request; inf: none."""
+    """TTFT and TPOT SLO in seconds. 0: not set by the request; inf: no SLO."""
 
     ttft_s: float = 0.0
     tpot_s: float = 0.0
 
     @property
     def kind(self) -> str:
-        """The label in metrics: whose SLO applies to the request."""
+        """The label in metrics that says which SLO applies to the request."""
         if self == RequestSlo():
             return "model"
         return "none" if math.isinf(self.ttft_s) and math.isinf(self.tpot_s) else "request"
 
 
 def in_headers(headers: Mapping[bytes, bytes]) -> RequestSlo:
-    """Raises `InvalidRequest`."""
+    """The SLOs in the headers. Raises `InvalidRequest`."""
     ttft_s, tpot_s = (
         _of_text(name, headers.get(name.encode(), b"").decode("latin-1").strip())
         for name in ("x-slo-ttft-ms", "x-slo-tpot-ms")
@@ -53,24 +53,24 @@ def agreed(
     """The SLOs that apply to a request.
 
     Args:
-        least: the shortest times that its tenant may ask for; 0: those of the model.
-        of_model: 0: any.
+        least: the shortest SLOs that its tenant may set; 0 for those of the model.
+        of_model: the SLOs of the model; 0 for none.
 
     Raises:
-        InvalidRequest: it asks for less.
+        InvalidRequest: the request sets a shorter SLO than it may.
     """
     agreed_s = []
-    for name, said_s, header_s, tenant_s, model_s in zip(
+    for name, body_s, header_s, tenant_s, model_s in zip(
         ("slo_ttft_ms", "slo_tpot_ms"), body, headers, least, of_model, strict=True
     ):
-        asked_s, least_s = said_s or header_s, tenant_s or model_s
-        if 0.0 < asked_s < least_s:
+        slo_s, least_s = body_s or header_s, tenant_s or model_s
+        if 0.0 < slo_s < least_s:
             raise invalid_value(
-                name if said_s else f"x-{name.replace('_', '-')}",
-                f"{1e3 * asked_s:g} ms is less than {1e3 * least_s:g} ms, the least that you may"
-                " ask of this model.",
+                name if body_s else f"x-{name.replace('_', '-')}",
+                f"{1e3 * slo_s:g} ms is less than {1e3 * least_s:g} ms, the shortest SLO that"
+                " your key allows for this model.",
             )
-        agreed_s.append(asked_s)
+        agreed_s.append(slo_s)
     return RequestSlo(*agreed_s)
 
 
@@ -90,7 +90,7 @@ def _of_text(name: str, text: str) -> float:
     return seconds
 
 
-def _seconds(said: float | str | None) -> float:
-    if said is None:
+def _seconds(milliseconds: float | str | None) -> float:
+    if milliseconds is None:
         return 0.0
-    return math.inf if isinstance(said, str) else said / 1e3
+    return math.inf if isinstance(milliseconds, str) else milliseconds / 1e3

@@ -1,4 +1,4 @@
-"""The reasoning settings for engines: the marks around the reasoning, as tokens, and its budget."""
+"""The reasoning settings for engines: the tokens of the marks around reasoning, and its budget."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from disagg.text.tool_parsers.harmony import ANALYSIS, FINAL_THEN
 def thinking_of(
     wanted: Wanted, grammar: Grammar | None, token_ids: Sequence[int]
 ) -> Thinking | None:
-    """The reasoning settings of a request with the prompt `token_ids`; None: the engine needs none.
+    """The reasoning settings of a request with the prompt `token_ids`; None if there are none.
 
     Raises:
-        InvalidRequest: a budget, which cannot be kept because the marks are ordinary text.
+        InvalidRequest: the request has a budget, but the model's marks are ordinary text, so that
+            no budget can be enforced.
     """
     reasoning = wanted.syntax.reasoning if wanted.syntax else None
     budget = wanted.thinking_token_budget
@@ -35,16 +36,17 @@ def thinking_of(
             budget=budget,
         )
     end = _ids(model, reasoning.ends[0])
-    if len(end) > 1:  # a model may write the same text in other tokens
+    if len(end) > 1:  # a model may write the same text with other tokens
         if budget is None:
             return None
         raise unsupported(
             "thinking_token_budget",
-            f"{model.name!r} ends its reasoning with ordinary text, not with a token of its own.",
+            f"The model {model.name!r} ends its reasoning with ordinary text instead of a special"
+            " token.",
         )
     tail = prompt_tail(model.tokenizer, token_ids)
     if grammar is not None and reasoning.is_closed(tail):
-        return None  # it begins at once
+        return None  # the answer starts at once, without reasoning
     return Thinking(
         starts=_starts(reasoning, model),
         end=end,
@@ -55,7 +57,7 @@ def thinking_of(
 
 
 def _starts(reasoning: ReasoningFormat, model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Some models write a line break first."""
+    """The marks that start reasoning, also with a line break before, as some models write it."""
     return tuple(_ids(model, before + mark) for mark in reasoning.starts for before in ("", "\n"))
 
 

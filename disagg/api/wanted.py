@@ -1,4 +1,4 @@
-"""A request independent of any API's format: the result of the second of its five steps.
+"""A request in a form that no longer depends on the API: the result of the second of five steps.
 
 The later steps do not know which API the request came through (`service`).
 """
@@ -17,53 +17,54 @@ from disagg.text.answer_reader import AnswerSyntax
 
 
 class JsonText(str):
-    """Arguments of an earlier call as JSON text; templates get the parsed value."""
+    """JSON text of an earlier call's arguments; chat templates get the parsed value."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
     """Messages and tools in the form that chat templates read: plain types, one text per message.
 
-    No text in them becomes a control token; only the template writes control tokens.
+    Text in them never becomes a control token; only the template writes control tokens.
     """
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()
     template_arguments: Mapping[str, Any] = {}
     add_generation_prompt: bool = True
-    continue_final_message: bool = False  # the answer is the rest of the last message
+    continue_final_message: bool = False  # the answer continues the last message
 
 
 class Text(msgspec.Struct, frozen=True):
-    """A prompt as text; control tokens that are written in it are parsed."""
+    """A prompt as text. Control tokens written in it count as control tokens."""
 
     text: str
     add_special_tokens: bool = True
 
 
-Prompt: TypeAlias = Conversation | Text | list[int]  # the last are token ids
+Prompt: TypeAlias = Conversation | Text | list[int]  # a list holds token ids
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """
+    """What a request asks for.
+
     Attributes:
         prompts: at least one, each with `num_choices` answers.
-        prompt_param: the field of the prompts, for error messages.
-        sampling: of each answer, without the parameters that are chosen later: `max_tokens`,
-            `seed`, `grammar` and `bad_words_token_ids`.
-        max_tokens: None: not set; then `default_max_tokens`, or as many as fit.
-        seed: of the first choice; None: not set.
-        grammar: the field with the schema or grammar of answers, and its value.
-        syntax: the format of reasoning and calls in an answer; None: plain text.
+        prompt_param: name of the field with the prompts, for error messages.
+        sampling: sampling parameters without those that are chosen later: `max_tokens`, `seed`,
+            `grammar` and `bad_words_token_ids`.
+        max_tokens: None if not set; the limit is then `default_max_tokens`, or as many as fit.
+        seed: seed of the first choice; None if not set.
+        grammar: name of the field with the schema or grammar of answers, and the grammar.
+        syntax: format of reasoning and calls in an answer; None for plain text.
         include_reasoning: whether reasoning is part of the answer.
-        thinking_token_budget: tokens of reasoning; None: no limit.
-        repeated: the request, if its answer repeats fields of it.
+        thinking_token_budget: largest number of reasoning tokens; None for no limit.
+        repeated: the request, if the response repeats some of its fields.
         echo: whether the prompt is repeated before its answer.
-        only_echo: whether nothing follows the repeated prompt.
-        shows_prompt_logprobs: whether they have a field of their own.
-        truncate_prompt_tokens: prompts are cut to this many last tokens; -1: as many as fit.
-        timeout_s: for the whole answer; None: the server's default.
-        priority: lower is earlier.
-        slo: the SLOs in the body.
+        only_echo: whether the answer is the repeated prompt alone.
+        shows_prompt_logprobs: whether the response has a field with the prompt's log-probabilities.
+        truncate_prompt_tokens: number of last tokens to which prompts are cut; -1: as many as fit.
+        timeout_s: time limit of the whole answer; None for the server's default.
+        priority: lower numbers go first.
+        slo: SLOs from the body.
     """
 
     model: ServedModel

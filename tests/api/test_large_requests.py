@@ -238,5 +238,5 @@ async def test_deep_schemas_of_tools_are_a_refusal(depth: int) -> None:
 
 
 def test_an_integer_of_too_many_digits_is_refused_in_the_words_of_the_api() -> None:
-    with pytest.raises(InvalidRequest, match=r"not valid JSON: an integer has 5001 digits\.$"):
+    with pytest.raises(InvalidRequest, match="an integer has 5001 digits, which is too many"):
         load_object(b'{"n":1' + b"0" * 5000 + b"}")

@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`: whole answers, events of streams, and errors."""
+"""Anthropic's `/v1/messages`: response bodies, events of streams, and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def message_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
 
 
 def _input(arguments: str) -> msgspec.Raw:
-    """An object, as the model wrote it. `{}` for what is none, as where the answer was cut off."""
+    """The arguments of a call as the model wrote them; `{}` if they are not a JSON object.
+
+    They are not if the answer was cut off.
+    """
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -56,7 +59,7 @@ def _input(arguments: str) -> msgspec.Raw:
 
 
 def _thinking(text: str) -> dict[str, Any]:
-    """Nothing is signed: what comes back is not checked."""
+    """A thinking block. Its signature is empty, because the server does not check signatures."""
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
@@ -80,7 +83,7 @@ def _end(answer: ChoiceDelta) -> dict[str, Any]:
 
 
 def _usage(run: RunningJob) -> dict[str, int]:
-    """Anthropic counts what was read from a cache apart."""
+    """The usage object. Anthropic counts cached tokens separately from input tokens."""
     num_cached = run.num_cached_tokens
     return {
         "input_tokens": run.job.num_prompt_tokens - num_cached,
@@ -91,13 +94,13 @@ def _usage(run: RunningJob) -> dict[str, int]:
 
 
 class MessageFrames:
-    """Events of a streamed message: blocks one after the other, each begun, grown and ended."""
+    """Events of a streamed message: blocks, each with a start, deltas and a stop."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._model_name = job.model.name
-        self._block = -1  # its index; -1: none has begun
-        self._kind: str | int = ""  # of what it is: "thinking", "text", or a call's number
+        self._block = -1  # index of the open block; -1 if none has begun
+        self._kind: str | int = ""  # kind of the open block: "thinking", "text" or a call's number
         self._end: dict[str, Any] = {}
 
     def name_models(self, run: RunningJob) -> bool:
@@ -110,7 +113,10 @@ class MessageFrames:
         return _event("message_start", {"message": message})
 
     def piece(self, piece: ChoiceDelta) -> bytes:
-        """What continues the open call comes first: a block that has ended cannot grow."""
+        """The events for new tokens.
+
+        Arguments of the open call come first, because a block that has ended cannot grow.
+        """
         events, num_grown = [], 0
         for call in piece.calls:
             if call.number != self._kind:
@@ -157,7 +163,7 @@ class MessageFrames:
         return ended + _event("content_block_start", begun)
 
     def _grow(self, kind: bytes, key: bytes, text: str) -> bytes:
-        """For each token, so without dictionaries."""
+        """A delta event. It is made for each token, so it avoids dictionaries."""
         return _GROWN % (self._block, kind, key, _to_json(text))
 
     def _grow_call(self, arguments: str) -> bytes:

@@ -88,7 +88,7 @@ class Metadata(msgspec.Struct):
 
 
 class Conversed(msgspec.Struct, kw_only=True):
-    """What requests for an answer and for a count of tokens have in common."""
+    """Fields that `/v1/messages` and `/v1/messages/count_tokens` have in common."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     model: Annotated[str, Meta(max_length=256)] | None = None
@@ -109,19 +109,19 @@ class MessagesRequest(Conversed, kw_only=True):
 
 
 class CountTokensRequest(Conversed, kw_only=True):
-    """How long would the prompt be?"""
+    """A request for the number of tokens of a prompt."""
 
 
 _UNSUPPORTED = ("container", "context_management", "mcp_servers", "output_config", "output_format")
 
 
 def read_messages(body: bytes) -> MessagesRequest:
-    """Raises `InvalidRequest`."""
+    """Parse the body of `/v1/messages`. Raises `InvalidRequest`."""
     return read_struct(body, MessagesRequest, _check)
 
 
 def read_count(body: bytes) -> CountTokensRequest:
-    """Raises `InvalidRequest`."""
+    """Parse the body of `/v1/messages/count_tokens`. Raises `InvalidRequest`."""
     return read_struct(body, CountTokensRequest, _check)
 
 
@@ -136,7 +136,7 @@ def _check(raw: dict[str, Any]) -> None:
 
 
 def _check_blocks(content: Any, path: str) -> None:
-    """Raises `InvalidRequest` for what is no text and no call."""
+    """Raises `InvalidRequest` for content other than text and calls."""
     for number, block in enumerate(content if isinstance(content, list) else ()):
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind not in _BLOCK_TYPES:
@@ -146,19 +146,19 @@ def _check_blocks(content: Any, path: str) -> None:
 
 
 def understand_messages(request: MessagesRequest, model: ServedModel, min_priority: int) -> Wanted:
-    """As `understand_chat`. What it refuses is named as in chats where both have a field."""
+    """Like `understand_chat`. Errors name the field of a chat request if both APIs have it."""
     return understand_chat(as_chat(request), model, min_priority)
 
 
 def understand_count(request: CountTokensRequest, model: ServedModel) -> Prompt:
-    """The prompt of a request with these fields. Raises `InvalidRequest`."""
+    """The prompt whose tokens are to be counted. Raises `InvalidRequest`."""
     fields = {name: getattr(request, name) for name in CountTokensRequest.__struct_fields__}
     wanted = understand_messages(MessagesRequest(max_tokens=1, **fields), model, 0)
     return wanted.prompts[0]
 
 
 def as_chat(request: MessagesRequest) -> ChatRequest:
-    """Raises `InvalidRequest`."""
+    """Convert the request to a chat request. Raises `InvalidRequest`."""
     choice, thinking = request.tool_choice, request.thinking
     return ChatRequest(
         messages=_messages(request),
@@ -174,7 +174,7 @@ def as_chat(request: MessagesRequest) -> ChatRequest:
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         reasoning_effort="none" if thinking is not None and thinking.type == "disabled" else None,
         thinking_token_budget=None if thinking is None else thinking.budget_tokens,
-        # An answer to a last message of the assistant goes on with it.
+        # If the last message is the assistant's, the answer continues it.
         continue_final_message=request.messages[-1].role == "assistant" or None,
     )
 
@@ -206,14 +206,18 @@ def _messages(request: Conversed) -> list[ChatMessage]:
 
 
 def _as_chat_messages(message: Message, path: str) -> list[ChatMessage]:
-    """Results of tools are messages of their own in chats, before what the user says to them."""
+    """Convert a message to chat messages, where tool results are separate messages.
+
+    Tool results come before the text of the same user message.
+    """
     if isinstance(message.content, str):
         return [ChatMessage(message.role, message.content)]
     texts, thoughts, calls, results = [], [], list[ToolCall](), list[ChatMessage]()
     for number, block in enumerate(message.content):
         if isinstance(block, ToolUse | ToolResult) != (message.role == _ROLES.get(type(block))):
             raise invalid_value(
-                f"{path}.content[{number}]", f"a message of the {message.role} has none."
+                f"{path}.content[{number}]",
+                f"a message with role {message.role!r} cannot have this type of block.",
             )
         match block:
             case TextBlock(text=text):

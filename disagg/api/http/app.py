@@ -42,29 +42,29 @@ AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset(["/health", "/live", "/ready", "/ping", "/version", "/metrics"])
 
-SCORE_NBYTES = 32  # of a log-probability and its token, as JSON
-CUT_TIMEOUT_S = 1.0  # for writing the error to clients that may read slowly
+SCORE_NBYTES = 32  # size of a log-probability and its token in JSON
+CUT_TIMEOUT_S = 1.0  # time to write the error to clients that may read slowly
 
 logger = logging.getLogger("disagg.api")
 
-_STOPPING = Unavailable("This server is stopping and takes no new requests; ask again.")
-_CUT = Unavailable("The server stopped before this answer was complete; ask again.")
+_STOPPING = Unavailable("This server is stopping and takes no new requests; try again.")
+_CUT = Unavailable("The server stopped before this answer was complete; try again.")
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """Whether requests can be served now; `pools` says what there is, for people."""
+    """Whether requests can be served now. `pools` has the number of workers, for people."""
 
     ready: bool
     reason: str = ""
     pools: dict[str, dict[str, int]] = {}
-    ingress: str = ""  # which of several answers
+    ingress: str = ""  # id of the ingress that answers
 
 
 class Drained(NamedTuple):
-    """How the requests that ran when a server was told to stop have ended."""
+    """What became of the requests that were running when the server was told to stop."""
 
-    num_ended: int
-    num_cut: int  # with an error, when their time was over
+    num_ended: int  # completed
+    num_cut: int  # ended with an error because the drain time was over
 
 
 class _Version(msgspec.Struct):
@@ -78,14 +78,14 @@ class HttpApp:
     """The ASGI application.
 
     Args:
-        readiness: asked by `/ready` and `/health`; cheap.
-        metrics: shown by `/metrics`.
-        explain: request id and tenant -> JSON that says how it was routed; `/debug/requests/{id}`.
-        refresh: brings gauges up to date before `/metrics` shows them.
-        beside: more of `/metrics`, asked of a process beside this one; called in a thread.
-        new_id: random text for ids that clients do not choose.
-        quota: what tenants may do; None: whatever they like.
-        names_replies: whether to send `x-request-id`; False: whoever hosts the app does.
+        readiness: called by `/ready` and `/health`; must be cheap.
+        metrics: the metrics that `/metrics` shows.
+        explain: request id and tenant -> JSON about its routing, for `/debug/requests/{id}`.
+        refresh: updates gauges before `/metrics` shows them.
+        beside: returns metrics of another process for `/metrics`; called in a thread.
+        new_id: returns random text for ids that clients do not choose.
+        quota: limits of tenants; None for no limits.
+        names_replies: whether to send `x-request-id`; False if the host of the app sends it.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class HttpApp:
         self._names_replies = names_replies
         self._key_check = KeyCheck(config)
         self._quota = quota or Quota.unlimited(metrics.clock)
-        self._running: set[asyncio.Task[None]] = set()  # not those of open paths
-        self._stopping: Unavailable | None = None  # what new requests are told
+        self._running: set[asyncio.Task[None]] = set()  # requests, except those of open paths
+        self._stopping: Unavailable | None = None  # the error for new requests while stopping
         self._is_cutting = False
         self._bodies = Bodies(config.max_requests_nbytes)
         metrics.body_nbytes.set_function(lambda: self._bodies.nbytes)
@@ -124,10 +124,13 @@ class HttpApp:
         self._routes: dict[str, tuple[str, Endpoint]] = {
             **{path: ("POST", partial(self._generate, api)) for path, api in BY_PATH.items()},
             "/v1/models": ("GET", self._models),
-            "/v1/messages/count_tokens": ("POST", partial(self._told, service.count_tokens)),
-            "/v1/embeddings": ("POST", partial(self._told, service.embeddings)),
-            "/tokenize": ("POST", partial(self._told, service.tokenize)),
-            "/detokenize": ("POST", partial(self._told, service.detokenize)),
+            "/v1/messages/count_tokens": (
+                "POST",
+                partial(self._answer_at_once, service.count_tokens),
+            ),
+            "/v1/embeddings": ("POST", partial(self._answer_at_once, service.embeddings)),
+            "/tokenize": ("POST", partial(self._answer_at_once, service.tokenize)),
+            "/detokenize": ("POST", partial(self._answer_at_once, service.detokenize)),
             "/openapi.json": ("GET", self._show_openapi),
             "/health": ("GET", self._ready),
             "/ready": ("GET", self._ready),
@@ -152,18 +155,18 @@ class HttpApp:
             await self._serve(request, send)
 
     async def _serve(self, request: HttpRequest, send: Send) -> None:
-        """Answer one request, unless its client goes away first."""
+        """Answer one request, unless its client disconnects first."""
         if request.path in OPEN_PATHS:
             await self._serve_untraced(request, send)
             return
-        named = {"http.request.method": request.method, "url.path": request.path[:128]}
-        with telemetry.span("http", request.traceparent, named, "server") as span:
+        attributes = {"http.request.method": request.method, "url.path": request.path[:128]}
+        with telemetry.span("http", request.traceparent, attributes, "server") as span:
             request.traceparent = span.traceparent
             logs.set_request(request.request_id, request.traceparent)
             span.set("http.response.status_code", await self._serve_untraced(request, send))
 
     async def _serve_untraced(self, request: HttpRequest, send: Send) -> int:
-        """Returns the status that was sent; 499 if the client went away before."""
+        """Returns the status that was sent, or 499 if the client disconnected before."""
         writer = Writer(send, request.reply_headers)
         work = asyncio.create_task(self._answer(request, writer))
         if request.path not in OPEN_PATHS:
@@ -171,7 +174,7 @@ class HttpApp:
         gone = asyncio.create_task(watch(request, writer))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also when the server cancels us, as Serve does when a client goes away
+        finally:  # also if this task is cancelled: Ray Serve does so when a client disconnects
             if not work.done():
                 self._metrics.disconnects.inc()
             status = writer.status or 499
@@ -181,7 +184,7 @@ class HttpApp:
                 task.cancel()
             try:
                 await asyncio.gather(work, gone, return_exceptions=True)
-            finally:  # also when we are cancelled a second time
+            finally:  # also if this task is cancelled a second time
                 self._running.discard(work)
                 self._bodies.give_back(request.num_body_bytes)
                 self._quota.end(request)
@@ -203,17 +206,17 @@ class HttpApp:
             if error is not problem:
                 logger.exception("request %s failed", request.request_id)
             if isinstance(error, Overloaded):
-                who = self._quota.tenant_class(request.tenant)
-                self._metrics.refused.labels(request.route, error.reason, who).inc()
+                tenant = self._quota.tenant_class(request.tenant)
+                self._metrics.refused.labels(request.route, error.reason, tenant).inc()
                 self._quota.say(request)
             close = not request.body_is_read
             await writer.fail(error, request.path, close=close)
 
     async def drain(self, timeout_s: float) -> Drained:
-        """Refuse what is new, and wait for what runs.
+        """Refuse new requests, and wait for running ones.
 
-        What still runs after `timeout_s` ends with an error: as a reply, or as the last event of
-        a stream. There is no way back.
+        Requests that still run after `timeout_s` end with an error, as a reply or as the last
+        event of a stream. The app cannot serve again afterwards.
         """
         self._stopping = _STOPPING
         running = {work for work in self._running if not work.done()}
@@ -237,14 +240,15 @@ class HttpApp:
         elif request.path == "/metrics":
             self._key_check.of_metrics(request)
         if endpoint is None:
-            raise UnknownUrl(f"There is no {request.path[:128]!r} here.")
+            raise UnknownUrl(f"There is no endpoint {request.path[:128]!r}.")
         if request.method not in (method, "HEAD" if method == "GET" else method):
             raise MethodNotAllowed(
-                f"{request.path} takes {method}, not {request.method[:16]}.", allowed=method
+                f"{request.path} supports {method}, not {request.method[:16]}.", allowed=method
             )
         if method == "POST" and len(self._running) > self._config.max_num_requests:
             raise Overloaded(
-                f"{self._config.max_num_requests} requests are in flight here already."
+                f"This ingress already serves {self._config.max_num_requests} requests, its limit"
+                " (http.max_num_requests)."
             )
         if method == "POST":
             self._quota.begin(request)
@@ -291,7 +295,7 @@ class HttpApp:
     def _begin(
         self, request: HttpRequest, run: RunningJob, arrived_s: float, read_s: float
     ) -> None:
-        """A request is read and checked. Raises `RateLimited`."""
+        """Count a request that is read and checked. Raises `RateLimited`."""
         model, metrics = run.job.model.name, self._metrics
         metrics.staged(model, "receive", read_s - arrived_s)
         metrics.staged(model, "tokenize", metrics.clock() - read_s)
@@ -304,7 +308,7 @@ class HttpApp:
     async def _collect(
         self, request: HttpRequest, run: RunningJob, arrived_s: float
     ) -> list[ChoiceDelta]:
-        """Whole answers. A failure of any loses all: a part is never passed off as the whole."""
+        """The complete answers of all choices. If one choice fails, the whole request fails."""
         answers = [ChoiceDelta(index) for index in range(len(run.job.requests))]
         async with aclosing(run.batches()) as batches:
             with self._timer(request, run, arrived_s) as timer:
@@ -315,7 +319,7 @@ class HttpApp:
         _say_why(run, request)
         return answers
 
-    # The rest
+    # Other endpoints
 
     async def _models(self, request: HttpRequest) -> Reply:
         return Reply(responses.models_body(self._service.models.values()))
@@ -323,7 +327,7 @@ class HttpApp:
     async def _one_model(self, request: HttpRequest) -> Reply:
         return Reply(responses.model_body(self._service.model(request.rest)))
 
-    async def _told(
+    async def _answer_at_once(
         self, answer: Callable[[bytes], Awaitable[bytes]], request: HttpRequest
     ) -> Reply:
         return Reply(await answer(await self._read_json(request)))
@@ -352,8 +356,8 @@ class HttpApp:
         found = self._explain(request.rest, request.tenant)
         if found is None:
             raise UnknownUrl(
-                "No routing decision is known for this request id: it may be too old, or another"
-                " ingress served it (send the request again to reach that one)."
+                "This ingress knows no routing decision for this request id: it may be too old, or"
+                " another ingress served it (try again to reach that one)."
             )
         return Reply(found)
 
@@ -365,8 +369,8 @@ class HttpApp:
 
 
 def _say_why(run: RunningJob, request: HttpRequest) -> None:
-    """In a header, what the cascade has decided so far."""
-    words = dict.fromkeys(each.in_words() for each in run.decisions if each is not None)
-    if words:
-        text = "; ".join(words).encode("ascii", "replace")
+    """Add a header with the decisions of the cascade so far."""
+    reasons = dict.fromkeys(each.in_words() for each in run.decisions if each is not None)
+    if reasons:
+        text = "; ".join(reasons).encode("ascii", "replace")
         request.reply_headers.append((b"x-disagg-cascade", text))

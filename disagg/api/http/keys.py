@@ -14,20 +14,20 @@ from disagg.api_keys import digest_of, digest_said, read_key_file, tenants_by_di
 from disagg.config import HttpConfig
 from disagg.errors import StartupError, Unauthorized
 
-LOOK_S = 2.0  # at the file of keys, at most so often
+LOOK_S = 2.0  # shortest time between two looks at the keys file
 
 logger = logging.getLogger("disagg.api")
 
 
 class KeyCheck:
-    """Knows whose a bearer key is. With no key configured all may enter.
+    """Maps API keys to tenants. Without any configured key, every request is allowed.
 
-    Keys are looked up by a digest under a secret of this process, so how long that takes says
-    nothing about any key. A file of keys is read again when it changes; one that cannot be read any
-    more leaves the keys as they were.
+    Keys are looked up by a keyed digest with a secret of this process, so that response times
+    reveal nothing about keys. The keys file is read again when it changes; if it then cannot be
+    read, the old keys stay valid.
 
     Raises:
-        StartupError: the file of keys is not right.
+        StartupError: the keys file is invalid.
     """
 
     def __init__(self, config: HttpConfig, now: Callable[[], float] = time.monotonic) -> None:
@@ -46,25 +46,25 @@ class KeyCheck:
         )
 
     def __call__(self, request: HttpRequest) -> None:
-        """Fill in whose request it is. Raises `Unauthorized`."""
+        """Set the tenant of a request. Raises `Unauthorized`."""
         if self._file is not None and self._now() - self._looked_s > LOOK_S:
             self._look()
         if not self._tenants:
             return
         tenant = self._tenants.get(self._given(request))
         if tenant is None:
-            raise Unauthorized("The API key is not valid.")
+            raise Unauthorized("The API key is invalid.")
         request.tenant = tenant
 
     def of_metrics(self, request: HttpRequest) -> None:
-        """Whoever has the operators' key may see the metrics. Raises `Unauthorized`."""
+        """Check the key of a request for metrics. Raises `Unauthorized`."""
         if self._of_metrics is not None and self._given(request) != self._of_metrics:
-            raise Unauthorized("The metrics have a key of their own, and this is not it.")
+            raise Unauthorized("GET /metrics needs the metrics key of the server (--metrics-key).")
 
     def _given(self, request: HttpRequest) -> bytes:
-        """The digest of the key that was sent. Raises `Unauthorized`."""
+        """The digest of the request's key. Raises `Unauthorized` if it has none."""
         given = request.headers.get(b"authorization")
-        if given is None and b"x-api-key" in request.headers:  # as Anthropic's clients send it
+        if given is None and b"x-api-key" in request.headers:  # the header of Anthropic's clients
             given = b"Bearer " + request.headers[b"x-api-key"]
         if given is None:
             raise Unauthorized("Send your API key as Authorization: Bearer KEY.")
@@ -80,9 +80,9 @@ class KeyCheck:
         try:
             self._tenants = self._read()
         except StartupError as error:
-            logger.warning("%s The keys stay as they were.", error.message)
+            logger.warning("%s The previous API keys stay valid.", error.message)
         else:
-            logger.info("The API keys in %s were read again.", self._file)
+            logger.info("Reloaded the API keys from %s.", self._file)
 
     def _read(self) -> dict[bytes, str]:
         from_file = {} if self._file is None else read_key_file(self._file)
@@ -94,7 +94,10 @@ class KeyCheck:
 
 
 def _version(file: str | None) -> tuple[int, ...]:
-    """Changes with the file. A Kubernetes secret is exchanged as a whole, so the inode counts."""
+    """A value that changes when the file changes.
+
+    It has the inode, because Kubernetes replaces the whole file of a secret.
+    """
     try:
         found = os.stat(file) if file is not None else None
     except OSError:

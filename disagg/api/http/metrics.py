@@ -1,6 +1,6 @@
-"""Prometheus metrics of requests, with vLLM's names and our prefix.
+"""Prometheus metrics of requests, with vLLM's names and the prefix `disagg_`.
 
-Buckets are those of OpenTelemetry's GenAI conventions.
+The buckets are those of OpenTelemetry's GenAI conventions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from disagg.api_keys import DEFAULT_TENANT
 from disagg.errors import DisaggError, Overloaded
 from disagg.router.cascade import CascadeDecision
 
-# They would be a second series for each counter and histogram, which nobody asks for.
+# By default there is a second series with the creation time of each counter and histogram.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 LabelledMetric = TypeVar("LabelledMetric", bound=MetricWrapperBase)
@@ -41,27 +41,28 @@ _TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2
 _DURATION_S = tuple(0.01 * 2**power for power in range(14))
 
 
-# On the way of a request to its second token, in order. Up to `prefill_compute` they make up the
-# time to the first token, but for what passes between processes.
+# The stages of a request until its second token, in order. Those up to `prefill_compute` add up to
+# the TTFT, except for the time between processes.
 Stage: TypeAlias = Literal[
-    "receive",  # the body is read
-    "tokenize",  # parsing, the chat template, tokens, the check of a grammar
-    "queue",  # in the ingress, until a worker was chosen
-    "prefix_pull",  # another worker is asked for the prefix that it has cached
-    "prefill_queue",  # on the worker that prefills, less the pull of a prefix from another worker
+    "receive",  # reading the body
+    "tokenize",  # parsing, chat template, tokenization, grammar check
+    "queue",  # in the ingress, until a worker is chosen
+    "prefix_pull",  # asking another worker for a prefix that it has cached
+    "prefill_queue",  # on the prefill worker, without the pull of a prefix from another worker
     "prefill_compute",
     "kv_pull",
-    "decode_queue",  # on the worker that decodes, less the pull
+    "decode_queue",  # on the decode worker, without the pull
     "decode_first_step",
 ]
 
 
 class ApiMetrics:
-    """
+    """The metrics of an ingress.
+
     Args:
-        registry: what `/metrics` shows; other parts may add to it.
-        clock: a monotonic clock in seconds.
-        slo_s: by model, to the first token and between tokens; others have none.
+        registry: the registry that `/metrics` shows; other modules add their metrics to it.
+        clock: returns monotonic seconds.
+        slo_s: TTFT and TPOT SLO by model, in seconds; models without SLOs are missing.
     """
 
     def __init__(
@@ -85,99 +86,101 @@ class ApiMetrics:
 
         self.num_running = gauge(
             "num_requests_running",
-            "HTTP requests that this ingress is answering: those that wait, and streams, included",
+            "Number of HTTP requests that this ingress is serving, including those that wait in"
+            " its queue and streams",
         )
         self.num_tasks = gauge(
             "event_loop_tasks",
-            "Tasks of this ingress's event loop. At rest a small constant; growth without load is a"
-            " leak",
+            "Number of tasks in the event loop of this ingress. It is small and constant without"
+            " load; growth without load means a leak",
         )
         self.body_nbytes = gauge(
             "requests_body_bytes",
-            "Bodies of HTTP requests that this ingress is answering, in bytes (bounded by"
-            " http.max_requests_nbytes)",
+            "Size of the bodies of all HTTP requests that this ingress is serving, in bytes"
+            " (limited by http.max_requests_nbytes)",
         )
         self.queue_length = gauge(
             "queue_num_requests",
-            "Requests in the admission queue of this ingress, because all workers are busy",
+            "Number of requests in the admission queue of this ingress; they wait because all"
+            " workers are busy",
             "tenant",
         )
         self.queue_nbytes = gauge(
             "queue_bytes",
-            "Prompts of the requests in the admission queue of this ingress, in bytes (bounded by"
-            " http.max_queue_nbytes)",
+            "Size of the prompts of all requests in the admission queue of this ingress, in bytes"
+            " (limited by http.max_queue_nbytes)",
         )
 
     def _add_counters(self) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"disagg_{name}", text, labels, registry=self.registry)
 
-        model, counted = "model_name", "Counted when the answer ends, however it ends"
+        model, counted = "model_name", "Counted when a request ends, whether it succeeded or not"
         self.http_requests = counter(
             "http_requests",
-            "HTTP requests by route and status. 499: the client disconnected before the reply."
-            " A stream that fails after its first byte has status 200 (see request_failure)",
+            "Number of HTTP requests by route and status. 499: the client disconnected before the"
+            " reply. A stream that fails after its first byte has status 200 (see request_failure)",
             "route",
             "code",
         )
         self.refused = counter(
             "request_refused",
-            "Requests refused with 429 before any work was done. reason: predicted_late (the first"
-            " token would come after the deadline or ttft_slo_s), became_late (noticed in the"
-            " queue), queue_full, no_room (too many at once here or on the workers), tenant_limit"
-            " (the tenant has used up its requests or tokens)",
+            "Number of requests refused with status 429. reason: predicted_late (the first token"
+            " was predicted to miss the deadline or ttft_slo_s), became_late (the same, noticed in"
+            " the queue), queue_full, no_room (too many requests in this ingress or on the"
+            " workers), tenant_limit (the tenant's limit of requests or tokens is used up)",
             "route",
             "reason",
             "tenant",
         )
         self.success = counter(
             "request_success",
-            "Complete answers: one for each choice of a request",
+            "Number of complete answers; each choice of a request counts as one",
             model,
             "finish_reason",
         )
         self.failure = counter(
             "request_failure",
-            "Requests that failed after they were accepted, by the code of the error",
+            "Number of requests that failed after they were accepted, by error code",
             model,
             "code",
         )
         self.disconnects = counter(
             "request_disconnect",
-            "Requests whose client disconnected before the answer was complete",
+            "Number of requests whose client disconnected before the answer was complete",
         )
         self.slo = counter(
             "request_slo",
-            "Requests that were answered, by whether they met their SLO: first token within"
-            " ttft_slo_s, and the mean time between tokens within tpot_slo_s. missed: also those"
-            " that failed. Goodput is the rate of met. slo: the SLO of the model, of the request"
-            " itself, or none (batch work)",
+            "Number of accepted requests by outcome: met (TTFT within ttft_slo_s and mean time"
+            " between tokens within tpot_slo_s) or missed (also if the request failed). Goodput is"
+            " the rate of met. slo: whether the SLO is that of the model, of the request, or none"
+            " (batch work)",
             model,
             "outcome",
             "slo",
         )
         self.prompt_tokens = counter(
-            "prompt_tokens", f"Tokens of prompts, cached or not. {counted}", model, "tenant"
+            "prompt_tokens", f"Number of prompt tokens, cached or not. {counted}", model, "tenant"
         )
         self.cached_tokens = counter(
             "cached_prompt_tokens",
-            f"Tokens of prompts whose KV was cached somewhere and not computed. {counted}",
+            f"Number of prompt tokens whose KV came from a cache. {counted}",
             model,
             "tenant",
         )
         self.generation_tokens = counter(
-            "generation_tokens", f"Tokens that were generated. {counted}", model, "tenant"
+            "generation_tokens", f"Number of generated tokens. {counted}", model, "tenant"
         )
         self.cascade_answers = counter(
             "cascade_answers",
-            'Requests for the model "auto" (small model first), by the model that answered',
+            'Number of requests for the model "auto" (cascade), by the model that answered',
             model,
         )
         self.cascade_escalations = counter(
             "cascade_escalations",
-            'Requests for the model "auto" that this model did not answer, so that a larger one'
-            " did. reason: unsure (its first tokens had too low log-probabilities) or the code of"
-            " its error",
+            'Number of requests for the model "auto" that this model passed on to a larger one.'
+            " reason: unsure (the log-probabilities of its first tokens were too low) or an error"
+            " code",
             model,
             "reason",
         )
@@ -190,51 +193,51 @@ class ApiMetrics:
 
         self.queue_wait = histogram(
             "queue_wait",
-            "Time that requests waited in the admission queue of this ingress: of those that had to"
-            " wait, and were not refused",
+            "Time that requests waited in the admission queue of this ingress. Requests that did"
+            " not wait, or were refused, do not count",
             _TTFT_S,
             "tenant",
         )
         self.ttft = histogram(
             "time_to_first_token",
-            "From the arrival of a request's head to its first token (TTFT)",
+            "Time from the arrival of a request's headers to its first token (TTFT)",
             _TTFT_S,
             "model_name",
         )
         self.itl = TokenLatency(
             "disagg_inter_token_latency_seconds",
-            "Between tokens of one answer, as they leave this ingress (TPOT, ITL)",
+            "Time between tokens of one answer, measured when they leave this ingress (ITL, TPOT)",
             _TPOT_S,
         )
         self.registry.register(self.itl)
         self.e2e = histogram(
             "e2e_request_latency",
-            "From the arrival of a request's head to its last token",
+            "Time from the arrival of a request's headers to its last token",
             _DURATION_S,
             "model_name",
         )
         self.stages = histogram(
             "request_stage",
-            "Where a request's time goes until its second token. Stages of the first token, in"
-            " order: receive (HTTP body), tokenize (chat template, tokens, grammar check), queue"
-            " (in the ingress), prefix_pull (asking another worker for a cached prefix),"
-            " prefill_queue, prefill_compute. Then, if that was on a prefill worker: kv_pull (also"
-            " of a prefix from another worker, before prefill), decode_queue, decode_first_step"
-            " (with a prompt that is computed again after a failed pull)",
+            "Time that requests spend in each stage until the second token. Stages until the first"
+            " token, in order: receive (HTTP body), tokenize (chat template, tokenization, grammar"
+            " check), queue (in the ingress), prefix_pull (asking another worker for a cached"
+            " prefix), prefill_queue, prefill_compute. Further stages if a prefill worker computed"
+            " the prompt: kv_pull (also the pull of a prefix before prefill), decode_queue,"
+            " decode_first_step (includes computing the prompt again after a failed pull)",
             _TTFT_S,
             "model_name",
             "stage",
         )
 
     def of(self, metric: LabelledMetric, *labels: str) -> LabelledMetric:
-        """`metric.labels(*labels)`, remembered: a request asks for a dozen, 0.8 us each."""
+        """`metric.labels(*labels)`, cached: a request needs a dozen of them, 0.8 us each."""
         found = self._series.get((metric, labels))
         if found is None:
             found = self._series[metric, labels] = metric.labels(*labels)
         return cast(LabelledMetric, found)
 
     def staged(self, model: str, stage: Stage, seconds: float) -> None:
-        """A request has left a stage."""
+        """Observe how long a request spent in a stage."""
         self.of(self.stages, model, stage).observe(seconds)
 
     def cascade_decided(self, decision: CascadeDecision) -> None:
@@ -247,12 +250,12 @@ class ApiMetrics:
 
 
 class RequestTimer:
-    """Observes one run: when its first token came, how tokens followed, how it ended.
+    """Observes the TTFT, the times between tokens and the end of one run.
 
-    Use as a context manager around the iteration of the run's batches.
+    Use it as a context manager around the iteration of the run's batches.
 
     Args:
-        tenant: as metrics call it.
+        tenant: the tenant's label in metrics.
     """
 
     def __init__(
@@ -284,7 +287,7 @@ class RequestTimer:
             self._first_s = now
             self._metrics.of(self._metrics.ttft, self._model).observe(now - self._arrived_s)
         else:
-            # Choices run side by side: each gains its share of the tokens of this interval.
+            # Choices run in parallel; each of them gets its share of the tokens of this interval.
             self._itl.observe((now - self._last_s) * self._num_choices / num_tokens)
         self._last_s = now
 
@@ -296,7 +299,7 @@ class RequestTimer:
     ) -> None:
         metrics, model, run = self._metrics, self._model, self._run
         if isinstance(error, Overloaded):
-            return  # it was never taken in
+            return  # the request was refused
         if isinstance(error, DisaggError):
             metrics.of(metrics.failure, model, error.code).inc()
         metrics.of(metrics.e2e, model).observe(metrics.clock() - self._arrived_s)
@@ -304,12 +307,12 @@ class RequestTimer:
         metrics.of(metrics.cached_tokens, model, self._tenant).inc(run.num_cached_tokens)
         metrics.of(metrics.generation_tokens, model, self._tenant).inc(run.num_completion_tokens)
         if model in metrics.slo_s and (error is None or isinstance(error, DisaggError)):
-            asked = RequestSlo(run.job.requests[0].ttft_slo_s, run.job.requests[0].tpot_slo_s)
+            slo = RequestSlo(run.job.requests[0].ttft_slo_s, run.job.requests[0].tpot_slo_s)
             ttft_slo_s, tpot_slo_s = metrics.slo_s[model]
             has_met = error is None and self._is_in_time(
-                asked.ttft_s or ttft_slo_s, asked.tpot_s or tpot_slo_s
+                slo.ttft_s or ttft_slo_s, slo.tpot_s or tpot_slo_s
             )
-            metrics.of(metrics.slo, model, "met" if has_met else "missed", asked.kind).inc()
+            metrics.of(metrics.slo, model, "met" if has_met else "missed", slo.kind).inc()
 
     def _is_in_time(self, ttft_slo_s: float, tpot_slo_s: float) -> bool:
         if self._first_s is None:

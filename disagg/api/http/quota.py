@@ -18,9 +18,9 @@ class Quota:
     """Counts requests against their tenants' limits.
 
     Args:
-        tenant: a tenant's settings, by name.
-        tenant_class: what metrics call a tenant; bounded by the configuration.
-        limits: kept by every ingress alike.
+        tenant: returns a tenant's settings by name.
+        tenant_class: returns a tenant's label in metrics; the configuration limits their number.
+        limits: limits that all ingresses enforce together.
     """
 
     def __init__(
@@ -43,28 +43,28 @@ class Quota:
         return self._tenant(name).min_priority
 
     def least_slo(self, name: str) -> RequestSlo:
-        """The shortest times that a tenant's requests may ask for; 0: those of their model."""
+        """The shortest SLOs that a tenant's requests may set; 0 for those of the model."""
         tenant = self._tenant(name)
         return RequestSlo(tenant.min_ttft_slo_s or 0.0, tenant.min_tpot_slo_s or 0.0)
 
     def begin(self, request: HttpRequest) -> None:
-        """Raises `RateLimited`."""
+        """Count a new request. Raises `RateLimited`."""
         self._limits.begin(request.tenant)
         request.num_output_tokens = lambda: 0
 
     def take_prompt(self, request: HttpRequest, run: RunningJob) -> None:
-        """Raises `RateLimited`."""
+        """Count the tokens of a request's prompts. Raises `RateLimited`."""
         self._limits.take_tokens(request.tenant, run.job.num_prompt_tokens)
         request.num_output_tokens = lambda: run.num_completion_tokens
         self.say(request)
 
     def end(self, request: HttpRequest) -> None:
-        """Whatever has become of it."""
+        """Count the end of a request and its output tokens, whether it succeeded or not."""
         if request.num_output_tokens is not None:
             self._limits.end(request.tenant, request.num_output_tokens())
 
     def say(self, request: HttpRequest) -> None:
-        """Tell the client what is left, where there is a limit."""
+        """Add the headers that tell the client what is left of its limits."""
         headers = request.reply_headers
         headers[:] = [each for each in headers if not each[0].startswith(_PREFIX)]
         for kind, left in self._limits.remaining(request.tenant).items():
@@ -80,7 +80,7 @@ def _headers(kind: bytes, left: Remaining) -> list[tuple[bytes, bytes]]:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 1.5s, 6m0s."""
+    """A duration in the format of OpenAI's headers: 20ms, 1.5s, 6m0s."""
     if seconds < 1.0:
         return f"{round(1000 * seconds)}ms"
     minutes, rest = divmod(round(seconds, 1), 60.0)

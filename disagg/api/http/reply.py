@@ -1,4 +1,4 @@
-"""Writes one reply: whole, or as a stream of server-sent events."""
+"""Writes one reply, as a whole or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from disagg.token_fast_path import Taken, begun
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-# A stream without an event for so long gets a comment, against idle timeouts of proxies; one
-# whose client takes nothing for so long is given up.
+# A stream that is silent for this long gets a comment, so that proxies do not time out. A stream
+# whose client reads nothing for this long is closed.
 PING_AFTER_S = 15.0
 JSON = (b"content-type", b"application/json")
 EVENT_STREAM = [
@@ -37,9 +37,10 @@ class Reply:
 
 
 class Stream(NamedTuple):
-    """
+    """A streamed reply.
+
     Attributes:
-        events: yields what to write, and may write more with `Writer.write_now` in between.
+        events: yields events to write; it may also write some itself with `Writer.write_now`.
         error: makes the last event of a stream that fails.
     """
 
@@ -48,14 +49,14 @@ class Stream(NamedTuple):
 
 
 class Writer:
-    """Writes one answer, whole or in parts, and knows how far it got."""
+    """Writes one reply, and knows how much of it is written."""
 
     def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self._send = send
-        self._headers = headers  # of every answer, whatever it is
+        self._headers = headers  # sent with every reply, also with errors
         self.status: int | None = None
-        self.streaming: Stream | None = None  # which has begun and not ended
-        self.num_begun = 0  # writes of the stream; one more than `num_written` while one blocks
+        self.streaming: Stream | None = None  # the stream that has begun and not ended
+        self.num_begun = 0  # writes that have begun; more than `num_written` while one blocks
         self.num_written = 0
 
     async def reply(self, reply: Reply) -> None:
@@ -64,7 +65,7 @@ class Writer:
         await self.write(reply.body, more=False)
 
     async def stream(self, stream: Stream) -> None:
-        """The reply starts with the first event, so that earlier errors have a status."""
+        """Write a stream. The reply starts with its first event, so earlier errors get a status."""
         async with aclosing(stream.events(self)) as events:
             async for event in events:
                 if not self.streaming:
@@ -75,7 +76,7 @@ class Writer:
         await self.write(b"", more=False)
 
     async def fail(self, error: DisaggError, path: str, *, close: bool) -> None:
-        """An error reply for `path`, or the last event of a stream that has begun."""
+        """Write an error reply for `path`, or the last event of a stream that has begun."""
         if self.streaming:
             event = self.streaming.error(error)
             self.streaming = None
@@ -91,7 +92,7 @@ class Writer:
         self.num_written += 1
 
     def write_now(self, body: bytes) -> Taken:
-        """Write outside of the request's task. Returns what that one has to wait for."""
+        """Write from another task. Returns what the request's own task must wait for."""
         return begun(self.write(body))
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -106,7 +107,7 @@ class Writer:
 
 
 async def watch(request: HttpRequest, writer: Writer) -> None:
-    """Return when the client is gone or has stopped reading; keep a silent stream alive."""
+    """Return when the client has disconnected or stopped reading; keep a silent stream alive."""
     gone = asyncio.create_task(request.disconnected())
     try:
         while True:
@@ -117,7 +118,7 @@ async def watch(request: HttpRequest, writer: Writer) -> None:
             if before != (writer.num_begun, writer.num_written):
                 continue
             if writer.num_begun > writer.num_written:
-                return  # one write has blocked for all this time
+                return  # a write has been blocked for the whole time
             if writer.streaming:
                 async with asyncio.timeout(PING_AFTER_S):
                     await writer.write(PING)
@@ -128,7 +129,7 @@ async def watch(request: HttpRequest, writer: Writer) -> None:
 
 
 async def answer_lifespan(receive: Receive, send: Send) -> None:
-    """What a server says before the first request and after the last."""
+    """Answer the ASGI lifespan events of the server."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

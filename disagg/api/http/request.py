@@ -1,6 +1,6 @@
-"""Reads one HTTP request: headers, key, the body within bounds, and the client's disconnect.
+"""Reads one HTTP request: its headers, its body with size limits, and its client's disconnect.
 
-Headers are labels only. Nothing a client sends in one is used as an address or a cache key.
+Nothing that a client sends in a header is used as an address or a cache key.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class HeadersTooLarge(RequestError):
 
 
 class Bodies:
-    """The bodies of all requests in flight, bounded in bytes.
+    """Limits the total size of the bodies of all running requests.
 
-    A body counts from its arrival to the end of its request: what was made of it lives as long.
+    A body counts from its arrival to the end of its request, because objects made from it live as
+    long.
     """
 
     def __init__(self, max_nbytes: int) -> None:
@@ -39,15 +40,15 @@ class Bodies:
         self._max_nbytes = max_nbytes
 
     def check(self, nbytes: int) -> None:
-        """Raises `Overloaded` when so many more do not fit."""
+        """Raises `Overloaded` if `nbytes` more do not fit."""
         if self.nbytes + nbytes > self._max_nbytes:
             raise Overloaded(
-                f"The bodies of requests in flight already fill their {self._max_nbytes} bytes;"
-                " try again shortly."
+                "The bodies of running requests already use the limit of"
+                f" {self._max_nbytes} bytes (http.max_requests_nbytes); try again shortly."
             )
 
     def take(self, nbytes: int) -> None:
-        """Raises `Overloaded` when they do not fit; nothing was taken then."""
+        """Reserve `nbytes`. Raises `Overloaded` if they do not fit."""
         self.check(nbytes)
         self.nbytes += nbytes
 
@@ -58,14 +59,14 @@ class Bodies:
 class HttpRequest:
     """
     Attributes:
-        own_id: names this request inside, whatever the client sent.
-        request_id: the client's `x-request-id` when it is harmless, else ours; a label.
-        route: the pattern that matched, for metrics; `rest` is what its end matched.
-        tenant: whose request it is; filled in by the key check.
-        errors: how errors of its API are written.
-        reply_headers: what to say whatever the answer is.
-        num_output_tokens: of its answer so far; None: it was not counted for its tenant.
-        num_body_bytes: that were taken of the bodies' room, for whoever ends the request.
+        own_id: internal id of the request; clients cannot choose it.
+        request_id: the client's `x-request-id` if it is valid, else `own_id`; only a label.
+        route: the matching route, for metrics; `rest` is the part of the path after a prefix.
+        tenant: the tenant of the request, set by the key check.
+        reply_headers: headers of the reply, also if it is an error.
+        num_output_tokens: returns the length of its answer so far; None if the request does not
+            count for its tenant.
+        num_body_bytes: bytes that the request has taken from `Bodies`, to be given back at its end.
     """
 
     def __init__(
@@ -97,19 +98,20 @@ class HttpRequest:
 
     @property
     def body_is_read(self) -> bool:
-        """Whether no byte of the body is outstanding, so that the connection can be used again."""
+        """Whether the body is completely read, so that the connection can be reused."""
         return self._read.is_set() or not (
             b"transfer-encoding" in self.headers
             or self.headers.get(b"content-length", b"0") != b"0"
         )
 
     def check_head(self) -> None:
-        """Raises `RequestError` for too many headers or a `Host` that is none."""
+        """Raises `RequestError` for too many headers or an invalid `Host`."""
         headers = self._scope["headers"]
         nbytes = sum(len(name) + len(value) for name, value in headers)
         if len(headers) > MAX_NUM_HEADERS or nbytes > MAX_HEADERS_NBYTES:
             raise HeadersTooLarge(
-                f"At most {MAX_NUM_HEADERS} headers of {MAX_HEADERS_NBYTES} bytes are taken."
+                f"The request may have at most {MAX_NUM_HEADERS} headers with"
+                f" {MAX_HEADERS_NBYTES} bytes in total."
             )
         host = self.headers.get(b"host")
         modern = self._scope.get("http_version", "1.1") == "1.1"
@@ -127,9 +129,9 @@ class HttpRequest:
         """The whole body.
 
         Raises:
-            RequestTooLarge: as soon as that is clear; the rest is not read.
-            Overloaded: there is no room among `bodies`; again the rest is not read.
-            RequestTimeout: it did not arrive in `BODY_TIMEOUT_S`, or in `timeout_s` if less.
+            RequestTooLarge: the body is too large; the rest of it is not read.
+            Overloaded: `bodies` has no room for it; the rest of it is not read.
+            RequestTimeout: it did not arrive within `BODY_TIMEOUT_S`, or `timeout_s` if shorter.
         """
         announced = self.headers.get(b"content-length", b"")
         if announced.isdigit():
@@ -141,7 +143,7 @@ class HttpRequest:
             async with asyncio.timeout(timeout_s):
                 return await self._read_bounded(max_nbytes, bodies)
         except TimeoutError:
-            raise RequestTimeout(f"The body did not arrive in {timeout_s:g} seconds.") from None
+            raise RequestTimeout(f"The body did not arrive within {timeout_s:g} seconds.") from None
 
     async def _read_bounded(self, max_nbytes: int, bodies: Bodies) -> bytes:
         parts: list[bytes] = []
@@ -149,7 +151,7 @@ class HttpRequest:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise RequestTimeout("The client hung up before its request was complete.")
+                raise RequestTimeout("The client disconnected before its request was complete.")
             part = message.get("body", b"")
             nbytes += len(part)
             if nbytes > max_nbytes:
@@ -162,7 +164,7 @@ class HttpRequest:
                 return b"".join(parts)
 
     async def disconnected(self) -> None:
-        """Return when the client hung up, which can only be seen once its body has been read."""
+        """Return when the client disconnects, which is noticed only after its body is read."""
         await self._read.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass

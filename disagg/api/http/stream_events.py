@@ -1,4 +1,4 @@
-"""Makes server-sent events of the pieces of an answer and writes them to its connection."""
+"""Turns the pieces of an answer into server-sent events and writes them to the connection."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ async def stream_events(
     begins: Callable[[], None],
     writer: Writer,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of an answer; those of one batch come as one string of bytes.
+    """Yield the events of an answer, those of one batch as one bytes object.
 
-    Once the reply has begun, a piece that arrives alone is not yielded: it is written to the
-    connection at once, on the short path of a token (`token_fast_path.py`).
+    Once the reply has begun, a piece that arrives alone is not yielded but written to the
+    connection at once (`token_fast_path.py`).
 
     Args:
         begins: called before the first event.
@@ -52,5 +52,5 @@ async def stream_events(
                         yield events
                         run.on_piece = write
     finally:
-        run.on_piece = None  # the callback refers to the run: no reference cycle
+        run.on_piece = None  # breaks the reference cycle of callback and run
     yield frames.closing(run)

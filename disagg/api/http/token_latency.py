@@ -1,4 +1,4 @@
-"""The histogram of the time between tokens, which is observed for each token of each stream."""
+"""A fast histogram for the time between tokens, observed for each token of each stream."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from prometheus_client.utils import floatToGoString
 
 
 class Observations:
-    """Of one model."""
+    """The observed times of one model."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.seconds = 0.0
-        self.counts = [0] * (len(bounds) + 1)  # by bucket; the last one has no upper bound
+        self.counts = [0] * (len(bounds) + 1)  # by bucket; the last bucket has no upper bound
         self._bounds = bounds
 
     def observe(self, seconds: float) -> None:
@@ -24,10 +24,10 @@ class Observations:
 
 
 class TokenLatency(Collector):
-    """Shows what `prometheus_client.Histogram` shows; one series for each model.
+    """Exposes the same as `prometheus_client.Histogram`, with one series per model.
 
-    That class takes two locks and searches its buckets one by one, which was a twentieth of all
-    that an ingress does for a token. Observed and shown on the event loop alone, this needs none.
+    That class takes two locks and searches its buckets one by one, which was a twentieth of the
+    work of an ingress for a token. This class needs no locks: only the event loop uses it.
 
     Args:
         bounds: upper bounds of the buckets in seconds, ascending and inclusive.

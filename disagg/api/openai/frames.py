@@ -1,8 +1,8 @@
-"""Server-sent events of chats and text completions, built from bytes prepared once.
+"""Server-sent events of chats and text completions.
 
-Clients are strict: `finish_reason` is present and null until a chunk of its own ends the choice,
-usage comes in one extra chunk and only when asked for, the role comes first, and a stream that
-fails ends without `[DONE]`.
+Clients expect these details: `finish_reason` is null until a separate chunk ends the choice, usage
+comes in an extra chunk and only if requested, the role comes first, and a stream that fails ends
+without `[DONE]`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OpenAIFrames(ABC):
     """Events of a streamed answer. Their constant parts are built once per request."""
 
     kind: ClassVar[str]
-    gain: ClassVar[bytes]  # the key of a choice's new text
+    gain: ClassVar[bytes]  # the JSON key of new text
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -56,7 +56,7 @@ class OpenAIFrames(ABC):
         )  # fmt: skip
 
     def _head(self, index: int, model_name: str) -> bytes:
-        """The event of a choice, up to its new text."""
+        """The event of a choice up to the value of its new text."""
         return self._preamble(model_name) + b'{"index":%d,' % index + self.gain
 
     @abstractmethod
@@ -64,7 +64,7 @@ class OpenAIFrames(ABC):
         """The events before the first token of each choice."""
 
     def piece(self, piece: ChoiceDelta) -> bytes:
-        """The event of `piece`; if it is the last, also the event with its finish reason."""
+        """The event for `piece`, and if it is the last one, the event with its finish reason."""
         events = b""
         if piece.scored or piece.token_ids:
             logprobs = self._logprobs(piece) if piece.scored else b"null"
@@ -85,7 +85,7 @@ class OpenAIFrames(ABC):
         return preamble + b'],"usage":' + _to_json(usage_of(run)) + b"}\n\n" + DONE
 
     def _gain(self, piece: ChoiceDelta) -> bytes:
-        """`piece` as the value of `gain`."""
+        """The JSON value of the key `gain` for `piece`."""
         return self._text(piece.text)
 
     def _prompt_token_ids(self, index: int) -> bytes:
@@ -99,7 +99,7 @@ class OpenAIFrames(ABC):
 
     @abstractmethod
     def _text(self, text: str) -> bytes:
-        """New text as the value of `gain`."""
+        """The JSON value of the key `gain` for new text."""
 
     @abstractmethod
     def _logprobs(self, piece: ChoiceDelta) -> bytes:
@@ -114,9 +114,11 @@ class OpenAIFrames(ABC):
         more: bytes = b"",
         beside: bytes = b"",
     ) -> bytes:
-        """
+        """Build one event from JSON.
+
         Args:
-            more: of the choice; beside: of the event.
+            more: further fields of the choice.
+            beside: further fields of the event.
         """
         return b"".join(
             (
@@ -148,7 +150,7 @@ class ChatFrames(OpenAIFrames):
         return b"".join(events)
 
     def _gain(self, piece: ChoiceDelta) -> bytes:
-        """Most tokens add to one of the three alone: reasoning, text or calls."""
+        """The delta for `piece`. Most pieces have only one of reasoning, text and calls."""
         if not (piece.reasoning or piece.calls):
             return self._text(piece.text)
         if not (piece.reasoning or piece.text):
@@ -199,12 +201,12 @@ class CompletionFrames(OpenAIFrames):
 
 
 def _call_deltas(calls: Sequence[CallDelta]) -> bytes:
-    said = _call_delta(calls[0]) if len(calls) == 1 else b",".join(map(_call_delta, calls))
-    return b'"tool_calls":[' + said + b"]"
+    deltas = _call_delta(calls[0]) if len(calls) == 1 else b",".join(map(_call_delta, calls))
+    return b'"tool_calls":[' + deltas + b"]"
 
 
 def _call_delta(call: CallDelta) -> bytes:
-    """Written without structs: it is needed for each token of arguments."""
+    """A delta of a call. It is made for each token of arguments, so it avoids structs."""
     if call.name:
         function = FunctionDelta(call.arguments, call.name)
         return _to_json(ToolCallDelta(call.number, function, call.id, "function"))

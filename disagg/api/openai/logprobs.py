@@ -28,7 +28,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """The first token of a prompt follows nothing, so it has none."""
+    """Log-probabilities in text completions. The first token of a prompt has none (null)."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -61,7 +61,7 @@ def chat_logprobs(scored: Iterable[ScoredToken], tokenizer: Tokenizer) -> ChatLo
 def completion_logprobs(
     scored: Sequence[ScoredToken], tokenizer: Tokenizer, start: int
 ) -> CompletionLogprobs:
-    """`start` is the length of the prompt's text where that is repeated before the answer."""
+    """Log-probabilities of an answer. `start` is the length of the echoed prompt, or 0."""
     return CompletionLogprobs(
         [tokenizer.token_text(token.token_id) for token in scored],
         [_finite(token.logprobs.logprob) for token in scored],
@@ -82,8 +82,8 @@ def echoed_logprobs(
     """The log-probabilities of a prompt, followed by those of the answer.
 
     Args:
-        token_ids: of the prompt.
-        scores: of all prompt tokens but the first.
+        token_ids: token ids of the prompt.
+        scores: log-probabilities of all prompt tokens except the first.
     """
     stream, num_chars, scored = TextStream(tokenizer), 0, []
     first, *others = token_ids
@@ -103,7 +103,7 @@ def echoed_logprobs(
 def prompt_logprobs(
     token_ids: Sequence[int], scores: Sequence[TokenLogprobs], tokenizer: Tokenizer
 ) -> PromptLogprobs:
-    """vLLM's `prompt_logprobs`. Args: `echoed_logprobs`."""
+    """vLLM's `prompt_logprobs`. The arguments are those of `echoed_logprobs`."""
     found: PromptLogprobs = [None]
     for token_id, score in zip(token_ids[1:], scores, strict=True):
         ranked = [(number, value, rank) for rank, (number, value) in enumerate(score.top, start=1)]
@@ -117,4 +117,4 @@ def prompt_logprobs(
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # OpenAI's stand-in for "very unlikely"; JSON has no infinity
+    return max(logprob, -9999.0)  # OpenAI's value for "very unlikely"; JSON has no infinity

@@ -14,7 +14,7 @@ from disagg.api.served_model import ServedModel
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
-_SWITCHES = ("enable_thinking", "thinking")  # of different templates, for the same
+_SWITCHES = ("enable_thinking", "thinking")  # names of the same switch in different templates
 _HARMONY_EFFORTS = ("low", "medium", "high")
 
 
@@ -23,7 +23,7 @@ class BudgetField(Protocol):
 
 
 def thinking_budget(request: BudgetField, model: ServedModel) -> int | None:
-    """The maximum number of reasoning tokens; None: no limit.
+    """The largest number of reasoning tokens; None for no limit.
 
     Raises:
         InvalidRequest: the model has no known reasoning format.
@@ -46,7 +46,7 @@ def template_arguments(
         effort: `reasoning_effort`.
 
     Raises:
-        InvalidRequest: the template does not read a variable.
+        InvalidRequest: the template does not use a given variable, or not with this value.
     """
     read = model.template.arguments if model.template else frozenset()
     arguments = {}
@@ -58,8 +58,8 @@ def template_arguments(
             reads = ", ".join(sorted(read)) or "nothing"
             raise unsupported(
                 f"chat_template_kwargs.{name[:64]}",
-                f"The chat template of {model.name!r} does not read it. Besides the messages it"
-                f" reads: {reads}.",
+                f"The chat template of {model.name!r} does not use it. Besides the messages it"
+                f" uses: {reads}.",
             )
     if effort is not None:
         arguments = _of_effort(effort, model, read) | arguments
@@ -92,13 +92,13 @@ def _switch(read: frozenset[str]) -> str | None:
 def _no_such_effort(effort: str, model: ServedModel, efforts: tuple[str, ...]) -> Exception:
     return invalid_value(
         "reasoning_effort",
-        f"{effort!r} is not known to the chat template of {model.name!r}; it can be asked for:"
+        f"the chat template of {model.name!r} does not support {effort!r}; it supports"
         f" {', '.join(efforts)}. thinking_token_budget limits the reasoning of every model.",
     )
 
 
 def _no_reasoning(model: ServedModel) -> str:
     return (
-        f"The chat template of {model.name!r} shows no reasoning; if the model reasons all the"
-        " same, start the server with --reasoning-parser."
+        f"The chat template of {model.name!r} shows no reasoning; if the model reasons anyway,"
+        " start the server with --reasoning-parser."
     )

@@ -1,8 +1,8 @@
-"""The first step of a request: bytes to one of OpenAI's requests, of the right shape.
+"""The first step of a request: parses bytes into one of OpenAI's requests.
 
 Types are strict (no `"5"` for 5, no 1 for true) and every number, string and list has a bound.
-Unknown fields are ignored because clients send extras. Fields that would change the answer and are
-not supported are refused by name. `understand` checks fields that depend on each other.
+Unknown fields are ignored because clients send extra ones. Unsupported fields that would change the
+answer are refused by name. `understand` checks fields that depend on each other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Sampled(msgspec.Struct, kw_only=True):
-    """The fields that chat and text completions have in common."""
+    """Fields that chat completions and text completions have in common."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     stream: bool | None = None
@@ -65,7 +65,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    timeout: Annotated[float, Meta(gt=0.0)] | None = None  # seconds for the whole answer
+    timeout: Annotated[float, Meta(gt=0.0)] | None = None  # in seconds, for the whole answer
     priority: Priority | None = None
     slo_ttft_ms: Milliseconds | None = None
     slo_tpot_ms: Milliseconds | None = None
@@ -104,7 +104,7 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Label | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, by its newer name
+    reasoning: str | None = None  # newer name of `reasoning_content`
 
 
 class ChatRequest(Sampled, kw_only=True):
@@ -127,7 +127,7 @@ class ChatRequest(Sampled, kw_only=True):
 
     @property
     def token_limit(self) -> int | None:
-        """`max_completion_tokens` wins: it is the newer name of the same limit."""
+        """The limit of answer tokens. `max_completion_tokens` is its newer name and wins."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -139,8 +139,8 @@ class CompletionRequest(Sampled, kw_only=True):
     prompt_field: ClassVar = "prompt"
     default_token_limit: ClassVar = 16  # OpenAI's
 
-    prompt: str | list[Any]  # text, texts, token ids or lists of token ids: see `understand`
-    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # 0: only the echo
+    prompt: str | list[Any]  # text, texts, token ids or lists of token ids; see `understand`
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # 0 with `echo`: no answer
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
@@ -186,7 +186,7 @@ Request = TypeVar(
     EmbeddingsRequest,
 )
 
-# Fields that clients may never set: they concern internal transfers, or carry code or tensors.
+# Fields that clients may never set: they control internal transfers, or carry code or tensors.
 _INTERNAL_FIELDS = (
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "chat_template", "ec_transfer_params",
     "kv_transfer_params", "logits_processors", "prompt_embeds", "request_id", "rid",
@@ -208,14 +208,15 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 
 
-_OF_CHATS = ("tools", "reasoning_effort", "thinking_token_budget")  # other ignored fields are small
+# Fields of chats that are refused in text completions, because clients rely on their effect.
+_OF_CHATS = ("tools", "reasoning_effort", "thinking_token_budget")
 
 
 def read_request(body: bytes, kind: type[Request]) -> Request:
-    """Decode `body` and check its shape: the first step of a request.
+    """Parse `body` and check types and limits.
 
     Raises:
-        InvalidRequest: with the JSON path of the first offence as `param`.
+        InvalidRequest: has the JSON path of the first invalid field as `param`.
     """
     return read_struct(
         body, kind, _check_text if kind is CompletionRequest else _refuse_unsupported
@@ -226,13 +227,13 @@ def _check_text(raw: dict[str, Any]) -> None:
     _refuse_unsupported(raw)
     for name in _OF_CHATS:
         if raw.get(name):
-            raise unsupported(name, "Only /v1/chat/completions has it.")
+            raise unsupported(name, "Use /v1/chat/completions, which supports it.")
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
     for name in _INTERNAL_FIELDS:
         if raw.get(name) is not None:
-            raise unsupported(name, "It is not taken from requests.")
+            raise unsupported(name, "Leave it out: clients may not set it.")
     for name, harmless in _UNSUPPORTED_FIELDS.items():
         value = raw.get(name)
         if value is not None and value not in harmless:

@@ -1,4 +1,4 @@
-"""Whole answers to chats and text completions, and the other JSON replies of OpenAI's API."""
+"""Response bodies of chats and text completions, and the other JSON replies of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FunctionDelta(msgspec.Struct):
 
 
 class ToolCallDelta(msgspec.Struct):
-    """`id`, `type` and the function's name come with the first delta of a call."""
+    """A delta of a call. Only the first one has `id`, `type` and the function's name."""
 
     index: int
     function: FunctionDelta
@@ -69,7 +69,7 @@ class AssistantMessage(msgspec.Struct):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET  # the same, by vLLM's newer name
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET  # vLLM's newer name of the same
     tool_calls: list[MessageToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -116,7 +116,7 @@ class Model(msgspec.Struct):
     created: int
     max_model_len: int
     root: str
-    num_parameters: int = 0  # 0: not known
+    num_parameters: int = 0  # 0 if unknown
     parent: None = None
     object: Literal["model"] = "model"
     owned_by: str = "disagg"

@@ -1,27 +1,28 @@
 """Makes the schema of a request strict, unless the client sets `strict: false`.
 
-Objects may have only the properties that the schema names, and integers at most 18 digits.
-Otherwise a weak model may generate more properties or digits until its tokens are used up. An
-answer by the stricter schema is also valid by the client's. Strings, lists and fractions without
-bounds get none: a text that was cut by one would look complete.
+Objects may then have only the properties that the schema names, and integers at most 18 digits.
+Otherwise a weak model may generate properties or digits until its tokens are used up. An answer
+that is valid for the strict schema is also valid for the client's. Strings, lists and fractions get
+no limits: a string that is cut at a limit would look complete.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-LARGEST = 10**18  # a float has it exactly, which llguidance wants of a bound
+LARGEST = 10**18  # llguidance needs bounds that a float represents exactly
 
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # their members are schemas
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # have schemas as members
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum",
            "const")  # fmt: skip
 _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `schema` with what it leaves open closed, where that is plain.
+    """A strict copy of `schema`.
 
-    Parts of an `allOf` each have some members of one object, so nothing is closed beside one.
+    Objects stay open if the schema has an `allOf`, because each of its parts names only some of the
+    properties of an object.
     """
     closed: dict[str, Any] = _strict(schema, can_close=not _has_key(schema, "allOf"))
     return closed

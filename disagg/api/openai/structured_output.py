@@ -1,9 +1,9 @@
-"""Structured output: from request fields to a checked grammar.
+"""Structured output: turns request fields into a checked grammar.
 
-OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields. A schema is
-always enforced; a `response_format` is also made strict unless it has `strict: false`
-(`strict_schema`). Schemas that cannot be enforced are refused here, before a request is sent to a
-worker. Knows no tokens: `engine/sched/grammar.py` computes which tokens a grammar allows.
+The fields are OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`
+fields. A schema is always enforced; a `response_format` is also made strict unless it has `strict:
+false` (`strict_schema`). Schemas that cannot be enforced are refused before the request is sent to
+a worker. `engine/sched/grammar.py` computes which tokens a grammar allows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from disagg.engine.sched.grammar import Compiled, Grammars
 from disagg.errors import GrammarError, InvalidRequest
 from disagg.messages import Grammar
 
-# Of processor time, for one grammar. Ordinary schemas take about a millisecond.
+# CPU time limit to compile one grammar. Ordinary schemas take about a millisecond.
 MAX_COMPILE_S = 0.5
 ANY_OBJECT = Grammar("json", '{"type":"object"}')
 
@@ -69,11 +69,11 @@ class GrammarFields(Protocol):
 def wanted_grammar(
     request: GrammarFields, required_calls: Grammar | None = None
 ) -> tuple[str, Grammar] | None:
-    """The grammar that the request's fields ask for; None: none of them is set.
+    """The field that asks for a grammar, and its grammar; None if no such field is set.
 
     Raises:
-        InvalidRequest: several fields do, one is incomplete, or the end of the answer is asked to
-            be elsewhere than the grammar has it.
+        InvalidRequest: several fields are set, one is incomplete, or another field would move the
+            end of the answer.
     """
     wanted = _wanted(request)
     if required_calls is not None:
@@ -82,10 +82,14 @@ def wanted_grammar(
         return None
     (param, grammar), *others = wanted.items()
     if others:
-        raise invalid_value(others[0][0], f"{param} says already what the answer must look like.")
+        raise invalid_value(
+            others[0][0], f"{param} already restricts the answer; set only one of the two."
+        )
     for name in ("ignore_eos", "min_tokens"):
         if getattr(request, name):
-            raise invalid_value(name, f"With {param} an answer ends where it is complete.")
+            raise invalid_value(
+                name, f"it cannot be combined with {param}, which determines where an answer ends."
+            )
     return param, grammar
 
 
@@ -108,7 +112,7 @@ def _wanted(request: GrammarFields) -> dict[str, Grammar]:
         if outputs.json_object:
             found["structured_outputs.json_object"] = ANY_OBJECT
         if not found:
-            raise invalid_value("structured_outputs", "It is empty.")
+            raise invalid_value("structured_outputs", "it is empty.")
         wanted |= found
     return wanted | _texts(
         "guided_", request.guided_json, request.guided_regex, request.guided_choice,
@@ -141,23 +145,24 @@ def _json_text(value: dict[str, Any] | list[str] | str, param: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
-        raise _refused(param, "It is nested too deeply.") from None
+        raise _refused(param, "it is nested too deeply.") from None
 
 
 class GrammarChecks:
-    """Compiles grammars as workers will, to refuse what they could not follow."""
+    """Compiles grammars as workers do, to refuse those that workers could not compile."""
 
     def __init__(self) -> None:
         self._of_models: dict[str, Grammars] = {}
 
     async def check(self, param: str, grammar: Grammar, model: ServedModel) -> None:
-        """
+        """Compile a grammar.
+
         Raises:
-            InvalidRequest: it cannot be followed; in words for the client.
-            Overloaded: too many others are being looked at.
+            InvalidRequest: it cannot be enforced; the message says why.
+            Overloaded: too many other grammars are being compiled.
         """
         if not model.eos_token_ids:
-            raise _refused(param, f"The model {model.name!r} has no token that ends an answer.")
+            raise _refused(param, f"the model {model.name!r} has no token that ends an answer.")
         grammars = self._of_models.get(model.name)
         if grammars is None:
             core, ends = model.tokenizer.core, model.eos_token_ids
@@ -170,7 +175,7 @@ class GrammarChecks:
 
 
 async def _done(future: Future[Compiled]) -> Compiled:
-    """Its result. Who stops waiting does not cancel it: others may wait for the same."""
+    """Wait for a result. Cancelling the wait does not cancel `future`, which others may share."""
     if not future.done():
         loop, is_done = asyncio.get_running_loop(), asyncio.Event()
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(is_done.set))

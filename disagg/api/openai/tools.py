@@ -25,7 +25,7 @@ from disagg.text.tool_parsers.json_calls import read_llama3_json
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
 
 
-MAX_REQUIRED_CALLS = 32  # in one answer: a weak model would go on until its tokens are used up
+MAX_REQUIRED_CALLS = 32  # per answer; a weak model would generate calls until its limit of tokens
 
 
 class FunctionDefinition(msgspec.Struct, omit_defaults=True):
@@ -62,40 +62,39 @@ class ToolFields(Protocol):
 
 
 def offered(request: ToolFields) -> Sequence[Tool]:
-    """The functions that may be called: none if the client says so."""
+    """The functions that the model may call; none with `tool_choice: "none"`."""
     return () if request.tool_choice == "none" else request.tools or ()
 
 
 def check_tools(request: ToolFields) -> None:
-    """
+    """Check tools and `tool_choice`.
+
     Raises:
-        InvalidRequest: two functions have one name, or one is asked for that is not offered.
+        InvalidRequest: two functions have the same name, or `tool_choice` names an unknown one.
     """
     names = [tool.function.name for tool in request.tools or ()]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise invalid_value(
-                f"tools[{index}].function.name", f"There are two functions {name!r}."
+                f"tools[{index}].function.name", f"two functions have the name {name!r}."
             )
     choice = request.tool_choice
     if choice == "required" and not names:
-        raise invalid_value("tool_choice", "There are no tools to choose from.")
+        raise invalid_value("tool_choice", "'required' needs tools.")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise invalid_value(
-            "tool_choice", f"No function {choice.function.name!r} is among the tools."
-        )
+        raise invalid_value("tool_choice", f"the tools have no function {choice.function.name!r}.")
 
 
 def required_calls(request: ToolFields) -> Grammar | None:
-    """What the answer must look like where a call is required; None where it is not.
+    """The grammar of the answer if a call is required, else None.
 
     Raises:
-        InvalidRequest: two functions mean different things by one definition in their schemas.
+        InvalidRequest: two functions have different definitions of the same name in their schemas.
     """
     if isinstance(request.tool_choice, NamedTool):
-        wanted = request.tool_choice.function.name
-        named = next(t.function for t in request.tools or () if t.function.name == wanted)
-        return _grammar(_parameters(named))
+        name = request.tool_choice.function.name
+        function = next(t.function for t in request.tools or () if t.function.name == name)
+        return _grammar(_parameters(function))
     if request.tool_choice != "required":
         return None
     definitions: dict[str, dict[str, Any]] = {}
@@ -110,7 +109,11 @@ def required_calls(request: ToolFields) -> Grammar | None:
 def _call_schema(
     function: FunctionDefinition, definitions: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The schema of a call. Definitions that its parameters refer to by their place move along."""
+    """The schema of a call.
+
+    Definitions in the schema of its parameters move to `definitions`, so that references stay
+    valid.
+    """
     parameters = dict(_parameters(function))
     for place in ("$defs", "definitions"):
         own = parameters.pop(place, None)
@@ -120,7 +123,8 @@ def _call_schema(
         for name, definition in own.items():
             if known.setdefault(name, definition) != definition:
                 raise invalid_value(
-                    "tools", f"Two functions have different {place}/{name}; rename one of them."
+                    "tools",
+                    f"two functions have different definitions of {place}/{name}; rename one.",
                 )
     return {
         "type": "object",
@@ -131,7 +135,7 @@ def _call_schema(
 
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:
-    """Closed in any case: a function takes the arguments that it names."""
+    """The schema of a function's arguments, always strict."""
     return strict(function.parameters or {"type": "object"})
 
 
@@ -139,14 +143,15 @@ def _grammar(schema: dict[str, Any]) -> Grammar:
     try:
         return Grammar("json", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
     except RecursionError:
-        raise invalid_value("tools", "A schema is nested too deeply.") from None
+        raise invalid_value("tools", "a schema is nested too deeply.") from None
 
 
 def answer_syntax(request: ToolFields, model: ServedModel) -> AnswerSyntax | None:
-    """How reasoning and calls are read in the answers to `request`; None: they are text.
+    """How reasoning and calls are parsed in the answers to `request`; None for plain text.
 
     Raises:
-        InvalidRequest: the model's chat template cannot show functions, or not in a way known here.
+        InvalidRequest: the model's chat template does not support tools, or its format of calls is
+            unknown.
     """
     reasoning, tools = model.reasoning_format, offered(request)
     if reasoning is None and not tools:
@@ -161,12 +166,9 @@ def answer_syntax(request: ToolFields, model: ServedModel) -> AnswerSyntax | Non
 
 
 def _checked_reader(request: ToolFields, model: ServedModel) -> Reader | None:
-    """Reads what a grammar makes of the answer; None: there is none, and the model's own format is
-    known."""
+    """The reader of calls that a grammar enforces; None if the model calls in its own format."""
     if model.template is None or not model.template.shows_tools:
-        raise unsupported(
-            "tools", f"The chat template of {model.name!r} does not show them to the model."
-        )
+        raise unsupported("tools", f"The chat template of {model.name!r} does not support tools.")
     if isinstance(request.tool_choice, NamedTool):
         return read_arguments_of(request.tool_choice.function.name)
     if request.tool_choice == "required":
@@ -174,7 +176,8 @@ def _checked_reader(request: ToolFields, model: ServedModel) -> Reader | None:
     if model.tool_format is None:
         raise unsupported(
             "tools",
-            f"How {model.name!r} writes calls is not known; set tool_choice to 'required', to a"
-            " function or to 'none', or start the server with --tool-call-parser.",
+            f"The format of tool calls of {model.name!r} is unknown; set tool_choice to"
+            " 'required', to a function or to 'none', or start the server with"
+            " --tool-call-parser.",
         )
     return None

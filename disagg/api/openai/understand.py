@@ -1,6 +1,6 @@
-"""The second step of a request: from OpenAI's fields to a `Wanted`. Pure.
+"""The second step of a request: converts OpenAI's fields to a `Wanted`, without side effects.
 
-Everything that can be refused without a tokenizer is refused here, by the name of the field.
+Everything that can be refused without a tokenizer is refused here, with the name of the field.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ from disagg.api.wanted import Conversation, JsonText, Prompt, Text, Wanted
 from disagg.errors import InvalidRequest
 from disagg.messages import Grammar, SamplingParams
 
-MAX_NUM_CHOICES = 128  # prompts * n of one request
+MAX_NUM_CHOICES = 128  # largest number of prompts times n in one request
 GREEDY_BELOW = 1e-5  # a temperature this small overflows the division and means greedy
 
-# What a request and `SamplingParams` call the same is handed on by its name.
+# Fields that have the same name in requests and in `SamplingParams` are copied.
 _OTHERWISE = ("max_tokens", "seed", "stop_token_ids", "logit_bias")
 _SAMPLING = [
     name
     for name in SamplingParams.__struct_fields__
     if name in Sampled.__struct_fields__ and name not in _OTHERWISE
 ]
-# What templates call the reasoning of an earlier answer; the last is GPT-OSS's.
+# Names that chat templates use for the reasoning of an earlier answer; the last one is GPT-OSS's.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int) -> Wanted:
-    """
+    """Convert a chat request.
+
     Args:
-        min_priority: the lowest number that its sender may ask for.
+        min_priority: the lowest priority number that the client may set.
 
     Raises:
-        InvalidRequest: two fields contradict each other, or the model cannot do what is asked.
+        InvalidRequest: two fields contradict each other, or the model does not support a field.
     """
     if request.top_logprobs and not request.logprobs:
-        raise invalid_value("top_logprobs", "It needs logprobs: true.")
+        raise invalid_value("top_logprobs", "it needs logprobs: true.")
     check_tools(request)
     arguments = template_arguments(request.chat_template_kwargs, request.reasoning_effort, model)
     conversation = _conversation(request, offered(request), arguments, model)
@@ -72,29 +73,29 @@ def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int)
 def understand_completion(
     request: CompletionRequest, model: ServedModel, min_priority: int
 ) -> Wanted:
-    """As `understand_chat`."""
+    """Convert a request for a text completion, like `understand_chat`."""
     num_choices = request.n or 1
     if request.best_of is not None and request.best_of != num_choices:
         raise invalid_value(
-            "best_of", f"Only best_of = n ({num_choices}) is supported: nothing is discarded."
+            "best_of", f"it must be equal to n ({num_choices}); larger values are not supported."
         )
     if request.max_tokens == 0 and not request.echo:
-        raise invalid_value("max_tokens", "0 needs echo: true; else there is nothing to answer.")
+        raise invalid_value("max_tokens", "0 needs echo: true, or the answer would be empty.")
     prompts, grammar = _prompts(request), wanted_grammar(request)
     wanted = _wanted(request, model, min_priority, prompts, grammar)
     wanted = replace(wanted, echo=bool(request.echo), only_echo=request.max_tokens == 0)
     if not request.echo or request.logprobs is None:
         return wanted
     if request.stream:
-        raise invalid_value("echo", "With logprobs it needs stream: false.")
+        raise invalid_value("echo", "together with logprobs it needs stream: false.")
     num_top = max(request.logprobs, request.prompt_logprobs or 0)
     return replace(wanted, sampling=replace(wanted.sampling, prompt_logprobs=num_top))
 
 
 def understand_tokenize(request: TokenizeRequest, model: ServedModel) -> Prompt:
-    """Raises `InvalidRequest`."""
+    """The prompt of a request to `/tokenize`. Raises `InvalidRequest`."""
     if (request.prompt is None) == (request.messages is None):
-        raise invalid_value("prompt", "Give either prompt or messages.")
+        raise invalid_value("prompt", "give either prompt or messages, and not both.")
     if request.prompt is not None:
         return Text(request.prompt, request.add_special_tokens is not False)
     arguments = template_arguments(request.chat_template_kwargs, None, model)
@@ -108,24 +109,25 @@ def _wanted(
     prompts: Sequence[Prompt],
     grammar: tuple[str, Grammar] | None,
 ) -> Wanted:
-    """What chats and completions have in common."""
+    """Convert the fields that chats and text completions have in common."""
     if request.stream_options is not None and not request.stream:
-        raise invalid_value("stream_options", "It needs stream: true.")
+        raise invalid_value("stream_options", "it needs stream: true.")
     if request.prompt_logprobs is not None and request.stream:
-        raise invalid_value("prompt_logprobs", "They need stream: false.")
+        raise invalid_value("prompt_logprobs", "it needs stream: false.")
     truncated = request.truncate_prompt_tokens
     if truncated == 0 or (truncated is not None and truncated >= model.max_model_len):
         raise invalid_value(
             "truncate_prompt_tokens",
-            f"{truncated} is not -1 or between 1 and {model.max_model_len - 1}, what"
-            f" {model.name!r} takes.",
+            f"{truncated} must be -1, or from 1 to {model.max_model_len - 1}, the limit of"
+            f" {model.name!r}.",
         )
     limit, least = request.token_limit, request.min_tokens
     if limit is not None and least is not None and least > limit:
         raise invalid_value("min_tokens", f"{least} is above max_tokens, {limit}.")
     if grammar is not None and request.allowed_token_ids:
         raise invalid_value(
-            "allowed_token_ids", f"{grammar[0]} says already what the answer must look like."
+            "allowed_token_ids",
+            f"{grammar[0]} already restricts the answer; set only one of the two.",
         )
     stop = request.stop or ()
     return Wanted(
@@ -155,14 +157,14 @@ def _wanted(
 
 
 def _sampling(request: ChatRequest | CompletionRequest, model: ServedModel) -> SamplingParams:
-    """As the request says, else as the model's authors advise."""
-    asked = {name: getattr(request, name) for name in _SAMPLING}
-    said = {
+    """The sampling parameters of the request, with the model's defaults for those not set."""
+    fields = {name: getattr(request, name) for name in _SAMPLING}
+    requested = {
         name: tuple(value) if isinstance(value, list) else value
-        for name, value in asked.items()
+        for name, value in fields.items()
         if value is not None
     }
-    chosen: dict[str, Any] = {**vars(model.defaults), **said}
+    chosen: dict[str, Any] = {**vars(model.defaults), **requested}
     chosen["top_k"] = max(0, chosen["top_k"])  # -1 is vLLM's "off"
     if chosen["temperature"] < GREEDY_BELOW:
         chosen["temperature"] = 0.0
@@ -184,8 +186,8 @@ def _priority(request: Sampled, min_priority: int) -> int:
     if request.priority < min_priority:
         raise invalid_value(
             "priority",
-            f"{request.priority} is more urgent than {min_priority}, the lowest number that your"
-            " key may ask for.",
+            f"{request.priority} is below {min_priority}, the lowest number that your API key"
+            " allows.",
         )
     return request.priority
 
@@ -194,10 +196,10 @@ def _priority(request: Sampled, min_priority: int) -> int:
 
 
 def _prompts(request: CompletionRequest) -> list[Prompt]:
-    """Texts or token ids, at least one.
+    """The prompts of a request, as texts or token ids.
 
     Raises:
-        InvalidRequest: mixed kinds, an empty list or too many prompts.
+        InvalidRequest: the list is empty, too long, or mixes texts and token ids.
     """
     raw, special = request.prompt, request.add_special_tokens is not False
     if isinstance(raw, str):
@@ -217,8 +219,8 @@ def _prompts(request: CompletionRequest) -> list[Prompt]:
     num_choices = request.n or 1
     if len(found) * num_choices > MAX_NUM_CHOICES:
         raise InvalidRequest(
-            f"Invalid prompt: {len(found)} prompts with n={num_choices} ask for more than"
-            f" {MAX_NUM_CHOICES} choices in one request; send several requests.",
+            f"Invalid prompt: {len(found)} prompts with n = {num_choices} have more than"
+            f" {MAX_NUM_CHOICES} choices in total; send several requests.",
             code="array_above_max_length",
             param="prompt",
         )
@@ -239,12 +241,12 @@ def _conversation(
     ]
     plain_tools = [msgspec.to_builtins(tool) for tool in tools]
     for tool in plain_tools if is_harmony else ():
-        tool["function"].setdefault("description", "")  # which its template joins with others
+        tool["function"].setdefault("description", "")  # the template fails without a description
     continues = bool(request.continue_final_message)
     if continues and (request.add_generation_prompt or not messages[-1]["content"]):
         raise invalid_value(
             "continue_final_message",
-            "It needs a last message with content, and no add_generation_prompt.",
+            "the last message must have content, and add_generation_prompt must not be set.",
         )
     return Conversation(
         messages,
@@ -256,9 +258,9 @@ def _conversation(
 
 
 def _message(message: ChatMessage, path: str, *, is_harmony: bool) -> dict[str, Any]:
-    """A message as templates know it: plain types, one text, `developer` as `system`.
+    """A message in the form that templates read: plain types, one text, `developer` as `system`.
 
-    Parts are joined by newlines, so that words of two parts do not run together.
+    Content parts are joined by newlines, so that the words of two parts stay separate.
     """
     content = message.content
     if content is None and not (message.role == "assistant" and message.tool_calls):
@@ -281,7 +283,7 @@ def _message(message: ChatMessage, path: str, *, is_harmony: bool) -> dict[str, 
     reasoning = message.reasoning_content or message.reasoning
     if reasoning:
         plain |= dict.fromkeys(REASONING_KEYS, reasoning)
-        if is_harmony and message.tool_calls and content:  # its template takes one of both
+        if is_harmony and message.tool_calls and content:  # the template accepts only one of both
             plain |= {"content": None, "thinking": f"{reasoning}\n\n{content}"}
     if message.tool_calls:
         plain["tool_calls"] = [

@@ -1,7 +1,7 @@
-"""OpenAI's `/v1/responses`: whole answers and the events of streams.
+"""OpenAI's `/v1/responses`: response bodies and the events of streams.
 
-An answer is a list of items: a message with the text, and one item per function call. In a stream
-every event has a number, and each item is complete before the next one is added.
+A response is a list of items: reasoning, messages with text, and one item per function call. In a
+stream every event has a number, and each item is complete before the next one is added.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def response_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
     if answer.text or not (answer.calls or items):
         items.append(_message(run.job, len(items), answer.text, "completed"))
     items += [_call(call, "completed") for call in joined(answer.calls)]
-    items[-1]["status"] = _status(answer)  # what is cut off is the last
+    items[-1]["status"] = _status(answer)  # only the last item can be cut off
     return _to_json(_response(run.job, run.model_name, answer, items) | {"usage": _usage(run)})
 
 
@@ -44,12 +44,12 @@ def _status(answer: ChoiceDelta) -> str:
 def _response(
     job: Job, model_name: str, answer: ChoiceDelta | None, items: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Args: answer: None: it has just begun."""
-    asked, sampling = job.wanted.repeated, job.wanted.sampling
-    assert isinstance(asked, ResponsesRequest)
+    """The response object. `answer` is None at the start of a stream."""
+    request, sampling = job.wanted.repeated, job.wanted.sampling
+    assert isinstance(request, ResponsesRequest)
     status = "in_progress" if answer is None else _status(answer)
     is_cut = status == "incomplete"
-    text = asked.text.format if asked.text is not None else None
+    text = request.text.format if request.text is not None else None
     return {
         "id": job.id,
         "object": "response",
@@ -58,28 +58,28 @@ def _response(
         "background": False,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata or {},
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
         "model": model_name,
         "output": items,
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
+        "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
         "store": False,
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"} if text is None else text},
-        "tool_choice": asked.tool_choice or "auto",
-        "tools": asked.tools or [],
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
         "top_p": sampling.top_p,
-        "truncation": asked.truncation or "disabled",
+        "truncation": request.truncation or "disabled",
         "usage": None,
-        "user": asked.user,
+        "user": request.user,
     }
 
 
 def _reasoning(job: Job, index: int, text: str, status: str) -> dict[str, Any]:
-    """Args: index: of the item in the answer."""
+    """A reasoning item. `index` is its position in the response."""
     content = [{"type": "reasoning_text", "text": text}] if text else []
     return {
         "id": _item_id("rs_", job, index),
@@ -91,7 +91,7 @@ def _reasoning(job: Job, index: int, text: str, status: str) -> dict[str, Any]:
 
 
 def _message(job: Job, index: int, text: str | None, status: str) -> dict[str, Any]:
-    """Args: index: of the item in the answer; text: None: the message has no part yet."""
+    """A message item. `index` is its position; `text` is None if it has no part yet."""
     content = [] if text is None else [_part(text)]
     return {
         "id": _item_id("msg_", job, index),
@@ -103,7 +103,7 @@ def _message(job: Job, index: int, text: str | None, status: str) -> dict[str, A
 
 
 def _item_id(prefix: str, job: Job, index: int) -> str:
-    """Of its own for each item: a stream may have several messages, with calls between them."""
+    """A unique id of an item. A stream may have several messages, with calls between them."""
     return f"{prefix}{job.id.removeprefix('resp_')}_{index}"
 
 
@@ -140,13 +140,13 @@ class ResponseFrames:
         self._job = job
         self._model_name = job.model.name
         self._num_events = 0
-        self._items: list[dict[str, Any]] = []  # that are done
-        self._kind: Literal["", "reasoning", "message", "call"] = ""  # of the item that grows
-        self._place: dict[str, Any] = {}  # of what an event tells, in the whole answer
-        self._place_json = b""  # its members
-        self._call = CallDelta(-1)  # the last that has begun
-        self._parts: list[str] = []  # of the item's text, or of its arguments
-        self._answer = ChoiceDelta(0)  # its last piece
+        self._items: list[dict[str, Any]] = []  # complete items
+        self._kind: Literal["", "reasoning", "message", "call"] = ""  # kind of the open item
+        self._place: dict[str, Any] = {}  # event fields that locate the open item
+        self._place_json = b""  # the same as JSON, without braces
+        self._call = CallDelta(-1)  # the call that began last
+        self._parts: list[str] = []  # pieces of the open item's text or arguments
+        self._answer = ChoiceDelta(0)  # the last piece of the answer
 
     def name_models(self, run: RunningJob) -> bool:
         self._model_name = run.model_name
@@ -158,7 +158,10 @@ class ResponseFrames:
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
     def piece(self, piece: ChoiceDelta) -> bytes:
-        """What continues the open call comes first: an item that is done cannot grow."""
+        """The events for new tokens.
+
+        Arguments of the open call come first, because a complete item cannot grow.
+        """
         self._answer = piece
         events, num_grown = [], 0
         for call in piece.calls:
@@ -185,8 +188,8 @@ class ResponseFrames:
         return b"".join(events)
 
     def closing(self, run: RunningJob) -> bytes:
-        says_nothing = not self._kind and not self._items
-        events = [self._begin("message")] if says_nothing else []
+        is_empty = not self._kind and not self._items
+        events = [self._begin("message")] if is_empty else []
         events.append(self._end_item(_status(self._answer)))
         response = _response(self._job, run.model_name, self._answer, self._items)
         response["usage"] = _usage(run)
@@ -197,7 +200,7 @@ class ResponseFrames:
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def _begin(self, kind: Literal["reasoning", "message", "call"]) -> bytes:
-        """Nothing where an item of this kind has begun."""
+        """Begin an item of this kind, unless one is open already."""
         if self._kind == kind:
             return b""
         ended = self._end_item()
@@ -213,15 +216,15 @@ class ResponseFrames:
         part = self._part_event("added", "") if kind == "message" else b""
         return ended + added + part
 
-    def _grow(self, what: bytes, text: str) -> bytes:
-        """For each token, so without dictionaries."""
+    def _grow(self, kind: bytes, text: str) -> bytes:
+        """A delta event. It is made for each token, so it avoids dictionaries."""
         self._parts.append(text)
         number = self._num_events
         self._num_events += 1
-        return _GROWN % (what, what, number, _to_json(text), self._place_json)
+        return _GROWN % (kind, kind, number, _to_json(text), self._place_json)
 
     def _end_item(self, status: str = "completed") -> bytes:
-        """Nothing where none has begun."""
+        """End the open item, if there is one."""
         text = "".join(self._parts)
         match self._kind:
             case "":
@@ -242,21 +245,21 @@ class ResponseFrames:
         return done
 
     def _item(self, status: str) -> dict[str, Any]:
-        """What grows, as far as it has."""
+        """The open item as it is now."""
         text = "".join(self._parts)
         if self._kind == "reasoning":
             return _reasoning(self._job, len(self._items), text, status)
         if self._kind == "call":
             return _call(replace(self._call, arguments=text), status)
-        said = None if status == "in_progress" else text
-        return _message(self._job, len(self._items), said, status)
+        shown = None if status == "in_progress" else text
+        return _message(self._job, len(self._items), shown, status)
 
-    def _item_event(self, what: str, item: dict[str, Any]) -> bytes:
+    def _item_event(self, change: str, item: dict[str, Any]) -> bytes:
         place = {"output_index": len(self._items), "item": item}
-        return self._event(f"response.output_item.{what}", **place)
+        return self._event(f"response.output_item.{change}", **place)
 
-    def _part_event(self, what: str, text: str) -> bytes:
-        return self._event(f"response.content_part.{what}", part=_part(text), **self._place)
+    def _part_event(self, change: str, text: str) -> bytes:
+        return self._event(f"response.content_part.{change}", part=_part(text), **self._place)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = _to_json({"type": kind, "sequence_number": self._num_events} | fields)

@@ -57,7 +57,7 @@ class OutputItem(msgspec.Struct, tag="function_call_output"):
 
 
 class ReasoningItem(msgspec.Struct, tag="reasoning"):
-    """What was thought before the next item; chat templates get it as they do in chats."""
+    """Reasoning of an earlier answer; chat templates get it as `reasoning_content`."""
 
     content: list[ContentPart] | None = None
 
@@ -115,19 +115,19 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
 
 
-_KEEPS_NOTHING = "This server keeps nothing between requests: send the whole conversation as input."
+_IS_STATELESS = "This server stores no conversations: send the whole conversation as input."
 _UNSUPPORTED = {
-    "previous_response_id": _KEEPS_NOTHING,
-    "conversation": _KEEPS_NOTHING,
-    "background": "Answers are given while the client waits.",
-    "prompt": "Prompts are sent, not named.",
-    "top_logprobs": "Ask /v1/chat/completions for log-probabilities.",
-    "max_tool_calls": "Calls are the client's to make.",
+    "previous_response_id": _IS_STATELESS,
+    "conversation": _IS_STATELESS,
+    "background": "Wait for the response, or use stream: true.",
+    "prompt": "This server stores no prompts: send the text as input.",
+    "top_logprobs": "Use /v1/chat/completions for log-probabilities.",
+    "max_tool_calls": "The client executes all calls, so it can limit their number.",
 }
 
 
 def read_response_request(body: bytes) -> ResponsesRequest:
-    """Raises `InvalidRequest`."""
+    """Parse the body of `/v1/responses`. Raises `InvalidRequest`."""
     return read_struct(body, ResponsesRequest, _check)
 
 
@@ -141,27 +141,27 @@ def _check(raw: dict[str, Any]) -> None:
         if isinstance(kind, str) and kind not in _ITEM_TYPES:
             raise unsupported(
                 f"input[{index}].type",
-                f"There is no {kind[:64]!r} here, only {', '.join(_ITEM_TYPES)}.",
+                f"The type {kind[:64]!r} is none of {', '.join(_ITEM_TYPES)}.",
             )
     tools = raw.get("tools")
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
             raise unsupported(
-                f"tools[{index}].type", f"There is no {kind[:64]!r} here, only functions."
+                f"tools[{index}].type", f"Tools must be functions, not {kind[:64]!r}."
             )
 
 
 def understand_response_request(
     request: ResponsesRequest, model: ServedModel, min_priority: int
 ) -> Wanted:
-    """As `understand_chat`. What it refuses is named as in chats where both have a field."""
+    """Like `understand_chat`. Errors name the field of a chat request if both APIs have it."""
     wanted = understand_chat(as_chat(request), model, min_priority)
     return replace(wanted, repeated=request)
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
-    """Raises `InvalidRequest`."""
+    """Convert the request to a chat request. Raises `InvalidRequest`."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     return ChatRequest(
         messages=_messages(request),
@@ -193,14 +193,14 @@ def _choice(request: ResponsesRequest) -> ToolChoice | None:
 
 
 def _format(text: TextOptions | None) -> ResponseFormat | None:
-    asked = None if text is None else text.format
-    if asked is None or asked.type == "text":
+    form = None if text is None else text.format
+    if form is None or form.type == "text":
         return None
-    if asked.type == "json_object":
+    if form.type == "json_object":
         return ResponseFormat("json_object")
-    if asked.schema is None:
+    if form.schema is None:
         raise missing_parameter("text.format.schema")
-    schema = JsonSchemaFormat(asked.name or "answer", asked.schema, strict=asked.strict)
+    schema = JsonSchemaFormat(form.name or "answer", form.schema, strict=form.strict)
     return ResponseFormat("json_schema", schema)
 
 
@@ -210,12 +210,12 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
         messages.append(ChatMessage("system", request.instructions))
     if isinstance(request.input, str):
         return [*messages, ChatMessage("user", request.input)]
-    thought = ""
+    reasoning = ""
     for index, item in enumerate(request.input):
         path = f"input[{index}]"
         match item:
             case ReasoningItem():
-                thought = "\n".join(part.text for part in item.content or () if part.text)
+                reasoning = "\n".join(part.text for part in item.content or () if part.text)
                 continue
             case MessageItem():
                 content = _content(item.content, f"{path}.content")
@@ -230,15 +230,15 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
                 calls = messages[-1].tool_calls or []
                 calls.append(call)
                 messages[-1].tool_calls = calls
-        if thought and messages[-1].role == "assistant":
+        if reasoning and messages[-1].role == "assistant":
             before = messages[-1].reasoning_content
-            messages[-1].reasoning_content = f"{before}\n{thought}" if before else thought
-        thought = ""
+            messages[-1].reasoning_content = f"{before}\n{reasoning}" if before else reasoning
+        reasoning = ""
     return messages
 
 
 def _content(content: str | Sequence[ContentPart], path: str) -> str | list[ContentPart]:
-    """Parts of texts are called by who wrote them here, and by what they are in chats."""
+    """Convert content parts to those of chats, which have other type names."""
     if isinstance(content, str):
         return content
     parts = []

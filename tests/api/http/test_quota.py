@@ -126,7 +126,7 @@ async def test_priorities_are_bounded_by_what_a_key_may_ask_for() -> None:
     assert caught.value.param == "priority"
     async with openai_client(app, api_key=KEYS["bob"]) as client:
         await ask(client)
-        with pytest.raises(openai.BadRequestError, match="more urgent than 3"):
+        with pytest.raises(openai.BadRequestError, match="0 is below 3"):
             await ask(client, extra_body={"priority": 0})
     assert [each.priority for each in generate.requests] == [-5, 0, 7, 0, 3]
 

@@ -217,7 +217,7 @@ async def test_a_parser_can_be_named() -> None:
 
 @pytest.mark.parametrize("param", ["reasoning_parser", "tool_call_parser"])
 def test_a_parser_that_is_not_there_is_refused_at_start(param: str) -> None:
-    with pytest.raises(ModelError, match=r"'qwen' *; there are none, ") as refused:
+    with pytest.raises(ModelError, match=r"'qwen' *; choose from none, ") as refused:
         name: Any = {param: "qwen"}
         ServedModel.from_description(
             describe_model(ASSETS / "demo-small"), name="m", block_size=4, **name
