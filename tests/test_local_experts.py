@@ -20,6 +20,7 @@ import transformers
 from disagg import local
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.local import LocalCluster
+from tests.models.checkpoints import config_class
 from tests.tiny_model import tiny_parts, write_tiny_tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -59,8 +60,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
     ),
-    "gemma": ("Gemma", {}),
-    "olmo2": ("Olmo2", {"bos_token_id": 0, "pad_token_id": None}),
+    "gemma3": ("Gemma3", {"sliding_window": 30, "sliding_window_pattern": 2}),
+    "olmo3": ("Olmo3", {"sliding_window": 30, "num_hidden_layers": 4, "pad_token_id": None}),
     "gpt-oss": (
         "GptOss",
         {
@@ -81,7 +82,7 @@ def _write(directory: Path, name: str) -> Any:
     directory.mkdir()
     end_id = write_tiny_tokenizer(directory)
     family, changes = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes}, eos_token_id=end_id)
+    config = config_class(family)(**{**SHAPE, **changes}, eos_token_id=end_id)
     torch.manual_seed(5)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():

@@ -11,7 +11,7 @@ from disagg.kernels.cpu_library import SAMPLING, find_library, find_step
 from disagg.kernels.cpu_prompts import PromptAttention
 from disagg.kernels.cpu_sampling import CpuSampling
 from disagg.kernels.devices import LARGE_SHARED_NBYTES
-from disagg.kernels.ops import Ops
+from disagg.kernels.ops import PLAIN_SCORES, Ops, Scores
 from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.torch_ops import TorchOps
@@ -27,12 +27,14 @@ def ops_for(
     num_heads: int,
     quantization: Quantization | None = None,
     dtype: torch.dtype | None = None,
+    scores: Scores = PLAIN_SCORES,
 ) -> Ops:
     """Return Triton kernels for CUDA and torch for everything else.
 
     Args:
         dtype: what the model computes in. For bfloat16 on a CPU, attention of prompts is compiled.
         quantization: of weights, as they are packed.
+        scores: of attention.
 
     Raises:
         ValueError: this device does not multiply such weights, or the environment asks for a way of
@@ -48,7 +50,8 @@ def ops_for(
             bits=16 if quantization is None else _BITS.get(quantization, 16),
             keeps_packed=quantization == "packed",
             dtype=dtype,
-            prompts=_compiled_prompts() if dtype == torch.bfloat16 else None,
+            prompts=_compiled_prompts(scores) if dtype == torch.bfloat16 else None,
+            scores=scores,
         )
     from disagg.kernels.triton_ops import TritonOps
 
@@ -64,12 +67,13 @@ def ops_for(
         major=properties.major,
         quantization=kind,
         dtype=dtype,
+        scores=scores,
     )
 
 
-def _compiled_prompts() -> PromptAttention | None:
+def _compiled_prompts(scores: Scores) -> PromptAttention | None:
     library = find_step().loaded
-    return None if library is None else PromptAttention(library)
+    return None if library is None or scores != PLAIN_SCORES else PromptAttention(library)
 
 
 def device_name(device_id: int) -> str:

@@ -24,6 +24,19 @@ Paging: TypeAlias = Any  # what an implementation derived from one batch; only i
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """How a model makes the scores of its attention from products of queries and keys.
+
+    scale: what they are multiplied by; None: head_dim^-0.5.
+    """
+
+    scale: float | None = None
+
+
+PLAIN_SCORES = Scores()
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """The experts of a layer: gated MLPs, of which each token goes through a few.
 
@@ -202,9 +215,10 @@ class Ops(Protocol):
         """Store the keys and values of this step in `kv_cache`, then attend causally.
 
         `qkv` is [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
-        A query at position p sees positions > p - window (all, if None) up to p. The softmax scale
-        is head_dim^-0.5. `sinks` are logits, [num_heads], one of which takes part in each softmax
-        of its head and has no value. Returns [num_tokens, num_heads * head_dim].
+        A query at position p sees positions > p - window (all, if None) up to p. Scores are made as
+        the `Scores` of these operations say. `sinks` are logits, [num_heads], one of which takes
+        part in each softmax of its head and has no value. Returns [num_tokens, num_heads *
+        head_dim].
         """
         ...
 

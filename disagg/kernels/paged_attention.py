@@ -21,6 +21,7 @@ from torch import Tensor
 from disagg.kernels.attention_tile import attend_tile
 from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.ops import PLAIN_SCORES, Scores
 from disagg.kernels.paged_work import KEY_TILE, MAX_SHORT_ROWS, Launch, PagedWork
 
 # Up to which `attend_tile` reads bytes in pairs; of int4 up to half, as its parts are half as wide.
@@ -240,6 +241,7 @@ def paged_attention(
     context_lens: Tensor,
     work: PagedWork,
     sinks: Tensor | None = None,
+    scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
     """Attend causally to keys and values in the cache, the step's own included.
 
@@ -248,6 +250,7 @@ def paged_attention(
         block_tables, query_start, context_lens: int32, as in `models.batch.Batch`.
         work: from `plan_work`.
         sinks: float32 [num_heads], a logit of each head's softmax that has no value; or None.
+        scores: how they are made.
 
     Returns:
         [num_tokens, num_heads * head_dim].
@@ -256,7 +259,7 @@ def paged_attention(
     out = torch.empty(qkv.shape[0], num_heads * qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
     step = (block_tables, query_start, context_lens)
     for launch in work.launches:
-        _run(launch, qkv, kv_cache, layer, step, work.window, out, sinks)
+        _run(launch, qkv, kv_cache, layer, step, work.window, out, sinks, scores)
     return out
 
 
@@ -269,6 +272,7 @@ def _run(
     window: int | None,
     out: Tensor,
     sinks: Tensor | None,
+    scores: Scores,
 ) -> None:
     """Compute the pieces of one launch, then merge those that are parts of a sequence."""
     head_dim, block_size = kv_cache.head_dim, kv_cache.values.shape[4]
@@ -304,7 +308,7 @@ def _run(
         partials,
         weights,
         sinks,
-        head_dim**-0.5 * math.log2(math.e),
+        (scores.scale or head_dim**-0.5) * math.log2(math.e),
         qkv.stride(0),
         block_tables.stride(0),
         units.stride(0),

@@ -37,12 +37,13 @@ def whole_prompts(
     return found
 
 
-def attend_prompt(qkv: Tensor, num_kv_heads: int, out: Tensor) -> None:
+def attend_prompt(qkv: Tensor, num_kv_heads: int, out: Tensor, scale: float | None = None) -> None:
     """Attend causally to the keys and values of one prompt.
 
     Args:
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
         out: [num_tokens, num_heads * head_dim], which is written.
+        scale: of the softmax; None: head_dim^-0.5.
 
     Raises:
         RuntimeError: torch has neither kernel for this device, type or size of head.
@@ -51,5 +52,7 @@ def attend_prompt(qkv: Tensor, num_kv_heads: int, out: Tensor) -> None:
     num_heads = heads.shape[1] - 2 * num_kv_heads
     q, keys, values = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     with sdpa_kernel(_BACKENDS, set_priority=True):
-        result = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+        result = scaled_dot_product_attention(
+            q, keys, values, is_causal=True, enable_gqa=True, scale=scale
+        )
     out.view(-1, num_heads, heads.shape[3]).copy_(result.squeeze(0).transpose(0, 1))

@@ -111,8 +111,9 @@ class _Attend:
             mask = torch.where(positions[:end] > piece[:, None], float("-inf"), 0.0)
             own, seen = slice(first, end), slice(0, end)
             sinks = self._sinks.view(-1, 1, 1)
+            its_keys, its_values = keys[:, :, seen], values[:, :, seen]
             parts.append(
-                attend_by_products(q[:, :, own], keys[:, :, seen], values[:, :, seen], mask, sinks)
+                attend_by_products(q[:, :, own], its_keys, its_values, mask, sinks, self._scale)
             )
         return torch.cat(parts, 2)
 
@@ -122,10 +123,11 @@ class _Attend:
         # Of heads that are packed as queries, each query has the sink of its head.
         sinks = None if self._sinks is None else self._sinks.view(q.shape[1], -1, 1)
         if self._kv_cache.scales is not None:
-            return attend_quantized(q, cached.rows, cached.seen, cached.mask, self._kv_cache, sinks)
+            gathered = cached.rows, cached.seen, cached.mask
+            return attend_quantized(q, *gathered, self._kv_cache, sinks, self._scale)
         keys, values = cached.keys_and_values(self._head_dim)
         if sinks is not None:
-            return attend_by_products(q, keys, values, cached.mask, sinks)
+            return attend_by_products(q, keys, values, cached.mask, sinks, self._scale)
         return scaled_dot_product_attention(
             q,
             keys,

@@ -18,7 +18,7 @@ from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import Linear, linear
-from disagg.kernels.ops import Experts, PagedBatch
+from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
 from disagg.kernels.torch_attention import paged_attention
 from disagg.kernels.torch_experts import TorchExperts
@@ -34,7 +34,8 @@ class TorchOps:
         bits: of weights, all but experts; they become `Int8Linear` or `Int4Linear`.
         keeps_packed: numbers of 4 or 8 bits stay as they are in a checkpoint.
         dtype: of the scales of these; by default float32.
-        prompts: compiled attention, for a model in bfloat16; None: torch's.
+        prompts: compiled attention, for a model in bfloat16 with the usual `scores`; None: torch's.
+        scores: of attention.
     """
 
     keeps_packed: Literal["gpu", "cpu"] | None = None
@@ -46,6 +47,7 @@ class TorchOps:
         keeps_packed: bool = False,
         dtype: torch.dtype | None = None,
         prompts: PromptAttention | None = None,
+        scores: Scores = PLAIN_SCORES,
     ) -> None:
         if keeps_packed:
             self.keeps_packed = "cpu"
@@ -57,6 +59,7 @@ class TorchOps:
         }
         self._scratch = torch.empty(0, 0)
         self._prompts = prompts
+        self._scores = scores
 
     def pack(
         self, weight: Tensor | PackedMatrix, bias: Tensor | None, largest: Largest | None = None
@@ -160,7 +163,8 @@ class TorchOps:
         paging: TorchPaging,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        return paged_attention(qkv, kv_cache, layer, window, paging, sinks, self._prompts)
+        scale = self._scores.scale
+        return paged_attention(qkv, kv_cache, layer, window, paging, sinks, self._prompts, scale)
 
     def latent_attention(
         self,

@@ -12,6 +12,7 @@ def attend_by_products(
     values: Tensor,
     mask: Tensor | None,
     sinks: Tensor | None,
+    scale: float,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend with a softmax in float32.
@@ -21,6 +22,7 @@ def attend_by_products(
         keys, values: [num_seqs, num_kv_heads, num_keys, head_dim].
         mask: added to the scores, or None.
         sinks: [num_heads, num_queries or 1, 1], or None.
+        scale: of the softmax.
         scales: what keys and values are multiplied by, [num_seqs, num_kv_heads, 1, num_keys] each.
 
     Returns:
@@ -28,7 +30,7 @@ def attend_by_products(
     """
     packed = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])  # queries that share a KV head
     scores = torch.matmul(packed, keys.transpose(2, 3)).float()
-    scores *= q.shape[3] ** -0.5 if scales is None else scales[0] * q.shape[3] ** -0.5
+    scores *= scale if scales is None else scales[0] * scale
     by_head = scores.view(*q.shape[:3], -1)
     if mask is not None:
         by_head.add_(mask)

@@ -47,7 +47,8 @@ def attend_quantized(
     seen: slice,
     mask: Tensor | None,
     kv_cache: KVPages,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Attend to pages that were gathered.
 
@@ -56,7 +57,7 @@ def attend_quantized(
         rows: uint8 [2, num_seqs, num_kv_heads, num_pages, page_nbytes].
         seen: of the positions in `rows`, those that are looked at.
         mask: float32, added to the scores, or None.
-        sinks: as in `attend_by_products`.
+        sinks, scale: as in `attend_by_products`.
 
     Returns:
         [num_seqs, num_heads, num_queries, head_dim].
@@ -67,7 +68,7 @@ def attend_quantized(
     keys, values = wide[:, :, :, seen].unbind(0)
     scales = _scales(rows, kv_cache).flatten(3)[:, :, :, None, seen]
     key_scales, value_scales = scales.unbind(0)
-    return attend_by_products(q, keys, values, mask, sinks, (key_scales, value_scales))
+    return attend_by_products(q, keys, values, mask, sinks, scale, (key_scales, value_scales))
 
 
 def _scales(rows: Tensor, kv_cache: KVPages) -> Tensor:

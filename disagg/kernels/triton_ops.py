@@ -22,7 +22,7 @@ from disagg.kernels.kv_write import kv_write
 from disagg.kernels.latent_attention import LONG_ROWS as LATENT_ROWS
 from disagg.kernels.latent_attention import MAX_TILE, MIN_TILE, latent_attention
 from disagg.kernels.norm_rope import norm_rope_
-from disagg.kernels.ops import Experts, PagedBatch
+from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
 from disagg.kernels.packed_linear import PackedProduct
 from disagg.kernels.packed_matrix import Largest, PackedMatrix, quantized
 from disagg.kernels.packed_sizes import Kind
@@ -91,6 +91,7 @@ class TritonOps:
         major: of the device's compute capability.
         quantization: of matrices that are packed, those of experts included, but not of what makes
             logits or chooses experts.
+        scores: of attention.
         dtype: of activations; products with packed matrices, and experts, are then compiled when
             they are packed, not while a request waits. None: at their first use.
     """
@@ -108,7 +109,9 @@ class TritonOps:
         major: int = 9,
         quantization: Kind | None = None,
         dtype: torch.dtype | None = None,
+        scores: Scores = PLAIN_SCORES,
     ) -> None:
+        self._scores = scores
         self._use_sdpa = use_sdpa
         self._long_rows = long_rows
         self._latent_tile = MIN_TILE if is_small else MAX_TILE
@@ -289,9 +292,10 @@ class TritonOps:
             batch.context_lens,
             paging.work[window],
             sinks,
+            self._scores,
         )
         for rows in paging.prompts.get(window, {}).values():
-            attend_prompt(qkv[rows], kv_cache.values.shape[3], out[rows])
+            attend_prompt(qkv[rows], kv_cache.values.shape[3], out[rows], self._scores.scale)
         return out
 
     def latent_attention(

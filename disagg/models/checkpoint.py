@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class StoredTensor:
     Attributes:
         dtype: as safetensors writes it: "F32", "BF16", ...
         begin, end: bytes of `file` that hold it.
+        name: what the file calls it, where that is another name.
     """
 
     file: Path
@@ -48,6 +49,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
     end: int
+    name: str = field(default="", kw_only=True)
 
     @property
     def num_values(self) -> int:

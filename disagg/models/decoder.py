@@ -19,7 +19,7 @@ from disagg.kernels.dispatch import Quantization, ops_for
 from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.ops import Ops, Paging, Weight
+from disagg.kernels.ops import Ops, Paging, Scores, Weight
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.batch import Batch
 from disagg.models.communicator import Communicator
@@ -29,6 +29,7 @@ from disagg.models.layers import ExpertMlp, Layer, LayerPacker, Mlp
 from disagg.models.model_config import ModelConfig
 from disagg.models.not_compiled import not_compiled
 from disagg.models.qk_norm import mean_squares
+from disagg.models.rope import RopeConfig
 from disagg.models.rope_tables import rope_tables
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import (
@@ -72,14 +73,18 @@ class Decoder:
         self.ranks = communicator
         self.device = weights.norm.device
         self.dtype = weights.dtype
-        self.ops = ops or ops_for(self.device, config.num_heads, quantization, self.dtype)
+        self.ops = ops or ops_for(
+            self.device, config.num_heads, quantization, self.dtype, scores_of(config)
+        )
         self._norm = weights.norm
         self._lm_head = self.ops.pack_table(weights.lm_head)
         self._embedding = self._table(weights)
         packer = LayerPacker(self.ops, config, self.dtype, communicator)
         self._layers = [packer.pack(index, layer) for index, layer in enumerate(weights.layers)]
-        cos, sin = rope_tables(config.rope, config.rope_dim, config.max_model_len)
-        self._rope = self.ops.rope_table(cos, sin, self.dtype).to(self.device)
+        self._rope = self._rope_table(config.rope)
+        self._window_rope = (
+            None if config.window_rope is None else self._rope_table(config.window_rope)
+        )
         dense, has = None, not_compiled(config)
         if not has:
             tables = self._embedding, self._rope, self._norm, self._lm_head
@@ -90,6 +95,10 @@ class Decoder:
             scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype)
             self._embedding_scale = scale.item()
         self.step, self.step_sentence = cpu_step(dense, has, is_rank=is_rank)
+
+    def _rope_table(self, rope: RopeConfig) -> Tensor:
+        cos, sin = rope_tables(rope, self.config.rope_dim, self.config.max_model_len)
+        return self.ops.rope_table(cos, sin, self.dtype).to(self.device)
 
     def _table(self, weights: DecoderWeights) -> Tensor | Int8Linear | Int4Linear:
         """Where embeddings are looked up."""
@@ -151,12 +160,15 @@ class Decoder:
         num_tokens = batch.token_ids.shape[0]
         if paging is None:
             paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
-        rope_rows = self._rope.index_select(0, batch.positions)
+        rope_rows = window_rows = self._rope.index_select(0, batch.positions)
+        if self._window_rope is not None:
+            window_rows = self._window_rope.index_select(0, batch.positions)
         hidden = self._embed(batch.token_ids)
         normed = self._normed(hidden, self._layers[0].input_norm)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            attended = self._attend(layer, index, normed, rope_rows, kv_cache, paging)
+            own_rows = rope_rows if layer.window is None else window_rows
+            attended = self._attend(layer, index, normed, own_rows, kv_cache, paging)
             if index == last and batch.logits_rows.shape[0] != num_tokens:
                 # After the last attention only the rows whose logits are wanted matter (as many
                 # rows as tokens are all of them, in order).
@@ -253,6 +265,9 @@ class Decoder:
 
     def _project_vocabulary(self, hidden: Tensor) -> Tensor:
         projected = self.ops.project(hidden, self._lm_head)
+        cap = self.config.logit_cap
+        if cap is not None:
+            projected = projected.float().div_(cap).tanh_().mul_(cap)
         if self.ranks is None:
             return projected
         num_ranks = self.ranks.share.num_ranks
@@ -281,7 +296,7 @@ def load_model(
     """
     share = WHOLE if communicator is None else communicator.share
     config = share.config(model.config)
-    ops = ops or ops_for(device, config.num_heads, quantization, dtype)
+    ops = ops or ops_for(device, config.num_heads, quantization, dtype, scores_of(config))
     quantises = quantization not in (None, "packed")
     keeps_packed = None if quantises else ops.keeps_packed
     weights = load_weights(model, dtype, device, progress, share, keeps_packed=keeps_packed)
@@ -294,6 +309,11 @@ def load_model(
         # After what was freed: else its neighbours would be cut out of the huge pages again.
         log.info("%d MB of weights are in huge pages.", decoder.step.use_huge_pages() >> 20)
     return decoder
+
+
+def scores_of(config: ModelConfig) -> Scores:
+    """How attention makes its scores, but for latents."""
+    return Scores(config.score_scale)
 
 
 def random_decoder(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from disagg.models.family import Json
 from disagg.models.gguf_model import GgufFiles, gguf_in
 from disagg.models.model_config import ModelConfig
 from disagg.models.quantized_tensors import QuantizedStored, as_floats
+from disagg.models.text_part import text_config, text_name
 
 _SAMPLE_NBYTES = 1024
 _ADAPTER = "adapter_config.json"
@@ -60,8 +61,11 @@ def describe_model(model: str | Path) -> ModelDescription:
         raise ModelError(
             f"{file} is missing; a model directory needs one. Is {model} a model directory?"
         )
-    raw = _json(text, file)
-    return ModelDescription(files, raw, ModelConfig.from_hf(raw, file))
+    whole = _json(text, file)
+    of_text = text_config(whole, file)
+    raw = whole if of_text is None else of_text
+    config = ModelConfig.from_hf(raw, file)
+    return ModelDescription(files, raw, config, reads_images=of_text is not None)
 
 
 def _files(place: Path) -> DirectoryFiles | GgufFiles:
@@ -84,11 +88,21 @@ class ModelDescription:
     Attributes:
         source: where it is from, for messages.
         config: the numbers of its decoder.
+        reads_images: it is the text part of a model that reads images, too; what reads these is
+            left out.
     """
 
-    def __init__(self, files: DirectoryFiles | GgufFiles, raw: Json, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        files: DirectoryFiles | GgufFiles,
+        raw: Json,
+        config: ModelConfig,
+        *,
+        reads_images: bool = False,
+    ) -> None:
         self.source = str(files.place)
         self.config = config
+        self.reads_images = reads_images
         self._files = files
         self._raw = raw
 
@@ -104,7 +118,7 @@ class ModelDescription:
         """
         tensors: dict[str, StoredTensor] = {}
         for file, header in self._headers.items():
-            for name, tensor in header.tensors.items():
+            for name, tensor in self._of_text(header):
                 if name in tensors:
                     raise ModelError(
                         f"{name} lies in {tensors[name].file} and in {file}; a directory holds one"
@@ -113,6 +127,13 @@ class ModelDescription:
                 tensors[name] = tensor
         quantized = self.config.quantized
         return tensors if quantized is None else as_floats(tensors, quantized)
+
+    def _of_text(self, header: Header) -> Iterable[tuple[str, StoredTensor]]:
+        """The tensors of a file that belong to the decoder."""
+        if not self.reads_images:
+            return header.tensors.items()
+        named = ((text_name(name), name, tensor) for name, tensor in header.tensors.items())
+        return [(own, replace(tensor, name=name)) for own, name, tensor in named if own is not None]
 
     @property
     def stored_nbytes(self) -> int:
@@ -172,11 +193,14 @@ class ModelDescription:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source: `chat_template.jinja`, else as `tokenizer_config.json` has it."""
+        """The Jinja source: `chat_template.jinja`, else as `tokenizer_config.json` has it, else as
+        `chat_template.json`, which older models that read images have."""
         template = self._files.read("chat_template.jinja")
         if template is not None:
             return template
         found = self._tokenizer_config.get("chat_template")
+        if found is None:
+            found = self._optional_json("chat_template.json").get("chat_template")
         if isinstance(found, list):  # named templates, [{"name": ..., "template": ...}]
             named = [each for each in found if isinstance(each, dict)]
             found = next((e.get("template") for e in named if e.get("name") == "default"), None)

@@ -68,8 +68,11 @@ class Family:
         qk_norm: whether q and k are normalised: each head, each head if the key `use_qk_norm` says
             so, or all heads of q, and all heads of k, together.
         windows: which layers have a sliding window: those that the file names if its
-            `use_sliding_window` says so; all if a size is set; those that the file names, else
-            every second one from the first on; or none, and a file that wants one is refused.
+            `use_sliding_window` says so; all if a size is set; those that the file names, else all
+            but every `full_every`-th; or none, and a file that wants one is refused.
+        full_every: a layer without a window is the last of so many. The key
+            `sliding_window_pattern` may say another number, if it is one of the `defaults`.
+        ropes_by_kind: layers with a window have rope settings of their own.
         is_fused: whether q, k and v lie in one tensor, and gate and up in another.
         rope_kinds: how its positions may be scaled; empty: in all ways.
         sinks: whether each query head has a logit that takes part in its softmax and has no value.
@@ -80,6 +83,7 @@ class Family:
             float32, as transformers computes them.
         scaled_embedding: whether embeddings are multiplied by the square root of their size.
         activations: of its MLPs, as config.json may call them; all are computed alike.
+        fits_float16: whether its activations do.
     """
 
     model_type: str
@@ -88,6 +92,8 @@ class Family:
     mlp_bias: bool = False
     qk_norm: Literal["none", "each head", "stated", "all heads"] = "none"
     windows: Literal["stated", "all", "alternating", "none"] = "none"
+    full_every: int = 2
+    ropes_by_kind: bool = False
     is_fused: bool = False
     rope_kinds: tuple[str, ...] = ()
     sinks: bool = False
@@ -98,3 +104,4 @@ class Family:
     norms_less_one: bool = False
     scaled_embedding: bool = False
     activations: tuple[str, ...] = ("silu",)
+    fits_float16: bool = True

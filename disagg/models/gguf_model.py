@@ -30,8 +30,13 @@ _FAMILIES: Mapping[str, str] = {
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
 }
+# llama.cpp calls it olmo2, with a window.
+_OLMO3 = "Olmo3ForCausalLM"
+# Layers of the models whose scores have another scale than that of their heads; files do not say.
+_SCALED_BY_HIDDEN = {"gemma3": 62}
 # llama.cpp calls these llama, one with a window and one with experts.
 _WINDOWED, _WITH_EXPERTS = "MistralForCausalLM", "MixtralForCausalLM"
 _SIZES: Mapping[str, str] = {
@@ -97,7 +102,7 @@ class GgufStored(StoredTensor):
 
 def gguf_families() -> frozenset[str]:
     """The families that come as GGUF files too."""
-    return frozenset(_FAMILIES.values()) | {_WINDOWED, _WITH_EXPERTS}
+    return frozenset(_FAMILIES.values()) | {_WINDOWED, _WITH_EXPERTS, _OLMO3}
 
 
 def gguf_in(directory: Path) -> Path | None:
@@ -223,14 +228,13 @@ class GgufFiles:
         for name in ("attention.value_length", "rope.dimension_count"):
             if self._setting(name, head_dim) != head_dim:
                 raise self._unsupported(name)
-        window = self._setting("attention.sliding_window")
-        if window and self._architecture != "llama":
-            raise self._unsupported("attention.sliding_window")
         ends = [token_of(self._settings, role, self.place) for role in ("eos", "eot", "eom")]
         ends.append(end_of_turn(self._settings))
         return config | {
             "architectures": [self._family],
             **self._experts,
+            **self._windows,
+            **self._gemma(heads, hidden, head_dim),
             "num_key_value_heads": self._setting("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "vocab_size": table.shape[0],
@@ -239,14 +243,44 @@ class GgufFiles:
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "qkv_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
-            "sliding_window": window or None,
             "rope_theta": self._setting("rope.freq_base", 10_000.0),
             "rope_scaling": self._rope_scaling(head_dim),
             "eos_token_id": list(dict.fromkeys(each[0] for each in ends if each is not None)),
         }
 
     @property
+    def _windows(self) -> dict[str, Any]:
+        """Of config.json; without a pattern, windows are where the family usually has them."""
+        window = self._setting("attention.sliding_window") or None
+        if FAMILIES[self._family].windows != "alternating":
+            if window and self._architecture != "llama":
+                raise self._unsupported("attention.sliding_window")
+            return {"sliding_window": window}
+        pattern = self._setting("attention.sliding_window_pattern")
+        if type(pattern) is int:
+            layers = range(1, self._setting(_SIZES["num_hidden_layers"]) + 1)
+            pattern = [layer % pattern > 0 for layer in layers]
+        names = ("full_attention", "sliding_attention")
+        kinds = None if pattern is None else [names[bool(each)] for each in pattern]
+        return {"sliding_window": window, "layer_types": kinds}
+
+    def _gemma(self, heads: int, hidden: int, head_dim: int) -> dict[str, Any]:
+        """Of config.json, for Gemma 2 and later. What a file leaves out is as llama.cpp has it."""
+        if "query_pre_attn_scalar" not in FAMILIES[self._family].defaults:
+            return {}
+        num_layers = self._setting(_SIZES["num_hidden_layers"])
+        is_by_hidden = num_layers == _SCALED_BY_HIDDEN[self._architecture]
+        caps = ("attn_logit_softcapping", "final_logit_softcapping")
+        return {
+            "query_pre_attn_scalar": hidden // heads if is_by_hidden else head_dim,
+            "rope_local_base_freq": self._setting("rope.freq_base_swa", 10_000.0),
+            **{key: self._setting(key) for key in caps if self._setting(key) is not None},
+        }
+
+    @property
     def _family(self) -> str:
+        if self._architecture == "olmo2" and self._setting("attention.sliding_window"):
+            return _OLMO3
         if self._architecture != "llama":
             return _FAMILIES[self._architecture]
         if self._setting("expert_count"):

@@ -46,6 +46,7 @@ _SETTINGS = frozenset(
         _TOKENIZER,
         "tokenizer_config.json",
         "chat_template.jinja",
+        "chat_template.json",
     }
 )
 _SAY_AGAIN_S = 0.5  # sizes on the disk are not looked at more often

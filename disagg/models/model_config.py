@@ -19,11 +19,12 @@ from disagg.models.family import Family, Json
 from disagg.models.latent_config import LatentConfig, latent_config
 from disagg.models.not_yet import NOT_YET
 from disagg.models.quantized_config import QuantizedFormat, quantized_format
-from disagg.models.rope import RopeConfig
+from disagg.models.rope import RopeConfig, ropes_by_kind
 
 DTYPES = ("float32", "bfloat16", "float16")
 _MOST_LAYERS = 10_000  # each is described before there is a weight to compare with
 _LAYER_TYPES = ("sliding_attention", "full_attention")
+_SCALAR = "query_pre_attn_scalar"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,9 @@ class ModelConfig:
     norms_less_one: bool = False  # in the checkpoint; they are kept in float32
     scaled_embedding: bool = False  # by the square root of the hidden size
     activation: Activation = "silu"  # of MLPs
+    window_rope: RopeConfig | None = None  # of layers with a window, where it is another one
+    query_scalar: int | None = None  # scores are divided by its root; None: by that of the head
+    logit_cap: float | None = None  # the largest absolute value of logits: cap * tanh(x / cap)
 
     @property
     def rope_dim(self) -> int:
@@ -76,6 +80,12 @@ class ModelConfig:
     def num_vectors(self) -> int:
         """That the cache keeps of a token in each layer and KV head: a key and a value, or one."""
         return 2 if self.latent is None else 1
+
+    @property
+    def score_scale(self) -> float | None:
+        """What products of queries and keys are multiplied by; None: head_dim^-0.5."""
+        is_usual = self.query_scalar in (None, self.head_dim)
+        return None if is_usual or self.query_scalar is None else self.query_scalar**-0.5
 
     def experts_in(self, layer: int) -> ExpertsConfig | None:
         """The experts of a layer; None: its MLP is dense."""
@@ -128,7 +138,7 @@ def _family(raw: Json, place: object) -> str:
 def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
     _refuse_unsupported(fields, family)
     max_position = fields.size("max_position_embeddings")
-    rope = _rope(fields, max_position, family)
+    rope, window_rope = _ropes(fields, max_position, family)
     latent = latent_config(fields, rope, family) if family.is_latent else None
     num_kv_heads, head_dim = _heads(fields, family) if latent is None else (1, latent.cached_dim)
     rope_dim = int(head_dim * rope.partial_factor)
@@ -170,6 +180,9 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         norms_less_one=family.norms_less_one,
         scaled_embedding=family.scaled_embedding,
         activation="silu" if family.activations == ("silu",) else "gelu_tanh",
+        window_rope=window_rope,
+        query_scalar=fields.size(_SCALAR) if _SCALAR in family.defaults else None,
+        logit_cap=_cap(fields, family, "final_logit_softcapping"),
     )
 
 
@@ -219,8 +232,9 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     if raw[key] not in family.activations:
         known = " or ".join(map(repr, family.activations))
         raise ModelError(f"{place}: {key} {raw[key]!r} is not supported, only {known}")
-    if raw.get("use_bidirectional_attention"):
-        raise ModelError(f"{place}: use_bidirectional_attention is not supported")
+    for key in ("use_bidirectional_attention", "attn_logit_softcapping"):
+        if raw.get(key):
+            raise ModelError(f"{place}: {key} is not supported")
 
 
 def _dtype(fields: Fields) -> str:
@@ -231,6 +245,13 @@ def _dtype(fields: Fields) -> str:
     return name
 
 
+def _cap(fields: Fields, family: Family, key: str) -> float | None:
+    """None: there is none, or the family does not know it."""
+    if key not in family.defaults or fields.raw[key] is None:
+        return None
+    return fields.number(key)
+
+
 def _rms_norm_eps(fields: Fields) -> float:
     value = fields.raw["rms_norm_eps"]
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
@@ -238,24 +259,38 @@ def _rms_norm_eps(fields: Fields) -> float:
     return float(value)
 
 
-def _rope(fields: Fields, max_position: int, family: Family) -> RopeConfig:
+def _ropes(
+    fields: Fields, max_position: int, family: Family
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Of all layers; or of full ones, and of those with a window."""
     try:
-        rope = RopeConfig.from_hf(_with_partial_factor(fields), max_position)
-        if rope.partial_factor != 1.0 and "partial_rotary_factor" not in family.defaults:
-            raise ModelError(
-                f"partial_rotary_factor {rope.partial_factor:g} is not supported for"
-                f" {family.model_type}, only 1.0"
-            )
-        if family.rope_kinds and rope.kind not in family.rope_kinds:
-            raise ModelError(
-                f"rope type {rope.kind!r} is not supported for {family.model_type}, only"
-                f" {', '.join(family.rope_kinds)}"
-            )
-        return rope
+        ropes: tuple[RopeConfig, RopeConfig | None]
+        raw = _with_partial_factor(fields)
+        if family.ropes_by_kind:
+            ropes = ropes_by_kind(raw, max_position, family.defaults)
+        else:
+            ropes = RopeConfig.from_hf(raw, max_position), None
+        for rope in ropes:
+            if rope is not None:
+                _check_rope(rope, family)
+        return ropes
     except (TypeError, ValueError, ArithmeticError) as error:
         raise fields.wrong(f"the rope settings cannot be read: {error}") from error
     except ModelError as error:  # it is right, and asks for something else
         raise ModelError(f"{fields.place}: {error.message}") from error
+
+
+def _check_rope(rope: RopeConfig, family: Family) -> None:
+    if rope.partial_factor != 1.0 and "partial_rotary_factor" not in family.defaults:
+        raise ModelError(
+            f"partial_rotary_factor {rope.partial_factor:g} is not supported for"
+            f" {family.model_type}, only 1.0"
+        )
+    if family.rope_kinds and rope.kind not in family.rope_kinds:
+        raise ModelError(
+            f"rope type {rope.kind!r} is not supported for {family.model_type}, only"
+            f" {', '.join(family.rope_kinds)}"
+        )
 
 
 def _with_partial_factor(fields: Fields) -> Json:
@@ -281,7 +316,11 @@ def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | N
     if family.windows == "none" or not is_on:
         window = None
     if family.windows == "alternating":
-        kinds = (list(_LAYER_TYPES) * num_layers)[:num_layers] if kinds is None else kinds
+        full_every, key = family.full_every, "sliding_window_pattern"
+        if key in family.defaults:
+            full_every = fields.size(key)
+        is_full = [(layer + 1) % full_every == 0 for layer in range(num_layers)]
+        kinds = [_LAYER_TYPES[each] for each in is_full] if kinds is None else kinds
         return _windows_of(fields, kinds, window, num_layers)
     first = fields.raw["max_window_layers"] if is_stated else 0
     if not isinstance(first, int) or isinstance(first, bool):

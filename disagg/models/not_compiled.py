@@ -17,6 +17,9 @@ def not_compiled(config: ModelConfig) -> str:
         "norms after attention and MLP": config.norms != "before",
         "norms in float32": config.norms_less_one,
         "scaled embeddings": config.scaled_embedding,
+        "layers with rope settings of their own": config.window_rope is not None,
+        "another scale of scores": config.score_scale is not None,
+        "capped logits": config.logit_cap is not None,
         "GELU": config.activation == "gelu_tanh",
     }
     return " and ".join(what for what, is_so in has.items() if is_so)

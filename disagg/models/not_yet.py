@@ -16,14 +16,11 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "GlmMoeDsaForCausalLM": f"sparse {_MLA}",
         "Glm4vMoeForConditionalGeneration": f"{_PARTIAL}, and {_IMAGES}",
         "Gemma2ForCausalLM": _GEMMA,
-        "Gemma3ForCausalLM": _GEMMA,
-        "Gemma3ForConditionalGeneration": f"{_GEMMA}, and {_IMAGES}",
         "Gemma3nForConditionalGeneration": f"{_GEMMA}, and layers that share KV",
         "KimiK25ForConditionalGeneration": _IMAGES,
         "Llama4ForCausalLM": "chunked attention",
         "Llama4ForConditionalGeneration": f"chunked attention, and {_IMAGES}",
         "MllamaForConditionalGeneration": _IMAGES,
-        "Mistral3ForConditionalGeneration": _IMAGES,
         "Qwen2VLForConditionalGeneration": _IMAGES,
         "Qwen2_5_VLForConditionalGeneration": _IMAGES,
         "Qwen3VLForConditionalGeneration": _IMAGES,
@@ -39,7 +36,6 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "Cohere2ForCausalLM": "attention and MLP in parallel",
         "GraniteForCausalLM": "scales of embeddings, attention, residuals and logits",
         "GraniteMoeHybridForCausalLM": _STATES,
-        "Olmo3ForCausalLM": "rope settings by kind of layer",
         "GPT2LMHeadModel": "learned position embeddings",
     }
 )

@@ -10,6 +10,7 @@ from typing import Any
 from disagg.errors import ModelError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_LAYERS = _FULL, _WINDOWED = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,48 @@ class RopeConfig:
         if self.kind != "yarn":
             return max_position
         return max(max_position, int(self.original_max_position * self.factor))
+
+
+def ropes_by_kind(
+    raw: Mapping[str, Any], max_position: int, defaults: Mapping[str, Any]
+) -> tuple[RopeConfig, RopeConfig]:
+    """Read the rope settings of full layers, and of those with a window.
+
+    Where a file does not have them by kind of layer (`rope_parameters`), `rope_scaling` is that of
+    full layers alone, and `rope_local_base_freq` is the theta of layers with a window.
+
+    Args:
+        raw: with the defaults of the family.
+        defaults: of the family: `rope_theta`, and perhaps `rope_local_base_freq`.
+
+    Raises:
+        ModelError: as in `RopeConfig.from_hf`; or the file may mean several things.
+    """
+    given, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    for name, settings in (("rope_parameters", given), ("rope_scaling", scaling)):
+        if not isinstance(settings, Mapping):
+            raise ModelError(f"{name} must be a JSON object, not {settings!r}")
+    is_unnamed = "type" in scaling and "rope_type" not in scaling
+    if given.keys() - _LAYERS or (given and scaling) or is_unnamed:
+        raise ModelError(
+            f"rope settings of this family must be rope_parameters with {' and '.join(_LAYERS)}, or"
+            " a rope_scaling of full layers with rope_type"
+        )
+    thetas = {_FULL: raw["rope_theta"]}
+    if "rope_local_base_freq" in defaults:
+        thetas[_WINDOWED] = raw["rope_local_base_freq"]
+    elif raw["rope_theta"] == defaults["rope_theta"]:  # else of all layers, or of full ones alone:
+        thetas[_WINDOWED] = raw["rope_theta"]  # releases of transformers differ
+    found = {}
+    for layers in _LAYERS:
+        own = {**(given.get(layers) or {}), **(scaling if layers == _FULL else {})}
+        own.setdefault("rope_theta", thetas.get(layers))
+        if own["rope_theta"] is None:
+            raise ModelError(f"rope_theta of {layers} must be said in rope_parameters")
+        if not own.get("truncate", True):
+            raise ModelError("truncate of rope settings by kind of layer is not supported")
+        found[layers] = RopeConfig.from_hf({"rope_parameters": own}, max_position)
+    return found[_FULL], found[_WINDOWED]
 
 
 def _number(source: Mapping[str, Any], key: str, above: float = 0.0) -> float:

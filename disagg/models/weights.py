@@ -283,12 +283,13 @@ class _Reader:
                 return read_values(stored, part.box)
             if isinstance(stored, QuantizedStored):
                 return widened(stored, partial(self._piece, stored), self._dtype, part.box)
-            return self._read(name, stored.file, part.box)
+            return self._read(stored.name or name, stored.file, part.box)
 
     def _piece(self, stored: QuantizedStored, end: str, box: Sequence[Range] = ()) -> Tensor:
         piece = stored.pieces[end]
         is_whole = [*box] in ([], [(0, size) for size in piece.shape])
-        return self._read(f"{stored.module}.{end}", piece.file, () if is_whole else box)
+        name = piece.name or f"{stored.module}.{end}"
+        return self._read(name, piece.file, () if is_whole else box)
 
     def _moved_piece(self, stored: QuantizedStored, end: str, box: Sequence[Range] = ()) -> Tensor:
         return self._piece(stored, end, box).to(self._device)

@@ -42,6 +42,8 @@ def check_tier(
         StartupError: with a message for the user; also as `ModelError` or `NotEnoughMemory`.
     """
     model = describe_model(tier.directory)
+    if model.reads_images:
+        tell(f"Only the text part of {model.name} is served: images in requests are refused.")
     host_nbytes = 0
     roles: tuple[Role, ...] = ("prefill", "decode") if tier.prefill.num_replicas else ("decode",)
     for role in roles:

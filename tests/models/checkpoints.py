@@ -58,6 +58,12 @@ _GLM = {
     "first_k_dense_replace": 1,
 }
 _MINIMAX = {"head_dim": 16, "num_local_experts": 7, "num_experts_per_tok": 3}
+_GEMMA3 = {
+    "head_dim": 16,
+    "sliding_window": 9,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 20,
+}
 _GPT_OSS = {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -155,8 +161,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma",
         {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": False},
     ),
+    "gemma3": ("Gemma3", _GEMMA3),
+    "gemma3-odd": (
+        "Gemma3",
+        {
+            **_GEMMA3,
+            "head_dim": 24,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 0.75,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": _LINEAR,
+                "sliding_attention": {"rope_theta": 7.0},
+            },
+        },
+    ),
     "olmo2": ("Olmo2", {}),
     "olmo2-yarn": ("Olmo2", {"rope_parameters": _YARN, "attention_bias": True}),
+    "olmo3": ("Olmo3", {"sliding_window": 9, "num_hidden_layers": 5}),
+    "olmo3-yarn": (
+        "Olmo3",
+        {
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": _YARN, "sliding_attention": _ROPE},
+        },
+    ),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gpt-oss-windows-named": (
         "GptOss",
@@ -179,6 +210,12 @@ class Checkpoint:
         return out
 
 
+def config_class(family: str) -> Any:
+    """Of transformers, for a model of text alone."""
+    found: Any = getattr(transformers, f"{family}ForCausalLM").config_class
+    return found
+
+
 def write_checkpoint(
     directory: Path,
     variant: str,
@@ -193,7 +230,7 @@ def write_checkpoint(
         changes: of its configuration.
     """
     family, own = VARIANTS[variant]
-    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **own, **changes})
+    config = config_class(family)(**{**_SHAPE, **own, **changes})
     torch.manual_seed(sum(variant.encode()))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():

@@ -21,7 +21,9 @@ ARCHITECTURES = {
     "Qwen2Moe": "qwen2moe",
     "Qwen3Moe": "qwen3moe",
     "Gemma": "gemma",
+    "Gemma3": "gemma3",
     "Olmo2": "olmo2",
+    "Olmo3": "olmo2",
 }
 # Norms that several families call post_attention_layernorm, before the MLP or after attention.
 OTHER_NORMS = {
@@ -140,6 +142,8 @@ def _apart(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _settings(model: Any, family: str) -> dict[str, Any]:
     config, prefix = model.config, ARCHITECTURES[family]
     rope = config.rope_parameters
+    windowed = rope.get("sliding_attention")
+    rope = rope.get("full_attention", rope)
     head_dim = _head_dim(config)
     said = {
         "block_count": config.num_hidden_layers,
@@ -153,8 +157,17 @@ def _settings(model: Any, family: str) -> dict[str, Any]:
         "attention.value_length": head_dim,
         "rope.freq_base": rope["rope_theta"],
     }
-    if family == "Mistral":
+    if family == "Mistral" or windowed is not None:
         said["attention.sliding_window"] = config.sliding_window
+    if windowed is not None:
+        said["attention.sliding_window_pattern"] = [
+            kind == "sliding_attention" for kind in config.layer_types
+        ]
+    if windowed is not None and windowed["rope_theta"] != rope["rope_theta"]:
+        said["rope.freq_base_swa"] = windowed["rope_theta"]
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, cap, None) is not None:
+            said[cap] = getattr(config, cap)
     if (num_experts := getattr(config, "num_experts", None)) is not None:
         said["expert_count"] = num_experts
         said["expert_used_count"] = config.num_experts_per_tok

@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 from disagg.errors import ModelError
 from disagg.models.description import describe_model
+from disagg.models.model_config import ModelConfig
 from disagg.models.rope_tables import inverse_frequencies
 
 ABSENT = object()
@@ -37,7 +38,9 @@ CLASSES = {
     "Glm4MoeLiteForCausalLM": transformers.Glm4MoeLiteForCausalLM,
     "MiniMaxM2ForCausalLM": transformers.MiniMaxM2ForCausalLM,
     "GemmaForCausalLM": transformers.GemmaForCausalLM,
+    "Gemma3ForCausalLM": transformers.Gemma3ForCausalLM,
     "Olmo2ForCausalLM": transformers.Olmo2ForCausalLM,
+    "Olmo3ForCausalLM": transformers.Olmo3ForCausalLM,
     "GptOssForCausalLM": transformers.GptOssForCausalLM,
 }
 _QWEN_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24}
@@ -165,6 +168,19 @@ CHANGES: list[dict[str, Any]] = [
     *({"topk_group": value} for value in (None, 0, 1, 4, 5)),
     *({"routed_scaling_factor": value} for value in (ABSENT, 1, 0.5, 0, "2")),
     *({"n_shared_experts": value} for value in (ABSENT, None, 2)),
+    *({"query_pre_attn_scalar": value} for value in (ABSENT, None, 0, 24, "8", 2.5)),
+    *({"final_logit_softcapping": value} for value in (ABSENT, None, 30.0, "8", -1.0)),
+    *({"attn_logit_softcapping": value} for value in (ABSENT, None, 50.0, "8")),
+    *({"hidden_activation": value} for value in (ABSENT, None, "gelu", "silu")),
+    *({"sliding_window_pattern": value} for value in (ABSENT, 1, 3, 9, "3")),
+    *({"rope_local_base_freq": value} for value in (ABSENT, None, 5e5, 1, "2")),
+    {"rope_theta": 5e5, "rope_local_base_freq": 1e4},
+    {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 2e4}}},
+    {"rope_parameters": {"sliding_attention": LLAMA3, "full_attention": None}},
+    {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}},
+     "rope_theta": 2e5},
+    {"rope_parameters": {"full_attention": YARN}, "rope_scaling": YARN},
+    {"use_bidirectional_attention": True},
     {"eos_token_id": ABSENT},
     *({"eos_token_id": value} for value in (None, 0, 5, [5, 6], "</s>")),
 ]  # fmt: skip
@@ -190,7 +206,9 @@ LENIENT = [
     ("GptOssForCausalLM", {"num_key_value_heads": None}),
     ("MiniMaxM2ForCausalLM", {"num_key_value_heads": None}),
     ("GemmaForCausalLM", {"num_key_value_heads": None}),
-    ("Olmo2ForCausalLM", {"head_dim": None}),
+    *((family, {"head_dim": None}) for family in ("Olmo2ForCausalLM", "Olmo3ForCausalLM")),
+    ("Gemma3ForCausalLM", {"num_key_value_heads": None}),
+    ("Gemma3ForCausalLM", {"hidden_size": 66}),
     # Only the kernel on a CPU of theirs cannot.
     *((family, {"hidden_size": 66}) for family in _GROUPED_PRODUCTS),
     ("GptOssForCausalLM", {"swiglu_limit": 1}),
@@ -226,8 +244,9 @@ class _Read:
     tied: bool
     windows: tuple[int | None, ...]
     eos: tuple[int, ...]
-    frequencies: tuple[float, ...]
+    frequencies: tuple[float, ...]  # of layers with a window behind those of full ones
     attention_factor: float
+    logit_cap: float | None
     # Experts of each layer: how many, how many a token goes through, whether normalised; or None.
     experts: tuple[tuple[int, int, bool] | None, ...]
 
@@ -252,6 +271,8 @@ def _theirs(family: str, changes: dict[str, Any]) -> _Read:
     slides_everywhere = config.sliding_window if is_mistral else None
     mlp = model.model.layers[0].mlp
     eos = config.eos_token_id
+    frequencies, factor = _their_rope(model.model.rotary_emb)
+    has_cap = hasattr(type(config), "final_logit_softcapping")
     return _Read(
         head_dim=config.kv_lora_rank + config.qk_rope_head_dim if is_latent else own.head_dim,
         num_kv_heads=1 if is_latent else config.num_key_value_heads,
@@ -268,10 +289,20 @@ def _theirs(family: str, changes: dict[str, Any]) -> _Read:
             getattr(each, "sliding_window", None) or slides_everywhere for each in attention
         ),
         eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        frequencies=tuple(model.model.rotary_emb.inv_freq.tolist()),
-        attention_factor=model.model.rotary_emb.attention_scaling,
+        frequencies=tuple(each for part in frequencies for each in part.tolist()),
+        attention_factor=factor,
+        logit_cap=config.final_logit_softcapping if has_cap else None,
         experts=tuple(_their_experts(layer.mlp) for layer in model.model.layers),
     )
+
+
+def _their_rope(rotary: Any) -> tuple[list[torch.Tensor], float]:
+    """Of full layers and of layers with a window, where these have another one."""
+    if hasattr(rotary, "inv_freq"):
+        return [rotary.inv_freq], rotary.attention_scaling
+    kinds = ("full_attention", "sliding_attention")
+    frequencies = [getattr(rotary, f"{kind}_inv_freq", torch.empty(0)) for kind in kinds]
+    return frequencies, getattr(rotary, "full_attention_attention_scaling", 1.0)
 
 
 def _their_experts(mlp: Any) -> tuple[int, int, bool] | None:
@@ -287,17 +318,21 @@ def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
     (directory / "config.json").write_text(json.dumps(_raw(family, changes)))
     model = describe_model(directory)
     config = model.config
+    has_no_full = config.window_rope is not None and None not in config.sliding_windows
     return _Read(
         head_dim=config.head_dim,
         num_kv_heads=config.num_kv_heads,
-        scale=config.head_dim**-0.5 if config.latent is None else config.latent.scale,
+        scale=(config.score_scale or config.head_dim**-0.5)
+        if config.latent is None
+        else config.latent.scale,
         rms_norm_eps=config.rms_norm_eps,
         biases=(config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm),
         tied=config.tie_word_embeddings,
         windows=config.sliding_windows,
         eos=model.eos_token_ids,
-        frequencies=tuple(inverse_frequencies(config.rope, config.rope_dim).tolist()),
-        attention_factor=config.rope.attention_factor,
+        frequencies=_our_frequencies(config),
+        attention_factor=1.0 if has_no_full else config.rope.attention_factor,
+        logit_cap=config.logit_cap,
         experts=tuple(
             None
             if each is None
@@ -305,6 +340,16 @@ def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
             for each in map(config.experts_in, range(config.num_layers))
         ),
     )
+
+
+def _our_frequencies(config: ModelConfig) -> tuple[float, ...]:
+    ropes = [config.rope]
+    if config.window_rope is not None:  # those that a layer has
+        is_windowed = {window is not None for window in config.sliding_windows}
+        both = ((False, config.rope), (True, config.window_rope))
+        ropes = [rope for kind, rope in both if kind in is_windowed]
+    found = [inverse_frequencies(rope, config.rope_dim).tolist() for rope in ropes]
+    return tuple(each for own in found for each in own)
 
 
 @pytest.mark.filterwarnings("ignore")

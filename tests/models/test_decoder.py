@@ -101,8 +101,8 @@ def test_a_family_whose_layers_have_nothing_new_is_one_entry(
         "gpt-oss",
         "deepseek-v3",
         "minimax-m2",
-        "gemma",
-        "olmo2",
+        "gemma3",
+        "olmo3-yarn",
     ],
 )
 def test_prefix_hit_equals_computing_everything(variant: str, tmp_path: Path) -> None:
@@ -133,7 +133,9 @@ def test_prefix_hit_equals_computing_everything(variant: str, tmp_path: Path) ->
         "glm4-moe",
         "minimax-m2-whole-heads",
         "gemma",
+        "gemma3",
         "olmo2",
+        "olmo3-yarn",
         "gpt-oss",
     ],
 )

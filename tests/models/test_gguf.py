@@ -61,7 +61,9 @@ OF_FAMILIES = [
     "qwen2-moe",
     "qwen3-moe",
     "gemma",
+    "gemma3-odd",
     "olmo2-yarn",
+    "olmo3",
 ]
 
 

@@ -49,7 +49,9 @@ def _changed(said: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{key} = {value!r}", {**said, key: value}
 
 
-@pytest.mark.parametrize("variant", ["llama-yarn", "qwen2-moe", "gpt-oss", "qwen3-mixed-windows"])
+@pytest.mark.parametrize(
+    "variant", ["llama-yarn", "qwen2-moe", "gpt-oss", "qwen3-mixed-windows", "gemma3-odd"]
+)
 def test_any_value_in_a_directory(variant: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     write_checkpoint(directory, variant)
@@ -70,7 +72,7 @@ def test_any_value_in_a_directory(variant: str, tmp_path: Path) -> None:
     assert num_refused > 100
 
 
-@pytest.mark.parametrize("variant", ["llama-yarn", "qwen2-moe"])
+@pytest.mark.parametrize("variant", ["llama-yarn", "qwen2-moe", "gemma3-odd"])
 def test_any_setting_of_a_gguf_file(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ModelError
-from disagg.models.description import describe_model
+from disagg.models.description import ModelDescription, describe_model
 from disagg.models.families import FAMILIES
 from disagg.models.gguf_model import gguf_families
-from disagg.models.model_config import ModelConfig
 from disagg.models.share import possible_ranks
+from disagg.models.text_part import TEXT_PARTS
 from disagg.planner.shapes import shape_of
 from tests.models import test_gguf, test_quantized_checkpoints
 from tests.models.checkpoints import VARIANTS
@@ -27,10 +27,10 @@ from tests.models.popular import POPULAR
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-def _described(directory: Path, name: str) -> ModelConfig | ModelError:
+def _described(directory: Path, name: str) -> ModelDescription | ModelError:
     (directory / "config.json").write_text(json.dumps(POPULAR[name].config))
     try:
-        return describe_model(directory).config
+        return describe_model(directory)
     except ModelError as refused:
         return refused
 
@@ -42,19 +42,19 @@ def test_it_is_served_or_says_why_not(name: str, tmp_path: Path) -> None:
         assert isinstance(found, ModelError)
         assert re.search(popular.why_not, found.message)
         return
-    assert isinstance(found, ModelConfig), found
-    billions = shape_of(describe_model(tmp_path)).num_params / 1e9
+    assert isinstance(found, ModelDescription), found
+    billions = shape_of(found).num_params / 1e9
     assert billions == pytest.approx(popular.billions, rel=2e-3)
 
 
 def test_every_family_has_a_checkpoint_and_variants_that_equal_transformers() -> None:
-    served = {
+    named = {
         architecture
         for popular in POPULAR.values()
         if not popular.why_not
         for architecture in popular.config["architectures"]
     }
-    assert served == FAMILIES.keys()
+    assert named == FAMILIES.keys() | TEXT_PARTS.keys()
     assert _families_of(VARIANTS) == FAMILIES.keys()
 
 
@@ -89,6 +89,7 @@ def families_table() -> str:
             ("norms of q and k", family.qk_norm != "none"),
             ("norms after", family.norms == "after"),
             ("norms before and after", family.norms == "around"),
+            ("positions by kind of layer", family.ropes_by_kind),
             ("rotated in part", "partial_rotary_factor" in family.defaults),
             ("sinks", family.sinks),
             ("latents", family.is_latent),
@@ -115,10 +116,10 @@ def checkpoints_table() -> str:
     with tempfile.TemporaryDirectory() as directory:
         for name, popular in POPULAR.items():
             found = _described(Path(directory), name)
-            if isinstance(found, ModelConfig):
+            if isinstance(found, ModelDescription):
                 number = f"{popular.billions:.{3 if popular.billions < 1000 else 4}g}"
-                size, answer = f"{number} billion", "yes"
-                ranks = ", ".join(map(str, possible_ranks(found)))
+                size, answer = f"{number} billion", "text only" if found.reads_images else "yes"
+                ranks = ", ".join(map(str, possible_ranks(found.config)))
             else:
                 missing = re.search(r"\(not yet: (.*)\); supported", found.message)
                 why = re.search(r"(the weights are quantised.*?);", found.message)

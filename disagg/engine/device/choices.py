@@ -12,6 +12,7 @@ from disagg.errors import StartupError
 from disagg.kernels.cpu_library import cpu_flags, find_step
 from disagg.kernels.cpu_pages import LANES
 from disagg.kernels.devices import gpus_here, has_driver, why_no_gpu
+from disagg.models.families import FAMILIES
 from disagg.models.model_config import ModelConfig
 from disagg.models.not_compiled import not_compiled
 
@@ -47,11 +48,22 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: DeviceType) -
     """The requested dtype.
 
     The default is half precision if the hardware or the compiled step multiplies it natively.
+
+    Raises:
+        StartupError: the model's activations do not fit into float16.
     """
+    fits_float16 = FAMILIES[model.family].fits_float16
+    if config.dtype == "float16" and not fits_float16:
+        raise StartupError(
+            f"Activations of {model.family} become larger than float16's 65,504. Set dtype ="
+            " 'bfloat16' or 'float32'.",
+            param="dtype",
+        )
     if config.dtype != "auto":
         return config.dtype
     if device == "cuda":
-        return "bfloat16" if model.dtype == "float32" else model.dtype
+        keeps = model.dtype == "float16" and fits_float16
+        return "float16" if keeps else "bfloat16"
     is_fast = cpu_multiplies_bfloat16() or (is_step_compiled() and not why_not_compiled(model))
     return "bfloat16" if is_fast else "float32"
 

@@ -466,6 +466,18 @@ def test_a_gpu_computes_in_half_precision(
     assert choices.choose_dtype(config(), model, "cuda") == "float32"
 
 
+def test_a_model_that_overflows_float16_is_not_computed_in_it(
+    checkpoint: tuple[transformers.PreTrainedModel, Path],
+) -> None:
+    _, directory = checkpoint
+    model = dataclasses.replace(
+        describe_model(directory).config, family="Gemma3ForCausalLM", dtype="float16"
+    )
+    assert choices.choose_dtype(config(dtype="auto"), model, "cuda") == "bfloat16"
+    with pytest.raises(StartupError, match=r"Gemma3ForCausalLM become larger than float16's"):
+        choices.choose_dtype(config(dtype="float16"), model, "cpu")
+
+
 @pytest.mark.parametrize(
     ("flags", "multiplies"),
     [("flags : sse2 amx_bf16", True), ("flags : avx512_bf16 sse2", True), ("flags : avx2", False)],

@@ -1,0 +1,142 @@
+"""The text part of a model that reads images, too, is served as a model of text alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from disagg.config import EngineConfig, PoolConfig, TierConfig
+from disagg.errors import ModelError
+from disagg.models.description import describe_model
+from disagg.worker.check import check_tier
+from tests.models.checkpoints import Checkpoint, assert_logits_are_transformers
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _gemma3() -> Any:
+    text = transformers.Gemma3TextConfig(**SHAPE, sliding_window=9, sliding_window_pattern=2)
+    vision = {key: value for key, value in VISION.items() if key != "head_dim"}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=transformers.SiglipVisionConfig(**vision),
+        mm_tokens_per_image=4,
+        image_token_index=90,
+        boi_token_index=91,
+        eoi_token_index=92,
+        eos_token_id=[1, 93],
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _mistral3() -> Any:
+    text = transformers.MistralConfig(**SHAPE, sliding_window=None)
+    config = transformers.Mistral3Config(
+        text_config=text,
+        vision_config=transformers.PixtralVisionConfig(**VISION),
+        tie_word_embeddings=False,
+        eos_token_id=[1, 93],
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+MODELS = {"gemma3": _gemma3, "mistral3": _mistral3}
+
+
+def _write(directory: Path, name: str) -> Checkpoint:
+    torch.manual_seed(3)
+    model = MODELS[name]().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=0.1, std=0.1)
+    model.save_pretrained(directory)
+    return Checkpoint(directory, model)
+
+
+def test_a_template_may_lie_beside_that_of_the_processor(tmp_path: Path) -> None:
+    _write(tmp_path, "mistral3")
+    assert describe_model(tmp_path).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert describe_model(tmp_path).chat_template == "{{ messages }}"
+
+
+def _rename(directory: Path, *pairs: tuple[str, str]) -> None:
+    """Change how the names of tensors begin: the first of `pairs` that fits."""
+    file = directory / "model.safetensors"
+    renamed = {}
+    for name, tensor in load_file(file).items():
+        begin, other = next(((a, b) for a, b in pairs if name.startswith(a)), ("", ""))
+        renamed[other + name.removeprefix(begin)] = tensor
+    save_file(renamed, file)
+
+
+OLD = (("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+NEW = (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."))
+
+
+@pytest.mark.parametrize("names", [OLD, NEW], ids=["old names", "new names"])
+@pytest.mark.parametrize("name", MODELS)
+def test_its_logits_are_those_of_the_whole(
+    name: str, names: tuple[tuple[str, str], ...], tmp_path: Path
+) -> None:
+    checkpoint = _write(tmp_path, name)
+    _rename(tmp_path, *names, ("model.vision_tower.", "vision_tower."))
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any(each.startswith(names[0][1]) for each in stored)
+    assert_logits_are_transformers(checkpoint)
+    described = describe_model(tmp_path)
+    assert described.reads_images
+    assert described.eos_token_ids == (1, 93)
+    assert not any("vision" in tensor or "multi_modal" in tensor for tensor in described.tensors)
+
+
+def test_the_start_says_what_is_left_out(tmp_path: Path) -> None:
+    _write(tmp_path / "both", "gemma3")
+    engine = EngineConfig(device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 20)
+    tier = TierConfig(
+        model=str(tmp_path / "both"), engine=engine, prefill=PoolConfig(num_replicas=0)
+    )
+    said: list[str] = []
+    check_tier(tier, tell=said.append)
+    assert said == ["Only the text part of both is served: images in requests are refused."]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"text_config": None}, "must have a text_config"),
+        ({"model_type": "gemma3_text"}, "model_type 'gemma3'"),
+        ({"text_config": {"model_type": "gemma2"}}, "model_type says 'gemma2'"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    _write(tmp_path, "gemma3")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ModelError, match=words):
+        describe_model(tmp_path)
