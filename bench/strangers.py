@@ -33,7 +33,7 @@ from disagg.api.http.app import AsgiApp, HttpApp, Readiness, Scope
 from disagg.api.http.reply import Receive, Send
 from disagg.api.service import Service
 from disagg.app.haproxy import find_haproxy
-from disagg.app.haproxy_launcher import mended
+from disagg.app.haproxy_launcher import adapted
 from disagg.cli.ports import free_port
 from disagg.config import HttpConfig
 from tests.api.fakes import FakeGenerate, served_model
@@ -205,7 +205,7 @@ async def proxy(name: str, backend: int) -> AsyncIterator[int]:
             files = Path(directory)
             text = serve_config(files, port, backend, free_port())
             config = files / "haproxy.cfg"
-            config.write_text(mended(text, "127.0.0.1", "", number) if name == "ours" else text)
+            config.write_text(adapted(text, "127.0.0.1", "", number) if name == "ours" else text)
             process = subprocess.Popen(  # noqa: ASYNC220
                 [find_haproxy(), "-db", "-f", str(config)], stderr=subprocess.DEVNULL
             )

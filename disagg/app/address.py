@@ -1,7 +1,7 @@
 """Checks whether a Ray cluster answers and accepts our token, before Ray is imported.
 
-Ray itself repeats a connection that is refused or gets no answer for a minute, and writes the cause
-only to its log. So the head is asked once here, over gRPC.
+Ray itself retries a refused connection for a minute, and writes the cause only to its log. So this
+module sends one gRPC request to the cluster's head first.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 5.0
-WHERE = "give the address that `ray start --head` printed, with port 6379 if it was not changed"
+WHERE = "give the address that `ray start --head` printed (port 6379 by default)"
 ADVICE = (
-    "copy ~/.ray/auth_token from its head to this machine, or set RAY_AUTH_TOKEN"
+    "copy ~/.ray/auth_token from its head node to this machine, or set RAY_AUTH_TOKEN"
     " (docs/reliability.md)"
 )
 
 
 def check_address(address: str) -> None:
-    """Raises `StartupError` unless a Ray head answers there and accepts our token, if it needs one.
+    """Raises `StartupError` unless a Ray head answers at the address and accepts our token.
 
-    Does not check addresses that are not HOST:PORT or `auto`, nor clusters with TLS.
+    Only addresses HOST:PORT and `auto` are checked, and only clusters without TLS.
     """
     found = _host_and_port(address)
     if found is None:
@@ -47,23 +47,21 @@ def check_address(address: str) -> None:
         case "OK":
             return
         case "UNAUTHENTICATED" if token:
-            words = f"does not take the token in {place}: {ADVICE}"
+            reason = f"does not accept the token in {place}: {ADVICE}."
         case "UNAUTHENTICATED":
-            words = f"wants its token, and there is none here: {ADVICE}"
+            reason = f"requires a token, but there is none on this machine: {ADVICE}."
         case "DEADLINE_EXCEEDED":
-            words = (
-                f"takes connections and does not answer within {ANSWER_TIMEOUT_S:.0f} s; is its"
-                " head frozen, or the machine overloaded?"
+            reason = (
+                f"accepts connections but did not answer within {ANSWER_TIMEOUT_S:.0f} s; check"
+                " whether its head is frozen or overloaded."
             )
         case code:
-            raise _refusal(
-                f"The server that listens at {address} is no Ray head ({code.lower()}): {WHERE}."
-            )
-    raise _refusal(f"The Ray cluster at {address} {words}")
+            raise _refusal(f"The server at {address} is not a Ray head ({code.lower()}): {WHERE}.")
+    raise _refusal(f"The Ray cluster at {address} {reason}")
 
 
 def wants_token(address: str) -> bool | None:
-    """Whether the cluster requires a token; None: not known."""
+    """Whether the cluster requires a token; None if unknown."""
     found = _host_and_port(address)
     if found is None or _is_of_ray_alone():
         return None
@@ -72,7 +70,7 @@ def wants_token(address: str) -> bool | None:
 
 
 def find_token() -> tuple[str, str]:
-    """The token that Ray itself would find, and where; empty if there is none."""
+    """The token that Ray would use, and the place where it was found; "" if there is none."""
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
@@ -82,12 +80,12 @@ def find_token() -> tuple[str, str]:
         return "", str(file)
 
 
-def _refusal(words: str) -> StartupError:
-    return StartupError(words, param="ray_address")
+def _refusal(message: str) -> StartupError:
+    return StartupError(message, param="ray_address")
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
-    """None for addresses in other forms, which only Ray reads."""
+    """Parse HOST:PORT or `auto`; None for addresses in other forms."""
     if address == "auto":
         try:
             temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
@@ -102,24 +100,24 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def _is_of_ray_alone() -> bool:
-    """Clusters with certificates, or with tokens of Kubernetes."""
+    """Whether the cluster uses TLS or Kubernetes tokens, which only Ray itself supports."""
     names = ("RAY_USE_TLS", "RAY_ENABLE_K8S_TOKEN_AUTH")
     return any(os.environ.get(name, "").lower() in ("1", "true") for name in names)
 
 
 def _ask(address: tuple[str, int], token: str) -> grpc.StatusCode:
-    """A head's answer to a health check."""
+    """The gRPC status of a health check of a head."""
     import grpc
 
     host, port = address
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    # As Ray, which does not ask an HTTP proxy the way to its own cluster.
+    # Like Ray, do not use an HTTP proxy to reach the cluster.
     options = [("grpc.enable_http_proxy", 0)]
     with grpc.insecure_channel(target, options) as channel:
-        question = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
+        check = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
         metadata = [("authorization", f"Bearer {token}")] if token else []
         try:
-            question(b"", timeout=ANSWER_TIMEOUT_S, metadata=metadata)
+            check(b"", timeout=ANSWER_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as error:
             code: grpc.StatusCode = error.code()
             return code

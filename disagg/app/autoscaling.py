@@ -1,10 +1,10 @@
-"""Autoscaling through Ray Serve: ingresses report their load, one decision sizes all pools.
+"""Autoscaling with Ray Serve: ingresses report their load, and one decision sizes all pools.
 
 Ingress replicas report demand and the workers' load once a second, as Serve's custom autoscaling
 metrics. In its controller, Serve calls the policy of each deployment (`pool_policy`); the policies
-of one application share the `Scaler` here. So this needs no process, port or call of its own, and
-nothing of it is on a request's path. Serve's request counters see nothing (requests go over our
-links), and its delays are 0: only `router/autoscale.py` decides when to scale.
+of one application share a `Scaler`. So autoscaling needs no extra process, port or call, and does
+not delay requests. Serve's own request counters are not used, because requests go over our links,
+and its delays are 0: only `router/autoscale.py` decides when to scale.
 
 If reports stop, for example because an ingress is gone, pools keep their size.
 """
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 INGRESS = "Ingress"
 POLICY = "disagg.app.pool_policy:PoolPolicy"
-PERIOD_S = 1.0  # of reports, and between decisions
+PERIOD_S = 1.0  # between reports, and between decisions
 STALE_S = 5.0  # older reports are ignored
 
 
@@ -46,13 +46,13 @@ def deployment_name(model: str, role: Role) -> str:
 
 
 def serve_options(config: ServeConfig, least: int, first: int, most: int) -> ServeAutoscaling:
-    """For a deployment that starts with `first` replicas."""
+    """Serve's autoscaling options of a deployment that starts with `first` replicas."""
     scaled = {
         "tiers": [msgspec.to_builtins(tier) for tier in config.tiers],
         "max_num_workers": config.max_num_workers,
     }
     with warnings.catch_warnings():
-        # Serve 2.60 deprecates the interval, and has no replacement yet.
+        # Serve 2.60 deprecates metrics_interval_s but has no replacement yet.
         warnings.simplefilter("ignore", DeprecationWarning)
         return ServeAutoscaling(
             min_replicas=least,
@@ -68,7 +68,7 @@ def serve_options(config: ServeConfig, least: int, first: int, most: int) -> Ser
 
 
 class Scaler:
-    """The decisions for one application. The policies of all its deployments call it."""
+    """Decides for one application. The policies of all its deployments call it."""
 
     def __init__(self, tiers: Iterable[TierConfig], max_num_workers: int | None) -> None:
         self._tiers = tuple(tiers)
@@ -84,9 +84,9 @@ class Scaler:
             for role, pool in pools(tier)
         }
         self._autoscaler = Autoscaler(self._tiers, max_num_workers)
-        self._said: dict[str, dict[str, float]] = {}  # the last report of each ingress
-        self._heard_s = self._decided_s = 0.0
-        self._wanted: dict[Pool, PoolTarget] = {}
+        self._reports: dict[str, dict[str, float]] = {}  # the last report of each ingress
+        self._newest_report_s = self._decided_s = 0.0
+        self._targets: dict[Pool, PoolTarget] = {}
         self._lacks: dict[Pool, str] = {}
 
     def num_wanted(self, context: AutoscalingContext) -> int:
@@ -95,73 +95,82 @@ class Scaler:
         now = context.current_time
         if pool is None:  # the ingress
             if now - self._decided_s >= PERIOD_S:
-                self._hear(context, now)
+                self._read_reports(context, now)
             return int(context.target_num_replicas)
         self._num_present[pool] = int(context.target_num_replicas)
-        wanted = self._wanted.get(pool)
-        return wanted.num_workers if wanted is not None else int(context.target_num_replicas)
+        target = self._targets.get(pool)
+        return target.num_workers if target is not None else int(context.target_num_replicas)
 
-    def _hear(self, context: AutoscalingContext, now: float) -> None:
+    def _read_reports(self, context: AutoscalingContext, now: float) -> None:
         """Read the ingresses' latest reports, and decide if any is new."""
-        said: dict[str, dict[str, float]] = {}
+        reports: dict[str, dict[str, float]] = {}
         newest_s = 0.0
         for name, by_replica in context.raw_metrics.items():
             for replica, series in by_replica.items():
                 if series and series[-1].timestamp > now - STALE_S:
-                    said.setdefault(str(replica), {})[name] = series[-1].value
+                    reports.setdefault(str(replica), {})[name] = series[-1].value
                     newest_s = max(newest_s, series[-1].timestamp)
-        if newest_s > self._heard_s:
-            self._heard_s = newest_s
-            self.decide(now, said)
+        if newest_s > self._newest_report_s:
+            self._newest_report_s = newest_s
+            self.decide(now, reports)
 
-    def decide(self, now: float, said: dict[str, dict[str, float]]) -> Mapping[Pool, PoolTarget]:
+    def decide(self, now: float, reports: dict[str, dict[str, float]]) -> Mapping[Pool, PoolTarget]:
         """Decide the size of each pool from the reports of the ingresses."""
         seconds = now - self._decided_s if self._decided_s else PERIOD_S
         self._decided_s = now
         for tier in self._tiers:
-            asked = RequestTotals()
-            for ingress, its in said.items():
-                before = self._said.get(ingress, its)  # a new ingress has no earlier report
-                asked = asked.plus(asked_in(its, tier.name).since(asked_in(before, tier.name)))
-            self._autoscaler.observe(tier.name, now, seconds, asked)
-        self._said = said
+            demand = RequestTotals()
+            for ingress, report in reports.items():
+                before = self._reports.get(ingress, report)  # a new ingress has no earlier report
+                demand = demand.plus(asked_in(report, tier.name).since(asked_in(before, tier.name)))
+            self._autoscaler.observe(tier.name, now, seconds, demand)
+        self._reports = reports
         states = {
             pool: msgspec.structs.replace(
-                state_in(said.values(), *pool), num_workers=self._num_present[pool]
+                state_in(reports.values(), *pool), num_workers=self._num_present[pool]
             )
             for pool in self._pools.values()
         }
-        self._wanted = self._autoscaler.decide(now, states)
-        self._tell()
-        return self._wanted
+        self._targets = self._autoscaler.decide(now, states)
+        self._export()
+        return self._targets
 
-    def _tell(self) -> None:
-        for pool, wanted in self._wanted.items():
-            if wanted.lacks and not self._lacks.get(pool):
-                logger.warning("An SLO cannot be met by any number of workers. %s.", wanted.lacks)
-            self._lacks[pool] = wanted.lacks
+    def _export(self) -> None:
+        """Log and export the targets of all pools."""
+        for pool, target in self._targets.items():
+            if target.lacks and not self._lacks.get(pool):
+                logger.warning("No number of workers can meet an SLO. %s.", target.lacks)
+            self._lacks[pool] = target.lacks
             figures = {
-                "wanted_replicas": wanted.num_workers,
+                "wanted_replicas": target.num_workers,
                 "present_replicas": self._num_present[pool],
-                "predicted_p95_seconds": wanted.predicted_s,
-                "slo_seconds": wanted.slo_s,
+                "predicted_p95_seconds": target.predicted_s,
+                "slo_seconds": target.slo_s,
             }
             for name, value in figures.items():
                 _gauge(name).set(value, tags={"model_name": pool[0], "role": pool[1]})
 
 
+_TEXTS = {
+    "wanted_replicas": "Number of replicas of a pool that the autoscaler has decided on",
+    "present_replicas": "Number of replicas that Ray Serve aims at for a pool",
+    "predicted_p95_seconds": "95th percentile of the latency that the autoscaler predicts for a"
+    " pool: TTFT of prefill pools, TPOT of decode pools",
+    "slo_seconds": "Latency that the autoscaler sizes a pool for",
+}
+
+
 @cache
 def _gauge(name: str) -> Gauge:
     """A gauge in the metrics that Ray exports."""
-    return Gauge(f"disagg_pool_{name}", "Of the autoscaler", tag_keys=("model_name", "role"))
+    return Gauge(f"disagg_pool_{name}", _TEXTS[name], tag_keys=("model_name", "role"))
 
 
-_scalers: dict[str, tuple[dict[str, Any], Scaler]] = {}  # by application, and for which settings
+_scalers: dict[str, tuple[dict[str, Any], Scaler]] = {}  # settings and scaler by application
 
 
 def scaler_of(application: str, config: dict[str, Any]) -> Scaler:
-    """The scaler of an application in this process. New settings, as after an update, create a new
-    one."""
+    """The scaler of an application in this process. Changed settings make a new one."""
     known = _scalers.get(application)
     if known is None or known[0] != config:
         tiers = msgspec.convert(config["tiers"], list[TierConfig])

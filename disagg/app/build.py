@@ -1,6 +1,6 @@
-"""Configuration -> Serve application: one ingress in front of two worker pools per tier.
+"""Builds the Serve application from a configuration: ingresses, and two worker pools per tier.
 
-serve run disagg.app.build:build --...      or `import_path: disagg.app.build:build` in YAML
+Use it with `import_path: disagg.app.build:build` in a YAML file of Ray Serve.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from disagg.router.autoscale import pools
 
 log = logging.getLogger(__name__)
 
-HEALTH_CHECK_PERIOD_S = 2.0  # Serve notices a dead replica at its next check; links notice at once
+HEALTH_CHECK_PERIOD_S = 2.0  # only Serve waits for a check; links notice a dead worker at once
 HEALTH_CHECK_TIMEOUT_S = 10.0
-DRAIN_MARGIN_S = 5.0  # for Serve, on top of our own limits
-# An update starts a replica before it stops the old one, except if a worker needs a device of its
-# own: Serve would wait for a free device for ever.
+DRAIN_MARGIN_S = 5.0  # added to our own limits to get Serve's
+# An update starts new replicas before it stops the old ones, except for workers with a device, as
+# Serve would wait for a free device for ever.
 SURGE_PERCENT = 100
-# Failures to start after which Serve gives up on a pool; a restarted controller starts again at 0.
+# Number of failed starts after which Serve gives up on a pool. A restarted controller counts anew.
 MAX_NUM_STARTS = 3
 INGRESS_MAX_ONGOING_REQUESTS = 4096  # Serve's default of 5 would be the bottleneck
 
@@ -43,11 +43,11 @@ def build(args: dict[str, Any]) -> Application:
     """Serve's builder function.
 
     Args:
-        args: `config.ServeConfig` as plain data. A text `env:NAME` stands for an environment
-            variable of the process that builds, so that no file needs to hold a secret.
+        args: `config.ServeConfig` as plain data. A string `env:NAME` is replaced by an environment
+            variable of this process, so that no file needs to contain a secret.
 
     Raises:
-        StartupError: names the key or the variable at fault.
+        StartupError: a setting is invalid or an environment variable is missing.
     """
     raw = filled_in(args, os.environ)
     config = parse_config(raw)
@@ -59,7 +59,7 @@ def build(args: dict[str, Any]) -> Application:
         if ray.is_initialized():
             check_nodes(plan.config, nodes_of_cluster())
         return build_application(plan.config)
-    # Not checked against the nodes: nodes with GPUs may be added when workers ask for them.
+    # The nodes are not checked: Ray may add nodes with GPUs when workers request them.
     return build_application(with_devices(config, has_gpus=False))
 
 
@@ -67,10 +67,10 @@ def build_application(
     config: ServeConfig,
     worker: type[WorkerReplica] = WorkerReplica,
 ) -> Application:
-    """The application's graph.
+    """Build the application from a validated configuration.
 
     Args:
-        worker: what each replica of a pool is.
+        worker: class of the replicas of all pools.
     """
     _check_limits(config)
     workers = [
@@ -85,7 +85,7 @@ def build_application(
         max_ongoing_requests=INGRESS_MAX_ONGOING_REQUESTS,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        # A stream cannot move between ingresses: it may take as long as requests may.
+        # A stream cannot move to another ingress, so it gets the full time of a request.
         graceful_shutdown_timeout_s=config.http.default_timeout_s + DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
         max_surge_percent=SURGE_PERCENT,
@@ -95,26 +95,25 @@ def build_application(
 
 
 def _check_limits(config: ServeConfig) -> None:
-    """Refuse limits that several ingresses cannot share: each would grant them in full."""
+    """Refuse limits of tenants if several ingresses have no Redis to share them."""
     limited = [name for name, tenant in config.tenants.items() if tenant.is_limited]
     if limited and config.num_ingress > 1 and config.redis_url is None:
         raise StartupError(
-            f"The limits of {', '.join(sorted(limited))} hold for {config.num_ingress} ingresses"
-            " together, which share what has been used through Redis; set redis_url.",
+            f"The limits of {', '.join(sorted(limited))} apply to {config.num_ingress} ingresses"
+            " together, which count requests in Redis; set redis_url, or use one ingress.",
             param="redis_url",
         )
 
 
 def _reporting(config: ServeConfig) -> AutoscalingConfig | None:
-    """An autoscaling configuration that never changes the ingresses, but makes Serve ask them for
-    their load."""
+    """An autoscaling configuration with a constant size, which makes Serve read ingress reports."""
     if not autoscaling.is_scaled(config):
         return None
     return AutoscalingConfig(min_replicas=config.num_ingress, max_replicas=config.num_ingress)
 
 
 def _size(config: ServeConfig, limits: AutoscalingConfig | None, number: int) -> dict[str, Any]:
-    """The number of replicas, or the first number of an autoscaled pool."""
+    """Serve's options for the number of replicas; `number` is the first one of a scaled pool."""
     if limits is not None:
         first = min(number, limits.max_replicas)
         options = autoscaling.serve_options(config, limits.min_replicas, first, limits.max_replicas)

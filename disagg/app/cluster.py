@@ -30,23 +30,23 @@ from disagg.planner.node_check import Node
 APPLICATION = "disagg"
 DRAIN_MARGIN_S = 5.0
 NUM_RAY_STARTS = 4
-# Methods of Ray's node that start a Python process each, for which `ray.init` has no options: what
-# is left of a dashboard that nobody asked for, which sends statistics to Ray's makers; and monitors
-# of logs for drivers and of Ray's own autoscaler. Of this version; any other starts all it wants.
+# Methods of Ray's node that each start a Python process that we do not need, and that `ray.init`
+# cannot disable: the API server of the dashboard, which sends usage statistics, and the monitors of
+# logs and of Ray's autoscaler. They are skipped only in this version of Ray.
 _OBSERVED_RAY = "2.60."
 _OBSERVERS = ("start_api_server", "start_log_monitor", "start_monitor")
-_TOO_SLOW = "timed out during startup"  # Ray's words after 30 s, which no setting makes longer
+_TOO_SLOW = "timed out during startup"  # Ray's message after 30 s, a limit that is not configurable
 logger = logging.getLogger(__name__)
 
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
 
 class Cluster:
-    """The Ray cluster that the command uses, its own or a running one.
+    """The Ray cluster that the command uses: a local one or a running one.
 
     Args:
-        address: of a running cluster; None starts one on this machine, for loopback only.
-        scratch: directory for the files of a cluster that we start; the caller removes it.
+        address: address of a running cluster; None starts one on this machine, on loopback only.
+        scratch: directory for the files of a local cluster; the caller removes it.
     """
 
     def __init__(self, address: str | None, scratch: Path) -> None:
@@ -57,14 +57,14 @@ class Cluster:
         self._is_serving = False
         self._url = ""
         self._host = ""
-        files = scratch / "h"  # of HAProxy, if it is ours
+        files = scratch / "h"  # HAProxy's files; they exist if we run HAProxy
         self._haproxy = files if address is None and files.exists() else None
 
     def connect(self, device_ids: Sequence[str] = ()) -> None:
-        """Start Ray, or join a running cluster. Raises `StartupError` when that fails.
+        """Start Ray, or join a running cluster. Raises `StartupError` if that fails.
 
         Args:
-            device_ids: the GPUs of a cluster that we start.
+            device_ids: the GPUs of a local cluster.
         """
         if self._address is None:
             self._try_ray(lambda: self._start_local(device_ids))
@@ -72,12 +72,12 @@ class Cluster:
             self._try_ray(self._join)
 
     def start(self, http: HttpConfig) -> None:
-        """Start Ray Serve. Raises `StartupError` when it does not come up."""
+        """Start Ray Serve. Raises `StartupError` if it does not start."""
         self._url, self._host = url_of(http), http.host
         self._is_serving = True
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         host = http.host if self._haproxy is None else HOST_FOR_SERVE
-        # HAProxy in front speaks HTTPS, and HTTP to the ingresses behind it.
+        # HAProxy serves HTTPS to clients, and uses HTTP to the ingresses behind it.
         certificate = (
             {"ssl_certfile": http.ssl_certfile, "ssl_keyfile": http.ssl_keyfile}
             if self._haproxy is None
@@ -86,24 +86,24 @@ class Cluster:
         try:
             serve.start(
                 proxy_location=ProxyLocation.EveryNode,
-                # No request_timeout_s: it would cut a stream in the middle without an error.
+                # There is no request_timeout_s, because it would cut streams without an error.
                 http_options=HTTPOptions(host=host, port=http.port, **certificate),
             )
         except (RayError, TimeoutError) as error:
             raise StartupError(
-                "Ray Serve's HTTP proxy did not start; is the machine too busy for Ray?"
+                "Ray Serve's HTTP proxy did not start; check whether the machine is overloaded."
                 f" Serve reports: {str(error).splitlines()[0]}"
             ) from error
 
     def _try_ray(self, init: Callable[[], None]) -> None:
-        """Raises `StartupError` with the important part of Ray's long message."""
+        """Call `init`. Raises `StartupError` with the first sentence of Ray's error."""
         try:
             init()
-        except Exception as error:  # Ray raises this very class when its node is not there in time
+        except Exception as error:  # Ray raises a plain Exception if its node is late
             if self._address is None:
                 raise StartupError(f"Ray did not start: {_first_sentence(error)}") from error
             raise StartupError(
-                f"The Ray cluster at {self._address} cannot be joined: {_first_sentence(error)}"
+                f"Cannot join the Ray cluster at {self._address}: {_first_sentence(error)}"
                 f"{_advice(error)}",
                 param="ray_address",
             ) from error
@@ -116,21 +116,21 @@ class Cluster:
         return gpus_of_cluster(only_free=True)
 
     def nodes(self) -> list[Node]:
-        """Of a running cluster."""
+        """The nodes of a running cluster."""
         return nodes_of_cluster()
 
     def _start_local(self, device_ids: Sequence[str]) -> None:
-        """Start Ray here, `NUM_RAY_STARTS` times at most where a busy machine takes too long."""
+        """Start Ray here, with up to `NUM_RAY_STARTS` attempts if the machine is too slow."""
         see_only(device_ids)
         this = psutil.Process()
         before = set(this.children(recursive=True))
         for num_left in reversed(range(NUM_RAY_STARTS)):
             try:
                 return self._init_local(len(device_ids))
-            except Exception as error:  # Ray raises no class of its own
+            except Exception as error:  # Ray raises a plain Exception
                 if not num_left or _TOO_SLOW not in str(error):
                     raise
-                logger.warning("Ray's node was too slow: %s Starting it again.", error)
+                logger.warning("Ray did not start in time, so it is started again: %s", error)
                 for process in set(this.children(recursive=True)) - before:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
@@ -150,8 +150,8 @@ class Cluster:
         )
 
     def deploy(self, config: ServeConfig) -> None:
-        """Hand the application to Serve; `wait` follows it."""
-        self._board = start_board.Board()  # before any worker looks for it
+        """Deploy the application to Serve without waiting; `wait` waits for it."""
+        self._board = start_board.Board()  # created before any worker looks for it
         application = build_application(config)
         serve.run_many(
             [serve.RunTarget(application, name=APPLICATION, route_prefix="/")],
@@ -188,15 +188,18 @@ class Cluster:
                 return
             messages = [each.message for each in application.deployments.values()]
             refusal = _own_words([application.message, *messages])
-            if refusal is not None:  # Serve would try again, but it does not get better
+            if refusal is not None:  # Serve would retry, but such an error is permanent
                 raise StartupError(refusal)
             if application.status in _FAILED:
                 raise StartupError("\n".join([application.message, *messages]))
         if not stop.is_set():
-            raise StartupError(f"The workers did not start within {timeout_s:.0f} s.")
+            raise StartupError(
+                f"The workers did not start within {timeout_s:.0f} s; see their logs in the log"
+                " directory."
+            )
 
     def watch(self, say: Say, stop: threading.Event) -> Watch:
-        """Watch all processes of the application from now on."""
+        """Start to watch the processes of the application."""
         if self._address is not None:
             return Watch(None, None, self._url, say, stop)
         haproxy = (
@@ -208,7 +211,7 @@ class Cluster:
         """Make every ingress finish its running requests and refuse new ones.
 
         Returns:
-            How many requests have ended, and how many were cut after `timeout_s`.
+            The number of requests that finished, and of those that were cut after `timeout_s`.
         """
         try:
             if self._has_left:
@@ -219,23 +222,23 @@ class Cluster:
             answers = handle.broadcast("drain", timeout_s).results(
                 timeout_s=timeout_s + DRAIN_MARGIN_S
             )
-        except Exception as error:  # of Ray, Serve or the ingress: what is left is to stop
-            logger.exception("The ingresses could not be told to stop: %r", error)
+        except Exception as error:  # whatever failed, the application is stopped next
+            logger.exception("Cannot drain the ingresses, so requests are cut off: %r", error)
             return 0, 0
         return sum(ended for ended, _ in answers), sum(cut for _, cut in answers)
 
     def leave(self) -> None:
         """Disconnect from a running cluster until `stop`.
 
-        The application does not need this process. A process that stays connected while the
-        cluster's head is away uses a full core for a minute, and then Ray ends it.
+        The application does not need this process, and Ray would end it, after a minute at full CPU
+        load, if it were connected while the cluster's head is down.
         """
         if self._address is not None:
             ray.shutdown()
             self._has_left = True
 
     def stop(self) -> None:
-        """Stop what this object started: the application, and Ray if we started it."""
+        """Stop the application, and Ray if this object started it."""
         if self._has_left:
             self._join()
             self._has_left = False
@@ -243,7 +246,7 @@ class Cluster:
             return
         if self._is_serving and self._address is None:
             serve.shutdown()
-        elif self._is_serving:  # else an application of that name is not ours
+        elif self._is_serving:  # otherwise an application with that name is not ours
             serve.delete(APPLICATION)
         ray.shutdown()
 
@@ -252,8 +255,8 @@ def _advice(error: Exception) -> str:
     if "auth" not in f"{type(error).__name__} {error}".lower():
         return ""
     return (
-        " The cluster wants its token: copy ~/.ray/auth_token from its head to this machine, or"
-        " set RAY_AUTH_TOKEN (docs/reliability.md)."
+        " The cluster requires a token: copy ~/.ray/auth_token from its head node to this machine,"
+        " or set RAY_AUTH_TOKEN (docs/reliability.md)."
     )
 
 
@@ -263,7 +266,7 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _own_words(messages: list[str]) -> str | None:
-    """The message of our own error inside Serve's message with its traceback."""
+    """Extract the message of our own error from Serve's message with a traceback."""
     for line in "\n".join(messages).splitlines():
         name, _, sentence = line.strip().partition(": ")
         if name.startswith("disagg.errors.") and sentence:

@@ -1,4 +1,4 @@
-"""A worker as a Serve replica: Serve places, watches and drains it; requests come over its link."""
+"""A worker as a Ray Serve replica. Serve places and drains it; requests arrive over its link."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from disagg.worker.worker import Worker
 
 
 class WorkerReplica:
-    """Holds one `Worker`; every method here is control, none is on a request's path."""
+    """Runs one `Worker`. Its methods only control the worker; no request passes through them."""
 
-    # What its worker is made of; a benchmark has other parts.
+    # Builds the parts of the worker; a benchmark replaces it.
     build_parts: ClassVar[Callable[..., Parts]] = staticmethod(build_parts)
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -55,12 +55,12 @@ class WorkerReplica:
             tier,
             role,
             worker_id=f"{tier_name}-{role}-{replica}",
-            epoch=time.time_ns(),  # the oldest of a pool serve, the others stand by
+            epoch=time.time_ns(),  # the oldest workers of a pool serve, the others stand by
             host=host,
             build=build,
         )
         tell(StartStep("ready"))
-        gc.freeze()  # what is here now stays: collections that look at all of it delay a step
+        gc.freeze()  # garbage collection then skips these long-lived objects and delays no step
 
     def record_replica_metadata(self) -> dict[str, str]:
         return membership.to_metadata(self._worker.record)

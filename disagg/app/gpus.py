@@ -1,4 +1,4 @@
-"""The nodes of the Ray cluster that this process is in, and their GPUs."""
+"""The nodes and GPUs of the Ray cluster to which this process is connected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ray
 from disagg.kernels.devices import Device, Gpus
 from disagg.planner.node_check import Node
 
-_KIND = "accelerator_type:"  # begins the name of a resource of each node with GPUs
+_KIND = "accelerator_type:"  # prefix of the name of a resource that each node with GPUs has
 
 
 def gpus_of_cluster(only_free: bool) -> Gpus:
@@ -27,7 +27,7 @@ def gpus_of_cluster(only_free: bool) -> Gpus:
 
 
 def nodes_of_cluster() -> list[Node]:
-    """Those that are up."""
+    """The nodes that are alive."""
     return [
         Node(each["NodeManagerAddress"], each["Resources"]) for each in ray.nodes() if each["Alive"]
     ]

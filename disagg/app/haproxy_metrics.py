@@ -1,4 +1,4 @@
-"""HAProxy's own counters for `/metrics`: requests that it accepted and refused."""
+"""HAProxy's counters of accepted and refused requests, for `/metrics`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ TIMEOUT_S = 1.0
 
 _ENABLED, _PORT = "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_METRICS_PORT"
 _SERVES_PORT = "9101"  # Serve's default
-_FRONTEND = 'proxy="http_frontend"'  # the one that clients reach
+_FRONTEND = 'proxy="http_frontend"'  # the frontend that clients use
 _KEPT = tuple(
     f"haproxy_frontend_{name}"
     for name in (
         "bytes_in_total",
         "connections_total",
         "current_sessions",
-        "denied_connections_total",  # one address had too many
+        "denied_connections_total",  # an address had too many connections
         "http_responses_total",
         "limit_sessions",
-        "request_errors_total",  # heads that were no HTTP, did not end in time, or were broken off
+        "request_errors_total",  # heads that were invalid, late or incomplete
         "requests_denied_total",
     )
 )
 
 
 def read() -> bytes:
-    """In Prometheus's text format; empty where there is no HAProxy, or it does not answer."""
+    """The counters in Prometheus's text format; empty if there is no HAProxy or no answer."""
     if os.environ.get(_ENABLED) != "1":
         return b""
     port = os.environ.get(_PORT, _SERVES_PORT)

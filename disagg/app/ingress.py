@@ -1,4 +1,4 @@
-"""The root deployment: an `IngressCore` in a Serve replica, which pushes it the membership."""
+"""The root deployment: a Serve replica that runs an `IngressCore` and gives it the membership."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ READY_WAIT_S = 30.0
 
 
 class Ingress:
-    """HTTP in, tokens out. Serve runs its own HTTP server around the app that this class gives.
+    """Serves HTTP requests. Serve runs its HTTP server around the ASGI app of this class.
 
     Args:
-        pools: one handle per worker pool. Nothing is called through them on a request's path; a
-            handle is what makes Serve push the pool's membership into this process.
+        pools: one handle per worker pool. They make Serve send the membership of the pools to this
+            process; no request goes through them.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -34,16 +34,16 @@ class Ingress:
         replica = serve.get_replica_context().replica_id.unique_id
         logs.setup(f"ingress-{replica}")
         telemetry.setup("disagg-ingress", {"disagg.ingress": replica})
-        # Serve's own middleware sends `x-request-id` with every reply.
+        # Serve's middleware already sends `x-request-id` with every reply.
         self._core = IngressCore(config, replica, beside=haproxy_metrics.read, names_replies=False)
         self._loop = asyncio.get_running_loop()
         membership.subscribe(self._membership_changed)
         for pool in pools:
-            pool._init()  # starts the push; a handle that was never called has none
-        # Serve sends traffic when this returns. Not waiting for ever: without workers, an ingress
-        # that says so in words is better than none.
+            pool._init()  # subscribes to the membership; otherwise the first call would do so
+        # Serve sends traffic when this returns. The wait has a limit: an ingress without workers
+        # still answers with a clear error.
         await self._core.wait_ready(READY_WAIT_S)
-        gc.freeze()  # what is here now stays: collections that look at all of it stop every stream
+        gc.freeze()  # garbage collection then skips these long-lived objects and delays no stream
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         load: dict[str, float] = self._core.load()
@@ -57,7 +57,7 @@ class Ingress:
         self._loop.call_soon_threadsafe(self._core.update, records)
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
-        """See `HttpApp.drain`."""
+        """Call `HttpApp.drain`."""
         return await self._core.app.drain(timeout_s)
 
     async def __del__(self) -> None:

@@ -1,11 +1,11 @@
-"""Membership: the running workers that Serve has pushed into this process.
+"""Membership: the list of running workers that Serve has sent to this process.
 
-Serve pickles a request router's class together with its module by value, so globals of that module
-would be private copies, one per deployment. This module is imported by name from inside the
-router's method, so there is one of it per process.
+Serve pickles the class of a request router and its module by value, so the module's globals would
+be copied for each deployment. The router imports this module inside a method instead, so there is
+one list per process.
 
-While Serve's controller is away, the last membership stays valid. `from_metadata` and `replace`
-must not raise: an exception would end Serve's updates to this process for good.
+While Serve's controller is down, the last list stays valid. `from_metadata` and `replace` must not
+raise, because an exception would stop Serve's updates to this process for ever.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ Listener = Callable[[list[WorkerRecord]], None]
 
 _METADATA_KEY = "disagg_worker"
 
-# Serve calls from its router's thread, the ingress from its event loop. Held while listeners are
-# called, or the older of two lists might reach them last.
+# Serve calls from its router's thread, the ingress from its event loop. The lock is held while
+# listeners are called; otherwise they might get the older of two lists last.
 _lock = threading.Lock()
 _records: dict[str, list[WorkerRecord]] = {}  # by deployment
 _listeners: list[Listener] = []
 
 
 def to_metadata(record: WorkerRecord) -> dict[str, str]:
-    """A worker's record as `record_replica_metadata` must return it: plain JSON values."""
+    """Encode a worker's record for `record_replica_metadata`, which needs plain JSON values."""
     return {_METADATA_KEY: base64.b64encode(encode(record)).decode()}
 
 
 def from_metadata(metadata: dict[str, Any] | None) -> WorkerRecord | None:
-    """None for a replica that has no record yet, or one of another release."""
+    """Decode a worker's record; None if there is none yet, or it is of another release."""
     if not metadata or _METADATA_KEY not in metadata:
         return None
     try:
         return decode_worker_record(base64.b64decode(metadata[_METADATA_KEY]))
     except (msgspec.DecodeError, binascii.Error, TypeError) as error:
-        logger.warning("A worker published a record that cannot be read; ignoring it: %s", error)
+        logger.warning(
+            "Ignoring a worker whose record cannot be read; is it of another version? %s", error
+        )
         return None
 
 
 def replace(deployment: str, records: Iterable[WorkerRecord]) -> None:
-    """Store Serve's complete list of the workers that run in `deployment`."""
+    """Replace the list of workers in `deployment`, and call the listeners."""
     with _lock:
         _records[deployment] = list(records)
         everyone = _everyone()
@@ -60,9 +62,9 @@ def replace(deployment: str, records: Iterable[WorkerRecord]) -> None:
 
 
 def subscribe(listener: Listener) -> None:
-    """Call `listener` with all workers now and at each change, from any thread.
+    """Call `listener` with all workers now and after each change, from any thread.
 
-    It must neither wait nor fail, nor call back into this module.
+    It must not wait, raise or call this module.
     """
     with _lock:
         _listeners.append(listener)

@@ -1,7 +1,7 @@
-"""Serve's autoscaling policy of one pool, called ten times a second: returns the replica count.
+"""Serve's autoscaling policy of one pool, which returns the number of replicas.
 
-Serve pickles a policy's class together with its module by value, so state that pools share cannot
-be here: it is in `autoscaling`, which is imported by name.
+Serve calls it ten times a second. Serve pickles the class of a policy and its module by value, so
+state that pools share must be in another module (`autoscaling`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from ray.serve.config import AutoscalingContext
 
 
 class PoolPolicy:
-    """The policy of one deployment: a pool of workers, or the ingress, whose size never changes but
-    which reports its load.
+    """The policy of one deployment: a pool of workers, or the ingress, whose size is constant.
 
     Args:
-        config: tiers and budget, see `autoscaling.scaler_of`.
+        config: tiers and limit of workers; see `autoscaling.scaler_of`.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""HTTP checks of the server on this machine. Does not import Ray."""
+"""HTTP requests to the server on this machine. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import cast
 
 
 def ask_here(url: str, timeout_s: float) -> HTTPResponse:
-    """GET a URL of this machine. Does not check certificates, which have the clients' name.
+    """GET a URL of this machine. Certificates are not checked: they have a name for clients.
 
     Raises:
-        OSError: no answer, or one that is no success (`urllib.error.HTTPError`).
+        OSError: there is no answer, or an error status (`urllib.error.HTTPError`).
     """
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -1,4 +1,4 @@
-"""Whether a process of this machine is alive."""
+"""Checks whether a process of this machine is alive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def runs(process: psutil.Process) -> bool:
-    """A zombie does not run."""
+    """Whether a process is running. A zombie is not."""
     with contextlib.suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

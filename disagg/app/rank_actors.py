@@ -1,7 +1,7 @@
-"""The ranks of a worker on other nodes than its replica: actors in the replica's placement group.
+"""Ranks of a worker on other nodes than its replica: actors in the replica's placement group.
 
-Serve makes the group with the replica and removes it with the replica, and Ray ends an actor whose
-replica has ended. The group has a bundle for each node; the replica is in the first one.
+Serve creates and removes the group together with the replica, and Ray ends an actor whose replica
+has ended. The group has one bundle per node; the replica is in the first one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from disagg.worker.rank_listener import Address
 
 
 def placement(tier: TierConfig, pool: PoolConfig) -> dict[str, Any]:
-    """Options of Serve's that place each worker on its nodes; none for a worker of one node."""
+    """Serve's options to place each worker on its nodes; empty for workers on one node."""
     nnodes = tier.num_nodes(pool)
     if nnodes == 1:
         return {}
@@ -39,18 +39,18 @@ class RankActors:
     """Implements `worker.other_rank.RankNodes`, in a replica that Serve has placed.
 
     Args:
-        host: of the replica's node.
-        is_on_gpu: each rank has one.
+        host: address of the replica's node.
+        is_on_gpu: whether each rank uses a GPU.
 
     Raises:
-        StartupError: Ray does not say where the worker's nodes are.
+        StartupError: the replica is not in a placement group.
     """
 
     def __init__(self, host: str, nnodes: int, *, is_on_gpu: bool) -> None:
         self._group, self._is_on_gpu = ray.util.get_current_placement_group(), is_on_gpu
         if self._group is None:
             raise StartupError(
-                f"A worker of nnodes = {nnodes} is in no placement group of Ray; deploy it with"
+                f"A worker with nnodes = {nnodes} needs a placement group of Ray; deploy it with"
                 " `serve deploy` or `disagg serve --ray-address`.",
                 param="nnodes",
             )
@@ -74,7 +74,7 @@ def _hosts(group: PlacementGroup) -> list[str]:
 
 
 class _RankActor:
-    """A process that is a rank; it ends with it."""
+    """An actor whose process runs one rank and ends with it."""
 
     def run(self, start: RankStart, listener: Address) -> None:
         os.environ["OMP_NUM_THREADS"] = str(start.num_threads)  # before torch is imported
@@ -82,7 +82,7 @@ class _RankActor:
         run_elsewhere(start, listener)
 
 
-_actors: Any = ray.remote(_RankActor)  # its methods are not typed
+_actors: Any = ray.remote(_RankActor)  # Ray does not type the methods of actors
 
 
 class _RankProcess:
@@ -97,7 +97,7 @@ class _RankProcess:
             return None
         try:
             ray.get(self._running)
-        except RayTaskError as error:  # of our own code, behind a traceback
+        except RayTaskError as error:  # an error of our own code; the last line follows a traceback
             return str(error).strip().splitlines()[-1]
         except RayError as error:
             return str(error).strip().splitlines()[0]

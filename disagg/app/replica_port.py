@@ -1,4 +1,4 @@
-"""The addresses on which a Serve replica listens: HTTP of an ingress, and gRPC of all replicas."""
+"""Sets the addresses on which Serve replicas listen: HTTP of ingresses, gRPC of all replicas."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from disagg.app.request_heads import BoundedHeads
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 4096  # connections that wait to be accepted; beyond them HAProxy answers 503
+BACKLOG = 4096  # connections that wait to be accepted; with more of them HAProxy answers 503
 _ALL_INTERFACES = ("0.0.0.0", "::", "")
 
 
 def bind_to_node() -> None:
-    """Make the servers of this replica listen only on the address of its node in Ray.
+    """Make the servers of this replica listen only on the address of its Ray node.
 
-    Serve starts them when the replica is constructed: gRPC, which unpickles what it receives, on
-    all interfaces, and HTTP where HAProxy listens for clients, though only HAProxy uses it. Peers
-    use the node's address alone. Serve has no setting for either (Ray 2.60,
-    `serve/_private/replica.py`), nor for the heads that its HTTP waits for. The replica's
-    `__init__` calls this.
+    By default Serve's gRPC server, which unpickles what it receives, listens on all interfaces, and
+    its HTTP server on the address that HAProxy listens on for clients, although only HAProxy uses
+    it. Serve has no setting for either (Ray 2.60, `serve/_private/replica.py`), nor for limits of
+    request heads. Call it in the replica's `__init__`; Serve starts the servers after that.
     """
     from ray.serve._private import replica
 
@@ -39,8 +38,8 @@ def bind_to_node() -> None:
         serves = getattr(replica, name, None)
         if serves is None:
             log.warning(
-                "This Ray starts the servers of replicas in another way than Ray 2.60 (it has no"
-                " %s): see docs/security.md for who can reach them.",
+                "This version of Ray has no %s (Ray 2.60 has it), so Serve's own servers listen on"
+                " more addresses than necessary: see docs/security.md for who can reach them.",
                 name,
             )
         elif not isinstance(serves, functools.partial):
@@ -58,8 +57,8 @@ async def _start_http(start: Any, app: Any, options: Any, **others: Any) -> Any:
     if options.host in _ALL_INTERFACES:
         options = options.model_copy(update={"host": ray.util.get_node_ip_address()})
     task, server = await start(app, options, **others)
-    server.config.http = BoundedHeads  # read when the task begins
-    # Bound now, since HAProxy looks for it as soon as it knows the port.
+    server.config.http = BoundedHeads  # the server reads it when its task begins
+    # The socket is bound now, because HAProxy looks for it as soon as it knows the port.
     near = _bound(socket_of(options.port))
     if near is not None:
         server.startup = functools.partial(_start_near, server.startup, server, near)
@@ -67,25 +66,25 @@ async def _start_http(start: Any, app: Any, options: Any, **others: Any) -> Any:
 
 
 def _bound(path: str) -> socket.socket | None:
-    """A socket that this user's processes can connect to from now on; None: only the port is."""
+    """A listening Unix socket for this user's processes; None if there is only the TCP port."""
     if not path:
         return None
     near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of a replica that had this port before, and died
+            os.unlink(path)  # left by a replica that died and had the same port
         near.setblocking(False)
         near.bind(path)
         near.listen(BACKLOG)
-    except OSError as error:  # a full disk, say
-        log.warning("HAProxy reaches this ingress by TCP, as %s cannot be made: %s", path, error)
+    except OSError as error:  # for example a full disk
+        log.warning("Cannot create %s, so HAProxy reaches this ingress by TCP: %s", path, error)
         near.close()
         return None
     return near
 
 
 async def _start_near(startup: Any, server: Any, near: socket.socket, sockets: Any = None) -> None:
-    """uvicorn's `Server.startup`, which listens on the sockets of one family."""
+    """uvicorn's `Server.startup`, plus a server on the Unix socket `near`."""
     await startup(sockets=sockets)
 
     def protocol() -> asyncio.Protocol:

@@ -1,6 +1,6 @@
-"""Limits of request heads on an ingress's own HTTP port, which HAProxy alone should reach.
+"""Limits request heads on the HTTP port of an ingress, which only HAProxy should use.
 
-HAProxy sends only complete heads. A client that connects to the port directly reaches uvicorn,
+HAProxy sends complete heads only. But a client that connects to the port directly reaches uvicorn,
 which waits for the end of a head without a time limit and stores all of it.
 """
 
@@ -12,22 +12,22 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from disagg.app.haproxy_launcher import HEAD_S
 
-MAX_HEAD_NBYTES = 128 << 10  # four times what `api/http/request.py` takes
+MAX_HEAD_NBYTES = 128 << 10  # four times the limit in `api/http/request.py`
 
 
 class BoundedHeads(HttpToolsProtocol):
-    """A connection that is closed when a head does not end in `HEAD_S`, or is too long.
+    """Closes a connection if a head does not end within `HEAD_S` or is too long.
 
-    Also while an answer runs: the head of another request may arrive behind it.
+    It does so also while an answer runs, because the head of the next request may arrive then.
     """
 
     _timer: asyncio.TimerHandle | None = None  # runs while a head is incomplete
-    _is_in_head = True  # what arrives next; else a body
-    _nbytes = 0  # of the head, without what arrived together with the end of a body
+    _is_in_head = True  # whether the next bytes belong to a head; otherwise to a body
+    _nbytes = 0  # bytes of the head, without those that arrived together with the end of a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start()  # a client that sends nothing has no more time
+        self._start()  # the limit applies to clients that send nothing, too
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
@@ -39,7 +39,7 @@ class BoundedHeads(HttpToolsProtocol):
         if self._is_in_head and self._nbytes > MAX_HEAD_NBYTES:
             self.transport.close()
 
-    def on_message_begin(self) -> None:  # by its first byte; a line end behind a body is none
+    def on_message_begin(self) -> None:  # called for the first byte of a head
         if self._timer is None:
             self._start()
         super().on_message_begin()

@@ -1,7 +1,7 @@
-"""The request router that Serve runs inside the ingress for each worker deployment.
+"""The request router that Serve runs in each ingress for each worker deployment.
 
 Requests do not go through it: they go over our own links to the worker that `router/policy.py`
-chose. It exists because Serve pushes membership, with each replica's metadata, only to request
+chose. It exists because Serve sends the membership, with the metadata of replicas, only to request
 routers.
 """
 
@@ -11,10 +11,10 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, R
 
 
 class MembershipRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray is untyped here
-    """Passes membership on. Control calls (warm-up, drain) may go to any replica."""
+    """Passes the membership to the ingress. Serve's control calls may go to any replica."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        # Imported by name: this class travels by value (see `membership`).
+        # Imported here, because Serve pickles this class by value (see `membership`).
         from disagg.app import membership
 
         found = [membership.from_metadata(replica.replica_metadata) for replica in replicas]

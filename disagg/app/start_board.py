@@ -1,8 +1,8 @@
 """Progress of starting workers, for the command line.
 
-Serve shows nothing of a replica until its constructor has returned. So the command creates a board,
-a named actor that ends with the command's process at the latest. A starting worker on any node
-looks for it once and writes its progress there without waiting. Without a board workers start, too.
+Serve reports nothing about a replica until its constructor has returned. So the command creates a
+board, a named actor that ends with the command. A starting worker on any node looks for it once and
+writes its progress there without waiting. Workers also start without a board.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _READ_TIMEOUT_S = 1.0
 
 
 class _Steps:
-    """The actor."""
+    """The actor that stores the steps."""
 
     def __init__(self) -> None:
         self._pools: dict[str, dict[str, dict[StartPhase, StartStep]]] = {}
@@ -52,7 +52,7 @@ class Board:
 
 
 def reporter(pool: str, worker: str) -> Callable[[StartStep], None]:
-    """The function that a starting worker calls, from any thread. It neither waits nor fails."""
+    """A function with which a starting worker reports, from any thread, without waiting."""
     try:
         steps = ray.get_actor(_NAME, _NAMESPACE)
     except (ValueError, RayError):  # no command reads the board

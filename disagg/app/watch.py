@@ -1,4 +1,4 @@
-"""Watches Ray, Serve and HAProxy while they serve, and reports what happens to them."""
+"""Watches the processes of Ray, Serve and HAProxy while they serve, and reports changes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ LOOK_PERIOD_S = 0.25
 PROCESSES_PERIOD_S = 1.0
 PROBE_PERIOD_S = 5.0
 
-Say = Callable[..., None]  # the name of an event, a sentence, and what programs want to know
+Say = Callable[..., None]  # takes an event's name, a sentence, and fields for programs
 
-# What Ray calls the processes of Serve; a replica's title ends with what it does at the moment.
+# Titles that Ray gives to Serve's processes. A replica's title ends with its current activity.
 _REPLICA = re.compile(r"ray::ServeReplica:[^:]*:([^.\s]+)")
 _CONTROLLER = re.compile(r"ray::ServeController")
 
 
 class Watch:
-    """Looks in a thread of its own until `close`.
+    """Watches in its own thread until `close`.
 
     Attributes:
-        broken: why nothing can be served any more; empty while something can.
+        broken: why nothing can be served any more; empty while the server works.
 
     Args:
-        node: Ray's own record of the processes of a cluster that is ours; None: of others.
-        haproxy: where it is ours.
-        url: that must answer where the cluster is of others.
-        stop: set when it is broken.
+        node: Ray's record of the processes of a local cluster; None for a running cluster, of which
+            only `url` is checked.
+        haproxy: watches HAProxy if we run it.
+        url: URL of the server.
+        stop: set when the server is broken.
     """
 
     def __init__(
@@ -84,13 +85,13 @@ class Watch:
                 self._look_at_processes()
 
     def _look_at_ray(self) -> None:
-        """Without its raylet a node's workers end; without its head nothing starts again."""
+        """Check Ray's raylet and GCS. Without them workers end, or never start again."""
         dead = [kind for kind, _ in self._node.dead_processes()]
         dead = [kind for kind in ("raylet", "gcs_server") if kind in dead]
         if dead:
             self.broken = (
-                f"Ray's {dead[0]} process died, and everything that it ran ends with it; start"
-                " again. Its output is in the log directory."
+                f"Ray's {dead[0]} process died, and all workers end with it; start the server"
+                " again. The output of the process is in the log directory."
             )
             self._stop.set()
 
@@ -100,7 +101,7 @@ class Watch:
         if self._stop.is_set():
             return
         for process, name in before.items():
-            if process not in after and runs(process):  # its title was being written
+            if process not in after and runs(process):  # its title was just being changed
                 after[process] = name
             elif process not in after:
                 self._say(
@@ -113,7 +114,7 @@ class Watch:
                 )
 
     def _named(self) -> dict[psutil.Process, str]:
-        """Serve's processes on this node, in words."""
+        """Serve's processes on this node, with names for people."""
         found = {}
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process().children(recursive=True):
@@ -133,7 +134,7 @@ class Watch:
             if answers:
                 self._say("answers_again", f"{self._url} answers again.")
             else:
-                self._say("no_answer", f"{self._url} does not answer any more.")
+                self._say("no_answer", f"{self._url} no longer answers.")
 
 
 def _name(process: psutil.Process) -> str:

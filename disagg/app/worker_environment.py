@@ -1,7 +1,7 @@
 """Environment variables of a worker, which its process sets before it imports torch.
 
-Ray could set them (`runtime_env`). But then it first starts a process that imports Ray, and after
-that the worker's process, which imports Ray again: half a second of processor time for each worker.
+Ray could set them with `runtime_env`, but that starts one more process per worker, which imports
+Ray and takes half a second of CPU time.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from disagg.config import TierConfig
 from disagg.kernels.devices import VISIBLE
 from disagg.messages import Role
 
-# OpenMP threads must not spin while they wait: beside other processes, that costs several times as
-# much processor time as the work itself.
+# OpenMP threads must not spin while they wait: on a shared machine that takes several times as much
+# CPU time as the work itself.
 WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 
 def environment_of(tier: TierConfig, role: Role) -> dict[str, str]:
-    """The variables that a worker of that pool adds to its environment."""
+    """The variables that a worker of this pool adds to its environment."""
     environment = dict(WORKER_ENVIRONMENT)
     pool = tier.prefill if role == "prefill" else tier.decode
     if not pool.num_gpus:  # Ray hides no GPU from an actor that asks for none

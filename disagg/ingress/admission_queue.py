@@ -1,14 +1,14 @@
-"""The queue of an ingress: requests wait here, fair between tenants, while the workers are busy.
+"""The admission queue of an ingress: requests wait here, fairly by tenant, while workers are busy.
 
-Workers serve in order of arrival and know no tenants, so one tenant with a thousand requests on
+Workers serve in order of arrival and do not know tenants, so a thousand requests of one tenant on
 them would delay all others. Therefore a worker gets only enough requests to stay busy. The others
-wait here, ordered by `router/fair_queue.py`, within a bound on bytes. A request that is predicted
-to miss its TTFT SLO or its deadline is refused on arrival; one that becomes too late while it waits
-is refused as soon as that is certain. Both get a `Retry-After` with the predicted seconds.
+wait here in the order of `router/fair_queue.py`, within a limit of bytes. A request that is
+predicted to miss its TTFT SLO or its deadline is refused on arrival; one that becomes too late
+while it waits is refused as soon as that is certain. Both get a `Retry-After` with the predicted
+seconds.
 
-If no worker has a queue, nothing waits here and a request costs one comparison.
-
-Knows routes and predicted seconds only; `ingress/dispatch.py` routes and sends.
+While no worker has a queue, nothing waits here and a request costs one comparison. This module
+works with routes and predicted times; `ingress/dispatch.py` chooses routes and sends requests.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from disagg.router.policy import expected_output
 from disagg.router.route import Candidate, Route
 from disagg.time_model import CHUNK_TOKENS
 
-# A worker gets a new request at once if it has less queued work than this: two full steps. So it
-# always has work until its next report has arrived here and our next request there.
+# A worker gets a new request at once if it has less queued work than two full steps. So it stays
+# busy until its next report has arrived here and our next request has arrived there.
 NUM_STEPS_AHEAD = 2
 LEAST_AHEAD_S = 0.1
-POLL_S = 0.01  # between two checks for room; a tenth of the least work that a worker may have
+POLL_S = 0.01  # between two checks for room; a tenth of `LEAST_AHEAD_S`
 
-TOKEN_NBYTES = 40  # of a request that waits: an integer, its place, its share of a block's name
+# Memory per token of a waiting request: an integer, its slot, its share of a block's hash.
+TOKEN_NBYTES = 40
 REQUEST_NBYTES = 1024
 DEFAULT_MAX_NBYTES = 64 << 20
 
 
 class Charge(msgspec.Struct, frozen=True):
-    """What a request's tenant was charged: its prompt, and an answer of the usual length."""
+    """The charge of a request's tenant, for its prompt and an answer of the expected length."""
 
     model: str
     tenant: str
     cost_s: float
-    token_s: float  # of each token of the answer
+    token_s: float  # charge for each token of the answer
     num_expected: int
 
 
@@ -56,11 +57,11 @@ class AdmissionQueue:
     """Decides which requests go to the workers of one fleet now, and which wait.
 
     Args:
-        now: Unix time in seconds.
-        ttft_slo_s: by model.
-        weight: a tenant's share, by name.
-        max_nbytes: bound on all waiting requests together.
-        waited: called with tenant and seconds when a request has waited and is sent.
+        now: returns Unix time in seconds.
+        ttft_slo_s: TTFT SLO by model.
+        weight: returns a tenant's share by name.
+        max_nbytes: limit of the memory of all waiting requests.
+        waited: called with tenant and seconds when a request that waited is sent.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class AdmissionQueue:
         self._max_nbytes = max_nbytes
         self._waited = waited
         self._queues: dict[str, ModelQueue] = {}  # by model
-        self._num = 0  # requests that have ever waited
+        self._num = 0  # number of requests that have ever waited
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -95,15 +96,15 @@ class AdmissionQueue:
         return numbers
 
     def num_uncomputed_tokens(self, model: str) -> int:
-        """Uncached tokens of the prompts that wait for workers of `model`."""
+        """Number of uncached tokens of the prompts that wait for workers of `model`."""
         line = self._queues.get(model)
         return sum(each.item.num_uncomputed_tokens for each in line.queue) if line else 0
 
     def with_room(self, model: str, route: Route) -> Route | None:
-        """The route to take now; None: wait.
+        """The route to take now; None if the request should wait.
 
-        `route` itself if its worker can begin soon. Otherwise the other kind of prefill (local
-        instead of remote, or the reverse), if it costs less extra than the waiting that it saves.
+        It is `route` if that worker can begin soon. Otherwise it is the other kind of prefill
+        (local instead of remote, or the reverse), if its extra cost is less than the saved wait.
         """
         chosen = route.chosen
         if chosen.wait_s <= LEAST_AHEAD_S:
@@ -124,22 +125,21 @@ class AdmissionQueue:
         if other.total_s - chosen.total_s > saved_s:
             return None
         return route.instead(
-            other, f"{num_waiting} requests wait for the cheaper route, which has no room"
+            other, f"the cheaper route is full and {num_waiting} requests wait for it"
         )
 
-    def _ahead_s(self, way: Candidate) -> float:
+    def _ahead_s(self, route: Candidate) -> float:
         """Seconds of work that may be queued on a worker when it gets another request."""
-        worker = self._fleet.view().workers[way.prefill or way.decode]
+        worker = self._fleet.view().workers[route.prefill or route.decode]
         return max(LEAST_AHEAD_S, NUM_STEPS_AHEAD * worker.times.prefill_s(CHUNK_TOKENS))
 
     def goes_at_once(self, request: GenerateRequest, route: Route) -> bool:
-        """Whether `request` need not wait: no other request of its model waits, and a worker has
-        room."""
+        """Whether no other request of its model waits and a worker has room."""
         line = self._queues.get(request.model)
         return (line is None or not line.queue) and self.with_room(request.model, route) is route
 
     def charge(self, request: GenerateRequest, route: Route) -> Charge:
-        """What to charge the tenant: predicted engine seconds, with a share of each decode step."""
+        """The charge for a request: predicted engine seconds, with its share of decode steps."""
         view = self._fleet.view()
         worker = view.workers[route.decode]
         num_others, num_tokens = worker.num_decoding, len(request.token_ids)
@@ -150,7 +150,7 @@ class AdmissionQueue:
         return Charge(request.model, request.tenant, cost_s, token_s, num_expected)
 
     def passes_by(self, charge: Charge) -> None:
-        """Charge the tenant of a request that goes to a worker without waiting."""
+        """Charge the tenant of a request that is sent to a worker without waiting."""
         self._line(charge.model).queue.pass_by(charge.tenant, charge.cost_s)
 
     def end(self, charge: Charge, num_output_tokens: int) -> None:
@@ -161,28 +161,28 @@ class AdmissionQueue:
     async def wait(
         self,
         request: GenerateRequest,
-        way: Candidate,
+        route: Candidate,
         charge: Charge,
         set_out: Callable[[Queued], bool],
     ) -> None:
-        """Return when `set_out` has sent the request on its way.
+        """Return when `set_out` has sent the request to a worker.
 
         Args:
-            way: the route that was chosen on arrival.
+            route: the route that was chosen on arrival.
             set_out: called when the request is first in the queue; returns False if no worker has
-                room yet. Its exceptions other than `Unavailable` and `Overloaded` are passed on.
+                room yet. Its exceptions other than `Unavailable` and `Overloaded` are raised here.
 
         Raises:
-            Overloaded: the first token would be too late, or the queue's bytes are used up.
+            Overloaded: the first token would be too late, or the queue is full.
         """
         line = self._line(request.model)
         queue = line.queue
-        num_uncomputed_tokens = len(request.token_ids) - way.num_cached_tokens
+        num_uncomputed_tokens = len(request.token_ids) - route.num_cached_tokens
         item = WaitingRequest(request, set_out, self._now(), len(queue), num_uncomputed_tokens)
         waiter = self._waiter(request, charge, item)
         line.expect(1.0 / self._num_workers(request.model), charge.cost_s)
         item.predicted_s = line.seconds(queue.ahead_s(waiter))
-        may_wait_s = self._check_time(request, way, item.predicted_s)
+        may_wait_s = self._check_time(request, route, item.predicted_s)
         self._make_room(queue, waiter, item.predicted_s)
         queue.push(waiter)
         self._count(request.model, queue)
@@ -197,31 +197,37 @@ class AdmissionQueue:
             self._count(request.model, queue)
 
     def _check_time(
-        self, request: GenerateRequest, way: Candidate, predicted_s: float
+        self, request: GenerateRequest, route: Candidate, predicted_s: float
     ) -> float | None:
-        """Seconds that the request may wait; None: no bound. Raises `Overloaded`: already late."""
+        """Seconds that the request may wait; None for no limit.
+
+        Raises:
+            Overloaded: the first token is predicted to be too late.
+        """
         delay = self._fleet.delays.factor(request.model)
         slo_s = request.ttft_slo_s or self._ttft_slo_s.get(request.model, math.inf)
         left_s = request.deadline_unix_s - self._now()
-        waiting = msgspec.structs.replace(way, wait_s=way.wait_s + predicted_s)
+        waiting = msgspec.structs.replace(route, wait_s=route.wait_s + predicted_s)
         late_s = lateness_s(waiting, slo_s, left_s, delay)
         if late_s > 0.0:
             first_s = delay * (waiting.own_s + waiting.wait_s)
             raise Overloaded(
-                f"All workers are busy: {first_s:.1f} s are predicted until the first token,"
-                f" behind the requests that come before this one, and"
-                f" {min(slo_s, left_s):.1f} s are allowed. Try again in {math.ceil(late_s)} s.",
+                f"All workers are busy: with the requests ahead of this one, its first token would"
+                f" take about {first_s:.1f} s, and at most {min(slo_s, left_s):.1f} s are allowed."
+                f" Try again in {math.ceil(late_s)} s.",
                 retry_after_s=late_s,
                 reason="predicted_late",
             )
-        may_wait_s = allowed_s(way, slo_s, left_s) - delay * (way.own_s + LEAST_AHEAD_S)
+        may_wait_s = allowed_s(route, slo_s, left_s) - delay * (route.own_s + LEAST_AHEAD_S)
         return None if math.isinf(may_wait_s) else max(0.0, may_wait_s)
 
     def _make_room(
         self, queue: FairQueue[WaitingRequest], waiter: Waiter[WaitingRequest], wait_s: float
     ) -> None:
-        """If the bytes are used up, refuse the last request of the tenant that uses most for its
-        weight in the queue of any one model: a flood on one model must not push out others.
+        """If the queue is full, refuse requests of the tenant that uses the most of it.
+
+        That is the tenant with the most bytes for its weight in the queue of one model, so that a
+        flood on one model does not push out requests of other models. Its last request is refused.
 
         Raises:
             Overloaded: that tenant is the one of the new request.
@@ -239,8 +245,11 @@ class AdmissionQueue:
                 last.item.turn.set_exception(_full(self._max_nbytes, gone_s))
 
     def _largest(self) -> tuple[str, Waiter[WaitingRequest] | None, float]:
-        """Of the tenant with the most bytes for its weight in one model's queue: that model, the
-        tenant's last request there, and these bytes."""
+        """Find the tenant with the most bytes for its weight in the queue of one model.
+
+        Returns:
+            The model, the tenant's last request in its queue, and the bytes divided by the weight.
+        """
         model, largest, most = "", None, 0.0
         for name, line in self._queues.items():
             last = line.queue.longest()
@@ -252,7 +261,7 @@ class AdmissionQueue:
     def _too_late(self, line: ModelQueue, waiter: Waiter[WaitingRequest]) -> Overloaded:
         wait_s = line.seconds(line.queue.ahead_s(waiter))
         return Overloaded(
-            "All workers were busy for as long as this request could wait for its first token."
+            "All workers were busy for as long as this request could wait."
             f" Try again in {max(1, math.ceil(wait_s))} s.",
             retry_after_s=wait_s,
             reason="became_late",
@@ -298,12 +307,12 @@ class AdmissionQueue:
             self._look_again()
 
     def _let_go(self, line: ModelQueue) -> bool:
-        """Try to send the first request. True: it left the queue, sent or refused."""
+        """Try to send the first request. Returns True if it left the queue, sent or failed."""
         waiter = line.queue.first()
         if waiter is None:
             return False
         turn = waiter.item.turn
-        if turn.done():  # cancelled, but its task has not removed it yet
+        if turn.done():  # the request is cancelled, but its task has not removed it yet
             line.queue.remove(waiter)
             return True
         queued = waiter.item.queued(self._now())
@@ -312,17 +321,17 @@ class AdmissionQueue:
                 return False
         except (Unavailable, Overloaded):
             return False
-        except Exception as error:  # for the task that waits for it
+        except Exception as error:  # raised in the task that waits for the request
             line.queue.remove(waiter)
             turn.set_exception(error)
             return True
         line.queue.serve(waiter)
         line.moved(waiter.cost_s, self._now())
         turn.set_result(None)
-        self._tell(waiter.item, queued)
+        self._record_wait(waiter.item, queued)
         return True
 
-    def _tell(self, item: WaitingRequest, queued: Queued) -> None:
+    def _record_wait(self, item: WaitingRequest, queued: Queued) -> None:
         self._waited(queued.tenant, queued.waited_s)
         if telemetry.enabled():
             attributes = {
@@ -337,7 +346,7 @@ class AdmissionQueue:
 
 def _full(max_nbytes: int, wait_s: float) -> Overloaded:
     return Overloaded(
-        f"The requests that wait here fill {max_nbytes} bytes already.",
+        f"The admission queue is full ({max_nbytes} bytes, http.max_queue_nbytes).",
         retry_after_s=wait_s,
         reason="queue_full",
     )

@@ -1,5 +1,7 @@
-"""Requests that wait until a worker of their model exists, first come, first served. The fleet
-calls back when one appears; nothing polls."""
+"""Requests that wait until their model has a worker, in order of arrival.
+
+The fleet calls back when a worker appears, so nothing polls.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ from disagg.router.fleet import Fleet
 
 
 class AwaitingWorkers:
-    """Wakes one request at a time. A woken request calls `wake` once it is routed or has given up;
-    then the next one is woken, and sees a fleet in which the first one is already counted.
+    """Wakes one request at a time.
+
+    A woken request calls `wake` after it is routed or has given up. Only then the next one is
+    woken, so that it sees a fleet in which the first one is already counted.
 
     Args:
-        fleet: whose workers are awaited.
+        fleet: the fleet in which workers appear.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -35,10 +39,10 @@ class AwaitingWorkers:
                 return
 
     async def wait(self, model: str, timeout_s: float, *, again: bool) -> None:
-        """Return when a worker of `model` may be there, or after `timeout_s`.
+        """Return when `model` may have a worker, or after `timeout_s`.
 
         Args:
-            again: True for a request that was woken and found nothing: it keeps its place.
+            again: whether the request was woken before and found no worker; it keeps its place.
         """
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(model, deque())
@@ -54,6 +58,6 @@ class AwaitingWorkers:
             if not woken.done():
                 waiting.remove(woken)
             elif is_cancelled:
-                self.wake(model)  # it was this one's turn
+                self.wake(model)  # this request was woken but is cancelled, so wake the next one
             if not waiting and self._waiting.get(model) is waiting:
                 del self._waiting[model]

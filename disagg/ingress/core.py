@@ -1,4 +1,4 @@
-"""One ingress: HTTP API, router and links to workers, with or without Ray.
+"""One ingress: HTTP API, router and links to workers. It works with and without Ray.
 
 `app/` runs it in a Serve replica, `local.py` in a plain process. Both call `update` with the list
 of workers.
@@ -46,26 +46,26 @@ from disagg.store.limits import LimitBoard, Limits, keep_in_step
 from disagg.store.redis_store import RedisBoard
 from disagg.token_fast_path import TokenCallback
 
-# Used until a worker has reported its own; nothing is routed before that.
+# Used until a worker has reported its block size; nothing is routed before that.
 PROVISIONAL_BLOCK_SIZE = 16
 READY_POLL_S = 0.02
-PRIORITY_WITHOUT_SLO = 1  # after those that ask for no priority
+PRIORITY_WITHOUT_SLO = 1  # after requests with the default priority 0
 
 
 class LastPull(msgspec.Struct):
-    """The last pull from one worker to another, as `GET /debug/requests/{id}` shows it."""
+    """The last KV transfer from one worker to another, for `GET /debug/requests/{id}`."""
 
     source: str
     destination: str
-    lane: str  # "cma", "cuda_ipc", "rc_mlx5", "tcp", ...; "" if UCX does not say
+    lane: str  # "cma", "cuda_ipc", "rc_mlx5", "tcp", ...; "" if unknown
     latency_s: float
     bytes_per_s: float
 
 
 class Explanation(msgspec.Struct):
-    """The reply of `GET /debug/requests/{id}`.
+    """The response of `GET /debug/requests/{id}`.
 
-    transfers: between the workers of the routes, if any were measured.
+    transfers: measured KV transfers between the workers of the routes.
     """
 
     routes: tuple[Decision, ...]  # oldest first
@@ -74,17 +74,18 @@ class Explanation(msgspec.Struct):
 
 
 class IngressCore:
-    """The parts of one ingress that outlive a request. Lives on one event loop.
+    """The parts of one ingress that outlive a request. They all run on one event loop.
 
     Args:
-        ingress_id: shown to workers; unique among ingresses.
-        now: Unix seconds.
-        board: for tenants' limits, shared with other ingresses; None: in Redis, if there is one.
-        beside: more of `/metrics`; see `HttpApp`.
+        ingress_id: id that workers see; unique among ingresses.
+        now: returns Unix time in seconds.
+        board: shares tenants' limits with other ingresses; None uses Redis if it is configured.
+        beside: see `HttpApp`.
         names_replies: see `HttpApp`.
 
     Raises:
-        ModelError: a tier's directory lacks what the API needs, or the tiers cannot be a cascade.
+        ModelError: a file that the API needs is missing from a model's directory, or the tiers
+            cannot form a cascade.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class IngressCore:
         self._config = config
         self._ingress_id = ingress_id
         self._may_be_empty = [tier.name for tier in config.tiers if may_be_empty(tier)]
-        self._is_starting = True  # until each pool has had a worker
+        self._is_starting = True  # until each pool has had a worker once
         self._models = served_models(config)
         rng = random.Random(ingress_id)
         self._slo_s = {
@@ -162,8 +163,8 @@ class IngressCore:
         self._sharing = self._share_limits(board)
         shared = Gauge(
             "disagg_tenant_limits_shared",
-            "0: tenants' rate limits are granted in full by each ingress, as the store that"
-            " ingresses share them in is away. 1: as configured",
+            "1 if tenants' rate limits apply to all ingresses together. 0 if the store that"
+            " ingresses share is unreachable, so that each ingress grants the full limits",
             registry=metrics.registry,
         )
         shared.set_function(lambda: self._limits.is_shared)
@@ -199,11 +200,10 @@ class IngressCore:
         self.links.update(records)
 
     def readiness(self) -> Readiness:
-        """Ready while every tier has a worker that accepts requests (any worker can prefill and
-        decode), or may be scaled to zero.
+        """Whether every tier has a worker that accepts requests or may be scaled to zero.
 
-        After a start, additionally, each pool that may not be scaled to zero must have had a
-        worker once.
+        One worker is enough, because any worker can prefill and decode. But during the start each
+        pool that may not be scaled to zero must have had a worker once.
         """
         workers = self.fleet.view().workers.values()
         pools = {}
@@ -234,12 +234,11 @@ class IngressCore:
                 for name, pool in pools.items()
                 if not pool["num_prefill"] + pool["num_decode"] and name not in self._may_be_empty
             ]
-        reason = f"no worker takes requests for {', '.join(lacking)}" if lacking else ""
+        reason = f"no worker accepts requests for {', '.join(lacking)}" if lacking else ""
         return Readiness(not lacking, reason, pools, self._ingress_id)
 
     async def wait_ready(self, timeout_s: float) -> bool:
-        """Wait for the workers of a start, at most `timeout_s`. Returns whether the ingress is
-        ready."""
+        """Wait for the workers of a start, up to `timeout_s`. Returns whether it is ready."""
         deadline = time.monotonic() + timeout_s
         while not self.readiness().ready:
             if time.monotonic() >= deadline:
@@ -257,7 +256,7 @@ class IngressCore:
         return report(self.dispatcher.demand, waiting, states_of(self.fleet.reports()))
 
     def _share_limits(self, board: LimitBoard | None) -> asyncio.Task[None] | None:
-        """Share limits with the other ingresses, if there are any and Redis or a board exists."""
+        """Share tenants' limits with other ingresses in a task; None if there is nothing to do."""
         config = self._config
         if not any(tenant.is_limited for tenant in config.tenants.values()):
             return None
@@ -293,22 +292,22 @@ class IngressCore:
         """Run a request on the workers of its model, with its own SLOs or the model's."""
         ttft_slo_s, tpot_slo_s = self._slo_s[request.model]
         priority = request.priority
-        if request.ttft_slo_s == math.inf:  # it can wait for requests with a TTFT SLO
+        if request.ttft_slo_s == math.inf:  # requests with a TTFT SLO go first
             priority = max(priority, PRIORITY_WITHOUT_SLO)
-        within = msgspec.structs.replace(
+        with_slo = msgspec.structs.replace(
             request,
             ttft_slo_s=request.ttft_slo_s or ttft_slo_s,
             tpot_slo_s=request.tpot_slo_s or tpot_slo_s,
             priority=priority,
         )
-        return self.dispatcher.generate(within, on_token)
+        return self.dispatcher.generate(with_slo, on_token)
 
     def _cascade_decision(self, request_id: str) -> CascadeDecision | None:
         return None if self._escalation is None else self._escalation.decision(request_id)
 
     def _explanation(self, request_id: str, tenant: str) -> bytes | None:
         routes, cascade = self.dispatcher.decision(request_id), self._cascade_decision(request_id)
-        if not routes or any(each.tenant != tenant for each in routes):  # ids may be repeated
+        if not routes or any(each.tenant != tenant for each in routes):  # clients may reuse ids
             return None
         return msgspec.json.encode(Explanation(routes, cascade, self._transfers(routes)))
 
@@ -325,10 +324,11 @@ class IngressCore:
 
 
 def served_models(config: ServeConfig) -> dict[str, ServedModel]:
-    """All models that clients may name, by name.
+    """All models that clients may use, by name.
 
     Raises:
-        ModelError: a tier's directory lacks what the API needs, or the tiers cannot be a cascade.
+        ModelError: a file that the API needs is missing from a model's directory, or the tiers
+            cannot form a cascade.
     """
     models = {tier.name: _served_model(tier) for tier in config.tiers}
     if config.cascade is not None:
@@ -343,8 +343,10 @@ def _auto(config: ServeConfig, models: Mapping[str, ServedModel]) -> dict[str, S
 
 
 def _num_serving(config: ServeConfig) -> dict[Pool, int]:
-    """How many workers serve in pools with standby workers. Autoscaled pools are left out: there
-    standby workers serve too, ahead of the load."""
+    """Number of serving workers in pools with standby workers.
+
+    Autoscaled pools are left out: there, standby workers also serve.
+    """
     numbers: dict[Pool, int] = {}
     for tier in config.tiers:
         if tier.prefill.num_standby and tier.prefill.autoscaling is None:

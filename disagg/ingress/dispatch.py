@@ -1,9 +1,9 @@
 """Runs a request on the workers, from its prompt to its last token, and reroutes it on failures.
 
-1. Choose a route (`router/policy.py`), after waiting in the admission queue if workers are busy.
+1. Choose a route (`router/policy.py`), after a wait in the admission queue if workers are busy.
 2. Optionally get a ticket for a cached prefix from another worker.
-3. Prefill on one worker. It answers with the first token and a ticket for the KV.
-4. Decode on another worker, which pulls the KV that the ticket names. Or do both on one worker.
+3. Prefill on one worker, which returns the first token and a ticket for the KV.
+4. Decode on another worker, which pulls the KV that the ticket names. One worker may do both.
 
 If a worker dies, or fails with an error that another worker may not have, the request is routed
 again with the tokens so far. The client sees one stream without gaps or repeated tokens, and
@@ -42,7 +42,7 @@ from disagg.router.route import Candidate, Route, describe
 from disagg.router.worker_view import RequestLoad
 from disagg.token_fast_path import TokenCallback
 
-PREFIX_PULL_PATIENCE_S = 1.0  # how long to wait for such a ticket; then the prefix is computed
+PREFIX_PULL_PATIENCE_S = 1.0  # longest wait for a ticket of a prefix, before it is computed
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -51,26 +51,26 @@ class Decision(msgspec.Struct, frozen=True):
     unix_s: float
     route: Route
     num_tokens: int  # prompt and output so far
-    because: str  # "" for the first route, then the error that caused the rerouting
-    tenant: str  # whose request it is; only this tenant may see the decision
-    queued: Queued | None = None  # its wait in the admission queue; None: it did not wait
+    because: str  # the error that caused the rerouting; "" for the first route
+    tenant: str  # the request's tenant; only this tenant may see the decision
+    queued: Queued | None = None  # the wait in the admission queue; None if it did not wait
 
 
 class Dispatcher:
     """Generates answers on the workers of a fleet.
 
     Args:
-        now: Unix time in seconds.
+        now: returns Unix time in seconds.
         max_moves: how often a request may be rerouted before its error is final.
         patience_s: how long a request that lost its worker waits for another one. After its first
-            token it waits until its deadline, since the client cannot ask for the rest of the
-            answer. A new request that finds no worker is refused at once.
-        ttft_slo_s: by model; a request whose first token would come later is refused
+            token it waits until its deadline, because the client cannot request the rest of the
+            answer. A new request without a worker is refused at once.
+        ttft_slo_s: TTFT SLO by model; a request that would miss it is refused
             (`admission.in_time`).
         metrics: counts reroutes, prefix pulls, places of prefill and time by stage.
-        admission_queue: decides which requests wait; None: every request goes to a worker at once.
-        wakes: models that may be scaled to zero: their requests wait for a worker until their
-            deadline, because the request itself makes the autoscaler start one.
+        admission_queue: decides which requests wait; None sends every request to a worker at once.
+        wakes: models that may be scaled to zero. Their requests wait for a worker until their
+            deadline, because a request makes the autoscaler start one.
 
     Attributes:
         demand: counters of all requests that arrived here, for the autoscaler.
@@ -108,24 +108,23 @@ class Dispatcher:
         self._decisions: RecentRequests[tuple[Decision, ...]] = RecentRequests(max_num_decisions)
 
     def decision(self, request_id: str) -> tuple[Decision, ...]:
-        """The routing decisions of a recent request, oldest first; empty when forgotten."""
+        """The routing decisions of a recent request, oldest first; empty for older requests."""
         return self._decisions.get(request_id) or ()
 
     async def generate(
         self, request: GenerateRequest, on_token: TokenCallback | None = None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the answer, except for deltas that `on_token` takes. Closing the iterator cancels
-        the request on its workers.
+        """Yield the answer, except for deltas that `on_token` takes.
 
-        Every delta but the last has new tokens; only the last has a `finish_reason`. The
-        `num_cached_tokens` of the first delta counts prompt tokens that were served from a cache.
-        Ignore `stream_id`.
+        Closing the iterator cancels the request on its workers. Every delta except the last has new
+        tokens; only the last has a `finish_reason`. The `num_cached_tokens` of the first delta
+        counts prompt tokens that came from a cache. Ignore `stream_id`.
 
         Raises:
-            Unavailable: no worker of the model takes requests.
-            Overloaded: refused; see `retry_after_s`.
+            Unavailable: no worker of the model accepts requests.
+            Overloaded: the request was refused; see `retry_after_s`.
             DeadlineExceeded: the request's deadline passed.
-            DisaggError: a worker's error that another worker would have as well.
+            DisaggError: a worker failed with an error that rerouting would not avoid.
         """
         state = RequestState(request)
         began_s = self._now()
@@ -161,7 +160,7 @@ class Dispatcher:
     async def _visit(
         self, state: RequestState, on_token: TokenCallback | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Stream from the next worker of the route. Raises the worker's error, if there is one."""
+        """Stream from the next worker of the route. Raises the worker's error if it fails."""
         reservation, hand_over = state.visits.popleft()
         state.worker_id = worker_id = reservation.worker_id
         state.has_begun_here = False
@@ -189,11 +188,11 @@ class Dispatcher:
                         return
         finally:
             self._fleet.release(reservation)
-        raise WorkerLost(f"Worker {worker_id} ended a stream early.")
+        raise WorkerLost(f"Worker {worker_id} ended a stream before its last delta.")
 
     def _begin(self, state: RequestState, reservation: Reservation, delta: TokenDelta) -> None:
         """Handle a worker's deltas up to and including the one with its first token."""
-        self._fleet.release(reservation)  # from now on the worker's own reports include it
+        self._fleet.release(reservation)  # the worker's own reports include the request by now
         if delta.early_ticket is not None:
             self._prefetch(state, delta.early_ticket)
         if state.awaited is not None and delta.token_ids:
@@ -202,14 +201,13 @@ class Dispatcher:
             self._metrics.at_worker(state.model, delta.times)
 
     def _prefetch(self, state: RequestState, ticket: KVTicket) -> None:
-        """Let the decode worker pull finished blocks while prefill computes the others."""
+        """Let the decode worker pull finished blocks while prefill computes the rest."""
         if state.visits:
             next_id = state.visits[0].reservation.worker_id
             self._workers.prefetch(next_id, state.prefetch(ticket))
 
     async def _pull_prefix(self, state: RequestState, source: str) -> None:
-        """Get a ticket for the prefix that `source` has cached. On any failure the prefix is
-        computed instead."""
+        """Get a ticket for the prefix that `source` has cached. On failure it is computed."""
         state.prefix_source = None
         block_size = self._block_size(state)
         if block_size is None:
@@ -217,22 +215,21 @@ class Dispatcher:
         self._workers.introduce(state.visits[0].reservation.worker_id, source)
         request, began_s = state.prefix_request(block_size), self._now()
         timeout_s = min(state.deadline_unix_s - began_s, PREFIX_PULL_PATIENCE_S)
-        with suppress(DisaggError):  # also if that worker is gone, which ends the stream at once
+        with suppress(DisaggError):  # for example, the stream ends at once if the worker is gone
             stream = self._workers.stream(source, request, timeout_s=timeout_s, hand_over=True)
             async with aclosing(stream):
                 async for delta in stream:
-                    state.ticket = delta.ticket  # None beside an error
+                    state.ticket = delta.ticket  # None if the delta has an error
                     break
         self._metrics.prefix_pull(state.model, state.ticket is not None)
         self._metrics.staged(state.model, "prefix_pull", self._now() - began_s)
 
-    def _learn_delay(self, state: RequestState, since: float, way: Candidate) -> None:
-        """Compare the first token's time with the prediction, if the request waited in a queue:
-        only such requests show the error of queue predictions."""
+    def _learn_delay(self, state: RequestState, since: float, route: Candidate) -> None:
+        """Compare the TTFT with its prediction, which only requests that waited can correct."""
         state.awaited = None
-        if way.wait_s > way.own_s:
+        if route.wait_s > route.own_s:
             took_s = self._now() - since
-            self._fleet.delays.observe(state.model, way.first_token_s, took_s)
+            self._fleet.delays.observe(state.model, route.first_token_s, took_s)
 
     def _cancel_visits(self, state: RequestState) -> None:
         for visit in state.visits:
@@ -240,7 +237,7 @@ class Dispatcher:
         state.visits.clear()
 
     async def _choose(self, state: RequestState) -> None:
-        """Choose and reserve a route. Waits in the admission queue, or for a worker to appear."""
+        """Choose and reserve a route, after waiting in the admission queue or for a worker."""
         has_begun = state.num_output_tokens > 0
         may_wake = state.model in self._wakes
         waits_until = math.inf if has_begun or may_wake else self._now() + self._patience_s
@@ -260,14 +257,14 @@ class Dispatcher:
                 except Unavailable:
                     if state.is_turned_away:
                         raise Overloaded(
-                            "All workers are full; try again shortly.",
+                            "All workers are at their limit of requests; try again shortly.",
                             retry_after_s=state.wait_s,
                         ) from None
                     if not (state.worker_id or may_wake) or self._now() >= waits_until:
                         raise
                 state.excluded.clear()
                 left_s = max(0.0, waits_until - self._now())
-                if self._awaiting.has_worker(state.model):  # it refused this request
+                if self._awaiting.has_worker(state.model):  # a worker that refused this request
                     await asyncio.sleep(min(state.pause_s, left_s))
                 else:
                     await self._awaiting.wait(state.model, left_s, again=has_waited)
@@ -277,7 +274,7 @@ class Dispatcher:
                 self._awaiting.wake(state.model)
 
     def _let_next_look(self, model: str) -> None:
-        """Wake the next request that waits for a worker, after this one is reserved or queued."""
+        """Wake the next request that waits for a worker once this one is reserved or queued."""
         asyncio.get_running_loop().call_soon(self._awaiting.wake, model)
 
     async def _take_turn(self, queue: AdmissionQueue, state: RequestState, route: Route) -> None:
@@ -306,7 +303,7 @@ class Dispatcher:
     def _route(self, state: RequestState) -> Route:
         view, now = self._fleet.view(), self._now()
         request = state.request(self._block_size(state))
-        # A request that was admitted once is not refused when it is rerouted.
+        # A request that was admitted once is not refused later when it is rerouted.
         is_new = not state.worker_id
         ttft_slo_s = request.ttft_slo_s or self._ttft_slo_s.get(state.model, math.inf)
         with telemetry.span("route", request.traceparent) as span:
@@ -316,7 +313,7 @@ class Dispatcher:
         return route
 
     def _set_out(self, state: RequestState, route: Route, queued: Queued | None = None) -> None:
-        """Reserve a route. It must have been chosen without an await since."""
+        """Reserve a route. There must be no await between its choice and this call."""
         now = self._now()
         state.wait_s = min(candidate.wait_s for candidate in route.candidates)
         if state.worker_id:
@@ -325,7 +322,7 @@ class Dispatcher:
             state.awaited = self._awaited(now, route.chosen, queued)
             self.demand.hit(state.model, route.num_cached_tokens)
         decision = Decision(now, route, state.num_tokens, state.because, state.tenant, queued)
-        earlier = self.decision(state.request_id)[-self._max_moves :]  # clients may repeat an id
+        earlier = self.decision(state.request_id)[-self._max_moves :]  # clients may reuse an id
         self._decisions.put(state.request_id, (*earlier, decision))
         state.prefix_source = route.prefix_source
         if state.ticket is None:  # otherwise the prompt is already computed
@@ -337,19 +334,21 @@ class Dispatcher:
         state.visits.extend(self._reserve(state, route))
 
     def _awaited(
-        self, now: float, way: Candidate, queued: Queued | None
+        self, now: float, route: Candidate, queued: Queued | None
     ) -> tuple[float, Candidate] | None:
-        """When the wait for the first token began, and the predicted route; None: do not learn from
-        this request. With an admission queue only requests that waited in it are learned from."""
+        """When the wait for the first token began, and the route with its predicted times.
+
+        None if there is an admission queue and the request did not wait in it: it teaches nothing.
+        """
         if self._admission_queue is None:
-            return now, way
+            return now, route
         if queued is None:
             return None
         since = now - queued.waited_s
         return since, msgspec.structs.replace(
-            way,
-            wait_s=way.wait_s + queued.predicted_s,
-            first_token_s=way.first_token_s + queued.predicted_s,
+            route,
+            wait_s=route.wait_s + queued.predicted_s,
+            first_token_s=route.first_token_s + queued.predicted_s,
         )
 
     def _decide(
@@ -360,17 +359,17 @@ class Dispatcher:
         now: float,
         ttft_slo_s: float | None,
     ) -> Route:
-        told = view, self._fleet.index, now, self._rng, state.excluded
+        context = view, self._fleet.index, now, self._rng, state.excluded
         ticket = state.ticket
         if ticket is not None:
-            is_prefix = ticket.num_tokens < state.num_tokens - 1  # otherwise of a finished prefill
+            is_prefix = ticket.num_tokens < state.num_tokens - 1  # else it is of a finished prefill
             if not is_prefix and _is_alive(ticket, view):
-                route = choose_decode(request, ticket.source_id, ticket.num_tokens, *told)
-                if route.decode != ticket.source_id:  # otherwise its cache already has the prompt
+                route = choose_decode(request, ticket.source_id, ticket.num_tokens, *context)
+                if route.decode != ticket.source_id:  # otherwise the source has the KV cached
                     return route
             self._workers.release(ticket)
             state.ticket = None
-        return self._choose_route(request, *told, ttft_slo_s)
+        return self._choose_route(request, *context, ttft_slo_s)
 
     def _reserve(self, state: RequestState, route: Route) -> tuple[Visit, ...]:
         """Count the request on its workers, in the order in which it visits them."""
@@ -378,7 +377,7 @@ class Dispatcher:
         num_new = num_tokens - route.num_cached_tokens
         source = route.prefill if state.ticket is None else state.ticket.source_id
         if source is not None:
-            self._workers.introduce(route.decode, source)  # it connects during the prefill
+            self._workers.introduce(route.decode, source)  # so that it connects during the prefill
         if route.prefill is None:
             return (Visit(self._fleet.reserve(route.decode, RequestLoad(num_new, 1, num_tokens))),)
         return (
@@ -387,7 +386,7 @@ class Dispatcher:
         )
 
     def _block_size(self, state: RequestState) -> int | None:
-        """The block size that block hashes are made for. A worker with another one hashes anew."""
+        """The block size of block hashes. A worker with another block size hashes again."""
         if state.block_size:
             return state.block_size
         model = state.model

@@ -1,16 +1,16 @@
-"""Answers `model: "auto"`: begins on the smallest tier and escalates while the answer is unsure.
+"""Answers `model: "auto"`: starts on the smallest tier and escalates while the answer is unsure.
 
-Wraps `Dispatcher.generate` with the same signature. Rerouting, worker deaths and deadlines are
-handled below it; choices, stop strings and usage above. On each tier but the largest, the first
-tokens are held back until they are judged (`router/cascade.py`):
+It wraps `Dispatcher.generate` and has the same signature. The dispatcher handles rerouting, worker
+deaths and deadlines; the API handles choices, stop strings and usage. On each tier except the
+largest, the first tokens are held back until they are judged (`router/cascade.py`):
 
-- sure: the held tokens are released and the stream goes on;
+- sure: the held tokens are released and the stream continues;
 - unsure: the answer is cancelled, and its tokens go to the next tier as a draft;
-- the tier refuses or loses the request before anything was released: as unsure;
-- unsure, but no larger tier can take the request: the small answer goes on.
+- the tier refuses or loses the request before anything was released: like unsure;
+- unsure, but no larger tier accepts the request: the small answer continues.
 
-A tier that would probably be unsure of the prompt is passed over (`router/prompt_judge.py`). If no
-larger tier can take the request, it answers after all, and is not judged.
+A tier that would probably be unsure is skipped (`router/prompt_judge.py`). If no larger tier
+accepts the request, the skipped tier answers after all and is not judged.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class _EscalationState:
     request: GenerateRequest
     began_unix_s: float
     attempts: list[Attempt] = field(default_factory=list)
-    held: list[TokenDelta] = field(default_factory=list)  # of the last answer that was judged
-    judged: Attempt | None = None  # and what was found
-    passed_over: str | None = None  # the largest model that was
+    held: list[TokenDelta] = field(default_factory=list)  # deltas of the last judged answer
+    judged: Attempt | None = None  # the verdict on that answer
+    passed_over: str | None = None  # the largest model that was skipped
     is_released: bool = False
 
     @property
@@ -65,11 +65,11 @@ class Escalation:
     """Answers requests with the smallest tier that is sure of its first tokens.
 
     Args:
-        ttft_slo_s: by model, from the smallest to the largest.
+        ttft_slo_s: TTFT SLO by model, from the smallest to the largest model.
         generate: runs a request on the tier that its `model` names.
-        rename: the same request for another tier, with that tier's block hashes.
-        fleet: what load is read from.
-        now: Unix time in seconds.
+        rename: returns the request for another tier, with that tier's block hashes.
+        fleet: returns the fleet, whose load moves the threshold.
+        now: returns Unix time in seconds.
         decided: called with every decision.
     """
 
@@ -96,11 +96,11 @@ class Escalation:
         self._decisions: RecentRequests[CascadeDecision] = RecentRequests(MAX_NUM_DECISIONS)
 
     def decision(self, request_id: str) -> CascadeDecision | None:
-        """Of a recent request; it is there when the first delta is."""
+        """The decision on a recent request. It is known when the first delta arrives."""
         return self._decisions.get(request_id)
 
     async def generate(self, request: GenerateRequest) -> Deltas:
-        """Yield the answer as `Dispatcher.generate` does; closing the iterator cancels it.
+        """Yield the answer like `Dispatcher.generate`. Closing the iterator cancels the request.
 
         Raises the error of the last tier that was tried.
         """
@@ -118,7 +118,9 @@ class Escalation:
                         yield self._shown(state, delta)
                     return
         try:
-            async with aclosing(self._generate(self._asked(state, self._models[-1]))) as deltas:
+            async with aclosing(
+                self._generate(self._request_for(state, self._models[-1]))
+            ) as deltas:
                 async for delta in deltas:
                     if not state.is_released:
                         state.attempts.append(Attempt(self._models[-1], "largest"))
@@ -135,13 +137,13 @@ class Escalation:
                 yield delta
 
     def _is_poor(self, state: _EscalationState, number: int) -> bool:
-        """Whether tier `number` would probably be unsure, and the next one is not the busier."""
+        """Whether tier `number` would probably be unsure and the next tier is not busier."""
         if not self._config.prompt_judges:
             return False
         if self._threshold(number) < self._config.thresholds[number]:
             return False
-        its, weights = self._config.prompt_judges[number], self._weights[number]
-        return is_poor(its, weights, state.request.token_ids)
+        judge, weights = self._config.prompt_judges[number], self._weights[number]
+        return is_poor(judge, weights, state.request.token_ids)
 
     async def _is_sure(self, state: _EscalationState, number: int, deltas: Deltas) -> bool:
         """Hold back the deltas of tier `number` until they can be judged; record the verdict."""
@@ -166,17 +168,18 @@ class Escalation:
                     state.attempts.append(state.judged)
                     state.held = held
                     return verdict.is_sure
-            raise WorkerLost("An answer ended without saying why.")
+            raise WorkerLost("An answer ended without a finish reason.")
         except DisaggError as error:
-            if not error.retryable:  # it may have broken an engine, and must not break another
+            if not error.retryable:  # the request may have broken an engine; spare the next one
                 raise
             state.attempts.append(Attempt(model, error.code))
             return False
 
     async def _keep(self, state: _EscalationState) -> Deltas:
-        """Continue the small answer from where it was cancelled, or begin the one passed over.
+        """Continue the small answer where it was cancelled, or start the answer of a skipped tier.
 
-        Nothing is released before the tier has accepted it, so a refusal keeps its HTTP status.
+        Nothing is released before the tier has accepted the request, so that a refusal still gets
+        its HTTP status.
         """
         judged = state.judged
         if judged is None:
@@ -187,8 +190,8 @@ class Escalation:
             for delta in self._release(state):
                 yield delta
             return
-        asked = state.request
-        resumed = replace(asked, token_ids=(*asked.token_ids, *state.tokens))
+        request = state.request
+        resumed = replace(request, token_ids=(*request.token_ids, *state.tokens))
         async with aclosing(self._generate(self._rename(resumed, judged.model))) as deltas:
             async for delta in deltas:
                 if not state.is_released:
@@ -209,36 +212,36 @@ class Escalation:
 
     # Requests
 
-    def _asked(self, state: _EscalationState, model: str) -> GenerateRequest:
+    def _request_for(self, state: _EscalationState, model: str) -> GenerateRequest:
         """The request for a tier, with the tokens of the tier below as a draft."""
         return replace(self._rename(state.request, model), draft_token_ids=state.tokens)
 
     def _judged_request(self, state: _EscalationState, number: int) -> GenerateRequest:
-        """The same, with the log-probabilities that the judge needs."""
-        request = self._asked(state, self._models[number])
-        wanted, needed = request.sampling.logprobs, NUM_TOP[self._config.signal]
+        """The request for tier `number`, with the log-probabilities that the judge needs."""
+        request = self._request_for(state, self._models[number])
+        requested, needed = request.sampling.logprobs, NUM_TOP[self._config.signal]
         sampling = replace(
             request.sampling,
-            logprobs=max(wanted or 0, needed),
-            logprobs_until=self._config.num_judged_tokens if wanted is None else None,
+            logprobs=max(requested or 0, needed),
+            logprobs_until=self._config.num_judged_tokens if requested is None else None,
         )
         return replace(request, sampling=sampling)
 
     # Answers
 
     def _release(self, state: _EscalationState) -> Sequence[TokenDelta]:
-        """The held deltas as the client receives them."""
+        """The held deltas for the client. From now on nothing can be taken back."""
         self._decide(state)
         if state.request.sampling.logprobs is None:
             return [replace(delta, logprobs=None) for delta in state.held]
         return [self._shown(state, delta) for delta in state.held]
 
     def _shown(self, state: _EscalationState, delta: TokenDelta) -> TokenDelta:
-        """The delta without log-probabilities that only the judge asked for."""
-        wanted = state.request.sampling.logprobs
-        if wanted is None or wanted >= NUM_TOP[self._config.signal] or delta.logprobs is None:
+        """The delta without log-probabilities that only the judge needs."""
+        num_top = state.request.sampling.logprobs
+        if num_top is None or num_top >= NUM_TOP[self._config.signal] or delta.logprobs is None:
             return delta
-        scores = tuple(replace(score, top=score.top[:wanted]) for score in delta.logprobs)
+        scores = tuple(replace(score, top=score.top[:num_top]) for score in delta.logprobs)
         return replace(delta, logprobs=scores)
 
     def _decide(self, state: _EscalationState) -> None:

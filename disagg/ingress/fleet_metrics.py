@@ -1,7 +1,7 @@
 """Prometheus metrics from the last reports of an ingress's workers.
 
-The metrics are the fields of `WorkerStatus` that have a `Metric`. Reports are read when Prometheus
-scrapes, so series of workers that have left disappear.
+Most of them are the fields of `WorkerStatus` that are annotated with a `Metric`. Reports are read
+when Prometheus scrapes, so the series of workers that have left disappear.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from disagg.metric import Metric
 Reports: TypeAlias = Callable[[], list[tuple[WorkerRecord, WorkerStatus]]]
 
 WORKER = ("model_name", "role", "worker_id")
-MAX_PAIRS = 1024  # of workers, whose number is the square of theirs
+MAX_PAIRS = 1024  # largest number of pairs of workers, which grows with the square of workers
 
 
 class Field(NamedTuple):
-    """A figure of a worker."""
+    """A figure in a worker's report."""
 
-    path: tuple[str, ...]  # from a `WorkerStatus`
+    path: tuple[str, ...]  # names of the fields that lead to it from a `WorkerStatus`
     metric: Metric
 
 
 def fields_of(kind: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Field]:
-    """The fields of a struct that carry a `Metric`, and those of the structs in it."""
+    """The fields with a `Metric` of a struct and of the structs in it."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         place = (*path, name)
         for each in getattr(hint, "__metadata__", ()):
@@ -55,14 +55,14 @@ _OUTCOMES: dict[str, Callable[[PullCounts], int]] = {
 
 
 class FleetMetrics(Collector):
-    """An ingress's view of its workers, to be registered with a `CollectorRegistry`.
+    """A collector of an ingress's view of its workers.
 
-    Labels are bounded by the configuration and the membership.
+    The configuration and the membership limit the number of label values.
 
     Args:
-        reports: the last report of each worker.
-        stands_by: whether a worker is a standby worker, by id.
-        link_nbytes: bytes that wait here to be sent to a worker, by id.
+        reports: returns the last report of each worker.
+        stands_by: returns whether a worker is a standby worker, by id.
+        link_nbytes: returns the bytes that wait to be sent to a worker, by id.
         pools: the configured pools; a pool without workers is shown with 0 workers.
     """
 
@@ -79,7 +79,7 @@ class FleetMetrics(Collector):
         self._pools = pools
 
     def describe(self) -> Iterable[Family]:
-        """Empty, so that names are not compared with other collectors' before the first scrape."""
+        """No metrics, so that names are not compared with other collectors before a scrape."""
         return ()
 
     def collect(self) -> Iterable[Family]:
@@ -92,21 +92,22 @@ class FleetMetrics(Collector):
     def _of_workers(self, reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Family]:
         usage = _gauge(
             "worker_kv_cache_usage_perc",
-            "Share of a worker's KV blocks that requests or tickets hold, from 0 to 1. Blocks that"
-            " only cache prefixes count as free: they can be evicted",
+            "Share of a worker's KV blocks that requests or tickets use, from 0 to 1. Blocks that"
+            " only cache prefixes count as free, because they can be evicted",
             WORKER,
         )
-        blocks = _gauge("worker_kv_blocks", "KV blocks of a worker, used or not", WORKER)
+        blocks = _gauge("worker_kv_blocks", "Number of KV blocks of a worker, used or not", WORKER)
         links = _gauge(
             "worker_link_buffer_bytes",
-            "Bytes that wait in this ingress to be sent to a worker. Near 0 unless the worker or"
-            " the network to it is stuck",
+            "Number of bytes that wait in this ingress to be sent to a worker. It is near 0 unless"
+            " the worker or the network to it is stuck",
             WORKER,
         )
         states = _gauge(
             "workers",
-            "Workers with a link to this ingress. serving: takes requests; standing_by: loaded, and"
-            " serves when another is gone; draining: finishes what it has",
+            "Number of workers with a link to this ingress. state: serving (accepts requests),"
+            " standing_by (is loaded, and serves when another worker is gone) or draining (finishes"
+            " its requests)",
             ("model_name", "role", "state"),
         )
         numbers = {(*pool, state): 0 for pool in self._pools for state in _STATES}
@@ -127,7 +128,7 @@ class FleetMetrics(Collector):
 
 
 def _declared(reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Family]:
-    """The figures that `WorkerStatus` declares."""
+    """The metrics that `WorkerStatus` declares."""
     families: dict[str, Family] = {}
     for path, metric in FIELDS:
         label, value = metric.label or ("", "")
@@ -138,7 +139,7 @@ def _declared(reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Fami
             family = families[metric.name] = new(f"worker_{metric.name}", metric.text, labels)
         for record, status in reports:
             owner: Any = attrgetter(path[0])(status) if len(path) > 1 else status
-            if owner is not None:  # else it has no such part
+            if owner is not None:  # None if the worker does not have this feature
                 series = _series(record)
                 figure = attrgetter(".".join(path))(status)
                 family.add_metric((*series, value) if label else series, figure)  # type: ignore[attr-defined]
@@ -148,19 +149,19 @@ def _declared(reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Fami
 def _of_pulls(reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Family]:
     pulls = _counter(
         "worker_kv_pulls",
-        "Transfers of KV that a worker pulled from another one. lane: what carried it (cma,"
-        " cuda_ipc, rc_mlx5, tcp, ...; empty if that is not known). outcome: ok; torn (the source"
-        " had used the blocks again, so the copy was discarded); failed; given_up (no request"
-        " waited for it any more). After all but ok the worker that pulled computes the prompt",
+        "Number of KV transfers that a worker pulled from another one. lane: the UCX transport"
+        " (cma, cuda_ipc, rc_mlx5, tcp, ...; empty if unknown). outcome: ok, torn (the source had"
+        " reused the blocks, so the copy was discarded), failed, or given_up (no request needed it"
+        " any more). After every outcome except ok, the worker that pulled computes the prompt",
         (*WORKER, "lane", "outcome"),
     )
     nbytes = _counter(
-        "worker_kv_pull_bytes", "Bytes of KV that pulls with outcome ok brought", (*WORKER, "lane")
+        "worker_kv_pull_bytes", "Bytes of KV of pulls with outcome ok", (*WORKER, "lane")
     )
     seconds = _counter(
         "worker_kv_pull_seconds",
-        "Time that pulls with outcome ok took, from their beginning until stamps were compared."
-        " Bytes by seconds is the rate of a pull",
+        "Time of pulls with outcome ok, from their start until their stamps were compared. Bytes"
+        " divided by seconds is the rate of a pull",
         (*WORKER, "lane"),
     )
     for record, status in reports:
@@ -175,14 +176,14 @@ def _of_pulls(reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Fami
 
 def _of_pairs(reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Family]:
     pair = ("source_id", "worker_id")
-    which = f"worker_id from source_id, as fitted to the last ones; of at most {MAX_PAIRS} pairs"
-    rate = _gauge("kv_transfer_bytes_per_second", f"Rate of KV pulls by {which}", pair)
+    suffix = f"worker_id from source_id, fitted to recent pulls; for at most {MAX_PAIRS} pairs"
+    rate = _gauge("kv_transfer_bytes_per_second", f"Rate of KV pulls by {suffix}", pair)
     latency = _gauge(
-        "kv_transfer_latency_seconds", f"Time before the first byte of KV pulls by {which}", pair
+        "kv_transfer_latency_seconds", f"Time before the first byte of KV pulls by {suffix}", pair
     )
     lane = _gauge(
         "kv_transfer_lane",
-        "1: this lane carried the last KV pull by worker_id from source_id",
+        "1 for the lane (UCX transport) of the last KV pull by worker_id from source_id",
         (*pair, "lane"),
     )
     present = {record.worker_id for record, _ in reports}

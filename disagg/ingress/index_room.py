@@ -1,5 +1,6 @@
-"""Says whether the prefix index has room for the blocks of the whole fleet: in `/metrics`, and in
-the log before the index forgets blocks that workers have.
+"""Reports whether the prefix index has room for the blocks of the whole fleet.
+
+It exports metrics, and logs a warning before the index forgets blocks that workers have.
 """
 
 from __future__ import annotations
@@ -16,28 +17,29 @@ log = logging.getLogger(__name__)
 
 
 class IndexRoom:
-    """Compares the room of an index with the KV blocks of all workers. Warns once until it fits."""
+    """Compares the size of an index with the KV blocks of all workers. Warns once until it fits."""
 
     def __init__(self, index: PrefixIndex, registry: CollectorRegistry) -> None:
         self._index = index
         self._has_warned = False
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "bytes": (
-                "Memory of this ingress that holds the names of cached KV blocks, in bytes",
+                "Memory of the prefix index of this ingress, in bytes",
                 lambda: index.nbytes,
             ),
             "blocks": (
-                "Different KV blocks that this ingress knows to be cached on one or more workers",
+                "Number of different KV blocks in the prefix index of this ingress, each cached on"
+                " one or more workers",
                 lambda: index.num_blocks,
             ),
             "max_blocks": (
-                "KV blocks that this ingress has room to know (prefix_index_nbytes). With more"
-                " cached ones it forgets the oldest, and routes their requests elsewhere",
+                "Largest number of KV blocks in the prefix index (prefix_index_nbytes). If workers"
+                " cache more, the ingress forgets the oldest and misses prefix hits",
                 lambda: index.max_num_blocks,
             ),
             "evicted_blocks": (
-                "KV blocks that this ingress has forgotten for want of room since it started,"
-                " although workers may still have them",
+                "Number of KV blocks that the prefix index has forgotten for lack of room since the"
+                " ingress started, although workers may still have them",
                 lambda: index.num_evicted,
             ),
         }
@@ -46,14 +48,14 @@ class IndexRoom:
             gauge.set_function(value)
 
     def check(self, num_blocks: int) -> None:
-        """`num_blocks`: of all workers that are there now."""
+        """Warn if the index is too small. `num_blocks` is the total of all present workers."""
         room = self._index.max_num_blocks
         is_too_small = num_blocks > room
         if is_too_small and not self._has_warned:
             log.warning(
-                "The workers have %d KV blocks together, and the prefix index of an ingress has"
-                " room for %d. Blocks that several workers cache count once, but if it fills up,"
-                " cached prefixes are forgotten. Multiply prefix_index_nbytes by %.1f,"
+                "The workers have %d KV blocks in total, but the prefix index of an ingress has"
+                " room for %d. Blocks that several workers cache count once, but if the index"
+                " fills up, it forgets cached prefixes. Multiply prefix_index_nbytes by %.1f,"
                 " or use larger blocks (block_size).",
                 num_blocks,
                 room,

@@ -1,4 +1,4 @@
-"""A bounded memory of an ingress's latest requests, by request id."""
+"""Values of an ingress's latest requests by request id, limited in number."""
 
 from __future__ import annotations
 

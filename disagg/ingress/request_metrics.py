@@ -1,4 +1,4 @@
-"""Prometheus counters of routing: reroutes, prefix pulls, places of prefill, time by stage."""
+"""Prometheus metrics of routing: reroutes, prefix pulls, places of prefill, time by stage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from disagg.router.route import Cause
 
 
 class RequestMetrics:
-    """Counters of one ingress's requests, called a few times for each and never for a token.
+    """Metrics of one ingress's requests. Its methods are called per request, never per token.
 
     Args:
-        api: whose registry and histogram of stages these share.
+        api: metrics of the API, whose registry and histogram of stages are used.
     """
 
     def __init__(self, api: ApiMetrics | None = None) -> None:
@@ -26,46 +26,48 @@ class RequestMetrics:
 
         self._moves = counter(
             "request_moves",
-            "Requests that were routed again, with the tokens that they had, after a worker or a"
-            " transfer failed. One request may move several times",
+            "Number of times that a request was routed to another worker, with its tokens so far,"
+            " because a worker or a transfer failed. A request may move several times",
             "model_name",
         )
         self._prefix_pulls = counter(
             "prefix_pulls",
-            "Cached prefixes that a worker should pull from another one instead of computing them."
-            " granted: the other worker issued a ticket; refused: it issued none in time",
+            "Number of prefixes that a worker was to pull from another worker's cache. outcome:"
+            " granted (the other worker issued a ticket) or refused (it issued none in time, so the"
+            " prefix is computed)",
             "model_name",
             "outcome",
         )
         self._prefills = counter(
             "prefills",
-            "Prompts by where they were sent to be computed. place: remote (a prefill worker; the"
-            " KV then moves to a decode worker) or local (the worker that decodes). reason, the"
-            " largest predicted gain over the other place: other_unavailable (no other place took"
-            " requests), compute (more is cached there, or it is faster), queue (its queue is"
-            " shorter), transfer_or_decode (no KV has to move, or no running decodes are delayed);"
-            " moved (again, after a failure)",
+            "Number of prompts by the place where they are computed. place: remote (a prefill"
+            " worker; the KV then moves to a decode worker) or local (the worker that decodes)."
+            " reason: the largest predicted gain over the other place, which is compute (more of"
+            " the prompt is cached there, or the worker is faster), queue (its queue is shorter) or"
+            " transfer_or_decode (no KV has to move, or no running decodes are delayed); or"
+            " other_unavailable (the other place accepts no requests); or moved (the request was"
+            " routed again after a failure)",
             "model_name",
             "place",
             "reason",
         )
 
     def moved(self, model: str) -> None:
-        """A request is routed again."""
+        """Count a request that is routed again."""
         self._moves.labels(model).inc()
 
     def prefix_pull(self, model: str, is_granted: bool) -> None:
-        """Another worker was asked for a cached prefix."""
+        """Count a request for another worker's cached prefix."""
         self._prefix_pulls.labels(model, "granted" if is_granted else "refused").inc()
 
     def routed(
         self, model: str, place: Literal["local", "remote"], reason: Cause | Literal["moved"]
     ) -> None:
-        """A prompt was routed to the worker that computes it."""
+        """Count a prompt that was routed to the worker that computes it."""
         self._api.of(self._prefills, model, place, reason).inc()
 
     def at_worker(self, model: str, times: StageTimes) -> None:
-        """A worker has generated its first token of a request."""
+        """Observe the stage times that come with a worker's first token of a request."""
         if times.is_prefill:
             self.staged(model, "prefill_queue", times.queue_s)
             self.staged(model, "prefill_compute", times.compute_s)
@@ -76,5 +78,5 @@ class RequestMetrics:
             self.staged(model, "kv_pull", times.pull_s)
 
     def staged(self, model: str, stage: Stage, seconds: float) -> None:
-        """A request has left a stage on its way to its second token."""
+        """Observe how long a request spent in a stage before its second token."""
         self._api.staged(model, stage, max(0.0, seconds))  # the clock may be set back

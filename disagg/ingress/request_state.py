@@ -1,6 +1,6 @@
 """The state of one request in its ingress: tokens so far, its worker, and the rest of its route.
 
-Decides which errors allow rerouting. Knows no clock and no policy.
+It also decides which errors allow rerouting.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from disagg.router.fleet import Reservation
 from disagg.router.route import Candidate
 from disagg.token_fast_path import Taken, TokenCallback
 
-# Before workers that refused a request are asked again: longer each time, since one that is full
-# stays so for as long as its requests take.
+# Pause before workers that refused a request are tried again. It grows each time, because a full
+# worker stays full for as long as its requests take.
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0
 
 
 class Visit(NamedTuple):
-    """One worker of a route. With `hand_over` it stops after the first token and issues a ticket;
-    otherwise it generates until the end."""
+    """One worker of a route.
+
+    With `hand_over` it stops after the first token and issues a ticket; otherwise it generates the
+    whole answer.
+    """
 
     reservation: Reservation
     hand_over: bool = False
@@ -36,25 +39,25 @@ class RequestState:
     """Tokens, route and errors of one request. Changed only by `Dispatcher`."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self.visits: deque[Visit] = deque()  # what is left of the route
-        self.ticket: KVTicket | None = None  # KV that waits for the next worker
-        self.prefix_source: str | None = None  # the worker to pull a cached prefix from first
+        self.visits: deque[Visit] = deque()  # the rest of the route
+        self.ticket: KVTicket | None = None  # the KV for the next worker
+        self.prefix_source: str | None = None  # worker from which to pull a cached prefix first
         self.excluded: set[str] = set()  # workers that failed this request
         self.num_moves = 0
         self.because = ""
         self.is_finished = False
-        self.worker_id = ""  # the one it is on, or was on last
-        self.has_begun_here = False  # a token has come from that worker
-        self.wait_s = 0.0  # predicted when its route was chosen
-        # Of its first token: since when it is awaited, and the route with the predicted seconds.
+        self.worker_id = ""  # the current or last worker
+        self.has_begun_here = False  # whether that worker has sent a token
+        self.wait_s = 0.0  # the wait predicted when its route was chosen
+        # Start of the wait for the first token, and the route with the predicted times.
         self.awaited: tuple[float, Candidate] | None = None
-        self.charge: Charge | None = None  # to its tenant, once it was sent to a worker
-        self.is_turned_away = False  # every worker so far refused it as overloaded
+        self.charge: Charge | None = None  # its tenant's charge; set when it is sent to a worker
+        self.is_turned_away = False  # whether all workers so far refused it as overloaded
         self._request = request
-        self._generated: list[int] = []  # beyond `_request.token_ids`
+        self._generated: list[int] = []  # tokens that follow `_request.token_ids`
         self._is_first = True
         self._had_engine_failure = False
-        self._num_refusals = 0  # one after the other, since its answer has begun
+        self._num_refusals = 0  # consecutive refusals since its answer has begun
 
     @property
     def request_id(self) -> str:
@@ -82,18 +85,18 @@ class RequestState:
 
     @property
     def block_size(self) -> int:
-        """The block size of its block hashes; 0: not set."""
+        """The block size of its block hashes; 0 if not set."""
         return self._request.block_size
 
     def request(self, block_size: int | None) -> GenerateRequest:
-        """The request for the next worker: all tokens so far, and hashes of their full blocks."""
+        """The request for the next worker, with all tokens so far and hashes of full blocks."""
         if self._generated and block_size is not None:
             self._request = grown(self._request, self._generated, block_size)
             self._generated = []
         return self._request
 
     def prefix_request(self, block_size: int) -> GenerateRequest:
-        """The request for a ticket of a cached prefix: no tokens, and hashes of the full blocks."""
+        """The request for a ticket of a cached prefix: no tokens, only hashes of full blocks."""
         request = self.request(block_size)
         num_blocks = (len(request.token_ids) - 1) // block_size
         return msgspec.structs.replace(
@@ -105,17 +108,17 @@ class RequestState:
 
     def prefetch(self, ticket: KVTicket) -> Prefetch:
         """The message that makes the next worker pull the blocks of an early ticket."""
-        names = self._request.block_hashes[: len(ticket.block_ids)]
-        return Prefetch(ticket, names, self._request.traceparent)
+        hashes = self._request.block_hashes[: len(ticket.block_ids)]
+        return Prefetch(ticket, hashes, self._request.traceparent)
 
     def take(self, delta: TokenDelta) -> TokenDelta | None:
-        """Record a worker's delta. Returns what the client gets; None: nothing."""
+        """Record a worker's delta. Returns the delta for the client, or None if it gets none."""
         self._generated += delta.token_ids
         self.is_finished = delta.finish_reason is not None
         if delta.ticket is not None:
             self.ticket = delta.ticket
         elif delta.token_ids:
-            self.ticket = None  # used up by the worker that generates from it
+            self.ticket = None  # the worker that generates has used it
         if not delta.token_ids and not self.is_finished:
             return None
         num_cached_tokens = delta.num_cached_tokens if self._is_first else 0
@@ -133,7 +136,10 @@ class RequestState:
         )
 
     def noting(self, on_token: TokenCallback) -> TokenCallback:
-        """`on_token` for plain deltas behind the first token of a worker; records what it takes."""
+        """Wrap `on_token` to record the tokens that it takes.
+
+        It gets only plain deltas after the first token of a worker.
+        """
 
         def take(delta: TokenDelta) -> Taken:
             is_plain = (
@@ -153,13 +159,15 @@ class RequestState:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before workers that refused it are asked again."""
+        """How long to wait before workers that refused the request are tried again."""
         return min(MOST_PAUSE_S, LEAST_PAUSE_S * 2.0 ** min(self._num_refusals, 10))
 
     def may_move(self, error: DisaggError) -> bool:
-        """Whether to reroute after `error`. A failed engine fails all its requests, so after one
-        such failure this request may be innocent. After a second one it is not rerouted: it must
-        not break a third engine."""
+        """Whether to reroute after `error`.
+
+        A failed engine fails all its requests, so this request may not be the cause. After a second
+        such failure it is not rerouted, so that it cannot break a third engine.
+        """
         if isinstance(error, EngineFailed):
             return not self._had_engine_failure
         return error.retryable
@@ -168,7 +176,7 @@ class RequestState:
         self._had_engine_failure |= isinstance(error, EngineFailed)
         is_full, has_begun = isinstance(error, Overloaded), self.num_output_tokens > 0
         self.is_turned_away = is_full and not has_begun
-        if is_full and has_begun:  # no failure: it waits for room, until its deadline
+        if is_full and has_begun:  # this is not a failure: the request waits for room
             self._num_refusals += 1
         else:
             self.num_moves += 1
@@ -178,8 +186,10 @@ class RequestState:
 
 
 def grown(request: GenerateRequest, token_ids: list[int], block_size: int) -> GenerateRequest:
-    """`request` with more tokens, the hashes of the blocks that they fill, and the rest of its
-    draft: empty if the draft had proposed other tokens."""
+    """`request` with more tokens and the hashes of the blocks that they fill.
+
+    Its draft loses these tokens, or all tokens if it had proposed others.
+    """
     tokens = (*request.token_ids, *token_ids)
     draft, num_new = request.draft_token_ids, len(token_ids)
     draft = draft[num_new:] if draft[:num_new] == tuple(token_ids) else ()

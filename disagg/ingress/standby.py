@@ -1,7 +1,8 @@
-"""Standby workers: loaded, but without requests until a serving worker of their pool is gone.
+"""Standby workers: they are loaded, but get no requests until a worker of their pool is gone.
 
-Sits between the links and the fleet, and shows standby workers to the fleet as not accepting. The
-oldest workers serve, so that every ingress decides alike; a draining worker does not serve.
+This module sits between the links and the fleet, and shows standby workers to the fleet as not
+accepting. The oldest workers serve, so that all ingresses decide alike; a draining worker does not
+serve.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Standby:
     """A `LinkObserver` between the links and the fleet that hides standby workers.
 
     Args:
-        num_serving: how many workers serve in each pool with standby workers; in other pools all
-            serve.
+        num_serving: number of serving workers in each pool with standby workers; in other pools
+            all workers serve.
     """
 
     def __init__(self, fleet: Fleet, num_serving: Mapping[Pool, int]) -> None:
@@ -43,9 +44,9 @@ class Standby:
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
     ) -> None:
         self._known[record.worker_id] = record, status
-        self._standing_by.add(record.worker_id)  # until it is looked at
+        self._standing_by.add(record.worker_id)  # until the next line decides
         self._fleet.worker_synced(record, block_hashes, self._shown(record.worker_id))
-        self._look_at((record.model, record.role))
+        self._update_pool((record.model, record.role))
 
     def worker_stepped(
         self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus | None
@@ -59,25 +60,25 @@ class Standby:
         self._known[worker_id] = record, status
         self._fleet.worker_stepped(worker_id, kv_events, self._shown(worker_id))
         if status.accepting != before.accepting:
-            self._look_at((record.model, record.role))
+            self._update_pool((record.model, record.role))
 
     def worker_lost(self, worker_id: str) -> None:
         self._fleet.worker_lost(worker_id)
         record, _ = self._known.pop(worker_id, (None, None))
         self._standing_by.discard(worker_id)
         if record is not None:
-            self._look_at((record.model, record.role))
+            self._update_pool((record.model, record.role))
 
-    def _look_at(self, pool: Pool) -> None:
-        """Decide which workers serve, and tell the fleet about each worker for which it changed."""
-        able = [
+    def _update_pool(self, pool: Pool) -> None:
+        """Decide which workers of a pool serve, and report changes to the fleet."""
+        accepting = [
             record
             for record, status in self._known.values()
             if (record.model, record.role) == pool and status.accepting
         ]
-        able.sort(key=lambda record: (record.epoch, record.worker_id))
-        num_serving = self._num_serving.get(pool, len(able))
-        for i, record in enumerate(able):
+        accepting.sort(key=lambda record: (record.epoch, record.worker_id))
+        num_serving = self._num_serving.get(pool, len(accepting))
+        for i, record in enumerate(accepting):
             stands_by = i >= num_serving
             if stands_by == (record.worker_id in self._standing_by):
                 continue

@@ -11,8 +11,8 @@ import msgspec
 from disagg.messages import GenerateRequest
 from disagg.router.fair_queue import FairQueue
 
-PACE_MEMORY = 64.0  # the speed of a queue is learned from about so many requests that left it
-PACE_PRIOR = 4.0  # the prior speed counts as so many
+PACE_MEMORY = 64.0  # number of requests that left a queue from which its speed is learned
+PACE_PRIOR = 4.0  # number of requests for which the prior speed counts
 
 
 class Queued(msgspec.Struct, frozen=True):
@@ -20,20 +20,20 @@ class Queued(msgspec.Struct, frozen=True):
 
     tenant: str
     priority: int
-    num_before: int  # that waited when it came
+    num_before: int  # requests that waited when it arrived
     predicted_s: float
     waited_s: float
 
 
 @dataclass(slots=True, eq=False)
 class WaitingRequest:
-    """One request in the queue. Make it inside the event loop that it waits in."""
+    """One request in the queue. Create it inside the event loop in which it waits."""
 
     request: GenerateRequest
     set_out: Callable[[Queued], bool]  # sends it to a worker; False if none has room
     began_s: float  # Unix time of its arrival
-    num_before: int  # requests that waited when it came
-    num_uncomputed_tokens: int  # prompt tokens not cached anywhere, as predicted on arrival
+    num_before: int  # requests that waited when it arrived
+    num_uncomputed_tokens: int  # predicted number of prompt tokens that are not cached
     predicted_s: float = 0.0
     turn: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -51,11 +51,13 @@ class ModelQueue:
         self.queue: FairQueue[WaitingRequest] = FairQueue(weight)
         self._seconds = 0.0
         self._cost_s = 0.0
-        self._since: float | None = None  # when one was last sent, if others have waited ever since
+        self._since: float | None = None  # time of the last departure; None if the queue was empty
 
     def expect(self, pace: float, cost_s: float) -> None:
-        """A request starts to wait. For the first one the queue's speed is the prior `pace`
-        (seconds of waiting per second of work)."""
+        """A request starts to wait.
+
+        Until a speed is learned it is `pace`, in seconds of waiting per second of work.
+        """
         if not self.queue:
             self._since = None
         if not self._cost_s:

@@ -1,5 +1,4 @@
-"""The interface between dispatch and workers, implemented by `links/fleet_links.py` and the
-simulator."""
+"""The interface of dispatch to workers. `links/fleet_links.py` and the simulator implement it."""
 
 from __future__ import annotations
 
@@ -24,25 +23,27 @@ class Workers(Protocol):
         ticket: KVTicket | None = None,
         on_token: TokenCallback | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Run the request there; closing the iterator cancels it.
+        """Run a request on a worker. Closing the iterator cancels it.
 
         Args:
-            on_token: may be given deltas at once; what it takes is not yielded.
+            hand_over: whether the worker stops after the first token and issues a ticket.
+            ticket: the KV that the worker should pull.
+            on_token: may be called with deltas at once; deltas that it takes are not yielded.
 
         Raises, here or while iterating:
-            WorkerLost: the link ended; everything that arrived before was yielded.
+            WorkerLost: the link ended, after all deltas that arrived were yielded.
             DeadlineExceeded: `timeout_s` passed before the last delta.
         """
         ...
 
     def release(self, ticket: KVTicket) -> None:
-        """Tell the ticket's source that it can free the blocks: the ticket will not be used."""
+        """Tell the ticket's source to free the blocks, because the ticket will not be used."""
         ...
 
     def introduce(self, worker_id: str, source_id: str) -> None:
-        """Tell a worker how to reach another one, before a ticket of that one is sent to it."""
+        """Tell a worker how to reach `source_id`, before it gets a ticket of that worker."""
         ...
 
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
-        """Make the worker pull the finished blocks of a prompt that it will get later."""
+        """Make a worker pull the finished blocks of a prompt that it will get later."""
         ...

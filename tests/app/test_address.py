@@ -77,10 +77,10 @@ def test_one_without_a_token_is_sent_none(home: Path) -> None:
 def test_one_that_wants_its_token_says_so(home: Path) -> None:
     with head(TOKEN) as where:
         assert wants_token(where) is True
-        with pytest.raises(StartupError, match=r"wants its token.*RAY_AUTH_TOKEN"):
+        with pytest.raises(StartupError, match=r"requires a token.*RAY_AUTH_TOKEN"):
             check_address(where)
         keep("b" * 64, home / ".ray" / "auth_token")
-        with pytest.raises(StartupError, match=r"does not take the token in .*auth_token"):
+        with pytest.raises(StartupError, match=r"does not accept the token in .*auth_token"):
             check_address(where)
 
 
@@ -107,7 +107,7 @@ def test_the_last_cluster_of_this_machine(home: Path, monkeypatch: pytest.Monkey
     with head(TOKEN) as where:
         (home / "ray").mkdir()
         (home / "ray" / "ray_current_cluster").write_text(where)
-        with pytest.raises(StartupError, match="wants its token"):
+        with pytest.raises(StartupError, match="requires a token"):
             check_address("auto")
 
 
@@ -124,7 +124,7 @@ def test_a_head_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "ANSWER_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(StartupError, match="takes connections and does not answer"):
+        with pytest.raises(StartupError, match="accepts connections but did not answer"):
             check_address(where)
 
 
@@ -134,7 +134,7 @@ def test_a_server_of_something_else() -> None:
         server = grpc.server(threads)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        with pytest.raises(StartupError, match=r"is no Ray head .*ray start --head"):
+        with pytest.raises(StartupError, match=r"is not a Ray head .*ray start --head"):
             check_address(f"127.0.0.1:{port}")
         server.stop(None).wait()
 

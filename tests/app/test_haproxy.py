@@ -1,4 +1,4 @@
-"""HAProxy with Serve's configuration, mended: what it takes, refuses and leaves out."""
+"""HAProxy with Serve's adapted configuration: what it accepts, refuses and removes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from disagg.app import haproxy, haproxy_launcher, haproxy_metrics
 from disagg.app.haproxy import HAProxyWatch, as_stand_in, find_haproxy, haproxy_environment
-from disagg.app.haproxy_launcher import mended
+from disagg.app.haproxy_launcher import adapted
 from disagg.cli.ports import free_port
 from disagg.config import HttpConfig
 from disagg.errors import StartupError
@@ -117,7 +117,7 @@ class Proxy:
         self.metrics_port = free_port()
         backend_port = self.server.server_address[1] if has_routes else None
         of_serve = serve_config(directory, self.port, backend_port, self.metrics_port)
-        text = mended(of_serve, "127.0.0.1", certificate, num_connections)
+        text = adapted(of_serve, "127.0.0.1", certificate, num_connections)
         file = directory / "haproxy.cfg"
         file.write_text(text)
         self.process = subprocess.Popen(
@@ -170,14 +170,14 @@ def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
 def test_it_listens_where_the_user_said_and_to_nobody_else(tmp_path: Path, host: str) -> None:
-    text = mended(serve_config(tmp_path, 18000), host, "", 400)
+    text = adapted(serve_config(tmp_path, 18000), host, "", 400)
     option = " v4v6" if host == "::" else ""
     binds = [line.split() for line in text.splitlines() if line.strip().startswith("bind ")]
     addresses = [address.rpartition(":")[0] for _, address, *_ in binds]
     assert addresses == ["127.0.0.1", host, "127.0.0.1"]
     assert f"bind {host}:18000{option}\n" in text
     assert "mode 666" not in text
-    assert mended(text, host, "", 400) == text, "a successor is started with the same file"
+    assert adapted(text, host, "", 400) == text, "a successor is started with the same file"
     stand_in = as_stand_in(text, f"{tmp_path}/other.sock")
     assert "server-state" not in stand_in and "admin.sock" not in stand_in
     for each in (text, stand_in):
@@ -224,9 +224,9 @@ def test_what_another_version_of_serve_lacks_is_said(
     of_another = of_serve.replace("timeout http-keep-alive", "timeout client")
     of_another = of_another.replace(f"\n{line}", "\n    # another version")
     monkeypatch.setattr(HAProxyWatch, "_start", lambda watch: None)
-    assert not events_of(tmp_path, mended(of_serve, "127.0.0.1", "", 400))
+    assert not events_of(tmp_path, adapted(of_serve, "127.0.0.1", "", 400))
     # Serve writes it some time before the launcher mends it.
-    (event,) = events_of(tmp_path, of_another, mended(of_another, "127.0.0.1", "", 400))
+    (event,) = events_of(tmp_path, of_another, adapted(of_another, "127.0.0.1", "", 400))
     assert event.startswith("haproxy_unknown: ") and f" {part} could not be set" in event
 
 
@@ -254,7 +254,7 @@ def test_a_stand_in_stays_until_an_haproxy_runs_with_the_routes(
                 watch.look()
                 time.sleep(0.01)
             assert events == ["haproxy_died"]
-            config.write_text(mended(of_serve, "127.0.0.1", "", 400))
+            config.write_text(adapted(of_serve, "127.0.0.1", "", 400))
             while len(events) == 1:
                 watch.look()
                 assert time.monotonic() < deadline_s
@@ -272,11 +272,11 @@ def test_an_ingress_is_reached_by_its_socket(
     monkeypatch.setenv(haproxy_launcher.SOCKETS, str(tmp_path))
     port = free_port()
     of_serve = serve_config(tmp_path, port, 18004)
-    assert "server it 127.0.0.1:18004 check" in mended(of_serve, "127.0.0.1", "", 400)
+    assert "server it 127.0.0.1:18004 check" in adapted(of_serve, "127.0.0.1", "", 400)
     near = tmp_path / "18004.sock"
     with socketserver.ThreadingUnixStreamServer(str(near), Backend) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        text = mended(of_serve, "127.0.0.1", "", 400)
+        text = adapted(of_serve, "127.0.0.1", "", 400)
         assert f"server it unix@{near} check" in text
         file = tmp_path / "haproxy.cfg"
         file.write_text(text)
@@ -438,7 +438,7 @@ def test_what_one_address_may_have_can_be_set(
     of_serve = serve_config(tmp_path, 18000)
     for said, number in (("", 300), ("400", 400), ("20", 20)):
         monkeypatch.setenv(haproxy_launcher.OF_ONE_ADDRESS, said)
-        assert f"sc0_conn_cur gt {number} }}" in mended(of_serve, "127.0.0.1", "", 400)
+        assert f"sc0_conn_cur gt {number} }}" in adapted(of_serve, "127.0.0.1", "", 400)
     for wrong in ("0", "-1", "many", "1.5"):
         monkeypatch.setenv(haproxy_launcher.OF_ONE_ADDRESS, wrong)
         with pytest.raises(StartupError, match="number of connections"):

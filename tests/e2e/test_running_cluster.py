@@ -89,10 +89,10 @@ def applications(nodes: RayNodes) -> dict[str, object]:
 def test_a_cluster_that_wants_a_token(nodes: RayNodes, home: Path) -> None:
     arguments = f"demo-small --ray-address {nodes.address}"
     said = refusal_of(Command(arguments, home))
-    assert f"{nodes.address} wants its token" in said and "RAY_AUTH_TOKEN" in said
+    assert f"{nodes.address} requires a token" in said and "RAY_AUTH_TOKEN" in said
     wrong = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     said = refusal_of(Command(arguments, home, wrong))
-    assert "does not take the token in RAY_AUTH_TOKEN" in said
+    assert "does not accept the token in RAY_AUTH_TOKEN" in said
 
 
 def test_fewer_gpus_than_workers_are_refused(nodes: RayNodes, model: Path, token: Path) -> None:

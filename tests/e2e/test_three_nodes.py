@@ -85,7 +85,7 @@ def doctor(nodes: RayNodes, environment: dict[str, str]) -> subprocess.Completed
 
 def test_who_has_no_token_is_not_let_in(nodes: RayNodes) -> None:
     done = doctor(nodes, {})
-    assert done.returncode == 2 and b"wants its token" in done.stderr
+    assert done.returncode == 2 and b"requires a token" in done.stderr
     report = plain_http.get(f"http://127.0.0.1:{nodes.dashboard_port}/api/cluster_status")
     assert report.status_code == 401
 

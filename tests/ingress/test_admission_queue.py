@@ -193,14 +193,14 @@ async def test_where_bytes_run_out_whoever_has_the_most_of_them_gives_way() -> N
     ingress.load(busy=True)
     flood = [ingress.ask(f"flood-{number}", "flood") for number in range(5)]
     await ingress.until_waiting(4)
-    with pytest.raises(Overloaded, match="fill"):
+    with pytest.raises(Overloaded, match="is full"):
         await flood[4]
     calm = [ingress.ask(f"calm-{number}", "calm") for number in range(3)]
-    with pytest.raises(Overloaded, match="fill"):
+    with pytest.raises(Overloaded, match="is full"):
         await flood[3]
-    with pytest.raises(Overloaded, match="fill"):
+    with pytest.raises(Overloaded, match="is full"):
         await flood[2]
-    with pytest.raises(Overloaded, match="fill"):
+    with pytest.raises(Overloaded, match="is full"):
         await calm[2]
     assert ingress.admission_queue.num_by_tenant() == {"flood": 2, "calm": 2}
     assert ingress.admission_queue.nbytes == 4 * each_nbytes
@@ -216,7 +216,7 @@ async def test_where_bytes_run_out_nobody_gives_way_to_an_equal() -> None:
     first = [ingress.ask(f"first-{number}", "first") for number in range(2)]
     await ingress.until_waiting(2)
     second = [ingress.ask(f"second-{number}", "second") for number in range(2)]
-    with pytest.raises(Overloaded, match="fill"):
+    with pytest.raises(Overloaded, match="is full"):
         await second[1]
     assert ingress.admission_queue.num_by_tenant() == {"first": 2, "second": 1}
     ingress.load(busy=False)
@@ -233,9 +233,9 @@ async def test_a_flood_on_one_model_does_not_refuse_the_others() -> None:
     await ingress.until_waiting(4)
     calm = [ingress.ask(f"calm-{number}", model="other") for number in range(3)]
     for number in (3, 2):
-        with pytest.raises(Overloaded, match="fill"):
+        with pytest.raises(Overloaded, match="is full"):
             await flood[number]
-    with pytest.raises(Overloaded, match="fill"):
+    with pytest.raises(Overloaded, match="is full"):
         await calm[2]
     assert ingress.fleet.view().queued == {"toy": 2, "other": 2}
     ingress.load(busy=False)
