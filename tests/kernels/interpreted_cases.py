@@ -144,9 +144,11 @@ def test_whole_prompts_by_torch_beside_others_by_pages(
     monkeypatch.setattr(triton_ops, "whole_prompts", partial(whole_prompts, min_tokens=30))
     by_torch: list[int] = []
 
-    def attend(qkv: torch.Tensor, num_kv_heads: int, out: torch.Tensor) -> None:
+    def attend(
+        qkv: torch.Tensor, num_kv_heads: int, out: torch.Tensor, scale: float | None
+    ) -> None:
         by_torch.append(len(qkv))
-        attend_prompt(qkv, num_kv_heads, out)
+        attend_prompt(qkv, num_kv_heads, out, scale)
 
     monkeypatch.setattr(triton_ops, "attend_prompt", attend)
     lens = [(1, 65), (40, 40), (29, 29), (35, 99), (60, 60)]
