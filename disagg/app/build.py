@@ -66,11 +66,13 @@ def build(args: dict[str, Any]) -> Application:
 def build_application(
     config: ServeConfig,
     worker: type[WorkerReplica] = WorkerReplica,
+    version: str | None = None,
 ) -> Application:
     """Build the application from a validated configuration.
 
     Args:
         worker: class of the replicas of all pools.
+        version: Serve's version of the ingress; None: Serve makes one.
     """
     _check_limits(config)
     workers = [
@@ -91,6 +93,7 @@ def build_application(
         max_surge_percent=SURGE_PERCENT,
         ray_actor_options={"num_cpus": 0},
     )(serve.ingress()(Ingress))
+    ingress = ingress.options(version=version, _internal=True)
     return ingress.bind(config, *workers)
 
 

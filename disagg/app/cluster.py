@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus
 
 from disagg.app import start_board
+from disagg.app.autoscaling import INGRESS
 from disagg.app.build import build_application
 from disagg.app.gpus import gpus_of_cluster, nodes_of_cluster
 from disagg.app.haproxy import HOST_FOR_SERVE, HAProxyWatch
@@ -55,6 +57,9 @@ class Cluster:
         self._board: start_board.Board | None = None
         self._has_left = False
         self._is_serving = False
+        # Serve keeps the version of our ingress, also if its controller is replaced.
+        self._version = secrets.token_hex(8)
+        self._is_deployed = False
         self._url = ""
         self._host = ""
         files = scratch / "h"  # HAProxy's files; they exist if we run HAProxy
@@ -149,10 +154,45 @@ class Cluster:
             _temp_dir=str(self._scratch / "ray"),
         )
 
+    def http_address(self) -> tuple[str, int] | None:
+        """Host and port of a Serve that runs already, which keeps them; None: it does not run."""
+        client = serve.context._get_global_client(raise_if_no_controller_running=False)
+        if client is None:
+            return None
+        return client.http_config.host, client.http_config.port
+
+    def check_is_free(self) -> None:
+        """Raises `StartupError` if the cluster already has an application of our name."""
+        found = serve.status().applications.get(APPLICATION)
+        if found is not None:
+            raise StartupError(
+                f"The Ray cluster at {self._address} already has an application named"
+                f" {APPLICATION} (status {found.status.value}). Stop the `disagg serve` that"
+                " started it, or run `serve shutdown`, or pass --replace to end it first.",
+                param="ray_address",
+            )
+
+    def end_other(self, drain_s: float) -> None:
+        """End the application of our name that runs there, if there is one.
+
+        Args:
+            drain_s: time that its running requests have to finish.
+        """
+        if APPLICATION in serve.status().applications:
+            self.drain(drain_s)
+            serve.delete(APPLICATION)
+
     def deploy(self, config: ServeConfig) -> None:
-        """Deploy the application to Serve without waiting; `wait` waits for it."""
+        """Deploy the application to Serve without waiting; `wait` waits for it.
+
+        Raises:
+            StartupError: another command deployed its application after the first check.
+        """
+        if self._address is not None:
+            self.check_is_free()
         self._board = start_board.Board()  # created before any worker looks for it
-        application = build_application(config)
+        application = build_application(config, version=self._version)
+        self._is_deployed = True
         serve.run_many(
             [serve.RunTarget(application, name=APPLICATION, route_prefix="/")],
             wait_for_ingress_deployment_creation=False,
@@ -207,6 +247,19 @@ class Cluster:
         )
         return Watch(ray._private.worker._global_node, haproxy, self._url, say, stop)
 
+    def is_replaced(self) -> bool:
+        """Whether others have put their own application in the place of ours."""
+        try:
+            self._come_back()
+            client = serve.context._get_global_client()
+            found, _ = client.get_deployment_info(INGRESS, APPLICATION)
+        except KeyError:  # not created yet, or removed
+            return False
+        except Exception as error:  # of Ray or Serve: what follows meets it, too
+            logger.exception("Serve did not say whose application runs: %r", error)
+            return False
+        return bool(found.version != self._version)
+
     def drain(self, timeout_s: float) -> tuple[int, int]:
         """Make every ingress finish its running requests and refuse new ones.
 
@@ -214,9 +267,7 @@ class Cluster:
             The number of requests that finished, and of those that were cut after `timeout_s`.
         """
         try:
-            if self._has_left:
-                self._join()
-                self._has_left = False
+            self._come_back()
             handle = serve.get_app_handle(APPLICATION)
             handle._init(_run_router_in_separate_loop=True)
             answers = handle.broadcast("drain", timeout_s).results(
@@ -239,16 +290,19 @@ class Cluster:
 
     def stop(self) -> None:
         """Stop the application, and Ray if this object started it."""
-        if self._has_left:
-            self._join()
-            self._has_left = False
+        self._come_back()
         if not ray.is_initialized():
             return
         if self._is_serving and self._address is None:
             serve.shutdown()
-        elif self._is_serving:  # otherwise an application with that name is not ours
+        elif self._is_deployed and not self.is_replaced():
             serve.delete(APPLICATION)
         ray.shutdown()
+
+    def _come_back(self) -> None:
+        if self._has_left:
+            self._join()
+            self._has_left = False
 
 
 def _advice(error: Exception) -> str:

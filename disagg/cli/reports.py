@@ -23,6 +23,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     log_directory: str
     ray_address: str | None
     haproxy: bool
+    replace: bool = False
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):

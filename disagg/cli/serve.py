@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
                 log_directory=str(logs),
                 ray_address=arguments.ray_address,
                 haproxy=arguments.haproxy,
+                replace=arguments.replace,
             )
             supervisor = Supervisor(order, lines, signals)
             supervisor.when_ready = lambda: lines.say("example", f"\n  {_example(config)}\n")

@@ -231,6 +231,12 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
         help="address of a running Ray cluster (default: start Ray on this machine)",
     )
     group.add_argument(
+        "--replace",
+        action="store_true",
+        help="with --ray-address: first end the application that an earlier `disagg serve` or"
+        " `serve deploy` runs on the cluster (default: refuse to start beside one)",
+    )
+    group.add_argument(
         "--redis-url",
         help="URL of a Redis server for evicted KV blocks (default: start an embedded server)",
     )

@@ -28,7 +28,7 @@ OF_AN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 HTTP_OPTIONS = {"host", "port"}
 
 # Flags of the command itself rather than of the deployment; --config allows these beside it.
-OF_THE_COMMAND = ("config", "ray_address", "haproxy", "log_dir", "log_format")
+OF_THE_COMMAND = ("config", "ray_address", "replace", "haproxy", "log_dir", "log_format")
 
 
 def _store_nbytes(configured: int | None) -> int:

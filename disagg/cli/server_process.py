@@ -40,7 +40,12 @@ from disagg.cli.reports import (
     Reports,
     StartRefused,
 )
-from disagg.cli.start_checks import check_before_ray, check_models, hold_port
+from disagg.cli.start_checks import (
+    check_before_ray,
+    check_models,
+    check_serve_address,
+    hold_port,
+)
 from disagg.config import EngineConfig, ServeConfig, TierConfig, url_of
 from disagg.errors import DisaggError, StartupError
 from disagg.imports import uncollected_imports
@@ -60,6 +65,11 @@ SERVE_TIMEOUT_S = 90.0  # longer than the 60 s that its proxies get
 TOO_LATE = (
     f"Ray Serve did not start within {SERVE_TIMEOUT_S:.0f} s; check whether the machines are"
     " overloaded."
+)
+END_OTHER_TIMEOUT_S = 75.0  # longer than the 60 s that Serve has to delete an application
+REPLACED = (
+    "Another `disagg serve` or `serve deploy` has replaced the application on the cluster; it keeps"
+    " running."
 )
 JOIN_TIMEOUT_S = 10.0  # short: the cluster's head has already answered a check
 
@@ -131,6 +141,7 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         cleanup.callback(cluster.stop)
         _connect(cluster, order, plan.device_ids, reports)
         if not is_here:
+            _check_cluster(cluster, order, reports)
             config = _plan(config, cluster.gpus(), order, reports).config
             check_nodes(config, cluster.nodes())
         reports.send(Phase("starting Ray Serve", SERVE_TIMEOUT_S, TOO_LATE, not is_here))
@@ -151,10 +162,30 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         if watch.broken:
             reports.send(Broken(watch.broken))
             return 1
-        num_ended, num_cut = cluster.drain(config.drain_s)
-        reports.send(DrainEnded(num_ended, num_cut))
+        if not is_here and cluster.is_replaced():
+            reports.say("replaced", REPLACED)
+        else:
+            num_ended, num_cut = cluster.drain(config.drain_s)
+            reports.send(DrainEnded(num_ended, num_cut))
         watch.close()
     return 0
+
+
+def _check_cluster(cluster: Cluster, order: Order, reports: Reports) -> None:
+    """Make sure that Serve, if it runs, has our address and no application of our name.
+
+    Raises:
+        StartupError: it has.
+    """
+    check_serve_address(order.config, cluster.http_address())
+    if order.replace:
+        drain_s = order.config.drain_s
+        name = "ending the application that runs there"
+        limit_s = drain_s + END_OTHER_TIMEOUT_S
+        too_late = f"The application on the cluster did not end within {limit_s:.0f} s."
+        reports.send(Phase(name, limit_s, too_late))
+        cluster.end_other(drain_s)
+    cluster.check_is_free()
 
 
 def _progress(pools: StartsByPool) -> Progress:

@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from disagg.api_keys import read_key_file
 from disagg.app.address import check_address
@@ -20,6 +21,7 @@ from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kvtransfer.ucx import ucx_settings
 from disagg.router.autoscale import pools
 
+_EVERY_ADDRESS = "0.0.0.0", "::"
 MIN_OPEN_FILES = 1024  # the largest process of Ray and Serve opens some hundreds of files
 MIN_SHARED_MEMORY_NBYTES = 64 << 20  # Docker's default for a container
 MIN_DISK_NBYTES = 256 << 20  # for the logs and sockets of Ray; KV is never on disk
@@ -28,7 +30,7 @@ MIN_DISK_NBYTES = 256 << 20  # for the logs and sockets of Ray; KV is never on d
 def check_before_ray(order: Order) -> None:
     """Check what can be checked before Ray is imported. Raises `StartupError`."""
     check_secrets(order.config, order.config.http.host)
-    check_port(order.config.http)
+    find_address(order.config.http)
     check_certificate(order.config.http)
     if order.config.http.api_keys_file is not None:
         read_key_file(order.config.http.api_keys_file)
@@ -37,6 +39,7 @@ def check_before_ray(order: Order) -> None:
     if order.ray_address is not None:
         check_address(order.ray_address)
     else:
+        check_port(order.config.http)
         check_one_node(order.config)
         ucx_settings(order.config.transfer_interface, {})  # raises if there is no such interface
         check_machine(Path(order.directory))
@@ -57,7 +60,8 @@ def check_one_node(config: ServeConfig) -> None:
                 )
 
 
-def check_port(http: HttpConfig) -> None:
+def find_address(http: HttpConfig) -> tuple[Any, ...]:
+    """The first socket address of the HTTP server, as `socket.getaddrinfo` returns it."""
     if not http.port:
         raise StartupError(
             "Port 0 is not supported, because clients must know the port; choose one from 1 to"
@@ -71,7 +75,11 @@ def check_port(http: HttpConfig) -> None:
         raise StartupError(
             f"{http.host!r:.100} is not an address of this machine: {why}.", param="host"
         ) from error
-    family, kind, protocol, _, address = found[0]
+    return found[0]
+
+
+def check_port(http: HttpConfig) -> None:
+    family, kind, protocol, _, address = find_address(http)
     try:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,6 +90,25 @@ def check_port(http: HttpConfig) -> None:
             " Stop the other program or choose another port.",
             param="port",
         ) from error
+
+
+def check_serve_address(config: ServeConfig, running: tuple[str, int] | None) -> None:
+    """Check the HTTP address on a running cluster.
+
+    Args:
+        running: host and port of a Ray Serve that runs there already, which cannot be changed.
+    """
+    if running is None:
+        return check_port(config.http)
+    host, port = running
+    if port != config.http.port or host not in (config.http.host, *_EVERY_ADDRESS):
+        raise StartupError(
+            f"Ray Serve already runs on this cluster and listens on {host}:{port}. Pass"
+            f" --host {host} --port {port}, or end Serve and all its applications with"
+            " `serve shutdown`.",
+            param="port",
+        )
+    check_secrets(config, host)
 
 
 def hold_port(http: HttpConfig) -> socket.socket:

@@ -10,10 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve.schema import ApplicationStatus
 
 from disagg.config import HttpConfig
+from disagg.config_checks import parse_config
+from disagg.errors import StartupError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own import
+
+
+CONFIG = parse_config({"tiers": [{"model": "demo-small"}], "cluster_key": "key"})
 
 
 class FakeRay:
@@ -41,11 +47,40 @@ class FakeRay:
 
 
 class FakeServe(FakeRay):
+    """Has at most one application, which is known by the version of its ingress."""
+
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
+        self.version = ""
+        self.context = SimpleNamespace(_get_global_client=lambda: self)
 
     def shutdown(self) -> None:
         self.calls.append("shut down")
+
+    def status(self) -> Any:
+        running = SimpleNamespace(status=ApplicationStatus.RUNNING)
+        return SimpleNamespace(applications={"disagg": running} if self.version else {})
+
+    def run_many(self, targets: list[str], **options: Any) -> None:
+        self.calls.append("deploy")
+        (self.version,) = targets
+
+    def RunTarget(self, version: str, **options: Any) -> str:
+        return version
+
+    def get_app_handle(self, name: str) -> Any:
+        ended = SimpleNamespace(results=lambda timeout_s: [(1, 0)])
+        return SimpleNamespace(_init=lambda **options: None, broadcast=lambda *arguments: ended)
+
+    def delete(self, name: str) -> None:
+        self.calls.append(f"delete {name}")
+        self.version = ""
+
+    def get_deployment_info(self, name: str, application: str) -> tuple[Any, None]:
+        assert (name, application) == ("Ingress", "disagg")
+        if not self.version:
+            raise KeyError(name)
+        return SimpleNamespace(version=self.version), None
 
 
 @pytest.fixture
@@ -55,7 +90,18 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     monkeypatch.setattr(cluster, "ray", fake)
     monkeypatch.setattr(cluster, "serve", FakeServe(fake.calls))
+    monkeypatch.setattr("disagg.app.start_board.Board", lambda: None)
+    monkeypatch.setattr(cluster, "build_application", lambda config, version: version)
     return fake
+
+
+@pytest.fixture
+def serve(ray: FakeRay) -> FakeServe:
+    from disagg.app import cluster
+
+    found = vars(cluster)["serve"]
+    assert isinstance(found, FakeServe)
+    return found
 
 
 def calls_of(ray: FakeRay, address: str | None, *, is_left: bool) -> list[str]:
@@ -64,6 +110,7 @@ def calls_of(ray: FakeRay, address: str | None, *, is_left: bool) -> list[str]:
     cluster = Cluster(address, Path("/nowhere"))
     cluster.connect()
     cluster.start(HttpConfig())
+    cluster.deploy(CONFIG)
     if is_left:
         cluster.leave()
     cluster.stop()
@@ -72,12 +119,12 @@ def calls_of(ray: FakeRay, address: str | None, *, is_left: bool) -> list[str]:
 
 
 def test_a_cluster_of_others_is_left_and_joined_again(ray: FakeRay) -> None:
-    joined = ["init head:6379", "start"]
+    joined = ["init head:6379", "start", "deploy"]
     assert calls_of(ray, "head:6379", is_left=True) == [
         *joined,
         "leave",
         "init head:6379",
-        "delete",
+        "delete disagg",
         "leave",
     ]
 
@@ -86,13 +133,54 @@ def test_a_start_that_failed_is_cleaned_up_too(ray: FakeRay) -> None:
     assert calls_of(ray, "head:6379", is_left=False) == [
         "init head:6379",
         "start",
-        "delete",
+        "deploy",
+        "delete disagg",
         "leave",
     ]
 
 
+def test_the_application_of_another_command_is_not_replaced(serve: FakeServe) -> None:
+    from disagg.app.cluster import Cluster
+
+    serve.version = "of another"
+    cluster = Cluster("head:6379", Path("/nowhere"))
+    cluster.connect()
+    with pytest.raises(StartupError, match=r"already has .* disagg \(status RUNNING\).*--replace"):
+        cluster.check_is_free()
+    with pytest.raises(StartupError, match="already has"):  # if it came after the check
+        cluster.deploy(CONFIG)
+    cluster.stop()
+    assert serve.version == "of another" and "deploy" not in serve.calls
+
+
+def test_an_application_that_replaced_ours_is_left_alone(serve: FakeServe) -> None:
+    from disagg.app.cluster import Cluster
+
+    first, second = (Cluster("head:6379", Path("/nowhere")) for _ in range(2))
+    first.connect()
+    first.deploy(CONFIG)
+    assert not first.is_replaced()
+    first.leave()
+    second.connect()
+    second.end_other(drain_s=1.0)
+    second.deploy(CONFIG)
+    second.leave()
+    assert serve.version == second._version
+    assert first.is_replaced()
+    first.stop()
+    assert serve.version == second._version
+    second.stop()
+    assert not serve.version
+
+
 def test_a_cluster_of_our_own_ends_with_us(ray: FakeRay) -> None:
-    assert calls_of(ray, None, is_left=True) == ["init local", "start", "shut down", "leave"]
+    assert calls_of(ray, None, is_left=True) == [
+        "init local",
+        "start",
+        "deploy",
+        "shut down",
+        "leave",
+    ]
 
 
 def test_what_never_started_needs_no_end(ray: FakeRay) -> None:

@@ -145,6 +145,16 @@ def test_weak_secrets_are_refused_before_anything_is_started(
         start_checks.check_before_ray(order)
 
 
+def test_a_running_serve_keeps_its_address() -> None:
+    config = parse_config({"tiers": [{"model": "demo-small"}], "cluster_key": 64 * "k"})
+    start_checks.check_serve_address(config, ("127.0.0.1", 8000))
+    for running in (("127.0.0.1", 8001), ("10.0.0.1", 8000)):
+        with pytest.raises(StartupError, match=f"listens on {running[0]}:{running[1]}. Pass"):
+            start_checks.check_serve_address(config, running)
+    with pytest.raises(StartupError, match=r"Any client that reaches 0\.0\.0\.0 could use"):
+        start_checks.check_serve_address(config, ("0.0.0.0", 8000))
+
+
 @pytest.mark.parametrize("url", ["localhost:6379", "redis://host:99999", "redis://[::1", ""])
 def test_a_store_whose_url_makes_no_sense(url: str) -> None:
     with pytest.raises(StartupError, match="The Redis URL is not valid"):

@@ -132,6 +132,11 @@ def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
         assert sorted(gpu for _, gpu in found.gpus) == [0, 1]
         until(lambda: has_left(command, nodes), why=lambda: "it holds on to the cluster")
         assert list(applications(nodes)) == ["disagg"]
+        second = [str(model), "--ray-address", nodes.address]
+        said = refusal(*second, environment=own)
+        assert f"already runs on this cluster and listens on 127.0.0.1:{port}. Pass" in said
+        said = refusal(*second, port=port, environment=own)
+        assert "already has an application named disagg (status RUNNING)" in said
         body = {
             "messages": [{"role": "user", "content": GUEST_PROMPT}],
             "temperature": 0,
@@ -148,7 +153,7 @@ def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
 
 
 def test_weights_that_are_not_numbers(
-    nodes: RayNodes, model: Path, token: Path, tmp_path: Path
+    nodes: RayNodes, model: Path, token: Path, port: int, tmp_path: Path
 ) -> None:
     """Found only in the worker, when Ray runs already: the worker's words come out all the same."""
     for file in model.iterdir():
@@ -161,6 +166,7 @@ def test_weights_that_are_not_numbers(
         str(tmp_path),
         *flags,
         *("--ray-address", nodes.address),
+        port=port,
         environment={"RAY_AUTH_TOKEN_PATH": str(token)},
     )
     assert "model.norm.weight" in said and "NaN" in said
