@@ -17,9 +17,10 @@ CallIdStyle: TypeAlias = Literal["openai", "mistral"]
 
 
 class CallDelta(msgspec.Struct, frozen=True, gc=False):
-    """More of one call, the how many-th of its answer, from 0.
+    """New text of one tool call.
 
-    arguments: the next of the call's JSON.
+    number: the call's position in its answer, from 0.
+    arguments: the next piece of the call's JSON.
     id, name: in the first delta of a call, else "".
     """
 
@@ -30,7 +31,10 @@ class CallDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class AnswerDelta(msgspec.Struct, frozen=True, gc=False):
-    """Made for each token, so a struct: it takes a quarter of a named tuple's time."""
+    """New parts of an answer.
+
+    It is a struct because one is made for each token; a named tuple would take four times as long.
+    """
 
     reasoning: str
     text: str
@@ -38,7 +42,7 @@ class AnswerDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 def joined(deltas: Iterable[CallDelta]) -> list[CallDelta]:
-    """Whole calls of their deltas, which are in order."""
+    """Join deltas, which are in order, to whole calls."""
     groups = groupby(deltas, key=lambda delta: delta.number)
     whole = []
     for _, group in groups:
@@ -49,13 +53,13 @@ def joined(deltas: Iterable[CallDelta]) -> list[CallDelta]:
 
 
 class Sink:
-    """Where readers put what they find. A call ends at the latest where something else begins.
+    """Collects the parts that readers find. A call ends at the latest when another part begins.
 
     Args:
-        answer_id: makes the calls' ids, which must differ within a conversation.
-        call_id_style: which ids the model's template accepts in later turns.
-        parallel: whether an answer may have several calls; otherwise nothing is taken after one.
-        is_reasoning: how the answer begins.
+        answer_id: seeds the ids of calls, which must differ within a conversation.
+        call_id_style: the kind of ids that the model's template accepts in later turns.
+        parallel: whether an answer may have several calls; otherwise only the first one counts.
+        is_reasoning: whether the answer begins with reasoning.
     """
 
     def __init__(
@@ -67,17 +71,17 @@ class Sink:
         is_reasoning: bool = False,
     ) -> None:
         self.is_reasoning = is_reasoning
-        self.num_calls = 0  # begun
-        self.is_full = False  # the only call that is wanted is complete
+        self.num_calls = 0  # calls that have begun
+        self.is_full = False  # whether the only allowed call is complete
         self._answer_id = answer_id
         self._call_id_style = call_id_style
         self._parallel = parallel
-        self._is_open = False  # the last call: it is not complete
+        self._is_open = False  # whether the last call is incomplete
         self._has_arguments = False
         self._reasoning = ""
         self._text = ""
         self._calls: list[CallDelta] = []
-        self._arguments: list[str] = []  # more of the last call's
+        self._arguments: list[str] = []  # new arguments of the last call
 
     def reasoning(self, text: str) -> None:
         if text and self._is_open:
@@ -92,9 +96,10 @@ class Sink:
             self._text += text
 
     def begin_call(self, name: str, call_id: str = "") -> None:
-        """
+        """Begin a call.
+
         Args:
-            call_id: by which the model itself names the call, if it does.
+            call_id: the id that the model gives to the call, if it does.
         """
         self.end_call()
         if not self.is_full:
@@ -106,7 +111,7 @@ class Sink:
             self._calls.append(CallDelta(number, "", call_id or self._new_id(number), name))
 
     def arguments(self, text: str) -> None:
-        """More JSON of the call that has begun."""
+        """Add JSON to the arguments of the call that has begun."""
         if self.is_full or not text:
             return
         self._has_arguments = True
@@ -121,7 +126,7 @@ class Sink:
             self._calls.append(CallDelta(self.num_calls - 1, text))
 
     def end_call(self) -> None:
-        """The call that has begun is complete; nothing where none is open."""
+        """End the open call, if there is one."""
         if not self._is_open:
             return
         self._is_open = False
@@ -130,12 +135,11 @@ class Sink:
         self.is_full = not self._parallel
 
     def end(self) -> None:
-        """The answer is complete, so the last call is, though its end mark may not have been seen:
-        a model can end its answer with it."""
+        """End the answer and its last call, whose end mark may be missing."""
         self.end_call()
 
     def take(self) -> AnswerDelta:
-        """What was put here since the last call."""
+        """Return the parts since the last call."""
         if self._arguments:
             self._give_arguments()
         delta = AnswerDelta(self._reasoning, self._text, self._calls)
@@ -152,7 +156,7 @@ class Sink:
 
 
 class Trimmed:
-    """Hands text on, but white space only with text behind it: before a mark it says nothing."""
+    """Passes text on, but holds white space back until text follows, to drop it before a mark."""
 
     def __init__(self, take: Take) -> None:
         self._take = take

@@ -14,14 +14,14 @@ from disagg.text.tool_parsers.registry import HARMONY
 
 @dataclass(frozen=True)
 class AnswerSyntax:
-    """How the answers to a request are read.
+    """How the answers to a request are parsed.
 
     Attributes:
-        reasoning: None: the model has none.
-        read_calls: reads what comes behind the reasoning; None: it is text.
-        tools: that are offered.
+        reasoning: format of the reasoning; None if the model has none.
+        read_calls: parses the answer after the reasoning; None if it is text.
+        tools: the offered functions.
         parallel: whether an answer may have several calls; otherwise it ends with the first.
-        marks: what may be control tokens and is needed to read an answer.
+        marks: texts that are needed to parse an answer and may be control tokens.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -41,30 +41,31 @@ class AnswerSyntax:
         read_calls: Reader | None = None,
         parallel: bool = True,
     ) -> AnswerSyntax:
-        """Of a model that writes reasoning and calls in these formats.
+        """The syntax of a model that writes reasoning and calls in these formats.
 
         Args:
-            read_calls: how calls are read if not in the format `calls`, as where a grammar says
-                what the answer looks like.
+            read_calls: parses calls if they are not in the format `calls`, for example because a
+                grammar restricts the answer.
         """
         marks = (*(reasoning.marks if reasoning else ()), *(calls.marks if calls else ()))
         if read_calls is None and calls is not None and tools:
             read_calls = calls.read
         if reasoning is not None and reasoning.is_harmony and read_calls is HARMONY.read:
-            read_calls = None  # calls are no part of what is said to the user
+            read_calls = None  # in harmony, calls are not in messages to the user
         style = calls.call_id_style if calls else "openai"
         return cls(reasoning, read_calls, tools, style, parallel, marks)
 
 
 class AnswerReader:
-    """
+    """Parses one streamed answer.
+
     Args:
-        answer_id: makes the calls' ids, which must differ within a conversation.
+        answer_id: seeds the ids of calls, which must differ within a conversation.
         prompt_tail: the last characters of the prompt.
 
     Attributes:
-        is_reasoning: whether what was pushed ends inside the reasoning.
-        is_done: the only call that is wanted is complete.
+        is_reasoning: whether the text so far ends inside the reasoning.
+        is_done: whether the only allowed call is complete.
     """
 
     def __init__(self, syntax: AnswerSyntax, answer_id: str, prompt_tail: str = "") -> None:
@@ -85,10 +86,11 @@ class AnswerReader:
         return self._sink.num_calls > 0
 
     def push(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> AnswerDelta:
-        """What `text`, the next of the answer, adds.
+        """Add the next piece of the answer; returns the new parts.
 
         Args:
-            is_cut: the model did not end the answer itself.
+            is_end: whether nothing follows.
+            is_cut: whether the answer was cut off instead of ended by the model.
         """
         sink = self._sink
         if is_end or not self._text.passes(text):
@@ -101,7 +103,7 @@ class AnswerReader:
 
 
 def read_arguments_of(function: str) -> Reader:
-    """For an answer that is the arguments of one function."""
+    """A reader for answers that consist of the arguments of one function."""
 
     def read(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
         text.record()

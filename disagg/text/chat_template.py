@@ -1,8 +1,8 @@
-"""Renders messages to a prompt text with the model's own Jinja template, in a sandbox.
+"""Renders messages to a prompt text with the model's Jinja template, in a sandbox.
 
-Equal to transformers' `apply_chat_template`, for whose filters and globals templates are written.
-The template comes from the operator's model directory, never from a request. The sandbox bounds the
-time and the size of all intermediate texts, so a bad template fails only the request that uses it.
+It provides the same filters and globals as transformers' `apply_chat_template`. The template comes
+from the operator's model directory, never from a request. The sandbox limits the time and the size
+of all intermediate texts, so a bad template fails only the request that uses it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _OWN = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class CallShape(NamedTuple):
-    """
+    """How a template expects earlier tool calls.
+
     Attributes:
-        has_text_arguments: JSON text; else what it says.
-        no_content: what stands for the text of a message that has none.
+        has_text_arguments: whether arguments are JSON text instead of parsed values.
+        no_content: the content of a message without text.
     """
 
     has_text_arguments: bool = False
@@ -53,7 +54,7 @@ _PROBE_TOOL = {
 
 
 def _calling(shape: CallShape) -> list[dict[str, Any]]:
-    """A conversation with a call."""
+    """A conversation with a tool call."""
     arguments: Any = {_PROBE_KEY: "a"}
     if shape.has_text_arguments:
         arguments = json.dumps(arguments)
@@ -67,27 +68,29 @@ def _calling(shape: CallShape) -> list[dict[str, Any]]:
 
 
 def _read_by(tree: jinja2.nodes.Template) -> frozenset[str]:
-    """The variables that a template takes from outside.
+    """The variables that a template reads from its caller.
 
-    Those that it sets as well count if it asks whether they are defined: it has a default for them.
+    A variable that it also sets counts if it tests whether the variable is defined, because the
+    value that it sets is then a default.
     """
     names = list(tree.find_all(jinja2.nodes.Name))
     tests = tree.find_all(jinja2.nodes.Test)
-    asked = {
+    tested = {
         test.node.name
         for test in tests
         if test.name in ("defined", "undefined") and isinstance(test.node, jinja2.nodes.Name)
     }
     is_set = {name.name for name in names if name.ctx in ("store", "param")}
-    return frozenset(jinja2.meta.find_undeclared_variables(tree) - (is_set - asked))
+    return frozenset(jinja2.meta.find_undeclared_variables(tree) - (is_set - tested))
 
 
 class ChatTemplate:
-    """A compiled template. `variables` are the special tokens it may name (`bos_token`...).
+    """A compiled template.
 
     Args:
-        now: what a template that prints the date is told.
-        timer: monotonic seconds.
+        variables: special tokens that it may use (`bos_token` and others).
+        now: returns the date, for templates that print it.
+        timer: returns monotonic seconds.
     """
 
     def __init__(
@@ -112,18 +115,18 @@ class ChatTemplate:
             tree = environment.parse(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"The chat template does not compile: {error}.") from error
-        # What clients may tell it besides the messages and the tools.
+        # Variables that clients may set besides messages and tools.
         self.arguments = _read_by(tree).difference(environment.globals, variables, _OWN)
         self.shows_tools = "tools" in source
         self.source = source
         self._variables = dict(variables)
-        self.key = (source, tuple(sorted(self._variables.items())))  # equal for equal templates
+        self.key = (source, tuple(sorted(self._variables.items())))  # identifies the template
 
     @functools.cached_property
     def call_shape(self) -> CallShape:
-        """How the template takes earlier messages that call functions.
+        """How the template expects earlier messages with tool calls.
 
-        Some fail on one shape or leave the calls out, so each is tried.
+        Some templates fail on a shape or leave the calls out, so each shape is tried.
         """
         for shape in _SHAPES:
             with suppress(InvalidRequest):
@@ -141,7 +144,7 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
         limit_s: float = RENDER_LIMIT_S,
     ) -> str:
-        """The prompt's text. May be called in several threads at a time.
+        """Render the prompt's text. It may be called by several threads at the same time.
 
         Raises:
             InvalidRequest: the template refuses the messages or fails on them.
@@ -163,14 +166,14 @@ class ChatTemplate:
                 if num_chars > MAX_NUM_CHARS:
                     raise OverflowError("its output is too long")
                 pieces.append(piece)
-        # Template expressions raise what Python raises on odd operands; none of it is our fault.
+        # Template expressions raise Python's errors for invalid operands.
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"The model's chat template does not accept these messages: {str(error)[:300]}",
                 code="invalid_prompt",
                 param="messages",
             ) from None
-        except (AttributeError, RuntimeError, MemoryError):  # recursion is one of the second
+        except (AttributeError, RuntimeError, MemoryError):  # RecursionError is a RuntimeError
             raise InvalidRequest(
                 "The model's chat template fails on these messages.",
                 code="invalid_prompt",
@@ -180,7 +183,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: marks answers for training; here just its body."""
+    """Renders the body of `{% generation %}...{% endgeneration %}`, which has no other effect."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own interface)
 
@@ -197,7 +200,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; Jinja's own filter escapes for HTML."""
+    """The filter `tojson`. Unlike Jinja's own filter it does not escape for HTML."""
     check_json(value, indent, separators)
     return json.dumps(
         value,

@@ -1,8 +1,7 @@
-"""Streaming detokenizer: token ids to text, up to a stop string.
+"""Streaming detokenizer: converts token ids to text, up to a stop string.
 
-The result does not depend on how the ids were split into deltas: everything happens token by
-token. An incomplete code point is held back, and so is text that may be the beginning of a stop
-string, until that is decided.
+It works token by token, so the result does not depend on how the ids were split into deltas. It
+holds back incomplete code points, and text that may be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from tokenizers.decoders import DecodeStream
 
 from disagg.text.tokenizer import Tokenizer
 
-# A code point is at most four bytes, so a longer wait means bytes that will never be text. The
-# bound keeps the time per token constant on such output.
+# A code point has at most four bytes, so ids that wait for longer are bytes that are not text. The
+# limit keeps the time per token constant for such output.
 _MAX_NUM_PENDING = 256
 
 
 class TextStream:
-    """Text of a growing list of token ids.
+    """Converts a growing list of token ids to text.
 
     Args:
-        kept: control tokens that are text although others are skipped.
+        kept: control tokens that are kept as text although others are skipped.
     """
 
     def __init__(
@@ -39,8 +38,8 @@ class TextStream:
             self._skipped = tokenizer.special_ids.difference(kept)
         self._skip = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._settled: list[int] = []  # ids of the last text: what pending ids are decoded after
-        self._pending: list[int] = []  # ids whose text is not out yet
+        self._settled: list[int] = []  # ids of the last text, the context of pending ids
+        self._pending: list[int] = []  # ids whose text was not returned yet
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; empty while a code point is incomplete."""
@@ -49,7 +48,7 @@ class TextStream:
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer.core, token_id)
-        except Exception:  # raised, untyped, where a token changes text that is already out
+        except Exception:  # the library raises it if a token changes text that was returned
             return self.flush()
         if text:
             self._settled, self._pending = self._pending, []
@@ -57,7 +56,7 @@ class TextStream:
         return self.flush() if len(self._pending) >= _MAX_NUM_PENDING else ""
 
     def flush(self) -> str:
-        """The text of all ids whose text is not out yet, broken code points included."""
+        """The text of all pending ids, including incomplete code points."""
         if not self._pending:
             return ""
         before = self._decode(self._settled)
@@ -71,9 +70,9 @@ class TextStream:
 
 
 class StopStrings:
-    """Cuts a growing text at the first stop string to be complete.
+    """Cuts a growing text at the first complete stop string.
 
-    Of several that end at the same character the longest counts.
+    If several end at the same character, the longest one counts.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -83,7 +82,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that may be shown now. After a match `found` is set and nothing follows."""
+        """The text that can be shown now. After a match, `found` is set and no text follows."""
         self._held += text
         matches = [
             (start + len(stop), start, stop)
@@ -104,7 +103,7 @@ class StopStrings:
         return shown
 
     def _num_held(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         longest = max(len(stop) for stop in self._stops) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             end = self._held[-length:]
@@ -117,8 +116,8 @@ class Detokenizer:
     """The text of one answer: `TextStream` followed by `StopStrings`.
 
     Args:
-        kept: control tokens that are text although others are skipped.
-        num_unchecked: tokens at the start whose text cannot stop the answer (`min_tokens`).
+        kept: control tokens that are kept as text although others are skipped.
+        num_unchecked: number of first tokens whose text cannot stop the answer (`min_tokens`).
     """
 
     def __init__(
@@ -135,11 +134,11 @@ class Detokenizer:
         self._stops = StopStrings(stops, include=include_stop) if stops else None
         self._num_unchecked = num_unchecked
         self.num_tokens = 0
-        self.num_chars = 0  # of the text so far, shown or held back
+        self.num_chars = 0  # length of the text so far, including text that is held back
         self.found: str | None = None  # the stop string that ended the text
 
     def push(self, token_id: int) -> str:
-        """The text that may be shown after one more token."""
+        """The text that can be shown after one more token."""
         self.num_tokens += 1
         text = self._text.push(token_id)
         self.num_chars += len(text)
@@ -148,7 +147,7 @@ class Detokenizer:
         return self._shown(self._stops, text)
 
     def finish(self) -> str:
-        """The rest, when the answer ended without a stop string. May still set `found`."""
+        """The rest of the text at the end of the answer. It may still find a stop string."""
         text = self._text.flush()
         self.num_chars += len(text)
         if self._stops is None:

@@ -1,8 +1,8 @@
-"""The text of an answer that is still being generated, read as if all of it were there.
+"""The text of an answer that is still being generated, for readers that parse it as a whole.
 
 Readers are generators: a reader stops at `yield` if it needs text that has not arrived, and
-continues when there is more, or when the answer has ended. So a format is parsed from left to
-right as if the answer were complete, and the result cannot depend on how the answer was cut into
+continues when there is more, or when the answer has ended. So a reader parses a format from left to
+right as if the answer were complete, and the result does not depend on how the answer was cut into
 deltas. The unread text is never more than a piece and the beginning of a mark, so the time is
 linear in the length of the answer.
 """
@@ -25,11 +25,11 @@ _SPACE = re.compile(r"\s*")
 
 
 def ignore(text: str) -> None:
-    """Takes what nobody wants."""
+    """Discard text."""
 
 
 class Marks:
-    """Texts that are looked for. None may stand inside another one, except at its end."""
+    """Texts to search for. None may be inside another one, except at its end."""
 
     def __init__(self, *marks: str) -> None:
         ordered = sorted(marks, key=len, reverse=True)
@@ -40,7 +40,10 @@ class Marks:
         self._longest = max(map(len, marks), default=0)
 
     def begins_at(self, text: str, start: int) -> int:
-        """Where the end of `text`, which has no mark from `start` on, may begin one."""
+        """The place where a mark may begin that the end of `text` cuts off.
+
+        `text` has no complete mark from `start` on. Returns the length of `text` if there is none.
+        """
         place = max(start, len(text) - max(0, self._longest - 1))
         while found := self.first.search(text, place):
             if text[found.start() :] in self._starts:
@@ -50,21 +53,21 @@ class Marks:
 
 
 class Incoming:
-    """What has come of an answer and is not read yet."""
+    """The part of an answer that has arrived and is not read yet."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._is_over = False
         self._record: list[str] | None = None
-        self._take: Take = ignore  # gets what passes
+        self._take: Take = ignore  # gets the text that passes
         self._search: Search | None = None  # finds the first character of a mark; None: use `push`
 
     def passes(self, text: str) -> bool:
-        """Hands `text` on at once if nothing in it can be a mark that the reader waits for; returns
-        whether it did.
+        """Pass `text` on at once if it cannot be part of a mark that the reader waits for.
 
-        The result is that of `push` and a step of the reader, at half the cost. Most tokens pass.
+        Returns whether it did. The result is that of `push` and a step of the reader, at half the
+        cost. Most tokens pass.
         """
         search = self._search
         if search is None or search(text):
@@ -75,28 +78,28 @@ class Incoming:
         return True
 
     def push(self, text: str, *, is_end: bool) -> None:
-        """More of the answer; `is_end`: nothing follows."""
+        """Add more of the answer. `is_end` tells that nothing follows."""
         self._text = text if self._at == len(self._text) else self._text[self._at :] + text
         self._at = 0
         self._is_over = is_end
 
     def record(self) -> None:
-        """From here on, remember what is read."""
+        """Start to record the text that is read."""
         self._record = []
 
     def recorded(self) -> str:
-        """What was read since `record`."""
+        """The text that was read since `record`."""
         read = "".join(self._record or ())
         self._record = None
         return read
 
     def give_back(self, text: str) -> None:
-        """`text` was read too early: it is unread again."""
+        """Make `text` unread again."""
         self._text = text + self._text[self._at :]
         self._at = 0
 
     def more(self) -> Reading[bool]:
-        """Whether there is unread text. Waits for it; False: the answer is over."""
+        """Wait for unread text. Returns False if the answer is over."""
         while self._at == len(self._text):
             if self._is_over:
                 return False
@@ -108,7 +111,7 @@ class Incoming:
         return self._text[self._at] if (yield from self.more()) else ""
 
     def spaces(self) -> Reading[str]:
-        """Reads white space; returns the character behind it, as `next` does."""
+        """Read white space; returns the character after it, like `next`."""
         while (yield from self.more()):
             found = _SPACE.match(self._text, self._at)
             assert found is not None
@@ -118,7 +121,7 @@ class Incoming:
         return ""
 
     def skip(self, mark: str) -> Reading[bool]:
-        """Reads `mark` if it comes next; returns whether it did."""
+        """Read `mark` if it comes next; returns whether it did."""
         while True:
             unread = len(self._text) - self._at
             if unread >= len(mark):
@@ -132,9 +135,9 @@ class Incoming:
         return is_next
 
     def until(self, marks: Marks, take: Take) -> Reading[str]:
-        """Hands on what comes before the first of `marks`, and reads that.
+        """Pass text to `take` up to the first of `marks`, and read the mark.
 
-        Returns the mark; "": the answer was over before one came.
+        Returns the mark; "" if the answer ended before one came.
         """
         while True:
             text, found = self._text, None
@@ -157,13 +160,13 @@ class Incoming:
             self._search = None
 
     def collect(self, marks: Marks) -> Reading[tuple[str, str]]:
-        """As `until`: what came before the mark, and the mark."""
+        """Like `until`, but returns the text before the mark, and the mark."""
         pieces: list[str] = []
         mark = yield from self.until(marks, pieces.append)
         return "".join(pieces), mark
 
     def word(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Reads as many characters as match `pattern`, which is of one character."""
+        """Read characters as long as they match `pattern`, a pattern for one character."""
         pieces: list[str] = []
         while (yield from self.more()):
             end = self._at
@@ -175,7 +178,7 @@ class Incoming:
         return "".join(pieces)
 
     def json_string(self) -> Reading[str | None]:
-        """Reads a JSON string, at its first quote; None: it is none, or does not end."""
+        """Read a JSON string; None if the next character is not a quote or it does not end."""
         if (yield from self.next()) != '"':
             return None
         pieces: list[str] = []
@@ -183,14 +186,14 @@ class Incoming:
         return _decoded("".join(pieces)) if is_whole else None
 
     def json_value(self, take: Take) -> Reading[bool]:
-        """Hands on one JSON value as it comes, from its first character; returns whether it ended.
+        """Pass one JSON value to `take` while it arrives; returns whether it ended.
 
-        Looks at brackets and strings only: what else is wrong with it, its reader will see.
+        Only brackets and strings are checked; whoever parses the value sees other errors.
         """
         return (yield from self.value(JsonEnd(), take))
 
     def value(self, value_end: ValueEnd, take: Take) -> Reading[bool]:
-        """As `json_value`, for what `value_end` finds the end of."""
+        """Like `json_value`, for a value whose end `value_end` finds."""
         while (yield from self.more()):
             self._search = None
             end = value_end.find(self._text, self._at)

@@ -1,7 +1,7 @@
-"""Reasoning: the text before the answer, between the marks of a model's format.
+"""Reasoning: the text before the answer, between two marks of the model's format.
 
-A chat template may write the first mark itself, so that the output begins inside the reasoning, or
-both marks, so that the model does not reason.
+A chat template may write the first mark, so that the output begins inside the reasoning, or both
+marks, so that the model does not reason.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ TAIL_NUM_TOKENS = 16
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """
+    """A format in which models write reasoning.
+
     Attributes:
-        names: what `--reasoning-parser` calls it; vLLM's names.
-        starts, ends: the marks; of several, models write one or the other.
-        shown_by: texts of which a chat template of such a model has at least one.
-        is_always_open: an answer begins inside, though the prompt does not show it.
-        forced_end: what ends reasoning that is over its budget; "": the first of `ends`.
-        marks: what may be control tokens.
+        names: its names for `--reasoning-parser`, which are vLLM's.
+        starts, ends: the marks; models may write any of several.
+        shown_by: a chat template with any of these texts uses this format.
+        is_always_open: whether an answer begins inside the reasoning although the prompt does not
+            end with a mark.
+        forced_end: text that ends reasoning over its budget; "" for the first of `ends`.
+        marks: texts that may be control tokens.
     """
 
     names: tuple[str, ...]
@@ -49,7 +51,7 @@ class ReasoningFormat:
         return HARMONY_MARKS if self.is_harmony else (*self.starts, *self.ends)
 
     def is_open(self, prompt_tail: str) -> bool:
-        """Whether an answer begins inside.
+        """Whether an answer begins inside the reasoning.
 
         Args:
             prompt_tail: the last characters of the prompt.
@@ -58,7 +60,7 @@ class ReasoningFormat:
         return has_begun or (self.is_always_open and not self.is_closed(prompt_tail))
 
     def is_closed(self, prompt_tail: str) -> bool:
-        """Whether the prompt has ended the reasoning, as templates do that turn it off."""
+        """Whether the prompt has ended the reasoning, which turns it off."""
         return prompt_tail.rstrip().endswith(self.ends)
 
 
@@ -94,10 +96,10 @@ NAMES = ("none", *(name for each in FORMATS for name in each.names))
 
 @functools.lru_cache(maxsize=64)
 def reasoning_format_of(template_source: str, name: str = "") -> ReasoningFormat | None:
-    """How a model writes its reasoning; None: it has none, or in no way that is known here.
+    """The format of a model's reasoning; None if it has none or the format is unknown.
 
     Args:
-        name: of a parser; "": as the chat template shows.
+        name: name of a parser; "" detects it from the chat template.
     """
     return choose_format(FORMATS, template_source, name)
 
@@ -105,10 +107,10 @@ def reasoning_format_of(template_source: str, name: str = "") -> ReasoningFormat
 def read_reasoning(
     text: Incoming, sink: Sink, reasoning: ReasoningFormat, *, is_open: bool
 ) -> Reading[None]:
-    """Reads on up to where the answer proper begins.
+    """Read up to the end of the reasoning.
 
     Args:
-        is_open: the answer begins inside.
+        is_open: whether the answer begins inside the reasoning.
     """
     text.record()
     yield from text.spaces()
@@ -121,12 +123,12 @@ def read_reasoning(
         return
     sink.is_reasoning = True
     yield from text.spaces()
-    thought = Trimmed(sink.reasoning)
-    if (yield from text.until(_marks(reasoning.ends), thought)):
+    trimmed = Trimmed(sink.reasoning)
+    if (yield from text.until(_marks(reasoning.ends), trimmed)):
         sink.is_reasoning = False
         yield from text.word(_LINE_BREAK)
     else:
-        thought.flush()
+        trimmed.flush()
 
 
 _marks = functools.cache(lambda ends: Marks(*ends))

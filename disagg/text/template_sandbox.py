@@ -1,10 +1,10 @@
-"""The sandbox that chat templates run in: bounds their time and the size of their texts.
+"""The sandbox in which chat templates run: limits their time and the size of their texts.
 
 Jinja's own sandbox forbids attributes and mutation. In addition, the time is checked in every
-iteration of every loop, and at every filter, test and call. Where a short expression can produce a
+iteration of every loop, and at every filter, test and call. If a short expression can produce a
 long text (widths, replacements, concatenations, products, lists written as text), the length is
-computed before the text is created.
-An object to which a list refers twice counts twice, because it would be written twice.
+computed before the text is created. An object that is in a list twice counts twice, because it
+would be written twice.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from disagg.errors import InvalidRequest
 
-MAX_NUM_CHARS = 32 << 20  # of a rendered prompt, and of any text that a template makes
-_MAX_PRODUCT = 1 << 20  # of a repeated text or list
-_MAX_ITEMS = 1 << 21  # of what is written out: looking at so many takes about a second
-_MAX_WIDTH = 1 << 16  # that a text is filled up to
-_MAX_PRECISION = 300  # decimal digits: a float has no more
+MAX_NUM_CHARS = 32 << 20  # longest prompt, and longest text that a template makes
+_MAX_PRODUCT = 1 << 20  # longest repeated text or list
+_MAX_ITEMS = 1 << 21  # most values that are written as text; checking them takes about a second
+_MAX_WIDTH = 1 << 16  # largest width to which a text is padded
+_MAX_PRECISION = 300  # most decimal digits; a float has fewer
 
-# In formats: more than four digits, or a width that is an argument. In linear time.
+# Find widths in formats with more than four digits or given as an argument, in linear time.
 _WIDE = {
     "%": re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)"),
     "{": re.compile(r"\{[^{}]*\d{5}|\{[^{}:]*+:[^{}]*+\{"),
 }
-# Nothing for a prompt, and without bounds, or slow on long texts.
+# Filters that prompts do not need and that are unlimited or slow on long texts.
 _LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap")
 
 
 class TemplateTooSlow(InvalidRequest):
-    """Rendering took longer than it may."""
+    """Rendering took longer than allowed."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """
+    """A Jinja environment with limits.
+
     Args:
-        timer: monotonic seconds.
+        timer: returns monotonic seconds.
     """
 
     intercepted_binops = frozenset(["*", "**", "%", "+"])
@@ -62,11 +63,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.filters[name] = self.watched(filter_, _RULES.get(name))
 
     def begin(self, limit_s: float) -> None:
-        """The calling thread may spend so much time from now on."""
+        """Start the time limit of the calling thread."""
         self._limits.seconds = limit_s
         self._limits.ends_s = self._timer() + limit_s
 
     def tick(self) -> None:
+        """Raises `TemplateTooSlow` if the time is over."""
         if self._timer() > self._limits.ends_s:
             raise TemplateTooSlow(
                 "The model's chat template takes longer than"
@@ -78,8 +80,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def watched(
         self, filter_: Callable[..., Any], rule: Callable[..., None] | None = None
     ) -> Callable[..., Any]:
-        """A filter that looks at the time first, and at what `rule` says of its arguments."""
-        num_own = int(hasattr(filter_, "jinja_pass_arg"))  # Jinja's own argument, before the value
+        """Wrap a filter to check the time, and its arguments with `rule`, first."""
+        num_own = int(hasattr(filter_, "jinja_pass_arg"))  # Jinja's own argument before the value
 
         @functools.wraps(filter_)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -91,19 +93,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return checked
 
     def call_test(self, *args: Any, **kwargs: Any) -> bool:
-        """Of `select` and the like, for each item."""
+        """Called for each item by `select` and similar filters."""
         self.tick()
         return bool(super().call_test(*args, **kwargs))
 
     @staticmethod
     def join_texts(*values: Any) -> str:
-        """Raises `SecurityError` when they are too long together."""
+        """Concatenate values. Raises `SecurityError` if the result is too long."""
         _check_size(values)
         return "".join(map(str, values))
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """What Jinja joins the pieces of macros and of `{% set %}` blocks with."""
+        """Called by Jinja to join the pieces of macros and of `{% set %}` blocks."""
         return Sandbox.join_texts(*pieces)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
@@ -134,7 +136,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError("a list is too long")
         return super().call_binop(context, operator, left, right)
 
-    def call(  # the names are Jinja's: they must not meet a keyword argument's
+    def call(  # the parameter names are Jinja's; they cannot collide with keyword arguments
         __self,
         __context: Any,
         __obj: Any,
@@ -163,7 +165,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _BoundedConcatenation(jinja2.visitor.NodeTransformer):
-    """`a ~ b` as a call that looks at the lengths first."""
+    """Replaces `a ~ b` by a call that checks the lengths first."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
         self.generic_visit(node)
@@ -178,7 +180,7 @@ def _call_of(name: str, arguments: list[jinja2.nodes.Expr], lineno: int) -> jinj
 def check_json(
     value: Any, indent: int | str | None, separators: Sequence[str] | None = None
 ) -> None:
-    """Raises `SecurityError` when `value` as JSON, `indent` for each level, is too long."""
+    """Raises `SecurityError` if `value` as JSON with this `indent` per level is too long."""
     width = len(indent) if isinstance(indent, str) else indent or 0
     between = sum(map(len, separators or ", "))
     _check_width(width)
@@ -187,7 +189,7 @@ def check_json(
 
 
 def check_form(form: str) -> str:
-    """A form of dates. Raises `SecurityError` when it is too long: each mark becomes a text."""
+    """Check a date format. Raises `SecurityError` if it is too long."""
     _check_width(len(form))
     return form
 
@@ -203,16 +205,16 @@ def _check_width(width: int) -> None:
 
 
 def _check_size(value: Any, indent: int = 0, between: int = 2) -> int:
-    """About the length of `value` written out.
+    """The approximate length of `value` as text.
 
-    Raises `SecurityError` as soon as it is too long, or has more values than a request may.
+    Raises `SecurityError` as soon as it is too long or has too many values.
     """
     num_chars, num_items, rest = 0, 0, [(value, 0)]
     while rest:
         item, depth = rest.pop()
         num_items += 1
         if num_items > _MAX_ITEMS:
-            raise SecurityError(f"something would be written out as more than {_MAX_ITEMS} values")
+            raise SecurityError(f"a value has more than {_MAX_ITEMS} items to write as text")
         if isinstance(item, str | bytes):
             num_chars += len(item)
         elif isinstance(item, Mapping | list | tuple):
@@ -238,13 +240,13 @@ def _size(operand: Any) -> float:
 
 
 def _writable(value: Any) -> Any:
-    """Of every expression that is written out."""
+    """Called for every expression that is written as text."""
     if isinstance(value, Mapping | list | tuple):
         _check_size(value)
     return value
 
 
-# Rules take what the filter or method takes, and raise `SecurityError`.
+# Rules take the arguments of the filter or method, and raise `SecurityError`.
 
 
 def _padded(text: Any, width: int = 80, fillchar: Any = None) -> None:

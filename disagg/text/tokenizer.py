@@ -1,8 +1,8 @@
-"""Text to token ids and back, over a model's `tokenizer.json`. No code from a model directory runs.
+"""Converts text to token ids and back with a model's `tokenizer.json`. Runs no code of the model.
 
-In a prompt that the client wrote itself (`/v1/completions`), special tokens are parsed. Text inside
-chat messages never becomes a control token, because the writer of a message must not be able to end
-it and start one of another role. `shield` breaks such text before the template sees it, and
+In a prompt that the client wrote itself (`/v1/completions`), special tokens are parsed. Text in
+chat messages never becomes a control token, because the author of a message must not be able to end
+it and start a message of another role. `shield` breaks such text before the template sees it, and
 `encode_chat` removes the breaks while it encodes.
 """
 
@@ -19,17 +19,17 @@ from disagg.errors import ModelError
 
 BREAK = "\ufdd0"  # a Unicode noncharacter, reserved for use inside a program
 
-# The library keeps how it cut words of up to 256 bytes, 10,000 of them, at up to 8 KB each; where a
-# tokenizer knows no words, a whole prompt is one. Measured: as fast with none kept (decision 38).
+# By default the library caches the tokens of 10,000 words of up to 256 bytes, at up to 8 KB each. A
+# tokenizer without words treats a whole prompt as one. A smaller cache is as fast (decision 38).
 NUM_WORDS_KEPT = 1000
 
-# Of a text that is counted in pieces, and what the cuts between them are taken to add at most.
+# Size of the pieces in which a text is counted, and how many tokens the cuts between them may add.
 PIECE_NUM_CHARS = 1 << 16
 CUT_SHARE = 16
 CUT_NUM_TOKENS = 64
 
-SHIELDED_NUM_CHARS = 1 << 18  # at a time
-FEW_IDS = 4096  # are decoded in less than a millisecond
+SHIELDED_NUM_CHARS = 1 << 18  # longest text that is shielded without letting other threads run
+FEW_IDS = 4096  # so few ids are decoded in less than a millisecond
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -38,7 +38,7 @@ class Tokenizer:
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         core.no_truncation()
         core.no_padding()
-        if hasattr(core.model, "_resize_cache"):  # there is no other way, short of the model's file
+        if hasattr(core.model, "_resize_cache"):  # the library has no public method for this
             core.model._resize_cache(NUM_WORDS_KEPT)
         self.core = core
         vocab = core.get_vocab(with_added_tokens=True)
@@ -55,37 +55,36 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, text: str, model: str) -> Tokenizer:
-        """
+        """Make a tokenizer from the text of a `tokenizer.json`.
+
         Args:
-            text: what `tokenizer.json` holds.
-            model: whose, for the message.
+            text: content of the file.
+            model: name of the model, for error messages.
 
         Raises:
-            ModelError: it is broken.
+            ModelError: the file is invalid.
         """
         try:
             tokenizer = cls(tokenizers.Tokenizer.from_str(text))
-        except Exception as error:  # the library raises nothing narrower
-            raise ModelError(
-                f"The tokenizer.json of {model} cannot be read as a tokenizer: {error}."
-            ) from error
+        except Exception as error:  # the library raises plain exceptions
+            raise ModelError(f"The tokenizer.json of {model} is invalid: {error}.") from error
         if not tokenizer.num_ids:
             raise ModelError(f"The tokenizer.json of {model} has no tokens; download it again.")
         return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are taken as such."""
-        # As a batch of one: only then does the library let other threads run meanwhile. The fast
-        # kind leaves out each token's place in the text: a half to a quarter of the time.
+        """Token ids of `text`. Special tokens written in it become special tokens."""
+        # Only batch methods let other threads run meanwhile. The fast one leaves out the offsets of
+        # tokens and takes a half to a quarter of the time.
         (encoded,) = self.core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
     def has_more_tokens(self, text: str, num_tokens: int) -> bool:
         """Whether `text` certainly has more than `num_tokens` tokens.
 
-        Costs about what it takes to encode so many, however long `text` is: pieces of it are
-        encoded until they have more. A cut changes a few tokens beside it, so pieces must have
-        clearly more.
+        It takes about as long as encoding that many tokens, however long `text` is: pieces of the
+        text are encoded until they have more. A cut changes a few tokens next to it, so the pieces
+        must have clearly more.
         """
         enough = num_tokens + num_tokens // CUT_SHARE + CUT_NUM_TOKENS
         counted = 0
@@ -98,13 +97,14 @@ class Tokenizer:
         return False
 
     def shield(self, text: str) -> str:
-        """`text` with every control token in it broken after its first character.
+        """Break every control token in `text` after its first character.
 
-        A break that was there before vanishes like ours, and nothing forms across it.
+        `encode_chat` removes all breaks, also those that were in the text before, and no control
+        token can form across a break.
         """
         if len(text) <= SHIELDED_NUM_CHARS:
             return self._control_start.sub(rf"\g<0>{BREAK}", text)
-        # In parts, between which other threads run: a text may be millions of control tokens.
+        # Long texts are processed in parts, so that other threads run in between.
         size, more = SHIELDED_NUM_CHARS, self._longest_control - 1
         places = [
             match.end()
@@ -115,9 +115,9 @@ class Tokenizer:
         return BREAK.join(text[start:end] for start, end in pairwise([0, *places, len(text)]))
 
     def encode_chat(self, rendered: str) -> list[int]:
-        """Token ids of a rendered template, whose own control tokens count as such.
+        """Token ids of a rendered template. Its own control tokens become control tokens.
 
-        Pieces between breaks are encoded one by one, so no token spans a break.
+        Pieces between breaks are encoded separately, so no token spans a break.
         """
         pieces = [piece for piece in rendered.split(BREAK) if piece]
         encoded = self.core.encode_batch_fast(pieces, add_special_tokens=False)
@@ -127,12 +127,12 @@ class Tokenizer:
         ids = list(token_ids)
         if len(ids) <= FEW_IDS:
             return self.core.decode(ids, skip_special_tokens=skip_special_tokens)
-        # As a batch of one: other threads run meanwhile.
+        # Only batch methods let other threads run meanwhile.
         (text,) = self.core.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def _control_ids_in(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """The control tokens that stand in one of `texts`."""
+        """The control tokens that one of `texts` contains."""
         tokens = {number: self.core.id_to_token(number) or "" for number in self.special_ids}
         return frozenset(
             number
@@ -141,7 +141,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for; a code point may be spread over several tokens."""
+        """The bytes of one token. A code point may consist of several tokens."""
         piece = self.core.id_to_token(token_id)
         if piece is None or token_id in self._added_ids:
             return (piece or "").encode()
@@ -153,7 +153,7 @@ class Tokenizer:
         return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
 
     def token_text(self, token_id: int) -> str:
-        """One token for reading; bytes that are no text are written as `bytes:\\x..`."""
+        """The text of one token. Bytes that are not text are written as `bytes:\\x..`."""
         raw = self.token_bytes(token_id)
         try:
             return raw.decode()
@@ -162,10 +162,10 @@ class Tokenizer:
 
 
 def _starts_of(texts: Sequence[str]) -> str:
-    """A pattern of the first character of any of `texts`, where the whole of one stands.
+    """A pattern that matches the first character of each occurrence of any of `texts`.
 
-    It begins with a character, not with a lookahead, so that `re` skips to the next one that can
-    be right: ten times as fast, and no other thread runs while it searches.
+    It begins with a character instead of a lookahead, so that `re` can skip to the next candidate,
+    which is ten times as fast; no other thread runs while it searches.
     """
     by_first = groupby(sorted(text for text in texts if text), key=lambda text: text[0])
     return (
@@ -178,12 +178,12 @@ def _starts_of(texts: Sequence[str]) -> str:
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """A pattern that matches where any of `texts` begins, perhaps the shortest only.
+    """A pattern that matches any of `texts`, or a prefix of one that is also in `texts`.
 
-    Beginnings that texts share are tried once, so a search takes time linear in its text however
-    many control tokens there are.
+    Common prefixes are tried once, so a search takes time linear in its text, however many control
+    tokens there are.
     """
-    low, high = min(texts), max(texts)  # what these two share, all share
+    low, high = min(texts), max(texts)  # a prefix of these two is a prefix of all
     pairs = enumerate(zip(low, high, strict=False))
     prefix = low[: next((index for index, (a, b) in pairs if a != b), len(low))]
     rests = sorted({text[len(prefix) :] for text in texts})
@@ -194,7 +194,7 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet of one printable character per byte, as byte-level BPE files use it."""
+    """GPT-2's alphabet, which has one printable character per byte; byte-level BPE files use it."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

@@ -15,22 +15,24 @@ _PYTHON = re.compile(r"""["'(){}\[\],]""")
 
 
 class ValueEnd(Protocol):
+    """Finds the end of one value that arrives in pieces."""
+
     def find(self, text: str, start: int) -> int | None:
-        """The end of the value in `text`, which continues it at `start`; None: it goes on."""
+        """The end of the value in `text`, which continues it at `start`; None if it goes on."""
 
     def next_mark(self) -> Search | None:
-        """Finds whatever the next `find` would look at; None: text must go to `find`."""
+        """A search for characters that matter to the next `find`; None if `find` needs all text."""
 
 
 class _Strings:
-    """Skips strings."""
+    """Tracks whether the text is inside a string, and skips strings."""
 
     def __init__(self) -> None:
         self._quote = ""
         self._is_escaped = False
 
     def skip(self, text: str, at: int) -> int:
-        """The place behind the string that `at` is in, if it is in one."""
+        """The place after the string that `at` is in, or `at` if it is in none."""
         while self._quote and at < len(text):
             if self._is_escaped:
                 at, self._is_escaped = at + 1, False
@@ -53,14 +55,14 @@ class _Strings:
         return bool(self._quote)
 
     def next_mark(self, outside: Search) -> Search | None:
-        """See `ValueEnd`. Args: outside: finds what matters outside of strings."""
+        """See `ValueEnd`. `outside` finds the characters that matter outside of strings."""
         if not self._quote:
             return outside
         return None if self._is_escaped else _STRING_END[self._quote].search
 
 
 class JsonEnd:
-    """Of one JSON value."""
+    """Finds the end of a JSON value."""
 
     def __init__(self) -> None:
         self._strings = _Strings()
@@ -94,7 +96,7 @@ class JsonEnd:
 
 
 class PythonEnd:
-    """Of a Python literal that is an argument: what follows it is a comma or a bracket's end."""
+    """Finds the end of a Python literal that is an argument: a comma or closing bracket follows."""
 
     def __init__(self) -> None:
         self._strings = _Strings()

@@ -16,7 +16,7 @@ from disagg.models.model_config import ModelConfig
 from disagg.planner.step_sizes import largest_step
 from disagg.router.autoscale import pools
 
-_ABOUT = 1.1  # of a checkpoint whose weights stay quantised: zeros in bytes, rows filled up
+_ABOUT = 1.1  # tolerance for padding of weights that stay quantised
 
 
 def check_tier(
@@ -29,17 +29,17 @@ def check_tier(
     """Read the model's description, and check that the model fits into memory.
 
     Args:
-        gpu_nbytes: memory of each GPU; None: not known here, so each worker checks its own.
+        gpu_nbytes: memory of each GPU; None if unknown here, so that each worker checks its own.
         is_here: whether workers run on this machine.
-        gpu_name: as the driver says it; empty: not known.
-        tell: gets sentences for the user.
+        gpu_name: name of the GPU from the driver; "" if unknown.
+        tell: called with sentences for the user.
 
     Returns:
-        bytes of host memory that its workers take for KV and for the largest step, as far as that
-        is known here.
+        Bytes of host memory that its workers take for KV and for the largest step, as far as known
+        here.
 
     Raises:
-        StartupError: with a message for the user; also as `ModelError` or `NotEnoughMemory`.
+        StartupError: the tier cannot be served; also `ModelError` and `NotEnoughMemory`.
     """
     model = describe_model(tier.directory)
     if model.reads_images:
@@ -56,7 +56,7 @@ def check_tier(
             largest_step=largest_step(engine, model, gpu_name),
         )
         if plan is not None and role == "decode":
-            loaded_nbytes = plan.weights_nbytes * engine.tensor_parallel_size  # about
+            loaded_nbytes = plan.weights_nbytes * engine.tensor_parallel_size  # approximately
             sentence = loading_sentence(engine, model, loaded_nbytes)
             if sentence:
                 tell(sentence)
@@ -75,27 +75,29 @@ def _check_cores(num_ranks: int) -> None:
     num_cores = len(os.sched_getaffinity(0))
     if num_ranks > num_cores:
         raise StartupError(
-            f"tensor_parallel_size = {num_ranks}: a worker of {num_ranks} ranks on a CPU needs a"
-            f" core for each, and this machine has {num_cores}.",
+            f"tensor_parallel_size = {num_ranks} needs a CPU core for each rank of a worker, but"
+            f" this machine has {num_cores}; lower it.",
             param="tensor_parallel_size",
         )
 
 
 def loading_sentence(engine: EngineConfig, model: ModelDescription, loaded_nbytes: int) -> str:
-    """A sentence that quantised weights take more memory than their files; empty if they do not."""
+    """A sentence about quantised weights that take more memory than their files, else ""."""
     if not model.is_quantized or loaded_nbytes <= _ABOUT * model.stored_nbytes:
         return ""
     dtype = choose_dtype(engine, model.config, choose_device(engine))
-    how = f"are widened to {engine.quantization or dtype} when they are loaded"
+    how = f"are converted to {engine.quantization or dtype} when they are loaded"
     if engine.quantization == "packed":
-        how = f"keep their bits, and their scales and what has no such form become {dtype}"
+        how = f"stay packed, but their scales and unquantised weights become {dtype}"
     sizes = f"{_size(loaded_nbytes)} instead of {_size(model.stored_nbytes)}"
-    return f"The weights of {model.name} {how}: {sizes}."
+    return f"The weights of {model.name} {how}; they take {sizes}."
 
 
 def cpu_steps_sentence(tiers: Iterable[TierConfig]) -> str:
-    """A sentence that says whether decode steps on a CPU are compiled, and for which models torch
-    computes them anyway. The models are those that `check_tier` accepts."""
+    """A sentence on what computes decode steps on a CPU: the compiled step, or torch.
+
+    The models must be accepted by `check_tier`.
+    """
     found = find_step()
     if found.loaded is None:
         return found.sentence
@@ -113,7 +115,7 @@ def cpu_steps_sentence(tiers: Iterable[TierConfig]) -> str:
 
 
 def _why_torch(engine: EngineConfig, model: ModelConfig) -> str:
-    """Why the compiled step is for other models; empty if it computes this one."""
+    """Why the compiled step does not support a model; "" if it does."""
     why = why_not_compiled(model)
     dtype = choose_dtype(engine, model, "cpu")
     if not why and dtype != "bfloat16":

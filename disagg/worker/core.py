@@ -1,8 +1,7 @@
 """The part of a worker that runs in the engine's thread: streams, KV import, KV export, draining.
 
-Decides where a request enters (KV import or engine) and what happens between two steps.
-Deterministic: it has no thread, no socket and no clock, so tests run whole fleets of these in one
-thread.
+It decides where a request enters (KV import or engine) and what happens between two steps. It is
+deterministic and has no thread, socket or clock, so tests run whole fleets of it in one thread.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class WorkerCore:
 
     Every method is called in the thread that owns the engine. `now`: Unix seconds.
 
-    accepting: if False, new requests are refused with `Unavailable`; running ones go on.
+    accepting: if False, new requests are refused with `Unavailable`; running ones continue.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -70,13 +69,13 @@ class WorkerCore:
 
     @property
     def is_idle(self) -> bool:
-        """No stream is open, and no blocks are held for a reader."""
+        """Whether no stream is open and no blocks are held for another worker."""
         return not self._streams.num_open and not self._kv_export.num_holds
 
     def start(self, link_id: LinkId, start: Start, now: float) -> None:
         """Start a request. A refusal is the only delta of its stream."""
         sequence = self._streams.open(link_id, start, now)
-        if sequence.num_output_tokens:  # rerouted: its client waits for the next token
+        if sequence.num_output_tokens:  # it was rerouted, and its client waits for the next token
             sequence.stream_since = now, sequence.num_tokens
         with self._ending(sequence):
             if not self.accepting:
@@ -97,10 +96,10 @@ class WorkerCore:
             return TokenDelta(start.stream_id, (), error=WireError.from_error(error))
         return TokenDelta(start.stream_id, (), ticket=ticket)
 
-    def prefetch(self, asked: Prefetch, now: float) -> None:
-        """Pull the blocks of an early ticket; the request will be sent here later."""
+    def prefetch(self, message: Prefetch, now: float) -> None:
+        """Pull the blocks of an early ticket, whose request will be sent here later."""
         if self.accepting:
-            self._kv_import.prefetch(asked, now)
+            self._kv_import.prefetch(message, now)
 
     def drain(self, leave_by_s: float) -> None:
         """Refuse new requests, and hand over running ones that will not finish in time."""
@@ -113,15 +112,15 @@ class WorkerCore:
         )
 
     def cancel(self, link_id: LinkId, stream_id: int) -> None:
-        """Cancel a stream and its sequence, in any state; no delta follows."""
+        """Cancel a stream and its sequence in any state. No delta follows."""
         self._cancel(sequence_id(link_id, stream_id))
 
     def release(self, ticket_id: str) -> None:
-        """Free the blocks of a ticket of this worker: it will not be used."""
+        """Free the blocks of a ticket of this worker that will not be used."""
         self._kv_export.release(ticket_id)
 
     def close_link(self, link_id: LinkId, now: float) -> None:
-        """Cancel all streams of a link. Shorten the holds of its tickets, which may be lost."""
+        """Cancel all streams of a link. Its tickets may be lost, so their holds are shortened."""
         for name in self._streams.of_link(link_id):
             self._cancel(name)
         self._kv_export.hurry(lambda ticket_id: is_of_link(ticket_id, link_id), now)
@@ -132,18 +131,20 @@ class WorkerCore:
             try:
                 self._transport.add_peer(peer)
             except TransferFailed as error:
-                # No request is lost: its tickets are refused, and their prompts computed here.
+                # No request fails: tickets of this worker are refused, and prompts computed here.
                 log.warning("Cannot pull from %s: %s", peer.worker_id, error.message)
 
     def forget_peers(self, gone: Iterable[str]) -> None:
-        """Forget workers that have left. If another ingress still routes to one of them, its next
-        request brings the address again."""
+        """Forget workers that have left.
+
+        If another ingress still uses one of them, its next request brings the address again.
+        """
         for worker_id in gone:
             self._transfer_times.forget(worker_id)
             self._transport.forget_peer(worker_id)
 
     def advance(self, now: float) -> bool:
-        """Advance imports, exports and the drain, between two steps. True: call again soon."""
+        """Advance imports, exports and the drain between two steps. True: call again soon."""
         self._engine.scheduler.step_budget.now_s = now
         for event in self._transport.poll():
             match event:
@@ -174,7 +175,7 @@ class WorkerCore:
             result.seconds,
         )
         self._add_early(deltas)
-        if result.failure is not None:  # nothing may wait for an engine that is broken
+        if result.failure is not None:  # no request may wait for a failed engine
             self.accepting = False
             for link_id, last in self._streams.fail_all(result.failure).items():
                 deltas.setdefault(link_id, []).extend(last)
@@ -189,7 +190,7 @@ class WorkerCore:
         return self._host.hashes() if self._host is not None else ()
 
     def status(self, status: WorkerStatus | None = None, home_ingress: str = "") -> WorkerStatus:
-        """The worker's load: the engine's (by default its current one), imports, holds, pulls."""
+        """The worker's status. `status` is the engine's part, by default its current one."""
         status = status or self._engine.status()
         return msgspec.structs.replace(
             status,
@@ -213,7 +214,7 @@ class WorkerCore:
         self._engine.check([*self._kv_export.holders(), *self._kv_import.holders()])
 
     def close(self) -> None:
-        """Close the transport and the tiers. The engine has stopped."""
+        """Close the transport and the tiers, after the engine has stopped."""
         self._transport.close()
         if self._host is not None:
             self._host.close()
@@ -231,25 +232,25 @@ class WorkerCore:
         except DisaggError as error:
             self._engine.end(sequence, error)
         except Exception as error:
-            named = {"request_id": sequence.request_id}
-            log.exception("A request could not be taken in.", extra=named)
+            extra = {"request_id": sequence.request_id}
+            log.exception("A request failed at its start because of a bug.", extra=extra)
             self._engine.end(sequence, EngineFailed(f"The worker failed on this request: {error}."))
 
     def _cancel(self, name: str) -> None:
         self._streams.close(name)
         if not self._kv_import.cancel(name) and self._engine.abort(name) is None:
-            self._kv_export.release(name)  # the sequence has left, so the ticket will not be used
+            self._kv_export.release(name)  # only its ticket is left, and will not be used
 
     def _add_early(self, deltas: dict[LinkId, list[TokenDelta]]) -> None:
         """Add early tickets for the finished blocks of prompts that will be handed over."""
         plan = self._engine.last_plan
         for sequence in plan.sequences[plan.num_decodes :]:
             if not sequence.hand_over or not self._streams.is_open(sequence):
-                continue  # it is not handed over, or has left
+                continue
             try:
                 ticket = self._kv_export.early_ticket(sequence)
-            except Exception:  # then all blocks are pulled at the end
-                log.exception("No early ticket for %s.", sequence.request_id)
+            except Exception:  # all blocks are pulled after the prefill instead
+                log.exception("Could not make an early ticket for %s.", sequence.request_id)
                 continue
             if ticket is not None:
                 link_id, delta = self._streams.early_delta(sequence, ticket)
@@ -262,9 +263,9 @@ class WorkerCore:
         record_pull(pulled.traceparent, done, now)
         if done.error is None:
             source_id = pulled.ticket.source_id
-            # Bytes of one rank, as in every prediction: ranks pull side by side.
+            # Predictions use the bytes of one rank, because ranks pull in parallel.
             nbytes = done.num_blocks * self._block_nbytes
             self._transfer_times.observe(source_id, nbytes, done.seconds, done.lane)
         else:
-            then = "pulled later" if pulled.is_early else "computed here"
-            log.warning("KV of %s is %s: %s", pulled.ticket.ticket_id, then, done.error)
+            then = "is pulled later" if pulled.is_early else "is computed here instead"
+            log.warning("A KV pull failed; %s %s: %s", pulled.ticket.ticket_id, then, done.error)

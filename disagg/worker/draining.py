@@ -1,8 +1,8 @@
-"""Draining: empties a worker that is to stop, without computing any token twice.
+"""Draining: empties a worker that is about to stop, without computing any token twice.
 
-Sequences that have not begun are refused, and rerouted by their ingress. Sequences that are
+Sequences that have not begun are refused, so that their ingress reroutes them. Sequences that are
 predicted to finish in time may finish. The others are handed over after one more token, with a
-ticket for their KV, as after a prefill. Owned by the engine's thread.
+ticket for their KV, as after a prefill. It is used by the engine's thread only.
 """
 
 from __future__ import annotations
@@ -58,5 +58,5 @@ class Draining:
 
 
 def _num_steps(sequence: Sequence) -> int:
-    """Upper bound of the steps until a sequence ends."""
+    """Upper bound of the number of steps until a sequence ends."""
     return sequence.max_num_tokens - len(sequence.tokens)

@@ -1,9 +1,9 @@
-"""Measures an engine's step times before its first request, as the start of its time model.
+"""Measures an engine's step times before its first request, to start its time model.
 
 Without these times the first long prompt on a slow machine would look like a hung engine. Routers
-also use them, until a worker of the pool has served requests. Workers that start together slow each
-other down while they are measured, and a worker that seems slow would get no requests that could
-correct the figure.
+also use them until a worker of the pool has served requests, and not longer: workers that start
+together slow each other down, and a worker that seems slow would get no requests that could correct
+its figure.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.time_model import StepFeatures, StepTimeFit, StepTimeModel
 
-SHORT_PROMPTS = (2, 4, 8, 16, 32)  # attention kernels differ by the height of their tiles
-NUM_TOKENS = 64  # of the prompt: enough to tell the cost of a token from the cost of a step
+SHORT_PROMPTS = (2, 4, 8, 16, 32)  # attention kernels with different tile sizes compile for these
+NUM_TOKENS = 64  # length of the prompt, enough to separate the cost of a token from that of a step
 NUM_DECODES = 3
 NUM_TRIES = 3
 LEAST_OF_PRIOR = 0.01
-NUM_TELLINGS = 32  # observations of each time: a fit moves slowly, and may start far away
+NUM_TELLINGS = 32  # how often each time is observed; the fit moves slowly and may start far away
 
 
 def first_steps(
@@ -29,9 +29,9 @@ def first_steps(
     """Step times of a short prompt and its answer. Its blocks are not cached.
 
     Args:
-        engine: with warm kernels, and without requests.
-        timer: monotonic seconds.
-        prior: used for what these steps do not show.
+        engine: an engine with warm kernels and without requests.
+        timer: returns monotonic seconds.
+        prior: gives the coefficients that these steps do not show.
     """
     scheduler = engine.scheduler
     room = min(scheduler.max_model_len, engine.pool.num_blocks * engine.pool.block_size)
@@ -42,16 +42,16 @@ def first_steps(
         if num_short < num_tokens:
             engine.submit(_sequence(num_short, max_tokens=1))
             while engine.has_work:
-                engine.step()  # may compile, so its time is not used
+                engine.step()  # it may compile kernels, so its time is not used
     tries = [_timed_steps(engine, timer, num_tokens) for _ in range(NUM_TRIES)]
     scheduler.enable_prefix_caching, scheduler.prompt_lookup = caching, lookup
     prior = prior or StepTimeModel()
     times = StepTimeFit(prior)
     for same in list(zip(*tries, strict=True)) * NUM_TELLINGS:
         features, _ = same[0]
-        times.observe(features, min(seconds for _, seconds in same))  # others only add time
+        times.observe(features, min(seconds for _, seconds in same))  # other loads only add time
     both = zip(times.model.coefficients, prior.coefficients, strict=True)
-    # The result is a prior again, and a coefficient that is 0 there could never grow.
+    # The result is used as a prior, in which a coefficient of 0 could never grow.
     return StepTimeModel(tuple(max(found, LEAST_OF_PRIOR * before) for found, before in both))
 
 

@@ -1,40 +1,40 @@
-"""Detects a hung engine: its thread completes no iteration, for longer than a step may take.
+"""Detects a hung engine, whose thread completes no iteration for longer than a step may take.
 
-Time is counted in checks of the watching task, not on a clock. While the process is stopped or gets
-no CPU time, the task makes no checks either, so the engine is not mistaken for a hung one.
+Time is counted in checks of the watching task, not with a clock. While the process is stopped or
+gets no CPU time, the task makes no checks either, so the engine does not look hung.
 """
 
 from __future__ import annotations
 
 LOOK_S = 0.25  # between two checks
 TURN_S = 3.0  # an iteration may take this long, plus ...
-STEP_FACTOR = 4.0  # ... so many times the predicted seconds of the running step
-DEAD_FACTOR = 3.0  # a worker is replaced later than it is avoided: a restart loses its cache
+STEP_FACTOR = 4.0  # ... this many times the predicted seconds of the running step
+DEAD_FACTOR = 3.0  # a worker is replaced later than it is avoided, because that loses its cache
 
 
 class Liveness:
     """Whether one engine hangs, from successive checks."""
 
     def __init__(self) -> None:
-        self.still_s = 0.0  # since the engine last completed an iteration
+        self.still_s = 0.0  # time since the engine completed an iteration
         self._limit_s = TURN_S
         self._num_turns = -1
 
     @property
     def is_stalled(self) -> bool:
-        """The engine hangs: its requests should be rerouted."""
+        """Whether the engine hangs, so that its requests should be rerouted."""
         return self.still_s > self._limit_s
 
     @property
     def is_dead(self) -> bool:
-        """The engine hangs for good: the worker should be replaced."""
+        """Whether the engine hangs for so long that the worker should be replaced."""
         return self.still_s > DEAD_FACTOR * self._limit_s
 
     def look(self, num_turns: int, step_s: float) -> bool:
-        """Compare with the last check. True once, when the engine is first found stalled.
+        """Check once. Returns True only when the engine is found stalled for the first time.
 
         Args:
-            num_turns: iterations of the engine's thread so far.
+            num_turns: number of iterations of the engine's thread so far.
             step_s: predicted seconds of the running step.
         """
         was_stalled = self.is_stalled

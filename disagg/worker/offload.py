@@ -1,6 +1,6 @@
 """KV offload: saves blocks to host memory when they fill, and to the store when they are evicted.
 
-Owned by the engine's thread.
+It is used by the engine's thread only.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class KVOffload:
     """Copies blocks of an engine's cache to host memory and to the store.
 
     Args:
-        read_blocks: bytes of blocks, by block id, or functions that the store's thread calls for
-            them.
+        read_blocks: returns the bytes of blocks by block id, or functions that return them in the
+            store's thread.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class KVOffload:
         """Copy the blocks that a step has added to the cache.
 
         Args:
-            ended: sequences whose blocks are now the most recently used in host memory, the
-                first block of each most of all.
+            ended: sequences that have ended. Their blocks become the most recently used in host
+                memory, and the first block of each the most recent one.
         """
         if self._host is None:
             return
@@ -55,10 +55,10 @@ class KVOffload:
             self._host.touch(sequence.block_hashes)
 
     def save_evicted(self, evicted: list[tuple[int, BlockHash]]) -> None:
-        """Save blocks that are about to be overwritten. `Engine.save_evicted`.
+        """Save blocks that are about to be overwritten. The engine calls it.
 
-        Only blocks that are not in host memory go to the store now; host memory writes its blocks
-        there when it evicts them.
+        Blocks that are in host memory are not stored now; the host tier stores them when it evicts
+        them.
         """
         if self._host is not None:
             evicted = [each for each in evicted if each[1] not in self._host]

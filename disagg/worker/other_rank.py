@@ -1,4 +1,4 @@
-"""Another rank of a worker, as the first one sees it: messages, and the process behind them.
+"""The first rank's interface to another rank of its worker: messages, and the rank's process.
 
 `LocalRank` is a child process that ends with the worker. `RemoteRank` is on another node, where
 `RankNodes` has started it; it ends when its connections to the first rank end.
@@ -48,8 +48,8 @@ from disagg.rank_messages import (
 from disagg.worker.rank_listener import Address, RankListener, is_over
 
 STOP_TIMEOUT_S = 5.0
-CONNECT_TIMEOUT_S = 120.0  # for a process on another node to be started and to connect
-LOOK_S = 0.2  # between two looks whether it has ended instead
+CONNECT_TIMEOUT_S = 120.0  # for a process on another node to start and to connect
+LOOK_S = 0.2  # between two checks whether the process has ended instead
 Answer = TypeVar("Answer", RankUp, RankLoaded, RankReady)
 
 
@@ -58,7 +58,7 @@ class Rank(ABC):
     `store.ranked_copier.RankCopier` and `store.ranked_store.RankStore`.
 
     Attributes:
-        num_damaged: damaged values that it has read from the store, as of its last fetch.
+        num_damaged: number of damaged values that it has read from the store until its last fetch.
     """
 
     _control: Connection
@@ -74,7 +74,7 @@ class Rank(ABC):
         self._fetched: list[tuple[int, str | None]] = []
         self.num_damaged = 0
         self._is_gone = False
-        self._failure: str | None = None  # what it said when it ended by itself
+        self._failure: str | None = None  # the rank's error message if it failed
 
     @property
     def name(self) -> str:
@@ -84,39 +84,41 @@ class Rank(ABC):
 
     @abstractmethod
     def wait_end(self) -> str:
-        """Wait until it has ended. Returns how: a sentence without its full stop."""
+        """Wait until the rank has ended. Returns how, as a sentence without a full stop."""
 
     @abstractmethod
     def was_killed(self) -> bool | None:
-        """Whether it was killed or its node is gone; False if it ended by itself; None: it runs.
-        Only the thread that reads its messages may ask."""
+        """Whether the rank was killed or its node is gone; False if it failed; None if it runs.
+
+        Only the thread that reads its messages may call this.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """It ends when its pipes do."""
+        """Close the pipes to the rank, which ends it."""
 
     @abstractmethod
     def wait_closed(self) -> None:
-        """After `close`; kills it if it does not end."""
+        """Wait for the end of the rank after `close`; kills it if it does not end."""
 
     # Messages.
 
     def answer(self, kind: type[Answer]) -> Answer:
-        """Wait for a message of the start.
+        """Wait for a message of this kind, which the rank sends while it starts.
 
         Raises:
-            StartupError: it failed, or ended; the message names the rank.
+            StartupError: the rank failed or ended; the message names it.
         """
         try:
             message = decode_from_rank(self._control.recv_bytes())
         except (EOFError, OSError):
             raise StartupError(
-                f"{self.wait_end()}; the worker cannot start, and the rank's log has the reason."
+                f"{self.wait_end()}, so the worker cannot start; see the rank's log for the reason."
             ) from None
         if isinstance(message, kind):
             return message
         why = message.message if isinstance(message, RankFailed) else repr(message)
-        raise StartupError(f"{self._name} could not start: {why}")
+        raise StartupError(f"{self._name} cannot start: {why}")
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
         self._tell(RankCache(num_blocks, max_num_seqs))
@@ -129,7 +131,7 @@ class Rank(ABC):
 
     @property
     def peer(self) -> Peer:
-        assert self._peer is not None, "it is not ready"
+        assert self._peer is not None, "the rank is not ready"
         return self._peer
 
     def add_peer(self, peer: Peer) -> None:
@@ -182,12 +184,12 @@ class Rank(ABC):
         return not self._is_gone and self._control.poll(timeout_s)
 
     def _read(self) -> None:
-        """Sort the reports that have come."""
+        """Read and sort the rank's reports."""
         while not self._is_gone and self._control.poll():
             try:
                 report = decode_from_rank(self._control.recv_bytes())
             except (EOFError, OSError):
-                self._is_gone = True  # `watch` reports that; here it would be one request's error
+                self._is_gone = True  # `watch` reports this; an error here would fail one request
                 return
             match report:
                 case RankPulled(number=number, done=done):
@@ -204,18 +206,18 @@ class Rank(ABC):
                     self.num_damaged = num_damaged
 
     def _begin(self, task: RankTask) -> None:
-        # If it has ended, `watch` reports that. An error here would end one request, whose blocks
-        # the first rank may be writing to.
+        # If the rank has ended, `watch` reports it. An error here would end one request, to whose
+        # blocks the first rank may be writing.
         with contextlib.suppress(OSError):
             self._steps.send_bytes(encode(task))
 
     def _tell(self, message: ToRank) -> None:
-        with contextlib.suppress(OSError):  # `answer` reports that it has ended
+        with contextlib.suppress(OSError):  # `answer` reports if the rank has ended
             self._control.send_bytes(encode(message))
 
 
 class LocalRank(Rank):
-    """A child process.
+    """A rank in a child process.
 
     Attributes:
         process: the child process.
@@ -223,14 +225,14 @@ class LocalRank(Rank):
 
     def __init__(self, start: RankStart) -> None:
         super().__init__(start)
-        own_control, its_control = socketpair()
-        own_steps, its_steps = socketpair()
+        own_control, child_control = socketpair()
+        own_steps, child_steps = socketpair()
         self._control = Connection(own_control.detach())
         self._steps = Connection(own_steps.detach())
-        fds = its_control.fileno(), its_steps.fileno()
+        fds = child_control.fileno(), child_steps.fileno()
         here = str(Path(disagg.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-        with its_control, its_steps:
+        with child_control, child_steps:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "disagg.worker.rank", *map(str, fds)],
                 stdin=subprocess.DEVNULL,
@@ -266,31 +268,32 @@ class RemoteProcess(Protocol):
     """The process of a rank on another node."""
 
     def ended(self, timeout_s: float) -> str | None:
-        """How it ended, in words; None: it still runs."""
+        """How the process ended, as text; None if it still runs."""
         ...
 
     def kill(self) -> None: ...
 
 
 class RankNodes(Protocol):
-    """The nodes of a worker that has several.
+    """The nodes of a worker with several nodes.
 
-    hosts: their addresses, by which they reach each other; the first is this one's.
+    hosts: addresses by which the nodes reach each other; the first one is this node's.
     """
 
     @property
     def hosts(self) -> Sequence[str]: ...
 
     def launch(self, node: int, start: RankStart, listener: Address) -> RemoteProcess:
-        """Have a process on `hosts[node]` call `rank.run_elsewhere`; does not wait for it."""
+        """Start a process on `hosts[node]` that calls `rank.run_elsewhere`, without waiting."""
         ...
 
 
 class RemoteRank(Rank):
-    """
+    """A rank on another node.
+
     Args:
-        node: of `nodes`.
-        listener: takes its connections.
+        node: index of its node in `nodes`.
+        listener: accepts its connections.
     """
 
     def __init__(
@@ -312,12 +315,13 @@ class RemoteRank(Rank):
         while (found := self._listener.take(self._number, LOOK_S)) is None:
             why = self._process.ended(0.0)
             if why is not None:
-                raise StartupError(f"{self.name} could not start: {why}")
+                raise StartupError(f"{self.name} cannot start: {why}")
             if time.monotonic() > deadline:
                 host, port = self._listener.address
                 raise StartupError(
-                    f"{self.name} has not connected to {host}:{port} within {CONNECT_TIMEOUT_S:.0f}"
-                    " s; nodes of one worker must reach each other on all ports.",
+                    f"{self.name} did not connect to {host}:{port} within {CONNECT_TIMEOUT_S:.0f}"
+                    " s; the nodes of a worker must reach each other on all ports, so check"
+                    " firewalls.",
                     param="nnodes",
                 )
         return found

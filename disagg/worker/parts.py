@@ -1,4 +1,4 @@
-"""The parts of a worker: engine, KV memory, transport, store. Built once, at start."""
+"""The parts of a worker: engine, KV memory, transport, store. They are built once, at start."""
 
 from __future__ import annotations
 
@@ -54,13 +54,12 @@ log = logging.getLogger(__name__)
 class Parts:
     """A worker's parts.
 
-    read_blocks, write_block: bytes of blocks, by block id; for the cold tier (`KVOffload`).
-    host_tier: copies blocks of the same cache.
-    first_times: the time model before the first request: measured steps, and the roofline for what
-        these do not show.
-    max_requests_nbytes: bound on all prompts in the worker, waiting and running.
-    transfer_prior: predicted times of pulls until one was measured.
-    ranks: the other ranks of the worker, if it has some.
+    read_blocks, write_block: read and write the bytes of blocks by block id, for the cold tier.
+    host_tier: keeps copies of blocks in host memory.
+    first_times: the time model before the first request, from measured steps and the roofline.
+    max_requests_nbytes: limit of the memory of all prompts in the worker, waiting and running.
+    transfer_prior: predicted times of pulls until one is measured.
+    ranks: the other ranks of the worker, if it has several.
     """
 
     engine: Engine
@@ -76,7 +75,7 @@ class Parts:
     ranks: Ranks | None = None
 
     def tiers(self) -> list[KVTier]:
-        """The tiers behind this worker's cache, the fastest first."""
+        """The tiers behind this worker's cache, fastest first."""
         tiers: list[KVTier] = []
         if self.host_tier is not None:
             tiers.append(HostLookup(self.host_tier))
@@ -98,22 +97,22 @@ def build_parts(
     """Load the model and reserve the memory. Slow: seconds to minutes.
 
     Args:
-        local_fleet: where workers of this process find each other with `transport: local`.
+        local_fleet: connects the workers of this process with `transport: local`.
         progress: called with the progress, in the calling thread.
-        nodes: of the worker, if it has several.
+        nodes: the nodes of the worker, if it has several.
 
     Raises:
-        StartupError: with a message for the user.
+        StartupError: the worker cannot start.
     """
     if tier.engine.nnodes > 1 and nodes is None:
         raise StartupError(
-            f"Tier {tier.name!r} has workers of nnodes = {tier.engine.nnodes}, which Ray places;"
-            " a fleet in one process has one node.",
+            f"Tier {tier.name!r} has nnodes = {tier.engine.nnodes}, which needs Ray; a fleet in"
+            " one process has one node.",
             param="nnodes",
         )
     if tier.engine.tensor_parallel_size == 1:
         return _build(config, tier, worker_id, epoch, local_fleet, progress, None)
-    # Here, because `ranks` needs this file, and most workers have one rank.
+    # Imported here because `ranks` imports this module, and most workers have one rank.
     from disagg.worker.ranks import Ranks
 
     ranks = Ranks(config, tier, worker_id, epoch, nodes)
@@ -133,7 +132,7 @@ def _build(
     progress: Callable[[StartStep], None],
     ranks: Ranks | None,
 ) -> Parts:
-    # Here, and not above: the scheduler's users must not need torch to import this package.
+    # Imported here so that this package can be imported without torch.
     with uncollected_imports():
         from disagg.engine.device.build import build_engine
 
@@ -161,7 +160,9 @@ def _build(
         tier.engine.tensor_parallel_size,
         expert_parallel=tier.engine.enable_expert_parallel,
     )
-    log.info("Steps of %s are first timed by the roofline of %s.", tier.name, roofline)
+    log.info(
+        "Step times of %s are predicted from the roofline of %s at first.", tier.name, roofline
+    )
     slab = slab_of(kv_cache)
     cold_tier = new_cold_tier(store_of(config, tier.engine, kv_cache), slab, ranks)
     reader = new_reader(kv_cache, slab) if cold_tier is not None else None
@@ -202,14 +203,14 @@ def _build(
 
 
 def first_gpu(config: EngineConfig) -> str:
-    """The name of a worker's first GPU, by which all its ranks plan alike; empty on a CPU."""
+    """The name of a worker's first GPU, with which all its ranks plan; "" on a CPU."""
     from disagg.kernels.dispatch import device_name
 
     return device_name(HOST if choose_device(config) == "cpu" else 0)
 
 
 def slab_of(kv_cache: KVCache) -> Slab:
-    """The memory of a cache, as transfers see it."""
+    """The slab with the memory of a cache, for transfers."""
     return Slab(
         kv_cache.base_address,
         kv_cache.num_blocks,
@@ -231,15 +232,16 @@ def new_transport(
     begin_thread: Callable[[], None] = lambda: None,
     before_pull: Callable[[], None] = lambda: None,
 ) -> QuietTransport:
-    """
+    """Make the transport that the configuration names.
+
     Args:
-        begin_thread: called first in each thread that touches the slab.
+        begin_thread: called first in each thread that accesses the slab.
         before_pull: called in such a thread before it writes to blocks.
     """
     if config.transport == "local":
         fleet = local_fleet if local_fleet is not None else LocalFleet()
         return LocalTransport(fleet, worker_id, epoch, slab, stamps, clock=time.monotonic)
-    # Here, and Redis below: a worker that uses neither must start without them.
+    # NIXL here and Redis below are imported only by workers that use them.
     from disagg.kvtransfer.nixl_transport import NixlTransport
 
     if slab.device_id != HOST:
@@ -258,20 +260,23 @@ def new_transport(
 
 
 def _warn_of_allocator(environment: Mapping[str, str]) -> None:
-    """CUDA IPC shares memory of `cudaMalloc`, and torch can be told to get it in another way."""
+    """Warn if torch does not allocate with `cudaMalloc`, which CUDA IPC needs."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
             log.warning(
-                "%s has expandable_segments:True. CUDA IPC cannot share such memory, so KV may go"
-                " from one GPU of this machine to another through host memory (the lane in /metrics"
-                " says so); leave the setting out.",
+                "%s has expandable_segments:True. CUDA IPC cannot share such memory, so KV may move"
+                " between GPUs of this machine through host memory (see the lane in /metrics);"
+                " remove the setting.",
                 name,
             )
 
 
 def transfer_interface(config: ServeConfig) -> str | None:
-    """Where UCX may listen: as configured, else as the environment of UCX says (None), else on the
-    network of the worker's own address."""
+    """The network interface for UCX.
+
+    It is the configured one, or None to let UCX's environment variables decide, or the interface of
+    the worker's address.
+    """
     if config.transfer_interface is not None:
         return config.transfer_interface
     if "UCX_NET_DEVICES" in os.environ:
@@ -288,10 +293,10 @@ def new_store(
     pieces: range = range(1),
     num_pieces: int = 1,
 ) -> ColdStore | None:
-    """The store for evicted blocks; None: none is configured, or it is not for KV.
+    """The store for evicted blocks; None if none is configured or KV is not to be stored.
 
     Args:
-        pieces: of blocks, which are here, of all `num_pieces`: KV heads.
+        pieces: the pieces of a block (KV heads) that are here, out of `num_pieces`.
     """
     if config.redis_url is None or not config.cold_tier_nbytes or not engine.enable_prefix_caching:
         return None
@@ -302,7 +307,7 @@ def new_store(
 
 
 def store_of(config: ServeConfig, engine: EngineConfig, kv_cache: KVCache) -> ColdStore | None:
-    """As `new_store`, for the heads that a cache has."""
+    """Like `new_store`, for the KV heads of a cache."""
     shape = kv_cache.shape
     return new_store(config, engine, kv_cache.layout, shape.own_heads, shape.num_kv_heads)
 
@@ -314,50 +319,50 @@ def new_cold_tier(
     if store is None:
         return None
     others = ranks.others if ranks is not None else ()
-    # Of ranks with the same bytes, one puts them.
+    # If several ranks have the same bytes, only one of them puts these.
     putting = [rank for rank in others if rank.peer.part is None or not rank.peer.part.copy]
     return ColdTier(store, slab.block_nbytes, TransferTimeModel(), others=putting)
 
 
 def num_host_blocks(config: EngineConfig, block_nbytes: int) -> int:
-    """How many blocks the host tier has room for; 0: there is none.
+    """Number of blocks in the host tier; 0 if there is none.
 
     Args:
-        block_nbytes: of all ranks.
+        block_nbytes: size of a block on all ranks together.
 
     Raises:
-        NotEnoughMemory: the machine has less, or not even a block fits.
+        NotEnoughMemory: the machine has less memory, or not even one block fits.
     """
     nbytes = int(config.kv_offloading_size * 2**30)
-    where = "this machine" if config.nnodes == 1 else "its nodes"
+    where = "this machine has" if config.nnodes == 1 else "the nodes have"
     machine_nbytes = config.nnodes * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if nbytes and not block_nbytes <= nbytes <= machine_nbytes:
         raise NotEnoughMemory(
-            f"kv_offloading_size = {config.kv_offloading_size} GiB are {nbytes} bytes; a KV block"
-            f" has {block_nbytes}, and {where} {machine_nbytes}. Choose a size between.",
+            f"kv_offloading_size = {config.kv_offloading_size} GiB is {nbytes} bytes, but a KV"
+            f" block has {block_nbytes} and {where} {machine_nbytes}. Choose a size in between.",
             param="kv_offloading_size",
         )
     return nbytes // block_nbytes
 
 
 def new_reader(kv_cache: KVCache, slab: Slab) -> BlockReader | None:
-    """Reads blocks that are evicted from a GPU, for the store; None on a CPU."""
+    """A reader of blocks that are evicted from a GPU, for the store; None on a CPU."""
     if slab.device_id == HOST:
         return None
     from disagg.engine.device.stream_copier import BlockReader
 
-    # The tier takes no more blocks than may wait to be stored.
+    # More blocks than this never wait to be stored.
     return BlockReader(kv_cache.slab, max(1, QUEUE_NBYTES // slab.block_nbytes))
 
 
 def new_copier(kv_cache: KVCache, slab: Slab, num_slots: int) -> BlockCopier:
-    """Copies between a cache and `num_slots` blocks of host memory."""
+    """A copier between a cache and `num_slots` blocks of host memory."""
     if slab.device_id != HOST:
         from disagg.engine.device.stream_copier import StreamCopier
 
         return StreamCopier(kv_cache.slab, num_slots)
     memory = allocate_host(num_slots * slab.block_nbytes)
-    # The view keeps the memory, and an mmap that is viewed cannot be closed.
+    # The view keeps the memory alive; an mmap with a view cannot be closed.
     view = ctypes.c_char.from_buffer(memory)
     address = ctypes.addressof(view)
     host = Slab(address, num_slots, slab.block_nbytes, slab.layout, owner=view)

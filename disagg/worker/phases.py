@@ -1,4 +1,4 @@
-"""A request's stages inside one worker, as spans of its trace.
+"""The stages of a request inside one worker, as spans of its trace.
 
 prefill.queue  prefill.compute      if its prompt is computed here
 kv.pull        decode.queue         if its KV comes from another worker
@@ -20,9 +20,9 @@ Stage = Literal["prefill.queue", "prefill.compute", "decode.queue", "decode"]
 
 
 class Phases:
-    """The spans of one request on this worker, and the times of its first token. Unix seconds.
+    """The spans of one request on this worker, and the times of its first token, in Unix seconds.
 
-    Spans are free unless tracing is on.
+    Spans cost nothing while tracing is off.
     """
 
     __slots__ = ("_num_tokens", "_pull_s", "_queue_s", "_since_s", "_stage", "traceparent")
@@ -31,25 +31,26 @@ class Phases:
         self.traceparent = request.traceparent
         self._stage: Stage = "prefill.queue" if is_prefill else "decode.queue"
         self._since_s = now
-        self._num_tokens = 0  # in this stage
+        self._num_tokens = 0  # number of tokens in this stage
         self._queue_s = self._pull_s = 0.0
 
     def pulled(self, seconds: float) -> None:
-        """A part of its wait was a KV transfer."""
+        """Record that `seconds` of its wait were a KV transfer."""
         self._pull_s += seconds
 
     def admitted(self, now: float) -> None:
-        """The request is part of a step for the first time."""
+        """Record that the request is part of a step for the first time."""
         self._queue_s = max(0.0, now - self._since_s - self._pull_s)
         self._end(now)
         self._stage = "prefill.compute" if self._stage == "prefill.queue" else "decode"
 
     def times(self, now: float) -> StageTimes:
-        """The times up to the first token here, which comes now. Call it before `gained`."""
+        """The stage times when the first token here comes, which is now. Call before `gained`."""
         is_prefill = self._stage.startswith("prefill")
         return StageTimes(is_prefill, self._queue_s, self._pull_s, max(0.0, now - self._since_s))
 
     def gained(self, now: float, event: TokenEvent) -> None:
+        """Record the new tokens of the request."""
         self._num_tokens += len(event.token_ids)
         if self._stage == "prefill.compute" and event.token_ids:
             sequence = event.sequence
@@ -74,7 +75,7 @@ class Phases:
 
 
 def record_pull(traceparent: str, done: PullDone, now: float) -> None:
-    """The span of one transfer."""
+    """Record the span of one KV transfer."""
     telemetry.record_span(
         "kv.pull",
         traceparent,

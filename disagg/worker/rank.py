@@ -1,9 +1,10 @@
-"""The process of a rank that is not its worker's first.
+"""The process of a rank other than its worker's first rank.
 
 `python -m disagg.worker.rank FD FD`, or `run_elsewhere` in a process on another node.
 
-The main thread does what the first rank says, in order: it computes steps, and begins to move KV.
-Another one ends the process when the first rank is gone; a third pulls KV. Started by `ranks`.
+The main thread executes the tasks of the first rank in order: it computes steps and starts KV
+transfers. A second thread ends the process when the first rank is gone; a third one pulls KV.
+`ranks` starts it.
 """
 
 from __future__ import annotations
@@ -58,23 +59,23 @@ from disagg.worker.parts import (
     slab_of,
     store_of,
 )
-from disagg.worker.rank_listener import Address, knock
+from disagg.worker.rank_listener import Address, connect_rank
 from disagg.worker.rank_offload import Offload
 
 if TYPE_CHECKING:  # needs torch
     from disagg.engine.device.follower import Follower
 
-RUNNING_LOOK_S = 0.001  # between two checks of what is under way
+RUNNING_LOOK_S = 0.001  # between two checks of running transfers
 CLOSE_TIMEOUT_S = 3.0
-Job: TypeAlias = ConnectPeer | ForgetPeer | PullBlocks | None  # None: the first rank is gone
+Job: TypeAlias = ConnectPeer | ForgetPeer | PullBlocks | None  # None if the first rank is gone
 
 log = logging.getLogger(__name__)
 
 
 class _Pipes:
-    """What connects this rank with the first one, and the threads of this process.
+    """The pipes to the first rank, and the queues between the threads of this process.
 
-    jobs: for the thread that pulls KV; None until there is one.
+    jobs: jobs of the thread that pulls KV; None until it runs.
     """
 
     def __init__(self, control: Connection, steps: Connection) -> None:
@@ -84,12 +85,12 @@ class _Pipes:
         self.jobs: SimpleQueue[Job] | None = None
 
     def tell(self, message: FromRank) -> None:
-        """From any thread."""
-        with self._telling, contextlib.suppress(OSError):  # it is gone, which ends `listen`
+        """Send a message to the first rank, from any thread."""
+        with self._telling, contextlib.suppress(OSError):  # `listen` notices if it is gone
             self.control.send_bytes(encode(message))
 
     def listen(self) -> None:
-        """Wait for the end of the first rank, and end the process after it."""
+        """Read messages until the first rank ends, and then end this process."""
         while True:
             try:
                 message = decode_to_rank(self.control.recv_bytes())
@@ -104,7 +105,7 @@ class _Pipes:
 
 
 def main(control_fd: int, steps_fd: int) -> NoReturn:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the whole server
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the command
     pipes = _Pipes(Connection(control_fd), Connection(steps_fd))
     start = decode_to_rank(pipes.control.recv_bytes())
     assert isinstance(start, RankStart)
@@ -112,13 +113,13 @@ def main(control_fd: int, steps_fd: int) -> NoReturn:
 
 
 def run_elsewhere(start: RankStart, listener: Address) -> NoReturn:
-    """Be a rank on another node than the first one's, in the main thread of a process.
+    """Run a rank on another node than the first rank's, in the main thread of a process.
 
     Raises:
-        StartupError: the first rank does not let it in.
+        StartupError: it cannot connect to the first rank.
     """
     key = start.config.cluster_key.encode()
-    _run(start, _Pipes(*knock(listener, key, start.worker_id, start.rank)))
+    _run(start, _Pipes(*connect_rank(listener, key, start.worker_id, start.rank)))
 
 
 def _run(start: RankStart, pipes: _Pipes) -> NoReturn:
@@ -127,15 +128,15 @@ def _run(start: RankStart, pipes: _Pipes) -> NoReturn:
     try:
         follower, offload, jobs = _started(start, pipes)
     except Exception as error:
-        log.exception("Rank %d of %d could not start.", start.rank, start.num_ranks)
+        log.exception("Rank %d of %d cannot start.", start.rank, start.num_ranks)
         pipes.tell(RankFailed(error.message if isinstance(error, DisaggError) else repr(error)))
         _end(1)
     try:
         _follow(pipes.steps, follower, offload, jobs)
-    except EOFError:  # the worker closes; `listen` ends the process
+    except EOFError:  # the worker closes, and `listen` ends the process
         time.sleep(2 * CLOSE_TIMEOUT_S)
     except Exception as error:
-        log.exception("Rank %d of %d ends.", start.rank, start.num_ranks)
+        log.exception("Rank %d of %d failed.", start.rank, start.num_ranks)
         pipes.tell(RankFailed(repr(error)))
     _end(1)
 
@@ -143,7 +144,7 @@ def _run(start: RankStart, pipes: _Pipes) -> NoReturn:
 def _follow(
     steps: Connection, follower: Follower, offload: Offload, jobs: SimpleQueue[Job]
 ) -> NoReturn:
-    """Do what the first rank says, in order. Raises `EOFError`: it is gone."""
+    """Execute the tasks of the first rank in order. Raises `EOFError` when it is gone."""
     while True:
         while offload.is_busy:
             offload.report()
@@ -154,15 +155,15 @@ def _follow(
             case RankStep() | RankCapture():
                 follower.follow(task)
             case ConnectPeer() | ForgetPeer() | PullBlocks():
-                # From here, because blocks that are pulled into may have to be read before.
+                # They are queued in order with other tasks, which may read the blocks before.
                 jobs.put(task)
             case _:
                 offload.begin(task)
 
 
 def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Offload, SimpleQueue[Job]]:
-    """Load this rank's part, meet the others, and begin to move KV."""
-    # Here, since torch takes seconds, in which the first rank may end.
+    """Load this rank's part of the model, connect to the other ranks, and start the threads."""
+    # Imported here because it takes seconds, during which `listen` must already run.
     with uncollected_imports():
         from disagg.engine.device.follower import Follower
 
@@ -194,7 +195,7 @@ def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Offload, Simple
         start.name,
         start.epoch,
         slab,
-        Stamps(cache.num_blocks, start.name, start.epoch),  # nobody reads any but the first rank's
+        Stamps(cache.num_blocks, start.name, start.epoch),  # only the first rank's are ever read
         None,
         kv_cache.begin_thread,
         reader.wait if reader is not None else lambda: None,
@@ -209,8 +210,8 @@ def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Offload, Simple
 def _move(
     transport: QuietTransport, jobs: SimpleQueue[Job], tell: Callable[[FromRank], None]
 ) -> None:
-    """Pull this rank's part of blocks; in a thread of its own, which alone uses the transport."""
-    running: dict[int, int] = {}  # number of the first rank, by the pull's id here
+    """Pull this rank's part of blocks, in the only thread that uses the transport."""
+    running: dict[int, int] = {}  # the first rank's number of each pull, by its id here
     while True:
         with contextlib.suppress(queue.Empty):
             job = jobs.get(timeout=RUNNING_LOOK_S if running else None)
@@ -240,12 +241,12 @@ def _begin(
         running[pull_id] = job.number
     except TransferFailed as error:
         log.warning("%s", error)
-        if isinstance(job, PullBlocks):  # the prompt is computed instead
+        if isinstance(job, PullBlocks):  # the first rank then computes the prompt instead
             tell(RankPulled(job.number, PullDone(0, error.message, 0, 0, 0.0)))
 
 
 def _start_thread(name: str, target: Callable[[], None]) -> None:
-    """Start a thread that ends the process if it fails: without it pulls would never end."""
+    """Start a thread that ends the process if it fails, because pulls would never end."""
 
     def run() -> None:
         try:
@@ -259,7 +260,7 @@ def _start_thread(name: str, target: Callable[[], None]) -> None:
 
 def _end(status: int) -> NoReturn:
     logging.shutdown()
-    os._exit(status)  # threads may be in the middle of anything
+    os._exit(status)  # other threads may still run
 
 
 if __name__ == "__main__":

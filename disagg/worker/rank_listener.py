@@ -1,7 +1,7 @@
 """Connections between the first rank of a worker and its ranks on other nodes.
 
-The first rank listens until all have come, each with two connections. Both sides prove that they
-know the cluster key before a message is read; as on links, nothing is encrypted.
+The first rank listens until all ranks have connected, each with two connections. Both sides prove
+that they know the cluster key before any message is read; as on links, nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Address: TypeAlias = tuple[str, int]
 
 PROOF_NBYTES = hashlib.sha256().digest_size
 VISITOR = struct.Struct(f"!IB{NONCE_NBYTES}s{PROOF_NBYTES}s")  # rank, channel, nonce, proof
-SHAKE_TIMEOUT_S = 5.0  # a connection that sends too little blocks the others for at most this long
-PATIENCE_S = 600.0  # how long a rank waits for the first one, which may wait for a GPU's memory
-VANISHED_S = 4  # a node whose connections end without a sign is noticed after this time
+SHAKE_TIMEOUT_S = 5.0  # how long a connection that sends too little may block the others
+PATIENCE_S = 600.0  # how long a rank waits for the first rank, which may wait for GPU memory
+VANISHED_S = 4  # time after which a node is noticed that is gone without closing its connections
 
 
 class RankListener:
-    """Where the ranks of other nodes come in.
+    """Accepts the connections of ranks on other nodes.
 
     Args:
-        host: an address of this machine, on which alone it listens.
+        host: the address of this machine on which it listens.
         key: the cluster's secret.
-        worker_id: only its ranks are let in.
+        worker_id: only the ranks of this worker are accepted.
 
     Raises:
-        StartupError: it cannot listen there.
+        StartupError: it cannot listen on the address.
     """
 
     def __init__(self, host: str, key: bytes, worker_id: str) -> None:
@@ -52,10 +52,10 @@ class RankListener:
         self.address: Address = address[0], address[1]
 
     def take(self, rank: int, timeout_s: float) -> tuple[Connection, Connection] | None:
-        """The connections of a rank for control and for steps; None: it did not connect in time."""
+        """The connections of a rank for control and for steps; None if it did not connect."""
         deadline = time.monotonic() + timeout_s
-        wanted = (rank, CONTROL), (rank, STEPS)
-        while not all(each in self._found for each in wanted):
+        keys = (rank, CONTROL), (rank, STEPS)
+        while not all(each in self._found for each in keys):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return None
@@ -64,36 +64,39 @@ class RankListener:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 return None
-            self._let_in(connection)
-        return self._found.pop(wanted[0]), self._found.pop(wanted[1])
+            self._check(connection)
+        return self._found.pop(keys[0]), self._found.pop(keys[1])
 
     def close(self) -> None:
         self._listener.close()
         for connection in self._found.values():
             connection.close()
 
-    def _let_in(self, connection: socket.socket) -> None:
+    def _check(self, connection: socket.socket) -> None:
+        """Accept a connection if it proves that it is a rank of this worker, or close it."""
         own = fresh_nonce()
         try:
             connection.settimeout(SHAKE_TIMEOUT_S)
             connection.sendall(own)
-            said = _exactly(connection, VISITOR.size, SHAKE_TIMEOUT_S)
-            rank, channel, nonce, proof = VISITOR.unpack(said)
-            words = self._worker_id, rank, channel, own, nonce
-            if not proofs_equal(proof, _proof(self._key, b"rank", *words)):
+            raw = _exactly(connection, VISITOR.size, SHAKE_TIMEOUT_S)
+            rank, channel, nonce, proof = VISITOR.unpack(raw)
+            claims = self._worker_id, rank, channel, own, nonce
+            if not proofs_equal(proof, _proof(self._key, b"rank", *claims)):
                 raise OSError("it does not know this cluster's key, or is of another worker")
-            connection.sendall(_proof(self._key, b"first", *words))
+            connection.sendall(_proof(self._key, b"first", *claims))
             self._found[rank, channel] = _as_pipe(connection, channel)
         except OSError as error:
-            log.warning("A connection that should be a rank's was closed: %s", error)
+            log.warning("Closed a connection that is not from a rank of this worker: %s", error)
             connection.close()
 
 
-def knock(address: Address, key: bytes, worker_id: str, rank: int) -> tuple[Connection, Connection]:
-    """Connect a rank to its first one: for control and for steps.
+def connect_rank(
+    address: Address, key: bytes, worker_id: str, rank: int
+) -> tuple[Connection, Connection]:
+    """Connect a rank to the first rank, for control and for steps.
 
     Raises:
-        StartupError: it cannot be reached, or does not know the cluster key.
+        StartupError: the first rank cannot be reached, or does not know the cluster key.
     """
     try:
         return (
@@ -102,27 +105,27 @@ def knock(address: Address, key: bytes, worker_id: str, rank: int) -> tuple[Conn
         )
     except OSError as error:
         raise StartupError(
-            f"The first rank at {address[0]}:{address[1]} cannot be reached ({error}); nodes of one"
-            " worker must reach each other on all ports.",
+            f"Cannot reach the first rank at {address[0]}:{address[1]} ({error}); the nodes of a"
+            " worker must reach each other on all ports, so check firewalls.",
             param="nnodes",
         ) from error
 
 
 def listen(host: str) -> socket.socket:
-    """Listen on an address of this machine, at any free port. Raises `StartupError`."""
+    """Listen on an address of this machine, on any free port. Raises `StartupError`."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, 0), family=family)
     except OSError as error:
         raise StartupError(
-            f"A worker over several nodes cannot listen on {host}: {error.strerror or error}. It is"
-            " the node's address in Ray, unless link_host is set.",
+            f"A worker over several nodes cannot listen on {host}: {error.strerror or error}. This"
+            " is the node's address in Ray; set link_host to use another one.",
             param="link_host",
         ) from error
 
 
 def is_over(connection: Connection, timeout_s: float | None = 0.0) -> bool:
-    """Wait until the other side is gone, without reading. `timeout_s` None: for ever."""
+    """Wait until the other side has closed, without reading. `timeout_s` None waits for ever."""
     watched = select.poll()
     watched.register(connection.fileno(), select.POLLRDHUP)
     return bool(watched.poll(None if timeout_s is None else 1e3 * timeout_s))
@@ -134,10 +137,10 @@ def _connect(
     connection = socket.create_connection(address, PATIENCE_S)
     try:
         nonce, first = fresh_nonce(), _exactly(connection, NONCE_NBYTES, PATIENCE_S)
-        words = worker_id, rank, channel, first, nonce
-        connection.sendall(VISITOR.pack(rank, channel, nonce, _proof(key, b"rank", *words)))
+        claims = worker_id, rank, channel, first, nonce
+        connection.sendall(VISITOR.pack(rank, channel, nonce, _proof(key, b"rank", *claims)))
         answer = _exactly(connection, PROOF_NBYTES, PATIENCE_S)
-        if not proofs_equal(answer, _proof(key, b"first", *words)):
+        if not proofs_equal(answer, _proof(key, b"first", *claims)):
             raise OSError("it does not know this cluster's key")
     except OSError:
         connection.close()
@@ -146,7 +149,7 @@ def _connect(
 
 
 def _exactly(connection: socket.socket, nbytes: int, timeout_s: float) -> bytes:
-    """Receive so many bytes, all of them within `timeout_s`. Raises `OSError`."""
+    """Receive exactly `nbytes` bytes within `timeout_s`. Raises `OSError`."""
     deadline = time.monotonic() + timeout_s
     data = b""
     while len(data) < nbytes:
@@ -166,9 +169,11 @@ def _proof(
 
 
 def _as_pipe(connection: socket.socket, channel: int) -> Connection:
-    """A trusted connection as a pipe. The one for control breaks when the other node is gone, and
-    both sides then end. The one for steps has no such limit: it may be full for long, while a rank
-    computes."""
+    """Make a pipe of a connection that has proved itself.
+
+    The control connection breaks when the other node is gone, which ends both sides. The connection
+    for steps has no such limit, because it may be full for long while a rank computes.
+    """
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if channel == CONTROL:

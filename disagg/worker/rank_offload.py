@@ -1,6 +1,6 @@
 """A rank's part of the KV that its worker keeps in host memory and in the store.
 
-Used by the thread that computes steps, so that all is in order with these.
+It is used by the thread that computes steps, so that copies and steps are in order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from disagg.store.store_thread import Block, FetchDone, FetchJob, PutJob, StoreT
 
 
 class Offload:
-    """
+    """Copies this rank's part of blocks to host memory and to the store.
+
     Args:
-        copier: to host memory; None: there is none.
-        store: None: there is none.
-        read_blocks, write_block: bytes of blocks of the cache, as of a worker's `Parts`.
-        tell: the first rank.
+        copier: copies to host memory; None if there is no host tier.
+        store: None if there is no store.
+        read_blocks, write_block: see `Parts`.
+        tell: sends a message to the first rank.
     """
 
     def __init__(
@@ -41,12 +42,12 @@ class Offload:
         self._copier, self._store = copier, store
         self._read_blocks, self._write_block = read_blocks, write_block
         self._tell = tell
-        self._num_copies = self._num_puts = 0  # under way
+        self._num_copies = self._num_puts = 0  # running ones
         self._fetches: dict[int, RankFetch] = {}
 
     @property
     def is_busy(self) -> bool:
-        """Something is under way, whose end `report` will tell."""
+        """Whether a task is running, whose end `report` will report."""
         return bool(self._num_copies or self._num_puts or self._fetches)
 
     def begin(self, task: RankOffload) -> None:
@@ -59,7 +60,7 @@ class Offload:
                 self._fetch(task)
 
     def report(self) -> None:
-        """Tell the first rank what has ended."""
+        """Tell the first rank which tasks have ended."""
         if self._num_copies and self._copier is not None:
             num_saved, loaded_s = self._copier.take_saved(), self._copier.take_loaded()
             if num_saved or loaded_s:
@@ -101,11 +102,11 @@ class Offload:
         self._store.fetch(FetchJob(fetch.number, names, lambda num_found: num_found == num_blocks))
 
     def _fetched(self, done: FetchDone) -> RankFetched:
-        """Write the blocks that have come, if they are complete."""
+        """Write fetched blocks to the cache, if they are complete."""
         assert self._store is not None, "all ranks have the store, or none has"
         fetch, error = self._fetches.pop(done.fetch_id), done.error
         if error is None and len(done.blocks) < len(fetch.names):
-            error = f"the store has only {done.num_found} of {len(fetch.names)} blocks any more"
+            error = f"the store has only {done.num_found} of {len(fetch.names)} blocks left"
         if error is None:
             for block_id, block in zip(fetch.into, done.blocks, strict=True):
                 self._write_block(block_id, block)

@@ -1,8 +1,8 @@
-"""The ranks of a worker but the first: child processes of it, or processes on other nodes.
+"""The other ranks of a worker: child processes of the first rank, or processes on other nodes.
 
-They live and die with the worker. Those of its own node are not actors, because Ray then counts,
-places and ends them as one with the worker. Those of other nodes are, in its placement group
-(`app/rank_actors.py`), and connect to a listener (`rank_listener`).
+They end with the worker. Ranks on the worker's node are child processes instead of actors, so that
+Ray counts, places and ends them together with the worker. Ranks on other nodes are actors in the
+worker's placement group (`app/rank_actors.py`), and connect to a listener (`rank_listener`).
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:  # needs torch
 
 log = logging.getLogger(__name__)
 
-END_WAIT_S = 3.0  # between the end of a rank's pipes and that of its process
+END_WAIT_S = 3.0  # between the end of a rank's pipes and the end of its process
 LOOK_S = 0.01
 
 
 class Ranks:
-    """Implements `engine.device.followers.Followers`. Starts the processes at once.
+    """Starts the processes of the other ranks. Implements `engine.device.followers.Followers`.
 
     Args:
-        tier: with the settings of the worker's role.
-        nodes: where they are, if not all on this one.
+        tier: the tier with the settings of the worker's role.
+        nodes: the nodes of the worker, if it has several.
 
     Attributes:
-        num_threads: of torch in each rank, on a CPU.
-        may_hang: a step waits for a rank that is gone. NCCL does; gloo raises, but not if a whole
-            node is gone.
+        num_threads: number of torch threads in each rank, on a CPU.
+        may_hang: whether a step hangs if a rank is gone. With NCCL it does; gloo raises an error,
+            except if a whole node is gone.
 
     Raises:
-        StartupError: this node cannot be reached by others.
+        StartupError: other nodes cannot reach this node.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class Ranks:
         for rank in self.others:
             rank.answer(RankUp)
         if self._listener is not None:
-            self._listener.close()  # all are in
+            self._listener.close()  # all ranks have connected
         listener, self._meeting_listener = self._meeting_listener, None
         return TorchCommunicator(self._share, device_type, self._meeting, self._host, listener)
 
     def least_room_nbytes(self, own_nbytes: int | None) -> int | None:
         rooms = [own_nbytes, *(rank.answer(RankLoaded).room_nbytes for rank in self.others)]
-        if not self.may_hang:  # gloo has met; NCCL may look there again
+        if not self.may_hang:  # gloo no longer needs the directory; NCCL may read it again
             shutil.rmtree(self._place, ignore_errors=True)
         return min((room for room in rooms if room is not None), default=None)
 
@@ -133,7 +133,8 @@ class Ranks:
                 try:
                     rank.answer(RankLoaded)
                 except StartupError as error:
-                    # Of a communicator: it waited for another one, which says more.
+                    # A RuntimeError comes from a communicator that waited for another rank, whose
+                    # own error is more useful.
                     if "RuntimeError" not in error.message:
                         raise
                     waited = error
@@ -145,20 +146,20 @@ class Ranks:
             rank.allocate(num_blocks, max_num_seqs)
         for rank in self.others:
             rank.wait_ready()
-        if self.may_hang:  # then the warm-up and the capture of graphs would, too
+        if self.may_hang:  # the warm-up and the capture of graphs could hang, too
             self.watch(_end_start)
 
     def check_layout(self, layout: str) -> None:
-        """Refuse ranks with another model or version than the first.
+        """Refuse ranks with another model or version than the first rank.
 
         Raises:
-            StartupError: names the rank.
+            StartupError: a rank differs; the message names it.
         """
         for rank in self.others:
             if rank.peer.layout != layout:
                 raise StartupError(
-                    f"{rank.name} stores KV as {rank.peer.layout!r}, and the first rank as"
-                    f" {layout!r}; all nodes of a worker need the same model and version."
+                    f"{rank.name} stores KV as {rank.peer.layout!r}, but the first rank as"
+                    f" {layout!r}; install the same model and version of disagg on all nodes."
                 )
 
     def follow(self, work: RankWork) -> None:
@@ -167,8 +168,10 @@ class Ranks:
             rank.follow(frame)
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` with a sentence, in a thread of its own, if a rank ends before `close`. A
-        later call replaces `lost`."""
+        """Call `lost` with a sentence, in a separate thread, if a rank ends before `close`.
+
+        A later call of this method replaces `lost`.
+        """
         is_watched, self._lost = self._lost is not None, lost
 
         def wait(rank: Rank) -> None:
@@ -181,17 +184,17 @@ class Ranks:
             threading.Thread(target=wait, args=(rank,), name=name, daemon=True).start()
 
     def diagnose(self, cause: Exception) -> DisaggError:
-        """The error that requests get for an exception that broke the engine.
+        """The error that requests get after an exception in the engine.
 
-        If a rank was killed, their worker is lost, as if its only process had been killed. A rank
-        that ends by itself has failed on a step, as an engine does, and so may the next one.
+        If a rank was killed, the worker is lost, as if its only process had been killed. If a rank
+        failed, a request may be the cause, as with a failed engine.
         """
         deadline_s = time.monotonic() + END_WAIT_S
         while True:
             ends = [rank.was_killed() for rank in self.others]
             for rank, was_killed in zip(self.others, ends, strict=True):
                 if was_killed:
-                    return WorkerLost(f"The worker has lost a part: {rank.wait_end()}.")
+                    return WorkerLost(f"The worker has lost a rank: {rank.wait_end()}.")
             if None not in ends or time.monotonic() > deadline_s:
                 return engine_failed(cause)
             time.sleep(0.01)
@@ -210,7 +213,7 @@ class Ranks:
 
 
 def _settled(tier: TierConfig) -> TierConfig:
-    """The settings that each node would choose for itself, resolved on this node."""
+    """The tier with device and dtype chosen on this node, so that all nodes use the same."""
     engine, model = tier.engine, describe_model(tier.directory)
     device = choose_device(engine)
     dtype = choose_dtype(engine, model.config, device)

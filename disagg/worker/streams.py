@@ -1,6 +1,6 @@
-"""The streams of a worker: a `Start` becomes a sequence, the events of a step become deltas.
+"""The streams of a worker: turns a `Start` into a sequence, and the events of a step into deltas.
 
-Owned by the engine's thread. Knows nothing of sockets, transports or models.
+It is used by the engine's thread only.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ GiveUp = Callable[[Sequence], None]
 
 @dataclass(slots=True)
 class WorkerStream:
-    """One request of one link, while it is here."""
+    """One request of one link while it is on this worker."""
 
     link_id: LinkId
     stream_id: int
     sequence: Sequence
     phases: Phases
-    nbytes: int  # of the prompt, a draft and a grammar
+    nbytes: int  # memory of the prompt, a draft and a grammar
     is_first_delta: bool = True
 
 
 def sequence_id(link_id: LinkId, stream_id: int) -> str:
-    """The name of a stream's sequence and ticket: unique in this process, whatever clients send."""
+    """The id of a stream's sequence and ticket, unique in this process whatever clients send."""
     return f"{link_id}/{stream_id}"
 
 
 def is_of_link(name: str, link_id: LinkId) -> bool:
-    """Whether a sequence or ticket belongs to that link."""
+    """Whether a sequence or ticket belongs to this link."""
     return name.startswith(f"{link_id}/")
 
 
 class Streams:
     """All open streams of a worker.
 
-    nbytes: of all their prompts, whether waiting, being imported, or running.
+    nbytes: memory of all their prompts, whether waiting, being imported, or running.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._by_sequence: dict[str, WorkerStream] = {}
-        self._queued: dict[str, WorkerStream] = {}  # not yet in any step, for the queue's span
+        self._queued: dict[str, WorkerStream] = {}  # streams that are not in a step yet
 
     @property
     def num_open(self) -> int:
         return len(self._by_sequence)
 
     def open(self, link_id: LinkId, start: Start, now: float) -> Sequence:
-        """Make the sequence of a request. The ingress never uses a stream id twice on a link."""
+        """Make the sequence of a request. Stream ids are unique on a link."""
         sequence = Sequence(start.request, hand_over=start.hand_over)
         sequence.request_id = sequence_id(link_id, start.stream_id)
         num_elsewhere = 0 if start.ticket is None else start.ticket.num_tokens
@@ -91,7 +91,7 @@ class Streams:
         return [name for name, each in self._by_sequence.items() if each.link_id == link_id]
 
     def pulled(self, sequence: Sequence, seconds: float) -> None:
-        """The transfer that a sequence waited for has ended, successfully or not."""
+        """Record that the transfer of a sequence has ended, successfully or not."""
         stream = self._by_sequence.get(sequence.request_id)
         if stream is not None:
             stream.phases.pulled(seconds)
@@ -108,8 +108,8 @@ class Streams:
 
         Args:
             leave: turns a sequence that was handed over into a ticket for its blocks.
-            give_up: forgets a sequence in any state. A failure for one request ends that request,
-                and not the worker.
+            give_up: removes a sequence in any state. It is called if one request fails here, so
+                that only this request ends.
             now: Unix seconds at the end of the step, which took `step_s`.
         """
         self._end_queues(now - step_s)
@@ -127,8 +127,8 @@ class Streams:
                     delta = TokenDelta(stream.stream_id, event.token_ids)
                 stream.phases.gained(now, event)
             except Exception as error:
-                named = {"request_id": event.sequence.request_id}
-                log.exception("What a request gained could not be told.", extra=named)
+                extra = {"request_id": event.sequence.request_id}
+                log.exception("A request failed because of a bug; it is ended.", extra=extra)
                 give_up(event.sequence)
                 failed = EngineFailed(f"The worker failed on this request: {error}.")
                 delta = TokenDelta(stream.stream_id, (), error=WireError.from_error(failed))
@@ -139,7 +139,7 @@ class Streams:
         return deltas
 
     def early_delta(self, sequence: Sequence, ticket: KVTicket) -> tuple[LinkId, TokenDelta]:
-        """The delta with an early ticket, for the open stream of a sequence."""
+        """The delta that sends an early ticket on the open stream of a sequence."""
         stream = self._by_sequence[sequence.request_id]
         return stream.link_id, TokenDelta(stream.stream_id, (), early_ticket=ticket)
 

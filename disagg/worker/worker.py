@@ -3,8 +3,8 @@
     link server (event loop)  --Start, Cancel, Release, ...-->  engine thread
     link server (event loop)  <--one call per step: deltas, KV events, load--  engine thread
 
-Everything that touches the engine or the transport is in `core.py` and runs in the engine's
-thread; it is reached from here only through `EngineThread.post`.
+All code that uses the engine or the transport is in `core.py` and runs in the engine's thread. This
+module calls it only through `EngineThread.post`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ T = TypeVar("T")
 
 STOP_TIMEOUT_S = 10.0
 DRAIN_POLL_S = 0.05
-FAIL_WAIT_S = 0.7  # for the engine to notice that a rank is gone
+FAIL_WAIT_S = 0.7  # time for the engine to notice that a rank is gone
 
 
 class Worker:
-    """One engine behind a link server. Create it with `start`; call every method on its event
-    loop."""
+    """One engine behind a link server. Create it with `start`, and call it on its event loop."""
 
     def __init__(
         self,
@@ -99,12 +98,12 @@ class Worker:
         """Load the model, warm up and listen. Returns when requests can be served.
 
         Args:
-            epoch: unique to this process start; a restarted worker is a new peer.
-            host: the address that ingresses reach this machine by.
-            build: makes the engine and the transport; tests give one with a fake model.
+            epoch: unique for each process start; a restarted worker is a new peer.
+            host: address at which ingresses reach this machine.
+            build: builds the parts; tests pass a function with a fake model.
 
         Raises:
-            StartupError: with a message for the user.
+            StartupError: the worker cannot start.
         """
         loop = asyncio.get_running_loop()
         tier = tier.for_role(role)
@@ -140,26 +139,26 @@ class Worker:
         return self._server.record
 
     def check_health(self) -> None:
-        """Raises `EngineFailed` if the engine broke or hangs for good. Never asks a peer."""
+        """Raises `EngineFailed` if the engine failed or hangs. Does not depend on other workers."""
         if self._thread.failed is not None:
-            raise EngineFailed(f"The engine broke: {self._thread.failed!r}.")
+            raise EngineFailed(f"The engine failed: {self._thread.failed!r}.")
         if self._liveness.is_dead:
             raise EngineFailed(
                 f"The engine has not finished a step for {self._liveness.still_s:.0f} s."
             )
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and become empty; close after `timeout_s` in any case.
+        """Refuse new requests, and close when all requests have left, or after `timeout_s`.
 
-        The first half of the time is for sequences to finish here, the second half for other
-        workers to pull the KV of sequences that were handed over. A broken engine does neither: its
-        worker closes at once, and leaves its devices to the one that Serve starts instead.
+        In the first half of the time sequences may finish here, in the second half other workers
+        pull the KV of sequences that were handed over. If the engine has failed, the worker closes
+        at once, so that the worker that Serve starts instead can use its devices.
         """
         leave_by_s = self._clock() + timeout_s / 2
         self._thread.post(lambda: self._begin_drain(leave_by_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                # Polled, because the engine's thread cannot set an event of this loop.
+                # It polls, because the engine's thread cannot set an event of this loop.
                 while not await self._ask(self._is_done):  # noqa: ASYNC110
                     await asyncio.sleep(DRAIN_POLL_S)
         await self.close()
@@ -170,8 +169,8 @@ class Worker:
             self._watch.cancel()
         stopped = await self._loop.run_in_executor(None, self._thread.stop, STOP_TIMEOUT_S)
         await self._server.close()
-        if stopped:  # otherwise a hung thread may still use them
-            # Waits for their threads, up to seconds if the store hangs.
+        if stopped:  # otherwise a hung thread may still use the parts
+            # This waits for the threads of the parts, some seconds if the store hangs.
             await self._loop.run_in_executor(None, self._core.close)
         if self._ranks is not None:
             await self._loop.run_in_executor(None, self._ranks.close)
@@ -204,7 +203,7 @@ class Worker:
         return await answer
 
     async def _keep_watch(self) -> None:
-        """Close all links when the engine hangs: ingresses then reroute its streams.
+        """Close all links if the engine hangs, so that ingresses reroute its streams.
 
         Links reconnect at once, but the worker is not routable before the engine's thread has
         answered `Resync`; tokens for the old links are dropped.
@@ -217,23 +216,23 @@ class Worker:
             is_stalled = self._liveness.look(self._thread.num_turns, step_s)
             if is_stalled and self._thread.failed is None:
                 reason = f"the engine has not finished a step for {self._liveness.still_s} s"
-                log.error("Closing all links: %s; %.3f s were expected", reason, step_s)
+                log.error("Closing all links: %s; it was expected to take %.3f s.", reason, step_s)
                 self._server.hang_up(reason)
 
     def _lose(self, reason: str) -> None:
-        """A rank has ended, and the worker with it. In a thread of its own."""
+        """End the worker because a rank has ended. Called in a separate thread."""
 
         def fail() -> NoReturn:
-            raise WorkerLost(f"The worker has lost a part: {reason}.")
+            raise WorkerLost(f"The worker has lost a rank: {reason}.")
 
-        log.error("The worker ends: %s.", reason)
+        log.error("The worker ends because it has lost a rank: %s.", reason)
         self._thread.post(fail)
         if self._ranks is not None and self._ranks.may_hang:
             time.sleep(FAIL_WAIT_S)
             if self._thread.failed is None:
                 os._exit(1)
 
-    # On the event loop: messages of ingresses.
+    # On the event loop: messages from ingresses.
 
     def _receive(self, link_id: LinkId, message: Received) -> None:
         core, post = self._core, self._thread.post
@@ -259,7 +258,7 @@ class Worker:
     # In the engine's thread.
 
     def _is_done(self) -> bool:
-        """Whether a drain has nothing to wait for."""
+        """Whether a drain has nothing left to wait for."""
         return self._core.is_idle or self._thread.failed is not None
 
     def _begin_drain(self, leave_by_s: float) -> None:
@@ -278,12 +277,12 @@ class Worker:
         return is_busy
 
     def _prefix_ticket(self, link_id: LinkId, start: Start) -> None:
-        # A request for a cached prefix should not wait until a step is computed.
+        # It is answered at once, because the request should not wait for a step.
         delta = self._core.prefix_ticket(link_id, start, self._clock())
         self._loop.call_soon_threadsafe(self._server.answer, link_id, delta)
 
     def _snapshot(self, link_id: LinkId) -> None:
-        # Posted like a step, so that it arrives in order with the cache events.
+        # It is posted like the result of a step, so that it arrives in order with KV events.
         hashes, in_host = self._engine.pool.hashes(), self._core.host_hashes()
         self._loop.call_soon_threadsafe(
             self._server.publish_snapshot, link_id, hashes, self._status(), in_host

@@ -229,7 +229,7 @@ def test_a_prompt_is_computed_if_a_rank_lacks_its_part_which_is_stored_again() -
     sequence = rig.admit()
     assert rig.kv_import.advance(rig.now)
     ((number, _, _),) = rank.fetches
-    rank.fetched = [(number, "the store has only 3 of 4 blocks any more")]
+    rank.fetched = [(number, "the store has only 3 of 4 blocks left")]
     rig.run()
     assert sequence.num_cached_tokens == 0
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)

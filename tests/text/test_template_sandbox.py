@@ -99,7 +99,7 @@ def test_what_refers_to_itself_many_times_is_not_looked_at_to_the_end(
     """Written out it would have 2 ** 60 values, and few characters where looking becomes slow."""
     monkeypatch.setattr(template_sandbox, "_MAX_ITEMS", 1 << 10)
     doubled = "{% set n = namespace(t=[1]) %}{% for i in range(60) %}{% set n.t = [n.t, n.t] %}"
-    with pytest.raises(InvalidRequest, match="more than 1024 values"):
+    with pytest.raises(InvalidRequest, match="more than 1024 items"):
         render(doubled + "{% endfor %}{{ n.t|tojson }}")
 
 

@@ -12,7 +12,14 @@ import pytest
 
 from disagg.errors import StartupError
 from disagg.worker import rank_listener
-from disagg.worker.rank_listener import CONTROL, VISITOR, RankListener, _proof, is_over, knock
+from disagg.worker.rank_listener import (
+    CONTROL,
+    VISITOR,
+    RankListener,
+    _proof,
+    connect_rank,
+    is_over,
+)
 
 KEY = b"the cluster's key"
 
@@ -28,7 +35,8 @@ def test_ranks_come_in_any_order_and_messages_go_both_ways(listener: RankListene
     assert listener.address[0] == "127.0.0.2"  # and not on all addresses
     with ThreadPoolExecutor(2) as threads:
         came = {
-            rank: threads.submit(knock, listener.address, KEY, "worker", rank) for rank in (2, 1)
+            rank: threads.submit(connect_rank, listener.address, KEY, "worker", rank)
+            for rank in (2, 1)
         }
         for rank, coming in came.items():
             found = listener.take(rank, 60)
@@ -54,7 +62,7 @@ def test_who_does_not_belong_here_gets_no_message(
     listener: RankListener, key: bytes, worker_id: str
 ) -> None:
     with ThreadPoolExecutor(1) as threads:
-        coming = threads.submit(knock, listener.address, key, worker_id, 1)
+        coming = threads.submit(connect_rank, listener.address, key, worker_id, 1)
         while not coming.done():
             assert listener.take(1, 0.1) is None
         with pytest.raises(StartupError, match="closed the connection"):
@@ -63,7 +71,7 @@ def test_who_does_not_belong_here_gets_no_message(
 
 def test_a_first_rank_that_does_not_know_the_key_gets_none_either() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
-        coming = threads.submit(knock, listener.getsockname()[:2], KEY, "worker", 1)
+        coming = threads.submit(connect_rank, listener.getsockname()[:2], KEY, "worker", 1)
         connection, _ = listener.accept()
         with connection:
             connection.sendall(bytes(32))
@@ -115,7 +123,7 @@ def test_who_says_too_little_has_a_time_in_all(
 def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()[:2]
-    with pytest.raises(StartupError, match=f"{address[1]} cannot be reached"):
-        knock(address, KEY, "worker", 1)
+    with pytest.raises(StartupError, match=f"Cannot reach .*{address[1]}"):
+        connect_rank(address, KEY, "worker", 1)
     with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1"):
         RankListener("192.0.2.1", KEY, "worker")

@@ -88,7 +88,7 @@ def test_what_is_not_complete_any_more_is_not_loaded(part: Part) -> None:
     part.do(RankPut([(3, name(1))], False))
     before = part.kv.read_blocks([0, 5])
     told = part.do(RankFetch(9, names(1, 2), [0, 5]))
-    assert told == RankFetched(9, "the store has only 1 of 2 blocks any more", 0)
+    assert told == RankFetched(9, "the store has only 1 of 2 blocks left", 0)
     assert part.kv.read_blocks([0, 5]) == before
 
 

@@ -1,8 +1,8 @@
 """The common parts of tool call parsers.
 
 A parser is a generator function that reads an answer after its reasoning, and puts text and calls
-into a sink. A call is put there while it is generated. Text that turns out not to be a call before
-its name is known stays text.
+into a sink. A call is put there while it is generated. If it turns out not to be a call before its
+name is known, it stays text.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Reader: TypeAlias = Callable[[Incoming, Sink, Tools], Reading[None]]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """
+    """A format in which models write tool calls.
+
     Attributes:
-        names: what `--tool-call-parser` calls it; vLLM's names.
-        read: finds the calls in an answer.
-        shown_by: texts of which a chat template that shows such calls has at least one.
-        marks: what the reader looks for and tokenizers may hold as control tokens.
+        names: its names for `--tool-call-parser`, which are vLLM's.
+        read: parses the calls in an answer.
+        shown_by: a chat template with any of these texts uses this format.
+        marks: texts that the reader looks for and that may be control tokens.
         call_id_style: see `Sink`.
     """
 
@@ -51,7 +52,7 @@ Named = TypeVar("Named", bound=_Named)
 
 
 def choose_format(formats: Iterable[Named], template_source: str, name: str) -> Named | None:
-    """The one of this name; "": the first that the chat template shows. None: there is none."""
+    """The format with this name, or for "" the first one that the chat template uses, if any."""
     for each in formats:
         if name in each.names or (not name and any(m in template_source for m in each.shown_by)):
             return each
@@ -61,35 +62,35 @@ def choose_format(formats: Iterable[Named], template_source: str, name: str) -> 
 def read_marked(
     text: Incoming, sink: Sink, begin: Marks, read_calls: Callable[[str], Reading[bool]]
 ) -> Reading[None]:
-    """Text with calls behind marks.
+    """Read text with calls that follow marks.
 
     Args:
-        read_calls: given the mark, reads what follows; returns whether a call has begun. If not,
-            the mark and what was read is text.
+        read_calls: reads what follows the given mark; returns whether a call has begun. If not,
+            the mark and the text that was read stay text.
     """
-    said = Trimmed(sink.text)
-    while mark := (yield from text.until(begin, said)):
+    trimmed = Trimmed(sink.text)
+    while mark := (yield from text.until(begin, trimmed)):
         text.record()
         is_call = yield from read_calls(mark)
         read = text.recorded()
         if is_call:
-            said.drop()
+            trimmed.drop()
         else:
-            said(mark + read)
+            trimmed(mark + read)
     if sink.num_calls:
-        said.drop()
-    said.flush()
+        trimmed.drop()
+    trimmed.flush()
 
 
 def read_text(text: Incoming, sink: Sink, before: str = "") -> Reading[None]:
-    """The rest is text; white space behind calls says nothing.
+    """Read the rest as text. White space after calls is dropped.
 
     Args:
         before: text that was read already.
     """
-    said = Trimmed(sink.text) if sink.num_calls else sink.text
-    said(before)
-    yield from text.until(_NOTHING, said)
+    take = Trimmed(sink.text) if sink.num_calls else sink.text
+    take(before)
+    yield from text.until(_NOTHING, take)
 
 
 _NOTHING = Marks()

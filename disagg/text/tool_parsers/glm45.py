@@ -16,7 +16,7 @@ _VALUE_END = Marks("</arg_value>")
 
 
 def read_glm45(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
-    """GLM 4.5 to 4.7, which differ in the white space between marks."""
+    """Read the calls of GLM 4.5 to 4.7, which differ in white space between marks."""
 
     def call(mark: str) -> Reading[bool]:
         yield from text.spaces()
@@ -35,7 +35,7 @@ def read_glm45(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
 
 
 def _read_arguments(text: Incoming, arguments: NamedArguments) -> Reading[bool]:
-    """Reads on behind `<arg_key>`; returns whether they are all there."""
+    """Read arguments after `<arg_key>`; returns whether they are complete."""
     has_more = True
     while has_more:
         key, mark = yield from text.collect(_KEY_END)

@@ -16,9 +16,9 @@ from disagg.text.tool_parsers.format import Reader, Tools
 MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>",
          "<|constrain|>")  # fmt: skip
 ANALYSIS = "<|channel|>analysis<|message|>"
-FINAL = "<|channel|>final"  # in the header of what is said to the user
+FINAL = "<|channel|>final"  # in the header of messages to the user
 FINAL_THEN = "<|message|>"
-FORCE_FINAL = "<|end|><|start|>assistant" + FINAL  # behind analysis that is not finished
+FORCE_FINAL = "<|end|><|start|>assistant" + FINAL  # ends an unfinished analysis
 
 _HEADER_END = Marks("<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _MESSAGE_END = Marks("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -30,18 +30,19 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 def read_harmony(
     text: Incoming, sink: Sink, tools: Tools, read_final: Reader | None
 ) -> Reading[None]:
-    """
+    """Read an answer.
+
     Args:
-        read_final: reads what is said to the user; None: it is text.
+        read_final: reads messages to the user; None reads them as text.
     """
     sink.is_reasoning = False
-    mark = ""  # that the message before ended with
+    mark = ""  # the mark that ended the previous message
     while (yield from text.more()):
         header = mark if mark in _HEADER_BEGINS else ""
         if not header:
             yield from text.spaces()
             header = yield from _skip_one(text, _HEADER_BEGINS)
-        if not header:  # a model that forgot it speaks to the user
+        if not header:  # without a header it is a message to the user
             mark = yield from text.until(_MESSAGE_END, sink.text)
             continue
         rest, mark = yield from text.collect(_HEADER_END)
@@ -59,7 +60,7 @@ def _skip_one(text: Incoming, marks: tuple[str, ...]) -> Reading[str]:
 def _read_message(
     text: Incoming, sink: Sink, header: str, tools: Tools, read_final: Reader | None
 ) -> Reading[str]:
-    """Returns the mark that ends the message."""
+    """Read a message after its header. Returns the mark that ends it."""
     channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
     to = recipient[1] if recipient else ""
     name = to.removeprefix("functions.")

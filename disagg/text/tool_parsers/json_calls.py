@@ -1,4 +1,4 @@
-"""Calls as JSON objects with a name and arguments, or as lists of them: in most formats."""
+"""Calls as JSON objects with a name and arguments, or as lists of them, as in most formats."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _PYTHON_TAG = "<|python_tag|>"  # Llama's, before some calls
 
 
 def read_llama3_json(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
-    """Llama 3.1 and later; also what a grammar makes of any model's answer.
+    """Read the calls of Llama 3.1 and later, or of any model whose answer a grammar restricts.
 
-    An answer that begins with JSON that calls an offered function is calls, any other is text.
+    An answer that begins with the JSON of a call of an offered function has calls; any other is
+    text.
     """
     text.record()
     yield from text.spaces()
@@ -25,7 +26,7 @@ def read_llama3_json(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
 
 
 def read_hermes(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
-    """Hermes, Qwen2.5, Qwen3, Granite 4: each call between `<tool_call>` and `</tool_call>`."""
+    """Read calls between `<tool_call>` and `</tool_call>`: Hermes, Qwen2.5, Qwen3, Granite 4."""
 
     def calls(mark: str) -> Reading[bool]:
         return (yield from read_json_calls(text, sink, end="</tool_call>"))
@@ -34,7 +35,7 @@ def read_hermes(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
 
 
 def read_granite(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
-    """Granite 3, Phi-4-mini: a list of calls behind a mark."""
+    """Read a list of calls after a mark: Granite 3, Phi-4-mini."""
 
     def calls(mark: str) -> Reading[bool]:
         return (yield from read_json_calls(text, sink, end=_GRANITE_ENDS[mark]))
@@ -50,11 +51,11 @@ _GRANITE = Marks(*_GRANITE_ENDS)
 def read_json_calls(
     text: Incoming, sink: Sink, names: Container[str] | None = None, end: str = ""
 ) -> Reading[bool]:
-    """One call, several, or a list of them; returns whether one has begun.
+    """Read one call, several, or a list of them; returns whether one has begun.
 
     Args:
-        names: of functions; JSON that names another one is no call. None: any.
-        end: the mark behind them, which models may forget.
+        names: names of the functions; JSON with another name is not a call. None allows any name.
+        end: the mark after the calls, which models may forget.
     """
     is_call = is_list = False
     while char := (yield from text.spaces()):
@@ -67,7 +68,7 @@ def read_json_calls(
         elif is_call and char in (",", "]") and is_list:
             yield from text.skip(char)
             is_list = char == ","
-        elif is_call and char == ";":  # Llama's, between calls
+        elif is_call and char == ";":  # Llama's separator between calls
             yield from text.skip(char)
         else:
             break
@@ -77,10 +78,10 @@ def read_json_calls(
 
 
 def _read_call(text: Incoming, sink: Sink, names: Container[str] | None) -> Reading[bool]:
-    """The keys of a call may come in any order; it begins when its name is known."""
+    """Read a call, whose keys may come in any order. It begins when its name is known."""
     yield from text.skip("{")
     name: str | None = None
-    early: list[str] | None = None  # arguments that came before the name
+    early: list[str] | None = None  # arguments that arrived before the name
     has_begun = False
     while (char := (yield from text.spaces())) not in ("}", ""):
         if char == ",":
@@ -123,7 +124,7 @@ def _read_call(text: Incoming, sink: Sink, names: Container[str] | None) -> Read
 
 
 def _are_arguments(char: str) -> bool:
-    """By their first character: an object, JSON in JSON, or null."""
+    """Whether a value may be arguments, by its first character: an object, a string or null."""
     return char in ("{", '"', "n")
 
 

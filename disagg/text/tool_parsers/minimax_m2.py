@@ -14,7 +14,7 @@ SECTION = "<minimax:tool_call>"
 SECTION_END = "</minimax:tool_call>"
 _INVOKE, _INVOKE_END = "<invoke name=", "</invoke>"
 _PARAMETER, _PARAMETER_END = "<parameter name=", "</parameter>"
-_BEGIN = Marks(SECTION, _INVOKE)  # a second call of a section has no mark of its own
+_BEGIN = Marks(SECTION, _INVOKE)  # the second call of a section begins with _INVOKE
 _NAME = re.compile(r"[^>\n]")
 _VALUE_END = Marks(_PARAMETER_END, _INVOKE_END, SECTION_END)
 
@@ -40,13 +40,13 @@ def read_minimax_m2(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
 
 
 def _read_name(text: Incoming) -> Reading[str]:
-    """A name in quotation marks, and the `>` behind it; "": there is none."""
+    """Read a name in quotation marks and the `>` after it; "" if it is missing."""
     name = (yield from text.word(_NAME)).strip().strip("\"'")
     return name if (yield from text.skip(">")) else ""
 
 
 def _read_arguments(text: Incoming, arguments: NamedArguments) -> Reading[bool]:
-    """Returns whether they are all there."""
+    """Read the arguments of a call; returns whether they are complete."""
     while True:
         if (yield from text.spaces()) != "<":
             return False
@@ -59,5 +59,5 @@ def _read_arguments(text: Incoming, arguments: NamedArguments) -> Reading[bool]:
         if not mark:
             return False
         arguments.end()
-        if mark != _PARAMETER_END:  # models forget marks at the end
+        if mark != _PARAMETER_END:  # models may forget marks at the end
             return True

@@ -1,4 +1,4 @@
-"""Mistral's calls: behind `[TOOL_CALLS]` a list of JSON objects, or a name and its arguments."""
+"""Mistral's calls: `[TOOL_CALLS]`, then a list of JSON objects, or a name and its arguments."""
 
 from __future__ import annotations
 

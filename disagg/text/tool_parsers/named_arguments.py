@@ -1,7 +1,7 @@
-"""Makes JSON of arguments that a model writes one by one, as text: Qwen3-Coder, GLM and others.
+"""Converts arguments that a model writes one by one as text to JSON: Qwen3-Coder, GLM and others.
 
-Such text has no types, so they are taken from the schema of the function. A string is passed on as
-it arrives; any other value when it is complete.
+Such text has no types, so they are taken from the schema of the function. A string is passed on
+while it arrives, any other value when it is complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from disagg.text.answer_delta import Sink
 
-MAX_LITERAL_NUM_CHARS = 1 << 16  # of a value that is no JSON but may be Python's way to write it
+MAX_LITERAL_NUM_CHARS = 1 << 16  # longest value that is parsed as a Python literal
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPED = "\\'\"abfnrtvxuUN\n"
 _PYTHON_WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
@@ -24,7 +24,7 @@ class NamedArguments:
     """Writes the arguments of one call.
 
     Args:
-        schema: of the function's parameters; None: it is not known.
+        schema: schema of the function's parameters; None if unknown.
     """
 
     def __init__(self, sink: Sink, schema: Mapping[str, Any] | None) -> None:
@@ -33,13 +33,13 @@ class NamedArguments:
         self._properties = properties if isinstance(properties, Mapping) else {}
         self._is_empty = True
         self._types: frozenset[str] = frozenset()
-        self._value: list[str] | None = None  # of an argument that is no text; None: it is text
+        self._value: list[str] | None = None  # pieces of a value; None if it is a string
 
     def begin(self, name: str, *, is_text: bool | None = None) -> None:
-        """An argument.
+        """Begin an argument.
 
         Args:
-            is_text: as the model says; None: as the schema says.
+            is_text: whether the value is a string; None if the schema decides.
         """
         self._sink.arguments(("{" if self._is_empty else ", ") + _to_json(name) + ": ")
         self._is_empty = False
@@ -51,7 +51,7 @@ class NamedArguments:
             self._value = []
 
     def add(self, piece: str) -> None:
-        """More of the argument's text."""
+        """Add a piece of the argument's text."""
         if self._value is None:
             self._sink.arguments(_to_json(piece)[1:-1])
         else:
@@ -64,21 +64,22 @@ class NamedArguments:
             self._sink.arguments(json_of("".join(self._value), self._types))
 
     def close(self) -> None:
-        """All arguments are there."""
+        """End the arguments and the call."""
         if not self._is_empty:
             self._sink.arguments("}")
         self._sink.end_call()
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema allows; empty: it does not say.
+    """The JSON types that a schema allows; empty if it does not restrict them.
 
-    Nobody has checked the schema: without a grammar it is only shown to the model.
+    The schema may be invalid, because without a grammar nothing checks it.
     """
     if not isinstance(schema, Mapping):
         return frozenset()
-    said = schema.get("type")
-    found = {each for each in (said if isinstance(said, list) else [said]) if isinstance(each, str)}
+    types = schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    found = {each for each in types if isinstance(each, str)}
     for branch in ("anyOf", "oneOf"):
         options = schema.get(branch)
         for option in options if isinstance(options, list) else ():
@@ -96,10 +97,11 @@ _TYPE_NAMES: dict[type, str] = {
 
 
 def json_of(text: str, types: frozenset[str] = frozenset()) -> str:
-    """A value as JSON, from JSON or from Python's way to write it; what is neither is a text.
+    """Convert a value that is JSON or a Python literal to JSON; anything else becomes a string.
 
     Args:
-        types: where a text is allowed, it is one, unless it says null and that is allowed as well.
+        types: the allowed types. If a string is allowed, the value is one, unless it is null and
+            that is allowed too.
     """
     value = text.strip()
     if "string" in types and not (value.lower() in ("null", "none") and "null" in types):
@@ -115,7 +117,7 @@ def json_of(text: str, types: frozenset[str] = frozenset()) -> str:
 
 
 def literal_to_json(source: str) -> str | None:
-    """A Python literal as JSON; None: it is none, or has half of a surrogate pair in it."""
+    """Convert a Python literal to JSON; None if it is not one or has an unpaired surrogate."""
     if len(source) > MAX_LITERAL_NUM_CHARS:
         return None
     try:
@@ -128,7 +130,7 @@ def literal_to_json(source: str) -> str | None:
 
 
 def _kept_escape(found: re.Match[str]) -> str:
-    """An escape that Python has, or else a backslash: Python would warn."""
+    """A valid escape, or an escaped backslash, because Python warns of invalid escapes."""
     return found[0] if found[1] in _ESCAPED else "\\" + found[0]
 
 

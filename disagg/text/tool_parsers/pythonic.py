@@ -11,11 +11,11 @@ from disagg.text.tool_parsers.named_arguments import NamedArguments
 from disagg.text.value_end import PythonEnd
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]")
-_BEGIN, _END = "<|python_start|>", "<|python_end|>"  # Llama 4's
+_BEGIN, _END = "<|python_start|>", "<|python_end|>"  # marks of Llama 4
 
 
 def read_pythonic(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
-    """An answer that begins with a list of calls of offered functions is calls, others are text."""
+    """Read calls. An answer that does not begin with a list of calls of known functions is text."""
     text.record()
     yield from text.spaces()
     yield from text.skip(_BEGIN)
@@ -34,7 +34,7 @@ def read_pythonic(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
 
 
 def _read_call(text: Incoming, sink: Sink, tools: Tools) -> Reading[bool]:
-    """Returns whether one has begun."""
+    """Read a call; returns whether one has begun."""
     yield from text.spaces()
     name = yield from text.word(_NAME)
     if name not in tools or not (yield from text.skip("(")):

@@ -9,9 +9,9 @@ from disagg.text.incoming import Incoming, Marks, Reading
 from disagg.text.tool_parsers.format import Tools, read_marked
 from disagg.text.tool_parsers.named_arguments import NamedArguments
 
-_BEGIN = Marks("<tool_call>", "<function=")  # models forget the first
+_BEGIN = Marks("<tool_call>", "<function=")  # models may forget the first mark
 _NAME = re.compile(r"[^>\n]")
-# Values stand between line breaks of their own; models forget marks at the end.
+# Values are between line breaks; models may forget marks at the end.
 _VALUE_END = Marks(*(
     line + mark
     for line in ("", "\n")
@@ -40,7 +40,7 @@ def read_qwen3_coder(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
 
 
 def _read_arguments(text: Incoming, arguments: NamedArguments) -> Reading[bool]:
-    """Returns whether they are all there."""
+    """Read the arguments of a call; returns whether they are complete."""
     mark = ""
     while not mark.endswith(("</function>", "</tool_call>")):
         if not mark.endswith("<parameter="):

@@ -1,4 +1,4 @@
-"""All tool call formats, with vLLM's names, and how they are recognised from chat templates."""
+"""All tool call formats, with vLLM's names, and how chat templates show which one is used."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from disagg.text.tool_parsers.sections import DEEPSEEK, KIMI_K2, read_deepseek, 
 HARMONY = ToolFormat(
     ("openai",), partial(read_harmony, read_final=None), ("<|channel|>",), HARMONY_MARKS
 )
-# Also what a grammar makes of any model's answer.
+# Also the format of answers that a grammar restricts.
 LLAMA3_JSON = ToolFormat(
     ("llama3_json", "llama4_json"), read_llama3_json, ('"parameters": ',), ("<|python_tag|>",)
 )
 
-# In the order in which templates are looked at: what several show comes after what only one shows.
+# The first format whose texts a template has is used, so texts of several formats come later.
 FORMATS = (
     HARMONY,
     ToolFormat(("deepseek_v3", "deepseek_v31"), read_deepseek, (DEEPSEEK.call_begin,), DEEPSEEK),
@@ -58,9 +58,9 @@ NAMES = ("none", *(name for each in FORMATS for name in each.names))
 
 @functools.lru_cache(maxsize=64)
 def tool_format_of(template_source: str, name: str = "") -> ToolFormat | None:
-    """How a model writes calls; None: in no way that is known here.
+    """The format in which a model writes calls; None if it is unknown.
 
     Args:
-        name: of a parser; "": as the chat template shows.
+        name: name of a parser; "" detects it from the chat template.
     """
     return choose_format(FORMATS, template_source, name)

@@ -1,4 +1,4 @@
-"""Calls in a section of their own, each with a head, a separator and JSON: DeepSeek, Kimi K2."""
+"""Calls in a separate section, each with a head, a separator and JSON: DeepSeek, Kimi K2."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ KIMI_K2 = SectionMarks(
 
 
 def read_deepseek(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
-    """V3 and R1 put the name behind the separator and JSON in a code block; V3.1 puts it before."""
+    """Read calls of DeepSeek.
+
+    V3 and R1 write the name after the separator, and JSON in a code block; V3.1 writes the name
+    before the separator.
+    """
 
     def call(head: str) -> Reading[bool]:
         name = head
@@ -53,7 +57,7 @@ def read_deepseek(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
 
 
 def read_kimi_k2(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
-    """The head is the call's id, `functions.NAME:NUMBER`, and has the name in it."""
+    """Read calls of Kimi K2, whose head is the call's id, `functions.NAME:NUMBER`."""
 
     def call(head: str) -> Reading[bool]:
         yield from text.spaces()
@@ -90,7 +94,7 @@ def _read(
 
 
 def _read_json(text: Incoming, sink: Sink, name: str, call_id: str = "") -> Reading[bool]:
-    """Arguments, if there are any."""
+    """Read the arguments of a call, if there are any."""
     if not name:
         return False
     sink.begin_call(name, call_id)
