@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 from bench.autoscale_loads import Load, made_up, of_trace
 from bench.report import finish, print_table
 from disagg.config import AutoscalingConfig
+from disagg.host import usable_cores
 from disagg.sim.config import SimConfig
 from disagg.sim.report import SimReport
 from disagg.sim.simulation import simulate
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--speed", type=float, action="append", help="of each trace; default 1")
     parser.add_argument("--num-requests", type=int, help="of each trace; default: all")
     parser.add_argument("--start-s", type=float, nargs="*", default=[30.0])
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--processes", type=int, default=usable_cores())
     parser.add_argument("--only", nargs="*", help="names of loads")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal in seconds")
     args = parser.parse_args()

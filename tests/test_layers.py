@@ -42,6 +42,7 @@ LAYERS = {
     "kvtransfer": 0,
     "blocks": 0,
     "errors": -1,  # everybody may raise them
+    "host": -1,  # what this machine has
     "imports": -1,  # how libraries are imported
     "metric": -1,  # names of figures
     "telemetry": 0,

@@ -8,7 +8,6 @@ not import Ray, because Serve reads its settings from the environment when it is
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import signal
@@ -24,6 +23,7 @@ from disagg.app import haproxy_launcher
 from disagg.app.processes import runs
 from disagg.config import HttpConfig
 from disagg.errors import StartupError
+from disagg.host import usable_cores
 
 HEALTH_PERIOD_S = 1.0  # Serve treats a proxy as dead after three failed checks
 CORES_FOR_TWO = 4  # cores from which two threads pay; with fewer, waking them costs more
@@ -69,7 +69,7 @@ def haproxy_environment(
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(HEALTH_PERIOD_S),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
-        "RAY_SERVE_HAPROXY_NBTHREAD": "1" if (os.cpu_count() or 1) < CORES_FOR_TWO else "2",
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1" if usable_cores() < CORES_FOR_TWO else "2",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / _CONFIG),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),

@@ -25,6 +25,7 @@ from disagg.config import (
     TierConfig,
 )
 from disagg.errors import DisaggError, RequestError, StartupError
+from disagg.host import usable_cores
 from disagg.messages import TokenLogprobs
 from disagg.router.calibration import (
     Compared,
@@ -256,7 +257,7 @@ async def _from_server(
 async def _from_here(
     arguments: argparse.Namespace, prompts: Sequence[Question]
 ) -> tuple[list[Compared], list[int]]:
-    engine = EngineConfig(num_threads=max(1, (os.cpu_count() or 1) // len(arguments.models)))
+    engine = EngineConfig(num_threads=max(1, usable_cores() // len(arguments.models)))
     tiers = tuple(
         TierConfig(model=model, engine=engine, ttft_slo_s=PATIENCE_S) for model in arguments.models
     )

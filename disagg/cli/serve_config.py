@@ -15,8 +15,8 @@ from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
 from disagg.config import ASSETS, EngineConfig, ServeConfig
 from disagg.config_checks import filled_in, parse_config
 from disagg.doctor.findings import DoctorReport
-from disagg.doctor.machine import read_memory
 from disagg.errors import StartupError
+from disagg.host import read_memory, usable_cores
 
 BUNDLED = ("demo-small", "demo-large")
 STORE_SHARE = 16  # the embedded store gets one sixteenth of the free memory
@@ -97,7 +97,7 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
         # as long.
         sizes = [size.most if size else 1 for size in (arguments.prefill, arguments.decode)]
         num_workers = len(models) * sum(sizes)
-        arguments.num_threads = max(1, (os.cpu_count() or 1) // max(1, num_workers))
+        arguments.num_threads = max(1, usable_cores() // max(1, num_workers))
     engine = {
         key: value
         for key in EngineConfig.__struct_fields__

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from disagg.host import usable_cores
 from disagg.sim import grid
 from disagg.sim.config import SimConfig
 from disagg.sim.trace import TraceRequest
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--processes",
         type=int,
-        default=os.cpu_count() or 1,
+        default=usable_cores(),
         help="number of simulations that run in parallel (default: the number of cores)",
     )
 

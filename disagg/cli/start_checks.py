@@ -16,8 +16,8 @@ from disagg.app.address import check_address
 from disagg.cli.reports import Order
 from disagg.config import HttpConfig, ServeConfig
 from disagg.config_checks import check_secrets
-from disagg.doctor.machine import read_memory
 from disagg.errors import NotEnoughMemory, StartupError
+from disagg.host import read_memory
 from disagg.kvtransfer.ucx import ucx_settings
 from disagg.router.autoscale import pools
 

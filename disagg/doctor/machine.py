@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from disagg.doctor.findings import Finding, Status
+from disagg.host import read_memory, usable_cores
 from disagg.kernels.cpu_library import SAMPLING, Found, find_library, find_step
 
 GIB = 1 << 30
@@ -221,18 +222,6 @@ def link_speed() -> tuple[float, str]:
     return max(speeds, default=(0.0, ""))
 
 
-def read_memory() -> tuple[int, int]:
-    """Total and available bytes, of the container where it has a limit."""
-    table = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
-    total = int(table.get("MemTotal", "0 kB").split()[0]) << 10
-    available = int(table.get("MemAvailable", "0 kB").split()[0]) << 10
-    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
-    if limit.isdigit() and used.isdigit() and int(limit) < total:
-        total = int(limit)
-        available = min(available, total - int(used))
-    return total, available
-
-
 def _processor() -> Finding:
     lines = _read("/proc/cpuinfo").splitlines()
     described = dict(
@@ -240,7 +229,7 @@ def _processor() -> Finding:
     )
     flags = set(described.get("flags", "").split())
     bf16 = [name for name in ("amx_bf16", "avx512_bf16") if name in flags]
-    found = f"{described.get('model name', 'unknown')}, {len(os.sched_getaffinity(0))} cores usable"
+    found = f"{described.get('model name', 'unknown')}, {usable_cores()} cores usable"
     return Finding("processor", f"{found}, bf16 products: {', '.join(bf16) or 'none'}")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 
 from disagg.config import EngineConfig, TierConfig
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import choose_device, choose_dtype, why_not_compiled
 from disagg.errors import StartupError
+from disagg.host import usable_cores
 from disagg.kernels.cpu_library import find_step
 from disagg.messages import Role
 from disagg.models.description import ModelDescription, describe_model
@@ -72,7 +72,7 @@ def check_tier(
 
 
 def _check_cores(num_ranks: int) -> None:
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = usable_cores()
     if num_ranks > num_cores:
         raise StartupError(
             f"tensor_parallel_size = {num_ranks} needs a CPU core for each rank of a worker, but"

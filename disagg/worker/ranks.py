@@ -24,6 +24,7 @@ from disagg.config import ServeConfig, TierConfig
 from disagg.engine.device.choices import choose_device, choose_dtype
 from disagg.engine.engine_thread import engine_failed
 from disagg.errors import DisaggError, StartupError, WorkerLost
+from disagg.host import usable_cores
 from disagg.models.description import describe_model
 from disagg.rank_messages import LOOPBACK, RankLoaded, RankStart, RankUp, RankWork, encode
 from disagg.worker.other_rank import LocalRank, Rank, RankNodes, RemoteRank
@@ -63,7 +64,7 @@ class Ranks:
         nodes: RankNodes | None = None,
     ) -> None:
         num_ranks, num_here = tier.engine.tensor_parallel_size, tier.engine.ranks_per_node
-        num_threads = tier.engine.num_threads or len(os.sched_getaffinity(0))
+        num_threads = tier.engine.num_threads or usable_cores()
         self.num_threads = max(1, num_threads // num_here)
         self._share, self._nodes = tier.engine.share(), nodes
         self._place = Path(tempfile.mkdtemp(prefix="disagg-ranks-"))

@@ -1,0 +1,37 @@
+"""Cores and memory in a container."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from disagg.host import read_memory, usable_cores
+
+
+@pytest.mark.parametrize(
+    ("quota", "num_cores"),
+    [("max 100000", 8), ("300000 100000", 3), ("150000 100000", 1), ("20000 100000", 1), (None, 8)],
+)
+def test_cores_are_limited_by_affinity_and_quota(
+    quota: str | None, num_cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert usable_cores(tmp_path) == num_cores
+
+
+def test_files_that_were_read_do_not_count_as_used_memory(tmp_path: Path) -> None:
+    total_nbytes, available_nbytes = read_memory(tmp_path)  # of the machine
+    assert total_nbytes > available_nbytes > 0
+    limit_nbytes = min(64 << 20, available_nbytes)
+    (tmp_path / "memory.max").write_text(f"{limit_nbytes}\n")
+    (tmp_path / "memory.current").write_text(f"{limit_nbytes - 4096}\n")
+    assert read_memory(tmp_path) == (limit_nbytes, 4096)
+    (tmp_path / "memory.stat").write_text("anon 4096\ninactive_file 8192\nactive_file 4096\n")
+    assert read_memory(tmp_path) == (limit_nbytes, 4096 + 8192)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert read_memory(tmp_path)[0] == total_nbytes
