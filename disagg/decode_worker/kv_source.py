@@ -102,7 +102,8 @@ class TicketSource:
         return PULL_PATIENCE_S + PULL_FACTOR * predicted_s
 
     def begin(self, first_block: int, into: list[int]) -> int:
-        return self.transport.pull(self.ticket, first_block, into)  # its end releases the ticket
+        # The end of the pull releases the ticket at the source. Nothing is held for an early one.
+        return self.transport.pull(self.ticket, first_block, into, releases=not self.is_early)
 
     def drop(self) -> None:
         if not self.is_early:

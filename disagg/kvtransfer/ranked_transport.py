@@ -18,14 +18,6 @@ from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased, Transport
 
 
-class QuietTransport(Transport, Protocol):
-    """A transport that can leave it to others to tell the source that a pull has ended."""
-
-    def pull(
-        self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
-    ) -> int: ...
-
-
 class RankTransport(Protocol):
     """The transport of another rank; no method blocks."""
 
@@ -54,8 +46,9 @@ class RankTransport(Protocol):
 class _Parts:
     """A pull that runs on all ranks."""
 
-    def __init__(self, ticket: KVTicket, num_ranks: int) -> None:
+    def __init__(self, ticket: KVTicket, num_ranks: int, releases: bool) -> None:
         self.ticket = ticket
+        self.releases = releases
         self.num_running = num_ranks
         self.ended: list[PullDone] = []
 
@@ -80,7 +73,7 @@ class RankedTransport:
         others: of the other ranks, in order.
     """
 
-    def __init__(self, own: QuietTransport, others: Sequence[RankTransport]) -> None:
+    def __init__(self, own: Transport, others: Sequence[RankTransport]) -> None:
         self._own = own
         self._others = others
         self._peer = replace(own.peer, ranks=tuple(each.peer for each in others))
@@ -112,9 +105,11 @@ class RankedTransport:
             for rank in self._others:
                 rank.forget_peer(worker_id)
 
-    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
+    def pull(
+        self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
+    ) -> int:
         number = self._own.pull(ticket, first_block, into, releases=False)  # refuses what is wrong
-        self._pulls[number] = _Parts(ticket, 1 + len(self._others))
+        self._pulls[number] = _Parts(ticket, 1 + len(self._others), releases)
         if known := self._known.pop(ticket.source_id, None):
             self._known[ticket.source_id] = known
         for rank in self._others:
@@ -148,5 +143,6 @@ class RankedTransport:
         if parts.num_running:
             return []
         del self._pulls[number]
-        self._own.release(parts.ticket)
+        if parts.releases:
+            self._own.release(parts.ticket)
         return [parts.total()]

@@ -58,12 +58,15 @@ class Transport(Protocol):
         it are refused until it is added again."""
         ...
 
-    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
+    def pull(
+        self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
+    ) -> int:
         """Start copying `ticket.block_ids[first_block:]` into the local blocks `into`.
 
         Returns a pull id that a later `poll` reports exactly once. Until then the blocks `into`
         belong to the transport, even if the source hangs; to compute meanwhile, use other blocks.
-        The end of a pull, successful or not, releases the ticket at the source.
+        The end of a pull, successful or not, releases the ticket at the source, unless `releases`
+        is False: then the source is not told.
 
         Raises:
             TransferFailed: unknown peer, wrong epoch, layout or block id; nothing was started.

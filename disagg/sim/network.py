@@ -78,9 +78,11 @@ class SimulatedTransport:
     def forget_peer(self, worker_id: str) -> None:
         self._book.forget_peer(worker_id)
 
-    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
+    def pull(
+        self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
+    ) -> int:
         loop = self._network.loop
-        pull = self._book.begin(ticket, first_block, into, loop.time())
+        pull = self._book.begin(ticket, first_block, into, loop.time(), releases)
         loop.call_later(self._network.latency_s, self._begin, pull)
         return pull.pull_id
 
@@ -110,7 +112,8 @@ class SimulatedTransport:
 
     def _end(self, pull: Pull) -> None:
         self._book.end(pull)
-        self._notify(pull.peer, pull.ticket.ticket_id)
+        if pull.releases:
+            self._notify(pull.peer, pull.ticket.ticket_id)
         source = self._side(pull.peer)
         error = None
         if source is None:

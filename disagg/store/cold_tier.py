@@ -30,7 +30,21 @@ _STALE_S = 60.0  # slow figures expire, so that lookups are tried again
 
 _MAX_KNOWN = 32768  # names, about 200 bytes each
 
-QUEUE_NBYTES = 64 << 20  # of blocks that wait to be stored
+_QUEUE_NBYTES = 64 << 20  # of blocks that wait to be stored
+_FETCH_NBYTES = 256 << 20  # of blocks that are being fetched or wait for `poll`
+# At least so many, however large a block is: a prompt evicts many at once, and needs all of them.
+_NUM_QUEUED_BLOCKS = 64
+_NUM_FETCHED_BLOCKS = 128
+
+
+def queue_nbytes_for(block_nbytes: int) -> int:
+    """Bytes of blocks that may wait to be stored: 64 MiB, or 64 blocks if these are larger."""
+    return max(_QUEUE_NBYTES, _NUM_QUEUED_BLOCKS * block_nbytes)
+
+
+def fetch_nbytes_for(block_nbytes: int) -> int:
+    """Bytes of blocks that may be fetched at a time: 256 MiB, or 128 blocks if larger."""
+    return max(_FETCH_NBYTES, _NUM_FETCHED_BLOCKS * block_nbytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +80,9 @@ class ColdTier:
         block_nbytes: size of every block; of several ranks, that of the first one's part.
         times: learns the store's latency and rate as those of source `STORE_ID`; the worker's own
             one may be shared, since both belong to the engine's thread.
-        queue_nbytes: of blocks that wait to be stored.
-        fetch_nbytes: of blocks that are being fetched or wait for `poll`.
+        queue_nbytes: of blocks that wait to be stored; None: `queue_nbytes_for`.
+        fetch_nbytes: of blocks that are being fetched or wait for `poll`; None:
+            `fetch_nbytes_for`.
         clock: seconds, monotonic.
         others: of the worker's other ranks, those that put their parts.
     """
@@ -78,8 +93,8 @@ class ColdTier:
         block_nbytes: int,
         times: TransferTimeModel,
         *,
-        queue_nbytes: int = QUEUE_NBYTES,
-        fetch_nbytes: int = 256 << 20,
+        queue_nbytes: int | None = None,
+        fetch_nbytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         others: Sequence[RankStore] = (),
     ) -> None:
@@ -87,7 +102,8 @@ class ColdTier:
         self._times = times
         self._clock = clock
         self._observed_s = clock()
-        self._queue_nbytes = queue_nbytes
+        self._queue_nbytes = queue_nbytes or queue_nbytes_for(block_nbytes)
+        fetch_nbytes = fetch_nbytes or fetch_nbytes_for(block_nbytes)
         self._num_fetchable = max(1, fetch_nbytes // block_nbytes)
         own = StoreThread(store, block_nbytes, clock)
         self._thread = RankedStoreThread(own, others, clock) if others else own

@@ -21,7 +21,7 @@ from disagg.engine.engine import Engine
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.imports import uncollected_imports
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.ranked_transport import QuietTransport, RankedTransport
+from disagg.kvtransfer.ranked_transport import RankedTransport
 from disagg.kvtransfer.slab import HOST, Slab, allocate_host
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import Transport
@@ -32,7 +32,7 @@ from disagg.planner.prior import step_times
 from disagg.planner.shapes import shape_of
 from disagg.planner.step_sizes import largest_step
 from disagg.store.block_copier import BlockCopier, ThreadCopier
-from disagg.store.cold_tier import QUEUE_NBYTES, ColdTier
+from disagg.store.cold_tier import ColdTier, queue_nbytes_for
 from disagg.store.host_tier import HostTier
 from disagg.store.ranked_copier import RankedCopier
 from disagg.store.ranked_store import RankedFetches
@@ -231,7 +231,7 @@ def new_transport(
     local_fleet: LocalFleet | None,
     begin_thread: Callable[[], None] = lambda: None,
     before_pull: Callable[[], None] = lambda: None,
-) -> QuietTransport:
+) -> Transport:
     """Make the transport that the configuration names.
 
     Args:
@@ -352,7 +352,7 @@ def new_reader(kv_cache: KVCache, slab: Slab) -> BlockReader | None:
     from disagg.engine.device.stream_copier import BlockReader
 
     # More blocks than this never wait to be stored.
-    return BlockReader(kv_cache.slab, max(1, QUEUE_NBYTES // slab.block_nbytes))
+    return BlockReader(kv_cache.slab, queue_nbytes_for(slab.block_nbytes) // slab.block_nbytes)
 
 
 def new_copier(kv_cache: KVCache, slab: Slab, num_slots: int) -> BlockCopier:

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 from disagg import logs
 from disagg.errors import DisaggError, TransferFailed
 from disagg.imports import uncollected_imports
-from disagg.kvtransfer.ranked_transport import QuietTransport
 from disagg.kvtransfer.stamps import Stamps
-from disagg.kvtransfer.transport import PullDone
+from disagg.kvtransfer.transport import PullDone, Transport
 from disagg.models.description import describe_model
 from disagg.planner.step_sizes import largest_step
 from disagg.rank_messages import (
@@ -207,9 +206,7 @@ def _started(start: RankStart, pipes: _Pipes) -> tuple[Follower, Offload, Simple
     return follower, offload, jobs
 
 
-def _move(
-    transport: QuietTransport, jobs: SimpleQueue[Job], tell: Callable[[FromRank], None]
-) -> None:
+def _move(transport: Transport, jobs: SimpleQueue[Job], tell: Callable[[FromRank], None]) -> None:
     """Pull this rank's part of blocks, in the only thread that uses the transport."""
     running: dict[int, int] = {}  # the first rank's number of each pull, by its id here
     while True:
@@ -225,7 +222,7 @@ def _move(
 
 
 def _begin(
-    transport: QuietTransport,
+    transport: Transport,
     job: ConnectPeer | ForgetPeer | PullBlocks,
     running: dict[int, int],
     tell: Callable[[FromRank], None],

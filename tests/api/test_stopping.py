@@ -6,10 +6,24 @@ import asyncio
 import json
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from disagg.api.http.app import AsgiApp
 from tests.api.apps import URL, Exchange, http_client, make_app, never, until
 from tests.api.fakes import FakeGenerate
 from tests.contract.contract import CHAT
+
+
+async def failures(app: AsgiApp) -> dict[str, float]:
+    """Failed requests by code, as `/metrics` has them."""
+    async with http_client(app) as client:
+        text = (await client.get("/metrics")).text
+    return {
+        sample.labels["code"]: sample.value
+        for family in text_string_to_metric_families(text)
+        if family.name == "disagg_request_failure"
+        for sample in family.samples
+    }
 
 
 async def test_what_runs_ends_and_what_is_new_is_refused() -> None:
@@ -50,7 +64,23 @@ async def test_what_takes_too_long_ends_with_an_error(stream: bool) -> None:
     assert generate.num_open == 0
     error = json.loads(exchange.text.rstrip().removeprefix("data: ").split("data: ")[-1])["error"]
     assert error["code"] == "unavailable" and "stopped" in error["message"]
+    assert await failures(app) == {"unavailable": 1.0}
 
 
 async def test_an_idle_server_has_drained_at_once() -> None:
     assert await make_app().drain(60.0) == (0, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bug_counts_as_a_failure_and_a_client_that_leaves_does_not(stream: bool) -> None:
+    app = make_app(FakeGenerate(fail_after=1, error=ValueError("a bug")))
+    failed = Exchange(app, CHAT | {"stream": stream})
+    await failed.done
+    assert await failures(app) == {"internal_error": 1.0}
+    generate = FakeGenerate(pause=never)
+    app = make_app(generate)
+    left = Exchange(app, CHAT | {"stream": stream})
+    await until(lambda: generate.num_open == 1)
+    left.hang_up()
+    await left.done
+    assert await failures(app) == {}

@@ -66,6 +66,7 @@ def test_what_came_early_is_not_pulled_again() -> None:
     rig.advance()
     _, first_block, into = rig.transport.pulls[1]
     assert (first_block, len(into)) == (2, 2)  # the third block, and the half
+    assert rig.transport.releasing == {1}  # nothing was held for the early ticket
     rig.end_pull(1)
     assert_answers(rig, sequence)
 

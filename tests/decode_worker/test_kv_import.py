@@ -25,6 +25,7 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.pulls: dict[int, tuple[KVTicket, int, list[int]]] = {}
+        self.releasing: set[int] = set()  # pulls whose end is told to the source
         self.released: list[str] = []
         self.refuses = False
 
@@ -36,10 +37,14 @@ class FakeTransport:
 
     def forget_peer(self, worker_id: str) -> None: ...
 
-    def pull(self, ticket: KVTicket, first_block: int, into: list[int]) -> int:
+    def pull(
+        self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
+    ) -> int:
         if self.refuses:
             raise TransferFailed("unknown peer")
         pull_id = len(self.pulls)
+        if releases:
+            self.releasing.add(pull_id)
         self.pulls[pull_id] = (ticket, first_block, into)
         return pull_id
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from disagg.kvtransfer.ranked_transport import QuietTransport, RankedTransport
+from disagg.kvtransfer.ranked_transport import RankedTransport
 from disagg.kvtransfer.ticket import KVTicket, Peer
-from disagg.kvtransfer.transport import PullDone
+from disagg.kvtransfer.transport import PullDone, Transport
 from tests.kvtransfer.memory import Memory, rank_memories
 
 
 class FakeRank:
     """A rank in this process, whose pulls end when `poll` is allowed to see it."""
 
-    def __init__(self, transport: QuietTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._numbers: dict[int, int] = {}
         self.is_slow = False
@@ -48,7 +48,7 @@ class FakeWorker:
 
     def __init__(
         self,
-        open_side: Callable[[Memory], QuietTransport],
+        open_side: Callable[[Memory], Transport],
         name: str,
         num_ranks: int,
         num_heads: int = 8,

@@ -11,7 +11,7 @@ from disagg.blocks import BlockHash
 from disagg.errors import Unavailable
 from disagg.messages import StoreCounts
 from disagg.store import cold_tier
-from disagg.store.cold_tier import STORE_ID, ColdTier
+from disagg.store.cold_tier import STORE_ID, ColdTier, fetch_nbytes_for, queue_nbytes_for
 from disagg.store.store import ColdStore
 from disagg.store.store_thread import StoreThread
 from disagg.time_model import TransferTimeModel
@@ -113,6 +113,13 @@ def test_an_offer_never_waits_and_the_queue_is_bounded(new_tier: Opener, gate: G
     settle(tier)
     assert tier.stats.num_stored == 5
     assert offer(tier, 7)
+
+
+@pytest.mark.parametrize("block_nbytes", [1 << 10, 21 << 20])
+def test_the_queue_has_room_for_the_blocks_that_a_prompt_evicts(block_nbytes: int) -> None:
+    """A block of 64 tokens of a 70B model has 21 MB."""
+    assert queue_nbytes_for(block_nbytes) == max(64 << 20, 64 * block_nbytes)
+    assert fetch_nbytes_for(block_nbytes) == max(256 << 20, 128 * block_nbytes)
 
 
 def test_a_block_of_another_size_is_a_bug(new_tier: Opener) -> None:

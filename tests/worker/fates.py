@@ -62,7 +62,7 @@ class FatefulTransport(LocalTransport):
     def pull(
         self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
     ) -> int:
-        pull = self._book.begin(ticket, first_block, into, self._clock())
+        pull = self._book.begin(ticket, first_block, into, self._clock(), releases)
         fate = self._fates.draw()
         flight = _Flight(pull, fate // 8 % 8, fails=fate % 8 == 1, hangs=fate % 8 == 2)
         self._fates.met["pull hung"] += flight.hangs
@@ -110,7 +110,8 @@ class FatefulTransport(LocalTransport):
         if not is_over:
             return None
         self._book.end(pull)
-        self._notify(pull.peer, pull.ticket.ticket_id)
+        if pull.releases:
+            self._notify(pull.peer, pull.ticket.ticket_id)
         self._fates.met["pull failed"] += error is not None
         self._fates.met[error or "pulled"] += 1
         return PullDone(pull.pull_id, error, pull.num_blocks, pull.nbytes, 0.001)

@@ -74,7 +74,7 @@ def _the_wrong_blocks_are_pulled(patch: pytest.MonkeyPatch) -> None:
     """The ticket's first ones, though some of them were skipped."""
 
     def begin(
-        book: PullBook, ticket: KVTicket, first_block: int, into: Sequence[int], now: float
+        book: PullBook, ticket: KVTicket, first_block: int, into: Sequence[int], *others: Any
     ) -> Pull:
         def shifted(values: tuple[int, ...]) -> tuple[int, ...]:
             return (*values[len(into) :], *values[: len(into)])
@@ -82,7 +82,7 @@ def _the_wrong_blocks_are_pulled(patch: pytest.MonkeyPatch) -> None:
         wrong = replace(
             ticket, block_ids=shifted(ticket.block_ids), generations=shifted(ticket.generations)
         )
-        return _begin(book, wrong, first_block, into, now)
+        return _begin(book, wrong, first_block, into, *others)
 
     patch.setattr(PullBook, "begin", begin)
 

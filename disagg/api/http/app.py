@@ -23,7 +23,7 @@ from disagg.api import openapi
 from disagg.api.apis import BY_PATH, Api, Asked
 from disagg.api.choices import Caller
 from disagg.api.http.keys import KeyCheck
-from disagg.api.http.metrics import CONTENT_TYPE, ApiMetrics, RequestTimer
+from disagg.api.http.metrics import CONTENT_TYPE, CUT_BY_DRAIN, ApiMetrics, RequestTimer
 from disagg.api.http.quota import Quota
 from disagg.api.http.reply import Receive, Reply, Send, Stream, Writer, answer_lifespan, watch
 from disagg.api.http.request import Bodies, HttpRequest
@@ -225,7 +225,7 @@ class HttpApp:
         cut = {work for work in running if not work.done()}
         self._is_cutting = True
         for work in cut:
-            work.cancel()
+            work.cancel(CUT_BY_DRAIN)
         if cut:
             await asyncio.wait(cut, timeout=CUT_TIMEOUT_S)
         return Drained(len(running) - len(cut), len(cut))

@@ -5,6 +5,7 @@ The buckets are those of OpenTelemetry's GenAI conventions.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
@@ -24,7 +25,7 @@ from disagg.api.http.token_latency import TokenLatency
 from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.api.slo import RequestSlo
 from disagg.api_keys import DEFAULT_TENANT
-from disagg.errors import DisaggError, Overloaded
+from disagg.errors import DisaggError, Overloaded, Unavailable
 from disagg.router.cascade import CascadeDecision
 
 # By default there is a second series with the creation time of each counter and histogram.
@@ -33,6 +34,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 LabelledMetric = TypeVar("LabelledMetric", bound=MetricWrapperBase)
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+CUT_BY_DRAIN = "the server stopped"  # message of the cancellation of a request that ran too long
 
 _TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -249,6 +251,15 @@ class ApiMetrics:
         return generate_latest(self.registry)
 
 
+def _failure_code(error: BaseException | None) -> str | None:
+    """The code that a client sees; None: the answer is complete, or its client has left."""
+    if isinstance(error, DisaggError):
+        return error.code
+    if isinstance(error, asyncio.CancelledError):
+        return Unavailable.code if error.args == (CUT_BY_DRAIN,) else None
+    return DisaggError.code if isinstance(error, Exception) else None
+
+
 class RequestTimer:
     """Observes the TTFT, the times between tokens and the end of one run.
 
@@ -300,13 +311,14 @@ class RequestTimer:
         metrics, model, run = self._metrics, self._model, self._run
         if isinstance(error, Overloaded):
             return  # the request was refused
-        if isinstance(error, DisaggError):
-            metrics.of(metrics.failure, model, error.code).inc()
+        failure = _failure_code(error)
+        if failure is not None:
+            metrics.of(metrics.failure, model, failure).inc()
         metrics.of(metrics.e2e, model).observe(metrics.clock() - self._arrived_s)
         metrics.of(metrics.prompt_tokens, model, self._tenant).inc(run.job.num_prompt_tokens)
         metrics.of(metrics.cached_tokens, model, self._tenant).inc(run.num_cached_tokens)
         metrics.of(metrics.generation_tokens, model, self._tenant).inc(run.num_completion_tokens)
-        if model in metrics.slo_s and (error is None or isinstance(error, DisaggError)):
+        if model in metrics.slo_s and (error is None or failure is not None):
             slo = RequestSlo(run.job.requests[0].ttft_slo_s, run.job.requests[0].tpot_slo_s)
             ttft_slo_s, tpot_slo_s = metrics.slo_s[model]
             has_met = error is None and self._is_in_time(
