@@ -91,6 +91,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False  # each event says how many tokens its choice has so far
     timeout_s: float | None = None
     priority: int = 0
     slo: RequestSlo = RequestSlo()

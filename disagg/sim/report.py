@@ -27,12 +27,13 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkDone(msgspec.Struct, frozen=True):
-    """The work that one worker did."""
+    """The work that one worker did, and the seconds for which it lived."""
 
     model: str
     role: Role
     num_prompt_tokens: int  # computed
     busy_s: float
+    alive_s: float
 
 
 class TenantReport(msgspec.Struct, frozen=True):
@@ -68,9 +69,9 @@ class SimReport(msgspec.Struct, frozen=True):
     """Figures of one simulation. Percentiles are of the requests that were answered.
 
     hit_percent: of the prompts' blocks of 512 tokens, those that were not computed.
-    imbalance: the most prompt tokens that one worker of a pool computed, over the pool's mean; the
-        pool that prefills, of the largest model.
-    utilisation: the fraction of the time that a worker of that pool computed.
+    imbalance: the most prompt tokens that one worker of a pool computed in a second of its life,
+        over the pool's mean; the pool that prefills, of the largest model.
+    utilisation: the fraction of their lives in which the workers of that pool computed.
     cost_percent: what the models of a cascade compute for the answers, of what the largest alone
         would; in tokens times size, as if no prompt were cached (docs/cascade.md).
     """
@@ -115,8 +116,7 @@ def summarise(
     num_cached_tokens = sum(each.num_cached_tokens for each in answered)
     *_, largest = sizes
     pool = [each for each in work if (each.model, each.role) == (largest, "prefill")]
-    mean = sum(each.num_prompt_tokens for each in pool) / len(pool)
-    most = max(each.num_prompt_tokens for each in pool)
+    alive_s = sum(each.alive_s for each in pool)
     return SimReport(
         policy=policy,
         speed=speed,
@@ -132,13 +132,24 @@ def summarise(
         requests_per_s=len(answered) / duration_s,
         output_tokens_per_s=sum(each.num_output_tokens for each in answered) / duration_s,
         hit_percent=100.0 * num_cached_tokens / TRACE_BLOCK_TOKENS / max(1, num_blocks),
-        imbalance=most / mean if mean else 1.0,
-        utilisation=sum(each.busy_s for each in pool) / len(pool) / duration_s,
+        imbalance=_imbalance(pool),
+        utilisation=sum(each.busy_s for each in pool) / alive_s if alive_s else 0.0,
         tenants=_by_tenant(outcomes),
         worker_hours=sum(worker_hours.values()),
         tiers=_by_tier(answered, work, worker_hours) if len(sizes) > 1 else (),
         cost_percent=100.0 * _cost(answered, sizes),
     )
+
+
+def _imbalance(pool: Sequence[WorkDone]) -> float:
+    """Workers that lived shortly may have computed one prompt in that time: they do not count."""
+    longest_s = max((each.alive_s for each in pool), default=0.0)
+    old = [each for each in pool if each.alive_s > 0.5 * longest_s]
+    num_tokens = sum(each.num_prompt_tokens for each in old)
+    if not num_tokens:
+        return 1.0
+    mean = num_tokens / sum(each.alive_s for each in old)
+    return max(each.num_prompt_tokens / each.alive_s for each in old) / mean
 
 
 def _ttft_s(answered: Iterable[Outcome]) -> list[float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import AsyncGenerator, Callable
 
 import msgspec
@@ -78,6 +79,7 @@ class SimulatedWorker:
         self.spec = spec
         self.busy_s = 0.0
         self._loop = network.loop
+        self._began_s, self._died_s = network.loop.time(), math.inf
         self._fleet = fleet
         stamps = Stamps(spec.num_blocks, spec.worker_id, epoch)
         pool = BlockPool(spec.num_blocks, spec.block_size, stamps.generations)
@@ -187,9 +189,15 @@ class SimulatedWorker:
         self._core.drain(leave_by_s)
         self._tell(StepResult((), (), self._engine.status()), now)
 
+    @property
+    def alive_s(self) -> float:
+        """Seconds from its start to its death, or until now."""
+        return min(self._died_s, self._loop.time()) - self._began_s
+
     def die(self) -> None:
         """Without a word: its streams end, and nothing of it is left."""
         self._is_alive = False
+        self._died_s = self._loop.time()
         self._plan_turn(None)
         self._core.close()
         self._fleet.worker_lost(self.spec.worker_id)

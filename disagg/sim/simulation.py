@@ -299,11 +299,16 @@ class _Simulation:
             self._past.append(worker)
 
     def _work(self) -> list[WorkDone]:
-        """Of all workers, including those that died."""
-        return [
-            WorkDone(worker.spec.model, worker.spec.role, worker.num_prompt_tokens, worker.busy_s)
-            for worker in [*self._workers.values(), *self._past]
-        ]
+        """Of all workers, including those that died. One that replaced another goes on from it."""
+        done: dict[str, WorkDone] = {}
+        for worker in [*self._past, *self._workers.values()]:
+            spec, num_tokens, busy_s = worker.spec, worker.num_prompt_tokens, worker.busy_s
+            alive_s, before = worker.alive_s, done.get(spec.worker_id)
+            if before is not None:
+                num_tokens += before.num_prompt_tokens
+                busy_s, alive_s = busy_s + before.busy_s, alive_s + before.alive_s
+            done[spec.worker_id] = WorkDone(spec.model, spec.role, num_tokens, busy_s, alive_s)
+        return list(done.values())
 
 
 def _attempts(escalation: Escalation, request: GenerateRequest) -> tuple[Attempt, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import datetime
 import random
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,7 @@ class _MooncakeLine(msgspec.Struct):
 
 
 _mooncake_line = msgspec.json.Decoder(_MooncakeLine)
+_FRACTION = re.compile(r"\.\d+")
 _AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
@@ -112,11 +114,8 @@ def _read_azure(lines: Iterable[str], path: Path) -> list[TraceRequest]:
             continue
         try:
             when, num_prompt_tokens, num_output_tokens = row
-            # Seven digits of a second are one more than `fromisoformat` of Python 3.11 takes.
-            seconds, _, fraction = when.partition(".")
-            moment = datetime.datetime.fromisoformat(seconds).replace(tzinfo=datetime.UTC)
             request = TraceRequest(
-                moment.timestamp() + float(f"0.{fraction or 0}"),
+                _unix_s(when),
                 int(num_prompt_tokens),
                 max(1, int(num_output_tokens)),
             )
@@ -126,6 +125,20 @@ def _read_azure(lines: Iterable[str], path: Path) -> list[TraceRequest]:
             raise _broken(path, number, f"{num_prompt_tokens} prompt tokens")
         requests.append(request)
     return requests
+
+
+def _unix_s(when: str) -> float:
+    """Seconds of an ISO time; UTC unless it has an offset, as the traces of 2024 have.
+
+    Raises:
+        ValueError: it is no time.
+    """
+    # Seven digits of a second are one more than `fromisoformat` of Python 3.11 takes.
+    fraction = _FRACTION.search(when)
+    moment = datetime.datetime.fromisoformat(_FRACTION.sub("", when, count=1))
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=datetime.UTC)
+    return moment.timestamp() + (float(fraction[0]) if fraction is not None else 0.0)
 
 
 class Sessions(msgspec.Struct, frozen=True, kw_only=True):

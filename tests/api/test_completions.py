@@ -55,6 +55,21 @@ async def test_chat_stream_has_role_text_end_usage_in_this_order(per_delta: int)
     assert {chunk.id for chunk in chunks} == {first.id}
 
 
+async def test_usage_in_every_event_counts_up() -> None:
+    """As guidellm asks for it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with openai_client(make_app(FakeGenerate(TEXT, per_delta=1))) as client:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=HI, stream=True, extra_body={"stream_options": options}
+        )
+        _, *chunks = [chunk async for chunk in stream]
+    usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+    assert len(usages) == len(chunks)
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts) and (counts[0], counts[-1]) == (1, NUM_TOKENS)
+    assert len({usage.prompt_tokens for usage in usages}) == 1
+
+
 async def test_no_usage_unless_asked_for() -> None:
     async with http_client(make_app()) as client:
         reply = await client.post(

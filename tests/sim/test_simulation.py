@@ -123,6 +123,9 @@ def test_a_worker_that_dies_costs_time_only(worker_id: str) -> None:
     wanted = well.output_tokens_per_s * well.duration_s
     assert hurt.output_tokens_per_s * hurt.duration_s == pytest.approx(wanted)
     assert hurt.ttft_p99_s > well.ttft_p99_s or hurt.tpot_p99_s > well.tpot_p99_s
+    # A worker and its replacement count as one, for the seconds that they lived.
+    assert hurt.utilisation * hurt.duration_s > 0.9 * well.utilisation * well.duration_s
+    assert hurt.imbalance < 1.3 * well.imbalance
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,13 @@ def test_an_azure_trace_is_read_and_begins_at_0(tmp_path: Path) -> None:
     assert second.arrival_s == pytest.approx(1.5) and second.num_prompt_tokens == 110
 
 
+def test_an_azure_trace_of_2024_has_offsets(tmp_path: Path) -> None:
+    lines = "2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 02:00:01+02:00,2399,6\n"
+    first, second = read_trace(written(tmp_path, AZURE + lines))
+    assert (first.num_prompt_tokens, first.num_output_tokens) == (2162, 5)
+    assert second.arrival_s == pytest.approx(0.99007)
+
+
 @pytest.mark.parametrize(
     ("text", "where", "why"),
     [

@@ -101,7 +101,7 @@ class Conversed(msgspec.Struct, kw_only=True):
 class MessagesRequest(Conversed, kw_only=True):
     max_tokens: Count
     stream: bool | None = None
-    stop_sequences: Annotated[list[StopString], Meta(max_length=4)] | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None

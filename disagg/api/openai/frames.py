@@ -36,8 +36,9 @@ class OpenAIFrames(ABC):
         self._job = job
         self._tokenizer = job.model.tokenizer
         self._heads = [self._head(i, job.model.name) for i in range(len(job.requests))]
-        self._tail = b',"usage":null}\n\n' if job.wanted.include_usage else b"}\n\n"
-        self._plain_end = b',"logprobs":null,"finish_reason":null}]' + self._tail
+        self._set_tail(b',"usage":null}\n\n' if job.wanted.include_usage else b"}\n\n")
+        # Tokens of each choice so far, where each event says how many.
+        self._num_tokens = [0] * len(job.requests) if job.wanted.continuous_usage else None
 
     def name_models(self, run: RunningJob) -> bool:
         """Name the models that the cascade chose so far. Returns whether it chose for all."""
@@ -66,6 +67,8 @@ class OpenAIFrames(ABC):
     def piece(self, piece: ChoiceDelta) -> bytes:
         """The event for `piece`, and if it is the last one, the event with its finish reason."""
         events = b""
+        if self._num_tokens is not None:
+            self._count(piece, self._num_tokens)
         if piece.scored or piece.token_ids:
             logprobs = self._logprobs(piece) if piece.scored else b"null"
             ids = b',"token_ids":' + _to_json(piece.token_ids) if piece.token_ids else b""
@@ -83,6 +86,18 @@ class OpenAIFrames(ABC):
             return DONE
         preamble = self._preamble(run.model_name)
         return preamble + b'],"usage":' + _to_json(usage_of(run)) + b"}\n\n" + DONE
+
+    def _count(self, piece: ChoiceDelta, num_tokens: list[int]) -> None:
+        """Let the events of `piece` carry the usage of its choice so far, as vLLM's do."""
+        num_tokens[piece.index] += piece.num_tokens
+        num_prompt, num = self._job.requests[piece.index].num_prompt_tokens, num_tokens[piece.index]
+        usage = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}'
+        self._set_tail(b',"usage":' + usage % (num_prompt, num, num_prompt + num) + b"}\n\n")
+
+    def _set_tail(self, tail: bytes) -> None:
+        """Set the end of the following events, from the end of their choices on."""
+        self._tail = tail
+        self._plain_end = b',"logprobs":null,"finish_reason":null}]' + tail
 
     def _gain(self, piece: ChoiceDelta) -> bytes:
         """The JSON value of the key `gain` for `piece`."""

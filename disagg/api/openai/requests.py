@@ -35,6 +35,7 @@ Metadata: TypeAlias = Annotated[
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Sampled(msgspec.Struct, kw_only=True):
@@ -43,7 +44,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     model: Annotated[str, Meta(max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=8)] | None = None
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
@@ -54,7 +55,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -142,7 +143,7 @@ class CompletionRequest(Sampled, kw_only=True):
     prompt: str | list[Any]  # text, texts, token ids or lists of token ids; see `understand`
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # 0 with `echo`: no answer
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
     add_special_tokens: bool | None = None
 
@@ -202,6 +203,7 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "modalities": (["text"],),
     "prediction": (),
+    "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -218,9 +220,7 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
     Raises:
         InvalidRequest: has the JSON path of the first invalid field as `param`.
     """
-    return read_struct(
-        body, kind, _check_text if kind is CompletionRequest else _refuse_unsupported
-    )
+    return read_struct(body, kind, _check_text if kind is CompletionRequest else _check_chat)
 
 
 def _check_text(raw: dict[str, Any]) -> None:
@@ -228,6 +228,12 @@ def _check_text(raw: dict[str, Any]) -> None:
     for name in _OF_CHATS:
         if raw.get(name):
             raise unsupported(name, "Use /v1/chat/completions, which supports it.")
+
+
+def _check_chat(raw: dict[str, Any]) -> None:
+    _refuse_unsupported(raw)
+    if raw.get("echo"):
+        raise unsupported("echo", "Only /v1/completions has it.")
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:

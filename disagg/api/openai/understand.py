@@ -129,7 +129,8 @@ def _wanted(
             "allowed_token_ids",
             f"{grammar[0]} already restricts the answer; set only one of the two.",
         )
-    stop = request.stop or ()
+    stop, options = request.stop or (), request.stream_options
+    include_usage = bool(options and options.include_usage)
     return Wanted(
         model=model,
         prompts=prompts,
@@ -148,7 +149,8 @@ def _wanted(
         return_token_ids=bool(request.return_token_ids),
         truncate_prompt_tokens=truncated,
         stream=bool(request.stream),
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        include_usage=include_usage,
+        continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
         timeout_s=request.timeout,
         priority=_priority(request, min_priority),
         slo=in_body(request.slo_ttft_ms, request.slo_tpot_ms),
