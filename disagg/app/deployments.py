@@ -17,7 +17,7 @@ from disagg import logs, telemetry
 from disagg.app import membership, start_board
 from disagg.app.rank_actors import RankActors
 from disagg.app.replica_port import bind_to_node
-from disagg.app.worker_environment import environment_of
+from disagg.app.worker_environment import environment_of, with_threads
 from disagg.config import ServeConfig
 from disagg.kernels.devices import see_only
 from disagg.messages import Role, StartStep
@@ -34,7 +34,8 @@ class WorkerReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ServeConfig, tier_name: str, role: Role
     ) -> None:
-        tier = config.tier(tier_name)
+        num_nodes = sum(node["Alive"] for node in ray.nodes())
+        tier = with_threads(config, config.tier(tier_name), role, num_nodes)
         os.environ.update(environment_of(tier, role))  # before torch is imported
         bind_to_node()
         self._drain_s = config.drain_s

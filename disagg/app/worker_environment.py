@@ -6,9 +6,13 @@ Ray and takes half a second of CPU time.
 
 from __future__ import annotations
 
-from disagg.config import TierConfig
+import msgspec
+
+from disagg.config import PoolConfig, ServeConfig, TierConfig
+from disagg.host import usable_cores
 from disagg.kernels.devices import VISIBLE
 from disagg.messages import Role
+from disagg.router.autoscale import pools
 
 # OpenMP threads must not spin while they wait: on a shared machine that takes several times as much
 # CPU time as the work itself.
@@ -24,3 +28,37 @@ def environment_of(tier: TierConfig, role: Role) -> dict[str, str]:
     if tier.engine.num_threads is not None:
         environment["OMP_NUM_THREADS"] = str(tier.engine.num_threads)
     return environment
+
+
+def with_threads(config: ServeConfig, tier: TierConfig, role: Role, num_nodes: int) -> TierConfig:
+    """Set `num_threads` for a worker on CPUs if the configuration does not.
+
+    Ray sets OMP_NUM_THREADS to `num_cpus`, and to 1 if `num_cpus` is 0, which is the default here.
+
+    Args:
+        num_nodes: number of nodes in the cluster; Serve spreads the workers over them.
+    """
+    pool = tier.prefill if role == "prefill" else tier.decode
+    if tier.engine.num_threads is not None or pool.num_gpus:
+        return tier
+    num_threads = int(pool.num_cpus)
+    if not pool.num_cpus:
+        num_on_node = -(-_num_places(config) // max(1, num_nodes))
+        num_threads = usable_cores() // max(1, num_on_node)
+    engine = msgspec.structs.replace(tier.engine, num_threads=max(1, num_threads))
+    return msgspec.structs.replace(tier, engine=engine)
+
+
+def _num_places(config: ServeConfig) -> int:
+    """The largest number of workers on CPUs; a worker counts once for each of its nodes."""
+    return sum(
+        _most_workers(pool) * tier.num_nodes(pool)
+        for tier in config.tiers
+        for _, pool in pools(tier)
+        if not pool.num_gpus
+    )
+
+
+def _most_workers(pool: PoolConfig) -> int:
+    most = pool.num_replicas if pool.autoscaling is None else pool.autoscaling.max_replicas
+    return most + pool.num_standby

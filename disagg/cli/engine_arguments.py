@@ -144,7 +144,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--num-threads",
         type=int,
         help="number of torch threads of each worker on a CPU; small steps use fewer (default: the"
-        " number of cores divided by the number of workers)",
+        " number of cores of a node divided by the number of workers on it)",
     )
 
 
