@@ -1,8 +1,8 @@
-"""What the gate of an MLP goes through. Knows no torch."""
+"""The activation functions of an MLP's gate. Knows no torch."""
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-# GELU (arXiv 1606.08415) by its approximation with tanh, which Gemma uses.
+# "gelu_tanh" is GELU (arXiv 1606.08415) in its approximation with tanh, which Gemma uses.
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]

@@ -1,17 +1,17 @@
 """One tile of keys of paged attention, in Triton: the inner step of `paged_attention`.
 
 A quantised cache (fp8, int8, int4) has a scale for each key and each value vector. The scales
-multiply columns of the scores and of the softmax weights; keys and values are only widened for the
-matrix products: e4m3 and values that are read in pairs to float16, other integers to the queries'
-dtype. All of these represent every stored value exactly.
+multiply columns of the scores and of the softmax weights. Keys and values themselves are only
+widened for the matrix products: e4m3 numbers, and values that are read in pairs, to float16, and
+other integers to the queries' dtype. These dtypes represent every stored value exactly.
 
 Tiles of few rows load keys and values from shared memory straight into the registers of a matrix
-product. A GPU loads many 16-bit values in one instruction, also transposed; bytes that must be
-transposed, as the values must, it loads one by one. So such tiles read a quantised cache as 16-bit
-units, and split a unit in registers into two values, or four of int4. Each part goes into a matrix
-product of its own: the first values of all units are one half of a vector, the second values the
-other half; only the result is put back in order. Tiles of many rows pass widened values through
-shared memory anyway, and read bytes.
+product. A GPU loads many 16-bit values in one instruction, even transposed, but it loads bytes that
+must be transposed, as values must, one by one. So such tiles read a quantised cache as 16-bit
+units, and split each unit in registers into two values, or four of int4. Each part has a separate
+matrix product: the first values of all units are one half of a vector, and the second values are
+the other half. Only the result is put back in order. Tiles of many rows pass widened values through
+shared memory anyway, so they read bytes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -25,7 +25,7 @@ import triton.language as tl
 
 @triton.jit
 def _parts_of(units, LARGEST: tl.constexpr, PARTS: tl.constexpr):
-    """Take units apart: PARTS tensors of their shape, of the first, second, ... values."""
+    """Split units into PARTS tensors of the same shape, with their first, second, ... values."""
     if PARTS == 1:
         return (units,)
     elif units.dtype == tl.int8:  # int4, whose values are multiples of 16
@@ -34,8 +34,9 @@ def _parts_of(units, LARGEST: tl.constexpr, PARTS: tl.constexpr):
         low = units.to(tl.int8).to(tl.float8e4nv, bitcast=True)
         high = (units >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
         return (low, high)
-    # 0x6400 is float16's 1024, where the last bit of the fraction counts 1. These are 1024 + 128 +
-    # value: two operations for two values, where a conversion takes one for each at a slower rate.
+    # 0x6400 is 1024 in float16, where the last bit of the fraction counts 1. The results are 1024 +
+    # 128 + value. This takes two operations for two values; a conversion takes one slower operation
+    # for each value.
     elif PARTS == 4:
         first = (((units << 4) & 240) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
         second = ((units & 240) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
@@ -80,8 +81,8 @@ def attend_tile(
     Args:
         q, acc: PARTS tensors each, [ROWS, BLOCK_D / PARTS]: column c of part j is value
             c * PARTS + j of a head.
-        pages_ptr, scales_ptr: keys of block 0, of the head; the values' are in the next page.
-        LARGEST: of the format; 0.0 for one without scales.
+        pages_ptr, scales_ptr: the head's keys in block 0; its values are in the next page.
+        LARGEST: the format's largest number; 0.0 for a format without scales.
         PARTS: values in a unit of the cache. All sizes and strides of pages are in units.
     """
     keys = start + tl.arange(0, TILE)
@@ -95,7 +96,7 @@ def attend_tile(
         page = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < context, other=0).to(tl.int64)
         offset = keys % BLOCK_SIZE
     offsets = (page * block_stride + offset * (HEAD_DIM // PARTS))[:, None] + columns[None, :]
-    # What was never written may be NaN, and 0 * NaN is NaN: load zeros there.
+    # Slots that were never written may be NaN, and 0 * NaN is NaN, so load zeros there.
     if MASKED:
         loaded = written[:, None] & inside[None, :]
         key = tl.load(pages_ptr + offsets, mask=loaded, other=0.0)
@@ -133,8 +134,8 @@ def attend_tile(
     decay = tl.exp2(peak - new_peak)
     total = total * decay + tl.sum(weights, axis=1)
     if LARGEST != 0.0:
-        # Times the largest value of the vector: float16 holds that, and not its 448th part. The
-        # caller divides the sum by LARGEST.
+        # The scales are multiplied by LARGEST, because float16 holds the largest value of a vector,
+        # but not always 1 / 448 of it. The caller divides the sum by LARGEST.
         weights *= value_scale[None, :] * LARGEST
     weights = weights.to(q[0].dtype)
     sums = ()

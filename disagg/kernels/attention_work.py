@@ -2,8 +2,8 @@
 
 A piece is (some queries of one sequence) x (some of its keys). Few queries over many keys are cut
 along the keys, so that one long sequence fills a whole device; many queries are cut along the
-queries. Skewed batches, single tokens, verification of drafts and prompts over a cached prefix
-are then the same kernel. Pure arithmetic on the host: no tensor, no device.
+queries. So one kernel computes skewed batches, single tokens, verification of drafts, and prompts
+over a cached prefix. This is pure arithmetic on the host, without tensors or devices.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MIN_SPLIT_KEYS = 256  # a partial result costs about as much traffic as a few keys
-# Query heads of a program of latent attention: with one token each, the least rows of a product.
+MIN_SPLIT_KEYS = 256  # a partial result costs about as much memory traffic as a few keys
+# Query heads of a program of latent attention. A matrix product needs at least so many rows, and
+# with one token each head is one row.
 MAX_LATENT_GROUP = 16
 
 
@@ -25,12 +26,12 @@ class AttentionPiece:
     num_queries: int
     start: int  # a multiple of the key tile
     end: int
-    partial: int  # where the unnormalised result goes; -1: the piece is complete by itself
+    partial: int  # row of the unnormalised partial result; -1: the piece's result is final
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Partial results [first_partial, first_partial + num_partials) make up one sequence."""
+    """The partial results [first_partial, first_partial + num_partials) belong to one sequence."""
 
     sequence: int
     first_partial: int
@@ -44,9 +45,9 @@ def split_keys(
     """Cut sequences with few queries along their keys.
 
     Args:
-        rows: (sequence, query_len, context_len) of each.
-        window: positions a token sees, or None.
-        tile: keys per inner step of the kernel; cuts fall on its multiples.
+        rows: (sequence, query_len, context_len) of each sequence.
+        window: number of positions that a token sees; None: all.
+        tile: keys per inner step of the kernel; cuts are at its multiples.
         num_pieces: how many pieces would fill the device.
     """
     spans = []
@@ -75,7 +76,7 @@ def split_keys(
 def split_queries(
     rows: Sequence[tuple[int, int, int]], window: int | None, tile: int, queries_per_piece: int
 ) -> list[AttentionPiece]:
-    """Cut sequences with many queries along their queries; arguments as in `split_keys`."""
+    """Cut sequences with many queries along their queries. Arguments: see `split_keys`."""
     pieces = []
     for sequence, query_len, context_len in rows:
         cached = context_len - query_len
@@ -88,11 +89,11 @@ def split_queries(
 
 
 def _largest_first(pieces: list[AttentionPiece]) -> list[AttentionPiece]:
-    """Long pieces start early, so that none of them is left alone at the end."""
+    """Sort the pieces, longest first, so that no long piece runs alone at the end."""
     return sorted(pieces, key=lambda piece: piece.start - piece.end)
 
 
 def latent_group(num_heads: int) -> int:
-    """Query heads of one program of latent attention: as many as divide all heads."""
+    """The number of query heads of one program of latent attention; it divides `num_heads`."""
     sizes = range(min(MAX_LATENT_GROUP, num_heads), 0, -1)
     return next(size for size in sizes if num_heads % size == 0)

@@ -1,7 +1,7 @@
 """The compiled kernels for CPUs (`csrc/`): which of them this process can use, and why not others.
 
-They are built when the package is installed where a C++ compiler is. Without them, or on a CPU that
-lacks their instructions, torch computes everything.
+They are built when the package is installed, if there is a C++ compiler. Without them, or on a CPU
+that lacks their instructions, torch computes everything.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-CPU_KERNELS = "DISAGG_CPU_KERNELS"  # "auto", the default, or "torch": do without
+CPU_KERNELS = "DISAGG_CPU_KERNELS"  # "auto", the default, or "torch": use no compiled kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """
+    """A library of compiled kernels.
+
     Attributes:
         name: its functions are called disagg_NAME_...
-        file: where an installation has it.
-        version: of the structures and functions in its source.
-        needed: the instructions that it is compiled for, as /proc/cpuinfo names them.
-        sentence: for people: what it is.
+        file: its path in an installation.
+        version: version of the structures and functions in its source.
+        needed: the instruction sets for which it is compiled, as /proc/cpuinfo names them.
+        sentence: describes it to people.
     """
 
     name: str
@@ -68,10 +69,12 @@ BLOCK_NAMES = Library(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Attributes:
-    loaded: None where there is none to use.
-    sentence: for people: what is used, or why torch computes.
-    may_be_built: there could be one here, if disagg were installed once more.
+    """The result of looking for a library.
+
+    Attributes:
+        loaded: the library; None if none can be used.
+        sentence: tells people which library is used, or why torch computes.
+        may_be_built: whether installing disagg again may build the library.
     """
 
     loaded: ctypes.CDLL | None
@@ -81,21 +84,21 @@ class Found:
 
 @cache
 def find_library(library: Library) -> Found:
-    """A library as the installation built it, for this CPU.
+    """Load a library as the installation built it, if this CPU can run it.
 
     Raises:
-        ValueError: the environment asks for kernels that do not exist.
+        ValueError: the environment variable `DISAGG_CPU_KERNELS` has an unknown value.
     """
     asked = os.environ.get(CPU_KERNELS, "auto")
     if asked not in ("auto", "torch"):
-        raise ValueError(f"{CPU_KERNELS}={asked}: possible are auto and torch")
+        raise ValueError(f"{CPU_KERNELS}={asked} is unknown; set it to auto or torch, or unset it")
     if asked == "torch":
-        return Found(None, f"torch, as {CPU_KERNELS}=torch asks for")
+        return Found(None, f"torch, because {CPU_KERNELS}=torch is set")
     return load(library, library.file, cpu_flags())
 
 
 def find_step() -> Found:
-    """The compiled step: for AMX where this CPU has it, else for AVX-512 with bf16, or without."""
+    """Load the compiled step for AMX if this CPU has it, else for AVX-512 with or without bf16."""
     for library in (AMX_STEP, STEP):
         found = find_library(library)
         if found.loaded is not None:
@@ -104,28 +107,28 @@ def find_step() -> Found:
 
 
 def load(library: Library, file: Path, flags: frozenset[str]) -> Found:
-    """Open a library, if this CPU has the instructions that it is compiled for."""
+    """Open a library, if this CPU has the instruction sets for which it is compiled."""
     missing = [flag for flag in library.needed if flag not in flags]
     if missing:
-        return Found(None, f"torch, as this CPU has no {', '.join(missing)}")
+        return Found(None, f"torch, because this CPU has no {', '.join(missing)}")
     if not file.exists():
-        sentence = "torch, as no C++ compiler was there when disagg was installed"
+        sentence = "torch, because there was no C++ compiler when disagg was installed"
         return Found(None, sentence, may_be_built=True)
     try:
         loaded = ctypes.CDLL(str(file))
         version = getattr(loaded, f"disagg_{library.name}_version")()
     except (OSError, AttributeError) as error:
-        return Found(None, f"torch, as the compiled kernels cannot be loaded: {error}")
+        return Found(None, f"torch, because the compiled kernels cannot be loaded: {error}")
     if version != library.version:
-        sentence = "torch, as the compiled kernels are of another version of disagg"
+        sentence = "torch, because another version of disagg built the compiled kernels"
         return Found(None, sentence, may_be_built=True)
     if library is AMX_STEP and not loaded.disagg_step_may_run():
-        return Found(None, "torch, as Linux lets this process not use AMX")
+        return Found(None, "torch, because Linux does not let this process use AMX")
     return Found(loaded, library.sentence)
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets as Linux names them; none where this is not Linux."""
+    """The CPU's instruction sets, as Linux names them; empty on other systems."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

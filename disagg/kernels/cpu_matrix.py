@@ -1,14 +1,14 @@
-"""A weight as compiled code is given it."""
+"""The C structure in which a weight is passed to compiled code."""
 
 from __future__ import annotations
 
 from ctypes import Structure, c_int32, c_void_p
 
-PANEL = 64  # rows of a weight in a panel of our own
+PANEL = 64  # rows of a weight in one panel of our layout
 
 
 class CpuMatrix(Structure):
-    """`Matrix` of csrc/product.h, which says what each is. What is left out is null, or 0."""
+    """`Matrix` of csrc/product.h, which explains the fields. Unset fields are null or 0."""
 
     _fields_ = (
         ("panels", c_void_p),

@@ -1,4 +1,4 @@
-"""A slab of keys and values as compiled code (`csrc/kv_format.h`) reads it."""
+"""Describes a slab of keys and values to compiled code (`csrc/kv_format.h`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ctypes import Structure, c_int32, c_int64, c_void_p
 from disagg.kernels.kv_pages import KVPages
 
 FORMATS = {"bfloat16": 0, "int8": 1, "int4": 2, "fp8": 3}  # `Format` of csrc/kv_format.h
-LANES = 16  # head sizes are multiples of it
+LANES = 16  # head sizes must be multiples of this
 
 
 class CpuPages(Structure):
@@ -23,7 +23,7 @@ class CpuPages(Structure):
 
 
 class PagesOfSlab:
-    """Describes a slab, and remembers it: all steps of an engine have the same one."""
+    """Describes a slab. The result is cached, because all steps of an engine have the same slab."""
 
     def __init__(self) -> None:
         self._last: tuple[KVPages, CpuPages] | None = None

@@ -1,8 +1,8 @@
 """Attention of prompts by compiled code (`csrc/prompt.h`), for models in bfloat16.
 
-It reads keys and values where they lie in the paged cache, those of the prompt itself included, so
-nothing is gathered and no mask is built. What a token gets does not depend on how its prompt was
-cut into chunks.
+It reads all keys and values, also those of the prompt itself, from the paged cache, so nothing is
+gathered and no mask is built. The result for a token does not depend on how its prompt was cut into
+chunks.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class _PromptFields(Structure):
 
 @dataclass(frozen=True, slots=True)
 class PromptChunks:
-    """The chunks of a step: consecutive tokens of one sequence each, behind its cached ones."""
+    """The chunks of a step. Each is the next tokens of one sequence after its cached ones."""
 
     chunks: Array[_ChunkFields]
-    block_tables: Tensor  # the chunks point into it
+    block_tables: Tensor  # kept alive, because the chunks point into it
 
 
 def chunks_of(batch: PagedBatch, *, with_decodes: bool = False) -> PromptChunks:
-    """All sequences of a batch, or all but its decodes."""
+    """The chunks of all sequences of a batch, or of all but its decodes."""
     tables = batch.block_tables
     assert tables.dtype == torch.int32 and tables.stride(1) == 1
     num_left_out = 0 if with_decodes else batch.num_decodes
@@ -69,10 +69,10 @@ def chunks_of(batch: PagedBatch, *, with_decodes: bool = False) -> PromptChunks:
 
 
 class PromptAttention:
-    """One thread at a time may use it.
+    """Compiled attention of prompts. Only one thread at a time may use it.
 
     Args:
-        library: `cpu_library.find_step`'s.
+        library: the one that `cpu_library.find_step` loaded.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -84,7 +84,7 @@ class PromptAttention:
         self._pages = PagesOfSlab()
         self._attention = library.disagg_step_prompts_new()
         if not self._attention:
-            raise MemoryError("no memory for the attention of prompts")
+            raise MemoryError("there is not enough memory for the attention of prompts")
 
     def __del__(self) -> None:
         if getattr(self, "_attention", None):
@@ -92,7 +92,7 @@ class PromptAttention:
             self._attention = None
 
     def takes(self, kv_cache: KVPages) -> bool:
-        """Whether it computes attention to such a slab, for a model in bfloat16."""
+        """Whether it supports attention over this slab, for a model in bfloat16."""
         is_known = kv_cache.format.name in FORMATS and kv_cache.num_vectors == 2
         return is_known and kv_cache.head_dim % LANES == 0
 
@@ -106,14 +106,14 @@ class PromptAttention:
         sinks: Tensor | None,
         out: Tensor,
     ) -> None:
-        """Attend. Keys and values of the step are in the cache already.
+        """Compute attention. The keys and values of the step must be in the cache already.
 
         Args:
             qkv: bfloat16, as for `Ops.attention`.
             out: bfloat16 [num_tokens, num_heads * head_dim]; the prompts' rows are written.
 
         Raises:
-            MemoryError: no memory for the threads' sums.
+            MemoryError: there is not enough memory for the threads' sums.
         """
         num_kv_heads, head_dim = kv_cache.values.shape[3], kv_cache.head_dim
         qkv = qkv.contiguous()
@@ -136,4 +136,6 @@ class PromptAttention:
             torch.get_num_threads(),
         )
         if status:
-            raise MemoryError(f"no memory for the attention of {qkv.shape[0]} tokens")
+            raise MemoryError(
+                f"there is not enough memory for the attention of {qkv.shape[0]} tokens"
+            )

@@ -1,6 +1,6 @@
-"""Sampling on a CPU in compiled loops (`csrc/sampling.cpp`): two calls a step, not hundreds.
+"""Sampling on a CPU in compiled loops (`csrc/sampling.cpp`): two calls per step, not hundreds.
 
-`torch_sampling` is the plain-torch reference. It samples if no compiler was found when disagg was
+`torch_sampling` is the plain-torch reference. It is used if no compiler was found when disagg was
 installed.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from disagg.kernels.sampling_rows import SampledRows, SamplingTables
 
-_FEW = 1 << 18  # logits that are not worth waking another thread
+_LEAST_LOGITS = 1 << 18  # with fewer logits, waking another thread costs more than it saves
 
 
 class _Tables(Structure):
@@ -32,7 +32,7 @@ class _Tables(Structure):
 
 
 class CpuSampling:
-    """`SamplingOps` for tensors in a CPU's memory. One thread at a time may use it.
+    """`SamplingOps` for tensors in a CPU's memory. Only one thread at a time may use it.
 
     Args:
         library: `cpu_library.SAMPLING`.
@@ -47,7 +47,7 @@ class CpuSampling:
         remember.argtypes = [tables, pointer, pointer, pointer, number]
         adjust.restype, choose.restype, remember.restype = None, c_int32, None
         self._library = library
-        # Beside the caller's. They are started when there is work for them.
+        # Threads besides the caller's. They are started when there is work for them.
         self._threads = ThreadPoolExecutor(thread_name_prefix="sampling")
 
     def adjust_(
@@ -76,14 +76,14 @@ class CpuSampling:
             )
             return found
 
-        num_parts = min(torch.get_num_threads(), num_rows, max(1, logits.numel() // _FEW))
+        num_parts = min(torch.get_num_threads(), num_rows, max(1, logits.numel() // _LEAST_LOGITS))
         ends = [num_rows * part // num_parts for part in range(num_parts + 1)]
         others = [
             self._threads.submit(choose, ends[part], ends[part + 1]) for part in range(1, num_parts)
         ]
         failed = choose(0, ends[1]) + sum(other.result() for other in others)
         if failed:
-            raise MemoryError(f"no memory to choose tokens of {num_rows} rows")
+            raise MemoryError(f"there is not enough memory to choose tokens for {num_rows} rows")
         return token_ids
 
     def remember(

@@ -1,8 +1,8 @@
 """Steps as one call of a compiled program (`csrc/step.cpp`), for dense decoders in bf16.
 
-With few rows, a step in torch is some hundred calls, and starting them takes as long as their
-work. The program reads the weights in oneDNN's packed layout, or of 8 or 4 bits, so that torch can
-compute from the same copy. Steps with prompts are one call too.
+A step in torch has some hundred calls, and with few rows starting them takes as long as their work.
+The program reads weights in oneDNN's packed layout, or weights of 8 or 4 bits, so that torch can
+compute from the same copy. Steps with prompts are one call, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.linear import PackedLinear
 from disagg.kernels.ops import PagedBatch, Weight
 
-# Of decodes; more rows are computed as prompts are, by the large step.
+# Most rows of a step with decodes only. The large step computes more rows, as it does prompts.
 MOST_ROWS = 256
 _UNKNOWN_TOKEN = 2  # `Status` of csrc/model.h
 
@@ -43,7 +43,7 @@ class DenseLayer:
     post_norm: Tensor  # [hidden]
     gate_up: Weight
     down: Weight
-    window: int | None  # positions that a token sees, itself included; None: all
+    window: int | None  # number of positions that a token sees, including itself; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +133,11 @@ class _Tokens(Structure):
 
 
 class CpuStep:
-    """The compiled step of one model. One thread at a time may use it.
+    """The compiled step of one model. Only one thread at a time may use it.
 
     Args:
-        library: `cpu_library.find_step`'s.
-        model: whose weights it reads; kept alive.
+        library: the one that `cpu_library.find_step` loaded.
+        model: the model whose weights it reads; kept alive.
     """
 
     def __init__(self, library: ctypes.CDLL, model: DenseModel) -> None:
@@ -170,7 +170,7 @@ class CpuStep:
         )
         self._step = library.disagg_step_new(byref(described))
         if not self._step:
-            raise MemoryError("no memory for a decode step")
+            raise MemoryError("there is not enough memory for a decode step")
         self._pages = PagesOfSlab()
 
     def __del__(self) -> None:
@@ -179,11 +179,11 @@ class CpuStep:
             self._step = None
 
     def use_huge_pages(self) -> int:
-        """Move the weights into huge pages. Returns how many bytes are there now."""
+        """Move the weights into huge pages. Returns how many bytes are in huge pages now."""
         return use_huge_pages(map(_region, _matrices(self._model)))
 
     def takes(self, batch: StepBatch, kv_cache: KVPages) -> bool:
-        """Whether it computes this batch: one token of each of a few sequences."""
+        """Whether `run` supports this batch: it must be one token each of a few sequences."""
         num_rows = len(batch.query_lens)
         return (
             0 < num_rows <= self.most_rows
@@ -193,11 +193,11 @@ class CpuStep:
         )
 
     def run(self, batch: StepBatch, kv_cache: KVPages) -> Tensor:
-        """As `Decoder.forward`, for what it `takes`.
+        """As `Decoder.forward`, for batches for which `takes` is true.
 
         Raises:
-            IndexError: a token id that the vocabulary does not have.
-            MemoryError: no memory for the step.
+            IndexError: a token id is not in the vocabulary.
+            MemoryError: there is not enough memory for the step.
         """
         num_rows = len(batch.query_lens)
         logits = torch.empty(num_rows, self._vocab_size)
@@ -216,23 +216,25 @@ class CpuStep:
             self._step, byref(described), byref(self._pages(kv_cache)), torch.get_num_threads()
         )
         if status == _UNKNOWN_TOKEN:
-            raise IndexError(f"a token id is not one of the vocabulary's {self._vocab_size}")
+            raise IndexError(f"a token id is not between 0 and {self._vocab_size - 1}")
         if status:
-            raise MemoryError(f"no memory for a decode step of {num_rows} sequences")
+            raise MemoryError(
+                f"there is not enough memory for a decode step of {num_rows} sequences"
+            )
         return logits
 
     def takes_large(self, kv_cache: KVPages) -> bool:
-        """Whether it computes batches of any sequences."""
+        """Whether `hidden` supports batches over this slab."""
         return kv_cache.format.name in FORMATS
 
     def hidden(self, batch: StepBatch, kv_cache: KVPages, embedded: Tensor) -> Tensor:
-        """As `Decoder.hidden`, for a slab that it takes.
+        """As `Decoder.hidden`, for slabs for which `takes_large` is true.
 
         Args:
-            embedded: [num_tokens, hidden_size], of the batch's tokens. It may be overwritten.
+            embedded: [num_tokens, hidden_size], embeddings of the tokens. They may be overwritten.
 
         Raises:
-            MemoryError: no memory for the step.
+            MemoryError: there is not enough memory for the step.
         """
         num_tokens, hidden_size = embedded.shape
         embedded = embedded.contiguous()
@@ -254,19 +256,19 @@ class CpuStep:
             self._step, byref(described), byref(self._pages(kv_cache)), torch.get_num_threads()
         )
         if status:
-            raise MemoryError(f"no memory for a step of {num_tokens} tokens")
+            raise MemoryError(f"there is not enough memory for a step of {num_tokens} tokens")
         return out
 
 
 def cpu_step(
     model: DenseModel | None, why_none: str = "", *, is_rank: bool = False
 ) -> tuple[CpuStep | None, str]:
-    """The compiled step of a model, or None; and a sentence that says why.
+    """The compiled step of a model, or None; and a sentence that says what computes, and why.
 
     Args:
-        model: None for one that the step does not compute.
-        why_none: what it has that the step does not compute.
-        is_rank: it is the part of one of several ranks.
+        model: the model; None if the step cannot compute it.
+        why_none: the features of the model that the step cannot compute.
+        is_rank: whether this is a rank's part of a model.
     """
     found = find_step()
     if found.loaded is None:
@@ -274,27 +276,29 @@ def cpu_step(
     if is_rank:
         return None, _compiled_products(model, found.loaded)
     if model is None:
-        return None, f"torch, as the model has {why_none}"
+        return None, f"torch, because the model has {why_none}"
     problem = _problem(model, found.loaded)
     if problem:
-        return None, f"torch, as {problem}"
+        return None, f"torch, because {problem}"
     return CpuStep(found.loaded, model), found.sentence
 
 
 def _compiled_products(model: DenseModel | None, library: ctypes.CDLL) -> str:
-    """Have products with weights of few bits compiled; a step has sums of all ranks between them.
+    """Let compiled code multiply weights of 4 or 8 bits on a rank.
+
+    The whole step is not compiled, because it has sums over all ranks between the products.
 
     Returns:
-        a sentence: what computes the rank's steps, and why.
+        A sentence that says what computes the rank's steps, and why.
     """
-    sentence = "torch, because a sum of ranks is not compiled"
+    sentence = "torch, because the sum over ranks is not compiled"
     if model is None or model.norm.device.type != "cpu" or model.norm.dtype != torch.bfloat16:
         return sentence
     linears = list(filter(_can_be_in_panels, _narrow(model)))
     if not linears:
         return sentence
     _lay_in_panels(linears, library)
-    return f"{sentence}; products with weights of few bits are"
+    return f"{sentence}; products with weights of 4 or 8 bits are compiled"
 
 
 def _can_be_in_panels(linear: Int8Linear | Int4Linear) -> bool:
@@ -311,11 +315,11 @@ def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
         return f"the head size {model.head_dim} is not a multiple of {LANES}"
     matrices = _matrices(model)
     if not all(map(_can_be_in_panels, _narrow(model))):
-        return "a weight of 4 bits has rows that are no multiple of 8 numbers"
+        return "a 4-bit weight has rows whose length is no multiple of 8"
     wide = [each for each in matrices if not isinstance(each, Int8Linear | Int4Linear)]
     widths = {each.panel_width if isinstance(each, PackedLinear) else 0 for each in wide}
     if not all(library.disagg_step_reads_panels(width) for width in widths):
-        return "oneDNN lays out the weights in another way here"
+        return "oneDNN packs the weights in an unknown layout on this CPU"
     if any(matrix.num_in % 2 for matrix in wide):
         return "a weight has an odd number of columns"
     return ""
@@ -363,7 +367,7 @@ def _narrow(model: DenseModel) -> list[Int8Linear | Int4Linear]:
 
 
 def _lay_in_panels(linears: Sequence[Int8Linear | Int4Linear], library: ctypes.CDLL) -> None:
-    """All in one piece of memory, so that its huge pages hold nothing else."""
+    """Lay weights in panels, in one piece of memory, so that its huge pages hold nothing else."""
     sizes = [each.panels_nbytes for each in linears]
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
     for linear, own in zip(linears, torch.split(memory, sizes), strict=True):
@@ -374,7 +378,7 @@ def _lay_in_panels(linears: Sequence[Int8Linear | Int4Linear], library: ctypes.C
 
 
 def _region(linear: PackedLinear | Int8Linear | Int4Linear) -> tuple[int, int]:
-    """Where its numbers lie: an address, and how many bytes."""
+    """The memory of a weight's numbers: its address and number of bytes."""
     if isinstance(linear, PackedLinear):
         return linear.panels, linear.panels_nbytes
     return linear.numbers.data_ptr(), linear.numbers.nbytes

@@ -1,7 +1,8 @@
-"""Builds the input tensors of a decode step on the device from what the host has uploaded.
+"""Builds the input tensors of a decode step on the device from the numbers that the host uploaded.
 
-One launch. The tensors keep their addresses, so that a captured graph can read them. Rows beyond
-those of the step write no KV. The reference is `engine.device.batching.Batching.batch`.
+One kernel launch builds them. The tensors keep their addresses, so that a captured graph can read
+them. Rows beyond the step's sequences write no KV. The reference is
+`engine.device.batching.Batching.batch`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -38,7 +39,7 @@ def _fill_kernel(
     max_num_blocks,
     BLOCK: tl.constexpr,
 ):
-    """One row: change the table of its slot, and copy what the step reads of it."""
+    """Process one row: change the block table of its slot, and copy what the step reads of it."""
     row = tl.program_id(0).to(tl.int64)
     if row >= num_seqs:
         tl.store(kv_slots_ptr + row, -1)
@@ -62,7 +63,7 @@ def _fill_kernel(
             blocks = tl.load(cells_ptr + num_changes + index, mask=index < num_changes, other=0)
             is_own = (cells >= first) & (cells < first + max_num_blocks)
             tl.store(tables_ptr + cells, blocks.to(tl.int32), mask=is_own)
-        tl.debug_barrier()  # what is read next may just have been written
+        tl.debug_barrier()  # the next load may read what was just written
         for begin in range(0, num_columns, BLOCK):
             column = begin + tl.arange(0, BLOCK)
             inside = column < num_columns
@@ -75,11 +76,11 @@ _fill = KernelLauncher(_fill_kernel)
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Tensors of steps of up to `max_num_seqs` decodes, as `models.batch.Batch` names them."""
+    """Tensors of steps of up to `max_num_seqs` decodes, named as in `models.batch.Batch`."""
 
-    token_ids: Tensor  # int64 [max_num_seqs], as the next two
+    token_ids: Tensor  # int64 [max_num_seqs], like the next two
     positions: Tensor
-    slots: Tensor  # -1: no sequence, nothing is written
+    slots: Tensor  # -1: the row has no sequence, and nothing is written
     context_lens: Tensor  # int32 [max_num_seqs]
     block_tables: Tensor  # int32 [max_num_seqs, max_num_blocks]
 
@@ -117,15 +118,16 @@ class DecodeInputs:
         num_changes: int,
         num_columns: int,
     ) -> None:
-        """Bring the tables, and these tensors, to a step, in the order of the device's work.
+        """Update the tables and these tensors for a step, in order with the device's other work.
 
         Args:
-            numbers: int64, one after the other: of each sequence its slot, its token's position,
-                where that one's KV goes, and where its context ends; token ids, but for the first
-                `num_unread`; cells of the tables that change, and the blocks to write there.
-            tables: int32 [num_slots, max_num_blocks].
-            chosen: int64 [num_slots], the unread tokens.
-            num_columns: of the tables that the step reads.
+            numbers: int64, parts one after the other: the slots of the sequences, the positions of
+                their tokens, the KV slots of these tokens, and the ends of their contexts; token
+                ids of all but the first `num_unread` sequences; cells of the block tables that
+                change, and the blocks to write there.
+            tables: int32 [num_slots, max_num_blocks], the block tables.
+            chosen: int64 [num_slots], the last chosen tokens, which the host has not read.
+            num_columns: number of columns of the tables that the step reads.
         """
         _fill(
             (self.token_ids.shape[0],),

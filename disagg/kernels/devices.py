@@ -1,8 +1,8 @@
 """Lists the GPUs of this machine without opening one, so that none of their memory is used.
 
-torch says how many it can use, the driver's `nvidia-smi` their names and free memory. Without that
-program name and memory are unknown here; the worker that opens the GPU finds out. Where nothing of
-a driver is there, torch is not asked: loading it takes seconds of a start.
+torch tells how many GPUs it can use, and the driver's `nvidia-smi` tells their names and free
+memory. Without that program, names and memory are unknown until a worker opens the GPU. If there is
+no trace of a driver, torch is not asked, because loading it takes seconds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-ORDER = "CUDA_DEVICE_ORDER"  # by default the fastest is 0, while `nvidia-smi` counts along the bus
-DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel has the driver's module
+ORDER = "CUDA_DEVICE_ORDER"  # by default the fastest is 0, but `nvidia-smi` counts by PCI bus
+DRIVER = Path("/proc/driver/nvidia/version")  # exists while the driver's kernel module is loaded
 AMD = Path("/dev/kfd")
-DRIVER_FILE = "libcuda.so.1"  # what torch opens first, too
-# Shared memory of a program: A100, H100 and B200 have 163 KB and more, all others 99.
+DRIVER_FILE = "libcuda.so.1"  # torch opens it first, too
+# Shared memory of a program: A100, H100 and B200 have 163 KB or more, all others 99 KB.
 LARGE_SHARED_NBYTES = 160 << 10
 _FIELDS = "index,uuid,name,memory.total,memory.free,driver_version"
 _TIMEOUT_S = 30.0  # many GPUs without the persistence daemon take seconds
@@ -30,7 +30,7 @@ _TIMEOUT_S = 30.0  # many GPUs without the persistence daemon take seconds
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU. `id` is what `CUDA_VISIBLE_DEVICES` calls it; empty or None: not known."""
+    """One GPU. `id` is its name in `CUDA_VISIBLE_DEVICES`. Empty or None: not known."""
 
     id: str
     name: str = ""
@@ -40,13 +40,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What there is to plan with.
+    """The GPUs that a deployment can use.
 
     Attributes:
-        devices: that can be used.
-        where: they are, in words.
-        num_held: more of them, which others hold.
-        problem: a sentence, where there are GPUs and torch can use none of them.
+        devices: the GPUs that can be used.
+        where: a phrase that says where they are.
+        num_held: number of further GPUs that other processes hold.
+        problem: a sentence that says why torch can use none of the GPUs; empty if it can, or if
+            there are none.
     """
 
     devices: tuple[Device, ...] = ()
@@ -56,42 +57,42 @@ class Gpus:
 
 
 def gpus_here() -> Gpus:
-    """What a process that is started from here can use."""
+    """The GPUs that a process started by this one can use."""
     visible = _visible_ids(os.environ)
     if visible == [] or not has_driver():
         return Gpus()
     os.environ.setdefault(ORDER, "PCI_BUS_ID")  # also for workers, which are started from here
-    import torch  # here, and not above: what plans with devices must not need it
+    import torch  # imported here, because code that only plans with devices must not load it
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         is_available = torch.cuda.is_available()
     if not is_available:
-        return Gpus(problem=_problem(" ".join(str(each.message) for each in said)))
+        return Gpus(problem=_problem(" ".join(str(each.message) for each in caught)))
     known, _ = _listed()
     num_devices = torch.cuda.device_count()
     ids = visible or [str(index) for index in range(num_devices)]
-    if not ids[0].startswith("MIG-"):  # of these a process counts one, and each may have its own
+    if not ids[0].startswith("MIG-"):  # a process sees one MIG device, and others may see others
         ids = ids[:num_devices]
     return Gpus(tuple(known.get(each, Device(each)) for each in ids))
 
 
 def see_only(ids: Iterable[int | str]) -> None:
-    """Hide all GPUs but these from what this process opens later; no ids: leave it as it is.
+    """Hide all other GPUs from libraries that this process loads later. Without ids, do nothing.
 
-    Ray has done so already, unless its RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
+    Ray has hidden them already, unless its RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
     """
     if found := ",".join(map(str, ids)):
         os.environ[VISIBLE] = found
 
 
 def why_no_gpu() -> str:
-    """The sentence for who needs a GPU where torch finds none."""
-    return gpus_here().problem or "torch finds no GPU here."
+    """A sentence that says why torch finds no GPU."""
+    return gpus_here().problem or "torch finds no GPU on this machine."
 
 
 def _visible_ids(environment: Mapping[str, str]) -> list[str] | None:
-    """What the variable allows, as CUDA reads it: up to the first that is no device. None: all."""
+    """The ids in `CUDA_VISIBLE_DEVICES` up to the first invalid one, as in CUDA. None: all."""
     if VISIBLE not in environment:
         return None
     ids = []
@@ -103,7 +104,7 @@ def _visible_ids(environment: Mapping[str, str]) -> list[str] | None:
 
 
 def has_driver() -> bool:
-    """Whether anything of a driver is here. torch finds no GPU without the driver's library."""
+    """Whether there is a trace of a GPU driver. torch finds no GPU without the driver's library."""
     if DRIVER.exists() or AMD.exists() or shutil.which("nvidia-smi") is not None:
         return True
     try:
@@ -113,8 +114,12 @@ def has_driver() -> bool:
     return True
 
 
-def _problem(said: str) -> str:
-    """Why torch finds no GPU, by what is there of a driver; empty where there is no GPU."""
+def _problem(warning: str) -> str:
+    """Why torch finds no GPU although there is one; empty if there is none.
+
+    Args:
+        warning: the text of torch's warnings.
+    """
     import torch
 
     known, version = _listed()
@@ -126,18 +131,18 @@ def _problem(said: str) -> str:
     driver = f"the NVIDIA driver {version}".rstrip()
     if torch.version.cuda is None:
         return (
-            f"A GPU and {driver} are here, but torch {torch.__version__} was built without CUDA;"
-            " install a torch wheel for CUDA."
+            f"This machine has a GPU and {driver}, but torch {torch.__version__} was built without"
+            " CUDA; install a torch wheel for CUDA."
         )
-    reason = f" ({said.split('. ')[0].rstrip('.')})" if said else ""
+    reason = f" ({warning.split('. ')[0].rstrip('.')})" if warning else ""
     return (
-        f"torch {torch.__version__} for CUDA {torch.version.cuda} cannot use a GPU with {driver},"
-        f" which is here{reason}; update the driver, or install a torch wheel for an earlier CUDA."
+        f"torch {torch.__version__} for CUDA {torch.version.cuda} cannot use this machine's GPU"
+        f" with {driver}{reason}; update the driver, or install a torch wheel for an earlier CUDA."
     )
 
 
 def _listed() -> tuple[dict[str, Device], str]:
-    """GPUs by index and by UUID, and the driver's version; nothing where no program tells."""
+    """GPUs by index and by UUID, and the driver's version; empty if `nvidia-smi` does not run."""
     command = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
@@ -155,5 +160,5 @@ def _listed() -> tuple[dict[str, Device], str]:
 
 
 def _nbytes(mebibytes: str) -> int | None:
-    """A GPU that shares the host's memory answers `[N/A]`."""
+    """Bytes of a number of MiB; None for `[N/A]`, which a GPU that shares host memory reports."""
     return int(mebibytes) << 20 if mebibytes.isdigit() else None

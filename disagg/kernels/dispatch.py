@@ -1,4 +1,4 @@
-"""Chooses the operations for a device. Triton is imported only where it will run."""
+"""Chooses the operations for a device. Triton is imported only on a machine where it will run."""
 
 from __future__ import annotations
 
@@ -32,20 +32,24 @@ def ops_for(
     """Return Triton kernels for CUDA and torch for everything else.
 
     Args:
-        dtype: what the model computes in. For bfloat16 on a CPU, attention of prompts is compiled.
-        quantization: of weights, as they are packed.
-        scores: of attention.
+        dtype: the dtype in which the model computes. For bfloat16 on a CPU, attention of prompts
+            is compiled.
+        quantization: how weights are quantised when they are packed.
+        scores: how attention makes its scores.
 
     Raises:
-        ValueError: this device does not multiply such weights, or the environment asks for a way of
-            attention that does not exist.
+        ValueError: this device cannot multiply such weights, or the environment variable
+            `DISAGG_PROMPT_ATTENTION` has an unknown value.
     """
     prompt_attention = os.environ.get(PROMPT_ATTENTION, "triton")
     if prompt_attention not in ("triton", "sdpa"):
-        raise ValueError(f"{PROMPT_ATTENTION}={prompt_attention}: possible are triton and sdpa")
+        raise ValueError(
+            f"{PROMPT_ATTENTION}={prompt_attention} is unknown; set it to triton or sdpa, or unset"
+            " it"
+        )
     if device.type != "cuda":
         if quantization == "fp8":
-            raise ValueError(f"{quantization} weights are multiplied on GPUs only")
+            raise ValueError(f"only GPUs can multiply {quantization} weights")
         return TorchOps(
             bits=16 if quantization is None else _BITS.get(quantization, 16),
             keeps_packed=quantization == "packed",
@@ -55,10 +59,10 @@ def ops_for(
         )
     from disagg.kernels.triton_ops import TritonOps
 
-    properties: Any = torch.cuda.get_device_properties(device)  # its type knows not all of them
+    properties: Any = torch.cuda.get_device_properties(device)  # untyped
     shared_nbytes = getattr(properties, "shared_memory_per_block_optin", LARGE_SHARED_NBYTES)
     use_sdpa = prompt_attention == "sdpa"
-    kind = None if quantization == "packed" else quantization  # they are in any case
+    kind = None if quantization == "packed" else quantization  # GPUs always keep packed weights
     return TritonOps(
         num_heads,
         properties.multi_processor_count,
@@ -77,12 +81,12 @@ def _compiled_prompts(scores: Scores) -> PromptAttention | None:
 
 
 def device_name(device_id: int) -> str:
-    """What the driver calls a GPU; empty for a CPU, whose id is -1."""
+    """The driver's name of a GPU; empty for a CPU, whose id is -1."""
     return torch.cuda.get_device_name(device_id) if device_id >= 0 else ""
 
 
 def sampling_ops_for(device: torch.device) -> SamplingOps:
-    """Return Triton kernels for CUDA, compiled loops for a CPU where there are any, or torch."""
+    """Return Triton kernels for CUDA; for a CPU compiled loops if there are any, else torch."""
     if device.type != "cuda":
         library = find_library(SAMPLING).loaded if device.type == "cpu" else None
         return TorchSampling() if library is None else CpuSampling(library)

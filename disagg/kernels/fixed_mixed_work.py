@@ -1,9 +1,9 @@
 """The attention work of short prompts, drafts and decodes in buffers of fixed shape, for graphs.
 
-As `fixed_work` for decodes: the buffers have the size of the worst case, the device that reads them
-cuts the step, a piece without queries ends at once, and tokens without a sequence have pieces
-without keys, which write zeros. Sequences with few queries are split along their keys, as
-`attention_work.split_keys` does it, the others along their queries, in two launches.
+This works like `fixed_work` for decodes: the buffers have the size of the worst case, the device
+itself cuts the step, a piece without queries ends at once, and tokens without a sequence have
+pieces without keys, which write zeros. Sequences with few queries are split along their keys, as in
+`attention_work.split_keys`, and the others along their queries. These are two launches.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -26,7 +26,7 @@ from disagg.kernels.paged_work import (
     PagedWork,
 )
 
-MAX_SHORT_QUERIES = 8  # a draft of seven, and the token before it
+MAX_SHORT_QUERIES = 8  # a draft of seven tokens, and the token before it
 
 
 @triton.jit(
@@ -54,7 +54,7 @@ def _cut_mixed_kernel(
     PIECES: tl.constexpr,
     LONG_PIECES: tl.constexpr,
 ):
-    """Write the pieces of one sequence; row `num_seqs` is the tokens of nobody."""
+    """Write the pieces of one sequence. Row `num_seqs` has the tokens without a sequence."""
     own = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     is_one = rows < num_seqs
@@ -80,7 +80,7 @@ def _cut_mixed_kernel(
     query_len, context = tl.sum(query_lens * is_own), tl.sum(contexts * is_own)
     count = tl.sum(counts * is_own)
     index = tl.arange(0, LONG_PIECES)
-    # Long pieces start early: of a sequence the last queries, which see the most keys.
+    # Long pieces start early: the last queries of a sequence see the most keys.
     first = (count - 1 - index) * QUERIES
     num_queries = tl.minimum(query_len - first, QUERIES)
     before = context - query_len + first
@@ -99,12 +99,12 @@ _cut_mixed = KernelLauncher(_cut_mixed_kernel)
 
 
 class FixedMixedWork:
-    """Pieces of steps of up to `num_tokens` tokens of up to `num_seqs` sequences, over one window.
+    """Pieces of steps of up to `num_tokens` tokens of up to `num_seqs` sequences, for one window.
 
     Args:
         group: query heads per KV head.
         num_programs: pieces per KV head that fill the device.
-        long_rows: of a tile of a prompt.
+        long_rows: rows of a prompt's tile.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class FixedMixedWork:
         self._num_seqs, self._num_tokens = num_seqs, num_tokens
         long_rows = max(long_rows, next_power_of_2(group))
         self._queries_per_piece = long_rows // group
-        # Each sequence ends with a piece that may be shorter, and so do the tokens of nobody.
+        # The last piece of a sequence, and of the tokens without one, may be shorter.
         num_long_seqs = min(num_seqs, num_tokens // (self._short_queries + 1))
         num_long = num_tokens // self._queries_per_piece + num_long_seqs + 1
 
@@ -140,13 +140,13 @@ class FixedMixedWork:
         self.work = PagedWork((short, long), window)
 
     def cut(self, query_start: Tensor, context_lens: Tensor, num_seqs: int) -> None:
-        """Cut a step, on the device and in the order of its work.
+        """Cut a step into pieces on the device, in order with its other work.
 
         Args:
-            query_start: int32, where each sequence's tokens begin; tokens from the last one's end
-                on belong to one sequence more, and get zeros.
-            context_lens: int32.
-            num_seqs: that the step has.
+            query_start: int32, the first token of each sequence. Tokens after the last sequence
+                belong to one additional row, and get zeros.
+            context_lens: int32, the context length of each sequence.
+            num_seqs: number of sequences in the step.
         """
         short, long = self.work.launches
         _cut_mixed(

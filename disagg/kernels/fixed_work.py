@@ -1,12 +1,13 @@
 """The attention work of decode steps in buffers of fixed shape, split by the device itself.
 
-A captured graph launches the grids of its capture, with the addresses of that time. So the list of
-pieces has room for the worst case, and unused pieces are empty: a piece without queries and keys
+A captured graph launches the grids of its capture, with the addresses of its capture. So the list
+of pieces has room for the worst case, and unused pieces are empty: a piece without queries and keys
 ends at once and writes nothing. A row without a sequence has a piece without keys, which writes
 zeros.
 
-The split is that of `attention_work.split_keys`, which is its oracle. Every program computes the
-sizes of all pieces, which are a few sums over the step's sequences, and writes its own pieces.
+The split is the same as in `attention_work.split_keys`, against which it is tested. Every program
+computes the sizes of all pieces, which are a few sums over the step's sequences, and writes its own
+pieces.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -22,12 +23,12 @@ from disagg.kernels.attention_work import MIN_SPLIT_KEYS
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.paged_work import KEY_TILE, Launch, PagedWork
 
-LEAST_ROWS = 64  # of a program: fewer would only be one more kernel to compile
+LEAST_ROWS = 64  # rows of a program; a variant with fewer would be one more kernel to compile
 
 
 @triton.jit
 def store_piece(pieces_ptr, place, sequence, first_query, num_queries, start, end, partial, mask):
-    """An `AttentionPiece`."""
+    """Store the fields of an `AttentionPiece`."""
     piece_ptr = pieces_ptr + place * 6
     tl.store(piece_ptr, sequence, mask=mask)
     tl.store(piece_ptr + 1, first_query, mask=mask)
@@ -53,17 +54,17 @@ def cut_keys(
     LEAST_KEYS: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Write the pieces of this program's row, its reduction, and some of the empty ones.
+    """Write the pieces of this program's row, its reduction, and some of the empty pieces.
 
     Args:
-        has_piece: rows that have one or more; without keys one that is empty.
-        starts, ends: the keys of each row; none where it has no piece.
+        has_piece: whether a row has pieces; a row without keys has one empty piece.
+        starts, ends: the range of keys of each row; empty if it has no piece.
     """
     own = tl.program_id(0)
     nums_keys = ends - starts
     size = tl.maximum(tl.cdiv(tl.sum(nums_keys), NUM_PROGRAMS), LEAST_KEYS)
     size = tl.cdiv(size, TILE) * TILE
-    nums_whole = nums_keys // size  # pieces of the common size, and keys that are left
+    nums_whole = nums_keys // size  # pieces of the common size; the rest is a shorter piece
     nums_left = nums_keys - nums_whole * size
     counts = nums_whole + (nums_left > 0).to(tl.int32)
     is_cut = (counts > 1).to(tl.int32)
@@ -75,7 +76,7 @@ def cut_keys(
     count = tl.sum(counts * is_own)
     first_partial = tl.sum(counts * is_cut * is_before)
 
-    # Long pieces start early: the whole ones, then what is left of each sequence by its length.
+    # Long pieces start early: first the whole ones, then the rest of each sequence by length.
     index = tl.arange(0, PIECES)
     first, last = start + index * size, start + num_whole * size
     partials = tl.where(count > 1, first_partial + index, -1)
@@ -138,11 +139,10 @@ _cut = KernelLauncher(_cut_kernel)
 
 
 def split_keys(num_seqs: int, num_programs: int, num_rows: int, device: torch.device) -> Launch:
-    """Room for any cut of the keys of up to `num_seqs` sequences.
+    """Allocate a launch with room for any cut of the keys of up to `num_seqs` sequences.
 
-    Each sequence ends with a piece that may be shorter. All others have the common size, of which
-    `num_programs` make up the whole step. So at most that many sequences have one of them and are
-    cut.
+    The last piece of each sequence may be shorter. All other pieces have the common size, of which
+    `num_programs` pieces make up the whole step. So at most `num_programs` sequences are cut.
 
     Args:
         num_programs: pieces per KV head that fill the device.
@@ -163,7 +163,7 @@ def split_keys(num_seqs: int, num_programs: int, num_rows: int, device: torch.de
 
 
 class FixedWork:
-    """Pieces of up to `num_seqs` sequences with one token each, over one window.
+    """Pieces of up to `num_seqs` sequences with one token each, for one window.
 
     Args:
         group: query heads per KV head.
@@ -184,10 +184,10 @@ class FixedWork:
         self.work = PagedWork((launch,), window)
 
     def cut(self, slots: Tensor, context_lens: Tensor) -> None:
-        """Cut a step, on the device and in the order of its work.
+        """Cut a step into pieces on the device, in order with its other work.
 
         Args:
-            slots: int64 [num_seqs], where each token's KV goes; negative: a row without a sequence.
+            slots: int64 [num_seqs], the KV slot of each token; negative: the row has no sequence.
             context_lens: int32 [num_seqs].
         """
         (launch,) = self.work.launches

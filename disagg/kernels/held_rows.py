@@ -1,4 +1,4 @@
-"""Sums what some of each token's experts made of it: one program for a token and some columns."""
+"""Sums the outputs of some of each token's experts. A program has one token and some columns."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 
-MAX_WIDTH = 1024  # columns of a program
+MAX_WIDTH = 1024  # most columns of a program
 
 
 @triton.jit
@@ -42,13 +42,15 @@ _sum_held = KernelLauncher(_sum_held_kernel)
 
 
 def sum_held(made: Tensor, chosen: Tensor, held: range) -> Tensor:
-    """[num_tokens, hidden], in the order of a token's choices. Rows of other experts are not read,
-    so they may hold anything.
+    """Sum the outputs of held experts for each token: [num_tokens, hidden].
+
+    The sum is in the order of a token's choices. Rows of other experts are not read, so they may
+    hold anything.
 
     Args:
-        made: [num_tokens * num_chosen, hidden].
+        made: [num_tokens * num_chosen, hidden], the outputs of the experts.
         chosen: int32 [num_tokens, num_chosen], the experts of these rows.
-        held: the experts that count.
+        held: the experts whose outputs are summed.
     """
     num_tokens, num_chosen = chosen.shape
     hidden = made.shape[1]

@@ -1,8 +1,8 @@
 """Moves memory that every step reads into huge pages.
 
-A weight of 100 MB has 25,000 pages of 4 KB, more than a processor's TLB holds, so products of few
-rows read it at half the speed of memory. Linux gives huge pages to large new mappings only, and its
-background thread moves existing memory within minutes or hours.
+A weight of 100 MB has 25,000 pages of 4 KB, more than a CPU's TLB holds, so products with few rows
+read it at half the speed of memory. Linux gives huge pages only to large new mappings; its
+background thread takes minutes or hours to move existing memory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it yet
 
 
 def use_huge_pages(regions: Iterable[tuple[int, int]]) -> int:
-    """Move regions, each an address and a number of bytes; contents stay.
+    """Move memory regions, each an address and a number of bytes, without changing their contents.
 
-    Returns how many bytes are in huge pages now: 0 where the system does not offer it. The ends of
-    a region, and what lies beside it in the same two megabytes, move with it.
+    Returns how many bytes are in huge pages now; 0 if the system does not support it. Whole huge
+    pages of 2 MB are moved, including other memory in the first and the last one.
     """
     pages = {
         number
@@ -33,7 +33,7 @@ def use_huge_pages(regions: Iterable[tuple[int, int]]) -> int:
     num_moved = 0
     for number in sorted(pages):
         address = number * HUGE_NBYTES
-        # The first says so to the system's own thread, too, where the second is not known.
+        # The first call also tells the system's background thread, for kernels without the second.
         madvise(address, HUGE_NBYTES, MADV_HUGEPAGE)
         num_moved += madvise(address, HUGE_NBYTES, MADV_COLLAPSE) == 0
     return num_moved * HUGE_NBYTES

@@ -1,6 +1,6 @@
 """How many neighbouring values in a row of a 4-bit weight share a scale. Knows no torch.
 
-With 128 of them, SmolLM2-135M loses most of its quality: a perplexity of 53 instead of 31.
+With groups of 128, SmolLM2-135M loses most of its quality: its perplexity is 53 instead of 31.
 """
 
 from __future__ import annotations
@@ -9,5 +9,5 @@ GROUP = 32  # csrc/int4.h takes any multiple of 8
 
 
 def num_groups(num_in: int) -> int:
-    """Of a row; the last one may be shorter."""
+    """The number of groups in a row of `num_in` values; the last group may be shorter."""
     return -(-num_in // GROUP)

@@ -1,9 +1,8 @@
-"""Matrix products with weights of 4 bits: numbers from 0 to 15, and a scale and a least value for
-some neighbours in a row.
+"""Matrix products with 4-bit weights: numbers from 0 to 15, a scale and a least value per group.
 
-A compiled product (`csrc/int4.h`) reads them for prompts and decode steps alike; products are of
-the activations' own bfloat16, sums of float32. Without it torch widens the weight for each product,
-some rows at a time.
+A group is some neighbouring numbers of a row. A compiled product (`csrc/int4.h`) reads the numbers
+for prompts and decode steps; it multiplies in the activations' bfloat16 and sums in float32.
+Without it torch widens the weight for each product, some rows at a time.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from disagg.kernels.narrow_rows import narrow_rows
 from disagg.kernels.packed_matrix import PackedMatrix
 
 LARGEST = 15
-UNIT = 8  # numbers of a row that lie together in a panel
-_ROWS_AT_ONCE = 1024  # that are quantised or widened together: few enough for the cache
+UNIT = 8  # numbers of a row that are contiguous in a panel
+_ROWS_AT_ONCE = 1024  # rows that are quantised or widened together: few enough for the cache
 _EVEN_ODD = 2
 
 
 class Int4Linear(PlainLinear):
-    """x W^T + b with W = numbers * scales + least, each of its group.
+    """Computes x W^T + b with W = numbers * scales + least, where each group has its own scale.
 
     Attributes:
-        numbers: uint8 [num_out, num_in / 2], two numbers a byte, the first in its lower half (an
-            odd row is filled up); or in panels, as `csrc/int4.h` reads them:
+        numbers: uint8 [num_out, num_in / 2], two numbers per byte, the first in its lower half (an
+            odd row is padded); or in panels, as `csrc/int4.h` reads them:
             [num_panels, num_in / 8, PANEL / 16, 64].
-        scales: [num_out, num_groups, 2], scales and least values, of the weight's type; of panels
+        scales: [num_out, num_groups, 2], scales and least values, of the weight's dtype; in panels
             [num_panels, num_groups, 2, PANEL].
-        group: neighbouring numbers that share a scale.
+        group: number of neighbouring numbers that share a scale.
         bias: [num_out], or None.
     """
 
@@ -47,7 +46,7 @@ class Int4Linear(PlainLinear):
 
     @classmethod
     def of_packed(cls, matrix: PackedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Int4Linear:
-        """From numbers of 4 bits as they are; their scales are rounded to `dtype`."""
+        """Make it from the 4-bit numbers of a packed matrix; scales are rounded to `dtype`."""
         made = cls.__new__(cls)
         made.num_out, made.num_in = matrix.shape
         made.numbers, made.scales = _of_packed(matrix, dtype)
@@ -75,16 +74,16 @@ class Int4Linear(PlainLinear):
         return self.num_panels * PANEL * self.num_in // 2
 
     def lay_in_panels(self, memory: Tensor, library: ctypes.CDLL) -> None:
-        """For the compiled step, and for compiled products.
+        """Lay the numbers in panels, for the compiled step and for compiled products.
 
         Args:
-            memory: uint8 [panels_nbytes], where the panels are kept.
-            library: `cpu_library.find_step`'s.
+            memory: uint8 [panels_nbytes], which will hold the panels.
+            library: the one that `cpu_library.find_step` loaded.
         """
         assert not self._is_in_panels and self.can_be_in_panels
         unpacked = _unpacked(self.numbers, self.num_in)
         filled = functional.pad(unpacked, (0, 0, 0, -self.num_out % PANEL))
-        # Of a panel: vectors, columns, units, pairs in a unit, and the two of a pair.
+        # Dimensions of a panel: vectors, columns, units, pairs in a unit, and the two of a pair.
         units = filled.view(self.num_panels, PANEL // 16, 16, -1, UNIT // 2, _EVEN_ODD)
         words = torch.zeros(*units.shape[:4], _EVEN_ODD, dtype=torch.int16)
         for pair in range(UNIT // 2):
@@ -97,7 +96,7 @@ class Int4Linear(PlainLinear):
         self._library = library
 
     def described(self) -> CpuMatrix:
-        """For compiled code."""
+        """The structure in which compiled code reads this weight."""
         assert self._is_in_panels
         return CpuMatrix(
             nibbles=self.numbers.data_ptr(),
@@ -126,7 +125,7 @@ class Int4Linear(PlainLinear):
             scales, least = self.scales[which].unbind(2)
         filled = functional.pad(numbers, (0, -self.num_in % self.group))
         groups = filled.view(-1, scales.shape[1], self.group).float()
-        # As compiled code does: rounded once.
+        # Rounded once, as in compiled code.
         groups.mul_(scales.float().unsqueeze(2)).add_(least.float().unsqueeze(2))
         return groups.to(self.scales.dtype).flatten(1)[:, : self.num_in].contiguous()
 
@@ -136,22 +135,24 @@ class Int4Linear(PlainLinear):
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers and scales of `Int4Linear`: of each group, the least value becomes 0 and the
-    largest 15."""
+    """The numbers and scales of `Int4Linear`.
+
+    In each group the least value becomes 0 and the largest 15.
+    """
     num_out, num_in = weight.shape
     count = num_groups(num_in)
     numbers = torch.empty(num_out, -(-num_in // 2), dtype=torch.uint8)
     scales = torch.empty(num_out, count, 2, dtype=weight.dtype)
     parts = (torch.split(each, _ROWS_AT_ONCE) for each in (weight, numbers, scales))
     for some, its_numbers, its_scales in zip(*parts, strict=True):
-        # The last group may be shorter; what fills it up is one of its own numbers.
+        # The last group may be shorter; it is padded with one of its own numbers.
         wide = functional.pad(some.float(), (0, count * GROUP - num_in), mode="replicate")
         groups = wide.view(-1, count, GROUP)
         least, most = torch.aminmax(groups, dim=2)
         its_scales[:, :, 0] = (most - least) / LARGEST
         its_scales[:, :, 1] = least
-        its_scales[:, :, 0].masked_fill_(its_scales[:, :, 0] == 0, 1.0)  # of equal numbers
-        # By the scales as they are kept, which have fewer digits.
+        its_scales[:, :, 0].masked_fill_(its_scales[:, :, 0] == 0, 1.0)  # all numbers are equal
+        # Divide by the scales as they are kept, with fewer digits.
         step, first = its_scales.float().unbind(2)
         scaled = (groups - first.unsqueeze(2)) / step.unsqueeze(2)
         rounded = (
@@ -162,16 +163,16 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_packed(matrix: PackedMatrix, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The numbers and scales of `Int4Linear`.
+    """The numbers and scales of `Int4Linear`, from a packed matrix.
 
-    A scale that loses digits in `dtype` is off in one direction for a whole group. The least value
-    makes up for that, so that the values of a group are off in both directions.
+    A scale that loses digits in `dtype` shifts all values of a group in one direction. The least
+    value corrects that, so that the values of a group are off in both directions.
     """
     num_out, num_in = matrix.shape
     count, group = matrix.scales.shape[0], matrix.group or num_in
     numbers = torch.empty(num_out, -(-num_in // 2), dtype=torch.uint8)
     scales = torch.empty(num_out, count, 2, dtype=dtype)
-    wanted, least = matrix.scales.float().T, matrix.least_values().T
+    exact, least = matrix.scales.float().T, matrix.least_values().T
     sizes = torch.full((count,), group).index_fill_(
         0, torch.tensor(count - 1), num_in - (count - 1) * group
     )
@@ -180,13 +181,13 @@ def _of_packed(matrix: PackedMatrix, dtype: torch.dtype) -> tuple[Tensor, Tensor
         some = matrix.rows(first, min(first + _ROWS_AT_ONCE, num_out)).numbers().add_(8)
         filled = functional.pad(some, (0, count * group - num_in))
         means = filled.view(-1, count, group).sum(2, dtype=torch.float32) / sizes
-        kept = scales[rows, :, 0].copy_(wanted[rows])
-        scales[rows, :, 1] = least[rows] + means * (wanted[rows] - kept.float())
+        kept = scales[rows, :, 0].copy_(exact[rows])
+        scales[rows, :, 1] = least[rows] + means * (exact[rows] - kept.float())
         pairs = functional.pad(some, (0, num_in % 2)).view(torch.uint8)
         numbers[rows] = pairs[:, 0::2] | pairs[:, 1::2] << 4
     return numbers, scales
 
 
 def _unpacked(numbers: Tensor, num_in: int) -> Tensor:
-    """uint8 [n, num_in] of [n, num_in / 2]."""
+    """Unpack uint8 [n, num_in / 2], two numbers per byte, to uint8 [n, num_in]."""
     return torch.stack((numbers & LARGEST, numbers >> 4), 2).flatten(1)[:, :num_in]

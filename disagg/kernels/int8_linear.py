@@ -1,9 +1,8 @@
-"""Matrix products with weights of 8 bits: an int8 number for each, and a scale for each output or
-for some neighbours in a row.
+"""Matrix products with 8-bit weights: int8 numbers, and a scale per row or group of neighbours.
 
-A step of few tokens takes as long as reading the weights, of which there is half as much. Products
-are of the activations' own type: numbers are widened, which is exact, and sums multiplied by the
-scales.
+A step of few tokens takes as long as reading the weights, and 8-bit weights have half the bytes.
+Products are computed in the activations' dtype: numbers are widened, which is exact, and sums are
+multiplied by the scales.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from disagg.kernels.narrow_rows import narrow_rows
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
 
 LARGEST = 127
-_WHOLE = 32  # torch's own product reads memory behind a row whose size is no multiple of 16
-FEW_ROWS = 4  # of more, torch multiplies a widened weight in less time than one of int8
-_ROWS_AT_ONCE = 1024  # that are quantised together: few enough for the processor's cache
+_WHOLE = 32  # torch's product reads past the end of a row whose size is no multiple of 16
+FEW_ROWS = 4  # with more rows, torch multiplies a widened weight faster than an int8 weight
+_ROWS_AT_ONCE = 1024  # rows that are quantised together: few enough for the CPU's cache
 
 
 class Int8Linear(PlainLinear):
-    """x W^T + b with W = numbers * scales, of each row or group.
+    """Computes x W^T + b with W = numbers * scales, where each row or group has its own scale.
 
     Attributes:
-        numbers: int8, [num_out, num_in]; or in panels, as `csrc/int8.h` reads them:
-            [num_panels, num_in, PANEL], filled up with zeros.
-        scales: [num_out], of the weight's type; of groups [num_out, num_groups], in panels
+        numbers: int8 [num_out, num_in]; or in panels, as `csrc/int8.h` reads them:
+            [num_panels, num_in, PANEL], padded with zeros.
+        scales: [num_out], of the weight's dtype; with groups [num_out, num_groups], in panels
             [num_panels, num_groups, PANEL].
-        group: neighbouring numbers that share a scale; None: all of a row.
+        group: number of neighbouring numbers that share a scale; None: all of a row.
         bias: [num_out], or None.
     """
 
@@ -47,7 +46,7 @@ class Int8Linear(PlainLinear):
 
     @classmethod
     def of_packed(cls, matrix: PackedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Int8Linear:
-        """From numbers of 8 bits as they are; their scales are rounded to `dtype`."""
+        """Make it from the 8-bit numbers of a packed matrix; scales are rounded to `dtype`."""
         made = cls.__new__(cls)
         made.num_out, made.num_in = matrix.shape
         made.numbers, made.group, made.bias = matrix.numbers(), matrix.group, bias
@@ -63,14 +62,14 @@ class Int8Linear(PlainLinear):
             made = functional.linear(x, self.widened())
         elif x.shape[0] <= FEW_ROWS and not self._is_in_panels and self.num_in % _WHOLE == 0:
             made = torch._weight_int8pack_mm(x, self.numbers, self.scales)
-        elif x.dtype == torch.float16:  # sums of whole numbers would be beyond what it has
+        elif x.dtype == torch.float16:  # sums of unscaled numbers would overflow
             made = functional.linear(x, self.widened())
-        else:  # results are fewer than weights
+        else:  # scale the results, which are fewer than the weights
             made = functional.linear(x, self._wide_numbers()).mul_(self.scales)
         return made if self.bias is None else made.add_(self.bias)
 
     def _is_compiled(self, x: Tensor) -> bool:
-        """Without AMX, torch widens and multiplies in less time, unless rows are few."""
+        """Whether compiled code multiplies. Without AMX, torch is faster unless rows are few."""
         assert self._library is not None
         return x.shape[0] <= FEW_ROWS_COMPILED or bool(self._library.disagg_step_has_tiles())
 
@@ -79,11 +78,14 @@ class Int8Linear(PlainLinear):
         return -(-self.num_out // PANEL) * PANEL * self.num_in
 
     def lay_in_panels(self, memory: Tensor, library: ctypes.CDLL | None = None) -> None:
-        """For the compiled step; torch then widens the weight for every product of many rows.
+        """Lay the numbers in panels for the compiled step.
+
+        Afterwards torch widens the weight for every product with many rows.
 
         Args:
-            memory: int8 [panels_nbytes], where the panels are kept.
-            library: `cpu_library.find_step`'s, for products of few; None: torch computes them too.
+            memory: int8 [panels_nbytes], which will hold the panels.
+            library: the one that `cpu_library.find_step` loaded, for products with few rows; None:
+                torch computes them too.
         """
         assert not self._is_in_panels
         filled = functional.pad(self.numbers, (0, 0, 0, -self.num_out % PANEL))
@@ -95,7 +97,7 @@ class Int8Linear(PlainLinear):
             self.scales = scales.view(len(panels), PANEL, -1).transpose(1, 2).contiguous()
 
     def described(self) -> CpuMatrix:
-        """For compiled code."""
+        """The structure in which compiled code reads this weight."""
         assert self._is_in_panels
         return CpuMatrix(
             numbers=self.numbers.data_ptr(),
@@ -122,7 +124,7 @@ class Int8Linear(PlainLinear):
         return numbers.to(self.scales.dtype)
 
     def _scaled(self, numbers: Tensor, scales: Tensor) -> Tensor:
-        """Numbers as floats [n, num_in], which are overwritten, times scales of groups."""
+        """Float numbers [n, num_in] times the scales of their groups. Overwrites the numbers."""
         assert self.group is not None
         num_whole = self.num_in // self.group * self.group
         whole, rest = numbers[:, :num_whole], numbers[:, num_whole:]
@@ -148,7 +150,7 @@ class Int8Linear(PlainLinear):
 
 
 def quantize(weight: Tensor, largest: Largest | None = None) -> tuple[Tensor, Tensor]:
-    """The numbers and scales of `Int8Linear`: of each row, the largest value becomes 127.
+    """The numbers and scales of `Int8Linear`. The largest magnitude of each row becomes 127.
 
     Args:
         largest: see `Ops.pack`.
@@ -159,8 +161,8 @@ def quantize(weight: Tensor, largest: Largest | None = None) -> tuple[Tensor, Te
     for some, its_numbers, its_scales in zip(*parts, strict=True):
         peaks = some.abs().amax(1).float()
         its_scales.copy_((peaks if largest is None else largest(peaks)) / LARGEST)
-        its_scales.masked_fill_(its_scales == 0, 1.0)  # of a row of zeros
-        # By the scales as they are kept, which have fewer digits.
+        its_scales.masked_fill_(its_scales == 0, 1.0)  # the row has zeros only
+        # Divide by the scales as they are kept, with fewer digits.
         scaled = some.float() / its_scales.float().unsqueeze(1)
         its_numbers.copy_(scaled.round_().clamp_(-LARGEST, LARGEST))
     return numbers, scales

@@ -1,26 +1,26 @@
 """The memory layout of keys and values: formats, and a slab as the tensors that kernels index.
 
-A page is what one head of one layer has in one block, keys or values: `block_size` vectors. A
-format of one byte a value, or half of one, keeps a float32 scale for each vector at the end of its
-own page:
+A page has the keys or the values of one head and one layer in one block: `block_size` vectors. A
+format with one byte per value, or half a byte, keeps a float32 scale for each vector at the end of
+the vector's page:
 
     values  block_size * head_dim * 1 byte, or half of that
     scales  block_size * 4 bytes
 
-each part padded to 16 bytes, the widest load of a GPU, so that every page and its scales are
-aligned. A block has the pages of its first head, of all layers, then those of the second:
+Each part is padded to 16 bytes, the widest load of a GPU, so that every page and its scales are
+aligned. A block has the pages of its first head in all layers, then those of the second head:
 
     block  [num_kv_heads, num_layers, 2 (keys, values)] pages
 
-Of latent attention a token has one vector a layer, which stands for its key and, as far as its
-first values go, for its value: one head, and one page where others have two.
+In latent attention a token has one vector per layer, which is its key; the first values of the
+vector are its value. So there is one head, with one page instead of two.
 
 So a block is one contiguous run of bytes, the heads of a rank are a run in the block of all heads,
-and transfers need to know neither the format nor the model. Must not know which sequence holds a
-block, or where the memory comes from.
+and transfers need not know the format or the model. Must not know which sequence holds a block, or
+where the memory comes from.
 
-An int4 value is the upper half of an int8 one: a multiple of 16 from -128 to 112. Two neighbours
-share a byte, the first in its lower half: a shift and a mask give both as int8 values, next to each
+An int4 value is the upper half of an int8 value: a multiple of 16 from -128 to 112. Two neighbours
+share a byte, the first in its lower half. A shift and a mask give both as int8 values, next to each
 other as a matrix product needs them.
 """
 
@@ -29,14 +29,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # loading it takes seconds, and formats and sizes are asked for without it
+if TYPE_CHECKING:  # loading torch takes seconds, and formats and sizes do not need it
     import torch
     from torch import Tensor
 
 SCALE_NBYTES = 4
 ALIGNMENT = 16
-PACKED_STEP = 16  # from one packed number to the next
-PACKED_TOP = 7  # steps from 0 to the largest; to the smallest it is one more
+PACKED_STEP = 16  # difference between neighbouring packed numbers
+PACKED_TOP = 7  # the largest packed number is so many steps above 0; the smallest is 8 below
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,14 @@ class KVFormat:
 
     Attributes:
         itemsize: bytes of a stored number.
-        stored: torch's name of its type.
-        largest: what the largest value of a vector becomes; 0.0 for a format without scales. Below
-            0, a value of either sign becomes that: of numbers that reach one step further below 0
-            than above it, none is left unused. The scale then has the sign.
+        stored: torch's name of its dtype.
+        largest: the stored number of the value with the largest magnitude in a vector; 0.0 for a
+            format without scales. If negative, it is used for values of both signs, and the scale
+            has the sign, so that the format's lowest number, which has no positive counterpart, is
+            used too.
         packed: how many neighbouring values share a stored number, 1 or 2. Heads have even sizes
             (`models.model_config` refuses others).
-        capability: of the first GPUs that can convert its numbers, and for which Triton does.
+        capability: the lowest compute capability of GPUs for which Triton can convert its numbers.
     """
 
     name: str
@@ -63,7 +64,7 @@ class KVFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of a stored number."""
+        """The dtype of a stored number."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.stored)
@@ -74,7 +75,7 @@ class KVFormat:
         return self.largest != 0.0
 
     def scales_offset(self, block_size: int, head_dim: int) -> int:
-        """Of a page's first scale, in bytes."""
+        """The offset of a page's first scale in the page, in bytes."""
         return _aligned(self._values_nbytes(block_size, head_dim))
 
     def page_nbytes(self, block_size: int, head_dim: int) -> int:
@@ -105,12 +106,12 @@ def format_of(dtype: torch.dtype) -> KVFormat:
 
 
 class LayerPages(NamedTuple):
-    """One layer of a slab. Made once, because a view costs a launch 1.6 us.
+    """One layer of a slab. It is made once, because making a view costs 1.6 us in each launch.
 
     Attributes:
-        values, scales: of `KVPages`, without the dimension of the layers.
-        pairs: the bytes of `values` as int16, two in each, for `attention_tile`. None for a format
-            without scales, and where a vector has an odd number of bytes.
+        values, scales: those of `KVPages` without the dimension of the layers.
+        pairs: the bytes of `values` as int16, two bytes each, for `attention_tile`. None for a
+            format without scales, or if a vector has an odd number of bytes.
     """
 
     values: Tensor
@@ -123,14 +124,14 @@ class KVPages:
     """Views of one slab.
 
     Attributes:
-        values: [num_blocks, num_layers, num_vectors, num_kv_heads, block_size, head_dim], or
-            packed half as many stored numbers. In memory heads come before layers, and with
-            scales, pages do not touch. Two vectors: a key and a value; one: a latent.
-        scales: float32, as `values` without its last dimension, or None. A value stands for itself
-            times the scale of its vector.
-        rows: one row a page, as they lie in memory, [num_blocks * num_kv_heads * num_layers *
-            num_vectors, *]: values, or with scales all bytes as uint8.
-        blocks: one row a block, [num_blocks, *], of the same type.
+        values: [num_blocks, num_layers, num_vectors, num_kv_heads, block_size, head_dim]; if
+            packed, the last dimension is half as long. In memory heads come before layers, and
+            pages with scales are not adjacent. Two vectors are a key and a value; one is a latent.
+        scales: float32, shaped as `values` without its last dimension; or None. A stored value
+            times the scale of its vector is the value.
+        rows: one row per page in the order of memory, [num_blocks * num_kv_heads * num_layers *
+            num_vectors, *]: the values; with scales, all bytes as uint8.
+        blocks: one row per block, [num_blocks, *], of the same dtype as `rows`.
         layers: `values` and `scales` by layer.
     """
 
@@ -147,18 +148,21 @@ class KVPages:
 
     @property
     def num_vectors(self) -> int:
-        """Of a token in each layer and head."""
+        """The number of vectors that a token has in each layer and head."""
         return self.values.shape[2]
 
     @property
     def page_stride(self) -> int:
-        """From a page to the next, in stored numbers."""
+        """The distance from a page to the next page in memory, in stored numbers."""
         return self.rows.stride(0)
 
     @property
     def head_pages(self) -> int:
-        """From a page to that of the next head, in pages. `values` does not say it of one KV head:
-        torch gives a dimension of one whatever stride it likes."""
+        """The distance from a page to the page of the next head, in pages.
+
+        The strides of `values` do not tell it for one KV head, because torch may give a dimension
+        of size one any stride.
+        """
         return self.num_vectors * self.values.shape[1]
 
 
@@ -166,11 +170,11 @@ def pages_of(
     memory: Tensor, format: KVFormat, num_layers: int, num_kv_heads: int, block_size: int,
     head_dim: int, num_vectors: int = 2,
 ) -> KVPages:  # fmt: skip
-    """Index a slab.
+    """Make the views of a slab.
 
     Args:
-        memory: uint8, flat, a whole number of blocks.
-        num_vectors: of a token in each layer and head: 2, or of latent attention 1.
+        memory: flat uint8 tensor with a whole number of blocks.
+        num_vectors: vectors of a token in each layer and head: 2, or 1 for latent attention.
     """
     import torch
 
@@ -202,7 +206,7 @@ def new_pages(
     format: KVFormat, num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int,
     head_dim: int, device: torch.device, num_vectors: int = 2,
 ) -> KVPages:  # fmt: skip
-    """A slab of zeros."""
+    """Allocate a slab of zeros, and make its views."""
     import torch
 
     page_nbytes = format.page_nbytes(block_size, head_dim)

@@ -1,7 +1,7 @@
-"""A step's keys and values into their slots of a paged cache, as a Triton kernel.
+"""A Triton kernel that writes a step's keys and values to their slots of a paged cache.
 
-A format with scales is made here: one pass reads a vector, finds its largest value, and stores
-rounded values and the scale. Keys and values, tokens and heads, each have a scale of their own.
+For a format with scales, it quantises: one pass reads a vector, finds its largest value, and stores
+the rounded values and the scale. Each key and each value vector of each head has its own scale.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -15,12 +15,12 @@ from torch import Tensor
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, SCALE_NBYTES, KVPages
 from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 
-_SMALLEST_PEAK = tl.constexpr(1.0e-30)  # a vector of zeros has a scale too
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it loses its fraction, to even
+_SMALLEST_PEAK = tl.constexpr(1.0e-30)  # so that the scale of a vector of zeros is not 0
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, half to even
 _STEP, _TOP = tl.constexpr(float(PACKED_STEP)), tl.constexpr(float(PACKED_TOP))
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a part of one upload a step
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # part of the step's upload
 def _kv_write_kernel(
     qkv_ptr,
     pages_ptr,
@@ -43,9 +43,9 @@ def _kv_write_kernel(
     PACKED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)  # int64: a slab is larger than 2^31 values
+    slot = tl.load(slots_ptr + token)  # int64, because a slab may have more than 2^31 values
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    vector = tl.arange(0, PAGES)  # keys of all heads, then values, if they are not one
+    vector = tl.arange(0, PAGES)  # keys of all heads, then values; latents have no values
     page = vector % NUM_HEADS * HEAD_PAGES + vector // NUM_HEADS
     column = tl.arange(0, BLOCK_D)
     is_page = (vector < NUM_PAGES) & (slot >= 0)
@@ -59,7 +59,7 @@ def _kv_write_kernel(
             peak = tl.where(tl.min(wide, axis=1) <= -peak, -peak, peak)
         scale = peak / LARGEST
         total = tl.sum(wide, axis=1)
-        scale = tl.where(total == total, scale, total)  # NaN: rounded values could not show it
+        scale = tl.where(total == total, scale, total)  # keep NaN, which rounded values cannot
         scale_target = block * scale_block_stride + page * SCALE_PAGE_STRIDE + offset
         tl.store(scales_ptr + scale_target, scale, mask=is_page)
         scaled = wide / scale[:, None]
@@ -89,7 +89,7 @@ def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
 
     Args:
         qkv: [num_tokens, num_heads + num_vectors * num_kv_heads, head_dim]: queries, keys, values.
-        slots: int64 [num_tokens]: block_id * block_size + offset; below 0: written nowhere.
+        slots: int64 [num_tokens]: block_id * block_size + offset; negative: the token is skipped.
     """
     values, head_dim = kv_cache.values, kv_cache.head_dim
     num_kv_heads, block_size = values.shape[3:5]

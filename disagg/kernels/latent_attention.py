@@ -1,10 +1,10 @@
 """Attention to latents in a paged cache, in Triton: decoding, verification and prompts.
 
-Works are cut into pieces and reduced as in `paged_attention`. Two things differ. All query heads
+The work is cut into pieces and reduced as in `paged_attention`. Two things differ. All query heads
 attend to the same vector of a token, so each program computes several heads. And the first values
-of that vector are both key and value, so a tile of them is loaded once, for the scores and for the
-weighted sum. The last values, which have rotary positions, are a second tile, because the sizes of
-tiles are powers of two (512 and 64 for DeepSeek).
+of that vector are both key and value, so a tile of them is loaded once for the scores and for the
+weighted sum. The last values, which have rotary positions, are a second tile, because tile sizes
+are powers of two (512 and 64 for DeepSeek).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -25,10 +25,10 @@ from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.paged_attention import _NOTHING_SEEN, _STEP_TENSORS, reduce_partials
 from disagg.kernels.paged_work import Launch, PagedWork
 
-LONG_ROWS = 64  # queries in a tile of a prompt: registers have no room for more sums of 512 values
+LONG_ROWS = 64  # queries in a prompt's tile: registers hold no more sums of 512 values
 # Keys of an inner step: 32 need 144 KB of shared memory, 16 need 92.
 MIN_TILE, MAX_TILE = 16, 32
-REDUCED_AT_ONCE = 16  # partial results; a row is four times as wide as one of other attention
+REDUCED_AT_ONCE = 16  # partial results; their rows are four times as wide as in other attention
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _latent_tile(
         page = tl.load(table_ptr + keys // BLOCK_SIZE, mask=written, other=0).to(tl.int64)
         offset = keys % BLOCK_SIZE
     vectors = (page * block_stride + offset * (RANK + ROPE))[:, None]
-    # What was never written may be NaN, and 0 * NaN is NaN: load zeros there.
+    # Slots that were never written may be NaN, and 0 * NaN is NaN, so load zeros there.
     inside, inside_turned = (columns < RANK)[None, :], (turned < ROPE)[None, :]
     if MASKED:
         inside, inside_turned = inside & written[:, None], inside_turned & written[:, None]
@@ -139,7 +139,7 @@ def _latent_attention_kernel(
     latent_q = tl.load(q_ptrs + columns[None, :], mask=used, other=0.0)
     turned_q = tl.load(q_ptrs + RANK + turned[None, :], mask=used_turned, other=0.0)
 
-    # Keys before `full_end` are seen by every row; tiles from there on are masked.
+    # Every row sees the keys before `full_end`; tiles from there on are masked.
     full_end = tl.minimum((first_position + 1) // TILE * TILE, end_key // TILE * TILE)
     full_end = tl.maximum(full_end, first_key)
     acc = tl.zeros([ROWS, BLOCK_RANK], dtype=tl.float32)
@@ -160,7 +160,7 @@ def _latent_attention_kernel(
         )  # fmt: skip
 
     divisor = tl.where(total > 0.0, total, 1.0)
-    result = acc * (1.0 / divisor)[:, None]  # a division spills
+    result = acc * (1.0 / divisor)[:, None]  # dividing each value would spill registers
     slot = (partial * NUM_GROUPS + group) * ROWS + row
     if partial < 0:
         target = (token * (NUM_GROUPS * GROUP) + head) * RANK
@@ -175,13 +175,15 @@ _latent_attention = KernelLauncher(_latent_attention_kernel)
 
 
 def key_tile(block_size: int, most: int = MAX_TILE) -> int:
-    """Keys of an inner step: those of one page where that is possible. 32 keys of several pages
-    would not fit in the registers."""
+    """The number of keys of an inner step; they are in one page if possible.
+
+    32 keys of several pages would not fit into the registers.
+    """
     return most if block_size % most == 0 else MIN_TILE
 
 
 def launch_options(rows: int) -> dict[str, int]:
-    """Warps and pipeline depth for a query tile of `rows`."""
+    """Warps and pipeline depth for a query tile of so many rows."""
     return {"num_warps": 4 if rows <= 16 else 8, "num_stages": 2}
 
 
@@ -198,12 +200,12 @@ def latent_attention(
     """Attend causally to vectors in the cache, the step's own included.
 
     Args:
-        heads: [num_tokens, num_heads + 1, head_dim]; the queries, and last what is cached of the
-            token, which is not read here.
+        heads: [num_tokens, num_heads + 1, head_dim]: the queries, and last the token's cached
+            vector, which is not read here.
         step: block tables, starts of queries, context lengths: int32, as in `models.batch.Batch`.
         work: from `plan_work`, for groups of `latent_group` heads.
-        value_dim: so many first values of a cached vector are its value.
-        scale: what scores are multiplied by before the softmax.
+        value_dim: the first `value_dim` values of a cached vector are its value.
+        scale: scores are multiplied by this before the softmax.
         max_tile: `MIN_TILE` on a GPU that has less shared memory than `MAX_TILE` needs.
 
     Returns:

@@ -1,15 +1,17 @@
 """Launches Triton kernels without repeating Triton's lookup of the compiled code.
 
 `kernel[grid](...)` binds arguments, specialises each, and looks the compiled code up by a string
-made of all that: 12 to 20 us of Python, six times a layer. The result is a compiled kernel that can
-be launched directly, as in Triton's own tutorials (`compiled[grid](...)`, Triton 3.6 and 3.7). A
-`KernelLauncher` caches it by a key that distinguishes everything that Triton distinguishes:
+made from all of them. This takes 12 to 20 us of Python, six times per layer. The result is a
+compiled kernel that can be launched directly, as in Triton's own tutorials (`compiled[grid](...)`,
+Triton 3.6 and 3.7). A `KernelLauncher` caches it by a key that distinguishes everything that Triton
+distinguishes:
 
-- tensors by their type, and only if those that Triton specialises are aligned to 16 bytes;
+- tensors by their dtype, if those that Triton specialises are aligned to 16 bytes;
 - integers by their value; those that Triton does not specialise only if they fit into 32 bits;
 - constants and options by name and value, and the current device.
 
-All other launches go through Triton each time, and so does everything under the interpreter.
+Launches that do not fulfil these conditions go through Triton each time, as does everything under
+Triton's interpreter.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -21,12 +23,12 @@ from typing import Any
 import triton
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes, which Triton asks about
+_ALIGNMENT = 16  # Triton specialises tensors whose address is a multiple of so many bytes
 _INT32 = range(-(1 << 31), 1 << 31)
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is `number` or more. (Triton's own takes 3 us on a host.)"""
+    """The smallest power of two that is at least `number`. (Triton's version takes 3 us.)"""
     return 1 << (number - 1).bit_length()
 
 
@@ -34,17 +36,17 @@ class KernelLauncher:
     """The launches of one kernel.
 
     Args:
-        kernel: decorated with `triton.jit`. Its `tl.constexpr` parameters come last.
+        kernel: a function decorated with `triton.jit`. Its `tl.constexpr` parameters come last.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
-        # Under the interpreter there is no code that could be remembered, and no device.
+        # Under the interpreter there is no compiled code to cache, and no device.
         self._is_jit = isinstance(kernel, triton.JITFunction)
         parameters = kernel.params if self._is_jit else ()
         self._constant_names = tuple(p.name for p in parameters if p.is_constexpr)
-        # Of each other parameter: does its value choose the code? Does its address, of a tensor?
+        # For each other parameter: does its value select the code, and does a tensor's alignment?
         self._asked = tuple(
             (not p.do_not_specialize, not (p.do_not_specialize or p.do_not_specialize_on_alignment))
             for p in parameters
@@ -56,8 +58,8 @@ class KernelLauncher:
 
         Args:
             grid: one, two or three numbers of programs.
-            arguments: all parameters that are no `tl.constexpr`, in order: tensors, numbers, None.
-            constants: all that are, and the options of the launch (`num_warps`, ...).
+            arguments: all parameters that are not `tl.constexpr`, in order: tensors, numbers, None.
+            constants: all `tl.constexpr` parameters, and launch options (`num_warps`, ...).
         """
         if not self._is_jit:
             self._kernel[grid](*arguments, **constants)

@@ -1,12 +1,13 @@
-"""Matrix products with weights laid out once for the CPU's matrix units.
+"""Matrix products with weights that are laid out once for the CPU's matrix units.
 
-oneDNN reads a weight in blocks of its own; a plain [out, in] tensor is re-blocked on every call,
-which at a few rows costs as much as the product. Packing once makes decode steps up to twice as
-fast, and lets the activation or the residual sum happen while a result tile is still in cache.
+oneDNN reads a weight in its own blocked layout. It converts a plain [out, in] tensor on every call,
+which with few rows costs as much as the product. Packing a weight once makes decode steps up to
+twice as fast, and lets oneDNN compute the activation or the residual sum while a result tile is
+still in cache.
 
-Weights that were stored in half precision and are computed with in float32 stay in half precision,
-which FBGEMM widens in registers: a decode step reads half the bytes. A CPU without instructions for
-half precision computes so whatever the type of activations is.
+Weights that are stored in half precision and multiplied in float32 stay in half precision, and
+FBGEMM widens them in registers, so a decode step reads half the bytes. A CPU without instructions
+for half precision multiplies in float32, whatever the activations' dtype is.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from disagg.kernels.cpu_matrix import PANEL, CpuMatrix
 from disagg.kernels.narrow_rows import narrow_rows
 
 ROWS_AT_ONCE = 64
-PANEL_WIDTHS = 64, 32  # of oneDNN's panels: without AMX, and with it
-PANEL_COLUMNS = 32  # a panel's columns are filled up to a multiple
-_MOST_LOST = 2.0**-21  # of a weight's norm
-_ROWS_COMPARED = 1024  # few enough for the processor's cache, enough to hide the calls
+PANEL_WIDTHS = 64, 32  # rows of oneDNN's panels without and with AMX
+PANEL_COLUMNS = 32  # a panel's columns are padded to a multiple of this
+_MOST_LOST = 2.0**-21  # largest rounding error, as a share of the weight's norm
+_ROWS_COMPARED = 1024  # few enough for the CPU's cache, enough to hide the cost of calls
 
 _ops: Any = torch.ops.mkldnn
 
 
 class PlainLinear:
-    """x W^T + b through torch, for devices and dtypes that oneDNN does not pack."""
+    """Computes x W^T + b in torch, for devices and dtypes for which oneDNN packs no weights."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -57,16 +58,16 @@ class PlainLinear:
 class PackedLinear:
     """The same products from a weight in oneDNN's own layout.
 
-    oneDNN makes a program for every number of rows that it has not seen lately, which takes some
-    milliseconds, and prompts have all lengths: many rows are filled up to a multiple of
+    oneDNN generates code for every number of rows that it has not seen recently, which takes some
+    milliseconds, and prompts have all lengths. So many rows are padded to a multiple of
     `ROWS_AT_ONCE`.
 
     Attributes:
         bias: [num_out], or None.
-        panels: the address of the weight.
-        panel_width: rows of the weight in each of its panels, as csrc/product.h describes them; 0
-            if it is laid out in another way.
-        panels_nbytes: of the packed weight.
+        panels: the address of the packed weight.
+        panel_width: rows of the weight in each panel, as csrc/product.h describes panels; 0 if the
+            weight has another layout.
+        panels_nbytes: size of the packed weight.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -106,9 +107,10 @@ class PackedLinear:
         return result if filled is x else result[: x.shape[0]]
 
     def _is_in_panels(self, weight: Tensor, width: int) -> bool:
-        """Whether the packed weight is in panels of so many rows, in which the pairs of one column
-        and the next lie together, filled up with zeros. oneDNN promises no layout: it is compared,
-        in the first and the last panel.
+        """Whether the packed weight is in panels of `width` rows.
+
+        In such a panel the pairs of a column and the next one are adjacent, padded with zeros.
+        oneDNN documents no layout, so the first and the last panel are compared with the weight.
         """
         if weight.dtype != torch.bfloat16:
             return False
@@ -130,7 +132,7 @@ class PackedLinear:
 class PanelLinear(PackedLinear):
     """The same products by the compiled program, for a CPU with AVX-512 and without bf16.
 
-    oneDNN keeps a bfloat16 weight there as it is, and multiplies it at a fifth of the speed.
+    On such a CPU oneDNN does not pack a bfloat16 weight, and multiplies it at a fifth of the speed.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
@@ -169,10 +171,10 @@ class PanelLinear(PackedLinear):
 
 
 class HalfLinear:
-    """The same products in float32 from a weight kept as float16, in FBGEMM's layout.
+    """The same products in float32 from a weight kept as float16 in FBGEMM's layout.
 
-    The weight must pass `fits_half`: larger numbers than float16 has would be cut. Results are of
-    the type of `x`, rounded once.
+    `fits_half` must be true for the weight, because numbers beyond float16's range would be
+    clipped. Results have the dtype of `x`, and are rounded once.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -196,7 +198,8 @@ class HalfLinear:
         return self._wide(x).add_(summand).to(x.dtype)
 
     def _wide(self, x: Tensor) -> Tensor:
-        # Else torch looks for a __torch_function__ of the weight: 10 us, as much as a product.
+        # Otherwise torch looks for the weight's __torch_function__, which takes 10 us, as long as a
+        # product.
         with torch._C.DisableTorchFunctionSubclass():
             result: Tensor = self._product(x.float(), self._weight)
         return result
@@ -206,11 +209,11 @@ Linear: TypeAlias = PlainLinear | PackedLinear | HalfLinear
 
 
 def fits_half(weight: Tensor) -> bool:
-    """Whether float16 loses no more of `weight` than adding up products in float32 does.
+    """Whether rounding `weight` to float16 loses no more than summing products in float32 does.
 
-    Sums of 768 products are off by 5e-7, or 2^-21, of the result. bf16 weights of usual sizes are
-    off by less: only those below 2^-17 become subnormal numbers with too few digits. Weights that
-    use the digits of float32 are off by 2^-12.
+    A sum of 768 products has an error of 5e-7, or 2^-21, of the result. bf16 weights of usual sizes
+    have a smaller error in float16: only weights below 2^-17 become subnormal numbers with too few
+    digits. Weights that use all digits of float32 have an error of 2^-12.
     """
     lost = kept = 0.0
     for some in torch.split(weight, _ROWS_COMPARED):
@@ -221,7 +224,7 @@ def fits_half(weight: Tensor) -> bool:
 
 
 def _filled(x: Tensor) -> Tensor:
-    """With rows of zeros at the end; a few rows stay as they are."""
+    """Pad `x` with rows of zeros to a multiple of `ROWS_AT_ONCE`; few rows are not padded."""
     num_rows = x.shape[0]
     num_more = -num_rows % ROWS_AT_ONCE
     if num_rows < ROWS_AT_ONCE or not num_more:
@@ -230,7 +233,7 @@ def _filled(x: Tensor) -> Tensor:
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Choose by the weight's dtype, its values, and what this CPU can do."""
+    """Choose an implementation by the weight's dtype and values, and by this CPU's abilities."""
     if weight.device.type == "cpu":
         library = _multiplies_panels() if weight.dtype == torch.bfloat16 else None
         if library is not None and weight.shape[1] % 2 == 0:
@@ -243,13 +246,13 @@ def linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def _multiplies_panels() -> ctypes.CDLL | None:
-    """The compiled program, on a CPU where oneDNN multiplies bfloat16 slowly."""
+    """The compiled program, if oneDNN multiplies bfloat16 slowly on this CPU; else None."""
     library = find_step().loaded
     return library if library is not None and library is find_library(PLAIN_STEP).loaded else None
 
 
 def _prefers_float32(dtype: torch.dtype) -> bool:
-    """Half precision too, on a CPU that has no instructions to multiply it."""
+    """Whether to multiply in float32: also for half precision if the CPU cannot multiply it."""
     return dtype == torch.float32 or torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 

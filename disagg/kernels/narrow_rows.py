@@ -13,17 +13,19 @@ from torch import Tensor
 
 from disagg.kernels.cpu_matrix import PANEL, CpuMatrix
 
-FEW_ROWS = 16  # of more, AMX reads rows up to a multiple of `_TILE_ROWS`
+FEW_ROWS = 16  # with more rows, AMX reads up to a multiple of `_TILE_ROWS` rows
 _TILE_ROWS = 16
-_PANELS_AT_ONCE = 16  # for a thread to be worth waking up
+_PANELS_AT_ONCE = 16  # with fewer panels, waking another thread costs more than it saves
 
 
 def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
-    """x W^T + b: bfloat16 [num_rows, num_in] to [num_rows, num_out], cut into panels for threads.
+    """Compute x W^T + b, from bfloat16 [num_rows, num_in] to [num_rows, num_out].
+
+    Threads divide the panels of the weight.
 
     Args:
-        library: `cpu_library.find_step`'s.
-        matrix: of 8 or 4 bits; of 16 where the library is for AVX-512 without bf16.
+        library: the one that `cpu_library.find_step` loaded.
+        matrix: a weight of 8 or 4 bits; also of 16 bits if the library is for AVX-512 without bf16.
     """
     num_rows = x.shape[0]
     out = torch.empty(num_rows, matrix.num_out, dtype=x.dtype)

@@ -75,8 +75,8 @@ def norm_rope_(
         heads: [num_tokens, num_heads, head_dim]; the values of a head are contiguous.
         norm: [num_heads, head_dim], or None for no normalisation.
         rope_rows: float32 [num_tokens, 2, rope_dim / 2]: cosines, then sines.
-        mean_squares: float32 [num_tokens, num_heads], contiguous: what each head is normalised by;
-            None: by the mean of its own squares.
+        mean_squares: contiguous float32 [num_tokens, num_heads], the mean square by which each head
+            is normalised; None: the mean of its own squares.
     """
     num_tokens, num_heads, head_dim = heads.shape
     rope_dim = 2 * rope_rows.shape[-1]

@@ -1,7 +1,7 @@
 """The operations that a decoder needs from a device, and the view of a batch that they read.
 
-Two implementations exist, `TorchOps` (any device, written for CPUs) and `TritonOps` (CUDA). A
-decoder is given one and calls nothing else, so tests run both on the same model.
+There are two implementations, `TorchOps` (any device, written for CPUs) and `TritonOps` (CUDA). A
+decoder gets one of them and calls nothing else, so tests run both on the same model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from disagg.kernels.grouping import Grouping
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
 
-Weight: TypeAlias = Any  # what an implementation made of a matrix; only it looks inside
-Paging: TypeAlias = Any  # what an implementation derived from one batch; only it looks inside
+Weight: TypeAlias = Any  # a matrix as an implementation packed it; opaque to others
+Paging: TypeAlias = Any  # an implementation's plan of one batch's attention; opaque to others
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,24 @@ class Experts:
     """The experts of a layer: gated MLPs, of which each token goes through a few.
 
     Attributes:
-        gate_up: [len(held), 2 * inner, hidden], the rows of gate first.
-        down: [len(held), hidden, inner]. Either may be packed: the rows of all experts, one
-            expert after the other, are then those of one matrix.
-        gate_up_bias, down_bias: as the first two dimensions of these.
+        gate_up: [len(held), 2 * inner, hidden]; the rows of gate come first.
+        down: [len(held), hidden, inner]. If one of the two is packed, it is a single matrix with
+            the rows of all experts, one expert after the other.
+        gate_up_bias, down_bias: with the first two dimensions of these matrices.
         gate_up_scales, down_scales: uint8 exponents of MXFP4, one for 32 values of a row; the
-            matrices are then uint8 with two values a byte, the first one in its low half.
-        dtype: of activations.
-        num_experts: that the router chooses from.
-        num_chosen: experts a token goes through.
-        is_normalized: their weights add up to 1; else they are parts of a softmax over all.
-        limit: of the clamped SwiGLU: (min(up, limit) + 1) * gate * sigmoid(alpha * gate), with up
-            also at least -limit and gate at most limit. None: silu(gate) * up.
+            matrices are then uint8 with two values per byte, the first one in its low half.
+        dtype: dtype of the activations.
+        num_experts: number of experts from which the router chooses.
+        num_chosen: number of experts that a token goes through.
+        is_normalized: whether the weights of a token's experts add up to 1; if not, they are taken
+            from the softmax over all experts.
+        limit: limit of the clamped SwiGLU, (min(up, limit) + 1) * gate * sigmoid(alpha * gate),
+            where up is also at least -limit and gate is at most limit. None: silu(gate) * up.
         grouping: how experts are chosen; None: those with the largest logits.
-        score_bias: float32 [num_experts], of a grouping by sigmoids; or None.
-        largest: as in `Ops.pack`, of `down`.
-        own: the experts whose matrices and biases these are, where other ranks have the others;
-            None: all. What a token's other experts make of it is left out of its sum.
+        score_bias: float32 [num_experts], for a grouping with sigmoids; or None.
+        largest: see `Ops.pack`; for `down`.
+        own: the experts whose matrices and biases these are, if other ranks have the others; None:
+            all. The outputs of a token's other experts are left out of its sum.
     """
 
     gate_up: Tensor | PackedMatrix
@@ -84,7 +85,7 @@ class Experts:
 
     @property
     def inner(self) -> int:
-        """Values between an expert's two matrices."""
+        """The number of values between an expert's two matrices."""
         return math.prod(self.gate_up.shape[:-1]) // len(self.held) // 2
 
 
@@ -113,7 +114,8 @@ class Ops(Protocol):
     """Operations on rows of tokens. `kv_cache` is the slab of `engine/device/kv_cache.py`.
 
     Attributes:
-        keeps_packed: whose kinds of packed matrices it multiplies as they are; None: none.
+        keeps_packed: the device whose kinds of packed matrices it multiplies as they are; None: it
+            widens packed matrices.
     """
 
     keeps_packed: Literal["gpu", "cpu"] | None
@@ -124,13 +126,14 @@ class Ops(Protocol):
         """Prepare a matrix [out, in] for `project` and `project_add_norm`. Done once.
 
         Args:
-            largest: of a matrix of which ranks have some columns each: a scale of a row is then
-                that of the whole row, whatever the number of ranks.
+            largest: given if each rank has some columns of the matrix. It turns the largest
+                magnitudes of the rank's rows into those of the whole rows, so that the scales do
+                not depend on the number of ranks.
         """
         ...
 
     def pack_table(self, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Weight:
-        """As `pack`, of a matrix that decides: it makes logits, chooses or weighs experts."""
+        """As `pack`, for a matrix whose precision matters: it makes logits or routes to experts."""
         ...
 
     def pack_gated(self, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Weight:
@@ -138,16 +141,16 @@ class Ops(Protocol):
         ...
 
     def pack_experts(self, experts: Experts) -> Weight:
-        """Prepare the experts of a layer for `mix_experts`; its tensors are consumed."""
+        """Prepare the experts of a layer for `mix_experts`. Their tensors may not be used again."""
         ...
 
     def mix_experts(self, x: Tensor, logits: Tensor, experts: Weight) -> Tensor:
-        """Return the weighted sum of what each token's experts make of it: [num_tokens, hidden].
+        """Return the weighted sum of the outputs of each token's experts: [num_tokens, hidden].
 
-        A token goes through the experts with its largest `logits`, [num_tokens, num_experts].
-        Which tokens go where is decided on the device, without waiting for it. Of a rank that has
-        some of the experts, the sum is over these.
-        With a grouping, it chooses and weighs them (`kernels.grouping`).
+        A token goes through the experts with its largest `logits`, [num_tokens, num_experts]. With
+        a grouping, the grouping chooses and weighs the experts (`kernels.grouping`). The device
+        decides which tokens go where, and the host does not wait for it. If a rank has some of the
+        experts, the sum is over these.
         """
         ...
 
@@ -192,15 +195,16 @@ class Ops(Protocol):
     ) -> None:
         """Normalise each head (if `norm` is given), rotate its first `rope_dim` values, in place.
 
-        `heads` is a view [num_tokens, num_heads, head_dim], whose heads need not touch in memory,
-        `norm` [num_heads, head_dim], `rope_rows` the rows of `rope_table` at the tokens' positions.
+        `heads` is a view [num_tokens, num_heads, head_dim], whose heads need not be adjacent in
+        memory, `norm` is [num_heads, head_dim], and `rope_rows` are the rows of `rope_table` at the
+        tokens' positions.
         A head is normalised by the mean of its squares, or by float32 `mean_squares`,
         [num_tokens, num_heads].
         """
         ...
 
     def plan(self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]) -> Paging:
-        """Derive once per step what all layers need to find their keys and values."""
+        """Prepare, once per step, the plan by which all layers find their keys and values."""
         ...
 
     def attention(
@@ -215,9 +219,9 @@ class Ops(Protocol):
         """Store the keys and values of this step in `kv_cache`, then attend causally.
 
         `qkv` is [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
-        A query at position p sees positions > p - window (all, if None) up to p. Scores are made as
-        the `Scores` of these operations say. `sinks` are logits, [num_heads], one of which takes
-        part in each softmax of its head and has no value. Returns [num_tokens, num_heads *
+        A query at position p sees positions > p - window (all, if None) up to p. The `Scores` of
+        these operations say how scores are made. `sinks` [num_heads] has one logit per head, which
+        takes part in each softmax of the head and has no value. Returns [num_tokens, num_heads *
         head_dim].
         """
         ...
@@ -231,10 +235,10 @@ class Ops(Protocol):
         value_dim: int,
         scale: float,
     ) -> Tensor:
-        """As `attention`, of a slab with one vector a token, which all query heads attend to.
+        """As `attention`, for a slab with one vector per token, to which all query heads attend.
 
-        `heads` is [num_tokens, num_heads + 1, head_dim]: queries, and the vector that is stored,
-        whose first `value_dim` values are also the value. `scale` is that of the softmax. Returns
-        [num_tokens, num_heads, value_dim], whose heads need not touch in memory.
+        `heads` is [num_tokens, num_heads + 1, head_dim]: the queries, and the vector that is
+        stored, whose first `value_dim` values are also the value. `scale` is the softmax scale.
+        Returns [num_tokens, num_heads, value_dim], whose heads need not be adjacent in memory.
         """
         ...

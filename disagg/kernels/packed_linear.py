@@ -1,7 +1,7 @@
 """Products with packed weights in Triton; the weights are widened in registers only.
 
-A step of few rows has too few tiles for all of a GPU's multiprocessors: programs then share the
-columns of a tile, and a second kernel adds up what they made, always in the same order.
+A step with few rows has too few tiles for all of a GPU's multiprocessors. Then several programs
+share the columns of a tile, and a second kernel adds up their sums, always in the same order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,11 +20,11 @@ from disagg.kernels.packed_tile import constants_of, launch_options, max_rows, p
 
 MIN_ROWS = 16
 WIDTH = 128  # rows of a weight that a program multiplies
-FEW_ROWS, NARROW = 8, 64  # up to so many rows of `x`, half of it: more programs for the same bytes
-BAND = 8  # tiles of rows whose programs lie side by side, so that they share what the L2 holds
+FEW_ROWS, NARROW = 8, 64  # with at most 8 rows of `x` it is half: more programs share the bytes
+BAND = 8  # tiles of rows whose programs are neighbours, so that they share data in the L2 cache
 MOST_SPLITS = 16
-MOST_SPLIT_ROWS = 256  # of more, tiles suffice
-LEAST_CHUNKS = 4  # of a program, so that loads overlap with products
+MOST_SPLIT_ROWS = 256  # with more rows of `x` there are enough tiles
+LEAST_CHUNKS = 4  # least chunks of a program, so that loads overlap with products
 _BLOCK = 256
 
 
@@ -53,11 +53,11 @@ def _packed_linear_kernel(
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """One tile of x W^T, of all columns or of `num_own_chunks` chunks of them.
+    """Compute one tile of x W^T, over all columns or over `num_own_chunks` chunks of them.
 
     Args:
         x_ptr: [num_rows, num_in].
-        out_ptr: [num_rows, num_out]; where IS_SPLIT, as many float32 ones as there are splits.
+        out_ptr: [num_rows, num_out]; if IS_SPLIT, float32 [num_splits, num_rows, num_out].
     """
     program, split = tl.program_id(0), tl.program_id(1)
     num_tiles = tl.cdiv(num_out, WIDTH)
@@ -66,7 +66,7 @@ def _packed_linear_kernel(
     local = program % (BAND * num_tiles)
     rows = (first_tile + local % height) * ROWS + tl.arange(0, ROWS)
     columns = local // height * WIDTH + tl.arange(0, WIDTH)
-    own = tl.minimum(columns, num_out - 1)  # what lies beyond is computed, and not stored
+    own = tl.minimum(columns, num_out - 1)  # columns beyond are computed, but not stored
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * num_in
     first = split * num_own_chunks
     end = tl.minimum(first + num_own_chunks, num_chunks)
@@ -96,8 +96,9 @@ def _add_splits_kernel(
     BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Add up `num_splits` times `num_values`, at most SPLITS, all of which are asked of memory at
-    once.
+    """Add up `num_splits` partial results of `num_values` values, and the bias.
+
+    All partial results, at most SPLITS, are loaded at once.
     """
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     splits = tl.arange(0, SPLITS)
@@ -115,29 +116,30 @@ _add_splits = KernelLauncher(_add_splits_kernel)
 
 
 def tile_sizes(num_rows: int, most: int) -> tuple[int, int]:
-    """Rows of `x`, at most so many, and rows of the weight that a program has."""
+    """The rows of `x` (at most `most`) and the rows of the weight that a program multiplies."""
     rows = max(MIN_ROWS, min(next_power_of_2(num_rows), most))
     return rows, NARROW if num_rows <= FEW_ROWS else WIDTH
 
 
 def num_splits(num_tiles: int, num_chunks: int, num_programs: int) -> int:
-    """Programs that share the columns of a tile.
+    """The number of programs that share the columns of a tile.
 
     Args:
-        num_programs: that keep the device busy; with a third of them it reads at nearly full speed.
+        num_programs: number of programs that keep the device busy; a third of them read memory at
+            nearly full speed.
     """
     if 3 * num_tiles >= num_programs:
         return 1
-    wanted = min(-(-num_programs // num_tiles), MOST_SPLITS, max(1, num_chunks // LEAST_CHUNKS))
-    return -(-num_chunks // -(-num_chunks // wanted))  # none without chunks
+    most = min(-(-num_programs // num_tiles), MOST_SPLITS, max(1, num_chunks // LEAST_CHUNKS))
+    return -(-num_chunks // -(-num_chunks // most))  # so that no program is without chunks
 
 
 class PackedProduct:
-    """x W^T + b with a packed weight, on a GPU.
+    """Computes x W^T + b with a packed weight on a GPU.
 
     Args:
-        num_programs: that keep the device busy.
-        major: of its compute capability.
+        num_programs: number of programs that keep the device busy.
+        major: major number of its compute capability.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class PackedProduct:
 
     @property
     def variant(self) -> tuple[object, ...]:
-        """What decides, with the number of rows, which programs it needs."""
+        """The properties that determine, together with the number of rows, the needed programs."""
         weight = self.weight
         return (*self._format.values(), weight.scales.dtype, self.bias is None, *weight.shape)
 
@@ -161,7 +163,7 @@ class PackedProduct:
             self(torch.zeros(num_rows, self.weight.num_in, dtype=dtype, device=self.weight.device))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_rows, num_in] to [num_rows, num_out], both contiguous."""
+        """Multiply contiguous [num_rows, num_in]; returns contiguous [num_rows, num_out]."""
         weight, num_rows = self.weight, x.shape[0]
         num_out, num_in = weight.shape
         out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)

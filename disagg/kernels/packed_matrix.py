@@ -1,10 +1,9 @@
-"""A weight in the few bits that it was quantised to: W = (numbers - zeros) * scales, or with least
-values in place of zeros.
+"""A packed weight of 4 or 8 bits: W = (numbers - zeros) * scales, or with least values for zeros.
 
-Numbers are e4m3, or integers of 8 or 4 bits. What a row has of them is cut into chunks, and a chunk
-into as many parts as a unit of 16 bits holds numbers: unit j of a chunk has the j-th number of each
-part, the first one in its lowest bits. So a product takes units apart with shifts, and multiplies
-each part with neighbouring columns of the activations.
+Numbers are e4m3, or integers of 8 or 4 bits. The numbers of a row are cut into chunks, and a chunk
+into as many parts as a unit of 16 bits holds numbers. Unit j of a chunk has the j-th number of each
+part, the first one in its lowest bits. So a product splits units with shifts, and multiplies each
+part with neighbouring columns of the activations.
 """
 
 from __future__ import annotations
@@ -19,24 +18,26 @@ from torch import Tensor
 
 from disagg.kernels.packed_sizes import BITS, INT4_GROUP, UNIT_BITS, Kind, part_size
 
-# In place of each number, the largest of all ranks.
+# Replaces each number by the largest one of all ranks.
 Largest: TypeAlias = Callable[[Tensor], Tensor]
 
 _LARGEST: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 15.0}
-_ROWS_AT_ONCE = 4096  # that are packed or quantised together, which takes memory of their own
+_ROWS_AT_ONCE = 4096  # rows that are packed or quantised together, which takes additional memory
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """
+    """A packed weight.
+
     Attributes:
-        units: int16 [num_out, num_chunks * part], filled up with zeros.
+        units: int16 [num_out, num_chunks * part], padded with zeros.
         scales: floats [num_groups, num_out].
-        zeros: int8 [num_groups, num_out]; None: 0.
+        zeros: int8 [num_groups, num_out]; None: all are 0.
         order: int64 [num_in]: column i of the numbers is column order[i] of W; None: the same.
-        least: floats [num_groups, num_out], of int4 without zeros: W = (numbers + 8) * scales +
-            least. Only CPUs multiply with it.
-        group: neighbouring numbers that share a scale, as `can_pack` allows; None: all of a row.
+        least: floats [num_groups, num_out], for int4 without zeros: W = (numbers + 8) * scales +
+            least. Only CPUs multiply such weights.
+        group: number of neighbouring numbers that share a scale, for which `can_pack` is true;
+            None: all of a row.
     """
 
     kind: Kind
@@ -66,21 +67,21 @@ class PackedMatrix:
         return sum(piece.nbytes for piece in pieces if piece is not None)
 
     def rows(self, first: int, end: int) -> PackedMatrix:
-        """Some of its rows, in the same memory."""
+        """The rows [first, end), in the same memory."""
         zeros = None if self.zeros is None else self.zeros[:, first:end]
         least = None if self.least is None else self.least[:, first:end]
         units, scales = self.units[first:end], self.scales[:, first:end]
         return replace(self, units=units, scales=scales, zeros=zeros, least=least)
 
     def least_values(self) -> Tensor:
-        """What the least number stands for, of int4: float32 [num_groups, num_out]."""
+        """The values of int4's least number: float32 [num_groups, num_out]."""
         if self.least is not None:
             return self.least.float()
         zeros = 0.0 if self.zeros is None else self.zeros.float()
         return (-8.0 - zeros) * self.scales.float()
 
     def numbers(self) -> Tensor:
-        """[num_out, num_in]: float8_e4m3fn, or int8."""
+        """The unpacked numbers: float8_e4m3fn or int8 [num_out, num_in]."""
         bits, part = BITS[self.kind], part_size(self.kind, self.group)
         units = self.units.view(self.num_out, -1, 1, part)
         shifts = torch.arange(0, UNIT_BITS, bits, dtype=torch.int16, device=self.device)
@@ -91,7 +92,7 @@ class PackedMatrix:
         return numbers.view(torch.float8_e4m3fn) if self.kind == "fp8" else numbers
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """W, [num_out, num_in] of `dtype`: computed in float32 and rounded once."""
+        """W as [num_out, num_in] of `dtype`, computed in float32 and rounded once."""
         size, num_groups = self.group or self.num_in, self.scales.shape[0]
         values = functional.pad(self.numbers().float(), (0, num_groups * size - self.num_in))
         groups = values.view(self.num_out, num_groups, size)
@@ -109,7 +110,7 @@ class PackedMatrix:
 
 
 def pack_units(numbers: Tensor, kind: Kind, group: int | None) -> Tensor:
-    """The units of numbers, float8_e4m3fn or int8 [num_out, num_in]: int16 [num_out, units]."""
+    """Pack numbers, float8_e4m3fn or int8 [num_out, num_in], into int16 [num_out, num_units]."""
     bits, part = BITS[kind], part_size(kind, group)
     num_parts = UNIT_BITS // bits
     num_out, num_in = numbers.shape
@@ -117,19 +118,19 @@ def pack_units(numbers: Tensor, kind: Kind, group: int | None) -> Tensor:
     num_chunks = -(-num_in // chunk)
     units = torch.zeros(num_out, num_chunks, part, dtype=torch.int16, device=numbers.device)
     whole = numbers.view(torch.int8)
-    for some, its_units in zip(
+    for rows, units_of_rows in zip(
         torch.split(whole, _ROWS_AT_ONCE), torch.split(units, _ROWS_AT_ONCE), strict=True
     ):
-        filled = functional.pad(some, (0, num_chunks * chunk - num_in))
+        filled = functional.pad(rows, (0, num_chunks * chunk - num_in))
         parts = filled.view(-1, num_chunks, num_parts, part).unbind(2)
-        for place, its in enumerate(parts):
-            own = its.to(torch.int16).add_(8 if bits == 4 else 0).bitwise_and_((1 << bits) - 1)
-            its_units |= own << (place * bits)
+        for place, signed in enumerate(parts):
+            field = signed.to(torch.int16).add_(8 if bits == 4 else 0).bitwise_and_((1 << bits) - 1)
+            units_of_rows |= field << (place * bits)
     return units.flatten(1)
 
 
 def stack(matrices: Sequence[PackedMatrix]) -> PackedMatrix | None:
-    """The rows of all of them, one after the other; None: they share too little for that."""
+    """Join the rows of several matrices; None if their formats differ too much."""
     first, *others = matrices
     if not others:
         return first
@@ -175,15 +176,16 @@ def _least_of(matrix: PackedMatrix) -> Tensor:
 
 
 def quantized(weight: Tensor, kind: Kind, largest: Largest | None = None) -> PackedMatrix:
-    """Quantise floats [num_out, num_in]; scales are of their type.
+    """Quantise floats [num_out, num_in]. The scales have their dtype.
 
-    fp8 and int8 have a scale for each row, whose largest number becomes the format's. int4 has a
-    scale and a zero for every `INT4_GROUP` numbers, which reach from the least (or 0) to the
-    largest (or 0).
+    fp8 and int8 have one scale per row, which maps the row's largest magnitude to the format's
+    largest number. int4 has a scale and a zero for every `INT4_GROUP` numbers; its range is from
+    the least (or 0) to the largest (or 0) of these.
 
     Args:
-        largest: replaces the largest magnitudes of rows by those of the whole rows, of which
-            `weight` has some columns; not for int4, whose groups must not be cut.
+        largest: given if `weight` has only some columns of the rows. It replaces the largest
+            magnitudes of these columns by those of the whole rows. Not used for int4, whose groups
+            must not be cut.
     """
     group = INT4_GROUP if kind == "int4" else None
     split = torch.split(weight, _ROWS_AT_ONCE)
@@ -224,7 +226,7 @@ def _rows_quantized(
     )
 
 
-def _scales(wanted: Tensor, dtype: torch.dtype) -> Tensor:
-    """As they are kept; 1 for a group of zeros."""
-    kept = wanted.to(dtype)
+def _scales(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round scales to `dtype`; the scale of a group of zeros becomes 1."""
+    kept = exact.to(dtype)
     return kept.masked_fill_(kept == 0, 1.0)

@@ -1,9 +1,9 @@
-"""A tile of a product with a packed weight: what products of one matrix, and of experts, share.
+"""A tile of a product with a packed weight, used for single matrices and for experts.
 
-Numbers become the type of the activations by shifts, which is exact. The scales multiply float32
-sums, so a product differs from one with the widened weight only by not rounding the weight. e4m3
-needs no GPU that knows it. The weight is the first operand, which tensor cores of Hopper take from
-registers.
+Shifts convert numbers to the activations' dtype, which is exact. The scales multiply float32 sums,
+so the only difference to a product with the widened weight is that the weight is not rounded. e4m3
+works on GPUs without support for it. The weight is the first operand, because Hopper's tensor cores
+take that one from registers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -19,10 +19,10 @@ import triton.language as tl
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.packed_sizes import BITS, Kind, part_size
 
-MAX_ROWS = 128  # where groups of warps multiply: on H100 and B200, by their major capability
+MAX_ROWS = 128  # on GPUs where groups of warps multiply: H100 and B200, by major capability
 WARP_GROUPS = 9, 10
-# Elsewhere there are fewer registers for a tile and less shared memory, and so there are for many
-# small groups. Of taller tiles of int4, Triton 3.7 makes a program without instructions for a B200.
+# Other GPUs have fewer registers for a tile and less shared memory, and many small groups need more
+# of both. From taller int4 tiles, Triton 3.7 makes a program without instructions for a B200.
 MAX_ROWS_OF_WARPS = 64
 FEW_WARPS_ROWS = 32
 
@@ -35,7 +35,7 @@ def launch_options(rows: int) -> dict[str, int]:
 
 
 def max_rows(kind: Kind, group: int | None, major: int) -> int:
-    """Of `x` in a tile."""
+    """The most rows of `x` in a tile."""
     is_cut = group is not None and group <= part_size(kind, group)
     if major not in WARP_GROUPS or (kind == "int4" and (is_cut or major == WARP_GROUPS[1])):
         return MAX_ROWS_OF_WARPS
@@ -43,7 +43,7 @@ def max_rows(kind: Kind, group: int | None, major: int) -> int:
 
 
 def format_constants(kind: Kind, group: int | None, *, has_zeros: bool) -> dict[str, Any]:
-    """What `packed_tile` is told of a matrix."""
+    """The constants with which `packed_tile` is compiled for a matrix."""
     part, num_parts = part_size(kind, group), 16 // BITS[kind]
     return {
         "BITS": BITS[kind],
@@ -63,15 +63,17 @@ def constants_of(weight: PackedMatrix) -> dict[str, Any]:
 def numbers_of(
     units, part: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Part `part` of units as DTYPE: numbers of 8 bits as they are, of 4 bits by `base_of` more."""
+    """Part `part` of units as DTYPE. 4-bit numbers are too large by `base_of`."""
     if BITS == 4:
-        # 0x4300 is bfloat16's 128, 0x6400 float16's 1024: the last bit of the fraction counts 1.
+        # 0x4300 is 128 in bfloat16, and 0x6400 is 1024 in float16, where the last bit of the
+        # fraction counts 1.
         bits = (units >> (4 * part)) & 15
         if tl.bfloat16 == DTYPE:
             return (bits | 0x4300).to(tl.bfloat16, bitcast=True)
         return (bits | 0x6400).to(tl.float16, bitcast=True).to(DTYPE)
     elif IS_FLOAT:
-        # e4m3's exponent and digits, where DTYPE has its own, count from another exponent.
+        # The bits of e4m3 are moved to those of DTYPE, whose exponent has another bias; a factor
+        # corrects that.
         if part == 0:
             sign, rest = (units << 8) & -32768, units << 4
         else:
@@ -86,7 +88,8 @@ def numbers_of(
 
 @triton.jit
 def base_of(zero, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """What `numbers_of` is too much, for a zero: all are whole numbers that DTYPE has."""
+    """The number that must be subtracted from `numbers_of` for a zero. DTYPE represents it
+    exactly."""
     if BITS == 8:
         return zero.to(DTYPE)
     elif tl.bfloat16 == DTYPE:
@@ -117,15 +120,15 @@ def packed_tile(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Some rows of W times x^T, summed over some chunks of their columns: float32 [WIDTH, ROWS].
+    """Multiply some rows of W with x^T over some chunks of their columns: float32 [WIDTH, ROWS].
 
     Args:
-        x_ptrs: to the first columns of rows of x, [ROWS, 1].
-        is_row: whether they exist, [ROWS, 1].
-        own: int32 [WIDTH], rows of W; all exist.
-        num_out, num_in: of W, whose rows have `num_chunks` chunks.
-        GROUP: numbers that share a scale; 0: all of a row.
-        TOGETHER: parts of a chunk that share a scale.
+        x_ptrs: [ROWS, 1], pointers to the first columns of rows of x.
+        is_row: [ROWS, 1], whether these rows exist.
+        own: int32 [WIDTH], rows of W, which all exist.
+        num_out, num_in: shape of W, whose rows have `num_chunks` chunks.
+        GROUP: number of numbers that share a scale; 0: all of a row.
+        TOGETHER: number of parts of a chunk that share a scale.
     """
     PARTS: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = PARTS * PART
@@ -139,7 +142,7 @@ def packed_tile(
         units = tl.load(unit_ptrs + chunk * PART)
         for begin in tl.static_range(0, PARTS, TOGETHER):
             if GROUP:
-                # Of a chunk that is filled up, the last groups may not exist, nor columns of x.
+                # In a padded chunk the last groups, and the last columns of x, may not exist.
                 group = (chunk * CHUNK + begin * PART) // GROUP
                 places = tl.minimum(group, (num_in - 1) // GROUP) * num_out + own
                 scale = tl.load(scales_ptr + places).to(tl.float32)

@@ -1,9 +1,9 @@
 """Attention over a paged cache in Triton: one kernel for decoding, verification and prompts.
 
 A program takes one piece of work (`attention_work`) and one KV head. The queries that share the
-head are packed into the rows of one tile, so grouped queries read each key once; tiles of keys
-that every row sees skip all masking. Softmax is kept in base 2. Pieces of one sequence are
-reduced in a fixed order, so a result does not depend on timing.
+head are packed into the rows of one tile, so grouped queries read each key once. Tiles of keys that
+every row sees skip all masking. The softmax is in base 2. Pieces of one sequence are reduced in a
+fixed order, so a result does not depend on timing.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -24,15 +24,16 @@ from disagg.kernels.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.ops import PLAIN_SCORES, Scores
 from disagg.kernels.paged_work import KEY_TILE, MAX_SHORT_ROWS, Launch, PagedWork
 
-# Up to which `attend_tile` reads bytes in pairs; of int4 up to half, as its parts are half as wide.
+# Up to so many rows `attend_tile` reads bytes in pairs. For int4 it is half of that, because its
+# parts are half as wide.
 MAX_PAIR_ROWS = 32
-REDUCED_AT_ONCE = 64  # partial results: 64 registers of a thread hold so many
+REDUCED_AT_ONCE = 64  # partial results, which fit into 64 registers of a thread
 _LOG2_E = tl.constexpr(math.log2(math.e))
-_NOTHING_SEEN = tl.constexpr(-1.0e30)  # finite, so that a row that has seen nothing has no NaN
+_NOTHING_SEEN = tl.constexpr(-1.0e30)  # finite, so that a row that sees no key has no NaN
 
 
-# These are parts of one upload and change from step to step: neither their alignment nor their
-# length may choose another compilation.
+# These tensors are parts of one upload and change from step to step. Neither their alignment nor
+# their length may cause another compilation.
 _STEP_TENSORS = ("tables_ptr", "query_start_ptr", "context_lens_ptr", "reductions_ptr")
 
 
@@ -89,19 +90,19 @@ def _paged_attention_kernel(
     positions = first_position + query
     heads = (head * GROUP + row % GROUP) * HEAD_DIM
     q_ptrs = qkv_ptr + (token * token_stride + heads)[:, None] + columns[None, :]
-    # e4m3 and pairs of bytes are widened to float16, and the other side of a product is as well.
+    # e4m3 and pairs of bytes are widened to float16, so the other operand of a product is too.
     IN_HALF: tl.constexpr = (
         pages_ptr.dtype.element_ty == tl.float8e4nv or pages_ptr.dtype.element_ty == tl.int16
     )
     q, acc = (), ()
-    for part in tl.static_range(PARTS):  # of what `attend_tile` calls one
+    for part in tl.static_range(PARTS):  # the parts that `attend_tile` describes
         loaded = tl.load(q_ptrs + part, mask=used, other=0.0)
         if IN_HALF and loaded.dtype == tl.bfloat16:
             loaded = loaded.to(tl.float16)
         q += (loaded,)
         acc += (tl.zeros([ROWS, BLOCK_D // PARTS], dtype=tl.float32),)
 
-    # Keys in [full_start, full_end) are seen by every row; tiles around them are masked.
+    # Every row sees the keys [full_start, full_end); tiles around them are masked.
     oldest = 0
     full_start = first_key
     if WINDOW > 0:
@@ -113,7 +114,7 @@ def _paged_attention_kernel(
 
     total = tl.zeros([ROWS], dtype=tl.float32)
     peak = tl.zeros([ROWS], dtype=tl.float32) + _NOTHING_SEEN
-    if HAS_SINKS and partial < 0:  # else the reduction adds it, once
+    if HAS_SINKS and partial < 0:  # otherwise the reduction adds the sink once
         peak = tl.load(sinks_ptr + head * GROUP + row % GROUP) * _LOG2_E
         total += 1.0
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
@@ -178,8 +179,8 @@ def _reduce_kernel(
 ):
     """Merge the partial softmaxes of one query and head, PARTIALS at a time and first to last.
 
-    One program a query and head, all of whose partial results are asked of memory at once: a chain
-    of loads would take as long as the attention itself where one sequence fills the device.
+    Each program has one query and head. It loads all its partial results at once, because a chain
+    of loads would take as long as the attention itself if one sequence fills the device.
     """
     reduction_ptr = reductions_ptr + tl.program_id(0) * 4
     head, row = tl.program_id(1), tl.program_id(2)
@@ -223,8 +224,9 @@ _reduce = KernelLauncher(_reduce_kernel)
 def launch_options(rows: int, vector_nbytes: int) -> dict[str, int]:
     """Warps and pipeline depth for a query tile of `rows` and keys of `vector_nbytes`.
 
-    A tile's address waits for its page number, and that load takes two of the stages: five are
-    needed for two tiles of keys and values in shared memory, one in use and one on its way.
+    The address of a tile depends on a load of its page number, which takes two of the stages. So
+    five stages are needed to have two tiles of keys and values in shared memory, one in use and one
+    being loaded.
     """
     return {
         "num_warps": 4 if rows <= MAX_SHORT_ROWS else 8,
@@ -246,11 +248,11 @@ def paged_attention(
     """Attend causally to keys and values in the cache, the step's own included.
 
     Args:
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], of which the queries are read.
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; only the queries are read.
         block_tables, query_start, context_lens: int32, as in `models.batch.Batch`.
         work: from `plan_work`.
-        sinks: float32 [num_heads], a logit of each head's softmax that has no value; or None.
-        scores: how they are made.
+        sinks: float32 [num_heads], a logit in each head's softmax that has no value; or None.
+        scores: how scores are made.
 
     Returns:
         [num_tokens, num_heads * head_dim].
@@ -274,7 +276,7 @@ def _run(
     sinks: Tensor | None,
     scores: Scores,
 ) -> None:
-    """Compute the pieces of one launch, then merge those that are parts of a sequence."""
+    """Compute the pieces of one launch, then merge the pieces that belong to one sequence."""
     head_dim, block_size = kv_cache.head_dim, kv_cache.values.shape[4]
     pages = kv_cache.layers[layer]
     units, scales = pages.values, pages.scales
@@ -285,7 +287,7 @@ def _run(
     page_nbytes = kv_cache.page_stride * pages.values.element_size()
     block_tables, query_start, _ = step
     parts = head_dim // num_units
-    # A product goes over 16 values or more, and each part of a unit is in a product of its own.
+    # A product sums over at least 16 values, and each part of a unit has a separate product.
     block_d = max(16 * parts, next_power_of_2(head_dim))
     sizes = {
         "NUM_KV_HEADS": num_kv_heads,
@@ -338,7 +340,7 @@ def reduce_partials(
     sinks: Tensor | None,
     sizes: dict[str, int],
 ) -> None:
-    """Merge the partial results of a launch, if it has some, into rows of `out`."""
+    """Merge the partial results of a launch, if there are any, into rows of `out`."""
     if launch.num_partials:
         _reduce(
             (launch.reductions.shape[0], sizes["NUM_KV_HEADS"], launch.num_merged_rows),

@@ -13,7 +13,7 @@ from disagg.kernels.launcher import next_power_of_2
 from disagg.kernels.uploads import upload
 
 KEY_TILE = 64
-MAX_SHORT_ROWS = 64  # packed query rows up to which keys are cut rather than queries
+MAX_SHORT_ROWS = 64  # with at most so many packed query rows, keys are cut, otherwise queries
 LONG_ROWS = 128
 
 
@@ -22,9 +22,9 @@ class Launch:
     """One kernel launch: its pieces on the device, and the rows of a query tile.
 
     Attributes:
-        num_partials: room for so many.
-        rows: of a tile, a power of two.
-        num_merged_rows: of those, how many a reduction may have.
+        num_partials: number of partial results for which there is room.
+        rows: rows of a tile, a power of two.
+        num_merged_rows: most rows of a tile that a reduction may have.
     """
 
     pieces: Tensor  # int32 [num_pieces, 6]
@@ -36,7 +36,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class PagedWork:
-    """Everything about one step and one window that its layers share."""
+    """The work of one step for one window, which its layers share."""
 
     launches: tuple[Launch, ...]
     window: int | None
@@ -58,7 +58,7 @@ def plan_work(
         group: query heads per KV head.
         num_programs: pieces per KV head that fill the device.
         done_elsewhere: sequences whose rows of the result another kernel writes.
-        long_rows: of a tile of a prompt.
+        long_rows: rows of a prompt's tile.
     """
     rows = [
         (sequence, *lens)

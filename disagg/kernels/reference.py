@@ -1,4 +1,4 @@
-"""The plain-torch twin of every kernel: short, obvious, slow, in float32 inside.
+"""The plain-torch twin of every kernel: short, obvious and slow. It computes in float32.
 
 Every other implementation is tested against this one.
 """
@@ -18,7 +18,7 @@ from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, KVFormat, KVPages
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
 
-SMALLEST_PEAK = 1e-30  # a vector of zeros has a scale too, and no division by zero
+SMALLEST_PEAK = 1e-30  # so that the scale of a vector of zeros is not 0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -87,7 +87,7 @@ def choose_grouped(
     """As `choose_experts`, with a `Grouping` (arXiv 2405.04434, 2412.19437).
 
     Args:
-        bias: [num_experts], which is added to the scores for the choice alone; or None.
+        bias: [num_experts], added to the scores only for the choice; or None.
     """
     wide = logits.float()
     scores = wide.sigmoid() if grouping.is_sigmoid else wide.softmax(-1)
@@ -116,7 +116,7 @@ def gated(gate: Tensor, up: Tensor, limit: float | None, alpha: float) -> Tensor
 
 
 def widen_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
-    """Return float32 [..., 2 * num_bytes] of uint8 pairs of e2m1 and uint8 exponents (OCP MX)."""
+    """Widen uint8 pairs of e2m1 with uint8 exponents (OCP MX) to float32 [..., 2 * num_bytes]."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
     halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
     values = magnitudes[halves & 7] * (1 - (halves >> 3) * 2)
@@ -135,7 +135,7 @@ def _matrix_of(
 
 
 def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """As `choose_experts`, in the way of these experts."""
+    """Choose experts as the settings of `experts` say; returns as `choose_experts`."""
     how = experts.num_chosen, experts.is_normalized
     if experts.grouping is None:
         return choose_experts(logits, *how)
@@ -143,7 +143,7 @@ def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 
 def mix_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
-    """Send one token after the other through its experts; shapes as in `ops.Ops.mix_experts`."""
+    """Send each token through its experts, one by one; shapes as in `ops.Ops.mix_experts`."""
     gate_up = partial(_matrix_of, experts.gate_up, experts.gate_up_scales, 2 * experts.inner)
     down = partial(_matrix_of, experts.down, experts.down_scales, x.shape[1])
     weights, chosen = choose(logits, experts)
@@ -165,9 +165,9 @@ def mix_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
 
 
 def quantize(vectors: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
-    """Return what is stored of vectors, and a float32 scale for each (the last dimension).
+    """Quantise vectors (the last dimension). Returns the stored numbers, and float32 scales.
 
-    The largest value becomes `format.largest`; the others are rounded to the nearest, to even.
+    The largest value becomes `format.largest`; the others are rounded to nearest, half to even.
     """
     wide = vectors.float()
     peaks = wide.abs().amax(-1).clamp(min=SMALLEST_PEAK)
@@ -182,14 +182,14 @@ def quantize(vectors: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
 
 
 def widen(stored: Tensor, format: KVFormat) -> Tensor:
-    """The float32 numbers that are stored, [..., head_dim], without their scales."""
+    """The stored numbers as float32 [..., head_dim], without their scales."""
     if format.packed == 2:
         return torch.stack((stored << 4, stored & -PACKED_STEP), -1).flatten(-2).float()
     return stored.float()
 
 
 def numbers(kv_cache: KVPages) -> Tensor:
-    """What all stored values stand for: float32, the shape of `values` unpacked."""
+    """All cached values, scaled: float32 in the unpacked shape of `values`."""
     wide = widen(kv_cache.values, kv_cache.format)
     return wide if kv_cache.scales is None else wide * kv_cache.scales.unsqueeze(-1)
 
@@ -225,14 +225,14 @@ def paged_attention(
     Args:
         q: [num_tokens, num_heads, head_dim], sequences packed back to back.
         block_tables: [num_seqs, max_num_blocks].
-        query_lens: tokens of each sequence in `q`; they are its last ones.
-        context_lens: positions of each sequence in the cache, the step's own included.
-        window: positions a token sees, itself included; None for all.
-        sinks: [num_heads], a logit of each head's softmax that has no value.
-        scale: of the softmax; None: head_dim^-0.5.
+        query_lens: number of tokens of each sequence in `q`; they are its last tokens.
+        context_lens: positions of each sequence in the cache, including those of the step.
+        window: number of positions that a token sees, including itself; None: all.
+        sinks: [num_heads], a logit in each head's softmax that has no value.
+        scale: softmax scale; None: head_dim^-0.5.
 
     Returns:
-        [num_tokens, num_heads, head_dim]; of latents, which are keys and values, as many values.
+        [num_tokens, num_heads, head_dim]. Latents are keys and values, so results are as wide.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv_cache.values.shape[3]

@@ -107,7 +107,7 @@ def _route_groups_kernel(
     ranked = tl.where(inside, ranked, float("-inf"))
     if NUM_GROUPS > 1:
         best = tl.max(ranked, axis=1)
-        if SIGMOID:  # the best two of a group together
+        if SIGMOID:  # a group's score is the sum of its best two
             is_best = ranked == best[:, None]
             first = tl.min(tl.where(is_best, members[None, :], MEMBERS), axis=1)
             others = tl.where(members[None, :] == first[:, None], float("-inf"), ranked)
@@ -150,7 +150,7 @@ def choose_grouped(
     """As `choose_experts`, with a `Grouping`.
 
     Args:
-        bias: float32 [num_experts], added to the scores for the choice alone; or None.
+        bias: float32 [num_experts], added to the scores only for the choice; or None.
     """
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)

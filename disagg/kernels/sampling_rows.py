@@ -1,6 +1,6 @@
 """The inputs of the sampling kernels: tables of all running sequences, and a step's rows.
 
-A sequence's values are in the row of its slot, and stay there while it runs.
+The parameters of a sequence are in the row of its slot, and stay there while it runs.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5  # temperatures that only an argmax survives
+GREEDY_BELOW = 1e-5  # lower temperatures choose the most likely token
 
-# The noise of a draw: a group of neighbouring token ids is drawn first, then one of them.
+# A draw has two stages: first a group of neighbouring token ids, then one of its tokens.
 GROUP_SIZE = 256
-FIRST_GROUP_COUNTER = 1 << 32  # the noise of groups is not that of tokens
+FIRST_GROUP_COUNTER = 1 << 32  # so that groups and tokens have different noise
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea and Flood, 2014): increment ...
 MIX_1 = 0xBF58476D1CE4E5B9  # ... and multipliers of the finalizer
 MIX_2 = 0x94D049BB133111EB
@@ -28,14 +28,14 @@ NUM_COLUMNS = 9
 class Numbers(NamedTuple):
     """The sampling parameters of a sequence, as the kernels read them.
 
-    What is called as in `SamplingParams` and not listed here is the same there.
+    Fields that are not listed here are the same as in `SamplingParams`.
 
-    seed: mixed once, as a signed 64-bit integer.
-    top_k: a number beyond the vocabulary where it is off.
-    min_tokens: of prompt and output, before the sequence may end; 0 where it always may.
-    temperature: 0 where the most likely token is taken.
-    top_p: infinite where it is off.
-    reach: how far below the largest scaled logit a candidate may be, as min-p says.
+    seed: the seed, mixed once, as a signed 64-bit integer.
+    top_k: a number above the vocabulary size if it is off.
+    min_tokens: tokens of prompt and output before the sequence may end; 0 if it always may.
+    temperature: 0 if the most likely token is chosen.
+    top_p: infinite if it is off.
+    reach: how far below the largest scaled logit a candidate may be, which follows from min-p.
     """
 
     seed: int
@@ -54,12 +54,12 @@ class SamplingTables:
     """The sampling parameters and token counts of running sequences, on the device.
 
     numbers: int64 [num_slots, NUM_COLUMNS].
-    stop_ids: int32 [num_slots, n], padded with -1; of those with `min_tokens`.
-    seen_ids: int32 [num_slots, n]: different tokens of prompt and output, in any order; only of
-        those with penalties, as the next two.
-    num_seen: int32 [num_slots].
-    counts: int32 [num_slots, vocab_size]: 0 for tokens that were not seen, else one more than the
-        times that the token is in the output.
+    stop_ids: int32 [num_slots, n], padded with -1; only for sequences with `min_tokens`.
+    seen_ids: int32 [num_slots, n]: the distinct tokens of prompt and output, in any order; only
+        for sequences with penalties, like the next two.
+    num_seen: int32 [num_slots]: the number of these tokens.
+    counts: int32 [num_slots, vocab_size]: 0 for tokens that were not seen, else 1 plus the number
+        of times that the token is in the output.
     """
 
     numbers: Tensor
@@ -75,11 +75,12 @@ class SampledRows:
 
     slots: int64 [num_rows].
     drawn: int64, the rows that are not greedy.
-    narrowed: int64, places in `drawn` of the rows with top-k or top-p.
+    narrowed: int64, indices in `drawn` of the rows with top-k or top-p.
     adjusted: int64, the rows with penalties or `min_tokens`.
-    remembered: int64, those of them with penalties.
-    has_min_p: some row has it.
-    largest_top_k: of the narrowed; beyond the vocabulary where one has none.
+    remembered: int64, the rows with penalties, whose tokens are counted.
+    has_min_p: whether some row has min-p.
+    largest_top_k: the largest top-k of the narrowed rows; a number above the vocabulary size if
+        one has no top-k.
     """
 
     slots: Tensor
@@ -97,21 +98,24 @@ class SamplingOps(Protocol):
     def adjust_(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
     ) -> None:
-        """Apply penalties, and before `min_tokens` rule out the end, in place.
+        """Apply penalties in place, and rule out stop tokens before `min_tokens`.
 
-        Repetition (Keskar et al., 2019) is over prompt and output; presence and frequency, as
-        OpenAI defines them, over the output.
+        The repetition penalty (Keskar et al., 2019) is for tokens of prompt and output. Presence
+        and frequency penalties, as OpenAI defines them, are for tokens of the output.
 
         Args:
             logits: float32 [num_rows, vocab_size].
-            positions: int64 [num_rows], of the tokens that are to be chosen.
+            positions: int64 [num_rows], positions of the tokens that will be chosen.
         """
         ...
 
     def choose(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
     ) -> Tensor:
-        """The next token of each row, int64 [num_rows]; consumes the logits. Args: `adjust_`."""
+        """Choose the next token of each row, int64 [num_rows]. Overwrites the logits.
+
+        Args: see `adjust_`.
+        """
         ...
 
     def remember(
@@ -121,10 +125,10 @@ class SamplingOps(Protocol):
         token_ids: Tensor,
         rows: Tensor,
     ) -> None:
-        """Count one more token of each slot's output. No slot twice.
+        """Count one more token of each slot's output. No slot may occur twice.
 
         Args:
             slots, token_ids: int64 [n].
-            rows: int64, those of the n that count.
+            rows: int64, indices of the pairs that are counted.
         """
         ...

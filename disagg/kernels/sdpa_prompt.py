@@ -1,9 +1,9 @@
-"""Attention of whole prompts by torch: cuDNN's kernel, or FlashAttention's where cuDNN has none.
+"""Attention of whole prompts by torch: cuDNN's kernel, or FlashAttention if cuDNN has none.
 
-A prompt without a cached prefix has all its keys and values in the projection of its own step, so
-a dense kernel that reads no pages will do. The libraries' kernels are tuned for each chip, ours is
-not. Which is faster is not yet measured (`bench.gpu_kernels`), so this is off by default. It cannot
-do a cached prefix, a window inside the prompt, or a quantised cache.
+A prompt without a cached prefix has all its keys and values in the projection of its own step, so a
+dense kernel that reads no pages suffices. The libraries' kernels are tuned for each chip; ours are
+not. It is not yet measured which is faster (`bench.gpu_kernels`), so this is off by default. It
+does not support a cached prefix, a window inside the prompt, or a quantised cache.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-# Shorter prompts are launched together by `paged_attention`, and here one by one.
+# `paged_attention` launches shorter prompts together; here each prompt would be one launch.
 MIN_TOKENS = 1024
-# None of these keeps a matrix of scores: torch's own fallback would take gigabytes for it.
+# None of these kernels stores a matrix of scores, for which torch's fallback would take gigabytes.
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
@@ -27,7 +27,7 @@ def whole_prompts(
     window: int | None,
     min_tokens: int = MIN_TOKENS,
 ) -> dict[int, slice]:
-    """Return the sequences that `attend_prompt` can do, each with its rows of the step."""
+    """Return the sequences that `attend_prompt` supports, each with its rows of the step."""
     found, first = {}, 0
     for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
         is_whole = query_len == context_len and (window is None or context_len <= window)
@@ -46,7 +46,7 @@ def attend_prompt(qkv: Tensor, num_kv_heads: int, out: Tensor, scale: float | No
         scale: of the softmax; None: head_dim^-0.5.
 
     Raises:
-        RuntimeError: torch has neither kernel for this device, type or size of head.
+        RuntimeError: torch has neither kernel for this device, dtype or head size.
     """
     heads = qkv.transpose(0, 1).unsqueeze(0)
     num_heads = heads.shape[1] - 2 * num_kv_heads

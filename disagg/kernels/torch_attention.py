@@ -1,9 +1,9 @@
 """Attention over a paged cache from torch's own operations.
 
-Decoding sequences of similar length are gathered into one dense batch and attended in one call;
-a prompt without cached prefix is attended straight from the step's own keys and values. Which
-pages are read and written is decided in `torch_paging.py`, once per step. A cache with scales is
-attended in `torch_quantized.py`.
+Decoding sequences of similar length are gathered into one dense batch, with one call of attention.
+A prompt without a cached prefix uses the step's own keys and values. `torch_paging.py` decides once
+per step which pages are read and written. `torch_quantized.py` has the attention over a cache with
+scales.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def paged_attention(
 
 
 class _Attend:
-    """Attention calls of one layer."""
+    """Computes the attention of one layer."""
 
     def __init__(
         self, kv_cache: KVPages, first_page: int, sinks: Tensor | None, scale: float
@@ -71,8 +71,11 @@ class _Attend:
         self._pages = kv_cache.rows[first_page:]
 
     def group(self, q: Tensor, group: DecodeGroup) -> Tensor:
-        """One query each: [num_seqs, num_heads, head_dim] in, heads flat out."""
-        # Heads that share keys become queries of one head: else torch reads the keys once for each.
+        """Attention of one query per sequence.
+
+        Takes [num_seqs, num_heads, head_dim], and returns [num_seqs, num_heads * head_dim].
+        """
+        # Heads that share keys become queries of one head; otherwise torch reads the keys for each.
         if group.products is None:
             packed = q.view(q.shape[0], self._num_kv_heads, -1, self._head_dim)
             return self._attend(packed, group.keys).reshape(q.shape[0], -1)
@@ -86,7 +89,10 @@ class _Attend:
         return torch.bmm(softmax(scores, sinks), values).view(q.shape[0], -1)
 
     def chunk(self, qkv: Tensor, chunk: Chunk) -> Tensor:
-        """Queries of one sequence: [num_queries, all heads, head_dim] in, heads flat out."""
+        """Attention of several queries of one sequence.
+
+        Takes [num_queries, all heads, head_dim], and returns [num_queries, num_heads * head_dim].
+        """
         own = qkv.transpose(0, 1).unsqueeze(0)
         cuts = [-each * self._num_kv_heads for each in range(self._kv_cache.num_vectors, 0, -1)]
         q, *stored = own.tensor_split(cuts, dim=1)
@@ -103,7 +109,7 @@ class _Attend:
         return out.transpose(1, 2).reshape(qkv.shape[0], -1)
 
     def _prompt_with_sinks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """A whole prompt, in pieces whose scores are not the square of its length."""
+        """Attention of a whole prompt, in pieces, so that no scores grow with its square."""
         assert self._sinks is not None
         positions, parts = torch.arange(q.shape[2], device=q.device), []
         for piece in torch.split(positions, PIECE_TOKENS):
@@ -118,9 +124,10 @@ class _Attend:
         return torch.cat(parts, 2)
 
     def _attend(self, q: Tensor, cached: CachedKeys) -> Tensor:
-        """Look at gathered pages: [num_seqs, num_heads, num_queries, head_dim] in and out."""
+        """Attention over gathered pages. Takes and returns [num_seqs, num_heads, num_queries,
+        head_dim]."""
         self._gather(cached)
-        # Of heads that are packed as queries, each query has the sink of its head.
+        # If heads are packed as queries, each query has the sink of its head.
         sinks = None if self._sinks is None else self._sinks.view(q.shape[1], -1, 1)
         if self._kv_cache.scales is not None:
             gathered = cached.rows, cached.seen, cached.mask

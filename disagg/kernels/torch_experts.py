@@ -1,7 +1,7 @@
 """A mixture of experts from torch's own operations, arranged for CPUs.
 
-Tokens are sorted by expert, and each expert that has some multiplies all of them at once. Its
-matrices are packed as those of a dense layer are. MXFP4 is widened when it is packed.
+Tokens are sorted by expert, and each expert that has tokens multiplies all of them at once. Its
+matrices are packed like those of a dense layer. MXFP4 is widened when it is packed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TorchExperts:
         self._grouping, self._score_bias = experts.grouping, experts.score_bias
         self._limit, self._alpha = experts.limit, experts.alpha
         self._held = experts.held
-        self._experts: list[tuple[Linear, Linear, Linear]] = []  # those that are here
+        self._experts: list[tuple[Linear, Linear, Linear]] = []  # the experts that this rank has
         for index in range(len(self._held)):
             gate_up = _matrix(experts.gate_up, experts.gate_up_scales, index, experts.dtype)
             gate_bias, up_bias = _halves(experts.gate_up_bias, index)
@@ -37,7 +37,7 @@ class TorchExperts:
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """See `Ops.mix_experts`."""
         weights, chosen = self._choose(logits)
-        if x.shape[0] == 1:  # nothing to sort
+        if x.shape[0] == 1:  # there is nothing to sort
             out = torch.zeros(x.shape, dtype=torch.float32)
             for expert, weight in sorted(zip(chosen[0].tolist(), weights[0].tolist(), strict=True)):
                 if expert in self._held:

@@ -1,7 +1,7 @@
 """The operations of a decoder in plain torch, arranged for CPUs.
 
-One torch call per operation where possible, because with a few tokens in a step the calls are the
-cost. Attention, with the block tables, is in `torch_attention.py`.
+Operations are one torch call where possible, because in a step with few tokens the calls take most
+of the time. Attention, with the block tables, is in `torch_attention.py`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class TorchOps:
     """`Ops` for CPUs. Weights become oneDNN's packed matrices where that is possible.
 
     Args:
-        bits: of weights, all but experts; they become `Int8Linear` or `Int4Linear`.
-        keeps_packed: numbers of 4 or 8 bits stay as they are in a checkpoint.
-        dtype: of the scales of these; by default float32.
-        prompts: compiled attention, for a model in bfloat16 with the usual `scores`; None: torch's.
-        scores: of attention.
+        bits: bits of the weights except for experts; with 8 or 4 they become `Int8Linear` or
+            `Int4Linear`.
+        keeps_packed: whether numbers of 4 or 8 bits stay as they are in a checkpoint.
+        dtype: dtype of the scales of these; by default float32.
+        prompts: compiled attention of prompts, for a model in bfloat16 with the usual `scores`;
+            None: torch computes it.
+        scores: how attention makes its scores.
     """
 
     keeps_packed: Literal["gpu", "cpu"] | None = None
@@ -116,7 +118,7 @@ class TorchOps:
             return self.rms_norm(x.float(), weight, eps).to(x.dtype)
         size = x.shape[-1]
         if x.dim() == 2 and x.shape[0] <= _FEW_ROWS:
-            # (x, -x) has mean zero, so its LayerNorm is x's RMSNorm: two calls instead of eight.
+            # The mean of (x, -x) is 0, so its LayerNorm is the RMSNorm of x: two calls, not eight.
             mirrored = x.unsqueeze(1) * self._mirrors[x.dtype]
             return torch.layer_norm(mirrored, (2, size), None, None, eps)[:, 0] * weight
         wide = x.to(torch.float32, copy=True)
@@ -125,7 +127,7 @@ class TorchOps:
         return wide.mul_(inverse).to(x.dtype).mul_(weight)
 
     def rope_table(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [num_positions, 2, rope_dim]: cosines, and sines with the halves' signs."""
+        """Return [num_positions, 2, rope_dim]: cosines, and sines with the signs of both halves."""
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(dtype)
 
     def norm_rope_(
@@ -175,6 +177,6 @@ class TorchOps:
         value_dim: int,
         scale: float,
     ) -> Tensor:
-        # The rest of the vector is summed up, too: an eighth more work, and no copy of the values.
+        # The rest of the vector is summed too: an eighth more work saves a copy of the values.
         attended = paged_attention(heads, kv_cache, layer, None, paging, scale=scale)
         return attended.view(len(heads), -1, heads.shape[2])[..., :value_dim]

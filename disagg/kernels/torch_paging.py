@@ -1,6 +1,6 @@
 """Which pages of a cache a step's attention reads and writes, for `torch_attention`.
 
-The cache is seen as pages, one row each (`KVPages.rows`). Page numbers are for layer 0; a layer
+The cache is viewed as pages, one row each (`KVPages.rows`). Page numbers are for layer 0; a layer
 adds its offset. All index arithmetic happens once per step (`plan_paging`), not once per layer.
 """
 
@@ -16,32 +16,32 @@ from disagg.kernels.cpu_prompts import PromptChunks, chunks_of
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch
 
-_MAX_WASTED_TOKENS = 512  # with more padding in a group of decodes, one more group is cheaper
-_MAX_GATHERED_NBYTES = 16 << 20  # of a group; more would no longer be in the processor's cache
+_MAX_WASTED_TOKENS = 512  # if a group of decodes has more padding, another group is cheaper
+_MAX_GATHERED_NBYTES = 16 << 20  # of a group; more would not fit into the CPU's cache
 PIECE_TOKENS = 256  # queries of a prompt that share one mask
 
 
 @dataclass(frozen=True, slots=True)
 class CachedKeys:
-    """The pages that are gathered for some sequences, and which positions these attend to."""
+    """The pages that are gathered for some sequences, and the positions to which these attend."""
 
     pages: Tensor  # int64 [num_vectors * num_seqs * num_kv_heads * num_blocks]
-    gathered: Tensor  # scratch that they are copied to, one row each
+    gathered: Tensor  # scratch memory to which they are copied, one row each
     rows: Tensor  # `gathered` as [num_vectors, num_seqs, num_kv_heads, num_blocks, *]
-    seen: slice  # the gathered positions that are attended to
+    seen: slice  # the gathered positions to which some query attends
     mask: Tensor | None  # added to the scores; None: every query attends to all of `seen`
 
     def keys_and_values(self, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Each [num_seqs, num_kv_heads, num_keys, head_dim], of a cache without scales."""
+        """Keys and values [num_seqs, num_kv_heads, num_keys, head_dim], without scales."""
         seen = self.rows.view(*self.rows.shape[:3], -1, head_dim)[:, :, :, self.seen]
-        return seen[0], seen[-1]  # the same where the cache keeps latents
+        return seen[0], seen[-1]  # the same tensor if the cache keeps latents
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeProducts:
     """Keys and values of a float32 group, as a matrix for each KV head of each sequence.
 
-    With so few queries, products of matrices take two thirds of the time of torch's attention.
+    With so few queries, matrix products take two thirds of the time of torch's attention.
     """
 
     keys: Tensor  # [num_seqs * num_kv_heads, head_dim, num_keys]
@@ -64,21 +64,21 @@ class Chunk:
 
     start: int
     end: int
-    keys: CachedKeys | None  # None: causal over the chunk itself
+    keys: CachedKeys | None  # None: causal attention within the chunk
 
 
 @dataclass(frozen=True, slots=True)
 class TorchPaging:
-    """What one step's layers need."""
+    """The rows that the layers of one step write and read."""
 
-    # Where the step's vectors go, [num_tokens, num_vectors * num_kv_heads]: (pages, offsets in
-    # them) of a cache with scales, else one row number each of the cache as [*, head_dim].
+    # Where the step's vectors are written, [num_tokens, num_vectors * num_kv_heads]: for a cache
+    # with scales (pages, offsets in pages), otherwise row numbers in the cache as [*, head_dim].
     write_rows: tuple[Tensor, ...]
     groups: dict[int | None, list[DecodeGroup]]  # by window
     chunks: dict[int | None, list[Chunk]]
     num_decodes: int
-    scratch: Tensor  # rows as the cache's: where pages are gathered
-    prompts: PromptChunks | None  # what compiled code attends instead of `chunks`
+    scratch: Tensor  # rows like the cache's, into which pages are gathered
+    prompts: PromptChunks | None  # chunks that compiled code computes instead of `chunks`
 
 
 def plan_paging(
@@ -92,8 +92,8 @@ def plan_paging(
     """Derive the rows to write and to read, for every window size in use.
 
     Args:
-        scratch: the one of an earlier step, kept if it still fits.
-        is_compiled: prompts are attended by compiled code.
+        scratch: scratch memory of an earlier step, which is used again if it is large enough.
+        is_compiled: whether compiled code computes the attention of prompts.
     """
     _clear_begun_blocks(batch, kv_cache)
     planner = _Planner(batch, kv_cache, scratch)
@@ -110,9 +110,9 @@ def plan_paging(
 def _clear_begun_blocks(batch: PagedBatch, kv_cache: KVPages) -> None:
     """Zero the blocks that this step begins and does not fill.
 
-    A group reads whole blocks and masks their unwritten ends, but a NaN that an earlier owner
-    left there would survive the mask (0 * NaN is NaN). Blocks that come from another worker were
-    begun by one that did the same.
+    A group reads whole blocks and masks their unwritten ends, but a NaN that an earlier owner left
+    there would survive the mask (0 * NaN is NaN). The worker that began an imported block has
+    cleared it in the same way.
     """
     block_size = kv_cache.values.shape[4]
     spans = zip(batch.context_lens_host, batch.query_lens, strict=True)
@@ -155,7 +155,7 @@ class _Planner:
         return (pages, offsets) if self._has_scales else (pages * size + offsets,)
 
     def groups(self, window: int | None) -> list[DecodeGroup]:
-        """Cut the decodes, longest first, where padding would cost more than another group."""
+        """Divide the decodes, longest first, so that padding costs no more than another group."""
         lengths = self._batch.context_lens_host[: self._batch.num_decodes]
         if not lengths:
             return []
@@ -188,7 +188,7 @@ class _Planner:
         cached = self._decode_keys(tables, lengths, window)
         if self._has_scales or self._mask_dtype != torch.float32:
             return DecodeGroup(queries, cached, None)
-        # Views, never copies: only the gathering fills them.
+        # These must be views, not copies, because gathering fills them later.
         both = cached.keys_and_values(self._head_dim)
         keys, values = (each.view(-1, *each.shape[2:]) for each in both)
         if cached.mask is None:
@@ -227,7 +227,7 @@ class _Planner:
     def _pages(self, tables: Tensor, skipped: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Pages [num_vectors, num_seqs, num_kv_heads, num_blocks], flat.
 
-        Short sequences repeat a block of their own, so nothing of another one is ever read.
+        Short sequences repeat one of their own blocks, so no block of another sequence is read.
         """
         most = max(counts)
         if min(counts) == most and not any(skipped):
@@ -240,14 +240,14 @@ class _Planner:
         return (first + self._page.view(self._num_vectors, 1, -1, 1)).flatten()
 
     def chunks(self, window: int | None) -> list[Chunk]:
-        """Cut what reads the cache into pieces, so that no mask grows with a prompt's square."""
+        """The chunks of all prompts, cut so that no mask grows with the square of a prompt."""
         batch = self._batch
         chunks = []
         end = batch.num_decodes
         for row in range(batch.num_decodes, len(batch.query_lens)):
             start, end = end, end + batch.query_lens[row]
             length = batch.context_lens_host[row]
-            # With scales also a prompt's own keys are read as they are stored: what comes out
+            # With scales even a prompt's own keys are read as they are stored, because the result
             # must not depend on how a prompt was cut.
             fresh = length == end - start and not self._has_scales
             if fresh and (window is None or length <= window):
@@ -260,7 +260,7 @@ class _Planner:
         return chunks
 
     def _chunk_keys(self, row: int, span: tuple[int, int], window: int | None) -> CachedKeys:
-        """Keys of the queries at positions [span[0], span[1])."""
+        """The keys for the queries at positions [span[0], span[1])."""
         first_query, end = span
         size = self._block_size
         first_key = 0 if window is None else max(first_query - window + 1, 0)

@@ -22,8 +22,8 @@ def attend_by_products(
         keys, values: [num_seqs, num_kv_heads, num_keys, head_dim].
         mask: added to the scores, or None.
         sinks: [num_heads, num_queries or 1, 1], or None.
-        scale: of the softmax.
-        scales: what keys and values are multiplied by, [num_seqs, num_kv_heads, 1, num_keys] each.
+        scale: softmax scale.
+        scales: factors of keys and of values, [num_seqs, num_kv_heads, 1, num_keys] each; or None.
 
     Returns:
         [num_seqs, num_heads, num_queries, head_dim].
@@ -41,7 +41,7 @@ def attend_by_products(
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the last dimension. `sinks`, [..., 1], take part in it, and their share is left out."""
+    """Softmax over the last dimension. `sinks` [..., 1] take part in it; the result omits them."""
     if sinks is None:
         return torch.softmax(scores, -1)
     sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)

@@ -1,7 +1,7 @@
 """Attention from torch's own operations over a cache with a scale for each vector.
 
-Scales are applied to scores and to probabilities, one number a key, never to the values of a key:
-what is gathered is only widened to the type of the queries, which is exact.
+Scales multiply scores and probabilities, one number per key, but never the numbers of a key. So
+gathered numbers are only widened to the queries' dtype, which is exact.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, SCALE_NBYTES, KVFormat, KVPages
 from disagg.kernels.torch_products import attend_by_products
 
-_SMALLEST_PEAK = 1e-30  # a vector of zeros has a scale too, and no division by zero
-# An e4m3 number's exponent and fraction, moved to where bfloat16 has them, count from another
-# exponent; sign and the moved bits are what this mask lets through.
+_SMALLEST_PEAK = 1e-30  # so that the scale of a vector of zeros is not 0
+# The bits of an e4m3 number are moved to those of bfloat16, whose exponent has another bias. This
+# mask keeps the sign and the moved bits.
 _E4M3_BITS = 0x87F0 - 0x10000
 _E4M3_TO_BFLOAT16 = 2.0 ** (127 - 7)
 _UPPER_HALVES = 0xF0F0 - 0x10000  # of both bytes of an int16
@@ -27,8 +27,8 @@ def store_quantized(
 
     Args:
         vectors: [num_tokens, 2 * num_kv_heads, head_dim].
-        first_page: of the layer.
-        where: int64 pages [num_tokens, 2 * num_kv_heads] and offsets [num_tokens, 1] in them.
+        first_page: first page of the layer.
+        where: int64 pages [num_tokens, 2 * num_kv_heads] and offsets in pages [num_tokens, 1].
     """
     block_size, stored_dim = kv_cache.values.shape[4:]
     format, rows = kv_cache.format, kv_cache.rows[first_page:]
@@ -50,12 +50,12 @@ def attend_quantized(
     sinks: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Attend to pages that were gathered.
+    """Compute attention over gathered pages.
 
     Args:
         q: [num_seqs, num_heads, num_queries, head_dim].
         rows: uint8 [2, num_seqs, num_kv_heads, num_pages, page_nbytes].
-        seen: of the positions in `rows`, those that are looked at.
+        seen: the positions in `rows` to which some query attends.
         mask: float32, added to the scores, or None.
         sinks, scale: as in `attend_by_products`.
 
@@ -79,7 +79,7 @@ def _scales(rows: Tensor, kv_cache: KVPages) -> Tensor:
 
 
 def _stored(scaled: Tensor, format: KVFormat) -> Tensor:
-    """Rounded to numbers of the format, and packed."""
+    """Round scaled values to numbers of the format, and pack them."""
     if format.dtype.is_floating_point:
         return scaled.to(format.dtype)
     if format.packed == 1:
@@ -89,15 +89,15 @@ def _stored(scaled: Tensor, format: KVFormat) -> Tensor:
 
 
 def _widened(stored: Tensor, format: KVFormat, dtype: torch.dtype) -> Tensor:
-    """Stored bytes as numbers of `dtype`, without their scales; contiguous."""
+    """Convert stored bytes to numbers of `dtype`, contiguous, without their scales."""
     if format.packed == 2:
-        # Both numbers of a byte at once, in the two bytes of an int16: a third of the time that
-        # it takes to make them apart and weave them.
+        # Both numbers of a byte are converted at once, in the two bytes of an int16. This takes a
+        # third of the time of converting them separately and interleaving them.
         pairs = stored.to(torch.int16)
         bits = pairs.bitwise_left_shift(4).bitwise_or_(pairs.bitwise_left_shift_(8))
         return bits.bitwise_and_(_UPPER_HALVES).view(torch.int8).to(dtype)
     if format.dtype == torch.int8:
         return stored.view(torch.int8).to(dtype)
-    # torch widens e4m3 one value at a time, in ten times the time of these four.
+    # These four calls take a tenth of the time in which torch widens e4m3, one value at a time.
     bits = stored.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(_E4M3_BITS)
     return bits.view(torch.bfloat16).mul_(_E4M3_TO_BFLOAT16).to(dtype)

@@ -1,6 +1,7 @@
 """Applies sampling parameters and chooses tokens in plain torch.
 
-The reference of the Triton kernels and of the C++ loops, and what a CPU uses without these.
+This is the reference of the Triton kernels and of the C++ loops. A CPU uses it if the C++ loops are
+not built.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from disagg.kernels.sampling_rows import (
     SamplingTables,
 )
 
-# Of the most likely tokens: the first number is enough for nearly every row; the rest are sorted
-# whole.
+# So many most likely tokens are sorted: the first number is enough for nearly every row, then the
+# second is tried, and then all tokens are sorted.
 SORTED_COLUMNS = (1024, 16384)
-PLACES = 128  # of a group in which a largest number is looked for
-LEAST_GROUPED = 32768  # numbers; of fewer more calls take longer
+PLACES = 128  # size of a group in which `most_likely` looks for the largest number
+LEAST_GROUPED = 32768  # with fewer numbers per row, the additional calls would take longer
 
 
 class TorchSampling:
-    """`SamplingOps` for every device; only a CPU has the answers at once that `choose` asks for."""
+    """`SamplingOps` for every device, meant for CPUs: on a GPU, `choose` would wait for it."""
 
     def adjust_(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
@@ -48,18 +49,19 @@ class TorchSampling:
             numbers = tables.numbers[slots].view(torch.float64)
             num_seen = tables.num_seen[slots].unsqueeze(1)
             ids = tables.seen_ids[slots, : int(num_seen.max())]
-            # Places that are not filled repeat the first token, which is then written twice alike.
+            # Unused places repeat the first token, which is then written twice with the same value.
             ids = torch.where(torch.arange(ids.shape[1]) < num_seen, ids, ids[:, :1]).long()
             counts = tables.counts.view(-1)[ids + (slots * vocab_size).unsqueeze(1)] - 1
             places = ids + (rows.remembered * vocab_size).unsqueeze(1)
             scores, repetition = flat[places], _column(numbers, REPETITION).float()
             scores = torch.where(scores > 0, scores / repetition, scores * repetition)
-            said = _column(numbers, PRESENCE) * (counts > 0) + _column(numbers, FREQUENCY) * counts
-            flat[places] = scores - said.float()
+            presence, frequency = _column(numbers, PRESENCE), _column(numbers, FREQUENCY)
+            penalties = presence * (counts > 0) + frequency * counts
+            flat[places] = scores - penalties.float()
         slots = rows.slots[rows.adjusted]
         is_early = positions[rows.adjusted] < tables.numbers[slots, MIN_TOKENS]
         stop_ids = tables.stop_ids[slots].long()
-        # A client may name any number; only those of the vocabulary can be drawn.
+        # A client may name any token id, also one that is not in the vocabulary.
         is_banned = is_early.unsqueeze(1) & (stop_ids >= 0) & (stop_ids < vocab_size)
         flat[(stop_ids + (rows.adjusted * vocab_size).unsqueeze(1))[is_banned]] = -torch.inf
 
@@ -86,16 +88,16 @@ class TorchSampling:
         counts = tables.counts[slots, token_ids]
         tables.counts[slots, token_ids] = counts.clamp(min=1) + 1
         num_seen = tables.num_seen[slots]
-        # One that was seen before is written behind the end, and overwritten by the next.
+        # A token that was seen before is written after the end, and overwritten by the next one.
         tables.seen_ids[slots, num_seen.long()] = token_ids.int()
         tables.num_seen[slots] = num_seen + (counts == 0)
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """The place of each row's largest number, int64 [num_rows]; of several the first.
+    """The index of each row's largest number, int64 [num_rows]; the first one if several are equal.
 
-    torch finds the largest number of a row a dozen times faster than its place: of a large
-    vocabulary the place is looked for only in the group that has it.
+    torch finds the largest number of a row a dozen times faster than its index. So with a large
+    vocabulary the index is searched only in the group that has the largest number.
     """
     num_rows, vocab_size = logits.shape
     if vocab_size % PLACES or logits.numel() < LEAST_GROUPED:
@@ -111,13 +113,13 @@ def _column(numbers: Tensor, column: int) -> Tensor:
 
 
 def _draw(logits: Tensor, numbers: Tensor, rows: SampledRows, positions: Tensor) -> Tensor:
-    """One token id for each of the drawn rows, int64 [num_rows]; consumes their logits.
+    """Draw one token id for each of the drawn rows, int64 [num_rows]. Overwrites their logits.
 
-    Drawn in two stages, first a group of neighbouring token ids by its total probability, then a
-    token of that group: the same distribution for a fraction of the noise.
+    A draw has two stages: first a group of neighbouring token ids by its total probability, then a
+    token of that group. This gives the same distribution with a fraction of the noise.
 
     Args:
-        numbers: int64 [num_rows, NUM_COLUMNS], those of the rows' slots.
+        numbers: int64 [num_rows, NUM_COLUMNS], the numbers of the rows' slots.
     """
     scaled = logits.div_(_column(numbers.view(torch.float64), TEMPERATURE).float())
     if rows.has_min_p or rows.narrowed.shape[0]:
@@ -139,14 +141,15 @@ def floors(scaled: Tensor, numbers: Tensor, rows: SampledRows) -> Tensor:
     """The smallest scaled logit that stays a candidate, float32 [num_rows, 1].
 
     Args:
-        scaled: of the drawn rows; numbers: int64 [num_rows, NUM_COLUMNS], those of their slots.
+        scaled: scaled logits of the drawn rows.
+        numbers: int64 [num_rows, NUM_COLUMNS], the numbers of the rows' slots.
     """
     floats = numbers.view(torch.float64).float()
     found = scaled.amax(dim=-1, keepdim=True) - _column(floats, REACH)
     narrowed, vocab_size = rows.narrowed, scaled.shape[1]
     top_k, top_p = _column(numbers, TOP_K), _column(floats, TOP_P)
     first = SORTED_COLUMNS[0]
-    # One more than top-k keeps shows whether the last has ties.
+    # One token more than top-k keeps shows whether the last one has ties.
     for num_columns in (min(first, rows.largest_top_k + 1), *SORTED_COLUMNS, vocab_size):
         if not narrowed.shape[0]:
             break
@@ -162,15 +165,20 @@ def floors(scaled: Tensor, numbers: Tensor, rows: SampledRows) -> Tensor:
 def floors_of_sorted(
     scaled: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor, num_columns: int
 ) -> tuple[Tensor, Tensor]:
-    """The smallest scaled logit that min-p, top-k and top-p keep, float32 [num_rows, 1], as found
-    in the largest `num_columns` of each row, and bool [num_rows]: whether others could matter.
+    """The smallest scaled logit that min-p, top-k and top-p keep, from each row's largest logits.
 
     Top-k keeps ties with its last token. Top-p keeps the fewest tokens, most likely first, whose
-    probabilities, among what min-p and top-k have kept, add up to at least p.
+    probabilities, among the tokens that min-p and top-k keep, add up to at least p.
 
     Args:
-        lowest: float32 [num_rows, 1], what min-p keeps.
-        top_k: int64 [num_rows, 1]; top_p: float32 [num_rows, 1]. As in `Numbers`.
+        lowest: float32 [num_rows, 1], the smallest scaled logit that min-p keeps.
+        top_k: int64 [num_rows, 1], as in `Numbers`.
+        top_p: float32 [num_rows, 1], as in `Numbers`.
+        num_columns: so many of each row's largest logits are sorted.
+
+    Returns:
+        float32 [num_rows, 1], the smallest logits; and bool [num_rows], whether logits beyond the
+        sorted ones could change them.
     """
     vocab_size = scaled.shape[-1]
     ordered = scaled.topk(num_columns, dim=-1).values  # [num_rows, num_columns], falling
@@ -180,8 +188,8 @@ def floors_of_sorted(
     is_kept = ordered >= lowest
     ends_inside = is_limited | ~is_kept[:, -1:]
     totals = ordered.masked_fill(~is_kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
-    # Of what is kept some may lie behind these columns: more likely tokens, if the last one is not
-    # limited by top-k, or else ties with the last. Probabilities are relative to all of them.
+    # Some kept tokens may lie beyond these columns: further tokens if top-k does not end within
+    # them, or otherwise ties with the last one. Probabilities are relative to all kept tokens.
     is_whole = ~is_kept[:, -1:] | ~is_limited & (top_k < vocab_size)
     if num_columns < vocab_size and not bool(is_whole.all()):
         whole = scaled.masked_fill(scaled < lowest, -torch.inf).logsumexp(dim=-1, keepdim=True)
@@ -191,25 +199,25 @@ def floors_of_sorted(
     is_inside = is_kept & (before < top_p)
     is_inside[:, 0] = True
     floors = ordered.masked_fill(~is_inside, torch.inf).amin(dim=-1, keepdim=True)
-    # Nor is the total known of what a larger top-k keeps.
+    # The total of the tokens that a larger top-k keeps is not known either.
     is_cut = ~ends_inside & (is_inside[:, -1:] | (top_k < vocab_size))
     return floors, is_cut.flatten()
 
 
 def mix(x: int) -> int:
-    """SplitMix64's finalizer on a Python integer of 64 bits; `_mix` has the same on tensors."""
+    """SplitMix64's finalizer for a 64-bit Python integer; `_mix` is the same for tensors."""
     x = (x ^ (x >> 30)) * MIX_1 & _MASK
     x = (x ^ (x >> 27)) * MIX_2 & _MASK
     return x ^ (x >> 31)
 
 
 def signed(x: int) -> int:
-    """A 64-bit integer as torch has it."""
+    """An unsigned 64-bit integer as the signed one with the same bits, as torch stores it."""
     return x - (1 << 64) if x >> 63 else x
 
 
 def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Where the noise of each position starts, int64; seeds are mixed."""
+    """The int64 key from which the noise of each position is derived. `seeds` are mixed."""
     return _mix(seeds + positions * signed(GOLDEN))
 
 

@@ -1,17 +1,17 @@
 """A mixture of experts in Triton: one launch for gate and up of all experts, one for down.
 
-Rows, a token for each of its experts, are sorted by expert. A program multiplies up to ROWS of them
-that go to one expert with a tile of its matrix, and works out itself which these are: the grid is
-sized for the worst case, and programs without rows end at once. So the host does not wait for the
-router's choice, and one captured graph serves every choice. Each row's result is written by one
-program and a token's are summed in the order of its choices: a result does not depend on timing.
-If other ranks have some of the experts, their rows lie before and after the own ones and belong to
-no program, so they are neither computed nor summed.
+A row is a token with one of its experts. Rows are sorted by expert. A program multiplies up to ROWS
+rows of one expert with a tile of the expert's matrix, and finds out itself which rows these are:
+the grid is sized for the worst case, and programs without rows end at once. So the host does not
+wait for the router's choice, and one captured graph serves every choice. One program writes each
+row's result, and the results of a token are summed in the order of its choices, so a result does
+not depend on timing. If other ranks have some of the experts, the rows of these come before and
+after the rank's own rows and belong to no program, so they are neither computed nor summed.
 
-Packed matrices are widened in registers, as `packed_tile` does it for those of dense layers: the
-rows of all experts are one matrix. So are weights of MXFP4. The two values of their bytes go into a
-product each, as in `attention_tile`: the first values of all bytes are multiplied with the first
-half of `x`, whose columns were put in that order.
+Packed matrices are widened in registers, as `packed_tile` does for dense layers; the rows of all
+experts are one matrix. MXFP4 weights are widened in registers too. The two values of a byte are in
+two separate products, as in `attention_tile`: the first values of all bytes are multiplied with the
+first half of `x`, whose columns were put in that order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -38,10 +38,10 @@ from disagg.kernels.packed_tile import max_rows as packed_max_rows
 from disagg.kernels.route import choose_experts, choose_grouped
 
 MIN_ROWS, MAX_ROWS = 16, 128
-MAX_MXFP4_ROWS_OF_WARPS = 64  # taller tiles spill where single warps multiply
-WIDTH = 128  # rows of a matrix that a program multiplies with: 64 each of gate and up
+MAX_MXFP4_ROWS_OF_WARPS = 64  # on GPUs where single warps multiply, taller tiles spill registers
+WIDTH = 128  # rows of a matrix in a program: 64 each of gate and up
 _NOT_PACKED = dict.fromkeys(("BITS", "IS_FLOAT", "PART", "GROUP", "TOGETHER", "HAS_ZEROS"), 0)
-# DEPTH values of these at a time, or bytes of MXFP4, as many values.
+# A step of the inner loop has DEPTH values of a row, or DEPTH bytes of MXFP4 with two values each.
 FLOATS: Mapping[str, Any] = {**_NOT_PACKED, "MXFP4": False, "DEPTH": 64}
 MXFP4: Mapping[str, Any] = {**_NOT_PACKED, "MXFP4": True, "DEPTH": 32}
 
@@ -50,7 +50,7 @@ MXFP4: Mapping[str, Any] = {**_NOT_PACKED, "MXFP4": True, "DEPTH": 32}
 def _own_rows(
     starts_ptr, block, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """The expert of a block, its first row and where its rows end; 0 and 0: no block is left."""
+    """The expert of a block, its first row and the end of its rows; 0 and 0: it has no rows."""
     experts = tl.arange(0, EXPERTS)
     begins = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
     ends = tl.load(starts_ptr + experts + 1, mask=experts < NUM_EXPERTS, other=0)
@@ -64,7 +64,7 @@ def _own_rows(
 
 @triton.jit
 def _e2m1(bits):
-    """Numbers of four bits, in halves: their magnitudes are 0 to 6."""
+    """Convert 4-bit e2m1 numbers, whose magnitudes are 0 to 6, to floats in units of 0.5."""
     exponent, fraction = (bits >> 1) & 3, bits & 1
     halves = tl.where(exponent == 0, fraction, (2 + fraction) << tl.maximum(exponent - 1, 0))
     return tl.where(bits >= 8, -halves, halves).to(tl.float32)
@@ -94,8 +94,8 @@ def _product(
     TOGETHER: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
 ):
-    """x W^T, [ROWS, WIDTH], of which W has the rows `own` of an expert's NUM_OUT, with SIZE values
-    in each. PART: of a packed matrix; 0: it is not packed."""
+    """Compute x W^T, [ROWS, WIDTH]. W is the rows `own` of an expert's NUM_OUT rows of SIZE values.
+    PART: numbers in a part of a packed matrix; 0: the matrix is not packed."""
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     if PART:
@@ -108,7 +108,7 @@ def _product(
         )  # fmt: skip
         acc = tl.trans(sums)
     elif MXFP4:
-        # Each byte has two values. The first ones go with the first half of x.
+        # Each byte has two values. The first values are multiplied with the first half of x.
         half: tl.constexpr = SIZE // 2
         w_ptrs = matrix_ptr + expert * (NUM_OUT * half) + own[:, None] * half
         for start in range(0, half, DEPTH):
@@ -174,7 +174,7 @@ def _gate_up_kernel(
         rows = first + tl.arange(0, ROWS)
         is_row = rows < end
         tokens = tl.load(order_ptr + rows, mask=is_row, other=0) // NUM_CHOSEN
-        # Rows of gate and up in turn, so that a pair of results lies side by side.
+        # Rows of gate and up alternate, so that pairs of results are adjacent.
         places = tl.arange(0, WIDTH)
         column = tl.program_id(1) * (WIDTH // 2) + places // 2
         own = (places % 2) * INNER + column
@@ -195,7 +195,7 @@ def _gate_up_kernel(
             made = up * gate / (1.0 + tl.exp(-gate))
         column = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
         target = column
-        if MXFP4:  # as the product that follows reads it
+        if MXFP4:  # store it in the order in which the next product reads it
             target = column % 2 * (INNER // 2) + column // 2
         inner_ptrs = inner_ptr + rows.to(tl.int64)[:, None] * INNER + target[None, :]
         mask = is_row[:, None] & (column < INNER)[None, :]
@@ -261,18 +261,18 @@ def launch_options(rows: int, *, is_packed: bool) -> dict[str, int]:
 
 
 def max_rows(is_mxfp4: bool, major: int) -> int:
-    """Of a tile, if the matrix is not packed. major: of the GPU's compute capability."""
+    """Most rows of a tile, if the matrix is not packed. major: of the compute capability."""
     return MAX_MXFP4_ROWS_OF_WARPS if is_mxfp4 and major not in WARP_GROUPS else MAX_ROWS
 
 
 class _Matrix(NamedTuple):
-    """A matrix of all experts, as a kernel takes it.
+    """A matrix of all experts, as it is passed to a kernel.
 
     Attributes:
         pieces: numbers, scales, zeros.
-        constants: of its format.
-        max_rows: of a tile.
-        order: of its columns, as `PackedMatrix` has it.
+        constants: the kernel's constants for its format.
+        max_rows: most rows of a tile.
+        order: order of its columns, as in `PackedMatrix`.
     """
 
     pieces: tuple[Tensor, Tensor | None, Tensor | None]
@@ -281,7 +281,7 @@ class _Matrix(NamedTuple):
     order: Tensor | None
 
     def arranged(self, x: Tensor) -> Tensor:
-        """x, with columns as the matrix has them."""
+        """Put the columns of x into the order of the matrix's columns."""
         return x if self.order is None else x.index_select(1, self.order)
 
 
@@ -313,7 +313,7 @@ class TritonExperts:
 
     @property
     def variant(self) -> tuple[object, ...]:
-        """What decides, with the number of tokens, which programs it needs."""
+        """The properties that determine, with the number of tokens, the needed programs."""
         experts = self._experts
         numbers = experts.num_experts, experts.num_chosen, experts.limit is None
         formats = (*self._gate_up.constants.values(), *self._down.constants.values())
@@ -322,7 +322,7 @@ class TritonExperts:
         return (*numbers, *formats, *types, *experts.gate_up.shape, *experts.down.shape)
 
     def compile(self, dtype: torch.dtype) -> None:
-        """Compile the programs for all numbers of tokens, whose activations are of `dtype`."""
+        """Compile the programs for all numbers of tokens, with activations of `dtype`."""
         experts, rows = self._experts, MIN_ROWS
         device = self._numbers.device
         while rows <= self._max_rows:
@@ -348,10 +348,11 @@ class TritonExperts:
         size = experts.inner
         inner = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
         out = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
-        usual = next_power_of_2(num_pairs // experts.num_experts)  # of one expert
+        usual = next_power_of_2(num_pairs // experts.num_experts)  # rows of an average expert
         rows = max(MIN_ROWS, min(usual, self._max_rows))
         num_hit = min(num_held, num_pairs)
-        # If each has a block that ends early, and all tokens go to experts that are here.
+        # The worst case: each expert's last block is nearly empty, and all tokens go to experts of
+        # this rank.
         num_blocks = (num_pairs + num_hit * (rows - 1)) // rows
         sizes = {
             "NUM_EXPERTS": num_held,

@@ -1,10 +1,10 @@
-"""The smallest logits that top-k, top-p and min-p keep, on CUDA and without sorting.
+"""Finds the smallest logits that top-k, top-p and min-p keep, on CUDA and without sorting.
 
-They keep the tokens above a threshold, which is found exactly by bisecting an interval of float32
-bit patterns: each pass over a row counts tokens, or adds up their probabilities, above several
-thresholds at once. Probabilities are added as integers, so the order of addition does not matter.
-Before that, the largest logit of each group of neighbouring token ids excludes all groups without
-candidates; usually few remain.
+These parameters keep the tokens above a threshold. Bisecting an interval of float32 bit patterns
+finds it exactly: each pass over a row counts the tokens, or adds up their probabilities, above
+several thresholds at once. Probabilities are added as integers, so the order of addition does not
+matter. First, the largest logit of each group of neighbouring token ids excludes all groups without
+candidates; usually few groups remain.
 
 `torch_sampling.floors` is the plain-torch twin and the specification.
 """
@@ -28,12 +28,12 @@ _TEMPERATURE = tl.constexpr(sampling_rows.TEMPERATURE)
 _TOP_P = tl.constexpr(sampling_rows.TOP_P)
 _REACH = tl.constexpr(sampling_rows.REACH)
 _GROUP = tl.constexpr(GROUP_SIZE)
-_WAYS = tl.constexpr(8)  # thresholds in one look at a row
+_WAYS = tl.constexpr(8)  # thresholds in one pass over a row
 _ONE = tl.constexpr(float(1 << 40))  # the probability of the most likely token, as an integer
-_SLACK = tl.constexpr(1e-3)  # of a bound that only rules groups out
+_SLACK = tl.constexpr(1e-3)  # margin of a bound that only excludes groups
 
-NUM_GROUPS_AT_ONCE = 8  # whose logits a program has in registers
-_ANY_ADDRESS = ["slots_ptr"]  # a part of one upload a step
+NUM_GROUPS_AT_ONCE = 8  # groups whose logits a program has in registers
+_ANY_ADDRESS = ["slots_ptr"]  # part of the step's upload, so its alignment changes
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def float_of(numbers, COLUMN: tl.constexpr):
 
 @triton.jit
 def _key(x):
-    """int64 that orders as float32 do."""
+    """Map a float32 to an int64 with the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -71,7 +71,7 @@ def _groups_kernel(
     num_groups,
     TILE: tl.constexpr,
 ):
-    """Of each group of a row that is cut: the largest scaled logit, and the sum of exp(x - it)."""
+    """For each group of a row that is cut: the largest scaled logit, and the sum of exp(x - it)."""
     row = tl.program_id(0).to(tl.int64)
     numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
     temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
@@ -103,8 +103,10 @@ def _select_kernel(
     num_groups,
     BLOCK: tl.constexpr,
 ):
-    """Of each row that is cut: the groups that can have a candidate, how many they are, the peak
-    of the row, a bound below which no token is kept, and the sum of exp(x - peak) of all tokens.
+    """For each row that is cut, store the groups that can have a candidate and their number.
+
+    Also store the largest logit (peak) of the row, a bound below which no token is kept, and the
+    sum of exp(x - peak) over all tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
@@ -119,10 +121,10 @@ def _select_kernel(
         peak = tl.max(peaks, axis=0)
         total = tl.sum(sums.to(tl.float64) * tl.exp(peaks - peak).to(tl.float64), axis=0)
         low = _key(peak - reach.to(tl.float32))
-        if top_k < num_groups:  # so many groups have a token at least as large as this:
+        if top_k < num_groups:  # `top_k` groups have a token at least as large as this:
             low = tl.maximum(low, _kth_largest(peaks, top_k, low, _key(peak) + 1))
         elif (top_k >= vocab_size) & (top_p < 1.0):
-            # All that is less likely than this together is less than what top-p leaves out.
+            # All tokens less likely than this are together less than the share that top-p omits.
             rest = tl.maximum((1.0 - top_p) * total / vocab_size, 1e-300)
             low = tl.maximum(low, _key(peak + (tl.log(rest) - _SLACK).to(tl.float32)))
         is_chosen = inside & (_key(peaks) >= low)
@@ -158,7 +160,7 @@ def _floors_kernel(
     num_groups,
     TILE: tl.constexpr,
 ):
-    """The smallest scaled logit that stays a candidate of each row, float32; -inf if all do."""
+    """The smallest scaled logit of each row that stays a candidate, float32; -inf if all do."""
     row = tl.program_id(0).to(tl.int64)
     numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
     temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
@@ -191,7 +193,7 @@ def _floors_kernel(
                     logits, chosen, num_chosen, vocab_size, temperature, peak, bounds, True, TILE
                 )
                 total = tl.max(found, axis=0).to(tl.float64)
-            # top_p is a float32 in the twin.
+            # The twin in `torch_sampling` has top_p in float32.
             needed = tl.ceil(top_p.to(tl.float32).to(tl.float64) * total).to(tl.int64)
             needed = tl.maximum(needed, 1)
             low = _divide(
@@ -225,7 +227,10 @@ def _divide(
     BY_MASS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The largest key up to `top` that enough lies above or at; `low` if there is none."""
+    """The largest key up to `top` at or above which enough lies; `low` if there is none.
+
+    "Enough" is a number of tokens, or a sum of probabilities.
+    """
     high = top + 1
     ways = tl.arange(0, _WAYS).to(tl.int64)
     while high - low > 1:
@@ -251,8 +256,8 @@ def _look(
     BY_MASS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """int64 [_WAYS]: how many tokens of the chosen groups have keys of at least each bound, or
-    their probabilities as integers."""
+    """int64 [_WAYS]: for each bound, the number of tokens in the chosen groups whose keys are at
+    least the bound, or the sum of their probabilities as integers."""
     found = tl.zeros((_WAYS,), tl.int64)
     places = tl.arange(0, TILE * _GROUP)
     for begin in range(0, num_chosen, TILE):
@@ -276,10 +281,10 @@ _floors = KernelLauncher(_floors_kernel)
 
 
 class FloorBuffers:
-    """What the kernels write for so many rows of logits, in every step anew.
+    """Buffers for so many rows of logits, which the kernels overwrite in every step.
 
     Attributes:
-        floors: float32 [num_rows], what `find_floors` finds.
+        floors: float32 [num_rows], the result of `find_floors`.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -298,10 +303,10 @@ class FloorBuffers:
 def find_floors(
     logits: Tensor, tables: SamplingTables, rows: SampledRows, buffers: FloorBuffers
 ) -> Tensor:
-    """The smallest scaled logit that stays a candidate, float32 [num_rows]; -inf where all do.
+    """The smallest scaled logit that stays a candidate, float32 [num_rows]; -inf if all do.
 
     Args:
-        buffers: for as many rows, of the same device.
+        buffers: buffers for as many rows on the same device.
     """
     num_rows, vocab_size = logits.shape
     num_groups = -(-vocab_size // GROUP_SIZE)

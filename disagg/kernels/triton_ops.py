@@ -1,6 +1,4 @@
-"""The operations of a decoder on CUDA: cuBLAS for matrices of floats, our Triton kernels for the
-rest.
-"""
+"""The operations of a decoder on CUDA: cuBLAS for float matrices, Triton kernels for the rest."""
 
 from __future__ import annotations
 
@@ -32,12 +30,12 @@ from disagg.kernels.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.sdpa_prompt import attend_prompt, whole_prompts
 from disagg.kernels.triton_experts import TritonExperts
 
-_PROGRAMS_PER_MULTIPROCESSOR = 3  # what shared memory holds of the short-query kernel
+_PROGRAMS_PER_MULTIPROCESSOR = 3  # shared memory has room for 3 of the short-query kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight as it is."""
+    """A weight that is not packed."""
 
     weight: Tensor
     bias: Tensor | None
@@ -48,7 +46,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class TritonPaging:
-    """The step's batch and, by window, its pieces of work and the prompts that torch does."""
+    """The step's batch and, by window, its pieces of work and the prompts that torch computes."""
 
     batch: PagedBatch
     work: dict[int | None, PagedWork]
@@ -57,12 +55,12 @@ class TritonPaging:
 
 @dataclass(frozen=True, slots=True)
 class FixedPaging(TritonPaging):
-    """Paging that a captured graph reads: its pieces change with `cut`, its shapes never."""
+    """Paging that a captured graph reads: `cut` changes its pieces, and its shapes never change."""
 
     fixed: tuple[FixedWork, ...]
 
     def cut(self) -> None:
-        """Cut the step that is in the batch's tensors, on the device."""
+        """Cut the step in the batch's tensors into pieces, on the device."""
         for each in self.fixed:
             each.cut(self.batch.slots, self.batch.context_lens)
 
@@ -74,7 +72,7 @@ class MixedPaging(TritonPaging):
     fixed: tuple[FixedMixedWork, ...]
 
     def cut(self, num_seqs: int) -> None:
-        """Cut the step that is in the batch's tensors, and has so many sequences."""
+        """Cut the step in the batch's tensors, which has so many sequences, into pieces."""
         for each in self.fixed:
             each.cut(self.batch.query_start, self.batch.context_lens, num_seqs)
 
@@ -84,16 +82,19 @@ class TritonOps:
 
     Args:
         num_heads: query heads of the model.
-        num_multiprocessors: of the device; decides how finely long contexts are cut.
-        use_sdpa: for the prompts that `sdpa_prompt` can do.
-        long_rows: of a tile of a prompt, a power of two.
-        is_small: the device has less than `LARGE_SHARED_NBYTES` of shared memory for a program.
-        major: of the device's compute capability.
-        quantization: of matrices that are packed, those of experts included, but not of what makes
-            logits or chooses experts.
-        scores: of attention.
-        dtype: of activations; products with packed matrices, and experts, are then compiled when
-            they are packed, not while a request waits. None: at their first use.
+        num_multiprocessors: multiprocessors of the device; decides how finely long contexts are
+            cut.
+        use_sdpa: whether torch computes the prompts that `sdpa_prompt` supports.
+        long_rows: rows of a prompt's tile, a power of two.
+        is_small: whether the device has less than `LARGE_SHARED_NBYTES` of shared memory for a
+            program.
+        major: major number of the device's compute capability.
+        quantization: how matrices are quantised when they are packed, also those of experts, but
+            not those that make logits or choose experts.
+        scores: how attention makes its scores.
+        dtype: dtype of activations, for which kernels of packed matrices and of experts are
+            compiled at packing, so that no request waits for it. None: they are compiled at their
+            first use.
     """
 
     keeps_packed: Literal["gpu", "cpu"] | None = "gpu"
@@ -134,13 +135,13 @@ class TritonOps:
     def _quantized(
         self, weight: Tensor | PackedMatrix, largest: Largest | None = None
     ) -> Tensor | PackedMatrix:
-        """Of a matrix, or those of all experts, [num_experts, out, in]: their rows."""
+        """Quantise the rows of a matrix, or of all experts' matrices [num_experts, out, in]."""
         if self._quantization is None or isinstance(weight, PackedMatrix):
             return weight
         return quantized(weight.flatten(0, -2), self._quantization, largest)
 
     def _compile(self, made: PackedProduct | TritonExperts) -> None:
-        """Its programs; layers that are alike have the same ones."""
+        """Compile the programs of a matrix, once for all layers that need the same ones."""
         if self._dtype is not None and made.variant not in self._compiled:
             made.compile(self._dtype)
             self._compiled.add(made.variant)
@@ -156,7 +157,7 @@ class TritonOps:
         return self.pack(weight, bias)
 
     def pack_experts(self, experts: Experts) -> TritonExperts:
-        if experts.gate_up_scales is None:  # else they have 4 bits already
+        if experts.gate_up_scales is None:  # otherwise they have 4 bits already (MXFP4)
             gate_up = self._quantized(experts.gate_up)
             down = self._quantized(experts.down, experts.largest)
             experts = replace(experts, gate_up=gate_up, down=down, largest=None)
@@ -227,7 +228,7 @@ class TritonOps:
     def plan_decodes(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
     ) -> FixedPaging:
-        """As `plan`, for all steps of at most as many decodes as `batch` has, in its tensors."""
+        """As `plan`, for all steps in the tensors of `batch` with at most as many decodes."""
         group, num_groups = self._groups(kv_cache)
         fixed = tuple(
             FixedWork(
@@ -244,8 +245,11 @@ class TritonOps:
     def plan_mixed(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
     ) -> MixedPaging:
-        """As `plan`, for all steps of at most as many tokens as `batch` has room for, and one
-        sequence less, in its tensors: tokens that are left are one more sequence."""
+        """As `plan`, for all steps in the tensors of `batch` with at most as many tokens.
+
+        They may have one sequence less than `batch`, because unused tokens belong to an additional
+        sequence.
+        """
         group, num_groups = self._groups(kv_cache)
         fixed = tuple(
             FixedMixedWork(
@@ -262,7 +266,7 @@ class TritonOps:
         return MixedPaging(batch, {each.work.window: each.work for each in fixed}, fixed)
 
     def _groups(self, kv_cache: KVPages) -> tuple[int, int]:
-        """Query heads that a program of attention takes, and groups of so many."""
+        """The number of query heads in a program of attention, and the number of such groups."""
         if kv_cache.num_vectors == 1:
             group = latent_group(self._num_heads)
             return group, self._num_heads // group

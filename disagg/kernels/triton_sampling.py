@@ -36,7 +36,7 @@ _MIX_2 = tl.constexpr(sampling_rows.MIX_2)
 _FIRST_GROUP_COUNTER = tl.constexpr(sampling_rows.FIRST_GROUP_COUNTER)
 _GROUP = tl.constexpr(GROUP_SIZE)
 
-_MIN_STOPS = 16  # so that hardly any request needs other code
+_MIN_STOPS = 16  # so that hardly any request has more stop tokens, which need another compilation
 _ANY_ADDRESS = ["slots_ptr", "rows_ptr", "positions_ptr", "token_ids_ptr"]
 _ANY_SIZE = ["num_stop_ids", "seen_width"]
 
@@ -93,8 +93,8 @@ def _adjust_kernel(
             score = tl.load(logits + ids, mask=is_seen, other=0.0)
             divisor = tl.where(score > 0, repetition, 1.0)
             score = tl.where(score > 0, tl.div_rn(score, divisor), score * repetition)
-            said = presence * (count > 0).to(tl.float64) + frequency * count.to(tl.float64)
-            tl.store(logits + ids, score - said.to(tl.float32), mask=is_seen)
+            penalty = presence * (count > 0).to(tl.float64) + frequency * count.to(tl.float64)
+            tl.store(logits + ids, score - penalty.to(tl.float32), mask=is_seen)
     if tl.load(positions_ptr + row) < tl.load(numbers + _MIN_TOKENS):
         tl.debug_barrier()  # the same logit may just have been written
         places = tl.arange(0, STOPS)
@@ -105,7 +105,7 @@ def _adjust_kernel(
 
 @triton.jit
 def _kept(x, temperature, floors_ptr, row):
-    """Logits of a row, scaled, and -inf where they are no candidates."""
+    """Scaled logits of a row; -inf for tokens that are no candidates."""
     x = tl.div_rn(x, tl.zeros_like(x) + temperature)
     if floors_ptr is not None:
         x = tl.where(x >= tl.load(floors_ptr + row), x, float("-inf"))
@@ -124,7 +124,7 @@ def _score_kernel(
     num_groups,
     TILE: tl.constexpr,
 ):
-    """Of each group: the logarithm of its probability and noise; of a greedy row the largest."""
+    """Score each group: log probability plus noise; in a greedy row the largest logit."""
     row = tl.program_id(0).to(tl.int64)
     numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
     temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
@@ -158,7 +158,7 @@ def _pick_kernel(
     num_groups,
     BLOCK: tl.constexpr,
 ):
-    """The best token of the best group of each row."""
+    """Choose the best token of the best group of each row."""
     row = tl.program_id(0).to(tl.int64)
     numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
     temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
@@ -205,7 +205,7 @@ _remember = KernelLauncher(_remember_kernel)
 
 
 class _Buffers(FloorBuffers):
-    """And what choosing writes. scores: float64 [num_rows, num_groups]."""
+    """Buffers of all kernels. scores: float64 [num_rows, num_groups], the scores of groups."""
 
     def __init__(self, logits: Tensor) -> None:
         num_rows, vocab_size = self.shape = logits.shape
@@ -215,7 +215,7 @@ class _Buffers(FloorBuffers):
 
 
 class TritonSampling:
-    """`SamplingOps` for CUDA, all on one stream: each step overwrites what the one before wrote."""
+    """`SamplingOps` for CUDA. All steps are on one stream, and each overwrites the same buffers."""
 
     def __init__(self) -> None:
         self._buffers: _Buffers | None = None

@@ -41,7 +41,7 @@ UNLIMITED = resource.RLIM_INFINITY
         (machine.memory(64 * GIB, GIB), "warn", "stop other programs"),
         (machine.disk((100 * GIB, 50 * GIB, 50 * GIB)), "ok", ""),
         (machine.disk((100 * GIB, 97 * GIB, 3 * GIB)), "warn", "/tmp"),
-        (machine.cpu_kernels(Found(None, "torch, as none is here"), COMPILED), "ok", ""),
+        (machine.cpu_kernels(Found(None, "torch, because none is here"), COMPILED), "ok", ""),
         (machine.cpu_kernels(TO_BE_BUILT, COMPILED), "warn", "C++ compiler"),
         (machine.cpu_kernels(COMPILED, TO_BE_BUILT), "warn", "C++ compiler"),
         (machine.clock(0.02), "ok", ""),

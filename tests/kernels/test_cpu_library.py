@@ -36,7 +36,7 @@ ALL = frozenset(STEP.needed)
 def test_a_cpu_without_the_instructions_gets_torch(tmp_path: Path) -> None:
     found = load(STEP, tmp_path / "any.so", ALL - {"avx512_bf16"})
     assert found.loaded is None and not found.may_be_built
-    assert found.sentence == "torch, as this CPU has no avx512_bf16"
+    assert found.sentence == "torch, because this CPU has no avx512_bf16"
 
 
 @pytest.mark.parametrize("library", [STEP, SAMPLING], ids=["step", "sampling"])
@@ -90,10 +90,10 @@ def test_the_environment_may_ask_for_torch(
     monkeypatch.setenv(CPU_KERNELS, "torch")
     find_library.cache_clear()
     try:
-        assert find_library(library).sentence == f"torch, as {CPU_KERNELS}=torch asks for"
+        assert find_library(library).sentence == f"torch, because {CPU_KERNELS}=torch is set"
         monkeypatch.setenv(CPU_KERNELS, "fast")
         find_library.cache_clear()
-        with pytest.raises(ValueError, match="possible are auto and torch"):
+        with pytest.raises(ValueError, match="set it to auto or torch"):
             find_library(library)
     finally:
         find_library.cache_clear()
@@ -110,7 +110,7 @@ def test_without_compiled_kernels_a_step_is_torchs(
     weights = random_weights(SMALL, torch.bfloat16, cpu, seed=2)
     decoder = Decoder(SMALL, weights, quantization=quantization)
     assert decoder.step is None
-    assert decoder.step_sentence == "torch, as this CPU has no avx512f"
+    assert decoder.step_sentence == "torch, because this CPU has no avx512f"
     slab = new_slab(SMALL, 1, 16, torch.bfloat16)
     assert decoder.forward(make_batch([(Tokens([1], [0]), 1)], 16), slab).isfinite().all()
 

@@ -73,7 +73,7 @@ def test_logits_of_a_broken_model(strange: float, library: ctypes.CDLL) -> None:
 
 
 def test_threads_share_the_rows(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_sampling, "_FEW", VOCAB_SIZE)
+    monkeypatch.setattr(cpu_sampling, "_LEAST_LOGITS", VOCAB_SIZE)
     numbers = [PLAIN._replace(seed=seed, top_k=50) for seed in range(7)]
     tables, rows = tables_of(numbers, VOCAB_SIZE), rows_of(numbers)
     logits, positions = logits_of(7, 1.0), torch.arange(7)

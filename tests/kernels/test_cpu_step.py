@@ -225,18 +225,18 @@ def test_a_token_that_does_not_exist_is_an_error(new_decoder: NewDecoder) -> Non
         (
             replace(LLAMA, hidden_size=54),
             torch.bfloat16,
-            "a weight of 4 bits has rows that are no multiple of 8 numbers",
+            "a 4-bit weight has rows whose length is no multiple of 8",
         ),
     ],
 )
 def test_what_it_does_not_compute_is_torchs_and_says_so(
     config: ModelConfig, dtype: torch.dtype, reason: str, new_decoder: NewDecoder
 ) -> None:
-    quantization: Quantization | None = "int4" if "4 bits" in reason else None
+    quantization: Quantization | None = "int4" if "4-bit" in reason else None
     weights = random_weights(config, dtype, CPU, seed=2)
     decoder = Decoder(config, weights, quantization=quantization)
     assert decoder.step is None
-    assert decoder.step_sentence == f"torch, as {reason}"
+    assert decoder.step_sentence == f"torch, because {reason}"
     sequence = Tokens([1], [0])
     slab = new_slab(config, 1, 16, dtype)
     assert decoder.forward(make_batch([(sequence, 1)], 16), slab).isfinite().all()

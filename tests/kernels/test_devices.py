@@ -52,7 +52,7 @@ def torch_finds(machine: pytest.MonkeyPatch, num_devices: int) -> None:
 
 def test_a_machine_without_a_gpu(machine: pytest.MonkeyPatch) -> None:
     assert gpus_here() == devices.Gpus()
-    assert devices.why_no_gpu() == "torch finds no GPU here."
+    assert devices.why_no_gpu() == "torch finds no GPU on this machine."
 
 
 @pytest.mark.parametrize("trace", ["library", "module", "program", "AMD"])

@@ -11,7 +11,7 @@ from disagg.kernels.sdpa_prompt import whole_prompts
 
 def test_an_unknown_way_of_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PROMPT_ATTENTION, "flash")
-    with pytest.raises(ValueError, match="DISAGG_PROMPT_ATTENTION=flash: possible are triton"):
+    with pytest.raises(ValueError, match="ATTENTION=flash is unknown; set it to triton"):
         ops_for(torch.device("cpu"), 8)
 
 

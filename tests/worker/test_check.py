@@ -69,5 +69,5 @@ def test_nothing_is_compiled_where_all_workers_have_several_ranks(tmp_path: Path
 def test_where_none_is_compiled_it_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "find_step", lambda: Found(None, "torch, as none is here"))
-    assert said(tmp_path, (LATENTS, {})) == "torch, as none is here"
+    monkeypatch.setattr(check, "find_step", lambda: Found(None, "torch, because none is here"))
+    assert said(tmp_path, (LATENTS, {})) == "torch, because none is here"
