@@ -80,18 +80,9 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
             raw["http"] = {**http, "api_key": arguments.api_key}  # from DISAGG_API_KEY
         return {**raw, "cluster_key": raw.get("cluster_key") or _new_key()}
     models = arguments.model or [DEFAULT_MODEL]
-    names = arguments.served_model_name
-    if names and len(names) != len(models):
-        raise StartupError(
-            f"{len(models)} models but {len(names)} served names were given; give one per model.",
-            param="served_model_name",
-        )
-    revisions = arguments.revision
-    if revisions and len(revisions) != len(models):
-        raise StartupError(
-            f"{len(models)} models but {len(revisions)} revisions were given; give one per model.",
-            param="revision",
-        )
+    names, revisions = arguments.served_model_name, arguments.revision
+    _check_one_per_model(models, names, "served names", "served_model_name")
+    _check_one_per_model(models, revisions, "revisions", "revision")
     if arguments.num_threads is None and arguments.ray_address is None:
         # All workers are on this machine; with more threads than cores, steps take several times
         # as long.
@@ -198,6 +189,17 @@ def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
     return {**config, "http": {**options, **http}}
 
 
+def _check_one_per_model(models: list[str], given: list[str], what: str, param: str) -> None:
+    """Raises `StartupError` if a flag with one value per model has another number of values."""
+    if given and len(given) != len(models):
+        raise StartupError(
+            f"There {'is 1 model' if len(models) == 1 else f'are {len(models)} models'}, and the"
+            f" flag got {len(given)} {what}: {', '.join(given)}. Give one per model, and put the"
+            " models before this flag, because it takes all words that follow it.",
+            param=param,
+        )
+
+
 def _pool(arguments: argparse.Namespace, role: str) -> dict[str, Any]:
     """A pool's section. A scaled pool starts with its minimum, and with one worker at least."""
     size: PoolSize | None = getattr(arguments, role)
@@ -238,7 +240,7 @@ def _tenants(file: str | None) -> tuple[Any, Any]:
     """Read the sections `api_keys` and `tenants` of a file."""
     if file is None:
         return {}, {}
-    raw = _read_config_file(Path(file))
+    raw = _read_config_file(Path(file), param="tenants")
     if "api_keys" not in raw or not set(raw) <= {"api_keys", "tenants"}:
         raise StartupError(
             f"{file} must have the section api_keys, may have the section tenants, and must have"
@@ -264,7 +266,13 @@ def _cascade_section(file: str | None, models: list[str]) -> Any:
     if not file:
         # The bundled prompt judge was trained for these two models only.
         return bundled_cascade() if models == list(BUNDLED) else {}
-    raw = _read_config_file(Path(file))
+    if not Path(file).is_file():
+        raise StartupError(
+            f"There is no file {file}. The word after --cascade names a file; if {file} is a model,"
+            " put the models before this flag.",
+            param="cascade",
+        )
+    raw = _read_config_file(Path(file), param="cascade")
     if set(raw) != {"cascade"}:
         raise StartupError(
             f"{file} must have a cascade section and nothing else; `disagg cascade calibrate"
@@ -278,24 +286,24 @@ def _new_key() -> str:
     return secrets.token_hex(32)
 
 
-def _read_config_file(path: Path) -> dict[str, Any]:
+def _read_config_file(path: Path, param: str = "config") -> dict[str, Any]:
     import yaml
 
     try:
         documents = list(yaml.safe_load_all(path.read_text()))
     except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise StartupError(f"Cannot read the configuration {path}: {error}.", param="config") from (
-            error
-        )
+        raise StartupError(
+            f"Cannot read the configuration {path}: {error}.", param=param
+        ) from error
     if any(isinstance(each, dict) and each.get("kind") == "RayService" for each in documents):
         raise StartupError(
             f"{path} is a file for KubeRay: `kubectl apply -f {path}` deploys it. To serve the same"
             " on this machine, save the text of its serveConfigV2 in a separate file.",
-            param="config",
+            param=param,
         )
     if len(documents) != 1 or not isinstance(documents[0], dict):
         raise StartupError(
             f"The configuration {path} must be one YAML document with keys and values.",
-            param="config",
+            param=param,
         )
     return documents[0]

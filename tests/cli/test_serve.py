@@ -63,6 +63,24 @@ def test_a_cascade_is_a_flag_with_or_without_a_file(tmp_path: Path) -> None:
         config_of("demo-small", "--cascade")
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--cascade demo-small demo-large", "no file demo-small. The word after --cascade"),
+        ("--served-model-name foo demo-small", "is 1 model, and the flag got 2 served names: foo,"),
+        ("a b --revision main", "are 2 models, and the flag got 1 revisions: main"),
+    ],
+)
+def test_a_flag_that_took_the_models_says_so(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = next(word for word in words.split() if word.startswith("--"))
+    assert main(["serve", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.endswith(f" ({flag})\n")
+    assert "put the models before this flag" in said
+
+
 def test_tenants_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text("api_keys: {a: key-a, b: key-b}\ntenants: {b: {weight: 3}}\n")
