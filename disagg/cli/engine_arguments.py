@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 
@@ -14,6 +16,22 @@ def json_object(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+
+
+def number(text: str) -> int:
+    """Parse an integer with one of vLLM's suffixes: 8k is 8000, 8K is 8192, 1.5m is 1500000.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is not such a number.
+    """
+    match = re.fullmatch(r"(-?[0-9]+)([kKmMgGtT]?)|([0-9]+\.[0-9]+)([kmgt])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number such as 8192, 8K (8 * 1024) or 8k (8 * 1000)"
+        )
+    suffix = match[2] or match[4] or ""
+    unit = (1024 if suffix.isupper() else 1000) ** " kmgt".index(suffix.lower() or " ")
+    return int(Decimal(match[1] or match[3]) * unit)
 
 
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
@@ -82,9 +100,9 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-model-len",
-        type=int,
-        help="context length: largest number of tokens of a prompt and its answer together"
-        " (default: the model's limit)",
+        type=number,
+        help="context length: largest number of tokens of a prompt and its answer together,"
+        " such as 8192, 8K (8 * 1024) or 8k (8 * 1000) (default: the model's limit)",
     )
     group.add_argument(
         "--max-num-seqs",
@@ -94,7 +112,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-num-batched-tokens",
-        type=int,
+        type=number,
         help="largest number of tokens in one step (default: 1024 on a CPU; on a GPU 2048 to 8192"
         " depending on its speed and memory)",
     )
@@ -106,7 +124,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--kv-cache-memory-bytes",
-        type=int,
+        type=number,
         help="size of the KV cache of each rank, in bytes (default on a GPU: what"
         " --gpu-memory-utilization leaves)",
     )

@@ -32,7 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
         verb.add_arguments(subparser)
         subparser.set_defaults(run=verb.run)
     parser.set_defaults(words=words)
-    chosen = parser.parse_args(words)
+    chosen, unknown = parser.parse_known_args(words)
+    if unknown:  # reported with the usage of the command, which has the flags
+        verbs.choices[chosen.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
     if signal.getsignal(signal.SIGINT) is not interrupted:
         signal.signal(signal.SIGINT, interrupted)
     try:

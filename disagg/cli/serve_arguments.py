@@ -5,19 +5,35 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from typing import Any, NamedTuple
 
-from disagg.cli.engine_arguments import add_engine_arguments
+from disagg.cli.engine_arguments import add_engine_arguments, number
 from disagg.text.reasoning import NAMES as REASONING_PARSERS
 from disagg.text.tool_parsers.registry import NAMES as TOOL_CALL_PARSERS
 
 DEFAULT_MODEL = "demo-large"
 # Flags of vLLM that disagg does not have, and what to do instead.
-NOT_HERE = {
+NOT_SUPPORTED = {
     "--pipeline-parallel-size": "use --tensor-parallel-size for a model that does not fit one"
     " device, and --nnodes to spread it over several nodes",
     "--data-parallel-size": "set the number of workers with --prefill and --decode",
+    "--tokenizer": "the tokenizer is read from the model's directory or file",
+    "--swap-space": "use --kv-offloading-size for host memory",
+    "--cpu-offload-gb": "use --quantization for smaller weights, or --tensor-parallel-size",
+    "--kv-transfer-config": "disagg transfers KV without it; --transport and --transfer-interface"
+    " choose how",
+    "--seed": "set seed in each request",
     "--enable-lora": "merge the adapter into its model first (merge_and_unload() of PEFT)",
+}
+# Switches of vLLM that have no effect here, because disagg always does what they ask for.
+NOT_NEEDED = {
+    "--enable-auto-tool-choice": "tool calls are always found in answers to requests with tools",
+    "--trust-remote-code": "disagg has its own code for each model and runs none of a checkpoint's",
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--async-scheduling": "GPU workers always use it",
+    "--disable-log-requests": "the text of requests is never logged",
+    "--no-enable-log-requests": "the text of requests is never logged",
 }
 
 
@@ -56,7 +72,7 @@ class _Noted(argparse.Action):
             }
 
 
-class _NotHere(argparse.Action):
+class _NotSupported(argparse.Action):
     """Exits with a message that says what to use instead of the flag."""
 
     def __call__(
@@ -67,7 +83,21 @@ class _NotHere(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         (flag,) = self.option_strings
-        parser.exit(2, f"disagg: {flag} is not supported: {NOT_HERE[flag]}.\n")
+        parser.exit(2, f"disagg: {flag} is not supported: {NOT_SUPPORTED[flag]}.\n")
+
+
+class _NotNeeded(argparse.Action):
+    """Accepts a switch that has no effect, and prints why."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        (flag,) = self.option_strings
+        print(f"disagg: {flag} is not needed: {NOT_NEEDED[flag]}.", file=sys.stderr)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,10 +119,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_serving_arguments(parser.add_argument_group("serving"))
     add_engine_arguments(parser.add_argument_group("engine (names follow vLLM)"))
     _add_cluster_arguments(parser.add_argument_group("cluster"))
-    for flag in NOT_HERE:
-        parser.add_argument(
-            flag, action=_NotHere, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for flag in NOT_SUPPORTED:
+        parser.add_argument(flag, action=_NotSupported, nargs="?", **hidden)
+    for flag in NOT_NEEDED:
+        parser.add_argument(flag, action=_NotNeeded, nargs=0, **hidden)
 
 
 def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
@@ -245,7 +276,7 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--cold-tier-bytes",
-        type=int,
+        type=number,
         help="memory of the embedded Redis server, in bytes (default: a sixteenth of the free"
         " memory, at most 1 GiB)",
     )

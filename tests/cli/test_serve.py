@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from disagg.cli import serve, serve_config, server_process
+from disagg.cli import serve, serve_arguments, serve_config, server_process
 from disagg.cli.main import main
 from disagg.cli.server_process import pool_sizes
 from disagg.cli.start_checks import check_models
@@ -161,6 +161,45 @@ def test_flags_of_vllm_that_are_missing_are_refused_in_words(
         rf"disagg: {written[0].split('=')[0]} is not supported: .*{words}.*\.\n",
         capsys.readouterr().err,
     )
+
+
+def test_switches_of_vllm_that_are_not_needed_are_accepted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    switches = list(serve_arguments.NOT_NEEDED)
+    assert "--enable-auto-tool-choice" in switches and "--trust-remote-code" in switches
+    config = config_of(*switches, "demo-small", "--max-num-seqs", "7")
+    assert config.tiers[0].model == "demo-small" and config.tiers[0].engine.max_num_seqs == 7
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in said] == switches
+    assert all(" is not needed: " in line for line in said)
+
+
+def test_an_unknown_flag_is_reported_below_the_usage_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "demo-small", "--no-such-flag", "3"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: disagg serve ")
+    assert said.endswith("disagg serve: error: unrecognized arguments: --no-such-flag 3\n")
+
+
+@pytest.mark.parametrize(
+    ("written", "length"),
+    [("8192", 8192), ("8k", 8000), ("8K", 8192), ("1M", 1 << 20), ("1m", 10**6), ("25.6k", 25600)],
+)
+def test_lengths_may_have_suffixes_as_in_vllm(written: str, length: int) -> None:
+    config = config_of("demo-small", "--max-model-len", written)
+    assert config.tiers[0].engine.max_model_len == length
+
+
+@pytest.mark.parametrize("written", ["8x", "k", "1.5M", "1.5", "8 k", ""])
+def test_other_suffixes_are_refused(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config_of("demo-small", "--max-model-len", written)
+    assert f"{written!r} is not a number such as 8192, 8K" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["4..1", "-1", "1..", "many", "1...4"])
