@@ -29,7 +29,8 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
         config = msgspec.convert(raw, ServeConfig)
     except msgspec.ValidationError as error:
         raise StartupError(
-            f"The configuration is not valid: {error}.{_supported(str(error))}"
+            f"The configuration is not valid: {error}.{_supported(str(error))}",
+            param=_param_of(str(error)),
         ) from error
     if not config.cluster_key:  # now, and not when workers have loaded their models
         raise StartupError(
@@ -87,6 +88,17 @@ def filled_in(args: Any, environment: Mapping[str, str]) -> Any:
                 )
             return environment[name]
     return args
+
+
+def _param_of(error: str) -> str | None:
+    """The setting that an error of msgspec is about, such as `num_threads`; settings of a pool have
+    its role in front, as flags have."""
+    match = re.search(r" - at `\$([\w.\[\]]+)`$", error)
+    if match is None or "unknown field" in error:  # then the path is that of the whole section
+        return None
+    *before, name = re.findall(r"[a-z]\w*", match[1])
+    is_of_pool = before[-1:] in (["prefill"], ["decode"])
+    return f"{before[-1]}_{name}" if is_of_pool else name
 
 
 def _supported(error: str) -> str:

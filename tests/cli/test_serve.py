@@ -81,6 +81,22 @@ def test_a_flag_that_took_the_models_says_so(
     assert "put the models before this flag" in said
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--num-threads", "--tensor-parallel-size", "--decode-tensor-parallel-size"),
+        *("--ttft-slo-s", "--max-model-len", "--port"),
+    ],
+)
+def test_a_number_that_is_not_valid_is_reported_with_its_flag(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = "-1" if flag == "--port" else "0"
+    assert main(["serve", "demo-small", f"{flag}={value}"]) == 2
+    said = capsys.readouterr().err
+    assert "is not valid: Expected " in said and said.endswith(f" ({flag})\n")
+
+
 def test_tenants_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text("api_keys: {a: key-a, b: key-b}\ntenants: {b: {weight: 3}}\n")
