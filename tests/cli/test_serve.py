@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,13 @@ def test_a_flag_that_took_the_models_says_so(
     said = capsys.readouterr().err
     assert sentence in said and said.endswith(f" ({flag})\n")
     assert "put the models before this flag" in said
+
+
+def test_the_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"disagg {version('disagg')}\n"
 
 
 @pytest.mark.parametrize(
