@@ -1,1 +1,1 @@
-"""Checks of a machine before the first request: can it serve, and if not, what to change."""
+"""Checks whether a machine can serve, and what to change if it cannot."""

@@ -1,20 +1,20 @@
-"""Checks of GPUs: whether torch can use them, and how full they are. No GPU's memory is taken."""
+"""Checks GPUs: whether torch can use them, and how full they are. Uses no GPU memory itself."""
 
 from __future__ import annotations
 
 from disagg.doctor.findings import Finding
 from disagg.kernels.devices import Device, Gpus, gpus_here
 
-BUSY_SHARE = 0.1  # of a GPU's memory that others may hold before it is worth a warning
+BUSY_SHARE = 0.1  # share of a GPU's memory that other processes may use without a warning
 
 
 def check_devices(gpus: Gpus | None = None) -> list[Finding]:
-    """Args: gpus: what there is; None: look."""
+    """Check GPUs. `gpus` None looks for the GPUs of this machine."""
     gpus = gpus_here() if gpus is None else gpus
     if gpus.problem:
-        return [Finding("CUDA", gpus.problem, "wrong", "--device cpu until then")]
+        return [Finding("CUDA", gpus.problem, "wrong", "fix it, or use --device cpu")]
     if not gpus.devices:
-        return [Finding("CUDA", "no GPU: models run on the CPU")]
+        return [Finding("CUDA", "no GPU; models run on the CPU")]
     return [_device(each) for each in gpus.devices]
 
 
@@ -25,14 +25,14 @@ def num_gpus() -> int:
 def _device(each: Device) -> Finding:
     check = f"GPU {each.id}"
     if each.total_nbytes is None or each.free_nbytes is None:
-        return Finding(check, f"{each.name or 'there'}; nvidia-smi does not say how full it is")
+        return Finding(check, f"{each.name or 'present'}; nvidia-smi does not report its memory")
     found = f"{each.name}, {each.free_nbytes >> 20} of {each.total_nbytes >> 20} MiB free"
     share = each.free_nbytes / each.total_nbytes
     if share >= 1.0 - BUSY_SHARE:
         return Finding(check, found)
     return Finding(
         check,
-        f"{found}: other processes hold the rest",
+        f"{found}; other processes use the rest",
         "warn",
-        f"end them (nvidia-smi lists them), or --gpu-memory-utilization {0.95 * share:.2f}",
+        f"end them (nvidia-smi lists them), or set --gpu-memory-utilization {0.95 * share:.2f}",
     )

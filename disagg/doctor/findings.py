@@ -1,4 +1,4 @@
-"""The doctor's report: each check, what it found, and the one line to change if it is wrong."""
+"""The report of `disagg doctor`: each check, what it found, and how to fix a problem."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Status = Literal["ok", "warn", "wrong"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One check on one machine.
+    """The result of one check on one machine.
 
     Attributes:
-        check: its name, the same on every machine: "open files".
-        found: what is there, in words and numbers.
-        status: "warn" where serving works but is slower or less safe than it could be; "wrong"
-            where it does not work.
-        change: the one line to change, a command or a setting; empty where nothing is wrong.
+        check: name of the check, the same on every machine, such as "open files".
+        found: what the check found, in words and numbers.
+        status: "warn" if serving works but is slower or less safe than it could be; "wrong" if it
+            does not work.
+        change: a command or a setting that fixes the problem; "" if there is no problem.
     """
 
     check: str
@@ -30,23 +30,23 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """One machine. `name` is its host name, with Ray's name of the node in a cluster."""
+    """The findings on one machine. `name` is its host name, on a cluster with its node id."""
 
     name: str
     findings: tuple[Finding, ...]
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """KV that `reader` pulled from `source`, as a decode worker pulls it from a prefill worker.
+    """A measured transfer: `reader` pulled KV from `source`, as a decode worker does.
 
     Attributes:
-        memory: "host", or the names of the GPUs.
-        lane: what UCX chose for the read: "cma", "rc_mlx5", "tcp".
-        latency_s: median for one block of 64 KiB.
-        bytes_per_s: median of pulls of 64 MiB.
-        limit_bytes_per_s: what the hardware between the two could do; None where nothing says so.
-        limit_source: where that figure is from.
-        ucx: the reader's version of UCX, and the modules of transports that it could load.
+        memory: "host" or "GPU".
+        lane: the UCX transport of the read: "cma", "rc_mlx5", "tcp".
+        latency_s: median time of a pull of one block of 64 KiB.
+        bytes_per_s: median rate of pulls of 64 MiB.
+        limit_bytes_per_s: rate that the hardware between the two could reach; None if unknown.
+        limit_source: the hardware that sets this limit.
+        ucx: the reader's version of UCX, and the transport modules that it could load.
         finding: the verdict.
     """
 
@@ -64,7 +64,7 @@ class TransferReport(msgspec.Struct, frozen=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True):
-    """Everything that was looked at."""
+    """The whole report."""
 
     nodes: tuple[NodeReport, ...]
     transfers: tuple[TransferReport, ...] = ()
@@ -78,7 +78,7 @@ class DoctorReport(msgspec.Struct, frozen=True):
 
     @property
     def transfer_prior(self) -> TransferPrior | None:
-        """The slowest transfer between two nodes, or within one where there is only one."""
+        """The slowest transfer between two nodes, or within a node if there is only one."""
         done = [each for each in self.transfers if each.latency_s and each.bytes_per_s]
         between = [each for each in done if each.is_between_nodes]
         if not done:

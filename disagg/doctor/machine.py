@@ -1,7 +1,7 @@
-"""Checks of one machine that need neither torch nor Ray: processor, memory, limits, ports.
+"""Checks one machine without torch and Ray: processor, memory, limits, ports.
 
-Every check is a function of plain numbers, and a second function reads these numbers, so that tests
-can produce each result. Reads Linux's files; if they are absent, the check says so.
+Every check is a function of plain numbers, and other functions read these numbers, so that tests
+can produce each result. They are read from Linux's files; if a file is missing, the check says so.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from disagg.host import read_memory, usable_cores
 from disagg.kernels.cpu_library import SAMPLING, Found, find_library, find_step
 
 GIB = 1 << 30
-LEAST_OPEN_FILES = 1024  # a connection for each client, and Ray's own
+LEAST_OPEN_FILES = 1024  # for a connection per client, and for Ray
 ADVISED_OPEN_FILES = 65536
-LEAST_SHM_NBYTES = GIB  # Docker gives 64 MB; Ray's object store and UCX live there
-FULL_DISK = 0.95  # from here on Ray refuses to write objects
+LEAST_SHM_NBYTES = GIB  # for Ray's object store and UCX; Docker's default is 64 MB
+FULL_DISK = 0.95  # share of used space from which Ray refuses to write objects
 INFINIBAND = Path("/sys/class/infiniband")
 PACKAGES = ("disagg", "torch", "triton", "ray", "msgspec", "redis")
-PROGRAM_S = 10.0  # until a program has said its version
+PROGRAM_S = 10.0  # time limit for a program to print its version
 LEAST_CLOCK_ERROR_S, WRONG_CLOCK_ERROR_S = 0.1, 5.0
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What is told of a machine to judge a transfer.
+    """Properties of a machine that are needed to judge a transfer.
 
     Attributes:
-        name: in reports.
-        host: equal for two nodes on one machine.
-        link_bytes_per_s: of the fastest network device; 0 where none says.
-        link_name: of that device.
+        name: its name in reports.
+        host: identifies the machine; equal for two nodes on one machine.
+        link_bytes_per_s: speed of the fastest network device; 0 if unknown.
+        link_name: name of that device.
     """
 
     name: str
@@ -56,14 +56,14 @@ def here(name: str, num_gpus: int) -> Machine:
 
 
 def check_machine() -> list[Finding]:
-    """Everything here but ports, which belong to the machine where HTTP listens."""
+    """All checks of this module except for the port of the HTTP server."""
     return [
         _processor(),
         cpu_kernels(find_step(), find_library(SAMPLING)),
         memory(*read_memory()),
         shared_memory(os.statvfs("/dev/shm").f_frsize * os.statvfs("/dev/shm").f_blocks)
         if os.path.isdir("/dev/shm")
-        else Finding("shared memory", "there is no /dev/shm", "warn", "mount tmpfs on /dev/shm"),
+        else Finding("shared memory", "/dev/shm does not exist", "warn", "mount tmpfs on /dev/shm"),
         open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _names(INFINIBAND)),
         ptrace(_read("/proc/sys/kernel/yama/ptrace_scope")),
@@ -74,18 +74,18 @@ def check_machine() -> list[Finding]:
 
 
 def cpu_kernels(step: Found, sampling: Found) -> Finding:
-    """What computes decode steps and samples tokens here, where no GPU does."""
+    """Whether decode steps and sampling on a CPU are compiled."""
     sentence = f"decode steps: {step.sentence}; sampling: {sampling.sentence}"
     if not step.may_be_built and not sampling.may_be_built:
         return Finding("CPU kernels", sentence)
-    advice = "install a C++ compiler (g++), then disagg once more: decode steps on a CPU are slower"
+    advice = "install a C++ compiler (g++), then reinstall disagg, for faster decode on CPUs"
     return Finding("CPU kernels", sentence, "warn", advice)
 
 
 def memory(total_nbytes: int, available_nbytes: int) -> Finding:
     found = f"{available_nbytes / GIB:.1f} GiB free of {total_nbytes / GIB:.1f}"
     if total_nbytes and available_nbytes < 2 * GIB:
-        return Finding("memory", found, "warn", "stop other programs: Ray alone takes 1 to 2 GiB")
+        return Finding("memory", found, "warn", "stop other programs; Ray alone needs 1 to 2 GiB")
     return Finding("memory", found)
 
 
@@ -96,7 +96,7 @@ def shared_memory(nbytes: int) -> Finding:
             "shared memory",
             found,
             "warn",
-            "docker run --shm-size=2g, or in Kubernetes an emptyDir of medium: Memory on /dev/shm",
+            "docker run --shm-size=2g; in Kubernetes mount an emptyDir (medium: Memory) there",
         )
     return Finding("shared memory", found)
 
@@ -111,7 +111,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 def locked_memory(soft: int, infiniband: list[str]) -> Finding:
-    """RDMA pins the KV cache, which a limit refuses."""
+    """Whether RDMA may pin the KV cache, for which the limit must be unlimited."""
     unlimited = soft == resource.RLIM_INFINITY
     found = "unlimited" if unlimited else f"{soft} bytes"
     if unlimited or not infiniband:
@@ -121,12 +121,12 @@ def locked_memory(soft: int, infiniband: list[str]) -> Finding:
 
 
 def ptrace(scope: str) -> Finding:
-    """Between processes of a machine UCX reads by process_vm_readv, which Yama may forbid."""
+    """Whether UCX may use process_vm_readv between processes, which Yama may forbid."""
     if scope in ("", "0"):
         return Finding("reading other processes", "allowed (no restriction by Yama)")
     return Finding(
         "reading other processes",
-        f"restricted (kernel.yama.ptrace_scope = {scope}): workers of one machine copy KV twice",
+        f"restricted (kernel.yama.ptrace_scope = {scope}); local KV transfers are slower",
         "warn",
         "sysctl kernel.yama.ptrace_scope=0, or run containers with --cap-add=SYS_PTRACE",
     )
@@ -136,17 +136,17 @@ def disk(usage: tuple[int, int, int]) -> Finding:
     total, used, free = usage
     found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} under /tmp"
     if total and used / total > FULL_DISK:
-        return Finding("disk", found, "warn", "free some of /tmp: Ray stops writing at 95 %")
+        return Finding("disk", found, "warn", "free space in /tmp; Ray stops writing at 95 %")
     return Finding("disk", found)
 
 
 def clock(offset_s: float) -> Finding:
-    """Deadlines are times of day: a clock that is ahead ends requests too early.
+    """Whether clocks agree. Deadlines are Unix times, so a fast clock ends requests too early.
 
     Args:
-        offset_s: of this machine's clock from that of the machine that asks.
+        offset_s: difference of this machine's clock to that of the checking machine.
     """
-    found = f"{offset_s * 1e3:+.0f} ms from the clock here"
+    found = f"{offset_s * 1e3:+.0f} ms from the clock of this machine"
     if abs(offset_s) < LEAST_CLOCK_ERROR_S:
         return Finding("clock", found)
     status: Status = "wrong" if abs(offset_s) >= WRONG_CLOCK_ERROR_S else "warn"
@@ -154,7 +154,7 @@ def clock(offset_s: float) -> Finding:
 
 
 def port(host: str, number: int) -> Finding:
-    """Whether HTTP could listen there, and who does if not."""
+    """Whether the HTTP server can listen on a port, and which process uses it if not."""
     check = f"port {number}"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -163,21 +163,21 @@ def port(host: str, number: int) -> Finding:
             probe.bind((host, number))
         except OverflowError:
             return Finding(
-                check, "a port is 0 to 65535", "wrong", "disagg serve --port with a free one"
+                check, "a port is from 0 to 65535", "wrong", "choose another one with --port"
             )
         except OSError as error:
-            who = listener(number)
-            found = f"{who} listens there" if who else f"{host}: {error.strerror}"
-            return Finding(check, found, "wrong", "disagg serve --port with a free one")
+            process = listener(number)
+            found = f"in use by {process}" if process else f"{host}: {error.strerror}"
+            return Finding(check, found, "wrong", "choose a free one with --port")
     return Finding(check, f"free on {host}")
 
 
 def program(check: str, path: str, flag: str, advice: str) -> Finding:
-    """A program that `disagg serve` starts, and its version.
+    """Whether a program that `disagg serve` starts can run, and its version.
 
     Args:
-        flag: with which it says its version.
-        advice: what to change where it does not run.
+        flag: flag with which it prints its version.
+        advice: how to fix it if it does not run.
     """
     try:
         done = subprocess.run([path, flag], capture_output=True, text=True, timeout=PROGRAM_S)
@@ -185,13 +185,13 @@ def program(check: str, path: str, flag: str, advice: str) -> Finding:
         return Finding(check, f"{path} does not run: {error}", "warn", advice)
     number = re.search(r"\d+\.\d+(\.\d+)?", done.stdout)
     if done.returncode or number is None:
-        said = (done.stderr or done.stdout).strip().partition("\n")[0]
-        return Finding(check, f"{path} does not run: {said or done.returncode}", "warn", advice)
+        output = (done.stderr or done.stdout).strip().partition("\n")[0]
+        return Finding(check, f"{path} does not run: {output or done.returncode}", "warn", advice)
     return Finding(check, f"{number[0]}, {path}")
 
 
 def listener(number: int) -> str:
-    """Which process listens on a TCP port here, as "nginx (pid 12)"; "" if unknown."""
+    """The process that listens on a local TCP port, as "nginx (pid 12)"; "" if unknown."""
     inodes = {
         fields[9]
         for table in ("/proc/net/tcp", "/proc/net/tcp6")
@@ -204,12 +204,12 @@ def listener(number: int) -> str:
             if any(os.readlink(each) in sockets for each in (process / "fd").iterdir()):
                 return f"{_read(process / 'comm')} (pid {process.name})"
         except OSError:
-            continue  # ended meanwhile, or another user's
+            continue  # the process has ended or belongs to another user
     return ""
 
 
 def link_speed() -> tuple[float, str]:
-    """Bytes a second of the fastest network device, and which one it is; (0, "") if none says."""
+    """Bytes per second and name of the fastest network device; (0, "") if no speed is known."""
     speeds: list[tuple[float, str]] = []
     for rate in INFINIBAND.glob("*/ports/*/rate"):  # "400 Gb/sec (4X NDR)"
         words = _read(rate).split()
@@ -236,7 +236,7 @@ def _processor() -> Finding:
 def _network() -> Finding:
     bytes_per_s, device = link_speed()
     infiniband = _names(INFINIBAND)
-    found = f"{device}: {bytes_per_s * 8 / 1e9:.0f} Gb/s" if device else "no device says its speed"
+    found = f"{device}: {bytes_per_s * 8 / 1e9:.0f} Gb/s" if device else "unknown speed"
     return Finding("network", f"{found}; RDMA devices: {', '.join(infiniband) or 'none'}")
 
 

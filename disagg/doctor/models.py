@@ -1,4 +1,4 @@
-"""Checks of a model: what it needs, and how many tokens of KV fit into memory beside it."""
+"""Checks a model: what it needs, and how many tokens of KV fit into the remaining memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def check_model(tier: TierConfig) -> list[Finding]:
-    """Read a model's description and its weights' headers; do the arithmetic of one worker."""
+    """Compute the memory of one worker from a model's description and its weights' headers."""
     check = f"model {tier.name}"
     gpus = gpus_here().devices if tier.engine.device != "cpu" else ()
     gpu_nbytes, gpu_name = (gpus[0].total_nbytes, gpus[0].name) if gpus else (None, "")
@@ -31,21 +31,23 @@ def check_model(tier: TierConfig) -> list[Finding]:
     num_params = shape_of(model).num_params
     described = f"{model.config.family}, {num_params / 1e6:.0f} M parameters"
     if plan is None:
-        found = f"{described}; the GPU's memory is not known here, so a worker finds out"
+        found = f"{described}; the GPU's memory is unknown here, so workers check it at their start"
         return [Finding(check, found)]
-    described += f", {plan.weights_nbytes / GIB:.2f} GiB of weights as they are computed"
+    described += f", {plan.weights_nbytes / GIB:.2f} GiB of weights in memory"
     if model.is_quantized:
         described += f" ({model.stored_nbytes / GIB:.2f} GiB in files)"
     num_tokens = plan.num_kv_tokens(tier.engine, gpu_nbytes)
     room = (
-        f"{num_tokens} tokens a worker, {plan.shape.block_nbytes // plan.shape.block_size} bytes"
-        f" each: {num_tokens / plan.max_model_len:.1f} requests of {plan.max_model_len} tokens;"
-        f" steps of {plan.max_num_seqs} sequences and {plan.max_num_batched_tokens} tokens"
+        f"{num_tokens} tokens per worker of {plan.shape.block_nbytes // plan.shape.block_size}"
+        f" bytes each, enough for {num_tokens / plan.max_model_len:.1f} requests of"
+        f" {plan.max_model_len} tokens; steps of up to {plan.max_num_seqs} sequences and"
+        f" {plan.max_num_batched_tokens} tokens"
     )
     return [Finding(check, described), Finding(f"KV of {tier.name}", room)]
 
 
 def _flag(error: DisaggError) -> str:
-    if error.param == "model":  # no flag: the first argument
+    """How to name the setting that an error is about."""
+    if error.param == "model":  # it has no flag, because it is a positional argument
         return "the path or the name of the model"
     return f"--{error.param.replace('_', '-')}" if error.param else "the model directory"

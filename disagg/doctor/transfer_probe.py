@@ -1,8 +1,8 @@
 """One side of a measured transfer: `python -m disagg.doctor.transfer_probe NAME DEVICE INTERFACE`.
 
-Runs in a process of its own, because a broken transport may crash its process. Writes one line of
-JSON, a `Peer` to pull from. For each `Peer` of another probe that it reads, it pulls from that
-probe and writes `Figures`. Ends when its input ends.
+It runs in a separate process, because a broken transport may crash its process. It writes one line
+of JSON, a `Peer` to pull from. For each `Peer` of another probe that it reads, it pulls from that
+probe and writes `Figures`. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ LAYOUT = "disagg-doctor"
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What one probe measured of another, or why it could not.
+    """The measurements of one probe that pulls from another, or the error.
 
     Attributes:
-        latency_s: median of pulls of one block.
-        bytes_per_s: of pulls of all blocks at once.
-        copy_bytes_per_s: a plain copy of as many bytes within this process; None on a GPU.
-        lane: what UCX chose for these reads.
-        ucx: its version, and the modules of transports that it could load.
-        error: empty, or nothing else is valid.
+        latency_s: median time of a pull of one block.
+        bytes_per_s: median rate of a pull of all blocks.
+        copy_bytes_per_s: rate of a plain copy of as many bytes in this process; None on a GPU.
+        lane: the UCX transport of these reads.
+        ucx: version of UCX, and the transport modules that it could load.
+        error: the error; if it is not "", no other field is valid.
     """
 
     latency_s: float = 0.0
@@ -58,7 +58,7 @@ class Probe:
     """A slab behind a NIXL agent.
 
     Args:
-        interface: where UCX may listen; see `kvtransfer.ucx.ucx_settings`.
+        interface: network interface for UCX; see `kvtransfer.ucx.ucx_settings`.
     """
 
     def __init__(self, name: str, device_id: int, interface: str | None) -> None:
@@ -76,14 +76,14 @@ class Probe:
             stamps,
             clock=time.perf_counter,
             pull_timeout_s=PULL_TIMEOUT_S,
-            begin_thread=lambda: self._fill(1),  # on a GPU: the thread then has its context
+            begin_thread=lambda: self._fill(1),  # gives the thread a CUDA context on a GPU
             interface=interface,
         )
 
     def measure(self, peer: Peer) -> Figures:
         try:
             self.side.add_peer(peer)
-            self._pull(peer, 1)  # the handshake and the first look at the lanes
+            self._pull(peer, 1)  # the first pull includes the handshake, so it is not measured
             small = [self._pull(peer, 1).seconds for _ in range(NUM_LATENCIES)]
             self._pull(peer, NUM_BLOCKS)
             large = [self._pull(peer, NUM_BLOCKS) for _ in range(NUM_BANDWIDTHS)]
@@ -98,7 +98,7 @@ class Probe:
         )
 
     def _pull(self, peer: Peer, num_blocks: int) -> PullDone:
-        """Raises `DisaggError` where nothing came."""
+        """Pull blocks and wait for the end. Raises `DisaggError` if the pull fails."""
         self._num_pulls += 1
         ticket = KVTicket(
             ticket_id=f"{self._name}-{self._num_pulls}",
@@ -118,7 +118,7 @@ class Probe:
                         raise DisaggError(event.error)
                     return event
             time.sleep(10e-6)
-        raise DisaggError(f"nothing came within {2 * PULL_TIMEOUT_S:.0f} s")
+        raise DisaggError(f"the pull did not end within {2 * PULL_TIMEOUT_S:.0f} s")
 
     def _copy_speed(self) -> float | None:
         if self.slab.device_id != HOST:
@@ -126,7 +126,7 @@ class Probe:
         other = allocate_host(self.slab.nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(other))
         seconds = []
-        for _ in range(NUM_BANDWIDTHS + 1):  # the first one touches the pages
+        for _ in range(NUM_BANDWIDTHS + 1):  # the first copy allocates pages and does not count
             began_s = time.perf_counter()
             ctypes.memmove(address, self.slab.base_address, self.slab.nbytes)
             seconds.append(time.perf_counter() - began_s)
@@ -134,7 +134,7 @@ class Probe:
 
 
 def _memory(device_id: int) -> tuple[Slab, Callable[[int], None]]:
-    """A slab on a device, and what fills it with a value."""
+    """A slab on a device, and a function that fills it with a value."""
     owner: Any
     if device_id == HOST:
         owner = allocate_host(NUM_BLOCKS * BLOCK_NBYTES)
@@ -158,7 +158,7 @@ def _memory(device_id: int) -> tuple[Slab, Callable[[int], None]]:
 
 
 def _ucx() -> str:
-    """As "1.20.0: cma, cuda, ib"; shared memory and TCP are built in."""
+    """Version and modules of UCX, as "1.20.0: cma, cuda". Shared memory and TCP are built in."""
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     modules = {match[1] for path in mapped if (match := re.search(r"/libuct_([a-z]+)[._]", path))}
     library = next((path for path in mapped if re.search(r"/libucp[-.]", path)), None)
@@ -172,7 +172,7 @@ def _ucx() -> str:
 def main(name: str, device: str, interface: str) -> None:
     try:
         probe = Probe(name, int(device), interface or None)
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is reported to the reader of the output
         print(msgspec.json.encode(Figures(error=f"{error}")).decode(), flush=True)
         return
     print(msgspec.json.encode(probe.side.peer).decode(), flush=True)

@@ -1,4 +1,4 @@
-"""Measures KV transfers between two probes, and compares them with what their connection allows."""
+"""Measures KV transfers between two probes, and compares them with the limit of the hardware."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from disagg.kvtransfer.ucx import LOOPBACK
 
 START_TIMEOUT_S = 60.0
 MEASURE_TIMEOUT_S = 120.0
-LEAST_SHARE = 0.3  # of what the hardware could do; below it something is in the way
+LEAST_SHARE = 0.3  # share of the hardware's limit below which a transfer is suspiciously slow
 
 
 class ProbeProcess:
     """A probe on this machine.
 
     Args:
-        device_id: -1 measures host memory, otherwise a GPU's memory.
-        interface: where UCX may listen; None: wherever it likes.
+        device_id: the GPU whose memory is measured; -1 for host memory.
+        interface: network interface for UCX; None lets UCX choose.
     """
 
     def __init__(self, name: str, device_id: int, interface: str | None = LOOPBACK) -> None:
@@ -42,7 +42,7 @@ class ProbeProcess:
         )
 
     def peer(self) -> Peer:
-        """How others reach it. Raises `TransferFailed` with the reason why nobody can."""
+        """The peer record with which other probes reach it. Raises `TransferFailed`."""
         line = self._line(START_TIMEOUT_S)
         try:
             return msgspec.json.decode(line, type=Peer)
@@ -50,7 +50,7 @@ class ProbeProcess:
             raise TransferFailed(msgspec.json.decode(line, type=Figures).error) from None
 
     def measure(self, peer: Peer) -> Figures:
-        """Pull from another probe. It never raises: what goes wrong is in the figures."""
+        """Pull from another probe. Errors are in the figures and are not raised."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(peer) + b"\n")
@@ -69,7 +69,7 @@ class ProbeProcess:
         self._process.stdout.close()
 
     def _line(self, timeout_s: float) -> bytes:
-        """The next line of JSON; NIXL may print others."""
+        """The next line of JSON. NIXL may print other lines, which are skipped."""
         assert self._process.stdout is not None
         deadline, line = time.monotonic() + timeout_s, b""
         while (left_s := deadline - time.monotonic()) > 0:
@@ -90,26 +90,26 @@ class ProbeProcess:
 def judge(
     source: Machine, reader: Machine, figures: Figures, is_between_nodes: bool = False
 ) -> TransferReport:
-    """What a measurement means between these two machines."""
+    """Judge a measurement between two machines."""
     memory = "GPU" if source.num_gpus and reader.num_gpus else "host"
     check = f"KV from {source.name} to {reader.name}"
     if figures.error:
         finding = Finding(
             check,
-            f"NIXL moves nothing: {figures.error}",
+            f"NIXL transfers fail: {figures.error}",
             "wrong",
-            "open the ports between the two for each other (docs/security.md)",
+            "open the ports between the two machines (docs/security.md)",
         )
         return TransferReport(source.name, reader.name, memory, finding)
     limit, limit_source = _limit(source, reader, figures)
-    by = figures.lane or "a lane that UCX does not name"
-    speed = f"{figures.bytes_per_s / 1e9:.2f} GB/s, {figures.latency_s * 1e6:.0f} us, by {by}"
+    lane = figures.lane or "an unknown lane"
+    speed = f"{figures.bytes_per_s / 1e9:.2f} GB/s, {figures.latency_s * 1e6:.0f} us, by {lane}"
     finding = Finding(check, speed)
     if advice := _better_lane(source, reader, figures.lane):
         finding = Finding(check, speed, "warn", advice)
     elif limit and figures.bytes_per_s < LEAST_SHARE * limit:
         share = f"{speed}: {figures.bytes_per_s / limit:.0%} of {limit_source}"
-        finding = Finding(check, share, "warn", "stop other loads and measure again")
+        finding = Finding(check, share, "warn", "stop other load and measure again")
     return TransferReport(
         source.name,
         reader.name,
@@ -126,7 +126,7 @@ def judge(
 
 
 def measure_here(machine: Machine) -> list[TransferReport]:
-    """Between two processes of this machine, in both directions; of two GPUs where there are."""
+    """Transfers between two processes of this machine, in both directions, on GPUs if possible."""
     devices = (0, min(1, machine.num_gpus - 1)) if machine.num_gpus else (HOST, HOST)
     sides = [
         msgspec.structs.replace(machine, name=f"{machine.name} ({part})") for part in ("a", "b")
@@ -148,7 +148,7 @@ def measure_here(machine: Machine) -> list[TransferReport]:
 
 
 def _limit(source: Machine, reader: Machine, figures: Figures) -> tuple[float | None, str]:
-    """Bytes a second that the hardware between the two could do, and which hardware that is."""
+    """Bytes per second that the hardware between the two could reach, and the limiting hardware."""
     if source.host == reader.host:
         if figures.copy_bytes_per_s is None:
             return None, ""
@@ -161,13 +161,13 @@ def _limit(source: Machine, reader: Machine, figures: Figures) -> tuple[float | 
 
 
 def _better_lane(source: Machine, reader: Machine, lane: str) -> str:
-    """What to change where the hardware has a better way than UCX took."""
+    """How to make UCX use a faster transport that the hardware has; "" if there is none."""
     if "tcp" not in lane:
         return ""
     if source.host == reader.host:
         if source.num_gpus and reader.num_gpus:
-            return "UCX_TLS must not leave out cuda_ipc; run containers with --ipc=host"
+            return "include cuda_ipc in UCX_TLS; run containers with --ipc=host"
         return "allow process_vm_readv: --cap-add=SYS_PTRACE, and one PID namespace for workers"
     if source.has_rdma and reader.has_rdma:
-        return "let UCX use RDMA: pass /dev/infiniband into containers, and ulimit -l unlimited"
+        return "let UCX use RDMA: pass /dev/infiniband to containers, and set ulimit -l unlimited"
     return ""

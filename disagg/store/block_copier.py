@@ -18,27 +18,32 @@ T = TypeVar("T")
 class BlockCopier(Protocol):
     """Two queues of copies, one per direction, each processed in order. No method waits.
 
-    Used by one thread. Only the copier may write to the destination of a queued copy. The source
-    may change during the copy; the caller must detect that, and discard the copy.
+    It is used by one thread. Only the copier may write to the destination of a queued copy. The
+    source may change during the copy; the caller must detect that and discard the copy.
     """
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy each (block, slot) to the host, as of the work given to the device before."""
+        """Copy each (block, slot) to host memory, after work submitted to the device before."""
         ...
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy each (slot, block) to the cache, after the work given to the device before."""
+        """Copy each (slot, block) to the cache, after work submitted to the device before."""
         ...
 
     def take_saved(self) -> int:
-        """How many calls of `save` have ended since the last call."""
+        """Number of calls of `save` whose copies have ended since the last call."""
         ...
 
     def take_loaded(self) -> list[float]:
-        """The seconds of each call of `load` that has ended since, without the queue."""
+        """Seconds of each call of `load` whose copies have ended since the last call.
+
+        The time in the queue does not count.
+        """
         ...
 
-    def read_slot(self, slot: int) -> bytes: ...
+    def read_slot(self, slot: int) -> bytes:
+        """The bytes of a block in host memory."""
+        ...
 
     def close(self) -> None: ...
 
@@ -49,7 +54,7 @@ class _BlockCopy(NamedTuple):
 
 
 class ThreadCopier:
-    """Between two slabs in host memory, by a thread of its own.
+    """Copies between two slabs in host memory, in a separate thread.
 
     Loads go before saves: a request may wait for a load, but never for a save.
     """
@@ -80,7 +85,7 @@ class ThreadCopier:
         return ctypes.string_at(self._host.address(slot), self._host.block_nbytes)
 
     def close(self) -> None:
-        """Ends after the copy under way; the rest is not copied."""
+        """End after the running copy. Queued copies are dropped."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -106,7 +111,7 @@ class ThreadCopier:
 
 
 def _copy(source: Slab, into: Slab, pairs: Sequence[tuple[int, int]]) -> None:
-    """Without the interpreter's lock, as every foreign function."""
+    """Copy blocks between slabs. ctypes releases the interpreter lock meanwhile."""
     for first, into_first, num_blocks in merge_runs(pairs):
         nbytes = num_blocks * source.block_nbytes
         ctypes.memmove(into.address(into_first), source.address(first), nbytes)

@@ -1,4 +1,4 @@
-"""A circuit breaker with growing pauses. Pure: the caller passes the time."""
+"""A circuit breaker with growing pauses. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _LONGEST_PAUSE_S = 10.0
 
 
 class Breaker:
-    """Closed (calls go through) until a failure; then open for a pause that doubles each time.
+    """Is closed (calls go through) until a failure, then open for a pause that doubles each time.
 
     After a pause one call goes through as a trial: its success closes the breaker, its failure
     opens it for longer.
@@ -18,7 +18,7 @@ class Breaker:
         self._open_until_s = 0.0
 
     def left_s(self, now_s: float) -> float:
-        """Seconds until the next call may go through; 0 when it may now."""
+        """Seconds until the next call may go through; 0 if it may go now."""
         return max(0.0, self._open_until_s - now_s) if self._pause_s else 0.0
 
     def succeeded(self) -> None:

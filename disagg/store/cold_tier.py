@@ -1,7 +1,7 @@
-"""The cold KV tier: evicted blocks are stored outside of the worker (Redis) and loaded again.
+"""The cold KV tier: evicted blocks are stored outside of the worker (in Redis) and loaded again.
 
-Owned by the engine's thread; no method waits. The network is behind `StoreThread`. Every failure is
-a cache miss: blocks that are lost, late or damaged are computed.
+It is used by the engine's thread only, and no method waits: `StoreThread` makes the network calls.
+Every failure is a cache miss: blocks that are lost, late or damaged are computed.
 
 After a failure the store counts as unreachable until it has answered a probe. No request waits for
 the probe.
@@ -26,24 +26,25 @@ log = logging.getLogger(__name__)
 
 STORE_ID = "store"  # its source id in a `TransferTimeModel`
 
-_STALE_S = 60.0  # slow figures expire, so that lookups are tried again
+_STALE_S = 60.0  # measured times expire after this time, so that a slow store is tried again
 
-_MAX_KNOWN = 32768  # names, about 200 bytes each
+_MAX_KNOWN = 32768  # largest number of remembered hashes, about 200 bytes each
 
-_QUEUE_NBYTES = 64 << 20  # of blocks that wait to be stored
-_FETCH_NBYTES = 256 << 20  # of blocks that are being fetched or wait for `poll`
-# At least so many, however large a block is: a prompt evicts many at once, and needs all of them.
+_QUEUE_NBYTES = 64 << 20  # usual limit of blocks that wait to be stored
+_FETCH_NBYTES = 256 << 20  # usual limit of blocks that are being fetched
+# Limits of at least this many blocks, however large they are: a prompt evicts many at once, and needs
+# all of them.
 _NUM_QUEUED_BLOCKS = 64
 _NUM_FETCHED_BLOCKS = 128
 
 
 def queue_nbytes_for(block_nbytes: int) -> int:
-    """Bytes of blocks that may wait to be stored: 64 MiB, or 64 blocks if these are larger."""
+    """Largest size of all blocks that wait to be stored: 64 MiB, or 64 blocks if that is more."""
     return max(_QUEUE_NBYTES, _NUM_QUEUED_BLOCKS * block_nbytes)
 
 
 def fetch_nbytes_for(block_nbytes: int) -> int:
-    """Bytes of blocks that may be fetched at a time: 256 MiB, or 128 blocks if larger."""
+    """Largest size of all blocks that are fetched at a time: 256 MiB, or 128 blocks if more."""
     return max(_FETCH_NBYTES, _NUM_FETCHED_BLOCKS * block_nbytes)
 
 
@@ -54,18 +55,18 @@ class Fetch:
     hashes: tuple[BlockHash, ...]
     done: bool = False
     num_found: int = 0  # leading blocks in the store, loaded or not
-    blocks: list[bytes] = field(default_factory=list)  # of `hashes[:len(blocks)]`
-    seconds: float = 0.0  # in the store, without the queue before it
+    blocks: list[bytes] = field(default_factory=list)  # the blocks of `hashes[:len(blocks)]`
+    seconds: float = 0.0  # time in the store, without the time in the queue
     error: str | None = None  # why blocks may be missing
 
 
 @dataclass(slots=True)
 class ColdTierStats:
-    """Counts since the start; `queued_nbytes` is of now."""
+    """Counts since the start. `queued_nbytes` is the current value."""
 
     num_stored: int = 0
-    num_dropped: int = 0  # not taken: the store is unreachable, or the queue full or closed
-    num_known: int = 0  # offered, but already in the store
+    num_dropped: int = 0  # blocks not stored: the store is unreachable, or the queue full or closed
+    num_known: int = 0  # offered blocks that are already in the store
     num_put_failures: int = 0
     queued_nbytes: int = 0
     num_hits: int = 0  # blocks that were loaded
@@ -76,15 +77,15 @@ class ColdTier:
     """One worker's access to the store.
 
     Args:
-        store: owned by the tier from now on; `close` closes it.
-        block_nbytes: size of every block; of several ranks, that of the first one's part.
-        times: learns the store's latency and rate as those of source `STORE_ID`; the worker's own
-            one may be shared, since both belong to the engine's thread.
-        queue_nbytes: of blocks that wait to be stored; None: `queue_nbytes_for`.
-        fetch_nbytes: of blocks that are being fetched or wait for `poll`; None:
-            `fetch_nbytes_for`.
-        clock: seconds, monotonic.
-        others: of the worker's other ranks, those that put their parts.
+        store: used only by the tier from now on; `close` closes it.
+        block_nbytes: size of every block; with several ranks, the size of the first rank's part.
+        times: learns the store's latency and rate under the source `STORE_ID`.
+        queue_nbytes: largest size of all blocks that wait to be stored; None for
+            `queue_nbytes_for`.
+        fetch_nbytes: largest size of all blocks that are being fetched or wait for `poll`; None
+            for `fetch_nbytes_for`.
+        clock: returns monotonic seconds.
+        others: the stores of the worker's other ranks that put their parts.
     """
 
     def __init__(
@@ -117,12 +118,12 @@ class ColdTier:
 
     @property
     def num_under_way(self) -> int:
-        """Lookups that `poll` has not reported; while there are any, poll often."""
+        """Number of lookups that `poll` has not reported. While there are any, poll often."""
         return len(self._under_way) + len(self._ended)
 
     @property
     def is_away(self) -> bool:
-        """Whether the store's last answer was a failure: then no request should wait for it."""
+        """Whether the last call to the store failed. No request should then wait for it."""
         self._take_done()
         return self._is_away
 
@@ -134,41 +135,42 @@ class ColdTier:
         in_host: bool = False,
     ) -> int:
         """Store copies of evicted blocks that the store does not have, if the queue has room.
-        Returns how many are stored.
+
+        Returns the number of blocks that will be stored.
 
         Args:
-            blocks: with the number of each in the cache or, if `in_host`, of its slot there.
-            read: called once, if any are stored, with their numbers; returns the blocks, or
-                functions that the store's thread calls for them.
+            blocks: hashes of blocks, each with its number in the cache or, if `in_host`, its slot.
+            read: called once with the numbers of the blocks to store, if there are any; returns
+                their bytes, or functions that return these in the store's thread.
         """
-        self._take_done()  # once, since it asks every rank
+        self._take_done()  # only once, because it polls every rank
         stats, before_nbytes = self.stats, self.stats.queued_nbytes
-        wanted: list[tuple[int, BlockHash]] = []
+        to_store: list[tuple[int, BlockHash]] = []
         for each in blocks:
-            if self._wants(each[1]):
+            if self._should_store(each[1]):
                 stats.queued_nbytes += self._block_nbytes
-                wanted.append(each)
-        if not wanted:
+                to_store.append(each)
+        if not to_store:
             return 0
         try:
-            found = read([number for number, _ in wanted])
+            found = read([number for number, _ in to_store])
             for block in found:
                 if isinstance(block, bytes) and len(block) != self._block_nbytes:
                     nbytes = len(block)
-                    raise ValueError(f"a block has {self._block_nbytes} bytes, this one {nbytes}")
+                    raise ValueError(f"a block must have {self._block_nbytes} bytes, not {nbytes}")
         except BaseException:
             stats.queued_nbytes = before_nbytes
             raise
         self._thread.put(
             [
                 PutJob(block_hash, block, number, in_host)
-                for (number, block_hash), block in zip(wanted, found, strict=True)
+                for (number, block_hash), block in zip(to_store, found, strict=True)
             ]
         )
-        return len(wanted)
+        return len(to_store)
 
     def predicted_s(self, num_blocks: int) -> float:
-        """Predicted seconds to load so many blocks, from recent loads or the prior."""
+        """Predicted seconds to load `num_blocks` blocks, from recent loads or the prior."""
         if self._clock() - self._observed_s > _STALE_S:
             self._times.forget(STORE_ID)
         return self._times.transfer_s(STORE_ID, num_blocks * self._block_nbytes)
@@ -179,20 +181,20 @@ class ColdTier:
         """Start to fetch the leading blocks of `hashes` that the store has.
 
         Args:
-            hashes: a run of a request's blocks, from the first that is not cached here.
-            compute_s: predicted seconds to compute the first n of them; called in another thread.
-                If computing is faster, the blocks are not loaded.
+            hashes: a run of a request's blocks, from the first one that is not cached here.
+            compute_s: returns predicted seconds to compute the first n of them; called in another
+                thread. If computing is faster, the blocks are not loaded.
         """
         fetch = Fetch(tuple(hashes))
         self._take_done()
         room = self._num_fetchable - sum(len(job.hashes) for _, job in self._under_way.values())
         room -= sum(len(ended.blocks) for ended in self._ended)
         if self._closed or room <= 0:
-            fetch.error = "the tier is closed" if self._closed else "too many fetches at once"
+            fetch.error = "the tier is closed" if self._closed else "too many fetches at a time"
         if not hashes or fetch.error is not None:
             self._end(fetch)
             return fetch
-        # A straight line through the fit: the fit itself belongs to this thread.
+        # Another thread may not use the model itself, so it gets a straight line.
         base_s = self.predicted_s(0)
         block_s = (self.predicted_s(len(hashes)) - base_s) / len(hashes)
 
@@ -206,23 +208,23 @@ class ColdTier:
         return fetch
 
     def probe(self, block_hash: BlockHash) -> None:
-        """Look a hash up in an unreachable store, to find out whether it is reachable again."""
+        """Look up a hash in an unreachable store, to find out whether it is reachable again."""
         if not self._under_way:
             self.lookup((block_hash,), lambda num_found: 0.0)
 
     def cancel(self, fetch: Fetch) -> None:
-        """Cancel a lookup whose blocks are not needed any more. `poll` still reports it."""
+        """Cancel a lookup whose blocks are no longer needed. `poll` still reports it."""
         for other, job in self._under_way.values():
             if other is fetch:
                 job.cancelled = True
 
     def forget(self, block_hashes: Sequence[BlockHash]) -> None:
-        """The store has lost parts of these blocks: they are stored again if they are evicted."""
+        """Forget that these blocks are stored, so that they are stored again when evicted."""
         for name in block_hashes:
             self._known.pop(name, None)
 
     def counts(self) -> StoreCounts:
-        """Blocks stored and loaded since the start."""
+        """The counters for `WorkerStatus`."""
         stats = self.stats
         return StoreCounts(
             num_hits=stats.num_hits,
@@ -243,9 +245,9 @@ class ColdTier:
         return ended
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """Write the offered blocks, for at most `timeout_s`. False: a call to the store hangs.
+        """Store the queued blocks for at most `timeout_s`. Returns False if a call still hangs.
 
-        Running lookups end, with a last `poll`; later ones find nothing.
+        Running lookups end with a last `poll`; later ones find nothing.
         """
         self._closed = True
         in_time = self._thread.close(timeout_s)
@@ -257,8 +259,8 @@ class ColdTier:
         self._under_way.clear()
         return in_time
 
-    def _wants(self, block_hash: BlockHash) -> bool:
-        """False is counted in `stats`."""
+    def _should_store(self, block_hash: BlockHash) -> bool:
+        """Whether to store a block. If not, the reason is counted in `stats`."""
         if block_hash in self._known:
             self._known.move_to_end(block_hash)
             self.stats.num_known += 1
@@ -290,14 +292,14 @@ class ColdTier:
 
     def _finish_fetch(self, done: FetchDone) -> None:
         if done.fetch_id not in self._under_way:
-            return  # given up by `close`
+            return  # `close` has ended it
         fetch, job = self._under_way.pop(done.fetch_id)
         fetch.num_found, fetch.seconds, fetch.error = done.num_found, done.seconds, done.error
         if not job.cancelled:
             fetch.blocks = done.blocks
         if done.error is not None:
             self._failed(done.error)
-        elif not job.cancelled:  # else the store may not have been asked
+        elif not job.cancelled:  # a cancelled job may not have called the store
             self._is_away = False
             nbytes = len(done.blocks) * self._block_nbytes
             self._times.observe(STORE_ID, nbytes, done.seconds)
@@ -320,6 +322,10 @@ class ColdTier:
 
     def _failed(self, error: str) -> None:
         if not self._is_away:
-            log.warning("The store is unreachable, so evicted prefixes are computed: %s", error)
+            log.warning(
+                "The store for evicted KV is unreachable, so evicted prefixes are computed again:"
+                " %s",
+                error,
+            )
         self._is_away = True
-        self._known.clear()  # a server that was away may come back empty
+        self._known.clear()  # the server may come back empty

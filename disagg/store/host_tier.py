@@ -1,12 +1,13 @@
 """The host tier: host memory behind a worker's cache, with copies of full blocks by hash.
 
-Blocks are copied when they fill, not when they are evicted: at eviction a prompt waits for the
-space, and would have to wait for the copy. A copy never delays the reuse of a block: it is valid
-only if the block's generation is unchanged after the copy, as for a block that is pulled by another
-worker (`kvtransfer.stamps`).
+Blocks are copied when they fill instead of when they are evicted, because at eviction a prompt
+waits for the space and would have to wait for the copy. A copy never delays the reuse of a block:
+it is valid only if the block's generation is unchanged after the copy, like a block that another
+worker pulls (`kvtransfer.stamps`).
 
-Bounded by its slots; the least recently used block goes first, and may go on to the store. Owned by
-the engine's thread; no method waits. A `BlockCopier` moves the bytes.
+The number of slots limits its size. The least recently used block is evicted first, and may then be
+stored in the cold tier. It is used by the engine's thread only, and no method waits. A
+`BlockCopier` moves the bytes.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from disagg.time_model import TransferTimeModel
 
 HOST_ID = "host"  # its source id in a `TransferTimeModel`
 
-# Before the first load. Optimistic: a tier that seems too slow would never be used and measured.
+# Assumed before the first load. A tier that seems too slow would never be used and measured.
 FIRST_LATENCY_S = 1e-4
 FIRST_BYTES_PER_S = 1e10
 
-# Of `ColdTier.offer`: slots with their hashes, and a function that reads slots.
+# Takes evicted slots with their hashes, and a function that reads slots (`ColdTier.offer`).
 Displace = Callable[[list[tuple[int, BlockHash]], Callable[[list[int]], list[bytes]]], object]
 
 
 @dataclass(slots=True, eq=False)
 class HostLoad:
-    """Blocks on their way into the cache. `HostTier.poll` sets `done`."""
+    """Blocks that are being copied into the cache. `HostTier.poll` sets `done`."""
 
     hashes: tuple[BlockHash, ...]
     slots: tuple[int, ...]
@@ -45,7 +46,7 @@ class _Save:
     block_hash: BlockHash
     slot: int
     block_id: int
-    generation: int  # of the block when it was known to have the content of its hash
+    generation: int  # the block's generation while its content matched its hash
 
 
 class HostTier:
@@ -54,9 +55,9 @@ class HostTier:
     Args:
         copier: owned by the tier from now on; `close` closes it.
         num_slots: its capacity in blocks.
-        generations: of the cache's blocks, as `BlockPool` keeps them.
-        displaced: called with blocks that are evicted, before their slots are used again; it reads
-            them at once or never.
+        generations: generations of the cache's blocks, which `BlockPool` updates.
+        displaced: called with evicted blocks before their slots are reused; it must read them at
+            once or not at all.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class HostTier:
         self._generations = generations
         self._displaced = displaced
         self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()  # in order of eviction
-        self._free = list(range(num_slots))[::-1]  # neighbours are handed out one after another
+        self._free = list(range(num_slots))[::-1]  # adjacent slots are taken one after another
         self._num_readers: Counter[int] = Counter()  # by slot
         self._coming: set[BlockHash] = set()
         self._saves: deque[list[_Save]] = deque()
@@ -85,14 +86,14 @@ class HostTier:
 
     @property
     def num_under_way(self) -> int:
-        """Copies that `poll` has not reported yet; while there are any, poll often."""
+        """Number of copies that `poll` has not reported. While there are any, poll often."""
         return len(self._saves) + len(self._loads)
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._slot_of
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """How many leading blocks are in host memory."""
+        """Number of leading blocks of `hashes` that are in host memory."""
         slot_of = self._slot_of
         return next((i for i, name in enumerate(hashes) if name not in slot_of), len(hashes))
 
@@ -103,7 +104,7 @@ class HostTier:
                 self._slot_of.move_to_end(block_hash)
 
     def save(self, blocks: Sequence[tuple[int, BlockHash]]) -> None:
-        """Start copying cached blocks, given with their hashes, into host memory."""
+        """Start to copy cached blocks, given with their hashes, to host memory."""
         saves: list[_Save] = []
         for block_id, block_hash in blocks:
             if block_hash in self._slot_of or block_hash in self._coming:
@@ -119,11 +120,11 @@ class HostTier:
             self._copier.save([(save.block_id, save.slot) for save in saves])
 
     def predicted_s(self, num_blocks: int) -> float:
-        """Predicted seconds to load so many blocks, from recent loads or the prior."""
+        """Predicted seconds to load `num_blocks` blocks, from recent loads or the prior."""
         return self._times.transfer_s(HOST_ID, num_blocks * self._block_nbytes)
 
     def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> HostLoad:
-        """Start copying blocks from here into cache blocks that nothing else reads or writes."""
+        """Start to copy blocks from here to cache blocks that nothing else reads or writes."""
         slots = tuple(self._slot_of[block_hash] for block_hash in hashes)
         self.touch(hashes)
         self._num_readers.update(slots)
@@ -137,7 +138,7 @@ class HostTier:
         if not self.num_under_way:
             return []
         for _ in range(self._copier.take_saved()):
-            for save in reversed(self._saves.popleft()):  # so that the beginning goes last
+            for save in reversed(self._saves.popleft()):  # the first block is then evicted last
                 self._finish(save)
         loaded: list[HostLoad] = []
         for seconds in self._copier.take_loaded():
@@ -161,7 +162,7 @@ class HostTier:
         return events
 
     def counts(self) -> HostCounts:
-        """For `WorkerStatus`."""
+        """The counters for `WorkerStatus`."""
         latency_s = self.predicted_s(0)
         return HostCounts(
             nbytes=len(self._slot_of) * self._block_nbytes,
@@ -189,7 +190,7 @@ class HostTier:
     def _finish(self, save: _Save) -> None:
         self._coming.remove(save.block_hash)
         if self._generations[save.block_id] != save.generation:
-            self._num_torn += 1  # it was evicted meanwhile, and may have been written
+            self._num_torn += 1  # the block was evicted meanwhile and may have been overwritten
             self._free.append(save.slot)
             return
         self._num_saved += 1

@@ -1,14 +1,14 @@
 """Rate limits of tenants over all ingresses: requests in flight, requests and tokens per minute.
 
-Each ingress decides at once with what it knows; no request waits for another process. A few times a
-second, in the background, it writes its tenants' totals since its start to a shared board, and
-subtracts from its own buckets what the other ingresses have written there. So the buckets of all
-ingresses differ only by what happened since the last exchange. If too much was admitted in between,
-a bucket goes below zero, and nothing is admitted before it has filled again. While the board is
-unreachable, each ingress applies the limits to its own requests.
+Each ingress decides at once with the information that it has; no request waits for another process.
+A few times per second, in the background, it writes its tenants' totals since its start to a shared
+board, and subtracts from its own buckets what the other ingresses have written. So the buckets of
+all ingresses differ only by the requests since the last exchange. If too much was admitted in
+between, a bucket goes below zero, and nothing is admitted before it has filled again. While the
+board is unreachable, each ingress applies the limits to its own requests.
 
-The board holds totals, not increments, so an exchange that is lost or repeated does no harm.
-Everything but `keep_in_step` is pure.
+The board holds totals instead of increments, so an exchange that is lost or repeated does no harm.
+Everything except `keep_in_step` is pure.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from disagg.errors import RateLimited, Unavailable
 log = logging.getLogger(__name__)
 
 SYNC_S = 0.25  # between two exchanges with the board
-SILENT_S = 3.0  # requests in flight of an ingress that writes nothing for so long do not count
-GONE_S = 60.0  # after so long its entry is deleted
-RETRY_S = 1.0  # `Retry-After` if it is not known when a place will be free
+SILENT_S = 3.0  # if an ingress writes nothing for this long, its requests in flight do not count
+GONE_S = 60.0  # if it writes nothing for this long, its entry is deleted
+RETRY_S = 1.0  # `Retry-After` if it is unknown when a request will end
 
 
 class LimitBoard(Protocol):
-    """Shared memory of all ingresses: each writes its entry and reads those of all."""
+    """A store that all ingresses share: each writes its own entry and reads all entries."""
 
     def exchange(
         self, ingress_id: str, entry: bytes, gone: Collection[str] = ()
@@ -42,7 +42,7 @@ class LimitBoard(Protocol):
         """Write `entry`, delete the entries of `gone` ingresses, and read all entries.
 
         Raises:
-            Unavailable: within the board's own time limit.
+            Unavailable: the board is unreachable; it is raised within the board's time limit.
         """
         ...
 
@@ -50,7 +50,7 @@ class LimitBoard(Protocol):
 
 
 class Bucket:
-    """A token bucket that holds one minute's worth and fills steadily. May be below zero."""
+    """A token bucket that holds the amount of one minute and fills steadily. May be below zero."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -67,7 +67,7 @@ class Bucket:
         self._level = min(self.per_minute, self.level(now) - amount)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until the bucket has this amount, or is full."""
+        """Seconds until the bucket has `amount` or is full."""
         missing = min(amount, self.per_minute) - self.level(now)
         return max(0.0, missing * 60.0 / self.per_minute)
 
@@ -86,7 +86,7 @@ class Remaining(msgspec.Struct, frozen=True):
 
 
 class Used(msgspec.Struct, array_like=True):
-    """A tenant's use of one ingress: requests in flight, and totals since the ingress started."""
+    """A tenant's usage of one ingress: requests in flight, and totals since the ingress started."""
 
     num_running: int = 0
     num_requests: int = 0
@@ -104,12 +104,16 @@ _decoder = msgspec.msgpack.Decoder(Entry)
 
 
 class _Peer:
-    def __init__(self, entry: Entry, heard_s: float) -> None:
+    """The last entry of another ingress, and when it last changed."""
+
+    def __init__(self, entry: Entry, changed_s: float) -> None:
         self.entry = entry
-        self.heard_s = heard_s
+        self.changed_s = changed_s
 
 
 class _TenantBuckets:
+    """The limits and the usage of one tenant."""
+
     def __init__(self, config: TenantConfig, now: float) -> None:
         self.max_num_requests = config.max_num_requests
         self.requests = _bucket(config.requests_per_minute, now)
@@ -119,11 +123,11 @@ class _TenantBuckets:
 
 
 class Limits:
-    """The limits of all tenants, as one ingress knows them. No method waits.
+    """The limits of all tenants in one ingress. No method waits.
 
     Args:
-        tenant: a tenant's settings, by name.
-        clock: seconds, monotonic.
+        tenant: returns a tenant's settings by name.
+        clock: returns monotonic seconds.
 
     Attributes:
         is_shared: False while the board is unreachable, so that only this ingress's requests count.
@@ -135,16 +139,16 @@ class Limits:
         self.is_shared = True
         self._config = tenant
         self._clock = clock
-        self._tenants: dict[str, _TenantBuckets] = {}  # those with limits
-        self._peers: dict[str, _Peer] | None = None  # None: before the first exchange
-        self._heard_s = -math.inf
+        self._tenants: dict[str, _TenantBuckets] = {}  # tenants with limits
+        self._peers: dict[str, _Peer] | None = None  # None before the first exchange
+        self._exchanged_s = -math.inf
         self._beat = 0
 
     def begin(self, name: str) -> None:
         """Count a request as in flight until `end`.
 
         Raises:
-            RateLimited: nothing was counted.
+            RateLimited: a limit is used up; nothing was counted.
         """
         tenant = self._tenant(name)
         if tenant is None:
@@ -153,7 +157,8 @@ class Limits:
         most = tenant.max_num_requests
         if most is not None and tenant.used.num_running + self._elsewhere(tenant, now) >= most:
             raise RateLimited(
-                f"{most} requests of yours are in flight already, which is your limit.",
+                f"Your limit of {most} requests at a time is used up; try again when one of them"
+                " has ended.",
                 retry_after_s=RETRY_S,
             )
         if tenant.requests is not None and tenant.requests.level(now) < 1.0:
@@ -164,11 +169,13 @@ class Limits:
         self._spend(tenant, 1, 0, now)
 
     def take_tokens(self, name: str, num_tokens: int) -> None:
-        """Subtract a prompt's tokens. If a prompt is larger than the limit of a minute, it is
-        admitted when the bucket is full.
+        """Subtract a prompt's tokens.
+
+        A prompt that is larger than the limit of a minute is admitted when the bucket is full.
 
         Raises:
-            RateLimited: nothing was spent, and the request is not counted as one of the minute.
+            RateLimited: too few tokens are left; the request does not count for the limit of
+                requests per minute.
         """
         tenant = self._tenant(name)
         if tenant is None:
@@ -180,7 +187,10 @@ class Limits:
         self._spend(tenant, 0, num_tokens, now)
 
     def end(self, name: str, num_output_tokens: int) -> None:
-        """A request has ended. Its answer's tokens are subtracted; the bucket may go below zero."""
+        """Count the end of a request, and subtract its output tokens.
+
+        The bucket may go below zero.
+        """
         tenant = self._tenant(name)
         if tenant is not None:
             tenant.used.num_running -= 1
@@ -205,12 +215,12 @@ class Limits:
         used = {name: tenant.used for name, tenant in self._tenants.items()}
         return msgspec.msgpack.encode(Entry(self._beat, used))
 
-    def hear(self, entries: Mapping[str, bytes]) -> list[str]:
+    def apply(self, entries: Mapping[str, bytes]) -> list[str]:
         """Apply the entries of the other ingresses. Returns the ids of those that are gone.
 
-        Their use before this ingress started is ignored: after a minute it does not matter.
+        Their usage before this ingress started is ignored; it matters for a minute only.
         """
-        now = self._heard_s = self._clock()
+        now = self._exchanged_s = self._clock()
         peers: dict[str, _Peer] = {}
         gone: list[str] = []
         for ingress_id, raw in entries.items():
@@ -223,9 +233,9 @@ class Limits:
             before = known.entry.used if known is not None else {}
             if self._peers is not None:
                 self._spend_theirs(before, entry.used, now)
-            is_news = known is None or entry.beat != known.entry.beat
-            peers[ingress_id] = _Peer(entry, now if is_news or known is None else known.heard_s)
-            if now - peers[ingress_id].heard_s > GONE_S:
+            is_new = known is None or entry.beat != known.entry.beat
+            peers[ingress_id] = _Peer(entry, now if is_new or known is None else known.changed_s)
+            if now - peers[ingress_id].changed_s > GONE_S:
                 gone.append(ingress_id)
         self._peers = peers
         self._count_elsewhere(now)
@@ -246,15 +256,15 @@ class Limits:
         for tenant in self._tenants.values():
             tenant.num_running_elsewhere = 0
         for peer in (self._peers or {}).values():
-            if now - peer.heard_s > SILENT_S:
+            if now - peer.changed_s > SILENT_S:
                 continue
             for name, used in peer.entry.used.items():
-                its = self._tenant(name)
-                if its is not None:
-                    its.num_running_elsewhere += used.num_running
+                limited = self._tenant(name)
+                if limited is not None:
+                    limited.num_running_elsewhere += used.num_running
 
     def _elsewhere(self, tenant: _TenantBuckets, now: float) -> int:
-        return tenant.num_running_elsewhere if now - self._heard_s <= SILENT_S else 0
+        return tenant.num_running_elsewhere if now - self._exchanged_s <= SILENT_S else 0
 
     def _spend(
         self, tenant: _TenantBuckets, num_requests: int, num_tokens: int, now: float
@@ -279,7 +289,7 @@ class Limits:
 async def keep_in_step(limits: Limits, board: LimitBoard, ingress_id: str) -> None:
     """Exchange entries until cancelled, and then close the board. Retries an unreachable board.
 
-    Uses a thread of its own, because long prompts in the event loop's threads would delay it.
+    It uses a separate thread, because long prompts in the event loop's threads would delay it.
     """
     loop, gone = asyncio.get_running_loop(), list[str]()
     thread = ThreadPoolExecutor(1, thread_name_prefix="limits")
@@ -292,20 +302,20 @@ async def keep_in_step(limits: Limits, board: LimitBoard, ingress_id: str) -> No
             except Unavailable as error:
                 if limits.is_shared:
                     log.warning(
-                        "Tenants' limits are not shared: %s. Until the store is back, each ingress"
-                        " grants them in full by itself.",
+                        "Tenants' limits are not shared between ingresses: %s. Until the store is"
+                        " back, each ingress grants the full limits.",
                         error.message.rstrip("."),
                     )
                 limits.is_shared = False
             else:
                 if not limits.is_shared:
-                    log.warning("Tenants' limits are shared by all ingresses again.")
+                    log.warning("Tenants' limits are shared between ingresses again.")
                 limits.is_shared = True
                 others = {each: raw for each, raw in entries.items() if each != ingress_id}
-                gone = limits.hear(others)
+                gone = limits.apply(others)
             await asyncio.sleep(SYNC_S)
     finally:
-        if call is not None:  # its thread cannot be stopped
+        if call is not None:  # a running call cannot be cancelled
             await asyncio.gather(call, return_exceptions=True)
         thread.shutdown(wait=False)
         board.close()
@@ -316,15 +326,15 @@ def _bucket(per_minute: int | None, now: float) -> Bucket | None:
 
 
 def _take_at_most_all(bucket: Bucket | None, amount: int, now: float) -> None:
-    """Bound a wrong figure, so that it cannot block a tenant for longer than a minute."""
+    """Take from a bucket, but at most its size, so that a wrong figure blocks for a minute only."""
     if bucket is not None:
         bucket.take(min(amount, bucket.per_minute), now)
 
 
-def _used_up(what: str, bucket: Bucket, amount: float, now: float) -> RateLimited:
+def _used_up(unit: str, bucket: Bucket, amount: float, now: float) -> RateLimited:
     wait_s = bucket.wait_s(amount, now)
     return RateLimited(
-        f"Your limit of {bucket.per_minute} {what} per minute is used up; try again in"
+        f"Your limit of {bucket.per_minute} {unit} per minute is used up; try again in"
         f" {math.ceil(wait_s)} s.",
         retry_after_s=wait_s,
     )

@@ -1,7 +1,7 @@
 """The copier of a worker with several ranks, each of which copies its part of every block.
 
-A block has the same slot on all ranks, so one host tier decides for all of them. It has the block
-when all ranks have their parts.
+A block has the same slot on all ranks, so one host tier decides for all of them. The host tier has
+the block when all ranks have copied their parts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from disagg.store.block_copier import BlockCopier
 
 
 class RankCopier(Protocol):
-    """The copier of one rank; the methods are those of `BlockCopier`."""
+    """The copier of one rank. The methods are those of `BlockCopier`."""
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
@@ -26,18 +26,19 @@ class RankCopier(Protocol):
 
 
 class RankedCopier:
-    """Implements `BlockCopier`.
+    """Implements `BlockCopier` for all ranks.
 
     Args:
-        own: of the first rank.
-        others: of the other ranks.
+        own: the copier of the first rank.
+        others: the copiers of the other ranks.
     """
 
     def __init__(self, own: BlockCopier, others: Sequence[RankCopier]) -> None:
         self._own = own
-        self._all: list[RankCopier] = [*others, own]  # the others first: their message takes time
-        self._num_saved = [0] * len(self._all)  # ended on this rank, and not on all
-        self._loaded_s: list[deque[float]] = [deque() for _ in self._all]  # as well
+        self._all: list[RankCopier] = [*others, own]  # others first, as their messages take time
+        self._num_saved = [0] * len(self._all)  # by rank: saves that have not ended on all ranks
+        # By rank: seconds of loads that have not ended on all ranks.
+        self._loaded_s: list[deque[float]] = [deque() for _ in self._all]
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         for rank in self._all:
@@ -62,9 +63,9 @@ class RankedCopier:
         return [max(each.popleft() for each in self._loaded_s) for _ in range(num_loaded)]
 
     def read_slot(self, slot: int) -> bytes:
-        """The first rank's part; the others read theirs for the store when they are told to."""
+        """The first rank's part of a block. Other ranks read their parts when they store them."""
         return self._own.read_slot(slot)
 
     def close(self) -> None:
-        """The other ranks close theirs when they end."""
+        """Close the first rank's copier. The other ranks close theirs when they end."""
         self._own.close()

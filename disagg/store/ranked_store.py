@@ -1,8 +1,8 @@
 """The store of a worker with several ranks, each of which puts and loads its part of every block.
 
-The first rank decides. A block is stored when all ranks have put their parts. To load one, the
-first rank looks it up and loads its own part; the others then load theirs into the same block of
-the cache, which is accepted when all have.
+The first rank decides. A block is stored when all ranks have put their parts. To load a block, the
+first rank looks it up and loads its own part; the other ranks then load theirs into the same block
+of the cache. The block is accepted when all ranks have loaded their parts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ from disagg.store.store_thread import Done, FetchJob, PutJob, PutsDone, StoreThr
 
 
 class RankStore(Protocol):
-    """The store as another rank uses it. Only `wait` waits."""
+    """The first rank's interface to the store of another rank. Only `wait` waits."""
 
     @property
     def num_damaged(self) -> int:
-        """The damaged values that it has read so far."""
+        """Number of damaged values that the rank has read so far."""
         ...
 
     def put(self, blocks: Sequence[tuple[int, BlockHash]], in_host: bool) -> None:
-        """Put its parts of blocks, given with the number of each in the cache or, if `in_host`, of
-        its slot there. They are read before anything that is asked for later writes there."""
+        """Put the rank's parts of blocks.
+
+        They are read before any later task of the rank can overwrite them.
+
+        Args:
+            blocks: hashes of blocks, each with its number in the cache or, if `in_host`, its slot.
+        """
         ...
 
     def take_put(self) -> list[str | None]:
@@ -35,7 +40,7 @@ class RankStore(Protocol):
         ...
 
     def fetch(self, number: int, names: Sequence[BlockHash], into: Sequence[int]) -> None:
-        """Load its parts of blocks into blocks of the cache that nothing else reads or writes."""
+        """Load the rank's parts of blocks to cache blocks that nothing else reads or writes."""
         ...
 
     def take_fetched(self) -> list[tuple[int, str | None]]:
@@ -43,16 +48,16 @@ class RankStore(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it has something to report. False: it has not, or it is gone."""
+        """Wait until the rank has a report. Returns False after the timeout or if it is gone."""
         ...
 
 
 class RankedStoreThread:
-    """As `StoreThread`, for all ranks: a put has ended when it has on all.
+    """Like `StoreThread`, for all ranks: a put has ended when it has ended on all ranks.
 
     Args:
-        own: of the first rank, which alone fetches.
-        others: of the other ranks.
+        own: the thread of the first rank, which also fetches.
+        others: the stores of the other ranks.
     """
 
     def __init__(
@@ -60,9 +65,10 @@ class RankedStoreThread:
     ) -> None:
         self._own, self._others = own, others
         self._clock = clock
-        self._names: deque[BlockHash] = deque()  # put, but not on all ranks
+        self._names: deque[BlockHash] = deque()  # blocks whose put has not ended on all ranks
         self._block_nbytes = own.block_nbytes
-        self._errors: list[deque[str | None]] = [deque() for _ in (own, *others)]  # as well
+        # Results of these blocks by rank, in the same order.
+        self._errors: list[deque[str | None]] = [deque() for _ in (own, *others)]
         self._done: list[Done] = []
 
     @property
@@ -73,7 +79,7 @@ class RankedStoreThread:
         self._own.fetch(job)
 
     def put(self, jobs: Sequence[PutJob]) -> None:
-        """All of them are in the cache, or all in host memory."""
+        """Put blocks, which are either all in the cache or all in host memory."""
         self._own.put(jobs)
         self._names.extend(job.block_hash for job in jobs)
         for rank in self._others:
@@ -85,7 +91,7 @@ class RankedStoreThread:
         return done
 
     def close(self, timeout_s: float) -> bool:
-        """As `StoreThread.close`; also waits until the other ranks have put their parts."""
+        """Like `StoreThread.close`, and also wait until the other ranks have put their parts."""
         until_s = self._clock() + timeout_s
         in_time = self._own.close(timeout_s)
         self._collect()
@@ -113,7 +119,7 @@ class RankedStoreThread:
 
 @dataclass(slots=True, eq=False)
 class RankedFetch:
-    """A fetch of the other ranks."""
+    """One fetch by all other ranks."""
 
     names: Sequence[BlockHash]
     num_running: int
@@ -121,10 +127,10 @@ class RankedFetch:
 
 
 class RankedFetches:
-    """What the other ranks load.
+    """The fetches of the other ranks.
 
     Args:
-        others: these ranks.
+        others: the stores of the other ranks.
     """
 
     def __init__(self, others: Sequence[RankStore]) -> None:
@@ -137,7 +143,7 @@ class RankedFetches:
         return len(self._running)
 
     def begin(self, names: Sequence[BlockHash], into: Sequence[int]) -> RankedFetch:
-        """Have all load their parts of blocks into blocks of the cache."""
+        """Let all other ranks load their parts of blocks to cache blocks."""
         number = next(self._numbers)
         self._running[number] = fetch = RankedFetch(names, len(self._others))
         for rank in self._others:
@@ -145,7 +151,7 @@ class RankedFetches:
         return fetch
 
     def take_ended(self) -> list[RankedFetch]:
-        """The fetches that have ended on all since the last call."""
+        """The fetches that have ended on all ranks since the last call."""
         for rank in self._others if self._running else ():
             for number, error in rank.take_fetched():
                 fetch = self._running[number]

@@ -1,14 +1,15 @@
-"""Redis: the blocks of the cold KV tier, and the board of tenants' limits. Nothing else imports
-its client.
+"""Redis: the blocks of the cold KV tier, and the board of tenants' limits.
 
-A block is stored in equal pieces, one for each of the model's KV heads, so that workers of any
-number of ranks find what others stored: each rank puts and gets its pieces. Their keys are
+Only this module imports the Redis client.
+
+A block is stored in equal pieces, one per KV head of the model, so that workers with different
+numbers of ranks can share blocks: each rank puts and gets its own pieces. Their keys are
 `disagg:kv:<namespace>:<piece>:<block hash>`. The namespace is a digest of the KV layout and the
 cluster's key, so clusters and models can share a server. A value is a digest and the piece. The
-digest uses the same key and covers the block's hash and the piece's number too, so a truncated,
-damaged, misplaced or forged value is not accepted. The server bounds the memory (`maxmemory` with
-`maxmemory-policy allkeys-lru`, or `volatile-lru` if the server also has data that must not be
-evicted); a time to live bounds the age.
+digest uses the cluster's key and covers the block's hash and the piece's number too, so a
+truncated, damaged, misplaced or forged value is not accepted. The server limits the memory
+(`maxmemory` with `maxmemory-policy allkeys-lru`, or `volatile-lru` if the server also has data that
+must not be evicted); a time to live limits the age.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from disagg.errors import StartupError, Unavailable
 from disagg.store.breaker import Breaker
 
 _SEAL_NBYTES = 16
-BOARD_TTL_MS = 3_600_000  # after the last ingress has stopped
+BOARD_TTL_MS = 3_600_000  # how long the board is kept after the last ingress has stopped
 
 
 class _Server:
-    """A Redis server that may be unreachable. Nothing connects before the first call.
+    """A Redis server that may be unreachable. It is connected at the first call.
 
     Raises:
-        StartupError: the URL makes no sense.
+        StartupError: the URL is invalid.
     """
 
     def __init__(self, url: str, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -48,16 +49,17 @@ class _Server:
             self.client = redis.Redis.from_url(
                 url,
                 protocol=2,
-                socket_read_size=1 << 20,  # a large answer takes the interpreter lock less often
+                socket_read_size=1 << 20,  # large reads take the interpreter lock less often
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),  # the breaker decides when to try again
             )
         except ValueError as error:
-            raise StartupError(f"The Redis URL is not valid: {error}", param="redis_url") from error
+            raise StartupError(f"The Redis URL is invalid: {error}", param="redis_url") from error
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
+        """A context for calls to the server. Raises `Unavailable` if it is unreachable."""
         left_s = self._breaker.left_s(self._clock())
         if left_s > 0:
             raise Unavailable(
@@ -68,14 +70,14 @@ class _Server:
         except (redis.RedisError, OSError) as error:
             self._why = f"{type(error).__name__}: {error}"
             self._breaker.failed(self._clock())
-            # The name may resolve to another server by now, and this one may not be the primary.
+            # Reconnect, because the name may resolve to another server by now.
             self.client.connection_pool.disconnect()
             raise Unavailable(f"Redis did not answer ({self._why}).") from error
         self._breaker.succeeded()
 
 
 class RedisStore:
-    """A `ColdStore` in a Redis server. Nothing connects before the first call.
+    """A `ColdStore` in a Redis server. It connects at the first call.
 
     While the server is unreachable, calls raise `Unavailable` without using the network, except for
     one trial after each of growing pauses. A call that uses the network takes at most a few times
@@ -83,15 +85,15 @@ class RedisStore:
 
     Args:
         url: `redis://`, `rediss://` or `unix://`.
-        layout: fingerprint of everything that must match for the bytes of whole blocks to be
-            interchangeable, the number of pieces included.
-        pieces: those that are put and got here, of `num_pieces` of a whole block.
+        layout: fingerprint of everything that must match for blocks to be interchangeable,
+            including the number of pieces.
+        pieces: the pieces that this store puts and gets, out of `num_pieces` of a whole block.
         secret: the cluster's key; without it keys cannot be read and blocks cannot be forged.
         ttl_s: how long a block stays after it was put, used or not.
-        timeout_s: for connecting, and for each answer.
+        timeout_s: time limit for connecting, and for each response.
 
     Raises:
-        StartupError: the URL makes no sense.
+        StartupError: the URL is invalid.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class RedisStore:
             pieces = [self._unseal(name, value) for name, value in zip(names, values, strict=True)]
             found = zip(names, values, pieces, strict=True)
             damaged = [name for name, value, piece in found if value is not None and piece is None]
-            if damaged:  # delete it, so that an intact one can be stored
+            if damaged:  # delete them, so that intact ones can be stored
                 self.num_damaged += len(damaged)
                 self._client.unlink(*damaged)
         num = len(self._own)
@@ -155,7 +157,7 @@ class RedisStore:
         self._client.close()
 
     def _digest(self, name: bytes, piece: memoryview) -> bytes:
-        digest = hmac.new(self._secret, name, "sha256")  # twice blake2b's speed on today's CPUs
+        digest = hmac.new(self._secret, name, "sha256")  # twice as fast as blake2b on recent CPUs
         digest.update(piece)
         return digest.digest()[:_SEAL_NBYTES]
 
@@ -171,21 +173,21 @@ class RedisStore:
 
 
 def _joined(pieces: Sequence[memoryview | None]) -> bytes | None:
-    """A rank's part of a block; None: some of it is missing."""
+    """A rank's part of a block; None if a piece is missing."""
     found = [piece for piece in pieces if piece is not None]
     return b"".join(found) if len(found) == len(pieces) else None
 
 
 class RedisBoard:
-    """A `limits.LimitBoard` in a Redis server: one hash, a field for each ingress.
+    """A `limits.LimitBoard` in a Redis server: one hash with a field for each ingress.
 
     Args:
-        url: as for `RedisStore`.
+        url: see `RedisStore`.
         secret: the cluster's key, which separates clusters that share a server.
-        timeout_s: for connecting, and for each answer.
+        timeout_s: time limit for connecting, and for each response.
 
     Raises:
-        StartupError: the URL makes no sense.
+        StartupError: the URL is invalid.
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class RedisBoard:
 
 
 def _execute(pipeline: Pipeline) -> list[Any]:
-    """Run a pipeline. Replaces its errors, which would quote the blocks that were sent."""
+    """Run a pipeline without its own errors, which would quote the blocks that were sent."""
     answers = pipeline.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, Exception):

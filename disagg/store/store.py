@@ -9,27 +9,26 @@ from disagg.blocks import BlockHash
 
 
 class ColdStore(Protocol):
-    """Blocks by name, of one KV layout. Used by one thread at a time; may wait on a network.
+    """Blocks of one KV layout by hash. It is used by one thread, and may wait for a network.
 
-    Of a worker with several ranks, each rank has a store of its own, which puts and gets the rank's
-    part of each block. Stores of different layouts never share blocks, even on one server. The
-    caller bounds the bytes of a call. Every method but `close` raises `errors.Unavailable`, at once
-    or within the store's own time limit, while the store cannot be reached.
+    Each rank of a worker has its own store, which puts and gets the rank's part of each block.
+    Stores with different layouts never share blocks, even on one server. The caller limits the
+    bytes of a call. While the store is unreachable, every method except `close` raises
+    `errors.Unavailable`, at once or within the store's time limit.
     """
 
-    num_damaged: int  # values that were read with a wrong digest
+    num_damaged: int  # number of values that were read with a wrong digest
 
     def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
-        """The intact bytes under each key, or None if some are missing."""
+        """The bytes under each key, or None if they are missing or damaged."""
         ...
 
     def put_many(self, items: Sequence[tuple[BlockHash, bytes]]) -> None:
-        """Store blocks, at least for a moment; the least recently used are evicted first."""
+        """Store blocks. The least recently used ones are evicted first."""
         ...
 
     def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
-        """How many leading keys are stored, by all ranks. They may be evicted before the next
-        call."""
+        """Number of leading keys that all ranks have stored. They may be evicted at any time."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""The thread that does the blocking calls to a `ColdStore`.
+"""The thread that makes the blocking calls to a `ColdStore`.
 
-Jobs come in and results go out through queues; nothing else is shared. Fetches go before puts,
-because a request may wait for a fetch, but never for a put.
+Jobs and results pass through queues; nothing else is shared. Fetches go before puts, because a
+request may wait for a fetch, but never for a put.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from disagg.blocks import BlockHash
 from disagg.errors import Unavailable
 from disagg.store.store import ColdStore
 
-_CALL_NBYTES = 4 << 20  # one call moves about this much, so that a fetch waits for one put at most
+_CALL_NBYTES = 4 << 20  # approximate size of one call; a fetch waits for one call at most
 
 
 @dataclass(slots=True)
 class FetchJob:
-    """Load the longest stored prefix of `hashes`, if `worth(its length)` is true."""
+    """Load the longest stored prefix of `hashes` if `worth`, called with its length, is true."""
 
     fetch_id: int
     hashes: tuple[BlockHash, ...]
     worth: Callable[[int], bool]
-    cancelled: bool = False  # set by the other side
+    cancelled: bool = False  # set by the submitting thread
 
 
-# Bytes, or a function that returns them in the store's thread, where it may wait for a device.
+# Bytes, or a function that the store's thread calls to get them; it may wait for a device.
 Block: TypeAlias = bytes | Callable[[], bytes]
 
 
@@ -38,8 +38,8 @@ Block: TypeAlias = bytes | Callable[[], bytes]
 class PutJob:
     """Store a block.
 
-    number: of the block in the cache or, if `in_host`, of its slot in host memory; by it other
-        ranks find their parts of the block.
+    number: number of the block in the cache or, if `in_host`, of its slot in host memory. Other
+        ranks find their parts of the block with it.
     """
 
     block_hash: BlockHash
@@ -73,10 +73,11 @@ Done: TypeAlias = FetchDone | PutsDone
 
 
 class StoreThread:
-    """Owns the store from now on, and closes it.
+    """Runs the calls to a store, and closes it at the end.
 
     Args:
-        block_nbytes: of every block; a value of another size is not accepted.
+        store: used by this thread only from now on.
+        block_nbytes: size of every block; values of another size are not accepted.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class StoreThread:
                 return done
 
     def close(self, timeout_s: float) -> bool:
-        """Process submitted jobs for at most `timeout_s`. False: the thread is still in a call."""
+        """Process submitted jobs for at most `timeout_s`. Returns False if a call still hangs."""
         self._inbox.put(_Stop(self._clock() + timeout_s))
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -134,7 +135,7 @@ class StoreThread:
         self._store.close()
 
     def _take_jobs(self) -> bool:
-        """All submitted jobs; waits for one if there is nothing else to do."""
+        """Take all submitted jobs, and wait for one if idle. Returns False at the end."""
         try:
             while True:
                 idle = not (self._fetches or self._puts or self._stop)
@@ -161,7 +162,7 @@ class StoreThread:
                 self._load(job, done)
         except Unavailable as error:
             done.error = error.message
-        except Exception as error:  # a bug in a store loses its blocks, but must not end the worker
+        except Exception as error:  # a bug in a store must not end the worker
             done.error = f"{type(error).__name__}: {error}"
         done.seconds = self._clock() - start_s
         return done
@@ -170,10 +171,12 @@ class StoreThread:
         for start in range(0, done.num_found, self._num_per_call):
             if job.cancelled:
                 return
-            wanted = job.hashes[start : min(start + self._num_per_call, done.num_found)]
-            for block in self._store.get_many(wanted):
+            hashes = job.hashes[start : min(start + self._num_per_call, done.num_found)]
+            for block in self._store.get_many(hashes):
                 if block is None or len(block) != self.block_nbytes:
-                    done.num_found = len(done.blocks)  # evicted meanwhile, or damaged
+                    done.num_found = len(
+                        done.blocks
+                    )  # the rest was evicted meanwhile or is damaged
                     return
                 done.blocks.append(block)
 
@@ -183,7 +186,7 @@ class StoreThread:
             self._store.put_many([(job.block_hash, self._read(job.block)) for job in jobs])
         except Unavailable as unavailable:
             error = unavailable.message
-        except Exception as bug:  # as above
+        except Exception as bug:  # a bug in a store must not end the worker
             error = f"{type(bug).__name__}: {bug}"
         hashes = tuple(job.block_hash for job in jobs)
         return PutsDone(hashes, len(jobs) * self.block_nbytes, error)
@@ -191,5 +194,5 @@ class StoreThread:
     def _read(self, block: Block) -> bytes:
         read = block if isinstance(block, bytes) else block()
         if len(read) != self.block_nbytes:
-            raise ValueError(f"a block has {self.block_nbytes} bytes, this one {len(read)}")
+            raise ValueError(f"a block must have {self.block_nbytes} bytes, not {len(read)}")
         return read

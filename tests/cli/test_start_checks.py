@@ -157,7 +157,7 @@ def test_a_running_serve_keeps_its_address() -> None:
 
 @pytest.mark.parametrize("url", ["localhost:6379", "redis://host:99999", "redis://[::1", ""])
 def test_a_store_whose_url_makes_no_sense(url: str) -> None:
-    with pytest.raises(StartupError, match="The Redis URL is not valid"):
+    with pytest.raises(StartupError, match="The Redis URL is invalid"):
         start_checks.check_store(url)
 
 

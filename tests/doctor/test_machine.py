@@ -73,7 +73,7 @@ def test_an_address_of_another_machine_is_no_place_to_listen() -> None:
 @pytest.mark.parametrize("number", [-1, 65536])
 def test_a_number_that_is_no_port_is_said(number: int) -> None:
     finding = machine.port("127.0.0.1", number)
-    assert (finding.status, finding.found) == ("wrong", "a port is 0 to 65535")
+    assert (finding.status, finding.found) == ("wrong", "a port is from 0 to 65535")
 
 
 def test_a_program_says_its_version_or_why_it_does_not_run(tmp_path: Path) -> None:

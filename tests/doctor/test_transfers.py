@@ -25,12 +25,12 @@ def figures(lane: str, gbytes_per_s: float, copy: float | None = None) -> Figure
     ("source", "reader", "measured", "status", "change"),
     [
         (node("a", "x"), node("b", "x"), figures("cma", 9, copy=12), "ok", ""),
-        (node("a", "x"), node("b", "x"), figures("cma", 2, copy=12), "warn", "other loads"),
+        (node("a", "x"), node("b", "x"), figures("cma", 2, copy=12), "warn", "other load"),
         (node("a", "x"), node("b", "x"), figures("tcp", 2, copy=12), "warn", "SYS_PTRACE"),
         (node("a", "x", 8), node("b", "x", 8), figures("cuda_ipc", 300), "ok", ""),
         (node("a", "x", 8), node("b", "x", 8), figures("tcp", 0.5), "warn", "cuda_ipc"),
         (node("a", "x", 0, 25), node("b", "y", 0, 25), figures("tcp", 2.5), "ok", ""),
-        (node("a", "x", 0, 25), node("b", "y", 0, 25), figures("tcp", 0.5), "warn", "loads"),
+        (node("a", "x", 0, 25), node("b", "y", 0, 25), figures("tcp", 0.5), "warn", "load"),
         (
             node("a", "x", 8, 400, rdma=True),
             node("b", "y", 8, 400, rdma=True),

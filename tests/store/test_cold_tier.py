@@ -254,7 +254,7 @@ def test_a_fetch_is_cut_to_its_room_and_one_without_room_ends_at_once(
     gate.store.put_many([(name(i), block(i)) for i in range(6)])
     gate.open.clear()
     one, two, three = (tier.lookup(names(*range(n))) for n in (3, 6, 6))
-    assert tier.poll() == [three] and three.error == "too many fetches at once"
+    assert tier.poll() == [three] and three.error == "too many fetches at a time"
     gate.open.set()
     wait_until(lambda: len(gate.calls) == 4)
     finish(tier, one, two)
@@ -275,7 +275,7 @@ def test_blocks_that_nobody_polled_take_room(new_tier: Opener) -> None:
     wait_until(lambda: not thread._outbox.empty())
     two = tier.lookup(names(0, 1))
     assert tier.poll() == [one, two]
-    assert (len(one.blocks), two.error) == (2, "too many fetches at once")
+    assert (len(one.blocks), two.error) == (2, "too many fetches at a time")
 
 
 def test_no_hashes_is_no_work(new_tier: Opener, gate: Gate) -> None:

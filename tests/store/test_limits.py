@@ -61,7 +61,7 @@ def board(request: pytest.FixtureRequest, shared_redis: EmbeddedRedis) -> Iterat
 def look(board: LimitBoard, name: str, limits: Limits, gone: list[str] | None = None) -> list[str]:
     entries = dict(board.exchange(name, limits.entry(), gone or ()))
     assert entries.pop(name)
-    return limits.hear(entries)
+    return limits.apply(entries)
 
 
 def test_who_has_no_limits_is_never_refused() -> None:
@@ -289,7 +289,7 @@ async def test_a_board_that_is_away_is_said_once_and_so_is_its_return(
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     lost, back = (each.getMessage() for each in caplog.records)
-    assert "in full by itself" in lost and "again" in back
+    assert "grants the full limits" in lost and "again" in back
     assert all(name.startswith("limits") for name in board.threads), "prompts are read elsewhere"
 
 
