@@ -116,7 +116,7 @@ def test_what_a_rank_on_another_node_says_when_it_cannot_start_is_heard(
         started(rank, msgspec.structs.replace(start, tier=tier), *rest)
 
     monkeypatch.setattr(RemoteRank, "__init__", elsewhere)
-    said = r"^rank 1 of 2 on 127\.0\.0\.2 could not start: There is no model directory '/nowhere"
+    said = r"^rank 1 of 2 on 127\.0\.0\.2 cannot start: There is no model directory '/nowhere"
     with pytest.raises(StartupError, match=said):
         parts_of(config(model), nodes)
 
@@ -136,7 +136,7 @@ def test_a_rank_with_another_model_is_refused(model: Path) -> None:
 
 
 def test_what_one_process_cannot_be_is_refused(model: Path) -> None:
-    with pytest.raises(StartupError, match="nnodes = 2, which Ray places"):
+    with pytest.raises(StartupError, match="nnodes = 2, which needs Ray"):
         parts_of(config(model), None)
     raw = msgspec.to_builtins(config(model))
     raw["tiers"][0]["decode"]["nnodes"] = 3

@@ -32,8 +32,8 @@ _MAX_KNOWN = 32768  # largest number of remembered hashes, about 200 bytes each
 
 _QUEUE_NBYTES = 64 << 20  # usual limit of blocks that wait to be stored
 _FETCH_NBYTES = 256 << 20  # usual limit of blocks that are being fetched
-# Limits of at least this many blocks, however large they are: a prompt evicts many at once, and needs
-# all of them.
+# Both limits have at least this many blocks, however large these are, because a prompt evicts many
+# blocks at once and needs all of them.
 _NUM_QUEUED_BLOCKS = 64
 _NUM_FETCHED_BLOCKS = 128
 

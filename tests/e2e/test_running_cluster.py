@@ -179,4 +179,4 @@ def test_a_head_that_is_frozen(nodes: RayNodes, token: Path, home: Path) -> None
     head.suspend()
     own = {"RAY_AUTH_TOKEN_PATH": str(token)}
     said = refusal_of(Command(f"demo-small --ray-address {nodes.address}", home, own))
-    assert "does not answer within 5 s" in said
+    assert "did not answer within 5 s" in said

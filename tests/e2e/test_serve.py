@@ -44,7 +44,7 @@ SPANS = {
 # Lines of a start.
 NUM_KILLS = 5  # attempts to hit a stream
 WEIGHTS = r"weights .* of .* \(100 %\)"
-BLOCKS = r"allocating [\d,]+ KV blocks; a step has up to \d+ sequences and [\d,]+ tokens"
+BLOCKS = r"allocating [\d,]+ KV blocks; steps of up to \d+ sequences and [\d,]+ tokens"
 
 
 @pytest.fixture(scope="module")

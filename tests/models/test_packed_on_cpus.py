@@ -215,9 +215,11 @@ def test_the_start_counts_what_is_kept_and_keeps_its_kv_apart(tmp_path: Path) ->
     assert narrow.shape.layout != wide.shape.layout
     assert loading_sentence(PACKED, model, narrow.weights_nbytes) == ""
     said = loading_sentence(PACKED, model, wide.weights_nbytes)
-    assert "keep their bits, and their scales and what has no such form become bfloat16: " in said
+    assert (
+        "stay packed, but their scales and unquantised weights become bfloat16; they take " in said
+    )
     said = loading_sentence(plain, model, wide.weights_nbytes)
-    assert "are widened to bfloat16 when they are loaded: " in said
+    assert "are converted to bfloat16 when they are loaded; they take " in said
 
 
 def test_where_nothing_is_kept_it_is_refused(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_the_start_and_the_plan_say_that_weights_are_widened(
     stored = sum(each.end - each.begin for each in _stored(directory))
     wide = weights_nbytes(describe_model(directory).config, 4)
     assert sentence == (
-        "The weights of quantised are widened to float32 when they are loaded:"
+        "The weights of quantised are converted to float32 when they are loaded; they take"
         f" {wide / 1e6:.1f} MB instead of {stored / 1e6:.1f} MB."
     )
     plan = ["plan", str(directory), "--input-tokens", "64", "--output-tokens", "64"]
