@@ -252,7 +252,7 @@ def test_a_start_that_fails_on_a_rank_names_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(StartupError, match=r"^rank 1 of 2 ended .* exit status 1;"):
+    with pytest.raises(StartupError, match=r"^rank 1 of 2 ended .* exit status 1,"):
         build_parts(config(model), config(model).tiers[0], "failing", 1)
 
 
@@ -439,7 +439,7 @@ async def _readable(fd: int) -> None:
         ({"tensor_parallel_size": 4}, "= 4 needs a CPU core for each rank .* has 3"),
         (
             {"tensor_parallel_size": 4, "quantization": "int4"},
-            "int4' is not possible with .* = 4: 32 neighbours .* would have 16 columns",
+            "int4' is not possible with .* = 4: 32 neighbouring columns .* would have 16 columns",
         ),
         ({"quantization": "packed", "device": "cpu"}, "is not quantised, so nothing is packed"),
     ],
