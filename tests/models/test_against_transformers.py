@@ -96,6 +96,12 @@ LLAMA3 = {
 }
 SLIDES = {"use_sliding_window": True, "sliding_window": 16}
 
+ROTATIONS = {
+    "original_max_position_embeddings",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+}
 FLAGS: list[Any] = [None, True, False, 1, "false"]
 ODD: list[Any] = [ABSENT, None, 0, -1, "8", 2.5, True]
 CHANGES: list[dict[str, Any]] = [
@@ -263,7 +269,7 @@ def _theirs(family: str, changes: dict[str, Any]) -> _Read:
         model = model_class(model_class.config_class.from_dict(json.loads(json.dumps(raw))))
     model.tie_weights()
     with torch.no_grad():
-        model(torch.arange(8)[None])
+        _compute(model, changes)
     config, attention = model.config, [layer.self_attn for layer in model.model.layers]
     own, is_latent = attention[0], hasattr(config, "kv_lora_rank")
     is_mistral = family in ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
@@ -305,6 +311,17 @@ def _their_rope(rotary: Any) -> tuple[list[torch.Tensor], float]:
     return frequencies, getattr(rotary, "full_attention_attention_scaling", 1.0)
 
 
+def _compute(model: Any, changes: dict[str, Any]) -> None:
+    """Raises whatever the library raises for a model that it builds and cannot compute. What only
+    its tables of rotations depend on needs no layers, which take most of the time."""
+    ids = torch.arange(8)[None]
+    rotary = model.model.rotary_emb
+    if changes and changes.keys() <= ROTATIONS and hasattr(rotary, "inv_freq"):
+        rotary(torch.zeros(1, 8, 1), ids)
+    else:
+        model(ids)
+
+
 def _their_experts(mlp: Any) -> tuple[int, int, bool] | None:
     if not hasattr(mlp, "experts"):
         return None
@@ -315,7 +332,9 @@ def _their_experts(mlp: Any) -> tuple[int, int, bool] | None:
 
 
 def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
-    (directory / "config.json").write_text(json.dumps(_raw(family, changes)))
+    config_file = directory / "config.json"
+    config_file.unlink(missing_ok=True)  # to write over it, ext4 first waits for the disk
+    config_file.write_text(json.dumps(_raw(family, changes)))
     model = describe_model(directory)
     config = model.config
     has_no_full = config.window_rope is not None and None not in config.sliding_windows
