@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -198,10 +202,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory written by `save_pretrained`, and the model it was written from."""
+    """A directory as `save_pretrained` writes it.
+
+    Args:
+        make_model: makes the model that was written.
+    """
 
     directory: Path
-    model: Any
+    make_model: Callable[[], Any]
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The model that was written. Other tests may have it too, so nobody may change it."""
+        return self.make_model()
 
     def logits(self, token_ids: list[int]) -> Tensor:
         """What transformers computes for a whole prompt: [num_tokens, vocab_size]."""
@@ -214,6 +227,11 @@ def config_class(family: str) -> Any:
     """Of transformers, for a model of text alone."""
     found: Any = getattr(transformers, f"{family}ForCausalLM").config_class
     return found
+
+
+Files: TypeAlias = dict[str, bytes]  # by name
+# By all that decides them: hundreds of tests want the same.
+_made: dict[str, tuple[Files, Any]] = {}
 
 
 def write_checkpoint(
@@ -229,6 +247,29 @@ def write_checkpoint(
     Args:
         changes: of its configuration.
     """
+    key = json.dumps([variant, str(dtype), shard, changes], sort_keys=True)
+    if key not in _made:
+        model = _new_model(variant, dtype, changes)
+        with tempfile.TemporaryDirectory() as scratch:
+            model.save_pretrained(scratch, max_shard_size=shard)
+            _made[key] = files_in(Path(scratch)), model
+    files, model = _made[key]
+    write_files(directory, files)
+    torch.manual_seed(sum(variant.encode()))  # what a test draws does not depend on those before
+    return Checkpoint(directory, lambda: model)
+
+
+def files_in(directory: Path) -> Files:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def write_files(directory: Path, files: Files) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+
+
+def _new_model(variant: str, dtype: torch.dtype, changes: dict[str, Any]) -> Any:
     family, own = VARIANTS[variant]
     config = config_class(family)(**{**_SHAPE, **own, **changes})
     torch.manual_seed(sum(variant.encode()))
@@ -238,9 +279,7 @@ def write_checkpoint(
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             torch.nn.init.normal_(buffer, std=0.1)
-    model.to(dtype)
-    model.save_pretrained(directory, max_shard_size=shard)
-    return Checkpoint(directory, model)
+    return model.to(dtype)
 
 
 def assert_logits_are_transformers(checkpoint: Checkpoint) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
+from tests.models.checkpoints import (
+    VARIANTS,
+    Checkpoint,
+    Files,
+    files_in,
+    write_checkpoint,
+    write_files,
+)
 
 _MATRIX = re.compile(r".*(_proj|_proj_with_mqa|experts\.\d+\.w[123])\.weight")
 Pieces = dict[str, Tensor]
+_made: dict[str, tuple[Files, Files]] = {}  # floats and quantised, by all that decides them
 
 
 @dataclass(frozen=True)
@@ -48,8 +57,22 @@ def write_quantized(
         changes: of its configuration.
     """
     floats, quantized = directory / "floats", directory / "quantised"
-    write_checkpoint(floats, variant, **changes)
-    write_checkpoint(quantized, variant, **changes)
+    key = json.dumps([variant, kind, with_head, changes], sort_keys=True)
+    if key not in _made:
+        with tempfile.TemporaryDirectory() as scratch:
+            places = Path(scratch) / "floats", Path(scratch) / "quantised"
+            for place in places:
+                write_checkpoint(place, variant, **changes)
+            _quantize(*places, kind, with_head)
+            _made[key] = files_in(places[0]), files_in(places[1])
+    for place, files in zip((floats, quantized), _made[key], strict=True):
+        write_files(place, files)
+    family = getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")
+    return Checkpoint(quantized, lambda: family.from_pretrained(floats).eval())
+
+
+def _quantize(floats: Path, quantized: Path, kind: str, with_head: bool) -> None:
+    """Makes one of two equal checkpoints quantised, and the other one what it stands for."""
     tensors, wide = load_file(floats / "model.safetensors"), {}
     rng, stored = np.random.default_rng(7), {}
     for name, tensor in sorted(tensors.items()):
@@ -65,8 +88,6 @@ def write_quantized(
     raw = json.loads((quantized / "config.json").read_text())
     raw["quantization_config"] = KINDS[kind].config
     (quantized / "config.json").write_text(json.dumps(raw))
-    family = getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")
-    return Checkpoint(quantized, family.from_pretrained(floats).eval())
 
 
 def words(numbers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
@@ -81,10 +102,8 @@ def words(numbers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) 
     padded = np.zeros((rows, -(-columns // in_a_word) * in_a_word), dtype=np.uint32)
     padded[:, :columns] = numbers
     packed = np.zeros((rows, padded.shape[1] // in_a_word), dtype=np.uint32)
-    for row in range(rows):
-        for word in range(packed.shape[1]):
-            for place, column in enumerate(order):
-                packed[row, word] |= padded[row, word * in_a_word + column] << (bits * place)
+    for place, column in enumerate(order):
+        packed |= padded[:, column::in_a_word] << np.uint32(bits * place)
     return packed.view(np.int32)
 
 

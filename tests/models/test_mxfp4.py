@@ -72,7 +72,7 @@ def write_mxfp4(directory: Path, intermediate_size: int = 32) -> Checkpoint:
     save_file({**plain, **packed}, file)
     raw = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**raw, "quantization_config": QUANTIZATION}))
-    return Checkpoint(directory, model)
+    return Checkpoint(directory, lambda: model)
 
 
 def test_logits_are_those_of_the_widened_weights(tmp_path: Path) -> None:

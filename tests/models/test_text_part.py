@@ -73,7 +73,7 @@ def _write(directory: Path, name: str) -> Checkpoint:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=0.1, std=0.1)
     model.save_pretrained(directory)
-    return Checkpoint(directory, model)
+    return Checkpoint(directory, lambda: model)
 
 
 def test_a_template_may_lie_beside_that_of_the_processor(tmp_path: Path) -> None:
