@@ -227,6 +227,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # `sha256:HEX`.
     api_keys: dict[str, str | tuple[str, ...]] = {}
     api_keys_file: str | None = None  # TENANT:KEY a line; read again when it changes
+    # Websites whose scripts may call the API from a browser: https://ui.example.com, or * for any.
+    allowed_origins: tuple[str, ...] = ()
     metrics_key: str | None = None  # that /metrics asks for, which is open without one
     max_body_nbytes: Positive = 16 << 20
     max_num_requests: Positive = 4096  # in flight in one ingress

@@ -61,6 +61,7 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
                 f"Tier {tier.name!r} has no decode worker; set decode.num_replicas to at least 1.",
                 param="decode",
             )
+    _check_origins(config.http)
     _check_budget(config)
     _check_tenants(config)
     if config.cascade is not None:
@@ -120,6 +121,17 @@ def _supported(error: str) -> str:
     return f" Supported: {', '.join(map(str, values))}." if values else ""
 
 
+def _check_origins(http: HttpConfig) -> None:
+    for origin in http.allowed_origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s*]+", origin):
+            raise StartupError(
+                f"{origin!r} is not an origin. Write scheme, host and port as browsers send them,"
+                " without a path, such as https://ui.example.com or http://localhost:3000; or * for"
+                " any.",
+                param="allowed_origins",
+            )
+
+
 def _check_tenants(config: ServeConfig) -> None:
     http = config.http
     tenants_by_digest(http.named_keys())
@@ -157,6 +169,13 @@ def check_secrets(config: ServeConfig, host: str | None = None) -> None:
             " and with it a stranger can read KV and control workers. `openssl rand -hex 32` makes"
             " a good one; or set insecure: true.",
             param="cluster_key",
+        )
+    if config.http.is_open and "*" in config.http.allowed_origins:
+        raise StartupError(
+            "Any website could use this server through the browsers of its visitors, since it has"
+            " no API key. Name the allowed origins instead of *; or set an API key; or pass"
+            " --insecure (insecure: true).",
+            param="allowed_origins",
         )
     if host is not None and config.http.is_open and not _is_loopback(host):
         raise StartupError(

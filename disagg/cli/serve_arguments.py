@@ -8,6 +8,8 @@ import re
 import sys
 from typing import Any, NamedTuple
 
+import msgspec
+
 from disagg.cli.engine_arguments import add_engine_arguments, number
 from disagg.text.reasoning import NAMES as REASONING_PARSERS
 from disagg.text.tool_parsers.registry import NAMES as TOOL_CALL_PARSERS
@@ -52,6 +54,16 @@ def pool_size(text: str) -> PoolSize:
             f"{text!r} is neither a number of workers, such as 2, nor a range, such as 1..4"
         )
     return PoolSize(int(match[1]), int(match[2] or match[1]))
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """Parse a JSON list or names separated by commas. Raises `argparse.ArgumentTypeError`."""
+    if not text.startswith("["):
+        return tuple(text.split(","))
+    try:
+        return msgspec.json.decode(text, type=tuple[str, ...])
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of origins") from error
 
 
 class _Noted(argparse.Action):
@@ -151,6 +163,15 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="KEY",
         help="key that GET /metrics requires, or sha256: followed by its hash; metrics name the"
         " tenants (default: none)",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        type=origins,
+        default=(),
+        metavar="ORIGINS",
+        help="origins of websites whose scripts may call the API from a browser (CORS): a JSON list"
+        """ as in vLLM, '["http://localhost:3000"]', or names separated by commas; * is any"""
+        " (default: none)",
     )
     group.add_argument(
         "--insecure",

@@ -123,6 +123,7 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
             "api_key": arguments.api_key,
             "api_keys": api_keys,
             "api_keys_file": arguments.api_keys_file,
+            "allowed_origins": arguments.allowed_origins,
             "metrics_key": arguments.metrics_key,
             "ssl_certfile": arguments.ssl_certfile,
             "ssl_keyfile": arguments.ssl_keyfile,

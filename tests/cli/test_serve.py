@@ -82,6 +82,30 @@ def test_a_flag_that_took_the_models_says_so(
     assert "put the models before this flag" in said
 
 
+@pytest.mark.parametrize(
+    ("written", "origins"),
+    [
+        ('["http://localhost:3000", "https://ui.example"]', None),
+        ("http://localhost:3000,https://ui.example", None),
+        ("*", ("*",)),
+        ('["*"]', ("*",)),
+    ],
+)
+def test_origins_are_a_list_as_in_vllm(written: str, origins: tuple[str, ...] | None) -> None:
+    config = config_of("--allowed-origins", written, "demo-small")
+    assert config.http.allowed_origins == (
+        origins or ("http://localhost:3000", "https://ui.example")
+    )
+    assert config_of("demo-small").http.allowed_origins == ()
+
+
+@pytest.mark.parametrize("written", ["http://localhost:3000/", "localhost:3000", "https://*.a", ""])
+def test_what_is_not_an_origin_is_refused(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "demo-small", "--allowed-origins", written]) == 2
+    said = capsys.readouterr().err
+    assert "is not an origin. Write scheme" in said and said.endswith(" (--allowed-origins)\n")
+
+
 def test_the_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

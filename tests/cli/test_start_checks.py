@@ -126,6 +126,7 @@ def test_two_starts_at_once_on_one_address() -> None:
     [
         ({"cluster_key": "short"}, "can be guessed"),
         ({"http": {"host": "0.0.0.0"}}, "Any client that reaches 0.0.0.0"),
+        ({"http": {"allowed_origins": ["*"]}}, "Any website could use this server"),
     ],
 )
 @pytest.mark.parametrize("ray_address", [None, "127.0.0.1:1"])

@@ -22,6 +22,7 @@ from disagg import logs, telemetry
 from disagg.api import openapi
 from disagg.api.apis import BY_PATH, Api, Asked
 from disagg.api.choices import Caller
+from disagg.api.http.cors import Cors
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import CONTENT_TYPE, CUT_BY_DRAIN, ApiMetrics, RequestTimer
 from disagg.api.http.quota import Quota
@@ -113,6 +114,7 @@ class HttpApp:
         self._new_id = new_id
         self._names_replies = names_replies
         self._key_check = KeyCheck(config)
+        self._cors = Cors(config.allowed_origins)
         self._quota = quota or Quota.unlimited(metrics.clock)
         self._running: set[asyncio.Task[None]] = set()  # requests, except those of open paths
         self._stopping: Unavailable | None = None  # the error for new requests while stopping
@@ -167,6 +169,7 @@ class HttpApp:
 
     async def _serve_untraced(self, request: HttpRequest, send: Send) -> int:
         """Returns the status that was sent, or 499 if the client disconnected before."""
+        self._cors.add_headers(request)
         writer = Writer(send, request.reply_headers)
         work = asyncio.create_task(self._answer(request, writer))
         if request.path not in OPEN_PATHS:
@@ -233,6 +236,8 @@ class HttpApp:
     async def _dispatch(self, request: HttpRequest) -> Reply | Stream:
         method, endpoint = self._route(request)
         request.check_head()
+        if self._cors.is_preflight(request):
+            return self._cors.preflight(request)
         if request.path not in OPEN_PATHS:
             self._key_check(request)
             if self._stopping is not None:
