@@ -41,7 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="disagg",
         description="Serve large language models with prefill and decode on separate workers.",
     )
-    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version and exit")
+    parser.add_argument(
+        "--version", action=_ShowVersion, nargs=0, help="print the version and exit"
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
     # Only the requested command is imported, so that `serve` handles signals as early as possible.
     for name in [each for each in VERBS if each in words[:1]] or VERBS:
