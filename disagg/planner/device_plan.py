@@ -1,9 +1,9 @@
 """Plans which workers run on which GPUs, and refuses fleets that do not fit.
 
-A worker uses one GPU for each of its ranks, or a share of one; by default its GPUs are its own. If
-there are too few GPUs and the number of prefill workers was not given, a tier gets workers that
-both prefill and decode. A fleet that still does not fit is refused with the numbers. Knows no
-driver, torch or Ray.
+A worker uses one GPU for each of its ranks, or a share of one GPU; by default it shares no GPU. If
+there are too few GPUs and the number of prefill workers was not set, a tier gets workers that both
+prefill and decode. If a fleet still does not fit, an error gives the numbers. Knows no driver,
+torch or Ray.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from disagg.errors import StartupError
 from disagg.kernels.devices import Device, Gpus
 from disagg.router.autoscale import pools
 
-_ROUNDING = 1e-6  # three shares of 0.333 and one of 0.001 fill a GPU
+_ROUNDING = 1e-6  # so that three shares of 0.333 and one of 0.001 fit on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """Pools with devices.
+    """The devices of all pools.
 
     Attributes:
-        config: each pool's `num_gpus` and each engine's `device` are settled.
+        config: the configuration, in which each pool's `num_gpus` and each engine's `device` are
+            set.
         devices: the GPUs that are used.
-        line: all of it for the user.
+        line: a line that tells the user the plan.
     """
 
     config: ServeConfig
@@ -40,33 +41,33 @@ class DevicePlan:
 
     @property
     def device_ids(self) -> list[str]:
-        """As `CUDA_VISIBLE_DEVICES` calls them."""
+        """The ids of the GPUs, as in `CUDA_VISIBLE_DEVICES`."""
         return [each.id for each in self.devices]
 
     @property
     def gpu_nbytes(self) -> int | None:
-        """Memory of the smallest one; None where it is not known, or there is none."""
+        """Memory of the smallest GPU; None if it is not known, or if there is no GPU."""
         return min((each.total_nbytes for each in self.devices if each.total_nbytes), default=None)
 
     @property
     def gpu_name(self) -> str:
-        """Of one of those with the least memory, as the driver says it; empty: not known."""
+        """The driver's name of a GPU with the least memory; empty if it is not known."""
         every = ((each.total_nbytes or 0, each.name) for each in self.devices)
         return min(every, default=(0, ""))[1]
 
 
 class _Worker(NamedTuple):
-    """One worker of a pool at its largest."""
+    """One worker of a pool, whose size is its maximum."""
 
     pool: str
-    share: float  # of each of its GPUs
-    claim: float  # of each one's memory
+    share: float  # share of each of its GPUs, as Ray counts it
+    claim: float  # share of each GPU's memory
     num_gpus: int = 1
 
 
 @dataclass(slots=True)
 class _Gpu:
-    """A GPU and who was put on it."""
+    """A GPU and the workers that were placed on it."""
 
     device: Device
     workers: list[_Worker] = field(default_factory=list)
@@ -78,7 +79,7 @@ class _Gpu:
 
     @property
     def free(self) -> float:
-        """Of its memory; 1 where that is not known."""
+        """The share of its memory that is free; 1 if it is not known."""
         free, total = self.device.free_nbytes, self.device.total_nbytes
         return 1.0 if free is None or not total else free / total
 
@@ -87,23 +88,23 @@ def plan_devices(config: ServeConfig, gpus: Gpus, unsized: Collection[str] = ())
     """Give every worker a device.
 
     Args:
-        gpus: what there is.
-        unsized: names of the tiers whose number of prefill workers nobody asked for.
+        gpus: the GPUs that can be used.
+        unsized: names of the tiers whose number of prefill workers the user did not set.
 
     Raises:
-        StartupError: more is asked for than there is, or what contradicts itself; in numbers.
+        StartupError: there are too few GPUs, or settings contradict each other.
     """
     config = with_devices(config, has_gpus=bool(gpus.devices or gpus.problem))
     for tier in config.tiers:
         if tier.engine.device == "cuda" and not gpus.devices:
             why = gpus.problem or f"{gpus.where.capitalize()} has no GPU{_held(gpus)}."
             raise StartupError(
-                f"{why} Tier {tier.name!r} is to be on GPUs; --device cpu serves it without.",
+                f"{why} Tier {tier.name!r} is configured for GPUs; --device cpu serves it without.",
                 param="device",
             )
     merged: list[str] = []
     filled, is_all = _placed(config, gpus.devices)
-    for tier in config.tiers:  # the smallest model first: the largest gains most by two pools
+    for tier in config.tiers:  # smallest model first, because the largest gains most by two pools
         if not is_all and tier.name in unsized and tier.prefill.num_gpus:
             merged.append(tier.name)
             config = _without_prefill(config, tier.name)
@@ -116,17 +117,17 @@ def plan_devices(config: ServeConfig, gpus: Gpus, unsized: Collection[str] = ())
 
 
 def with_devices(config: ServeConfig, has_gpus: bool) -> ServeConfig:
-    """Settle what is left open: a GPU for each worker where there are any, else none.
+    """Fill in open settings: a GPU for each worker if there are GPUs, otherwise none.
 
     Raises:
-        StartupError: a tier asks for GPUs and for none.
+        StartupError: a tier's settings ask both for GPUs and for none.
     """
     tiers = tuple(_with_device(tier, has_gpus) for tier in config.tiers)
     return msgspec.structs.replace(config, tiers=tiers)
 
 
 def unsized_tiers(raw: Mapping[str, Any], config: ServeConfig) -> set[str]:
-    """The tiers of which `raw`, that `config` was made of, does not size the prefill pool."""
+    """The tiers whose prefill pool has no size in `raw`, from which `config` was made."""
     return {
         tier.name
         for tier, each in zip(config.tiers, raw["tiers"], strict=True)
@@ -155,21 +156,21 @@ def _with_device(tier: TierConfig, has_gpus: bool) -> TierConfig:
 def _check_asked(tier: TierConfig, asked: Sequence[float]) -> None:
     if any(asked) and not all(asked):
         raise StartupError(
-            f"One pool of tier {tier.name!r} has num_gpus = 0 and another has more, and workers on"
-            " CPUs cannot use the KV of those on GPUs; give both pools GPUs, or neither.",
+            f"One pool of tier {tier.name!r} has num_gpus = 0 and another has more, but workers on"
+            " CPUs cannot use the KV of workers on GPUs. Give both pools GPUs, or neither.",
             param="num_gpus",
         )
     if tier.engine.device == "cuda" and asked and not any(asked):
         raise StartupError(
-            f"Tier {tier.name!r} has device = 'cuda' and num_gpus = 0: Ray would give its workers"
-            " no GPU of their own, and all would open the first one. Leave num_gpus out (one for"
-            " each worker), or set it to 1 or to a share of a GPU.",
+            f"Tier {tier.name!r} has device = 'cuda' and num_gpus = 0. Ray would assign no GPUs to"
+            " its workers, so all would open the first one. Leave num_gpus out (one for each"
+            " worker), or set it to 1 or to a share of a GPU.",
             param="num_gpus",
         )
 
 
 def _workers(config: ServeConfig) -> list[_Worker]:
-    """Those that are on GPUs, when all pools are at their largest; who needs most comes first."""
+    """All workers on GPUs, with all pools at their maximum; those that need most come first."""
     every = []
     for tier in config.tiers:
         for role, pool in pools(tier):
@@ -184,7 +185,7 @@ def _workers(config: ServeConfig) -> list[_Worker]:
 
 
 def _placed(config: ServeConfig, devices: Sequence[Device]) -> tuple[list[_Gpu], bool]:
-    """Each worker on the first GPUs that take it, as Ray fills them; and whether all do."""
+    """Place each worker on the first GPUs with room, as Ray does; and whether all have room."""
     filled, is_all = [_Gpu(device) for device in devices], True
     for worker in _workers(config):
         taking = [each for each in filled if each.takes(worker)][: worker.num_gpus]
@@ -220,8 +221,8 @@ def _too_few(config: ServeConfig, gpus: Gpus) -> str:
     if full:
         each_one = ", ".join(_fullness(gpu.device) for gpu in full)
         words.append(
-            f"Other processes fill {each_one}, and a worker claims {least:.0%} of a GPU's memory;"
-            " end them, or lower --gpu-memory-utilization."
+            f"Other processes use {each_one}, and a worker needs {least:.0%} of a GPU's memory;"
+            " end these processes, or lower --gpu-memory-utilization."
         )
     if num_left and max(each.num_gpus for each in workers) > 1:
         words.append(
@@ -266,7 +267,7 @@ def _size(worker: _Worker) -> str:
 
 
 def _held(gpus: Gpus) -> str:
-    return f" free, beside {gpus.num_held} that others hold" if gpus.num_held else ""
+    return f" free, and {gpus.num_held} that others hold" if gpus.num_held else ""
 
 
 def _fullness(device: Device) -> str:

@@ -1,8 +1,8 @@
-"""Which shares of the datasheets' figures engines reach, by engine, format of weights and GPUs.
+"""The shares of datasheet figures that engines reach, by engine, weight format and GPU family.
 
-Only the share of the matrix units differs in the table: it is what published runs differ in, and
-one figure can be fitted to one run. `published.py` has these runs, `python -m bench.planner` shows
-how well the figures predict the others.
+Only the share of the matrix units' FLOP/s depends on these, because published runs differ mainly in
+it, and one figure can be fitted to one run. `published.py` has these runs, and
+`python -m bench.planner` shows how well the figures predict the others.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from disagg.planner.gpus import CPU_CORE, Gpu
 
 
 class Efficiency(msgspec.Struct, frozen=True):
-    """Shares of the datasheet's figures that a good engine reaches, and what no datasheet has."""
+    """Shares of datasheet figures that a good engine reaches, and times that no datasheet has."""
 
     memory: float
     matmul: float
     attention: float
     link: float
-    step_s: float  # of every step: launches, norms, sampling, the host
-    sequence_s: float  # of every decoding sequence in a step: sampling and bookkeeping
-    all_reduce_s: float  # latency of one
+    step_s: float  # fixed time of every step: launches, norms, sampling, the host
+    sequence_s: float  # time of each decoding sequence in a step: sampling and bookkeeping
+    all_reduce_s: float  # latency of one all-reduce
 
 
 DATASHEET = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)  # the floor: nothing can be faster
@@ -31,29 +31,31 @@ PLANNED = Efficiency(
     # FlashAttention-3's slope over the context is 0.895 of an H100's bandwidth (vLLM's published
     # runs of 2026-04-22, Llama-3.1-8B).
     memory=0.9,
-    # Assumed: a large bf16 product reaches 0.8, and a layer's norms, activations and tails of waves
-    # take another fifth of its time.
+    # Assumption: a large bf16 product reaches 0.8, and a layer's norms, activations and partly
+    # filled waves take another fifth of its time.
     matmul=0.66,
     # FlashAttention-3 reports up to 0.75 for long prompts, and less for short ones.
     attention=0.6,
-    # Ring all-reduces of some MB, as usually seen of NCCL over NVLink.
+    # Ring all-reduces of some MB, as usually measured for NCCL over NVLink.
     link=0.7,
     # The same vLLM runs start at 6.44 ms where reading the weights takes 4.98 ms at 0.9.
     step_s=1.5e-3,
-    # With this, the model meets TensorRT-LLM's published table for Llama-3.1-8B (docs/planning.md).
+    # With this value, the predictions match TensorRT-LLM's published table for Llama-3.1-8B
+    # (docs/planning.md).
     sequence_s=1e-5,
     # One-shot all-reduces over NVLink take 8 to 15 us, whatever their size below 100 KB.
     all_reduce_s=1e-5,
 )
 
-# Of `CPU_CORE`, whose figures are reached already: what torch's calls take in a step, and what a
-# sequence adds; attention reaches half of the products' speed.
+# For `CPU_CORE`, whose figures are measured ones: the time of torch's calls in a step, and the time
+# that a sequence adds. Attention reaches half of the speed of matrix products.
 ON_CPU = Efficiency(
     memory=1.0, matmul=1.0, attention=0.5, link=1.0, step_s=1e-3, sequence_s=2e-4, all_reduce_s=0.0
 )
 
-# Of the matrix units' datasheet figure for the format that they multiply in. Each is fitted to the
-# one run of `published.RUNS` that says so: the one with the most prompt tokens for an answer's.
+# Shares of the matrix units' datasheet FLOP/s for the format in which they multiply. Each is fitted
+# to the one run of `published.RUNS` with `is_fitted`: the run with the most prompt tokens per
+# token of an answer.
 MATMUL = {
     # engine, format of the weights, family of GPUs
     ("tensorrt-llm", "bf16", "ampere"): 0.71,
@@ -72,12 +74,12 @@ ENGINES = tuple(sorted({engine for engine, _, _ in MATMUL}))
 
 
 def efficiency_of(gpu: Gpu, weights: str, engine: str = "") -> Efficiency:
-    """What that engine reaches with weights of that format on that GPU.
+    """The efficiency of an engine with weights of a format on a GPU.
 
     Args:
-        weights: as `ModelShape.products_in` has it.
-        engine: one of `ENGINES`; empty: what a good one reaches. That is assumed for bf16, and for
-            other formats the best of those published, on this family of GPUs if there are any.
+        weights: format, as from `ModelShape.products_in`.
+        engine: one of `ENGINES`; empty: a good engine. Its efficiency is an assumption for bf16,
+            and the best published one for other formats, on this family of GPUs if there is any.
 
     Raises:
         StartupError: no run of that engine is known for this format and family.
@@ -100,7 +102,7 @@ def _reached(gpu: Gpu, weights: str, engine: str) -> float:
         raise StartupError(
             f"No published run of {engine} is known with {weights} weights on {gpu.name}"
             f" ({gpu.family or 'no known family'}); known are {known}. Leave --engine out to plan"
-            " with what a good engine reaches.",
+            " with the efficiency of a good engine.",
             param="engine",
         )
     return share

@@ -1,8 +1,8 @@
-"""GPUs and links as their makers state them, and what renting them costs. Data only.
+"""GPUs and links by their makers' figures, and the prices of renting them. Data only.
 
-FLOP/s are of dense matrices: NVIDIA's sheets print twice that, for structured sparsity. Links are
-bytes/s in one direction: the sheets print both directions together. Memory is decimal gigabytes as
-printed, which is a little less than most cards report.
+FLOP/s are for dense matrices; NVIDIA's sheets print twice that, for structured sparsity. Links are
+bytes/s in one direction; the sheets print the sum of both directions. Memory is in decimal
+gigabytes as printed, which is a little less than most cards report.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ Entry = TypeVar("Entry")
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """`link_bytes_per_s` is between the GPUs of one node. `fp8_flops` and `fp4_flops` are None
-    where wider units must do the work; such a GPU is not planned with weights of that format.
-    `family`: of GPUs that reach like shares of their sheets; empty: no published run is known."""
+    """A GPU.
+
+    link_bytes_per_s: rate between the GPUs of one node.
+    fp8_flops, fp4_flops: None if the GPU has no such matrix units; it is then not planned with
+        weights of that format.
+    family: GPUs of one family reach similar shares of their figures; empty: no published run is
+        known.
+    """
 
     name: str
     memory_nbytes: float
@@ -35,13 +40,13 @@ class Gpu(msgspec.Struct, frozen=True):
     family: str = ""
 
     def flops(self, dtype: str) -> float:
-        """Raises `StartupError` where the GPU cannot multiply in `dtype`."""
+        """FLOP/s of the matrix units. Raises `StartupError` if the GPU has none for `dtype`."""
         found = self._flops(dtype)
         if found is None:
             able = (gpu.name for gpu in GPUS.values() if gpu._flops(dtype))
             raise StartupError(
                 f"{self.name} has no {dtype[:3].upper()} matrix units; plan it with bf16 weights,"
-                f" or take one of {', '.join(able)}.",
+                f" or use one of {', '.join(able)}.",
                 param="weights",
             )
         return found
@@ -51,11 +56,11 @@ class Gpu(msgspec.Struct, frozen=True):
         return formats.get(dtype, self.fp8_flops)
 
     def flops_per_byte(self, dtype: str = "bf16") -> float:
-        """Arithmetic intensity at which compute and memory take equally long."""
+        """The arithmetic intensity at which computing and reading memory take the same time."""
         return self.flops(dtype) / self.memory_bytes_per_s
 
 
-# PCIe cards are planned over PCIe: an NVLink bridge joins pairs only.
+# PCIe cards are planned with PCIe links, because an NVLink bridge joins only pairs.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -71,7 +76,7 @@ GPUS = {
         Gpu("b300", 270e9, 8.0e12, 2250e12, 4500e12, 900e9, 8,
             "HGX B300 as glennklockwood.com/garden/processors/B300 has it, read 2026-11-23; memory"
             " that is left to use: verda.com/blog/gb300-nvl72-architecture", 13125e12, "blackwell"),
-        # A worker's GPUs are those of one machine, a quarter of NVLink's 72.
+        # A worker uses the GPUs of one machine, which has only 4 of the 72 that NVLink joins.
         Gpu("gb200", 186e9, 8.0e12, 2500e12, 5000e12, 900e9, 4,
             "NVIDIA GB200 NVL72 datasheet, a 72nd of it: 1,440 PFLOP/s sparse FP4,"
             " awesomeagents.ai/hardware/nvidia-gb200-nvl72; 186 GB and 4 GPUs a machine: Crusoe's"
@@ -89,36 +94,36 @@ GPUS = {
     )
 }  # fmt: skip
 
-# Where no GPU is: one core with matrix units (AMX), at what the bundled models reach on it, in
-# docs/notebook/engine.md; a core without them is several times slower at prompts.
+# A CPU core with matrix units (AMX), with the speed that the bundled models reach on it
+# (docs/notebook/engine.md). A core without AMX computes prompts several times slower.
 CPU_CORE = Gpu("cpu", 8e9, 12e9, 0.35e12, None, 12e9, 1, "measured: docs/notebook/engine.md")
 
 
 def gpu_called(device_name: str) -> Gpu | None:
-    """The GPU that a driver calls so ("NVIDIA H100 80GB HBM3"); None where none fits."""
+    """The GPU with this driver name, such as "NVIDIA H100 80GB HBM3"; None if it is unknown."""
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
     fitting = [gpu for gpu in GPUS.values() if words.issuperset(gpu.name.split("-"))]
     return max(fitting, key=lambda gpu: len(gpu.name), default=None)
 
 
-# Bytes/s that a pull gets between two workers, for each GPU of the smaller one.
+# Bytes/s of a pull between two workers, for each GPU of the smaller worker.
 LINKS = {
-    "nvlink": 400e9,  # of 450: the two workers share a node
-    "400g": 49.5e9,  # NIXL's own benchmark over UCX, blocks of 1 to 8 MB: 99 % of the line
-    "200g": 24.5e9,  # the same share of the line
+    "nvlink": 400e9,  # of 450e9, if the two workers share a node
+    "400g": 49.5e9,  # NIXL's own benchmark over UCX, blocks of 1 to 8 MB: 99 % of the line rate
+    "200g": 24.5e9,  # the same share of the line rate
     "100g": 12.1e9,  # NIXL's own benchmark
-    "25g": 3.0e9,  # TCP: the line less its headers
+    "25g": 3.0e9,  # TCP: the line rate without headers
     "10g": 1.2e9,
 }
 
 
 def gpu_of(name: str) -> Gpu:
-    """Of `GPUS`, or "cpu". Raises `StartupError` for another name."""
+    """The GPU of `GPUS` with this name, or "cpu". Raises `StartupError` for other names."""
     return _named(name, {**GPUS, CPU_CORE.name: CPU_CORE}, "GPU")
 
 
 def link_of(name: str) -> float:
-    """Bytes/s. Raises `StartupError` for a name that is not in `LINKS`."""
+    """The link's bytes/s. Raises `StartupError` for a name that is not in `LINKS`."""
     return _named(name, LINKS, "link")
 
 
@@ -130,7 +135,8 @@ def _named(name: str, table: Mapping[str, Entry], kind: str) -> Entry:
     return table[name]
 
 
-# US dollars for one GPU and hour, on demand. Only where a list was found; the others must be given.
+# US dollars for one GPU and hour, on demand. GPUs without a published price are not listed, and
+# their prices must be given.
 PRICES_AS_OF = "2026-05"
 PRICES_SOURCE = (
     "H100, H200, A100: the middle of the specialised clouds' range on mercatus-ai.com/blog/"

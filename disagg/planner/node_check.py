@@ -1,4 +1,4 @@
-"""Whether the nodes of a cluster can hold a worker of several GPUs or nodes. Knows no Ray."""
+"""Checks whether a cluster's nodes can hold workers of several GPUs or nodes. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.errors import StartupError
 from disagg.router.autoscale import pools
 
-LEAST_CPUS = 0.001  # Ray places nothing that asks for nothing
+LEAST_CPUS = 0.001  # Ray does not place a bundle without resources
 
 
 class Node(NamedTuple):
-    """resources: all that it has, as Ray calls them: GPU, CPU, and those of its own."""
+    """A node. resources: its total resources by Ray's names: GPU, CPU, and custom ones."""
 
     address: str
     resources: Mapping[str, float]
@@ -23,7 +23,7 @@ class Node(NamedTuple):
 
 
 def resources_of_node(tier: TierConfig, pool: PoolConfig) -> dict[str, float]:
-    """What a worker of a pool asks of each of its nodes."""
+    """The resources that a worker of a pool needs on each of its nodes."""
     asked = {"CPU": max(pool.num_cpus, LEAST_CPUS), **pool.resources}
     if pool.num_gpus:
         asked["GPU"] = pool.num_gpus / tier.num_nodes(pool)
@@ -31,13 +31,13 @@ def resources_of_node(tier: TierConfig, pool: PoolConfig) -> dict[str, float]:
 
 
 def check_nodes(config: ServeConfig, nodes: Sequence[Node]) -> None:
-    """Refuse workers of several GPUs or nodes that the cluster could never place.
+    """Check that the cluster can place all workers of several GPUs or nodes.
 
     Args:
-        config: each pool's `num_gpus` is settled.
+        config: a configuration in which each pool's `num_gpus` is set.
 
     Raises:
-        StartupError: with what each node has.
+        StartupError: it can never place some worker; the message lists the nodes' resources.
     """
     for tier in config.tiers:
         for role, pool in pools(tier):
@@ -57,7 +57,7 @@ def _too_few(
     nnodes, num_ranks = tier.num_nodes(pool), tier.num_ranks(pool)
     asked = resources_of_node(tier, pool)
     if asked["CPU"] == LEAST_CPUS and all(node.has({"CPU": LEAST_CPUS}) for node in nodes):
-        del asked["CPU"]  # nobody asked for it
+        del asked["CPU"]  # the user did not ask for CPUs
     each = f" with {_words(asked)}{' each' if nnodes > 1 else ''}" if asked else ""
     has = "; ".join(
         f"{node.address} has {_words({name: node.resources.get(name, 0.0) for name in asked})}"

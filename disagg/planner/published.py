@@ -1,9 +1,10 @@
 """Published throughput of engines at maximum load, and the roofline's predictions for it.
 
-Taken are those columns of the tables below that the formulas describe: tensor parallelism (no data
-parallel attention, no pipelines), weights that leave a tenth of the memory or more to KV. Of a
-column, all runs with 1,000 prompt tokens or more, but 1,024/1,024 beside 1,000/1,000. One run for
-each engine, format and family of GPUs fitted the share in `efficiency.MATMUL`; no other did.
+This file has the columns of the tables below that the formulas describe: with tensor parallelism
+(no data parallel attention, no pipelines), and with weights that leave at least a tenth of the
+memory to KV. Of a column it has all runs with 1,000 prompt tokens or more, except 1,024/1,024 if
+there is 1,000/1,000. One run for each engine, format and GPU family was used to fit the share in
+`efficiency.MATMUL`; the others were not.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Run(msgspec.Struct, frozen=True):
     """One published run.
 
     Attributes:
-        num_in, num_out: mean tokens of a request.
-        tokens_per_s: of all its GPUs; of answers, or (`is_total`) of prompts and answers.
+        num_in, num_out: mean prompt and output tokens of a request.
+        tokens_per_s: throughput of all its GPUs in tokens of answers; if `is_total`, in tokens of
+            prompts and answers.
         source: one of `SOURCES`.
         is_fitted: whether the engine's share in `efficiency.MATMUL` was chosen to meet it.
     """
@@ -57,7 +59,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """In `efficiency.MATMUL`."""
+        """The run's key in `efficiency.MATMUL`."""
         weights = SHAPES[self.model].products_in(self.weights)
         return self.engine, weights, GPUS[self.gpu].family
 
@@ -67,17 +69,17 @@ class Run(msgspec.Struct, frozen=True):
         return Placement(shape, gpu, self.num_gpus, self.weights, self.kv, efficiency)
 
     def predicted_tokens_per_s(self, worker: Placement | None = None) -> float:
-        """As `tokens_per_s` counts them; of `placement()`, or of another worker."""
+        """The predicted `tokens_per_s` of `placement()`, or of another worker."""
         worker = worker or self.placement()
         made_per_s = saturated_tokens_per_s(worker, self.num_in, self.num_out)
         return made_per_s * ((self.num_in + self.num_out) / self.num_out if self.is_total else 1.0)
 
 
 def saturated_tokens_per_s(worker: Placement, num_in: float, num_out: float) -> float:
-    """Tokens/s of answers while there are always more requests.
+    """Tokens/s of answers at maximum load.
 
-    As many sequences decode as the memory holds. In each step every one gains a token, and as many
-    prompt tokens are computed as let new requests replace those that end.
+    As many sequences decode as the memory holds. In each step every sequence gains a token, and
+    enough prompt tokens are computed for new requests to replace those that end.
     """
     mean_tokens = num_in + num_out / 2
     batch = max(1, min(MAX_BATCH, int(worker.num_kv_tokens / mean_tokens)))
@@ -111,7 +113,7 @@ def _total(
     engine: str, model: str, weights: str, source: str, *figures: tuple[int, float, float],
     num_gpus: int = 1, fitted: int = 0,
 ) -> list[Run]:  # fmt: skip
-    """Runs of GPUStack: (in, out, tokens/s in all). `out` is the mean of what was generated."""
+    """Runs of GPUStack: (in, out, total tokens/s). `out` is the mean number of generated tokens."""
     gpu = "a100-80gb" if source.endswith("a100") else "h100"
     return [
         Run(engine, model, gpu, num_gpus, weights, "bf16", num_in, num_out, figure, source, True,

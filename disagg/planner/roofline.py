@@ -1,9 +1,10 @@
-"""How long a step takes on given GPUs, from the arithmetic and the memory reads that it needs.
+"""Predicts how long a step takes on given GPUs, from its arithmetic and its memory reads.
 
-A step reads every weight and multiplies with it; the slower of the two counts. Of experts, only
-those that its tokens use count. Prompt attention (arithmetic), decode attention (KV reads) and the
-exchanges of tensor parallelism are added. Steps are described by the time model's own features
-(`StepFeatures`), so a roofline is a prior of the time model and can be compared with a later fit.
+A step reads every weight and multiplies with it, and the slower of the two counts. Experts count
+only if a token of the step uses them. Prompt attention (arithmetic), decode attention (KV reads)
+and the exchanges of tensor parallelism are added. Steps are described by the time model's own
+features (`StepFeatures`), so a roofline is a prior of the time model and can be compared with a
+later fit.
 
 Everything here is a prediction. Knows no load, price or clock.
 
@@ -23,19 +24,20 @@ from disagg.planner.gpus import CPU_CORE, Gpu
 from disagg.planner.shapes import ModelShape
 from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeModel, attended
 
-# Of a GPU's memory, what weights and KV may fill; activations, graphs and the driver have the rest.
-# The engine's own default (`gpu_memory_utilization`).
+# The share of a GPU's memory that weights and KV may fill, which is the engine's default
+# (`gpu_memory_utilization`). The rest is for activations, graphs and the driver.
 MEMORY_SHARE = 0.9
 
 # Tensor parallelism sums the activations of all GPUs after attention and after the MLP.
 ALL_REDUCES_PER_LAYER = 2
-ACTIVATION_NBYTES = 2  # bf16, whatever the weights are
+ACTIVATION_NBYTES = 2  # bf16, whatever the format of the weights is
 
 
 class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_property`
     """One worker: a model split over `num_gpus` of a node by tensor parallelism.
 
-    expert_parallel: each GPU has whole experts, of a model that has some; the busiest one counts.
+    expert_parallel: whether each GPU has whole experts, if the model has experts; the busiest GPU
+        counts.
     """
 
     shape: ModelShape
@@ -48,7 +50,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
 
     @property
     def num_holders(self) -> int:
-        """Among so many GPUs whole experts are divided."""
+        """The number of GPUs among which whole experts are divided."""
         return self.num_gpus if self.expert_parallel else 1
 
     @property
@@ -61,26 +63,26 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
 
     @cached_property
     def kv_nbytes_per_gpu_token(self) -> float:
-        """More GPUs than KV heads hold copies of them."""
+        """KV bytes of a token on one GPU. More GPUs than KV heads hold copies of these."""
         num_heads = self.shape.num_kv_heads
         return self.kv_nbytes_per_token * max(1.0 / self.num_gpus, 1.0 / num_heads)
 
     @property
     def kv_room_nbytes(self) -> float:
-        """Of one GPU, after the weights; negative where these do not fit."""
+        """Bytes for KV on one GPU besides the weights; negative if these do not fit."""
         weights_nbytes = self.shape.weights_nbytes(self.weights, self.num_holders)
         return self.gpu.memory_nbytes * MEMORY_SHARE - weights_nbytes / self.num_gpus
 
     @property
     def num_kv_tokens(self) -> int:
-        """Whose KV fits beside the weights."""
+        """The number of tokens whose KV fits besides the weights."""
         return max(0, int(self.kv_room_nbytes / self.kv_nbytes_per_gpu_token))
 
     @property
     def break_even_batch(self) -> float:
         """Tokens in a step at which multiplying with the weights takes as long as reading them.
 
-        Each token costs two FLOP a weight, on the datasheet's figures.
+        Each token costs two FLOP per weight; the figures are those of the datasheet.
         """
         return self.gpu.flops_per_byte(self.weights) * self.shape.value_nbytes(self.weights) / 2
 
@@ -95,13 +97,16 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         )
 
     def decode_step_s(self, num_sequences: int, num_context_tokens: float) -> float:
-        """One token for each sequence; `num_context_tokens` is the mean length of one."""
+        """Seconds of a step with one token per sequence.
+
+        num_context_tokens: mean length of a sequence.
+        """
         return self.step_s(
             StepFeatures(0, 0.0, num_sequences, int(num_sequences * num_context_tokens))
         )
 
     def prefill_s(self, num_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> float:
-        """A prompt alone on the worker, in chunks as the scheduler makes them."""
+        """Seconds of a prompt alone on the worker, in chunks as the scheduler makes them."""
         num_full, rest = divmod(num_tokens, chunk_tokens)
         tokens_s = num_full * self._tokens_s(chunk_tokens) + (self._tokens_s(rest) if rest else 0)
         return tokens_s + attended(num_tokens, 0) * self.attended_s
@@ -109,25 +114,26 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
     def time_model(self, num_sequences: int = 64) -> StepTimeModel:
         """A prior for the worker's time model: straight lines through this roofline.
 
-        They meet it in a chunk of `CHUNK_TOKENS` prompt tokens and in a decode step of
-        `num_sequences`. In between they lie above it, at most by the time of reading what every
-        step reads. Only of a model with experts they may also lie below it, at most by the time of
-        reading all experts, as its first tokens read most of them. All coefficients are > 0, as a
-        fit needs.
+        They are exact for a chunk of `CHUNK_TOKENS` prompt tokens and for a decode step of
+        `num_sequences`. In between they are too high, at most by the time in which a step reads the
+        weights. For a model with experts they may also be too low, at most by the time of reading
+        all experts, because the first tokens of a step read most of them. All coefficients are > 0,
+        as a fit needs.
         """
         per_step_s = self._tokens_s(0)
         per_token_s = (self._tokens_s(CHUNK_TOKENS) - per_step_s) / CHUNK_TOKENS
         grown_s = (self._tokens_s(num_sequences) - per_step_s) / num_sequences
         per_sequence_s = grown_s + self.efficiency.sequence_s
-        # Where a step only reads weights in time, tokens would seem to be free.
+        # In a range where reading the weights takes all the time, tokens would seem to be free.
         coefficients = (per_step_s, per_token_s, self.attended_s, per_sequence_s, self.context_s)
         return StepTimeModel(tuple(max(each, 1e-12) for each in coefficients))
 
     @cached_property
     def attended_s(self) -> float:
-        """Of one prompt token and one position it sees: a product for the score, one for the sum.
+        """Seconds of attention for one prompt token and one position that it sees.
 
-        Attention multiplies in bf16 whatever the weights are.
+        There is a product for the score and one for the sum. Attention multiplies in bf16, whatever
+        the format of the weights is.
         """
         shape = self.shape
         num_flop = 4 * shape.num_layers * shape.num_heads * shape.head_dim
@@ -135,7 +141,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
 
     @cached_property
     def context_s(self) -> float:
-        """Of reading one token's KV; of latent KV, of multiplying with it, if that takes longer."""
+        """Seconds of reading one token's KV; for latents, of multiplying if that takes longer."""
         bytes_per_s = self.gpu.memory_bytes_per_s * self.efficiency.memory
         flops = self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention
         multiply_s = self.shape.num_latent_flop / flops
@@ -143,11 +149,12 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
 
     @cached_property
     def _matmul_flops(self) -> float:
-        """Of the datasheet. Experts of 4 bits without wide products are widened to 16."""
+        """The datasheet's FLOP/s. Without 4-bit matrix units, 4-bit experts are widened to 16."""
         return self.gpu.flops("bf16" if self.shape.has_mxfp4_experts else self.weights)
 
     def _tokens_s(self, num_tokens: int) -> float:
-        """A step without attention: the slower of reading and multiplying, and the exchange."""
+        """Seconds of a step without attention: the slower of reading and multiplying, plus the
+        exchanges."""
         shape, gpu, efficiency = self.shape, self.gpu, self.efficiency
         read_nbytes = shape.read_nbytes(num_tokens, self.weights, self.num_holders)
         read_s = read_nbytes / (gpu.memory_bytes_per_s * efficiency.memory)
@@ -158,7 +165,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         return efficiency.step_s + slower_s + self._exchange_s(num_tokens)
 
     def _exchange_s(self, num_tokens: int) -> float:
-        """Ring all-reduces: every GPU sends and receives 2 (n - 1) / n of the activations."""
+        """Seconds of ring all-reduces, which send 2 (n - 1) / n of the activations per GPU."""
         if self.num_gpus == 1:
             return 0.0
         nbytes = num_tokens * self.shape.hidden_size * ACTIVATION_NBYTES
@@ -183,12 +190,12 @@ def placements(
     Tensor parallelism divides the heads evenly, or copies KV heads evenly.
 
     Args:
-        engine: as `efficiency_of` has it.
-        expert_parallel: workers of several GPUs have whole experts on each.
+        engine: see `efficiency_of`.
+        expert_parallel: whether each GPU of a worker has whole experts.
 
     Raises:
-        NotEnoughMemory: it does not fit a whole node.
-        StartupError: the GPU cannot multiply in `weights`, or nothing is known of the engine there.
+        NotEnoughMemory: the model does not fit on a whole node.
+        StartupError: the GPU cannot multiply in `weights`, or no run of the engine is known.
     """
     gpu.flops(weights)
     if gpu is CPU_CORE:
@@ -215,8 +222,8 @@ def placements(
         raise NotEnoughMemory(
             f"{shape.name} in {shape.stored_as(weights)} has"
             f" {most.weights_nbytes / 1e9:.1f} GB of weights, and {num_tokens:,} tokens have"
-            f" {num_tokens * most.kv_nbytes_per_token / 1e9:.1f} GB of KV;"
-            f" {most.num_gpus} x {gpu.name} offer"
+            f" {num_tokens * most.kv_nbytes_per_token / 1e9:.1f} GB of KV, but"
+            f" {most.num_gpus} x {gpu.name} have room for"
             f" {most.num_gpus * gpu.memory_nbytes * MEMORY_SHARE / 1e9:.0f} GB."
             f" It would fit on {most.num_gpus} GPUs of {needed / MEMORY_SHARE / 1e9:.0f} GB each"
             + (", or try fp8 weights." if is_wide else ".")

@@ -1,4 +1,4 @@
-"""The numbers of a model that decide what serving it costs: parameters, and KV bytes a token.
+"""The numbers of a model that determine the cost of serving it: parameters, and KV bytes a token.
 
 Shapes come from a checkpoint directory or from the table below. Knows no GPU and no load.
 """
@@ -22,8 +22,8 @@ from disagg.models.latent_config import LatentConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.packing import value_nbytes
 
-# Of one value of a weight. fp8 has a scale for a matrix, or (fp8-block) for blocks of 128 x 128;
-# fp4 (NVFP4) has one of 8 bits for 16 values. The two tables of tokens stay in 16 bits.
+# Bytes of one value of a weight. fp8 has one scale per matrix, or (fp8-block) per block of 128 x
+# 128; fp4 (NVFP4) has an 8-bit scale per 16 values. The two vocabulary tables stay in 16 bits.
 NBYTES = {"bf16": 2, "fp8": 1, "fp8-block": 1, "fp4": 9 / 16}
 TABLE_NBYTES = 2
 KV_BITS = {"bf16": (16, 0), **SCALED_KV_BITS}
@@ -33,21 +33,22 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
     """A decoder with grouped-query attention, and in each layer a gated MLP or experts.
 
     Attributes:
-        source: where the numbers are from.
-        num_experts: of each layer that has some; 0: all layers are dense.
-        expert_size, shared_size: inner sizes of one expert, and of the one that all tokens go
+        source: where the numbers come from.
+        num_experts: experts of each layer that has experts; 0: all layers are dense.
+        expert_size, shared_size: inner sizes of one expert, and of the expert that all tokens go
             through.
-        num_dense_layers: without experts, in a model that has some.
-        has_mxfp4_experts: 4 bits a value and 8 for 32 of them, whatever the other weights are.
-        quantized: the format of a checkpoint whose weights are quantised.
-        packed_nbytes: of a value of its layers' matrices, which stay quantised on a GPU; 0: they
-            are widened when they are loaded.
-        has_widened_experts: the matrices of experts are widened in any case.
-        has_order: columns are in an order of activations; `packed_nbytes` is then that of one GPU.
-        latent_size: values of KV that a layer keeps of a token for all heads (multi-head latent
-            attention); 0: keys and values of `num_kv_heads`.
-        attention_params: of one layer, where they do not follow from the heads.
-        repository: on Hugging Face, of a model of the table below; else empty.
+        num_dense_layers: layers without experts, in a model with experts.
+        has_mxfp4_experts: whether experts have 4 bits per value and 8 bits per 32 values, whatever
+            the format of the other weights is.
+        quantized: the format of a quantised checkpoint.
+        packed_nbytes: bytes per value of its layers' matrices, which stay quantised on a GPU; 0:
+            they are widened when they are loaded.
+        has_widened_experts: whether the matrices of experts are always widened.
+        has_order: whether columns are in activation order; `packed_nbytes` is then for one GPU.
+        latent_size: KV values of a token in a layer for all heads (multi-head latent attention);
+            0: there are keys and values of `num_kv_heads`.
+        attention_params: parameters of one layer's attention, if the heads do not determine them.
+        repository: the Hugging Face repository of a model of the table below, otherwise empty.
     """
 
     name: str
@@ -77,12 +78,12 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
 
     @cached_property
     def num_layer_params(self) -> int:
-        """Of the matrix products that a token goes through; norms and biases are < 0.1 %."""
+        """Parameters with which a token is multiplied, without norms and biases (< 0.1 %)."""
         return self._num_common_params + self.num_experts_per_tok * self._num_params_per_expert
 
     @cached_property
     def num_head_params(self) -> int:
-        """Of the product that makes logits: of a prompt, only its last token goes through it."""
+        """Parameters of the product that makes logits, only for the last token of a prompt."""
         return self.hidden_size * self.vocab_size
 
     @property
@@ -92,10 +93,11 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
         return layers + num_tables * self.num_head_params
 
     def weights_nbytes(self, dtype: str, num_holders: int = 1) -> float:
-        """Of all weights on a device, stored as `dtype`, one of `NBYTES`.
+        """Bytes of all weights on a device, stored as `dtype`, one of `NBYTES`.
 
         Args:
-            num_holders: ranks that have whole experts. All are counted as the one that has most.
+            num_holders: number of ranks that have whole experts. All are counted like the rank that
+                has the most.
         """
         num_tables = 1 if self.tie_word_embeddings else 2
         most = -(-self.num_experts // num_holders)
@@ -103,12 +105,15 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
 
     @property
     def widened(self) -> ModelShape:
-        """As a CPU holds it: no matrix stays quantised there."""
+        """The shape on a CPU, where no matrix stays quantised."""
         return msgspec.structs.replace(self, packed_nbytes=0.0)
 
     def divided(self, num_gpus: int) -> ModelShape:
-        """As so many GPUs hold it together: of matrices that end attention and MLP each has some
-        columns, and widens them if they are in an order of activations."""
+        """The shape on so many GPUs together.
+
+        Each GPU has some columns of the matrices that end attention and MLP, and widens them if
+        they are in activation order.
+        """
         if num_gpus == 1 or not self.has_order or not self.packed_nbytes:
             return self
         ends = self.hidden_size * (
@@ -118,22 +123,23 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
         return msgspec.structs.replace(self, packed_nbytes=self.packed_nbytes + more)
 
     def value_nbytes(self, dtype: str) -> float:
-        """Of one value of the layers' matrices; of experts, see `_expert_nbytes`."""
+        """Bytes of one value of the layers' matrices; for experts, see `_expert_nbytes`."""
         return self.packed_nbytes if self.packed_nbytes and dtype == "bf16" else NBYTES[dtype]
 
     def stored_as(self, dtype: str) -> str:
-        """What the layers' matrices are in, for people."""
+        """The format of the layers' matrices, for people."""
         stored = self.quantized if self.packed_nbytes and dtype == "bf16" else dtype
         return f"{stored}, experts in MXFP4" if self.has_mxfp4_experts else stored
 
     def read_nbytes(self, num_tokens: int, dtype: str, num_holders: int = 1) -> float:
-        """Of the weights that a step of so many tokens reads.
+        """Bytes of the weights that a step of so many tokens reads.
 
         Experts that no token goes through are not read. Each token goes through
-        `num_experts_per_tok` of them, as if drawn by chance.
+        `num_experts_per_tok` experts, as if they were drawn at random.
 
         Args:
-            num_holders: ranks that have whole experts. All are counted as the one that reads most.
+            num_holders: number of ranks that have whole experts. All are counted like the rank that
+                reads the most.
         """
         missed = 0.0
         if self.num_experts:
@@ -147,32 +153,32 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
         """As `num_layer_params`, in a step of so many tokens.
 
         Args:
-            num_holders: ranks that have whole experts. All are counted as the one that has most to
-                multiply with, as tokens choose experts by chance.
+            num_holders: number of ranks that have whole experts. All are counted like the rank that
+                multiplies the most, because tokens choose experts at random.
         """
         if num_holders == 1 or not self.num_experts:
             return self.num_layer_params
         chosen, count = self.num_experts_per_tok, self.num_experts
         num_pairs = max(num_tokens, 1) * chosen
-        # Drawn without putting back: a token does not choose an expert twice.
+        # Experts are drawn without replacement, because a token does not choose an expert twice.
         spread = (num_holders - 1) * (count - chosen) / max(count - 1, 1) / num_pairs
         busier = min(1 + _above_mean(num_holders) * math.sqrt(spread), num_holders)
         return self._num_common_params + busier * chosen * self._num_params_per_expert
 
     def products_in(self, weights: str) -> str:
-        """Format of the products that decide how fast it is: that of its experts, if published."""
+        """The format of the products that determine the speed; that of experts, if published."""
         if self.has_mxfp4_experts:
             return "mxfp4"
         return "fp4-experts" if self.num_experts and weights == "fp4" else weights
 
     @property
     def num_latent_flop(self) -> int:
-        """Of a decoding sequence for one token of its context, which all heads multiply with."""
+        """FLOP of a decoding sequence for one latent of its context, for all heads."""
         return 4 * self.num_layers * self.num_heads * self.latent_size
 
     @cached_property
     def _num_common_params(self) -> int:
-        """Of all layers, without their experts."""
+        """Parameters of all layers without their experts."""
         of_heads = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         attention = self.attention_params or of_heads
         router = self._num_sparse * self.num_experts * self.hidden_size
@@ -180,35 +186,35 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
 
     @property
     def _num_sparse(self) -> int:
-        """Layers with experts."""
+        """The number of layers with experts."""
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
     @property
     def _num_inner(self) -> int:
-        """Inner sizes of all MLPs that every token goes through."""
+        """The sum of the inner sizes of all MLPs that every token goes through."""
         dense = (self.num_layers - self._num_sparse) * self.intermediate_size
         return dense + self._num_sparse * self.shared_size
 
     @cached_property
     def _num_params_per_expert(self) -> int:
-        """Of one expert in each layer that has them."""
+        """Parameters of one expert in each layer that has experts."""
         num_sparse = self.num_layers - self.num_dense_layers
         return num_sparse * 3 * self.hidden_size * self.expert_size
 
     def _nbytes(self, num_tables: int, num_experts: float, dtype: str) -> float:
-        """Of so many tables of the vocabulary, and all layers with so many experts."""
+        """Bytes of so many vocabulary tables, and of all layers with so many experts."""
         experts = num_experts * self._num_params_per_expert * self._expert_nbytes(dtype)
         tables = num_tables * self.num_head_params * TABLE_NBYTES
         return self._num_common_params * self.value_nbytes(dtype) + experts + tables
 
     def _expert_nbytes(self, dtype: str) -> float:
-        """Of one value of an expert."""
+        """Bytes of one value of an expert."""
         if self.has_mxfp4_experts:
             return MXFP4_NBYTES
         return NBYTES[dtype] if self.has_widened_experts else self.value_nbytes(dtype)
 
     def kv_nbytes_per_token(self, dtype: str = "bf16") -> int:
-        """Keys and values of all layers, with their scales."""
+        """Bytes of the keys and values of all layers, with their scales."""
         value_bits, scale_bits = KV_BITS[dtype]
         if self.latent_size:
             return self.num_layers * (self.latent_size * value_bits + scale_bits) // 8
@@ -217,15 +223,15 @@ class ModelShape(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached
 
 
 def _above_mean(count: int) -> float:
-    """The largest of so many normal numbers, on average, in deviations above their mean (Blom)."""
+    """The expected largest of `count` normal numbers, in deviations above their mean (Blom)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def read_shape(name_or_directory: str) -> ModelShape:
-    """The shape of a name of `SHAPES`, of a model on a hub, of a bundled one, or of a directory.
+    """The shape of a model: a name of `SHAPES`, a model on a hub, a bundled one, or a directory.
 
     Raises:
-        ModelError: it is none of these, or a model that is not supported.
+        ModelError: it is none of these, or the model is not supported.
         StartupError: the hub cannot be reached.
     """
     if name_or_directory in SHAPES:
@@ -253,7 +259,7 @@ def shape_of(model: ModelDescription) -> ModelShape:
         **numbers,
         quantized="" if format is None else format.name,
         packed_nbytes=0.0 if format is None else value_nbytes(format) or 0.0,
-        # One group a row is the same in any order, as `models/packing.py` has it.
+        # If a row is one group, any order of columns is the same; see `models/packing.py`.
         has_order=format is not None and format.has_order and format.group_size is not None,
     )
     if config.latent is not None:
@@ -274,7 +280,7 @@ def shape_of(model: ModelDescription) -> ModelShape:
 
 
 def _latent_numbers(config: ModelConfig, latent: LatentConfig) -> dict[str, int]:
-    """Of its attention, which multiplies with latents (`models.latent`)."""
+    """The numbers of attention with latents (`models.latent`)."""
     queries = config.num_heads * latent.query_dim
     made = config.num_heads * (latent.nope_dim + latent.value_dim)
     from_hidden = latent.cached_dim + (latent.query_rank or queries)
@@ -282,7 +288,7 @@ def _latent_numbers(config: ModelConfig, latent: LatentConfig) -> dict[str, int]
     return {
         "latent_size": latent.cached_dim,
         "attention_params": attention + made * latent.rank + queries * (latent.query_rank or 0),
-        # Of the two products of a prompt, on average.
+        # The mean of the two products of a prompt.
         "head_dim": (latent.cached_dim + latent.rank) // 2,
     }
 

@@ -1,9 +1,9 @@
 """Sizes the cheapest fleets that meet the SLOs of a load: disaggregated, and colocated.
 
-Disaggregated: the prefill workers are one queue; the decode workers hold as many sequences as
-follow from rate, lengths and step time; KV is transferred between them. Colocated: every worker
-does both, with a chunk of a prompt in each step while prompts wait (Sarathi-Serve, arXiv
-2403.02310); the chunk is as large as the TPOT SLO allows.
+In a disaggregated fleet, the prefill workers are one queue, the decode workers hold as many
+sequences as follow from rate, lengths and step time, and KV is transferred between them. In a
+colocated fleet, every worker does both, with a chunk of a prompt in each step while prompts wait
+(Sarathi-Serve, arXiv 2403.02310). The chunk is as large as the TPOT SLO allows.
 
 All figures are predictions: rooflines (`roofline.py`) under the queueing approximations of
 `queueing.py`. docs/planning.md has the formulas in one place.
@@ -22,32 +22,38 @@ from disagg.planner.roofline import Placement
 from disagg.queueing import MAX_WORKERS, smallest, under_way, wait_s
 from disagg.time_model import StepFeatures, attended
 
-# Sequences in one step: beyond it, engines spend more on bookkeeping than they gain by batching.
+# Most sequences in one step. With more, engines spend more on bookkeeping than batching gains.
 MAX_BATCH = 1024
 
-# Of the time of workers that compute prompts. The queueing formulas would allow almost all of it
-# in a large pool; the rest is for what they leave out: uneven minutes, a worker that restarts.
+# The largest share of their time in which workers compute prompts. The queueing formulas would
+# allow almost all of it in a large pool. The rest is for effects that they ignore: an uneven load,
+# and workers that restart.
 MAX_BUSY = 0.9
 
-# Of a link's bandwidth, used on average; with more, pulls wait for each other.
+# The largest share of a link's bandwidth that is used on average. With more, pulls wait for each
+# other.
 MAX_LINK_SHARE = 0.5
 
-# Of a pull: asking, posting descriptors, the notification. The router's own first guess.
+# Fixed seconds of a pull: the request, posting descriptors, the notification. The router has the
+# same prior.
 TRANSFER_LATENCY_S = 2e-3
 
-# Prompt tokens that one step of a worker that does both may carry.
+# The numbers of prompt tokens that one step of a worker that does both may have.
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """Equal workers. `busy` is the share of the time in which they compute prompts (prefill,
-    both) or of places in the batch that are taken (decode)."""
+    """A pool of equal workers.
+
+    busy: the share of the time in which they compute prompts (prefill workers, and workers that do
+        both), or the share of places in the batch that are taken (decode workers).
+    """
 
     placement: Placement
     num_workers: int
     usd_per_gpu_hour: float
     busy: float
-    batch: int  # sequences that decode on one worker at once, at the SLO's quantile
+    batch: int  # sequences that decode on one worker at the same time, at the SLO's quantile
 
     @property
     def num_gpus(self) -> int:
@@ -59,10 +65,10 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 class FleetPlan(msgspec.Struct, frozen=True):
-    """Pools that hold the SLOs, and what `QUANTILE` of the requests are predicted to get.
+    """Pools that meet the SLOs, and the predicted TTFT and TPOT at `QUANTILE`.
 
-    `chunk_tokens` and one pool where workers do both; else prefill and decode, in this order, and
-    the seconds that the KV of a mean prompt takes between them.
+    If workers do both, there is one pool, and `chunk_tokens`. Otherwise there are prefill and
+    decode, in this order, and `transfer_s`, the time to move the KV of a mean prompt.
     """
 
     pools: tuple[Pool, ...]
@@ -80,7 +86,7 @@ class FleetPlan(msgspec.Struct, frozen=True):
         return sum(pool.num_gpus for pool in self.pools)
 
 
-Prices = Callable[[Placement], float]  # US dollars for a GPU and hour
+Prices = Callable[[Placement], float]  # US dollars per GPU and hour
 
 
 def disaggregated(
@@ -90,7 +96,7 @@ def disaggregated(
     link_bytes_per_s: float,
     prices: Prices,
 ) -> FleetPlan | None:
-    """The cheapest prefill and decode pools that hold the SLOs; None where none do."""
+    """The cheapest prefill and decode pools that meet the SLOs; None if none do."""
     every = list(placements)
     fleets = (
         _apart(load, slo, prefill, decode, link_bytes_per_s, prices)
@@ -103,7 +109,7 @@ def disaggregated(
 def colocated(
     load: Workload, slo: Slo, placements: Iterable[Placement], prices: Prices
 ) -> FleetPlan | None:
-    """The cheapest pool of workers that do both and hold the SLOs; None where none do."""
+    """The cheapest pool of workers that do both and meet the SLOs; None if none do."""
     every = (_together(load, slo, each, chunk, prices) for each in placements for chunk in CHUNKS)
     return _cheapest(every)
 
@@ -111,21 +117,21 @@ def colocated(
 def transfer_s(
     load: Workload, prefill: Placement, decode: Placement, link_bytes_per_s: float
 ) -> float:
-    """Seconds that the KV of a mean prompt takes. Every GPU of the smaller worker has a link.
+    """Seconds to move the KV of a mean prompt. Every GPU of the smaller worker has a link.
 
-    None of it is hidden behind prefill here; issuing tickets early hides all but the last chunk.
+    This time is not overlapped with prefill here; early tickets overlap all but the last chunk.
     """
     nbytes = load.mean_prompt_tokens * prefill.kv_nbytes_per_token
     return TRANSFER_LATENCY_S + nbytes / (link_bytes_per_s * num_links(prefill, decode))
 
 
 def num_links(one: Placement, other: Placement) -> int:
-    """That two workers have between them."""
+    """The number of links between two workers."""
     return min(one.num_gpus, other.num_gpus)
 
 
 def _cheapest(fleets: Iterable[FleetPlan | None]) -> FleetPlan | None:
-    """Of equally dear ones, that with the earlier tokens."""
+    """The cheapest fleet; of equally cheap ones the fastest."""
     found = [fleet for fleet in fleets if fleet is not None]
     return min(found, key=lambda fleet: (fleet.usd_per_hour, fleet.ttft_s), default=None)
 
@@ -141,7 +147,7 @@ def _apart(
     moved_s = transfer_s(load, prefill, decode, link_bytes_per_s)
     num_gaps = max(1.0, load.mean_output_tokens - 1.0)
     spread_s = moved_s / num_gaps  # the first token does not wait for the transfer, the second does
-    # Workers whose links carry the KV at no more than `MAX_LINK_SHARE`.
+    # So many workers that KV uses no more than `MAX_LINK_SHARE` of their links.
     num_for_links = math.ceil(load.requests_per_s * (moved_s - TRANSFER_LATENCY_S) / MAX_LINK_SHARE)
     first = _prefill_pool(load, slo, prefill, num_for_links, prices)
     second = _decode_pool(load, slo.tpot_s - spread_s, decode, num_for_links, prices)
@@ -153,7 +159,7 @@ def _apart(
 
 
 def _ttft_s(load: Workload, num_workers: int, prefill_s: Callable[[int], float]) -> float:
-    """The wait and the prompt's own seconds, both at the quantile: as if the two came together."""
+    """Seconds of waiting plus computing, both at the quantile, as if both were worst together."""
     each = [prefill_s(num_tokens) for num_tokens in load.prompt_sample]
     mean_s = fmean(each)
     variability = fmean([(seconds / mean_s - 1.0) ** 2 for seconds in each])
@@ -204,10 +210,11 @@ def _decode_pool(
 def _full_batch(
     rate: float, num_workers: int, gap_s: Callable[[int], float], limit: int
 ) -> int | None:
-    """Sequences on one worker at the quantile, where the pool makes `rate` tokens/s.
+    """Sequences on one worker at the quantile, if the pool makes `rate` tokens/s.
 
-    The batch decides how long a step takes, and that decides how many sequences are there at once
-    (Little's law): the least batch that agrees with itself. None where it would exceed `limit`.
+    The batch determines the time of a step, and that determines how many sequences decode at the
+    same time (Little's law). The result is the least batch for which both agree; None if it would
+    exceed `limit`.
     """
     batch = 1
     while True:
@@ -247,10 +254,10 @@ def _together(
 
 
 class _Both(msgspec.Struct, frozen=True):
-    """Workers that decode and compute prompts, `chunk_tokens` of them in each step while some wait.
+    """Workers that do both: while prompts wait, each step has `chunk_tokens` prompt tokens.
 
-    A worker that carries a load has prompts in more than one step in twenty, so the gap between
-    tokens that 95 % do not exceed is a step with a chunk in it.
+    A loaded worker has prompt tokens in more than one of twenty steps, so the 95 % quantile of the
+    gap between tokens is a step with a chunk.
     """
 
     load: Workload
@@ -259,11 +266,14 @@ class _Both(msgspec.Struct, frozen=True):
 
     @property
     def max_batch(self) -> int:
-        room = self.placement.num_kv_tokens - self.load.mean_prompt_tokens  # one being computed
+        room = self.placement.num_kv_tokens - self.load.mean_prompt_tokens  # one prompt is computed
         return min(MAX_BATCH, int(room / self.load.decode_tokens))
 
     def step_s(self, batch: int, num_attended: float | None = None) -> float:
-        """With a full chunk; `num_attended` defaults to what its tokens attend to on average."""
+        """Seconds of a step with a full chunk.
+
+        num_attended: tokens to which each prompt token attends; None: the average.
+        """
         if num_attended is None:
             num_attended = self.chunk_tokens * self.load.reach
         num_context = int(batch * self.load.decode_tokens)
@@ -271,15 +281,15 @@ class _Both(msgspec.Struct, frozen=True):
         return self.placement.step_s(step)
 
     def busy(self, batch: int, num_workers: int) -> float:
-        """Share of the time in which there are prompts."""
+        """The share of the time in which there are prompts."""
         num_chunks = self.load.requests_per_s * self.load.mean_prompt_tokens / self.chunk_tokens
         return num_chunks / num_workers * self.step_s(batch)
 
     def batch(self, num_workers: int) -> int | None:
-        """Sequences that decode on a worker at the quantile; None where these are too few."""
+        """Sequences that decode on a worker at the quantile; None if there are too few workers."""
 
         def gap_s(batch: int) -> float:
-            """The mean one: with a chunk while there are prompts, without one otherwise."""
+            """The mean gap: steps have a chunk while there are prompts, and none otherwise."""
             busy = self.busy(batch, num_workers)
             if busy > MAX_BUSY:
                 return math.inf

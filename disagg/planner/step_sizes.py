@@ -1,8 +1,8 @@
 """How large steps should be on a GPU, by the roofline: as small as nearly full speed allows.
 
-The sequences of a step share one reading of the weights, and its prompt tokens one launch of every
-kernel. Beyond some number both gain little, and each token waits for its whole step: 512 sequences
-decode 5 % faster than 256 do on an H100, and take twice as long for each token of every answer.
+The sequences of a step share one reading of the weights, and its prompt tokens share one launch of
+every kernel. Beyond some number this gains little, but each token waits for its whole step: on an
+H100, 512 sequences have a 5 % higher throughput than 256, but each token takes twice as long.
 
 These are upper bounds, used if the memory has room for them (`engine.device.memory_plan`).
 """
@@ -17,9 +17,9 @@ from disagg.planner.shapes import KV_BITS, ModelShape, shape_of
 
 NUMS_SEQS = range(256, 513, 32)
 NUMS_TOKENS = (2048, 4096, 8192)
-CONTEXT_TOKENS = 512  # of a sequence. Longer ones need fewer sequences for the same share.
-# Of the throughput of the largest step. The first one doubles the time of every step for 5 %; the
-# second delays only those who wait for a step with prompts.
+CONTEXT_TOKENS = 512  # of a sequence; longer ones need fewer sequences for the same share
+# Shares of the throughput of the largest step. For decodes, the last 5 % would double the time of
+# every step; larger prompt chunks only delay streams that wait for a step with prompts.
 DECODE_SHARE = 0.95
 PROMPT_SHARE = 0.995
 
@@ -43,13 +43,13 @@ def step_sizes(
     *,
     expert_parallel: bool = False,
 ) -> tuple[int, int]:
-    """Sequences and tokens that one step should have at most.
+    """The most sequences and tokens that one step should have.
 
     Args:
-        device_name: as the GPU's driver says it. Nothing is known of the speed of one that is not
-            in the planner's table, so its steps may be as large as any.
-        num_ranks: devices of the worker.
-        expert_parallel: each has whole experts.
+        device_name: name of the GPU from its driver. If the planner does not know the GPU, and so
+            its speed, steps may have the largest size.
+        num_ranks: number of devices of the worker.
+        expert_parallel: whether each device has whole experts.
     """
     gpu = gpu_called(device_name)
     if gpu is None:

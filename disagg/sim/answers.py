@@ -1,8 +1,8 @@
 """Simulated answers and log-probabilities for cascades; no model runs.
 
-An answer repeats the prompt's token. The confidence of a small model is drawn from the seed, the
-model and the request only: one of the judged tokens, at a random position, has an exponentially
-distributed log-probability, such that the configured share of answers is below the threshold; all
+An answer repeats the prompt's token. The confidence of a small model depends only on the seed, the
+model and the request. One of the judged tokens, at a random position, has an exponentially
+distributed log-probability, so that the configured share of answers is below the threshold. All
 other tokens are certain. At that position the small model's token differs from the larger one's, so
 a draft is accepted up to there.
 """
@@ -25,7 +25,7 @@ class SimulatedConfidence:
     """The simulated log-probabilities of each small model for each request.
 
     Args:
-        unsure: by model, the fraction of its answers that are below the threshold.
+        unsure: for each model, the fraction of its answers that are below the threshold.
     """
 
     def __init__(self, config: CascadeConfig, unsure: Mapping[str, float], seed: int) -> None:
@@ -37,13 +37,13 @@ class SimulatedConfidence:
         }
 
     def least(self, model: str, sequence: Sequence) -> tuple[int, float]:
-        """Where in its answer `model` is least sure, and that token's log-probability."""
+        """The index of the answer's token with the least log-probability; and that value."""
         rng = random.Random(f"{self._seed}/{model}/{sequence.tokens[0]}")
         num_judged = min(self._num_judged_tokens, sequence.sampling.max_tokens)
         return rng.randrange(num_judged), -self._mean[model] * rng.expovariate(1.0)
 
     def token(self, model: str, sequence: Sequence, num_ahead: int) -> SampledToken:
-        """What `model` says, with its score, after `num_ahead` more tokens of the sequence."""
+        """The token of `model`, with its score, after `num_ahead` more tokens of the sequence."""
         place, logprob = self.least(model, sequence)
         if sequence.num_output_tokens + num_ahead == place:
             return SampledToken(sequence.tokens[0] ^ 1, TokenLogprobs(logprob))
@@ -51,7 +51,7 @@ class SimulatedConfidence:
 
 
 def _mean(threshold: float, share: float) -> float:
-    """Of exponentially distributed numbers of which `share` are above -`threshold`."""
+    """The mean of an exponential distribution of which `share` is above -`threshold`."""
     if share in (0.0, 1.0):
         return math.inf if share else 0.0
     return threshold / math.log(share)

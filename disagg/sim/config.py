@@ -1,4 +1,4 @@
-"""The configuration of a simulation: fleet, load and SLOs. Checked once."""
+"""The configuration of a simulation: fleet, load and SLOs. It is checked when it is made."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from disagg.sim.steps import StepTimes
 from disagg.sim.trace import TRACE_BLOCK_TOKENS
 from disagg.time_model import StepTimeModel
 
-LARGEST = "largest"  # the name of the model that is described without one
+LARGEST = "largest"  # the name of the largest model, which the configuration does not name
 
-# A model of 8 billion parameters on one H100, at half of its arithmetic (989 TFLOP/s) and 70 % of
-# its memory bandwidth (3.35 TB/s): reading the weights; 16 GFLOP a prompt token; 4 x 32 layers x
-# 4,096 FLOP for each earlier token it attends to; a decoding sequence's own arithmetic; and 128 KiB
-# of KV for each token of context.
+# A model of 8 billion parameters on one H100, at half of its FLOP/s (989 TFLOP/s) and 70 % of its
+# memory bandwidth (3.35 TB/s). The coefficients are: reading the weights; 16 GFLOP per prompt
+# token; 4 x 32 layers x 4,096 FLOP for each earlier token to which it attends; the arithmetic of a
+# decoding sequence; and reading 128 KiB of KV for each token of context.
 H100_8B = StepTimeModel((6.8e-3, 3.2e-5, 1.06e-9, 3.2e-5, 5.6e-8))
-# The same on one L40S: half of 362 TFLOP/s, and 70 % of 864 GB/s.
+# The same model on one L40S: half of 362 TFLOP/s, and 70 % of 864 GB/s.
 L40S_8B = StepTimeModel((2.65e-2, 8.8e-5, 2.9e-9, 8.8e-5, 2.17e-7))
 H100_8B_KV_NBYTES = 128 << 10  # of one token
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A worker dies and is replaced by a new one with an empty cache."""
+    """A fault: a worker dies, and a new one with an empty cache replaces it."""
 
     worker_id: str
     at_s: float
@@ -38,11 +38,11 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class SmallTier(msgspec.Struct, frozen=True, kw_only=True):
-    """A smaller model of a cascade, with pools of its own.
+    """A smaller model of a cascade, which has its own pools.
 
     size: its parameters as a fraction of the largest model's; step times and KV bytes scale with
-        it. Its caches have as many blocks.
-    unsure: the fraction of its answers that escalate. Simulated: see `answers`.
+        it. The number of KV blocks is the same.
+    unsure: the fraction of its answers that escalate, which is simulated (see `answers`).
     """
 
     name: str
@@ -55,28 +55,28 @@ class SmallTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet and how it is used.
+    """A fleet and its load.
 
-    num_decode: 0 lets each prefill worker decode what it prefilled.
-    num_blocks: of each worker; each holds `block_size` tokens.
-    decode_num_blocks: of decode workers, where their memory is another; None: `num_blocks`.
+    num_decode: number of decode workers; with 0, each prefill worker decodes its own requests.
+    num_blocks: KV blocks of each worker; each holds `block_size` tokens.
+    decode_num_blocks: KV blocks of decode workers; None: `num_blocks`.
     times: step times of one worker.
-    decode_times: of decode workers, where their GPUs are others; None: `times`.
-    steps, decode_steps: what steps of the largest model take, where that is no straight line;
-        `times` is then what workers believe until they have measured. None: `times`.
-    speed: how much faster than in the trace requests come.
-    bytes_per_s: of each worker's network card, in each direction; transfers share it.
-    latency_s: of a transfer between two workers, before its first byte.
-    fair_queue: whether the ingress has its admission queue, as in production; without it, policies
-        are compared by their own effect.
+    decode_times: step times of decode workers; None: `times`.
+    steps, decode_steps: true step times of the largest model, if they are not linear; `times` is
+        then the prior of workers until they have measured. None: `times` is true.
+    speed: factor by which requests come faster than in the trace.
+    bytes_per_s: rate of each worker's network card in each direction; transfers share it.
+    latency_s: time of a transfer between two workers before its first byte.
+    fair_queue: whether the ingress has its admission queue, as in production; without it, only the
+        effects of policies are compared.
     ttft_slo_s, tpot_slo_s: the SLOs, by which pools are scaled; with `fair_queue`, requests that
         would wait longer are refused.
-    scale_prefill, scale_decode: autoscale that pool, starting with the number above.
-    max_num_workers: of all autoscaled pools together.
-    num_ingress: requests go to them in turn. With more than one, workers report to each of them as
-        rarely as in a real fleet of that size.
+    scale_prefill, scale_decode: whether to autoscale that pool, starting with the number above.
+    max_num_workers: most workers of all autoscaled pools together.
+    num_ingress: number of ingresses, which get requests in turn. If there are several, workers
+        report to each of them as rarely as in a real fleet of that size.
     smaller: smaller models of a cascade, smallest first.
-    num_judged_tokens, max_shift: as in `config.CascadeConfig`, where there are smaller models.
+    num_judged_tokens, max_shift: as in `config.CascadeConfig`, if there are smaller models.
     """
 
     num_prefill: int = 4
@@ -114,11 +114,14 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             min(self.num_prefill, self.max_num_seqs, self.kv_nbytes, *blocks) < 1
             or self.num_decode < 0
         ):
-            raise RequestError("A simulation needs workers, and these need blocks and places.")
+            raise RequestError(
+                "A simulation needs num_prefill, max_num_seqs, kv_nbytes and num_blocks of at least"
+                " 1, and num_decode of at least 0."
+            )
         if self.block_size < 1 or TRACE_BLOCK_TOKENS % self.block_size:
             raise RequestError(
-                f"block_size is {self.block_size}; traces name blocks of {TRACE_BLOCK_TOKENS}"
-                " tokens, so it must divide that.",
+                f"block_size is {self.block_size}, but must divide {TRACE_BLOCK_TOKENS}, because"
+                f" traces have hashes of blocks of {TRACE_BLOCK_TOKENS} tokens.",
                 param="block_size",
             )
         for name, what in (
@@ -129,24 +132,26 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             value = getattr(self, name)
             is_finite = math.isfinite(value) or (name.endswith("slo_s") and value == math.inf)
-            if value <= 0.0 or not is_finite:  # an infinite SLO is none
-                raise RequestError(f"{what} must be greater than 0, and is {value:g}.", param=name)
+            if value <= 0.0 or not is_finite:  # an infinite SLO means that there is none
+                raise RequestError(
+                    f"{what} must be finite and greater than 0, but is {value:g}.", param=name
+                )
         if not 0.0 <= self.latency_s < math.inf:
-            raise RequestError(f"A latency is at least 0, and not {self.latency_s:g}.")
+            raise RequestError(f"The latency must be at least 0, but is {self.latency_s:g}.")
         if self.policy not in POLICIES:
             known = ", ".join(POLICIES)
             raise RequestError(
-                f"There is no policy {self.policy!r}; there are {known}.", param="policy"
+                f"There is no policy {self.policy!r}; choose one of {known}.", param="policy"
             )
         if self.num_ingress < 1:
             raise RequestError(
-                f"There must be an ingress, and there are {self.num_ingress}.",
+                f"num_ingress must be at least 1, but is {self.num_ingress}.",
                 param="num_ingress",
             )
         if self.num_ingress > 1 and (self.scale_prefill or self.scale_decode):
             raise RequestError(
-                "Pools follow the load of one ingress in a simulation; leave num_ingress at 1, or"
-                " give fixed numbers of workers.",
+                "A simulation can autoscale pools only with one ingress; leave num_ingress at 1, or"
+                " set fixed numbers of workers.",
                 param="num_ingress",
             )
         self._check_cascade()
@@ -161,23 +166,25 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
         for each in self.smaller:
             if not each.name or names.count(each.name) > 1:
                 raise RequestError(
-                    f"{each.name!r} cannot name a tier: each needs a name of its own, and"
-                    f" {LARGEST!r} is the last one.",
+                    f"{each.name!r} cannot be the name of a tier: names must be unique and not"
+                    f" empty, and {LARGEST!r} is the name of the last tier.",
                     param="tier",
                 )
             if each.num_prefill < 1 or each.num_decode < 0:
-                raise RequestError(f"The tier {each.name!r} needs a prefill worker.", param="tier")
+                raise RequestError(
+                    f"The tier {each.name!r} needs at least one prefill worker.", param="tier"
+                )
             if not 0.0 <= each.unsure <= 1.0:
                 raise RequestError(
-                    f"{each.name!r} cannot be unsure of {each.unsure:g} of its answers: a share is"
-                    " between 0 and 1.",
+                    f"The tier {each.name!r} has unsure = {each.unsure:g}, but it is a share of"
+                    " answers and must be between 0 and 1.",
                     param="unsure",
                 )
         sizes = [0.0, *(each.size for each in self.smaller), 1.0]
         if any(after <= before for before, after in pairwise(sizes)):
             raise RequestError(
-                "Tiers go from the smallest model to the largest, whose size is 1, and the sizes"
-                f" are {', '.join(f'{size:g}' for size in sizes[1:-1])}.",
+                "Tiers must be ordered from the smallest model to the largest, whose size is 1; the"
+                f" sizes are {', '.join(f'{size:g}' for size in sizes[1:-1])}.",
                 param="tier",
             )
         if self.num_judged_tokens < 1 or self.max_shift < 0.0:
@@ -187,14 +194,14 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.max_shift and math.isinf(self.ttft_slo_s):
             raise RequestError(
-                "max_shift needs a TTFT SLO, because the load is measured as a share of it; set"
-                " ttft_slo_s.",
+                "max_shift needs a TTFT SLO, because it measures the load as a share of that SLO;"
+                " set ttft_slo_s.",
                 param="max_shift",
             )
 
     @property
     def tiers(self) -> tuple[TierConfig, ...]:
-        """From the smallest to the largest, as the product's parts are told of them."""
+        """The configurations of all tiers, as the real parts get them; smallest model first."""
         pools: list[tuple[str, SmallTier | SimConfig]] = [
             *((each.name, each) for each in self.smaller),
             (LARGEST, self),
@@ -212,7 +219,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> dict[str, float]:
-        """Of each model, as a fraction of the largest's."""
+        """The size of each model as a fraction of the largest model's."""
         return {each.name: each.size for each in self.smaller} | {LARGEST: 1.0}
 
     @property
@@ -235,7 +242,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_blocks
 
     def worker(self, model: str, role: Role, number: int, max_model_len: int) -> WorkerSpec:
-        """The `number`th of a pool."""
+        """The specification of a pool's worker with this number."""
         prefix = "" if model == LARGEST else f"{model}-"
         block_nbytes = int(self.sizes[model] * self.block_size * self.kv_nbytes)
         times = self.times_of(model, role)

@@ -3,10 +3,10 @@
 A row is one load and one TPOT SLO. Its columns are the splits of the same workers into prefill and
 decode workers, with the current policy, and `collocated`: each worker prefills and decodes its own
 requests, and prompts do not consider the streams that decode there. Rows of unlike GPUs have a
-column for each pool that the faster ones are.
+column for each pool that has the faster GPUs.
 
-Arrivals are a Poisson process, so that the load is steady; lengths and shared prefixes come from a
-window of a trace. Saturation is the rate at which all workers would compute all the time, if no
+Arrivals are a Poisson process, so that the load is steady. Lengths and shared prefixes come from a
+window of a trace. Saturation is the rate at which all workers would compute all the time if no
 prefix were computed twice and batches were full.
 """
 
@@ -27,15 +27,15 @@ NUM_WORKERS = 6
 SPLITS = ((1, 5), (2, 4), (3, 3), (4, 2), (5, 1), (6, 0))
 TPOT_SLOS_S = (0.01, 0.0125, 0.015, 0.02, 0.03, 0.05)
 LOADS = (0.3, 0.5, 0.7, 0.9, 1.1)
-UNLIKE_SPLITS = ((2, 4), (4, 2))  # 2 x H100 are the prefill workers, then the decode workers
-NUM_REQUESTS = 600  # of a window
-TTFT_PER_PREFILL = 10.0  # the TTFT SLO, in times that a mean prompt takes by itself
+UNLIKE_SPLITS = ((2, 4), (4, 2))  # 2 x H100 are the prefill workers, or the decode workers
+NUM_REQUESTS = 600  # requests of a window
+TTFT_PER_PREFILL = 10.0  # the TTFT SLO as a multiple of the time of a mean prompt alone
 
 
 class Cell(msgspec.Struct, frozen=True):
     """One simulation: a split of the workers under one load and one TPOT SLO.
 
-    is_unlike: the pool of two workers has H100s, that of four L40S.
+    is_unlike: whether the pool of two workers has H100s and the pool of four has L40S.
     """
 
     split: tuple[int, int]
@@ -48,8 +48,9 @@ class Cell(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True):
     """The goodput of one load and TPOT SLO: percent of the requests that met both SLOs.
 
-    by_split: in the order of `SPLITS`. fixed: the best of the splits whose workers keep to their
-        roles. collocated: of workers that do both, each for itself.
+    by_split: the goodput of each split, in the order of `SPLITS`.
+    fixed: the best goodput of splits whose workers keep to their roles.
+    collocated: the goodput of workers that do both, each for its own requests.
     """
 
     tpot_slo_s: float
@@ -65,16 +66,16 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def worst_share(self) -> float:
-        """The goodput of the worst split as a fraction of the best of all, fixed ones too."""
+        """The goodput of the worst split as a fraction of the best goodput of the row."""
         most = max(self.best, self.fixed, self.collocated)
         return min(self.by_split) / most if most else 1.0
 
 
 class UnlikeRow(msgspec.Struct, frozen=True):
-    """The goodput, in percent, of 2 x H100 beside 4 x L40S under one load and TPOT SLO.
+    """The goodput, in percent, of 2 x H100 and 4 x L40S under one load and TPOT SLO.
 
-    by_split: in the order of `UNLIKE_SPLITS`. fixed: the better of these whose workers keep to
-        their roles.
+    by_split: the goodput of each split, in the order of `UNLIKE_SPLITS`.
+    fixed: the better goodput of these splits if workers keep to their roles.
     """
 
     tpot_slo_s: float
@@ -99,7 +100,11 @@ def unlike_cells(tpot_slos_s: Sequence[float], loads: Sequence[float]) -> Iterat
 
 
 def play(cell: Cell, config: SimConfig, window: Sequence[TraceRequest]) -> float:
-    """The goodput of one cell, in percent. `config`: everything but split, policy and load."""
+    """Simulate one cell; returns its goodput in percent.
+
+    Args:
+        config: everything but split, policy and load.
+    """
     num_prefill, num_decode = cell.split
     config = msgspec.structs.replace(
         config,
@@ -122,7 +127,7 @@ def rows(
     window: Sequence[TraceRequest],
     played: Sequence[tuple[Cell, float]],
 ) -> list[Row]:
-    """`played`: all cells of a grid with their goodput, in the order of `cells`."""
+    """The rows of a grid. `played`: all cells with their goodput, in the order of `cells`."""
     found: list[Row] = []
     num_splits = len(SPLITS)
     for begin in range(0, len(played), 2 * num_splits):
@@ -145,7 +150,7 @@ def rows(
 def unlike_rows(
     config: SimConfig, window: Sequence[TraceRequest], played: Sequence[tuple[Cell, float]]
 ) -> list[UnlikeRow]:
-    """`played`: all of `unlike_cells` with their goodput, in that order."""
+    """The rows of unlike GPUs. `played`: all `unlike_cells` with their goodput, in that order."""
     found = []
     num_splits = len(UNLIKE_SPLITS)
     for begin in range(0, len(played), 2 * num_splits):
@@ -158,7 +163,7 @@ def unlike_rows(
 
 
 def at_rate(window: Sequence[TraceRequest], requests_per_s: float, seed: int) -> list[TraceRequest]:
-    """The requests of a window in their order, as a Poisson process."""
+    """The requests of a window in the same order, arriving as a Poisson process."""
     rng = random.Random(seed)
     now = 0.0
     requests = []
@@ -169,7 +174,7 @@ def at_rate(window: Sequence[TraceRequest], requests_per_s: float, seed: int) ->
 
 
 def saturation(config: SimConfig, window: Sequence[TraceRequest]) -> float:
-    """Requests a second that `NUM_WORKERS` workers could compute at most."""
+    """The most requests per second that `NUM_WORKERS` workers could compute."""
     per_step_s, _, _, per_sequence_s, per_context_s = config.times.coefficients
     known: set[int] = set()
     work_s = 0.0
@@ -186,7 +191,7 @@ def saturation(config: SimConfig, window: Sequence[TraceRequest]) -> float:
 
 
 def unlike_saturation(config: SimConfig, window: Sequence[TraceRequest]) -> float:
-    """The same of 2 x H100 and 4 x L40S."""
+    """The most requests per second that 2 x H100 and 4 x L40S could compute."""
     each = [
         saturation(msgspec.structs.replace(config, times=times), window) / NUM_WORKERS
         for times in (H100_8B, L40S_8B)
@@ -195,6 +200,6 @@ def unlike_saturation(config: SimConfig, window: Sequence[TraceRequest]) -> floa
 
 
 def usual_ttft_slo_s(config: SimConfig, window: Sequence[TraceRequest]) -> float:
-    """The TTFT SLO where none is given."""
+    """The default TTFT SLO."""
     mean_s = sum(config.times.prefill_s(each.num_prompt_tokens) for each in window) / len(window)
     return TTFT_PER_PREFILL * mean_s

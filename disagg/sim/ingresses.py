@@ -1,6 +1,6 @@
-"""Several simulated ingresses in front of the same workers: each knows what workers report to it.
+"""Several simulated ingresses in front of the same workers. Each knows what workers report to it.
 
-Reports are bounded in rate as on a link (`links.reports`), so what an ingress knows of a large
+The rate of reports is bounded as on a real link (`links.reports`), so an ingress's view of a large
 fleet is as old as in production.
 """
 
@@ -21,11 +21,11 @@ def ingress_id_of(number: int) -> str:
 
 
 class SimulatedReports:
-    """What workers report to one ingress: to `fleet`, when a link would.
+    """Passes the reports of workers to one ingress's `fleet`, at the times at which a link would.
 
     Args:
-        interval_s: between two reports of a worker, at least; None: the only ingress, which hears
-            of every step.
+        interval_s: least time between two reports of a worker; None: there is one ingress, which
+            gets a report of every step.
     """
 
     def __init__(self, loop: AbstractEventLoop, fleet: Fleet, interval_s: float | None) -> None:
@@ -35,7 +35,7 @@ class SimulatedReports:
         self._links: dict[str, LinkReports] = {}
 
     def request_arrived(self, worker_id: str) -> None:
-        """A request of this ingress was sent to the worker."""
+        """Record that this ingress sent a request to the worker."""
         if worker_id in self._links:
             self._links[worker_id].request_arrived()
 
@@ -60,7 +60,7 @@ class SimulatedReports:
             self._send(worker_id, report)
 
     def requests_arrived(self, worker_id: str, status: WorkerStatus) -> None:
-        """A step is about to compute requests that have arrived at the worker."""
+        """Record that the worker's next step computes requests that have arrived there."""
         report = self._links[worker_id].others_arrived(status)
         if report is not None:
             self._send(worker_id, report)
@@ -76,7 +76,7 @@ class SimulatedReports:
 
 
 class EveryIngress:
-    """Passes what a worker reports to all ingresses."""
+    """Passes a worker's reports to all ingresses."""
 
     def __init__(self, each: Sequence[SimulatedReports]) -> None:
         self._each = each
@@ -98,7 +98,7 @@ class EveryIngress:
             reports.worker_stepped(worker_id, kv_events, status)
 
     def requests_arrived(self, worker_id: str, status: Callable[[], WorkerStatus]) -> None:
-        if len(self._each) > 1:  # one sends all of them
+        if len(self._each) > 1:  # a single ingress sends all requests itself
             now = status()
             for reports in self._each:
                 reports.requests_arrived(worker_id, now)

@@ -1,8 +1,8 @@
 """A simulated transport: a pull takes a latency and its share of two network cards; no bytes move.
 
-Otherwise it is as `kvtransfer`: the same checks before a pull, the same stamps after it, the same
-notification to the source. Each worker has a network card. As with NIXL, all its pulls run at once:
-they share the bandwidth of their cards (`shared_bandwidth`).
+Otherwise it works like `kvtransfer`: it has the same checks before a pull, the same stamps after
+it, and the same notification to the source. Each worker has a network card. As with NIXL, all its
+pulls run at the same time and share the bandwidth of their cards (`shared_bandwidth`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SimulatedNetwork:
     """All simulated transports by worker id.
 
     Args:
-        latency_s: from a pull to its first byte.
-        bytes_per_s: of each worker's card, in each direction.
+        latency_s: time from the start of a pull to its first byte.
+        bytes_per_s: rate of each worker's card in each direction.
     """
 
     def __init__(self, loop: AbstractEventLoop, latency_s: float, bytes_per_s: float) -> None:
@@ -37,10 +37,10 @@ class SimulatedNetwork:
 
 
 class SimulatedTransport:
-    """One worker's side.
+    """One worker's side of the network.
 
     Args:
-        wake: called when `poll` has something to tell.
+        wake: called when `poll` will return something.
     """
 
     def __init__(
@@ -123,18 +123,18 @@ class SimulatedTransport:
             if source._stamps.of(pull.ticket.block_ids[first:]) != pull.generations:
                 error = f"worker {pull.peer.worker_id} used the blocks again"
         seconds = self._network.loop.time() - pull.started_at
-        self._tell(PullDone(pull.pull_id, error, pull.num_blocks, pull.nbytes, seconds))
+        self._add_event(PullDone(pull.pull_id, error, pull.num_blocks, pull.nbytes, seconds))
 
     def _side(self, peer: Peer) -> SimulatedTransport | None:
-        """The open side that `peer` describes."""
+        """The open transport that `peer` describes; None if it is closed or has another epoch."""
         side = self._network.sides.get(peer.worker_id)
         return side if side is not None and side.peer.epoch == peer.epoch else None
 
     def _notify(self, peer: Peer, ticket_id: str) -> None:
         source = self._side(peer)
         if source is not None:
-            source._tell(TicketReleased(ticket_id))
+            source._add_event(TicketReleased(ticket_id))
 
-    def _tell(self, event: PullDone | TicketReleased) -> None:
+    def _add_event(self, event: PullDone | TicketReleased) -> None:
         self._events.append(event)
         self._wake()

@@ -12,8 +12,11 @@ from disagg.sim.trace import TRACE_BLOCK_TOKENS
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """One request, in seconds of virtual time. `error`: the code of the error that ended it, or "";
-    `attempts`: its outcome on each model of a cascade; the last one answered."""
+    """The outcome of one request, in seconds of virtual time.
+
+    error: the code of the error that ended it, or "".
+    attempts: its outcome on each model of a cascade; the last model answered.
+    """
 
     arrival_s: float
     first_s: float
@@ -31,7 +34,7 @@ class WorkDone(msgspec.Struct, frozen=True):
 
     model: str
     role: Role
-    num_prompt_tokens: int  # computed
+    num_prompt_tokens: int  # prompt tokens that it computed
     busy_s: float
     alive_s: float
 
@@ -49,8 +52,8 @@ class TenantReport(msgspec.Struct, frozen=True):
 class TierReport(msgspec.Struct, frozen=True):
     """Figures of one model of a cascade. Percentiles are of the requests that it answered.
 
-    num_asked: requests that came to it; `escalated_percent` of them were answered by a larger one.
-    busy_hours: that its workers computed.
+    num_asked: requests that came to it; a larger model answered `escalated_percent` of them.
+    busy_hours: hours in which its workers computed.
     """
 
     model: str
@@ -68,12 +71,12 @@ class TierReport(msgspec.Struct, frozen=True):
 class SimReport(msgspec.Struct, frozen=True):
     """Figures of one simulation. Percentiles are of the requests that were answered.
 
-    hit_percent: of the prompts' blocks of 512 tokens, those that were not computed.
-    imbalance: the most prompt tokens that one worker of a pool computed in a second of its life,
-        over the pool's mean; the pool that prefills, of the largest model.
+    hit_percent: percent of the prompts' tokens that were cached, counted in blocks of 512.
+    imbalance: the most prompt tokens per second of its life that one worker computed, divided by
+        the mean of its pool, for the prefill pool of the largest model.
     utilisation: the fraction of their lives in which the workers of that pool computed.
-    cost_percent: what the models of a cascade compute for the answers, of what the largest alone
-        would; in tokens times size, as if no prompt were cached (docs/cascade.md).
+    cost_percent: the work of a cascade's models as a share of the work of the largest model alone,
+        in tokens times size, as if no prompt were cached (docs/cascade.md).
     """
 
     policy: str
@@ -92,10 +95,10 @@ class SimReport(msgspec.Struct, frozen=True):
     hit_percent: float
     imbalance: float
     utilisation: float
-    tenants: tuple[TenantReport, ...] = ()  # where there are several
-    worker_hours: float = 0.0  # of all workers, while they start and drain too
-    in_time_percent: float = 100.0  # of all requests, those that held both SLOs
-    tiers: tuple[TierReport, ...] = ()  # where there are several, from the smallest on
+    tenants: tuple[TenantReport, ...] = ()  # empty if there is only one
+    worker_hours: float = 0.0  # of all workers, including start and drain
+    in_time_percent: float = 100.0  # percent of all requests that met both SLOs
+    tiers: tuple[TierReport, ...] = ()  # smallest model first; empty if there is only one
     cost_percent: float = 100.0
 
 
@@ -107,7 +110,7 @@ def summarise(
     sizes: Mapping[str, float],
     worker_hours: Mapping[str, float],
 ) -> SimReport:
-    """`sizes`: of each model, smallest first, as a fraction of the largest's."""
+    """Make the report. `sizes`: the models' sizes, smallest first, as fractions of the largest."""
     answered = [each for each in outcomes if not each.error]
     ttft_s, tpot_s = _ttft_s(answered), _tpot_s(answered)
     ends_s = max((each.last_s for each in answered), default=0.0)
@@ -190,7 +193,10 @@ def _by_tier(
 
 
 def _cost(answered: Sequence[Outcome], sizes: Mapping[str, float]) -> float:
-    """Of what the largest model alone computes: every prompt, and every token but the last."""
+    """The work of all models as a share of the largest model's work without a cascade.
+
+    The largest model would compute every prompt, and every token of an answer but the last.
+    """
     spent = alone = 0.0
     for each in answered:
         num_whole = each.num_prompt_tokens + each.num_output_tokens - 1
@@ -216,7 +222,7 @@ def _by_tenant(outcomes: Sequence[Outcome]) -> tuple[TenantReport, ...]:
 
 
 def in_time_percent(outcomes: Sequence[Outcome], ttft_slo_s: float, tpot_slo_s: float) -> float:
-    """Of all requests, those answered with their first token and the mean of the others in time."""
+    """The percentage of all requests whose TTFT and TPOT (mean of a request) met the SLOs."""
     num_in_time = sum(
         not each.error
         and each.first_s - each.arrival_s <= ttft_slo_s
@@ -227,7 +233,7 @@ def in_time_percent(outcomes: Sequence[Outcome], ttft_slo_s: float, tpot_slo_s: 
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float:
-    """The smallest value that so many are not above; 0 where there are none."""
+    """The smallest value that at least this fraction does not exceed; 0 if there are no values."""
     if not ordered:
         return 0.0
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]

@@ -1,7 +1,7 @@
 """Autoscaling in a simulation: runs the real autoscaler once per virtual second.
 
 A new worker serves after its start-up time; a worker that is scaled down drains as under Serve.
-Both cost worker-hours meanwhile.
+Starting and draining workers cost worker-hours too.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ DRAIN_S = 60.0
 
 
 def check_slos(tier: TierConfig, prefill: StepTimeModel, decode: StepTimeModel) -> None:
-    """Raises `RequestError` where not even a short request on an idle worker holds the SLOs."""
+    """Raise `RequestError` if not even a short request on an idle worker meets the SLOs."""
     first_s = prefill.prefill_s(1)
     if first_s > tier.ttft_slo_s:
         raise RequestError(
-            f"A prompt of one token takes {first_s:.4f} s, and the first token is to come after"
-            f" {tier.ttft_slo_s:g} s: no number of workers is enough.",
+            f"A prompt of one token takes {first_s:.4f} s, which is longer than the TTFT SLO of"
+            f" {tier.ttft_slo_s:g} s, so no number of workers is enough. Raise ttft_slo_s.",
             param="ttft_slo_s",
         )
     lacks = lacks_tpot(tier, decode)
     if lacks:
-        raise RequestError(f"{lacks}: no number of workers is enough.", param="tpot_slo_s")
+        raise RequestError(
+            f"{lacks}, so no number of workers is enough. Raise tpot_slo_s.", param="tpot_slo_s"
+        )
 
 
 class Member(Protocol):
@@ -52,10 +54,10 @@ class Scaling:
     """Starts and stops workers of all pools.
 
     Args:
-        tiers: from the smallest model on.
+        tiers: all tiers, smallest model first.
         start: makes a worker of a pool, which serves from now on; returns its id.
-        stop: takes a drained worker away.
-        members: those that are there, by id, oldest first.
+        stop: removes a drained worker.
+        members: the present workers by id, oldest first.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Scaling:
             (tier.name, role): pool for tier in tiers for role, pool in pools(tier)
         }
         self._serving: dict[Pool, list[str]] = {pool: [] for pool in self._pools}
-        self._starting: dict[Pool, list[float]] = {pool: [] for pool in self._pools}  # when ready
+        self._starting: dict[Pool, list[float]] = {pool: [] for pool in self._pools}  # ready times
         self._draining: dict[Pool, list[str]] = {pool: [] for pool in self._pools}
         self._before: dict[str, RequestTotals] = {tier.name: RequestTotals() for tier in tiers}
         self._paid_s: dict[str, float] = {tier.name: 0.0 for tier in tiers}
@@ -91,7 +93,7 @@ class Scaling:
 
     @property
     def worker_hours(self) -> dict[str, float]:
-        """By model."""
+        """The worker-hours of each model."""
         return {model: paid_s / 3600.0 for model, paid_s in self._paid_s.items()}
 
     def begin(self, serving: Iterable[tuple[Pool, str]]) -> None:
@@ -99,16 +101,16 @@ class Scaling:
         for pool, worker_id in serving:
             self._serving[pool].append(worker_id)
         if any(each.autoscaling is not None for each in self._pools.values()):
-            self._call_at(PERIOD_S, self._look, PERIOD_S)
+            self._call_at(PERIOD_S, self._autoscale, PERIOD_S)
 
     def pay(self, now: float) -> None:
-        """Count worker-hours: of starting, serving and draining workers."""
+        """Count the worker-hours of starting, serving and draining workers."""
         for pool in self._pools:
             number = self._num(pool) + len(self._draining[pool])
             self._paid_s[pool[0]] += number * (now - self._looked_s)
         self._looked_s = now
 
-    def _look(self, now: float) -> None:
+    def _autoscale(self, now: float) -> None:
         self.pay(now)
         self._finish(now)
         for model, before in self._before.items():
@@ -127,7 +129,7 @@ class Scaling:
             )
         for pool, wanted in self._autoscaler.decide(now, states).items():
             self._resize(pool, wanted.num_workers, now)
-        self._call_at(now + PERIOD_S, self._look, now + PERIOD_S)
+        self._call_at(now + PERIOD_S, self._autoscale, now + PERIOD_S)
 
     def _num(self, pool: Pool) -> int:
         return len(self._serving[pool]) + len(self._starting[pool])

@@ -1,12 +1,12 @@
-"""Bandwidth that concurrent transfers share, as READs through network cards do.
+"""Bandwidth that concurrent transfers share, like READs through network cards.
 
-A card sends and receives at the same time, each at its own rate: two ports. All transfers through a
-port run at once and share it evenly, as a card serves its connections in turn. A transfer that is
-slower because of its other port leaves the rest to the others (max-min fairness: progressive
-filling, Bertsekas and Gallager, Data Networks, 6.5.2). So no port is over its rate, and each
-transfer is held up by a port that is full.
+A card sends and receives at the same time, each at its own rate, so it is two ports. All transfers
+through a port run at the same time and share it evenly, because a card serves its connections in
+turn. A transfer that is slowed by its other port leaves bandwidth to the others (max-min fairness
+by progressive filling: Bertsekas and Gallager, Data Networks, 6.5.2). So no port exceeds its rate,
+and each transfer is limited by a port that is full.
 
-A transfer that begins or ends changes only the rates of those that share a port with it, directly
+If a transfer begins or ends, only the rates of transfers change that share a port with it, directly
 or through others.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 
 class Port:
-    """One direction of a network card: the transfers that use it now, and its bytes a second."""
+    """One direction of a network card: its current transfers, and its bytes per second."""
 
     __slots__ = ("bytes_per_s", "transfers")
 
@@ -27,14 +27,14 @@ class Port:
 
 
 class Transfer:
-    """`nbytes` through all of `ports`, from now on.
+    """A transfer of `nbytes` through all of `ports`, which begins now.
 
     Args:
-        ports: at least one.
+        ports: one or more ports.
         ended: called when all bytes have arrived.
 
     Attributes:
-        bytes_per_s: its rate now.
+        bytes_per_s: its current rate.
     """
 
     __slots__ = ("_ended", "_left", "_loop", "_since_s", "_timer", "bytes_per_s", "ports")
@@ -51,14 +51,14 @@ class Transfer:
         self._loop = loop
         self._ended = ended
         self._left = float(nbytes)
-        self._since_s = loop.time()  # when `_left` was right
+        self._since_s = loop.time()  # when `_left` was updated
         self._timer: TimerHandle | None = None
         for port in ports:
             port.transfers[self] = None
         _share(ports)
 
     def cancel(self) -> None:
-        """End it before its time, without calling `ended`."""
+        """Stop the transfer without calling `ended`."""
         if self._timer is not None:
             self._timer.cancel()
         for port in self.ports:
@@ -66,7 +66,7 @@ class Transfer:
         _share(self.ports)
 
     def go_on(self, bytes_per_s: float) -> None:
-        """Run at this rate from now on."""
+        """Continue at this rate from now on."""
         if bytes_per_s == self.bytes_per_s:
             return
         now = self._loop.time()
@@ -92,7 +92,7 @@ def fair_rates(ports: Iterable[Port]) -> dict[Transfer, float]:
     """Max-min fair rates, in bytes a second, of the transfers through `ports`.
 
     Args:
-        ports: with every port of these transfers.
+        ports: all ports of these transfers.
     """
     rates: dict[Transfer, float] = {}
     free = {port: (port.bytes_per_s, len(port.transfers)) for port in ports if port.transfers}
@@ -112,10 +112,10 @@ def fair_rates(ports: Iterable[Port]) -> dict[Transfer, float]:
 
 
 def _connected(ports: Iterable[Port]) -> list[Port]:
-    """`ports`, those of their transfers, those of the transfers through these, and so on."""
+    """`ports` and all ports that are connected with them through transfers."""
     found = dict.fromkeys(ports)
     waiting = list(found)
-    for port in waiting:  # grows meanwhile
+    for port in waiting:  # the list grows in the loop
         for transfer in port.transfers:
             for each in transfer.ports:
                 if each not in found:

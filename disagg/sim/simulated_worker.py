@@ -1,9 +1,9 @@
 """A simulated worker: the real engine, block pool, KV export and import, without a device.
 
-Does what `engine_thread` and `links` do for a real worker: takes messages between steps, reports
-each step to the router's fleet when it ends, and passes tokens to their streams. Only the first and
-the judged tokens of a stream are passed on one by one. The others are passed on with the last,
-because the simulation does not read them earlier.
+It does what `engine_thread` and `links` do for a real worker: it takes messages between steps,
+reports each step to the router's fleet when it ends, and passes tokens to their streams. Only the
+first and the judged tokens of a stream are passed on one by one. The others are passed on with the
+last token, because the simulation does not read them earlier.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from disagg.worker.core import WorkerCore
 from disagg.worker.parts import Parts
 from disagg.worker.streams import sequence_id
 
-LINK = 0  # all ingresses count as one: none of them is lost
+LINK = 0  # all ingresses count as one link, because none of them is ever lost
 LAYOUT = "simulated"
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. Names follow the engine's settings."""
+    """The specification of one worker. Fields are named like the engine's settings."""
 
     worker_id: str
     role: Role
@@ -61,12 +61,15 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    times: StepTimeModel  # which it believes until it has measured
+    times: StepTimeModel  # the prior, until it has measured steps
     steps: StepTimes
 
 
 class SimulatedWorker:
-    """Tells `fleet` what its links would. `num_prompt_tokens` and `busy_s`: work done so far."""
+    """A simulated worker, which reports to `fleet` what a real worker's links would report.
+
+    num_prompt_tokens, busy_s: work done so far.
+    """
 
     def __init__(
         self,
@@ -106,15 +109,15 @@ class SimulatedWorker:
                 spec.times,
             )
         )
-        self._streams: dict[str, _Stream] = {}  # by the name of their sequence
+        self._streams: dict[str, _Stream] = {}  # by request id
         self._stream_ids = itertools.count(1)
         self._messages: list[Callable[[float], None]] = []
-        self._has_arrivals = False  # since the last step
+        self._has_arrivals = False  # whether requests have arrived since the last step
         self._run: StepRun | None = None
-        self._events: tuple[TokenEvent, ...] = ()  # of the run's first step
+        self._events: tuple[TokenEvent, ...] = ()  # events of the run's first step
         self._kv_events: tuple[KVEvent, ...] = ()
         self._status = WorkerStatus()
-        self._num_told = 0  # steps of the run that the fleet knows of
+        self._num_reported = 0  # steps of the run that were reported to the fleet
         self._timer: asyncio.Handle | None = None
         self._is_alive = True
         record = WorkerRecord(
@@ -169,7 +172,7 @@ class SimulatedWorker:
         self._hand_over(self._core.prefix_ticket(LINK, start, now), now)
 
     def release(self, ticket_id: str) -> None:
-        """Free the blocks of a ticket of this worker: it will not be used."""
+        """Free the blocks of this worker's ticket, which will not be used."""
         self._post(lambda now: self._core.release(ticket_id))
 
     def prefetch(self, asked: Prefetch) -> None:
@@ -178,16 +181,16 @@ class SimulatedWorker:
 
     @property
     def is_idle(self) -> bool:
-        """No stream is open, and no hold either."""
+        """Whether the worker has neither streams nor holds."""
         return self._run is None and self._core.is_idle
 
     def drain(self, leave_by_s: float) -> None:
-        """Refuse new requests; hand over those that will not have finished by then."""
+        """Refuse new requests, and hand over requests that will not end before `leave_by_s`."""
         self._post(lambda now: self._begin_drain(leave_by_s, now))
 
     def _begin_drain(self, leave_by_s: float, now: float) -> None:
         self._core.drain(leave_by_s)
-        self._tell(StepResult((), (), self._engine.status()), now)
+        self._report(StepResult((), (), self._engine.status()), now)
 
     @property
     def alive_s(self) -> float:
@@ -195,7 +198,7 @@ class SimulatedWorker:
         return min(self._died_s, self._loop.time()) - self._began_s
 
     def die(self) -> None:
-        """Without a word: its streams end, and nothing of it is left."""
+        """Die without notice: all streams end, and the transport closes."""
         self._is_alive = False
         self._died_s = self._loop.time()
         self._plan_turn(None)
@@ -205,11 +208,11 @@ class SimulatedWorker:
             stream.deltas.put_nowait(None)
         self._streams.clear()
 
-    def tell_progress(self) -> None:
-        """Make the fleet know of each step that has ended, as a link's frames would."""
+    def report_progress(self) -> None:
+        """Report each step that has ended to the fleet, as a link's frames would."""
         run = self._run
         if run is not None and run.num_more:
-            self._tell_steps(run, run.num_ended(self._loop.time()))
+            self._report_steps(run, run.num_ended(self._loop.time()))
 
     def check(self) -> None:
         """Recount every block. Raises `AssertionError`."""
@@ -220,7 +223,7 @@ class SimulatedWorker:
         self._wake()
 
     def _wake(self) -> None:
-        """Something is to be looked at between two steps: now, or after the one under way."""
+        """Run the worker's loop now, or after the running step."""
         if not self._is_alive:
             return
         if self._run is None:
@@ -253,15 +256,15 @@ class SimulatedWorker:
             self._begin_run(events, kv_events, now)
             return
         if events or kv_events or messages:
-            self._tell(StepResult(events, kv_events, self._engine.status()), now)
+            self._report(StepResult(events, kv_events, self._engine.status()), now)
         if self._engine.has_work or (is_moving and not self.transport.is_pulling):
             self._plan_turn(now + STALLED_WAIT_S)
 
     def _begin_run(
         self, events: tuple[TokenEvent, ...], kv_events: tuple[KVEvent, ...], now: float
     ) -> None:
-        """The engine has planned and applied a step already; the others hear of it at its end."""
-        self._events, self._kv_events, self._num_told = events, kv_events, 0
+        """Begin a run. The engine has applied its first step, which is reported when it ends."""
+        self._events, self._kv_events, self._num_reported = events, kv_events, 0
         is_plain = not kv_events and all(map(self._may_wait, events))
         num_more = num_alike(self._engine) if is_plain else 0
         self._run = StepRun(self._engine.last_plan.features, self.spec.steps, now, num_more)
@@ -280,32 +283,32 @@ class SimulatedWorker:
             else:
                 events.append(event)
         if run.num_more:
-            self._tell_steps(run, run.num_more)  # all but the last
+            self._report_steps(run, run.num_more)  # all but the last
             move_on(self._engine.scheduler, run.num_more)
         status = self._engine.status()
         features, seconds = run.last_features, run.last_step_s
-        self._tell(StepResult(tuple(events), self._kv_events, status, features, seconds), now)
+        self._report(StepResult(tuple(events), self._kv_events, status, features, seconds), now)
 
     def _may_wait(self, event: TokenEvent) -> bool:
-        """Tokens in the middle of a stream that nobody judges."""
+        """Whether an event's tokens are in the middle of a stream and not judged."""
         stream = self._streams.get(event.sequence.request_id)
         if event.is_last or event.logprobs is not None:
             return False
         return stream is not None and stream.has_begun
 
-    def _tell_steps(self, run: StepRun, num_ended: int) -> None:
-        """The fleet hears what frames of the run's first steps say."""
-        num_new = num_ended - self._num_told
+    def _report_steps(self, run: StepRun, num_ended: int) -> None:
+        """Report the run's first `num_ended` steps to the fleet."""
+        num_new = num_ended - self._num_reported
         if num_new <= 0:
             return
-        self._num_told = num_ended
+        self._num_reported = num_ended
         num_context = self._status.num_context_tokens
         num_context += run.features.num_decoding * (num_ended - 1)
         status = msgspec.structs.replace(self._status, num_context_tokens=num_context)
-        for _ in range(min(num_new, NUM_STATUSES_UNTIL_SEEN)):  # more mean nothing to it
+        for _ in range(min(num_new, NUM_STATUSES_UNTIL_SEEN)):  # the fleet ignores more
             self._fleet.worker_stepped(self.spec.worker_id, (), status)
 
-    def _tell(self, result: StepResult, now: float) -> None:
+    def _report(self, result: StepResult, now: float) -> None:
         for deltas in self._core.take(result, now).values():
             for delta in deltas:
                 self._hand_over(delta, now)
@@ -316,7 +319,7 @@ class SimulatedWorker:
         return self._core.status(None, self._home_ingress)
 
     def _hand_over(self, delta: TokenDelta, now: float) -> None:
-        if delta.ticket is not None:  # to look whether the reader came
+        if delta.ticket is not None:  # check later whether the reader came
             self._loop.call_at(now + HOLD_TTL_S, self._wake)
         name = sequence_id(LINK, delta.stream_id)
         stream = self._streams.get(name)
@@ -332,7 +335,11 @@ class SimulatedWorker:
 
 
 class _Stream:
-    """token_id: the one that every answer repeats. num_late: tokens not handed over yet."""
+    """A stream of tokens.
+
+    token_id: the token that the answer repeats.
+    num_late: number of tokens that are not passed on yet.
+    """
 
     __slots__ = ("deltas", "has_begun", "num_late", "token_id")
 

@@ -1,6 +1,6 @@
 """One simulation: a fleet of simulated workers, the real dispatcher, and the load of a trace.
 
-Decides when requests arrive. Everything else is decided by the same code as in production.
+This module decides when requests arrive. The same code as in production decides everything else.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ NEVER_S = 1e12
 
 
 def simulate(config: SimConfig, trace: Sequence[TraceRequest]) -> SimReport:
-    """Serve `trace`. Equal arguments give equal reports.
+    """Simulate serving `trace`. Equal arguments give equal reports.
 
     Raises:
-        RequestError: a fault names a worker that is not there.
+        RequestError: a fault names a worker that does not exist.
     """
     return virtual_time.run(_Simulation.play(config, trace))
 
 
 class _WatchedFleet(Fleet):
-    """What the router knows, made current before each look."""
+    """The router's view of the fleet. Workers report their ended steps before each access."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class _WatchedFleet(Fleet):
         if now != self._looked_s:
             self._looked_s = now
             for worker in self._workers.values():
-                worker.tell_progress()
+                worker.report_progress()
         return super().view()
 
 
 class _Ingress:
-    """One ingress: what it knows of the workers, and how it routes. `ingress.workers.Workers`"""
+    """One ingress: its view of the workers, and its router; an `ingress.workers.Workers`."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Ingress:
         worker = self._workers.get(worker_id)
         if worker is None:
             raise WorkerLost(f"Worker {worker_id} is gone.")
-        if request.token_ids:  # a request for a prefix has none, and no step computes it
+        if request.token_ids:  # a request for a prefix has no tokens, and no step computes it
             self.reports.request_arrived(worker_id)
         return worker.stream(request, hand_over, ticket)
 
@@ -160,11 +160,11 @@ class _Simulation:
         tiers = config.tiers
         ttft_slo_s = config.ttft_slo_s if config.fair_queue else math.inf
         self._slo_s = (ttft_slo_s, config.tpot_slo_s)
-        if config.policy not in (OURS, ALL_WORKERS):  # others do not know of it
+        if config.policy not in (OURS, ALL_WORKERS):  # the other policies do not use it
             self._slo_s = (0.0 if config.fair_queue else math.inf, math.inf)
         self._network = SimulatedNetwork(loop, config.latency_s, config.bytes_per_s)
         self._workers: dict[str, SimulatedWorker] = {}
-        self._past: list[SimulatedWorker] = []  # those that died
+        self._past: list[SimulatedWorker] = []  # workers that died
         self._longest = max(each.num_prompt_tokens + each.num_output_tokens for each in trace)
         unsure = {tier.name: tier.unsure for tier in config.smaller}
         self._sureness = SimulatedConfidence(config.cascade, unsure, config.seed)
@@ -221,10 +221,10 @@ class _Simulation:
         in_time = in_time_percent(self._outcomes, config.ttft_slo_s, config.tpot_slo_s)
         return msgspec.structs.replace(report, in_time_percent=in_time)
 
-    async def _ask(self, number: int, each: TraceRequest) -> None:
-        """One client, from question to answer."""
+    async def _ask(self, number: int, traced: TraceRequest) -> None:
+        """Send one request, read its answer, and record the outcome."""
         escalation = self._ingresses[number % len(self._ingresses)].escalation
-        request = request_of(number, each, self._config.block_size, *self._slo_s)
+        request = request_of(number, traced, self._config.block_size, *self._slo_s)
         arrival_s = self._loop.time()
         first_s = last_s = 0.0
         num_cached_tokens = num_output_tokens = 0
@@ -245,11 +245,11 @@ class _Simulation:
                 arrival_s,
                 first_s,
                 last_s,
-                each.num_prompt_tokens,
+                traced.num_prompt_tokens,
                 num_cached_tokens,
                 num_output_tokens,
                 error,
-                each.tenant,
+                traced.tenant,
                 attempts,
             )
         )
@@ -287,7 +287,7 @@ class _Simulation:
         return fleet.reports()
 
     def _join(self, pool: Pool) -> str:
-        """One worker more."""
+        """Add one worker to a pool. Returns its id."""
         spec = self._next_spec(pool)
         self._replace(spec, epoch=1)
         return spec.worker_id
@@ -299,7 +299,10 @@ class _Simulation:
             self._past.append(worker)
 
     def _work(self) -> list[WorkDone]:
-        """Of all workers, including those that died. One that replaced another goes on from it."""
+        """The work of all workers, including those that died.
+
+        A worker that replaced another one is counted together with it.
+        """
         done: dict[str, WorkDone] = {}
         for worker in [*self._past, *self._workers.values()]:
             spec, num_tokens, busy_s = worker.spec, worker.num_prompt_tokens, worker.busy_s
@@ -319,28 +322,28 @@ def _attempts(escalation: Escalation, request: GenerateRequest) -> tuple[Attempt
 
 def request_of(
     number: int,
-    each: TraceRequest,
+    traced: TraceRequest,
     block_size: int,
     ttft_slo_s: float = 0.0,
     tpot_slo_s: float = 0.0,
 ) -> GenerateRequest:
-    """A trace's request as a `GenerateRequest`; all its tokens are one id that no other has."""
-    num_full = each.num_prompt_tokens // block_size
+    """Make a `GenerateRequest` from a trace's request. All its tokens are one id, unique to it."""
+    num_full = traced.num_prompt_tokens // block_size
     per_name = TRACE_BLOCK_TOKENS // block_size
-    if each.block_names:
-        hashes = [_hash(name, part) for name in each.block_names for part in range(per_name)]
+    if traced.block_names:
+        hashes = [_hash(name, part) for name in traced.block_names for part in range(per_name)]
     else:
         hashes = [_hash(number, ~part & 0xFFFFFFFF) for part in range(num_full)]
     return GenerateRequest(
         request_id=str(number),
         model=AUTO,
-        token_ids=(number,) * each.num_prompt_tokens,
-        num_prompt_tokens=each.num_prompt_tokens,
+        token_ids=(number,) * traced.num_prompt_tokens,
+        num_prompt_tokens=traced.num_prompt_tokens,
         hash_root=_hash(number, 0xFFFFFFFF),
         block_hashes=tuple(hashes[:num_full]),
-        sampling=SamplingParams(max_tokens=each.num_output_tokens),
+        sampling=SamplingParams(max_tokens=traced.num_output_tokens),
         deadline_unix_s=NEVER_S,
-        tenant=each.tenant,
+        tenant=traced.tenant,
         ttft_slo_s=ttft_slo_s,
         tpot_slo_s=tpot_slo_s,
     )

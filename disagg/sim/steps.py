@@ -1,9 +1,9 @@
 """Simulated engine steps: their times, and runs of equal decode steps computed at once.
 
-Between two events of a worker its decode steps are equal: each running sequence gains a token, and
-none is admitted, ends or fills a block. Such steps form a `StepRun`: one formula gives their times,
-and the sequences advance together at its end. A step that differs (a sequence ends, fills a block,
-or waits for admission) is never inside a run; the real scheduler plans and applies it.
+Between two events of a worker its decode steps are alike: each running sequence gains a token, and
+no sequence is admitted, ends or fills a block. Such steps form a `StepRun`. One formula gives their
+times, and the sequences advance together at its end. A step that differs (a sequence ends, fills a
+block, or waits for admission) is never part of a run; the real scheduler plans and applies it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from disagg.time_model import StepFeatures
 
 
 class StepTimes(Protocol):
-    """How long steps take: lines (`StepTimeModel`), or a roofline of the planner."""
+    """Step times: a linear model (`StepTimeModel`), or a roofline of the planner."""
 
     def step_s(self, features: StepFeatures, /) -> float: ...
 
     @property
     def context_s(self) -> float:
-        """Of one token more in the context of a sequence that decodes."""
+        """Seconds that one more token in the context of a decoding sequence adds to a step."""
 
 
 class TimedRunner:
-    """An engine's runner that computes nothing. Answers are those of `answers`.
+    """An engine's runner that computes nothing. `answers` makes the tokens.
 
     Attributes:
-        num_prompt_tokens: computed so far.
+        num_prompt_tokens: prompt tokens that it has computed so far.
     """
 
     def __init__(self, model: str, sureness: SimulatedConfidence) -> None:
@@ -64,7 +64,7 @@ class TimedRunner:
 
 
 class StepRun:
-    """One planned step, and up to `num_more` like it, of an engine at `began_s`."""
+    """A step that an engine began at `began_s`, and up to `num_more` further steps like it."""
 
     def __init__(
         self, features: StepFeatures, times: StepTimes, began_s: float, num_more: int
@@ -74,7 +74,7 @@ class StepRun:
         self.num_more = num_more
         self._step_s = times.step_s(features)
         self._first_end_s = began_s + self._step_s
-        # Each step reads one token more of every sequence than the one before.
+        # In each step every sequence has one more token of context than in the step before.
         self._longer_s = times.context_s * features.num_decoding
 
     @property
@@ -94,11 +94,11 @@ class StepRun:
         return StepFeatures(0, 0, num_decoding, num_context + num_decoding * self.num_more)
 
     def num_ended(self, now: float) -> int:
-        """Steps that have ended, of all."""
+        """The number of steps of the run that have ended."""
         return bisect_right(range(self.num_more + 1), now, key=self._end_s)
 
     def cut(self, now: float) -> None:
-        """Leave out the steps that have not begun."""
+        """Remove the steps that have not begun."""
         self.num_more = bisect_left(range(self.num_more), now, key=self._end_s)
 
     def _end_s(self, num_more: int) -> float:
@@ -107,7 +107,7 @@ class StepRun:
 
 
 def num_alike(engine: Engine) -> int:
-    """How many steps after the last one would do the same to the same sequences."""
+    """The number of further steps that would do the same as the last one."""
     scheduler = engine.scheduler
     if scheduler.waiting or scheduler.imported or engine.last_plan.features.num_new_tokens:
         return 0
@@ -126,7 +126,7 @@ def num_alike(engine: Engine) -> int:
 
 
 def move_on(scheduler: Scheduler, num_steps: int) -> None:
-    """What `num_steps` steps that are alike do to each sequence that runs."""
+    """Advance every running sequence by `num_steps` steps that are alike."""
     num_tokens = num_steps * len(scheduler.running)
     scheduler.queues.advance(num_tokens, num_tokens)
     for sequence in scheduler.running:

@@ -1,7 +1,7 @@
 """The requests of a trace: arrival times, lengths, and shared prefixes.
 
-Reads the formats of Mooncake (JSON lines) and Azure (CSV), and generates synthetic load. A line
-that cannot be read is refused with its number and the reason.
+This module reads the formats of Mooncake (JSON lines) and Azure (CSV), and generates synthetic
+load. A line that cannot be read raises an error with its number and the reason.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from msgspec import Meta
 
 from disagg.errors import RequestError
 
-TRACE_BLOCK_TOKENS = 512  # of a name in a trace
+TRACE_BLOCK_TOKENS = 512  # tokens of a block that has a name in a trace
 
-# Of a conversation that is made up.
+# Of a synthetic conversation.
 NUM_TURNS, TURN_TOKENS, ANSWER_TOKENS = 4, 1024, 128
 PAUSE_S = 10.0  # between turns, on average
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request. `block_names`: of each `TRACE_BLOCK_TOKENS` of the prompt; equal names mean
-    equal prompts up to there. Prompts without names share nothing."""
+    """One request.
+
+    block_names: the names of the prompt's blocks of `TRACE_BLOCK_TOKENS` tokens. Equal names mean
+        equal prompts up to the end of the block. Prompts without names share nothing.
+    """
 
     arrival_s: float
     num_prompt_tokens: int
@@ -53,7 +56,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
     """The requests of a file, in order of arrival; the first one arrives at 0.
 
     Raises:
-        RequestError: it is not there, it is empty, or a line is broken.
+        RequestError: the file cannot be read, is empty, or has an invalid line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -89,8 +92,8 @@ def _read_mooncake(lines: Iterable[str], path: Path) -> list[TraceRequest]:
             raise _broken(
                 path,
                 number,
-                f"{len(line.hash_ids)} hash_ids for an input_length of {line.input_length}, which"
-                f" is {num_blocks} blocks of {TRACE_BLOCK_TOKENS} tokens",
+                f"there are {len(line.hash_ids)} hash_ids, but an input_length of"
+                f" {line.input_length} is {num_blocks} blocks of {TRACE_BLOCK_TOKENS} tokens",
             )
         requests.append(
             TraceRequest(
@@ -108,7 +111,7 @@ def _read_azure(lines: Iterable[str], path: Path) -> list[TraceRequest]:
     for number, row in enumerate(csv.reader(lines), 1):
         if number == 1:
             if row != _AZURE_COLUMNS:
-                raise _broken(path, 1, f"the columns are {row} instead of {_AZURE_COLUMNS}")
+                raise _broken(path, 1, f"the columns are {row}, but must be {_AZURE_COLUMNS}")
             continue
         if not row:
             continue
@@ -122,7 +125,9 @@ def _read_azure(lines: Iterable[str], path: Path) -> list[TraceRequest]:
         except ValueError as error:
             raise _broken(path, number, error) from error
         if request.num_prompt_tokens < 1:
-            raise _broken(path, number, f"{num_prompt_tokens} prompt tokens")
+            raise _broken(
+                path, number, f"a prompt needs at least one token, but has {num_prompt_tokens}"
+            )
         requests.append(request)
     return requests
 
@@ -144,7 +149,7 @@ def _unix_s(when: str) -> float:
 class Sessions(msgspec.Struct, frozen=True, kw_only=True):
     """Synthetic load: conversations that start at random and share system prompts.
 
-    Each of `NUM_TURNS` prompts is the one before it, with `TURN_TOKENS` more.
+    A session has `NUM_TURNS` prompts. Each is the prompt before it with `TURN_TOKENS` more tokens.
     """
 
     requests_per_s: float
@@ -154,12 +159,12 @@ class Sessions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def generate(load: Sessions, seed: int) -> list[TraceRequest]:
-    """Sessions arrive as a Poisson process; system prompts are chosen at random."""
+    """Generate load: sessions arrive as a Poisson process, with random system prompts."""
     rng = random.Random(seed)
     requests: list[TraceRequest] = []
     sessions_per_s = load.requests_per_s / NUM_TURNS
     num_system = load.system_tokens // TRACE_BLOCK_TOKENS
-    fresh = load.num_system_prompts * num_system  # the next name that nobody has
+    fresh = load.num_system_prompts * num_system  # the next unused name
     began_s = 0.0
     for _ in range(-(-load.num_requests // NUM_TURNS)):
         began_s += rng.expovariate(sessions_per_s)

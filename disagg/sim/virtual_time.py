@@ -1,4 +1,4 @@
-"""An asyncio loop whose clock jumps to the next timer: the events of a simulation, and their heap.
+"""An asyncio loop whose clock jumps to the next timer. It is the event queue of a simulation.
 
 It never waits for anything outside of the process, so two runs of the same coroutine are equal.
 """
@@ -13,35 +13,35 @@ T = TypeVar("T")
 
 
 class NothingWillHappen(RuntimeError):
-    """Deadlock: every task waits, and no timer is left."""
+    """Raised in a deadlock: every task waits, and no timer is left."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Seconds begin at 0 and pass only while every task waits."""
+    """An event loop in virtual time, which begins at 0 s and passes only while every task waits."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seconds = 0.0
-        self._selector = self  # what the base class waits with
+        self._selector = self  # the base class waits by calling its `select`
 
     def time(self) -> float:
         return self._seconds
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Called by the base class with the time until its next timer."""
+        """Advance the clock. The base class calls it with the time until its next timer."""
         if timeout is None:
             raise NothingWillHappen
         self._seconds += timeout
         return []
 
     def _process_events(self, events: list[Any]) -> None:
-        """There are none from outside."""
+        """Do nothing, because there are no events from outside."""
 
     def _write_to_self(self) -> None:
-        """Nobody else could wake it."""
+        """Do nothing, because no other thread could wake the loop."""
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, as `asyncio.run` does, in virtual time."""
+    """Run a coroutine to its end in virtual time, as `asyncio.run` does in real time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

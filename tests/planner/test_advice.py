@@ -29,8 +29,8 @@ def test_little_load_stays_together() -> None:
     told = advice("llama-3-70b", 1.0, (1024, 256), Slo(2.0, 0.05))
     assert not told.disaggregate
     assert told.fleet is told.together
-    assert told.reason.startswith("Do not disaggregate: apart costs $18.00 an hour")
-    assert "$12.00 (+50% for apart)" in told.reason
+    assert told.reason.startswith("Do not disaggregate: separate pools cost $18.00 an hour")
+    assert "$12.00 (+50% for separate pools)" in told.reason
 
 
 def test_much_load_under_a_strict_tpot_goes_apart() -> None:
@@ -39,7 +39,7 @@ def test_much_load_under_a_strict_tpot_goes_apart() -> None:
     assert told.apart is not None and told.together is not None
     assert told.fleet is told.apart
     assert told.apart.usd_per_hour < told.together.usd_per_hour
-    assert told.reason.startswith("Disaggregate: apart costs $")
+    assert told.reason.startswith("Disaggregate: separate pools cost $")
 
 
 def test_a_small_model_over_a_slow_link_stays_together() -> None:
@@ -53,14 +53,14 @@ def test_where_no_chunk_is_short_enough_it_goes_apart() -> None:
     told = advice("llama-3-70b", 10.0, (4096, 256), Slo(1.0, 0.0095), "nvlink")
     assert told.together is None
     assert told.disaggregate
-    assert "no pool of workers that do both holds a TTFT of 1 s" in told.reason
+    assert "no pool of workers that do both meets a TTFT of 1 s" in told.reason
 
 
 def test_where_handing_over_takes_too_long_it_stays_together() -> None:
     told = advice("llama-3-8b", 10.0, (4096, 2), Slo(1.0, 0.05), "10g")
     assert told.apart is None
     assert not told.disaggregate
-    assert "no disaggregated fleet holds the SLOs" in told.reason
+    assert "no disaggregated fleet meets the SLOs" in told.reason
 
 
 @settings(max_examples=30, deadline=None)
@@ -79,7 +79,7 @@ def test_an_slo_that_cannot_be_met_says_what_can() -> None:
     with pytest.raises(StartupError, match=r"0\.1 s cannot .* takes 184 ms alone on 8 x h100") as e:
         advice("llama-3-70b", 1.0, (4096, 256), Slo(0.1, 0.02))
     assert e.value.param == "ttft"
-    assert e.value.message.endswith("Ask for 0.193 s or more, or take b200 or b300.")
+    assert e.value.message.endswith("Ask for 0.193 s or more, or use b200 or b300.")
     with pytest.raises(StartupError, match=r"0\.005 s cannot .* takes 8\.94 ms alone") as e:
         advice("llama-3-70b", 1.0, (4096, 256), Slo(2.0, 0.005))
     assert e.value.param == "tpot"
@@ -88,5 +88,5 @@ def test_an_slo_that_cannot_be_met_says_what_can() -> None:
 
 
 def test_where_the_link_is_all_that_is_wrong_it_says_so() -> None:
-    with pytest.raises(StartupError, match=r"moving the KV adds 14\.2 ms a token.* faster --link"):
+    with pytest.raises(StartupError, match=r"the KV adds 14\.2 ms per token.* faster --link"):
         advice("llama-3-70b", 1.0, (4096, 11), Slo(1.0, 0.0095), "10g")

@@ -144,7 +144,7 @@ def test_a_gpu_that_others_fill_is_left_out() -> None:
     with pytest.raises(StartupError) as refused:
         plan(machine(3, 80), {"prefill": {"num_replicas": 1}})
     said = refused.value.message
-    assert "GPU 0 (3.0 of 80.0 GB are free)" in said and "claims 90%" in said
+    assert "GPU 0 (3.0 of 80.0 GB are free)" in said and "needs 90%" in said
     # A share claims less, and so does a lower gpu_memory_utilization.
     assert plan(machine(40), {"engine": {"gpu_memory_utilization": 0.5}}).device_ids == ["0"]
     half = {"prefill": {"num_replicas": 0}, "decode": {"num_gpus": 0.5}}
@@ -165,7 +165,7 @@ def test_without_gpus_workers_are_on_the_cpu() -> None:
     [
         ({"engine": {"device": "cuda"}}, "This machine has no GPU"),
         ({"prefill": {"num_gpus": 1}}, "This machine has no GPU"),
-        ({"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 0}}, "give both pools GPUs"),
+        ({"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 0}}, "Give both pools GPUs"),
         (
             {"engine": {"device": "cuda"}, "prefill": {"num_gpus": 0}, "decode": {"num_gpus": 0}},
             "all would open the first one",
@@ -187,7 +187,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_serve_from_the_cpu() -> Non
 def test_gpus_that_others_hold_are_not_planned_with() -> None:
     cluster = Gpus((Device(""),) * 2, where="the cluster", num_held=6)
     assert plan(cluster).line == "devices: 1 m-prefill, 1 m-decode on 2 of 2 GPUs"
-    with pytest.raises(StartupError, match="the cluster has 2 free, beside 6 that others hold"):
+    with pytest.raises(StartupError, match="the cluster has 2 free, and 6 that others hold"):
         plan(cluster, {"prefill": {"num_replicas": 3}})
 
 

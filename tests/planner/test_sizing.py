@@ -168,5 +168,7 @@ def test_loads_and_slos_without_sense_are_refused() -> None:
             Slo(seconds, 1.0)
         with pytest.raises(StartupError, match="seconds > 0"):
             Slo(1.0, seconds)
-    with pytest.raises(ContextLengthExceeded, match=r"^1 of 2 requests .* 8,192 .* longest 8,193"):
+    with pytest.raises(
+        ContextLengthExceeded, match=r"^1 of 2 requests .* 8,192 .* longest has 8,193"
+    ):
         Workload(1.0, [(8192, 1), (8191, 1)]).check_fits(SHAPES["llama-3-8b"])

@@ -175,8 +175,8 @@ def test_pools_of_all_tiers_follow_the_load_within_one_budget() -> None:
         ({"unsure": -0.1}, "between 0 and 1"),
         ({"size": 1.0}, "smallest model to the largest"),
         ({"size": 0.0}, "smallest model to the largest"),
-        ({"name": LARGEST}, "name of its own"),
-        ({"name": ""}, "name of its own"),
+        ({"name": LARGEST}, "names must be unique"),
+        ({"name": ""}, "names must be unique"),
         ({"num_prefill": 0}, "prefill worker"),
     ],
 )

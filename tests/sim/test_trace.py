@@ -51,7 +51,7 @@ def test_an_azure_trace_of_2024_has_offsets(tmp_path: Path) -> None:
         (AZURE + "2023-11-16 18:17:03.97,4808,10\n2023-11-16 18:17:04,110\n", "line 3", "unpack"),
         (AZURE + "2023-11-16 18:17:03.97,many,10\n", "line 2", "many"),
         (AZURE + "yesterday,4808,10\n", "line 2", "yesterday"),
-        (AZURE + "2023-11-16 18:17:03.97,0,10\n", "line 2", "0 prompt tokens"),
+        (AZURE + "2023-11-16 18:17:03.97,0,10\n", "line 2", "at least one token, but has 0"),
         ("TIMESTAMP,Tokens\n", "line 1", "columns"),
     ],
 )
