@@ -49,7 +49,8 @@ class Lines:
             fields: further values for programs, in JSON only.
         """
         time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": time, "event": event, "message": message, **fields})
+        # On a terminal, empty lines and indentation set a message apart.
+        line = json.dumps({"time": time, "event": event, "message": message.strip(), **fields})
         # Neither a closed output nor a full disk may end the service.
         with contextlib.suppress(OSError, ValueError):
             if self._file is not None:

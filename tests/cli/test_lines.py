@@ -1,0 +1,33 @@
+"""What the command prints, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from disagg.cli.lines import Lines
+
+EXAMPLE = "\n  curl -N http://127.0.0.1:8000/v1/chat/completions -d '{\"a\": 1}'\n"
+
+
+def test_json_has_no_empty_lines_and_indentation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = Lines("json", tmp_path / "log")
+    lines.say("example", EXAMPLE, port=8000)
+    lines.close()
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "log").read_text()
+    said = json.loads(printed)
+    assert (said["event"], said["message"], said["port"]) == ("example", EXAMPLE.strip(), 8000)
+
+
+def test_a_terminal_shows_a_message_as_it_is() -> None:
+    output = io.StringIO()
+    lines = Lines("text", console=Console(file=output, width=40))
+    lines.say("example", EXAMPLE)
+    assert output.getvalue() == EXAMPLE + "\n"
