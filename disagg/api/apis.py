@@ -13,11 +13,11 @@ from disagg.api.openai import frames, responses
 from disagg.api.openai.requests import ChatRequest, CompletionRequest, read_request
 from disagg.api.openai.understand import understand_chat, understand_completion
 from disagg.api.refusals import error_json
+from disagg.api.request_spec import RequestSpec
 from disagg.api.responses import answers as response_items
 from disagg.api.responses.requests import read_response_request, understand_response_request
 from disagg.api.running_job import ChoiceDelta, Job, RunningJob
 from disagg.api.served_model import ServedModel
-from disagg.api.wanted import Wanted
 from disagg.errors import DisaggError
 
 
@@ -52,17 +52,17 @@ class Request(Protocol):
     def model(self) -> str | None: ...
 
 
-Asked = TypeVar("Asked", bound=Request)
+ApiRequest = TypeVar("ApiRequest", bound=Request)
 
 
 @dataclass(frozen=True)
-class Api(Generic[Asked]):
+class Api(Generic[ApiRequest]):
     """The functions of one API.
 
     Attributes:
         id_prefix: prefix of the ids of its responses.
         read: parses a body and checks its fields, types and sizes. Raises `InvalidRequest`.
-        understand: converts a request for a model to a `Wanted`; the integer is the lowest
+        understand: converts a request for a model to a `RequestSpec`; the integer is the lowest
             priority number that the client may set. Raises `InvalidRequest`.
         frames: makes the events of a streamed response.
         body: makes the body of a response that is not streamed.
@@ -70,8 +70,8 @@ class Api(Generic[Asked]):
     """
 
     id_prefix: str
-    read: Callable[[bytes], Asked]
-    understand: Callable[[Asked, ServedModel, int], Wanted]
+    read: Callable[[bytes], ApiRequest]
+    understand: Callable[[ApiRequest, ServedModel, int], RequestSpec]
     frames: Callable[[Job], Frames]
     body: Callable[[RunningJob, Sequence[ChoiceDelta]], bytes]
     error_body: Callable[[DisaggError], bytes] = error_json

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
+from disagg.api.request_spec import RequestSpec, Text
 from disagg.api.running_job import Job
 from disagg.api.served_model import ServedModel
 from disagg.api.slo import RequestSlo
-from disagg.api.wanted import Text, Wanted
 from disagg.blocks import hash_blocks, hash_root
 from disagg.messages import GenerateRequest, SamplingParams
 
@@ -29,7 +29,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 def name_choices(
-    wanted: Wanted,
+    spec: RequestSpec,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     caller: Caller,
@@ -48,7 +48,7 @@ def name_choices(
     for token_ids in prompts:
         unnamed = GenerateRequest(
             request_id=caller.request_id,
-            model=wanted.model.name,
+            model=spec.model.name,
             token_ids=tuple(token_ids),
             num_prompt_tokens=len(token_ids),
             hash_root=b"",
@@ -56,16 +56,16 @@ def name_choices(
             sampling=sampling,
             deadline_unix_s=deadline_unix_s,
             tenant=caller.tenant,
-            priority=wanted.priority,
+            priority=spec.priority,
             traceparent=caller.traceparent,
-            cache_salt=wanted.cache_salt,
+            cache_salt=spec.cache_salt,
             ttft_slo_s=slo.ttft_s,
             tpot_slo_s=slo.tpot_s,
         )
-        request, first = named(unnamed, wanted.model), len(requests)
-        requests += [_choice(request, first + index) for index in range(wanted.num_choices)]
-    echoes = _texts(wanted, prompts) if wanted.echo else ()
-    answered = replace(wanted, prompts=())
+        request, first = named(unnamed, spec.model), len(requests)
+        requests += [_choice(request, first + index) for index in range(spec.num_choices)]
+    echoes = _texts(spec, prompts) if spec.echo else ()
+    answered = replace(spec, prompts=())
     return Job(caller.request_id, int(created_unix_s), answered, tuple(requests), echoes)
 
 
@@ -100,9 +100,9 @@ def _derived_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1
 
 
-def _texts(wanted: Wanted, prompts: Sequence[Sequence[int]]) -> tuple[str, ...]:
-    decode = wanted.model.tokenizer.decode
-    if wanted.truncate_prompt_tokens is not None:
+def _texts(spec: RequestSpec, prompts: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    decode = spec.model.tokenizer.decode
+    if spec.truncate_prompt_tokens is not None:
         return tuple(map(decode, prompts))
-    pairs = zip(wanted.prompts, prompts, strict=True)
+    pairs = zip(spec.prompts, prompts, strict=True)
     return tuple(prompt.text if isinstance(prompt, Text) else decode(ids) for prompt, ids in pairs)

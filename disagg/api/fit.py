@@ -11,26 +11,26 @@ from msgspec.structs import replace
 
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.refusals import invalid_value
+from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import num_prompt_scores
 from disagg.api.served_model import ServedModel
 from disagg.api.thinking import thinking_of
-from disagg.api.wanted import Wanted
 from disagg.errors import ContextLengthExceeded
 from disagg.messages import SamplingParams
 
 MAX_PROMPT_SCORES = 1 << 19  # largest number of prompt log-probabilities in one response
 
 
-def truncated_to(wanted: Wanted) -> int | None:
+def truncated_to(spec: RequestSpec) -> int | None:
     """The number of last tokens to which each prompt is cut; None if prompts are not cut."""
-    if wanted.truncate_prompt_tokens != -1:
-        return wanted.truncate_prompt_tokens
-    for_answer = wanted.max_tokens or wanted.default_max_tokens or 1
-    return max(1, wanted.model.max_model_len - for_answer)
+    if spec.truncate_prompt_tokens != -1:
+        return spec.truncate_prompt_tokens
+    for_answer = spec.max_tokens or spec.default_max_tokens or 1
+    return max(1, spec.model.max_model_len - for_answer)
 
 
 async def fit(
-    wanted: Wanted, prompts: Sequence[Sequence[int]], checks: GrammarChecks
+    spec: RequestSpec, prompts: Sequence[Sequence[int]], checks: GrammarChecks
 ) -> SamplingParams:
     """The complete sampling parameters for `prompts` (token ids), except for the seed.
 
@@ -40,23 +40,23 @@ async def fit(
         ContextLengthExceeded: a prompt, or a prompt and its answer together, is too long.
         Overloaded: too many grammars are being checked.
     """
-    model, sampling, grammar = wanted.model, wanted.sampling, None
-    max_tokens = _max_tokens(wanted, prompts)
+    model, sampling, grammar = spec.model, spec.sampling, None
+    max_tokens = _max_tokens(spec, prompts)
     num_scores = sum(num_prompt_scores(sampling, len(each)) for each in prompts)
-    if num_scores * wanted.num_choices > MAX_PROMPT_SCORES:
+    if num_scores * spec.num_choices > MAX_PROMPT_SCORES:
         raise invalid_value(
             "prompt_logprobs",
-            f"the response would have {num_scores * wanted.num_choices} log-probabilities of"
+            f"the response would have {num_scores * spec.num_choices} log-probabilities of"
             f" prompt tokens; at most {MAX_PROMPT_SCORES} are allowed. Send several requests.",
         )
     for token_ids in prompts:
-        check_ids(token_ids, model, wanted.prompt_param)
+        check_ids(token_ids, model, spec.prompt_param)
     # The model's end tokens are not checked: their ids may be above those allowed in prompts.
     stops = [number for number in sampling.stop_token_ids if number not in model.eos_token_ids]
     check_ids(stops, model, "stop_token_ids")
     check_ids([token_id for token_id, _ in sampling.logit_bias], model, "logit_bias")
     check_ids(sampling.allowed_token_ids, model, "allowed_token_ids")
-    bad_words = _tokens_of_words(wanted.bad_words, model)
+    bad_words = _tokens_of_words(spec.bad_words, model)
     _check_some_allowed(sampling, bad_words)
     if sampling.min_tokens > max_tokens:
         raise invalid_value(
@@ -64,8 +64,8 @@ async def fit(
             f"{sampling.min_tokens} is above {max_tokens}, the largest number of tokens of the"
             " answer.",
         )
-    if wanted.grammar is not None:
-        param, grammar = wanted.grammar
+    if spec.grammar is not None:
+        param, grammar = spec.grammar
         await checks.check(param, grammar, model)
     top_k = min(sampling.top_k, model.vocab_size)
     return replace(
@@ -73,7 +73,7 @@ async def fit(
         max_tokens=max_tokens,
         top_k=top_k,
         grammar=grammar,
-        thinking=thinking_of(wanted, grammar, prompts[0]),
+        thinking=thinking_of(spec, grammar, prompts[0]),
         bad_words_token_ids=bad_words,
     )
 
@@ -111,9 +111,9 @@ def _check_some_allowed(sampling: SamplingParams, bad_words: Sequence[Sequence[i
         )
 
 
-def _max_tokens(wanted: Wanted, prompts: Sequence[Sequence[int]]) -> int:
+def _max_tokens(spec: RequestSpec, prompts: Sequence[Sequence[int]]) -> int:
     """The largest number of tokens of each answer. It must fit after every prompt."""
-    model, param, max_tokens = wanted.model, wanted.prompt_param, wanted.max_tokens
+    model, param, max_tokens = spec.model, spec.prompt_param, spec.max_tokens
     if not all(prompts):
         raise invalid_value(param, "the prompt has no tokens.")
     longest = max(map(len, prompts))
@@ -131,4 +131,4 @@ def _max_tokens(wanted: Wanted, prompts: Sequence[Sequence[int]]) -> int:
             " for the answer.",
             param="max_tokens",
         )
-    return max_tokens if max_tokens is not None else min(room, wanted.default_max_tokens or room)
+    return max_tokens if max_tokens is not None else min(room, spec.default_max_tokens or room)

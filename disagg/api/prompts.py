@@ -18,8 +18,8 @@ import msgspec
 from disagg.api.json_body import load_arguments
 from disagg.api.off_loop import off_loop
 from disagg.api.refusals import invalid_value
+from disagg.api.request_spec import Conversation, JsonText, Prompt, Text
 from disagg.api.served_model import ServedModel
-from disagg.api.wanted import Conversation, JsonText, Prompt, Text
 from disagg.errors import ContextLengthExceeded, InvalidRequest
 from disagg.text.chat_template import RENDER_LIMIT_S, CallShape
 from disagg.text.template_sandbox import TemplateTooSlow
@@ -71,7 +71,7 @@ async def _token_ids(prompt: Prompt, model: ServedModel, nbytes: int) -> list[in
     return encode() if len(text) <= INLINE_NUM_CHARS else await asyncio.to_thread(encode)
 
 
-async def _conversation(asked: Conversation, model: ServedModel, nbytes: int) -> list[int]:
+async def _conversation(conversation: Conversation, model: ServedModel, nbytes: int) -> list[int]:
     template, shield = model.template, model.tokenizer.shield
     if template is None:
         raise InvalidRequest(
@@ -80,24 +80,24 @@ async def _conversation(asked: Conversation, model: ServedModel, nbytes: int) ->
             code="invalid_prompt",
             param="messages",
         )
-    cost = await off_loop(nbytes, lambda: _cost_num_chars(asked, model))
+    cost = await off_loop(nbytes, lambda: _cost_num_chars(conversation, model))
 
     def render(limit_s: float) -> str:
         shape = template.call_shape
-        messages = [_shielded_message(message, shield, shape) for message in asked.messages]
-        if asked.continue_final_message:
+        messages = [_shielded_message(message, shield, shape) for message in conversation.messages]
+        if conversation.continue_final_message:
             messages[-1]["content"] += END_OF_CONTENT
         rendered = template.render(
             messages,
-            tools=[_shielded(tool, shield) for tool in asked.tools],
-            add_generation_prompt=asked.add_generation_prompt,
+            tools=[_shielded(tool, shield) for tool in conversation.tools],
+            add_generation_prompt=conversation.add_generation_prompt,
             arguments={
                 name: shield(value) if isinstance(value, str) else value
-                for name, value in asked.template_arguments.items()
+                for name, value in conversation.template_arguments.items()
             },
             limit_s=limit_s,
         )
-        if asked.continue_final_message:
+        if conversation.continue_final_message:
             rendered, end, _ = rendered.rpartition(END_OF_CONTENT)
             if not end:
                 raise invalid_value(
@@ -118,14 +118,16 @@ async def _conversation(asked: Conversation, model: ServedModel, nbytes: int) ->
     return await asyncio.to_thread(encode, rendered)
 
 
-def _cost_num_chars(asked: Conversation, model: ServedModel) -> int:
+def _cost_num_chars(conversation: Conversation, model: ServedModel) -> int:
     """The cost of rendering, as a number of characters. Raises `ContextLengthExceeded`."""
-    num_messages = len(asked.messages)
-    num_tools_chars = len(msgspec.json.encode(asked.tools)) if asked.tools else 0
-    num_chars = num_tools_chars + sum(len(each["content"] or "") for each in asked.messages)
+    num_messages = len(conversation.messages)
+    num_tools_chars = len(msgspec.json.encode(conversation.tools)) if conversation.tools else 0
+    num_chars = num_tools_chars + sum(len(each["content"] or "") for each in conversation.messages)
     _check_fits(max(num_messages, _fewest_tokens(num_chars, model)), model, "messages")
     # This includes earlier calls, although a template may leave them out.
-    return num_tools_chars + _num_chars(asked.messages) + num_messages * MESSAGE_COST_NUM_CHARS
+    return (
+        num_tools_chars + _num_chars(conversation.messages) + num_messages * MESSAGE_COST_NUM_CHARS
+    )
 
 
 def _shielded_message(

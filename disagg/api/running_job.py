@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel
-from disagg.api.wanted import Wanted
 from disagg.errors import EngineFailed
 from disagg.messages import (
     FinishReason,
@@ -80,20 +80,20 @@ class Job:
     """A checked request.
 
     Attributes:
-        wanted: the request without its prompts.
-        requests: for each prompt, the requests of its `wanted.num_choices` choices.
+        spec: the request without its prompts.
+        requests: for each prompt, the requests of its `spec.num_choices` choices.
         echoes: texts of the prompts, if they are repeated before the answers.
     """
 
     id: str
     created_unix_s: int
-    wanted: Wanted
+    spec: RequestSpec
     requests: tuple[GenerateRequest, ...]
     echoes: tuple[str, ...] = ()
 
     @property
     def model(self) -> ServedModel:
-        return self.wanted.model
+        return self.spec.model
 
     @property
     def num_prompt_scores(self) -> int:
@@ -103,7 +103,7 @@ class Job:
 
     @property
     def num_prompt_tokens(self) -> int:
-        firsts = self.requests[:: self.wanted.num_choices]
+        firsts = self.requests[:: self.spec.num_choices]
         return sum(request.num_prompt_tokens for request in firsts)
 
 
@@ -118,21 +118,21 @@ class Answer:
     """The state of one choice while it runs."""
 
     def __init__(
-        self, index: int, request: GenerateRequest, wanted: Wanted, explain: Explain
+        self, index: int, request: GenerateRequest, spec: RequestSpec, explain: Explain
     ) -> None:
         self.index = index
         self.request = request
-        self._include_stop = wanted.include_stop
-        self._only_echo = wanted.only_echo
-        self._return_token_ids = wanted.return_token_ids
+        self._include_stop = spec.include_stop
+        self._only_echo = spec.only_echo
+        self._return_token_ids = spec.return_token_ids
         self._explain = explain
-        self._include_reasoning = wanted.include_reasoning
-        tokenizer, syntax = wanted.model.tokenizer, wanted.syntax
+        self._include_reasoning = spec.include_reasoning
+        tokenizer, syntax = spec.model.tokenizer, spec.syntax
         self._detokenizer = Detokenizer(
             tokenizer,
-            stops=wanted.stops,
-            include_stop=wanted.include_stop,
-            skip_special_tokens=wanted.skip_special_tokens,
+            stops=spec.stops,
+            include_stop=spec.include_stop,
+            skip_special_tokens=spec.skip_special_tokens,
             kept=tokenizer.control_ids_in(syntax.marks) if syntax else (),
             num_unchecked=request.sampling.min_tokens,
         )
@@ -257,14 +257,13 @@ class RunningJob:
         self.on_piece: Callable[[ChoiceDelta], Taken] | None = None
         self._generate = generate
         self._answers = [
-            Answer(index, request, job.wanted, explain)
-            for index, request in enumerate(job.requests)
+            Answer(index, request, job.spec, explain) for index, request in enumerate(job.requests)
         ]
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens whose KV was cached; only the first choice of each prompt counts."""
-        firsts = self._answers[:: self.job.wanted.num_choices]
+        firsts = self._answers[:: self.job.spec.num_choices]
         return sum(answer.num_cached_tokens for answer in firsts)
 
     @property

@@ -45,7 +45,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...] = ()
     defaults: GenerationDefaults = GenerationDefaults()  # noqa: RUF009 - it is frozen
     created_unix_s: int = 0
-    num_parameters: int = 0  # 0: not known
+    num_parameters: int = 0  # 0 if unknown
     slo_s: tuple[float, float] = (0.0, 0.0)
     tool_call_parser: str = ""
     reasoning_parser: str = ""

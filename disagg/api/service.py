@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from disagg import telemetry
 from disagg.api.anthropic.requests import read_count, understand_count
-from disagg.api.apis import Api, Asked
+from disagg.api.apis import Api, ApiRequest
 from disagg.api.choices import Caller, name_choices
 from disagg.api.fit import check_ids, fit, truncated_to
 from disagg.api.off_loop import off_loop
@@ -33,10 +33,10 @@ from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.openai.understand import understand_tokenize
 from disagg.api.prompts import tokenise
 from disagg.api.refusals import invalid_value
+from disagg.api.request_spec import Prompt, RequestSpec
 from disagg.api.running_job import Explain, Generate, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.api.slo import RequestSlo, agreed
-from disagg.api.wanted import Prompt, Wanted
 from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 
 TOKEN_NBYTES = 4  # assumed size of a token id, to decide whether work on many of them blocks
@@ -75,34 +75,34 @@ class Service:
         self._random_bits = random_bits
         self._grammar_checks = GrammarChecks()
 
-    async def prepare(self, api: Api[Asked], body: bytes, caller: Caller) -> RunningJob:
+    async def prepare(self, api: Api[ApiRequest], body: bytes, caller: Caller) -> RunningJob:
         """Check a request and make it ready to run. Raises `RequestError`."""
         now = self._clock()
 
-        def understood() -> Wanted:
+        def understand() -> RequestSpec:
             request = api.read(body)
             return api.understand(request, self.model(request.model), caller.min_priority)
 
-        wanted = await off_loop(len(body), understood)
-        of_model = RequestSlo(*wanted.model.slo_s)
-        slo = agreed(wanted.slo, caller.slo, caller.least_slo, of_model)
-        timeout_s = min(wanted.timeout_s or self._default_timeout_s, self._default_timeout_s)
+        spec = await off_loop(len(body), understand)
+        of_model = RequestSlo(*spec.model.slo_s)
+        slo = agreed(spec.slo, caller.slo, caller.least_slo, of_model)
+        timeout_s = min(spec.timeout_s or self._default_timeout_s, self._default_timeout_s)
         deadline_unix_s = now - caller.waited_s + timeout_s
         next_step = PROMPT
         try:
             async with asyncio.timeout(deadline_unix_s - self._clock()):
                 with telemetry.span("tokenize", caller.traceparent) as span:
-                    most = truncated_to(wanted)
-                    prompts = await tokenise(wanted.prompts, wanted.model, len(body), most)
+                    most = truncated_to(spec)
+                    prompts = await tokenise(spec.prompts, spec.model, len(body), most)
                     span.set("disagg.num_prompt_tokens", sum(map(len, prompts)))
                 next_step = GRAMMAR
-                sampling = await fit(wanted, prompts, self._grammar_checks)
+                sampling = await fit(spec, prompts, self._grammar_checks)
         except TimeoutError:
             raise _too_late(next_step) from None
-        seed = self._random_bits(63) if wanted.seed is None else wanted.seed
+        seed = self._random_bits(63) if spec.seed is None else spec.seed
         named = partial(
             name_choices,
-            wanted,
+            spec,
             prompts,
             replace(sampling, seed=seed),
             caller,
@@ -116,12 +116,12 @@ class Service:
     async def tokenize(self, body: bytes) -> bytes:
         """The response body of `/tokenize`. Raises `RequestError`."""
 
-        def understood() -> tuple[TokenizeRequest, ServedModel, Prompt]:
+        def understand() -> tuple[TokenizeRequest, ServedModel, Prompt]:
             request = read_request(body, TokenizeRequest)
             model = self.model(request.model)
             return request, model, understand_tokenize(request, model)
 
-        request, model, prompt = await off_loop(len(body), understood)
+        request, model, prompt = await off_loop(len(body), understand)
         token_ids = await self._tokenised(prompt, model, len(body))
 
         def answer() -> bytes:
@@ -136,12 +136,12 @@ class Service:
     async def count_tokens(self, body: bytes) -> bytes:
         """The response body of `/v1/messages/count_tokens`. Raises `RequestError`."""
 
-        def understood() -> tuple[ServedModel, Prompt]:
+        def understand() -> tuple[ServedModel, Prompt]:
             request = read_count(body)
             model = self.model(request.model)
             return model, understand_count(request, model)
 
-        model, prompt = await off_loop(len(body), understood)
+        model, prompt = await off_loop(len(body), understand)
         token_ids = await self._tokenised(prompt, model, len(body))
         return msgspec.json.encode({"input_tokens": len(token_ids)})
 

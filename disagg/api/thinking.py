@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disagg.api.refusals import unsupported
+from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel
-from disagg.api.wanted import Wanted
 from disagg.messages import Grammar, Thinking
 from disagg.text.reasoning import ReasoningFormat, prompt_tail
 from disagg.text.tool_parsers.harmony import ANALYSIS, FINAL_THEN
 
 
 def thinking_of(
-    wanted: Wanted, grammar: Grammar | None, token_ids: Sequence[int]
+    spec: RequestSpec, grammar: Grammar | None, token_ids: Sequence[int]
 ) -> Thinking | None:
     """The reasoning settings of a request with the prompt `token_ids`; None if there are none.
 
@@ -21,11 +21,11 @@ def thinking_of(
         InvalidRequest: the request has a budget, but the model's marks are ordinary text, so that
             no budget can be enforced.
     """
-    reasoning = wanted.syntax.reasoning if wanted.syntax else None
-    budget = wanted.thinking_token_budget
+    reasoning = spec.syntax.reasoning if spec.syntax else None
+    budget = spec.thinking_token_budget
     if reasoning is None or (grammar is None and budget is None):
         return None
-    model = wanted.model
+    model = spec.model
     if reasoning.is_harmony:
         return Thinking(
             starts=(_ids(model, ANALYSIS),),

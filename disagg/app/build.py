@@ -72,7 +72,7 @@ def build_application(
 
     Args:
         worker: class of the replicas of all pools.
-        version: Serve's version of the ingress; None: Serve makes one.
+        version: version of the ingress for Serve; None lets Serve make one.
     """
     _check_limits(config)
     workers = [

@@ -155,7 +155,7 @@ class Cluster:
         )
 
     def http_address(self) -> tuple[str, int] | None:
-        """Host and port of a Serve that runs already, which keeps them; None: it does not run."""
+        """Host and port of Ray Serve if it runs already; it cannot change them. Otherwise None."""
         client = serve.context._get_global_client(raise_if_no_controller_running=False)
         if client is None:
             return None
@@ -248,15 +248,15 @@ class Cluster:
         return Watch(ray._private.worker._global_node, haproxy, self._url, say, stop)
 
     def is_replaced(self) -> bool:
-        """Whether others have put their own application in the place of ours."""
+        """Whether somebody else has replaced our application by another one."""
         try:
             self._come_back()
             client = serve.context._get_global_client()
             found, _ = client.get_deployment_info(INGRESS, APPLICATION)
         except KeyError:  # not created yet, or removed
             return False
-        except Exception as error:  # of Ray or Serve: what follows meets it, too
-            logger.exception("Serve did not say whose application runs: %r", error)
+        except Exception as error:  # the next call to Ray or Serve fails, too
+            logger.exception("Cannot find out whose application runs: %r", error)
             return False
         return bool(found.version != self._version)
 

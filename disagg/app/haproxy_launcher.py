@@ -108,7 +108,7 @@ def _refusals() -> str:
 
 
 def most_connections() -> int:
-    """As many connections as open files allow. Raises the soft limit to the hard one."""
+    """The number of connections that the limit of open files allows. Raises the soft limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return max(256, min(MOST_CONNECTIONS, int((hard - OTHER_FILES) / FILES_EACH)))

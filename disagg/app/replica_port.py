@@ -87,13 +87,13 @@ async def _start_near(startup: Any, server: Any, near: socket.socket, sockets: A
     """uvicorn's `Server.startup`, plus a server on the Unix socket `near`."""
     await startup(sockets=sockets)
 
-    def protocol() -> asyncio.Protocol:
-        made: asyncio.Protocol = server.config.http_protocol_class(
+    def new_protocol() -> asyncio.Protocol:
+        protocol: asyncio.Protocol = server.config.http_protocol_class(
             config=server.config,
             server_state=server.server_state,
             app_state=server.lifespan.state,
         )
-        return made
+        return protocol
 
     loop = asyncio.get_running_loop()
-    server.servers.append(await loop.create_unix_server(protocol, sock=near, backlog=BACKLOG))
+    server.servers.append(await loop.create_unix_server(new_protocol, sock=near, backlog=BACKLOG))

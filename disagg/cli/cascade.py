@@ -293,10 +293,10 @@ async def compare(
     """Greedy answers of both models to all prompts. `models`: the small one, then the large one."""
     places = asyncio.Semaphore(num_parallel)
 
-    async def one(model: str, asked: Question) -> ScoredAnswer:
+    async def one(model: str, question: Question) -> ScoredAnswer:
         body = {
             "model": model,
-            "messages": asked.messages,
+            "messages": question.messages,
             "temperature": 0,
             "max_tokens": max_tokens,
             "logprobs": True,
@@ -306,9 +306,9 @@ async def compare(
         async with places:
             return msgspec.json.decode(await ask(body), type=ScoredAnswer)
 
-    async def both(asked: Question) -> Compared:
-        small, large = await asyncio.gather(*(one(model, asked) for model in models))
-        return compared(small, large, asked.label)
+    async def both(question: Question) -> Compared:
+        small, large = await asyncio.gather(*(one(model, question) for model in models))
+        return compared(small, large, question.label)
 
     return list(await asyncio.gather(*map(both, prompts)))
 

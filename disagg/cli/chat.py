@@ -248,11 +248,11 @@ class ChatSession:
         The question and the part of the answer that arrived become a turn of the conversation; a
         question without any answer does not.
         """
-        asked = {"role": "user", "content": question}
+        message = {"role": "user", "content": question}
         instructions = [{"role": "system", "content": self.system}] if self.system else []
         body = {
             "model": self.model,
-            "messages": [*instructions, *self.turns, asked],
+            "messages": [*instructions, *self.turns, message],
             "stream": True,
             "stream_options": {"include_usage": True},
             **self.options,
@@ -272,7 +272,7 @@ class ChatSession:
                         yield Piece(delta.content or "")
         finally:
             if answer:
-                self.turns += [asked, {"role": "assistant", "content": answer}]
+                self.turns += [message, {"role": "assistant", "content": answer}]
 
 
 def _talk(conversation: ChatSession, console: Console) -> int:

@@ -123,7 +123,7 @@ class Supervisor:
         finally:
             os.close(write)
         try:
-            self._tell(process, msgspec.json.encode(self._order) + b"\n")
+            self._send(process, msgspec.json.encode(self._order) + b"\n")
             yield process, read
         finally:
             self._end_everything(process)
@@ -207,13 +207,13 @@ class Supervisor:
             )
             self._ends_by_s = now_s + drain_s + END_TIMEOUT_S
         assert self._process is not None
-        self._tell(self._process, STOP)
+        self._send(self._process, STOP)
         return False
 
-    def _tell(self, process: subprocess.Popen[bytes], words: bytes) -> None:
+    def _send(self, process: subprocess.Popen[bytes], message: bytes) -> None:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has ended; `_reports` notices
-            process.stdin.write(words)
+            process.stdin.write(message)
             process.stdin.flush()
 
     def _take(self, report: Report, began_s: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from disagg.api.prompts import tokenise
-from disagg.api.wanted import Conversation
+from disagg.api.request_spec import Conversation
 from disagg.text.chat_template import ChatTemplate
 from tests.api.apps import http_client, make_app, openai_client
 from tests.api.fakes import CHATML, END, TOKENIZER, FakeGenerate, served_model

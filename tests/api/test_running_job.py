@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import ChoiceDelta, Generate, Job, RunningJob
-from disagg.api.wanted import Wanted
 from disagg.errors import EngineFailed, Overloaded
 from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs, WireError
 from disagg.token_fast_path import Taken, TokenCallback
@@ -29,7 +29,7 @@ def job(num_choices: int = 1, *, stops: Sequence[str] = ()) -> Job:
         sampling=SamplingParams(max_tokens=100, stop_token_ids=(END,)),
         deadline_unix_s=30.0,
     )
-    wanted = Wanted(
+    spec = RequestSpec(
         model=served_model(),
         prompts=(),
         prompt_param="prompt",
@@ -37,7 +37,7 @@ def job(num_choices: int = 1, *, stops: Sequence[str] = ()) -> Job:
         num_choices=num_choices,
         stops=tuple(stops),
     )
-    return Job("r", 0, wanted, (request,) * num_choices)
+    return Job("r", 0, spec, (request,) * num_choices)
 
 
 def playing(*deltas: TokenDelta | Exception) -> Generate:

@@ -16,14 +16,14 @@ from disagg.api.apis import Api
 from disagg.api.choices import Caller, name_choices
 from disagg.api.fit import fit
 from disagg.api.openai import frames
-from disagg.api.openai.requests import ChatRequest, CompletionRequest, Sampled, read_request
+from disagg.api.openai.requests import ChatRequest, CompletionRequest, SamplingFields, read_request
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.openai.understand import understand_chat, understand_completion
 from disagg.api.prompts import tokenise
+from disagg.api.request_spec import Conversation, RequestSpec, Text
 from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
-from disagg.api.wanted import Conversation, Text, Wanted
 from disagg.blocks import hash_blocks
 from disagg.errors import ContextLengthExceeded, InvalidRequest
 from disagg.messages import Grammar, SamplingParams
@@ -34,12 +34,12 @@ from tests.api.openai.test_tools import HERMES, LOOK
 HI: dict[str, Any] = {"messages": [{"role": "developer", "content": "hi"}]}
 
 
-def chat(model: ServedModel | None = None, **fields: Any) -> Wanted:
+def chat(model: ServedModel | None = None, **fields: Any) -> RequestSpec:
     request = read_request(json.dumps(HI | fields).encode(), ChatRequest)
     return understand_chat(request, model or served_model(), min_priority=0)
 
 
-def completion(**fields: Any) -> Wanted:
+def completion(**fields: Any) -> RequestSpec:
     request = read_request(json.dumps({"prompt": "a"} | fields).encode(), CompletionRequest)
     return understand_completion(request, served_model(), min_priority=0)
 
@@ -47,10 +47,10 @@ def completion(**fields: Any) -> Wanted:
 def test_understanding_needs_no_tokenizer() -> None:
     """Whatever it would ask of one fails here."""
     model = replace(served_model(template=HERMES), tokenizer=None)  # type: ignore[arg-type]
-    wanted = chat(model, tools=[LOOK], response_format=None, temperature=0.5, timeout=3, n=2)
-    assert wanted.prompts == [Conversation([{"role": "system", "content": "hi"}], [LOOK])]
-    assert wanted.sampling == SamplingParams(max_tokens=0, temperature=0.5, stop_token_ids=(END,))
-    assert (wanted.timeout_s, wanted.num_choices, wanted.syntax is not None) == (3.0, 2, True)
+    spec = chat(model, tools=[LOOK], response_format=None, temperature=0.5, timeout=3, n=2)
+    assert spec.prompts == [Conversation([{"role": "system", "content": "hi"}], [LOOK])]
+    assert spec.sampling == SamplingParams(max_tokens=0, temperature=0.5, stop_token_ids=(END,))
+    assert (spec.timeout_s, spec.num_choices, spec.syntax is not None) == (3.0, 2, True)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_needs_no_tokenizer_is_refused_without(fields: dict[str, Any], para
 
 def test_a_parameter_of_one_name_is_handed_on() -> None:
     """So a new one is a field of the request, one of `SamplingParams`, and what it does."""
-    named_alike = set(Sampled.__struct_fields__) & set(SamplingParams.__struct_fields__)
+    named_alike = set(SamplingFields.__struct_fields__) & set(SamplingParams.__struct_fields__)
     assert {"min_p", "top_k", "presence_penalty"} < named_alike
     values = {name: 0.5 for name in named_alike if name.endswith(("_p", "_penalty"))}
     sampling = completion(**values, top_k=5, min_tokens=2).sampling
@@ -109,19 +109,19 @@ async def test_long_arguments_of_earlier_calls_leave_the_event_loop() -> None:
             "id": "c",
             "function": {"name": "f", "arguments": json.dumps({"a": "b" * num_chars})},
         }
-        wanted = chat(messages=[{"role": "assistant", "tool_calls": [call]}])
-        await tokenise(wanted.prompts, model)
+        spec = chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+        await tokenise(spec.prompts, model)
     assert [each is threading.current_thread() for each in threads] == [True, False]
 
 
 async def test_fitting_completes_what_is_left_open() -> None:
-    wanted, checks = completion(top_k=10**9, guided_regex="a+"), GrammarChecks()
-    sampling = await fit(wanted, [[5] * 500, [5]], checks)
+    spec, checks = completion(top_k=10**9, guided_regex="a+"), GrammarChecks()
+    sampling = await fit(spec, [[5] * 500, [5]], checks)
     assert sampling.max_tokens == 512 - 500
     assert sampling.top_k == TOKENIZER.num_ids
     assert sampling.grammar == Grammar("regex", "a+")
-    assert (await fit(wanted, [[5]], checks)).max_tokens == 16
-    assert (await fit(structs.replace(wanted, max_tokens=40), [[5]], checks)).max_tokens == 40
+    assert (await fit(spec, [[5]], checks)).max_tokens == 16
+    assert (await fit(structs.replace(spec, max_tokens=40), [[5]], checks)).max_tokens == 40
 
 
 @pytest.mark.parametrize(
@@ -168,15 +168,15 @@ async def test_bad_words_are_banned_within_a_text_and_at_its_beginning() -> None
 
 async def test_ends_of_the_model_may_lie_beyond_the_vocabulary_of_prompts() -> None:
     model = replace(served_model(), eos_token_ids=(10**6,))
-    wanted = structs.replace(chat(model), prompts=[[5]])
-    assert (await fit(wanted, [[5]], GrammarChecks())).stop_token_ids == (10**6,)
+    spec = structs.replace(chat(model), prompts=[[5]])
+    assert (await fit(spec, [[5]], GrammarChecks())).stop_token_ids == (10**6,)
 
 
 def test_every_choice_has_an_id_and_a_seed_and_shares_its_prompts_blocks() -> None:
-    wanted = completion(prompt=[[5] * 9, [6] * 4], n=2, echo=True)
+    spec = completion(prompt=[[5] * 9, [6] * 4], n=2, echo=True)
     sampling = SamplingParams(max_tokens=3, seed=7)
     job = name_choices(
-        wanted,
+        spec,
         [[5] * 9, [6] * 4],
         sampling,
         Caller("id", "t", "trace"),
@@ -205,9 +205,9 @@ class Message(msgspec.Struct):
 
 
 async def test_another_api_is_two_steps_and_a_way_to_answer() -> None:
-    def understand(request: Message, model: ServedModel, min_priority: int) -> Wanted:
+    def understand(request: Message, model: ServedModel, min_priority: int) -> RequestSpec:
         messages = [("system", request.system), ("user", request.ask)]
-        return Wanted(
+        return RequestSpec(
             model=model,
             prompts=[Conversation([{"role": role, "content": text} for role, text in messages])],
             prompt_param="ask",

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel
 from disagg.api.thinking import thinking_of
-from disagg.api.wanted import Wanted
 from disagg.messages import Grammar, SamplingParams
 from disagg.text.answer_reader import AnswerReader, AnswerSyntax
 from disagg.text.chat_template import CallShape, ChatTemplate
@@ -134,7 +134,7 @@ def test_earlier_calls_and_reasoning_reach_the_prompt() -> None:
 def test_marks_of_reasoning_are_tokens() -> None:
     for name, text in (("qwen3", "<|im_start|>assistant\n"), ("gptoss", "<|channel|>")):
         its = model(name)
-        wanted = Wanted(
+        spec = RequestSpec(
             model=its,
             prompts=(),
             prompt_param="",
@@ -143,9 +143,7 @@ def test_marks_of_reasoning_are_tokens() -> None:
             thinking_token_budget=3,
         )
         encode = its.tokenizer.encode
-        thinking = thinking_of(
-            wanted, Grammar("regex", "a"), encode(text, add_special_tokens=False)
-        )
+        thinking = thinking_of(spec, Grammar("regex", "a"), encode(text, add_special_tokens=False))
         assert thinking is not None and not thinking.is_open
         special = {its.tokenizer.core.token_to_id(mark) for mark in ("<think>", "</think>")}
         if name == "qwen3":
@@ -161,4 +159,4 @@ def test_marks_of_reasoning_are_tokens() -> None:
         assert prompt_tail(its.tokenizer, encode(text, add_special_tokens=False)) == text
         if name == "qwen3":  # where the template has closed the reasoning, a grammar begins at once
             closed = encode("<think>\n\n</think>\n\n", add_special_tokens=False)
-            assert thinking_of(wanted, Grammar("regex", "a"), closed) is None
+            assert thinking_of(spec, Grammar("regex", "a"), closed) is None

@@ -28,8 +28,8 @@ from disagg.api.openai.tools import (
 )
 from disagg.api.openai.understand import understand_chat
 from disagg.api.refusals import invalid_value, missing_parameter, only_text, unsupported
+from disagg.api.request_spec import Prompt, RequestSpec
 from disagg.api.served_model import ServedModel
-from disagg.api.wanted import Prompt, Wanted
 
 
 class TextBlock(msgspec.Struct, tag="text"):
@@ -65,20 +65,20 @@ class Message(msgspec.Struct):
     content: str | Annotated[list[Block], Meta(min_length=1)]
 
 
-class OfferedTool(msgspec.Struct):
+class ToolDefinition(msgspec.Struct):
     name: FunctionName
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
 
 
-class WantedTool(msgspec.Struct):
+class MessagesToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingAsked(msgspec.Struct):
+class ThinkingConfig(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
 
@@ -87,18 +87,18 @@ class Metadata(msgspec.Struct):
     user_id: Label | None = None
 
 
-class Conversed(msgspec.Struct, kw_only=True):
+class MessagesPrompt(msgspec.Struct, kw_only=True):
     """Fields that `/v1/messages` and `/v1/messages/count_tokens` have in common."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     model: Annotated[str, Meta(max_length=256)] | None = None
     system: str | list[TextBlock] | None = None
-    tools: Annotated[list[OfferedTool], Meta(max_length=128)] | None = None
-    tool_choice: WantedTool | None = None
-    thinking: ThinkingAsked | None = None
+    tools: Annotated[list[ToolDefinition], Meta(max_length=128)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: ThinkingConfig | None = None
 
 
-class MessagesRequest(Conversed, kw_only=True):
+class MessagesRequest(MessagesPrompt, kw_only=True):
     max_tokens: Count
     stream: bool | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
@@ -108,7 +108,7 @@ class MessagesRequest(Conversed, kw_only=True):
     metadata: Metadata | None = None
 
 
-class CountTokensRequest(Conversed, kw_only=True):
+class CountTokensRequest(MessagesPrompt, kw_only=True):
     """A request for the number of tokens of a prompt."""
 
 
@@ -145,7 +145,9 @@ def _check_blocks(content: Any, path: str) -> None:
             _check_blocks(block.get("content"), f"{path}[{number}].content")
 
 
-def understand_messages(request: MessagesRequest, model: ServedModel, min_priority: int) -> Wanted:
+def understand_messages(
+    request: MessagesRequest, model: ServedModel, min_priority: int
+) -> RequestSpec:
     """Like `understand_chat`. Errors name the field of a chat request if both APIs have it."""
     return understand_chat(as_chat(request), model, min_priority)
 
@@ -153,8 +155,8 @@ def understand_messages(request: MessagesRequest, model: ServedModel, min_priori
 def understand_count(request: CountTokensRequest, model: ServedModel) -> Prompt:
     """The prompt whose tokens are to be counted. Raises `InvalidRequest`."""
     fields = {name: getattr(request, name) for name in CountTokensRequest.__struct_fields__}
-    wanted = understand_messages(MessagesRequest(max_tokens=1, **fields), model, 0)
-    return wanted.prompts[0]
+    spec = understand_messages(MessagesRequest(max_tokens=1, **fields), model, 0)
+    return spec.prompts[0]
 
 
 def as_chat(request: MessagesRequest) -> ChatRequest:
@@ -179,12 +181,12 @@ def as_chat(request: MessagesRequest) -> ChatRequest:
     )
 
 
-def _tool(tool: OfferedTool) -> Tool:
+def _tool(tool: ToolDefinition) -> Tool:
     function = FunctionDefinition(tool.name, tool.description, tool.input_schema)
     return Tool("function", function)
 
 
-def _choice(choice: WantedTool) -> ToolChoice:
+def _choice(choice: MessagesToolChoice) -> ToolChoice:
     match choice.type:
         case "any":
             return "required"
@@ -196,7 +198,7 @@ def _choice(choice: WantedTool) -> ToolChoice:
             return choice.type
 
 
-def _messages(request: Conversed) -> list[ChatMessage]:
+def _messages(request: MessagesPrompt) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     if request.system:
         messages.append(ChatMessage("system", _text(request.system)))

@@ -20,7 +20,7 @@ import msgspec
 
 from disagg import logs, telemetry
 from disagg.api import openapi
-from disagg.api.apis import BY_PATH, Api, Asked
+from disagg.api.apis import BY_PATH, Api, ApiRequest
 from disagg.api.choices import Caller
 from disagg.api.http.cors import Cors
 from disagg.api.http.keys import KeyCheck
@@ -273,7 +273,7 @@ class HttpApp:
 
     # Completions
 
-    async def _generate(self, api: Api[Asked], request: HttpRequest) -> Reply | Stream:
+    async def _generate(self, api: Api[ApiRequest], request: HttpRequest) -> Reply | Stream:
         arrived_s = self._metrics.clock()
         body = await self._read_json(request)
         read_s = self._metrics.clock()
@@ -288,7 +288,7 @@ class HttpApp:
         )
         run = await self._service.prepare(api, body, caller)
         self._begin(request, run, arrived_s, read_s)
-        if run.job.wanted.stream:
+        if run.job.spec.stream:
             frames = api.frames(run.job)
             timer = self._timer(request, run, arrived_s)
             events = partial(stream_events, run, frames, timer, partial(_say_why, run, request))

@@ -252,7 +252,7 @@ class ApiMetrics:
 
 
 def _failure_code(error: BaseException | None) -> str | None:
-    """The code that a client sees; None: the answer is complete, or its client has left."""
+    """The error code that a client sees; None if the answer is complete or the client has left."""
     if isinstance(error, DisaggError):
         return error.code
     if isinstance(error, asyncio.CancelledError):

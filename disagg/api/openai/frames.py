@@ -36,9 +36,9 @@ class OpenAIFrames(ABC):
         self._job = job
         self._tokenizer = job.model.tokenizer
         self._heads = [self._head(i, job.model.name) for i in range(len(job.requests))]
-        self._set_tail(b',"usage":null}\n\n' if job.wanted.include_usage else b"}\n\n")
+        self._set_tail(b',"usage":null}\n\n' if job.spec.include_usage else b"}\n\n")
         # Tokens of each choice so far, where each event says how many.
-        self._num_tokens = [0] * len(job.requests) if job.wanted.continuous_usage else None
+        self._num_tokens = [0] * len(job.requests) if job.spec.continuous_usage else None
 
     def name_models(self, run: RunningJob) -> bool:
         """Name the models that the cascade chose so far. Returns whether it chose for all."""
@@ -82,7 +82,7 @@ class OpenAIFrames(ABC):
 
     def closing(self, run: RunningJob) -> bytes:
         """The usage chunk if it was requested, and `[DONE]`."""
-        if not self._job.wanted.include_usage:
+        if not self._job.spec.include_usage:
             return DONE
         preamble = self._preamble(run.model_name)
         return preamble + b'],"usage":' + _to_json(usage_of(run)) + b"}\n\n" + DONE
@@ -105,7 +105,7 @@ class OpenAIFrames(ABC):
 
     def _prompt_token_ids(self, index: int) -> bytes:
         """The field with the prompt's token ids, if they were requested."""
-        if not self._job.wanted.return_token_ids:
+        if not self._job.spec.return_token_ids:
             return b""
         return b',"prompt_token_ids":' + _to_json(self._job.requests[index].token_ids)
 
@@ -192,7 +192,7 @@ class CompletionFrames(OpenAIFrames):
     gain = b'"text":'
 
     def opening(self) -> bytes:
-        if not (self._job.echoes or self._job.wanted.return_token_ids):
+        if not (self._job.echoes or self._job.spec.return_token_ids):
             return b""
         indices = range(len(self._job.requests))
         events = (

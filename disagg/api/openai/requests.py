@@ -38,7 +38,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Sampled(msgspec.Struct, kw_only=True):
+class SamplingFields(msgspec.Struct, kw_only=True):
     """Fields that chat completions and text completions have in common."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
@@ -108,7 +108,7 @@ class ChatMessage(msgspec.Struct):
     reasoning: str | None = None  # newer name of `reasoning_content`
 
 
-class ChatRequest(Sampled, kw_only=True):
+class ChatRequest(SamplingFields, kw_only=True):
     prompt_field: ClassVar = "messages"
     default_token_limit: ClassVar[int | None] = None  # as many as fit
 
@@ -136,7 +136,7 @@ class ChatRequest(Sampled, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(Sampled, kw_only=True):
+class CompletionRequest(SamplingFields, kw_only=True):
     prompt_field: ClassVar = "prompt"
     default_token_limit: ClassVar = 16  # OpenAI's
 

@@ -170,7 +170,7 @@ def chat_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
             answer.index,
             _message(answer),
             None
-            if job.wanted.sampling.logprobs is None
+            if job.spec.sampling.logprobs is None
             else chat_logprobs(answer.scored, job.model.tokenizer),
             answer.finish_reason,
             token_ids=_token_ids(job, answer),
@@ -222,30 +222,30 @@ def completion_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
 
 
 def _completion_logprobs(job: Job, answer: ChoiceDelta) -> CompletionLogprobs | None:
-    if job.wanted.sampling.logprobs is None:
+    if job.spec.sampling.logprobs is None:
         return None
     tokenizer, echo = job.model.tokenizer, echo_of(job, answer.index)
     own = completion_logprobs(answer.scored, tokenizer, len(echo))
-    if not job.wanted.echo:
+    if not job.spec.echo:
         return own
     prompt = job.requests[answer.index].token_ids
     return echoed_logprobs(prompt, answer.prompt_logprobs or (), own, tokenizer)
 
 
 def _prompt_logprobs(job: Job, answer: ChoiceDelta) -> PromptLogprobs | msgspec.UnsetType:
-    if not job.wanted.shows_prompt_logprobs:
+    if not job.spec.shows_prompt_logprobs:
         return msgspec.UNSET
     prompt = job.requests[answer.index].token_ids
     return prompt_logprobs(prompt, answer.prompt_logprobs or (), job.model.tokenizer)
 
 
 def _prompt_token_ids(job: Job, index: int) -> list[int] | msgspec.UnsetType:
-    return list(job.requests[index].token_ids) if job.wanted.return_token_ids else msgspec.UNSET
+    return list(job.requests[index].token_ids) if job.spec.return_token_ids else msgspec.UNSET
 
 
 def _token_ids(job: Job, answer: ChoiceDelta) -> list[int] | msgspec.UnsetType:
-    return answer.token_ids if job.wanted.return_token_ids else msgspec.UNSET
+    return answer.token_ids if job.spec.return_token_ids else msgspec.UNSET
 
 
 def echo_of(job: Job, index: int) -> str:
-    return job.echoes[index // job.wanted.num_choices] if job.echoes else ""
+    return job.echoes[index // job.spec.num_choices] if job.echoes else ""

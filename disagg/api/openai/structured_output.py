@@ -66,7 +66,7 @@ class GrammarFields(Protocol):
     min_tokens: int | None
 
 
-def wanted_grammar(
+def requested_grammar(
     request: GrammarFields, required_calls: Grammar | None = None
 ) -> tuple[str, Grammar] | None:
     """The field that asks for a grammar, and its grammar; None if no such field is set.
@@ -75,12 +75,12 @@ def wanted_grammar(
         InvalidRequest: several fields are set, one is incomplete, or another field would move the
             end of the answer.
     """
-    wanted = _wanted(request)
+    grammars = _requested(request)
     if required_calls is not None:
-        wanted["tool_choice"] = required_calls
-    if not wanted:
+        grammars["tool_choice"] = required_calls
+    if not grammars:
         return None
-    (param, grammar), *others = wanted.items()
+    (param, grammar), *others = grammars.items()
     if others:
         raise invalid_value(
             others[0][0], f"{param} already restricts the answer; set only one of the two."
@@ -93,18 +93,18 @@ def wanted_grammar(
     return param, grammar
 
 
-def _wanted(request: GrammarFields) -> dict[str, Grammar]:
-    wanted: dict[str, Grammar] = {}
+def _requested(request: GrammarFields) -> dict[str, Grammar]:
+    grammars: dict[str, Grammar] = {}
     form = request.response_format
     if form is not None and form.type == "json_object":
-        wanted["response_format"] = ANY_OBJECT
+        grammars["response_format"] = ANY_OBJECT
     elif form is not None and form.type == "json_schema":
         if form.json_schema is None:
             raise missing_parameter("response_format.json_schema")
         param = "response_format.json_schema.schema"
         schema = form.json_schema.schema
         schema = schema if form.json_schema.strict is False else strict(schema)
-        wanted[param] = Grammar("json", _json_text(schema, param))
+        grammars[param] = Grammar("json", _json_text(schema, param))
     outputs = request.structured_outputs
     if outputs is not None:
         found = _texts("structured_outputs.", outputs.json, outputs.regex, outputs.choice,
@@ -113,8 +113,8 @@ def _wanted(request: GrammarFields) -> dict[str, Grammar]:
             found["structured_outputs.json_object"] = ANY_OBJECT
         if not found:
             raise invalid_value("structured_outputs", "it is empty.")
-        wanted |= found
-    return wanted | _texts(
+        grammars |= found
+    return grammars | _texts(
         "guided_", request.guided_json, request.guided_regex, request.guided_choice,
         request.guided_grammar,
     )  # fmt: skip

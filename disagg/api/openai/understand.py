@@ -1,4 +1,4 @@
-"""The second step of a request: converts OpenAI's fields to a `Wanted`, without side effects.
+"""The second step of a request: converts OpenAI's fields to a `RequestSpec`, without side effects.
 
 Everything that can be refused without a tokenizer is refused here, with the name of the field.
 """
@@ -19,16 +19,16 @@ from disagg.api.openai.requests import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
-    Sampled,
+    SamplingFields,
     TokenId,
     TokenizeRequest,
 )
-from disagg.api.openai.structured_output import wanted_grammar
+from disagg.api.openai.structured_output import requested_grammar
 from disagg.api.openai.tools import answer_syntax, check_tools, offered, required_calls
 from disagg.api.refusals import invalid_value, missing_parameter, only_text
+from disagg.api.request_spec import Conversation, JsonText, Prompt, RequestSpec, Text
 from disagg.api.served_model import ServedModel
 from disagg.api.slo import in_body
-from disagg.api.wanted import Conversation, JsonText, Prompt, Text, Wanted
 from disagg.errors import InvalidRequest
 from disagg.messages import Grammar, SamplingParams
 
@@ -40,13 +40,13 @@ _OTHERWISE = ("max_tokens", "seed", "stop_token_ids", "logit_bias")
 _SAMPLING = [
     name
     for name in SamplingParams.__struct_fields__
-    if name in Sampled.__struct_fields__ and name not in _OTHERWISE
+    if name in SamplingFields.__struct_fields__ and name not in _OTHERWISE
 ]
 # Names that chat templates use for the reasoning of an earlier answer; the last one is GPT-OSS's.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
-def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int) -> Wanted:
+def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int) -> RequestSpec:
     """Convert a chat request.
 
     Args:
@@ -60,10 +60,10 @@ def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int)
     check_tools(request)
     arguments = template_arguments(request.chat_template_kwargs, request.reasoning_effort, model)
     conversation = _conversation(request, offered(request), arguments, model)
-    grammar = wanted_grammar(request, required_calls(request))
-    wanted = _wanted(request, model, min_priority, [conversation], grammar)
+    grammar = requested_grammar(request, required_calls(request))
+    spec = _spec(request, model, min_priority, [conversation], grammar)
     return replace(
-        wanted,
+        spec,
         syntax=answer_syntax(request, model),
         include_reasoning=request.include_reasoning is not False,
         thinking_token_budget=thinking_budget(request, model),
@@ -72,7 +72,7 @@ def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int)
 
 def understand_completion(
     request: CompletionRequest, model: ServedModel, min_priority: int
-) -> Wanted:
+) -> RequestSpec:
     """Convert a request for a text completion, like `understand_chat`."""
     num_choices = request.n or 1
     if request.best_of is not None and request.best_of != num_choices:
@@ -81,15 +81,15 @@ def understand_completion(
         )
     if request.max_tokens == 0 and not request.echo:
         raise invalid_value("max_tokens", "0 needs echo: true, or the answer would be empty.")
-    prompts, grammar = _prompts(request), wanted_grammar(request)
-    wanted = _wanted(request, model, min_priority, prompts, grammar)
-    wanted = replace(wanted, echo=bool(request.echo), only_echo=request.max_tokens == 0)
+    prompts, grammar = _prompts(request), requested_grammar(request)
+    spec = _spec(request, model, min_priority, prompts, grammar)
+    spec = replace(spec, echo=bool(request.echo), only_echo=request.max_tokens == 0)
     if not request.echo or request.logprobs is None:
-        return wanted
+        return spec
     if request.stream:
         raise invalid_value("echo", "together with logprobs it needs stream: false.")
     num_top = max(request.logprobs, request.prompt_logprobs or 0)
-    return replace(wanted, sampling=replace(wanted.sampling, prompt_logprobs=num_top))
+    return replace(spec, sampling=replace(spec.sampling, prompt_logprobs=num_top))
 
 
 def understand_tokenize(request: TokenizeRequest, model: ServedModel) -> Prompt:
@@ -102,13 +102,13 @@ def understand_tokenize(request: TokenizeRequest, model: ServedModel) -> Prompt:
     return _conversation(request, request.tools or (), arguments, model)
 
 
-def _wanted(
+def _spec(
     request: ChatRequest | CompletionRequest,
     model: ServedModel,
     min_priority: int,
     prompts: Sequence[Prompt],
     grammar: tuple[str, Grammar] | None,
-) -> Wanted:
+) -> RequestSpec:
     """Convert the fields that chats and text completions have in common."""
     if request.stream_options is not None and not request.stream:
         raise invalid_value("stream_options", "it needs stream: true.")
@@ -131,7 +131,7 @@ def _wanted(
         )
     stop, options = request.stop or (), request.stream_options
     include_usage = bool(options and options.include_usage)
-    return Wanted(
+    return RequestSpec(
         model=model,
         prompts=prompts,
         prompt_param=request.prompt_field,
@@ -182,7 +182,7 @@ def _sampling(request: ChatRequest | CompletionRequest, model: ServedModel) -> S
     )
 
 
-def _priority(request: Sampled, min_priority: int) -> int:
+def _priority(request: SamplingFields, min_priority: int) -> int:
     if request.priority is None:
         return max(0, min_priority)
     if request.priority < min_priority:

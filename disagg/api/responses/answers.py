@@ -45,7 +45,7 @@ def _response(
     job: Job, model_name: str, answer: ChoiceDelta | None, items: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """The response object. `answer` is None at the start of a stream."""
-    request, sampling = job.wanted.repeated, job.wanted.sampling
+    request, sampling = job.spec.repeated, job.spec.sampling
     assert isinstance(request, ResponsesRequest)
     status = "in_progress" if answer is None else _status(answer)
     is_cut = status == "incomplete"

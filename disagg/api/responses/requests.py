@@ -36,8 +36,8 @@ from disagg.api.openai.tools import (
 )
 from disagg.api.openai.understand import understand_chat
 from disagg.api.refusals import missing_parameter, only_text, unsupported
+from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel
-from disagg.api.wanted import Wanted
 
 
 class MessageItem(msgspec.Struct, tag="message"):
@@ -66,7 +66,7 @@ Item: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 
 
-class OfferedFunction(msgspec.Struct):
+class FunctionTool(msgspec.Struct):
     type: Literal["function"]
     name: FunctionName
     description: str | None = None
@@ -74,7 +74,7 @@ class OfferedFunction(msgspec.Struct):
     strict: bool | None = None
 
 
-class WantedFunction(msgspec.Struct):
+class ToolChoiceFunction(msgspec.Struct):
     type: Literal["function"]
     name: FunctionName
 
@@ -104,8 +104,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     stream: bool | None = None
-    tools: Annotated[list[OfferedFunction], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | WantedFunction | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -154,10 +154,10 @@ def _check(raw: dict[str, Any]) -> None:
 
 def understand_response_request(
     request: ResponsesRequest, model: ServedModel, min_priority: int
-) -> Wanted:
+) -> RequestSpec:
     """Like `understand_chat`. Errors name the field of a chat request if both APIs have it."""
-    wanted = understand_chat(as_chat(request), model, min_priority)
-    return replace(wanted, repeated=request)
+    spec = understand_chat(as_chat(request), model, min_priority)
+    return replace(spec, repeated=request)
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
@@ -180,14 +180,14 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     )
 
 
-def _tool(tool: OfferedFunction) -> Tool:
+def _tool(tool: FunctionTool) -> Tool:
     function = FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict)
     return Tool("function", function)
 
 
 def _choice(request: ResponsesRequest) -> ToolChoice | None:
     choice = request.tool_choice
-    if isinstance(choice, WantedFunction):
+    if isinstance(choice, ToolChoiceFunction):
         return NamedTool("function", NamedFunction(choice.name))
     return choice
 

@@ -43,7 +43,7 @@ class Text(msgspec.Struct, frozen=True):
 Prompt: TypeAlias = Conversation | Text | list[int]  # a list holds token ids
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks for.
 
     Attributes:
