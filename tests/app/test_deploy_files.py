@@ -108,6 +108,16 @@ def test_every_cluster_wants_a_token_and_has_our_haproxy() -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
+def test_the_image_has_the_versions_that_are_tested() -> None:
+    words = DOCKERFILE.read_text()
+    assert re.search(r"^COPY .*\bconstraints\.txt .*/disagg/$", words, re.MULTILINE)
+    assert "pip install --no-cache-dir -c /disagg/constraints.txt /disagg" in words
+    pinned = dict(
+        re.findall(r"^(\S+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
+    assert f"FROM rayproject/ray:{pinned['ray']}-" in words
+
+
 def test_hashes_are_of_the_versions_that_are_tested() -> None:
     """requirements.txt begins with the command that makes it anew."""
     text = (ROOT / "requirements.txt").read_text()
