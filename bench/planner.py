@@ -12,10 +12,10 @@ import argparse
 
 import msgspec
 
+from bench.published_runs import RUNS, SOURCES, Run
 from bench.report import finish, print_table
 from disagg.planner.efficiency import MATMUL
 from disagg.planner.gpus import GPUS
-from disagg.planner.published import RUNS, SOURCES, Run
 from disagg.planner.roofline import Placement
 from disagg.planner.shapes import SHAPES
 from disagg.time_model import StepFeatures, attended

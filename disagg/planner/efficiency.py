@@ -1,7 +1,7 @@
 """The shares of datasheet figures that engines reach, by engine, weight format and GPU family.
 
 Only the share of the matrix units' FLOP/s depends on these, because published runs differ mainly in
-it, and one figure can be fitted to one run. `published.py` has these runs, and
+it, and one figure can be fitted to one run. `bench/published_runs.py` has these runs, and
 `python -m bench.planner` shows how well the figures predict the others.
 """
 
@@ -54,7 +54,7 @@ ON_CPU = Efficiency(
 )
 
 # Shares of the matrix units' datasheet FLOP/s for the format in which they multiply. Each is fitted
-# to the one run of `published.RUNS` with `is_fitted`: the run with the most prompt tokens per
+# to the one run of `published_runs.RUNS` with `is_fitted`: the run with the most prompt tokens per
 # token of an answer.
 MATMUL = {
     # engine, format of the weights, family of GPUs

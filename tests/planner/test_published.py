@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from bench.planner import fitted, is_near, row_of
+from bench.published_runs import RUNS, SOURCES
 from disagg.errors import StartupError
 from disagg.planner.efficiency import ENGINES, MATMUL, PLANNED, efficiency_of
 from disagg.planner.gpus import CPU_CORE, GPUS
-from disagg.planner.published import RUNS, SOURCES
 
 
 def test_every_share_was_fitted_to_one_run() -> None:
