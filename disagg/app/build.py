@@ -23,7 +23,7 @@ from disagg.config_checks import check_secrets, filled_in, parse_config
 from disagg.errors import StartupError
 from disagg.messages import Role
 from disagg.planner.device_plan import plan_devices, unsized_tiers, with_devices
-from disagg.planner.node_check import check_nodes
+from disagg.planner.node_check import LEAST_CPUS, check_nodes
 from disagg.router.autoscale import pools
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,11 @@ def build(args: dict[str, Any]) -> Application:
     raw = filled_in(args, os.environ)
     config = parse_config(raw)
     check_secrets(config)
+    if config.http.is_open and not config.insecure:
+        log.warning(
+            "This server has no API key: any client that reaches its port can use it. Set"
+            " http.api_key, or insecure: true to end this warning."
+        )
     if any(pool.num_gpus is None for tier in config.tiers for _, pool in pools(tier)):
         # All GPUs, not only free ones: during an update the old workers still hold some.
         plan = plan_devices(config, gpus_of_cluster(only_free=False), unsized_tiers(raw, config))
@@ -91,7 +96,8 @@ def build_application(
         graceful_shutdown_timeout_s=config.http.default_timeout_s + DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
         max_surge_percent=SURGE_PERCENT,
-        ray_actor_options={"num_cpus": 0},
+        # Not 0: Ray would also place it on a head node without CPUs, and its streams end there.
+        ray_actor_options={"num_cpus": LEAST_CPUS},
     )(serve.ingress()(Ingress))
     ingress = ingress.options(version=version, _internal=True)
     return ingress.bind(config, *workers)

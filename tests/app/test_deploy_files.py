@@ -63,6 +63,23 @@ def test_pods_have_what_their_workers_ask_for() -> None:
     assert check_pods(_load(KUBERAY)).redis_url == "secret"
 
 
+def test_each_redis_is_the_one_that_pods_ask() -> None:
+    """Ray's tables are never evicted; evicted KV is, once it fills its server."""
+    every = list(yaml.safe_load_all((DEPLOY / "kuberay" / "redis.yaml").read_text()))
+    services = {each["metadata"]["name"] for each in every if each["kind"] == "Service"}
+    assert services == {"redis", "redis-kv"}
+    policies = {}
+    for each in every:
+        if each["kind"] != "Service":
+            (container,) = each["spec"]["template"]["spec"]["containers"]
+            words = " ".join(container["args"])
+            policies[each["metadata"]["name"]] = re.findall(r"--maxmemory-policy (\S+)", words)
+    assert policies == {"redis": ["noeviction"], "redis-kv": ["volatile-lru"]}
+    cluster = _load(KUBERAY)["spec"]["rayClusterConfig"]
+    assert cluster["gcsFaultToleranceOptions"]["redisAddress"] == "redis:6379"
+    assert "@redis-kv:6379/0" in KUBERAY.read_text()
+
+
 def test_strangers_reach_the_api_of_pods_and_no_other_port() -> None:
     service, policy = yaml.safe_load_all(KUBERAY.read_text())
     assert policy["kind"] == "NetworkPolicy" and policy["spec"]["policyTypes"] == ["Ingress"]
@@ -70,6 +87,16 @@ def test_strangers_reach_the_api_of_pods_and_no_other_port() -> None:
     cluster = service["spec"]["rayClusterConfig"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         assert own.items() <= group["template"]["metadata"]["labels"].items()
+    (scraped,) = [
+        rule["ports"] for rule in policy["spec"]["ingress"] if "ports" in rule and "from" in rule
+    ]
+    monitor = _load(DEPLOY / "monitoring" / "podmonitor.yaml")["spec"]
+    assert monitor["selector"]["matchLabels"] == own
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    for group in cluster["workerGroupSpecs"]:
+        ports = group["template"]["spec"]["containers"][0]["ports"]
+        (port,) = [each["containerPort"] for each in ports if each["name"] == endpoint["port"]]
+        assert scraped[0]["port"] <= port <= scraped[0]["endPort"]
     to_all = [rule["ports"] for rule in policy["spec"]["ingress"] if "from" not in rule]
     assert to_all == [[{"protocol": "TCP", "port": 8000}]]
     assert all(

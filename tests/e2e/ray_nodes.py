@@ -104,13 +104,27 @@ class RayNodes:
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
+    def drain(self, number: int) -> None:
+        """Ask Ray to drain a node, as the hook of a pod that ends does (deploy/kuberay)."""
+        (raylet,) = (each for each in self.processes_of(number) if each.name() == "raylet")
+        (node_id,) = (word for word in raylet.cmdline() if word.startswith("--node_id="))
+        words = (
+            "drain-node",
+            "--reason",
+            "DRAIN_NODE_REASON_PREEMPTION",
+            "--reason-message",
+            "end",
+        )
+        where = ("--address", self.address, "--node-id", node_id.partition("=")[2])
+        deadline = ("--deadline-remaining-seconds", "120")
+        subprocess.run([BIN / "ray", *words, *where, *deadline], env=self._environment, check=True)
+
+    def processes_of(self, number: int) -> list[psutil.Process]:
+        return psutil.Process(self._nodes[number].pid).children(recursive=True)
+
     def processes(self) -> list[psutil.Process]:
-        """Of all nodes."""
-        return [
-            each
-            for node in self._nodes
-            for each in psutil.Process(node.pid).children(recursive=True)
-        ]
+        """The processes of all nodes."""
+        return [each for number in range(len(self._nodes)) for each in self.processes_of(number)]
 
     def logs(self) -> str:
         return "\n".join(log.read_text() for log in sorted(self._directory.glob("node-*.log")))

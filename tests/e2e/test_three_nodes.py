@@ -1,8 +1,8 @@
 """A Ray cluster of three nodes: `disagg doctor` looks at it, then a YAML of deploy/ is served.
 
 It is started as docs/deploying.md says: with a token, and with our HAProxy. `serve deploy` scales
-down and updates the application at constant load, and nobody notices. Then the ranks of a worker
-are on two of the nodes.
+down and updates the application at constant load, then a node is drained, and nobody notices. Then
+the ranks of a worker are on the other two nodes.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from tests.e2e.streams import assert_same_text, has_moved, streamed, streams_of
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 CHANGE_TIMEOUT_S = 240.0
+LAST_NODE = 2  # is drained
 DEPLOY = Path(__file__).parent.parent.parent / "deploy" / "serve"
 
 
@@ -258,6 +259,10 @@ def updated(config: dict[str, Any]) -> dict[str, Any]:
     return new
 
 
+def replicas_of(nodes: RayNodes, number: int) -> list[psutil.Process]:
+    return [each for each in nodes.processes_of(number) if is_named(each, "ServeReplica:disagg")]
+
+
 async def changed(
     nodes: RayNodes, path: Path, config: dict[str, Any], is_so: Callable[[], bool]
 ) -> None:
@@ -290,6 +295,8 @@ async def test_no_request_notices_a_change(
 
         await changed(nodes, path, updated(scaled), is_new)
         assert load.num_answers > num_before
+        await asyncio.to_thread(nodes.drain, LAST_NODE)
+        await asyncio.to_thread(until, lambda: not replicas_of(nodes, LAST_NODE), CHANGE_TIMEOUT_S)
     assert load.failures == []
     assert len(replicas(nodes, "disagg:Ingress")) == 2
 
