@@ -15,7 +15,8 @@ from disagg.planner.sizing import Pool
 RAY_VERSION = "2.60.0"
 LABELS = {"app": "disagg"}
 IMAGE = "disagg"
-GRACE_S = 30  # added to the time in which a worker hands its requests over
+DRAIN_MARGIN_S = 30  # for Serve to notice that a node drains, after `drain_s`
+GRACE_S = 20  # for Ray to stop after that
 
 # Resources of a worker for each of its GPUs.
 CPUS_PER_GPU, MEMORY_GIB_PER_GPU, SHM_GIB_PER_GPU = 8, 64, 16
@@ -28,7 +29,14 @@ _SETTINGS = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }
 _SECRETS = {"DISAGG_CLUSTER_KEY": "cluster-key", "DISAGG_API_KEY": "api-key"}
-_PORTS = {6379: "gcs-server", 8265: "dashboard", 10001: "client", 8000: "serve"}
+_PORTS = {6379: "gcs-server", 8265: "dashboard", 10001: "client", 8000: "serve", 30000: "ingress"}
+# `ray stop` alone would kill the workers at once. Serve moves the replicas of a draining node.
+_PRE_STOP = """\
+ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION \\
+    --reason-message 'the pod ends' --deadline-remaining-seconds {seconds}
+for _ in $(seq {seconds}); do pgrep -f ^ray::ServeReplica >/dev/null || break; sleep 1; done
+ray stop
+"""
 
 
 def cluster_of(pools: Mapping[str, Pool], drain_s: float) -> dict[str, Any]:
@@ -48,11 +56,13 @@ def cluster_of(pools: Mapping[str, Pool], drain_s: float) -> dict[str, Any]:
 
 
 def policy_of() -> dict[str, Any]:
-    """A NetworkPolicy. The pods and KubeRay's operator reach the pods, clients only the API.
+    """A NetworkPolicy. The pods and KubeRay's operator reach the pods, clients only the API, and
+    Prometheus each ingress.
 
     It is needed because KV transfers are not authenticated (docs/security.md).
     """
     operator = {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}
+    prometheus = {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -63,6 +73,10 @@ def policy_of() -> dict[str, Any]:
             "ingress": [
                 {"from": [{"podSelector": {"matchLabels": LABELS}}]},
                 {"from": [{"namespaceSelector": {}, "podSelector": operator}]},
+                {
+                    "from": [{"namespaceSelector": {}, "podSelector": prometheus}],
+                    "ports": [{"protocol": "TCP", "port": 30000, "endPort": 30009}],
+                },
                 {"ports": [{"protocol": "TCP", "port": 8000}]},
             ],
         },
@@ -76,7 +90,9 @@ def _group(role: str, pool: Pool, drain_s: float) -> dict[str, Any]:
     container = _container(
         "worker", _resources(CPUS_PER_GPU * size, MEMORY_GIB_PER_GPU * size, num_gpus)
     )
-    container["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", "ray stop"]}}}
+    leave_s = int(drain_s) + DRAIN_MARGIN_S
+    pre_stop = ["/bin/sh", "-c", _PRE_STOP.format(seconds=leave_s)]
+    container["lifecycle"] = {"preStop": {"exec": {"command": pre_stop}}}
     container["volumeMounts"] = [
         {"name": "models", "mountPath": "/models", "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
@@ -92,7 +108,7 @@ def _group(role: str, pool: Pool, drain_s: float) -> dict[str, Any]:
             "metadata": {"labels": LABELS},
             "spec": {
                 # A worker that stops needs time to hand its requests over with their KV.
-                "terminationGracePeriodSeconds": int(drain_s) + GRACE_S,
+                "terminationGracePeriodSeconds": leave_s + GRACE_S,
                 "containers": [container],
                 "volumes": [
                     {"name": "models", "persistentVolumeClaim": {"claimName": "models"}},
