@@ -140,7 +140,7 @@ def test_keys_and_paths() -> None:
 
 def test_what_is_not_there_is_said() -> None:
     with served(make_app()) as url:
-        with pytest.raises(DisaggError, match="served: tiny"):
+        with pytest.raises(DisaggError, match="this server has tiny"):
             chat.run(arguments("--url", url, "--model", "nope", "--message", "hi"))
         with pytest.raises(DisaggError, match="There is no"):
             chat.Server(url + "/elsewhere").first_model()
