@@ -11,6 +11,12 @@ from typing import Any
 
 from disagg.errors import DisaggError
 
+# Settings whose flags have other names.
+OTHER_NAMES = {
+    "num_ingress": "ingress",
+    "max_num_workers": "max_workers",
+    "cold_tier_nbytes": "cold_tier_bytes",
+}
 VERBS = ("serve", "chat", "plan", "sim", "cascade", "doctor")
 
 
@@ -72,7 +78,8 @@ def at_fault(error: DisaggError, parser: argparse.ArgumentParser) -> str:
     """Name the flag that the error is about; "" if the command has no such flag."""
     if not error.param:
         return ""
-    flag = f"--{error.param.replace('_', '-')}"
+    name = OTHER_NAMES.get(error.param, error.param)
+    flag = f"--{name.replace('_', '-')}"
     actions = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
     parsers = [parser, *(action for each in actions for action in each.choices.values())]
     usages = "".join(each.format_usage() for each in parsers)

@@ -117,7 +117,7 @@ def test_the_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> N
     "flag",
     [
         *("--num-threads", "--tensor-parallel-size", "--decode-tensor-parallel-size"),
-        *("--ttft-slo-s", "--max-model-len", "--port"),
+        *("--ttft-slo-s", "--max-model-len", "--port", "--ingress", "--max-workers"),
     ],
 )
 def test_a_number_that_is_not_valid_is_reported_with_its_flag(
