@@ -71,14 +71,15 @@ def _sequences(contexts: list[int]) -> list[Tokens]:
 def _steps(groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages]:
     """Logits of one step for each group of sequences, and the cache at the end.
 
-    Prompts are computed without the kernels, which take seconds for them under the interpreter.
+    Without graphs there are no kernels either, which take seconds under the interpreter; nor do
+    prompts need them.
     """
     weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
-    decoder, prefiller = Decoder(SMALL, weights, TritonOps(6, 1)), Decoder(SMALL, weights)
+    decoder, plain = Decoder(SMALL, weights, TritonOps(6, 1)), Decoder(SMALL, weights)
     slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
     sequences = _sequences([9, 1, 22, 13, 5])
     for sequence, context in zip(sequences, [9, 1, 22, 13, 5], strict=True):
-        prefiller.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
+        plain.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
         sequence.num_computed = context
     captured = (
         DecodeGraphs(decoder, slab, 5, inputs_of(5), fake_record, new_logits(decoder, 5))
@@ -89,7 +90,7 @@ def _steps(groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages
     for group in groups:
         work = [(sequences[index], 1) for index in group]
         batch = make_batch(work, BLOCK_SIZE)
-        found = captured.forward(batch) if captured is not None else decoder.forward(batch, slab)
+        found = captured.forward(batch) if captured is not None else plain.forward(batch, slab)
         assert found is not None
         logits.append(found.clone())
         for sequence, _ in work:
@@ -128,9 +129,9 @@ LONG = 300  # cut along its keys, which takes more than 256
 
 
 class _Mixed(NamedTuple):
-    """Three sequences, some of whose KV is there, a decoder, and its captured graphs."""
+    """Four sequences, some of whose KV is there, a decoder on torch, and graphs of the kernels."""
 
-    decoder: Decoder
+    plain: Decoder
     graphs: MixedGraphs
     slab: KVPages
     sequences: list[Tokens]
@@ -142,7 +143,7 @@ def mixed(request: pytest.FixtureRequest) -> _Mixed:
     """Captured once, which takes seconds under the interpreter; each step begins with `values`."""
     config = dataclasses.replace(request.param, max_model_len=512)
     weights = random_weights(config, torch.float32, torch.device("cpu"), seed=2)
-    decoder, prefiller = Decoder(config, weights, TritonOps(3, 4)), Decoder(config, weights)
+    decoder, plain = Decoder(config, weights, TritonOps(3, 4)), Decoder(config, weights)
     slab = new_slab(config, 128, BLOCK_SIZE, torch.float32)
     order = torch.randperm(128, generator=torch.Generator().manual_seed(3)).tolist()
     sequences = []
@@ -151,12 +152,12 @@ def mixed(request: pytest.FixtureRequest) -> _Mixed:
         blocks = [order.pop() for _ in range(-(-len(ids) // BLOCK_SIZE))]
         sequences.append(Tokens(ids, blocks))
         if context:
-            prefiller.forward(make_batch([(sequences[-1], context)], BLOCK_SIZE), slab)
+            plain.forward(make_batch([(sequences[-1], context)], BLOCK_SIZE), slab)
             sequences[-1].num_computed = context
     values = slab.values.clone()
     sizes = [MixedSize(16, 8), MixedSize(16, 16), MixedSize(32, 16)]
     graphs = MixedGraphs(decoder, slab, sizes, 4, 128, fake_record, new_logits(decoder, 16))
-    return _Mixed(decoder, graphs, slab, sequences, values)
+    return _Mixed(plain, graphs, slab, sequences, values)
 
 
 def _mixed_step(
@@ -167,7 +168,7 @@ def _mixed_step(
     slab.values.copy_(mixed.values)
     batch = make_batch([(sequences[i], n) for i, n in work], BLOCK_SIZE, every_row=every_row)
     if not graphs:
-        return mixed.decoder.forward(batch, slab).clone(), slab.values.clone()
+        return mixed.plain.forward(batch, slab).clone(), slab.values.clone()
     # Its wanted rows lie beyond the tokens of a smaller graph, which must not look there.
     larger = [(sequences[2], 1), (sequences[3], 17), (sequences[0], 9), (sequences[1], 4)]
     assert mixed.graphs.forward(make_batch(larger, BLOCK_SIZE)) is not None
@@ -208,7 +209,7 @@ def test_what_no_graph_holds_is_left_to_the_decoder() -> None:
 def _texts(graphs: bool) -> list[list[int]]:
     """What an engine makes of prompts that come in chunks, the last of them of one token."""
     weights = random_weights(ONE_KV_HEAD, torch.float32, torch.device("cpu"), seed=2)
-    decoder = Decoder(ONE_KV_HEAD, weights, TritonOps(3, 1))
+    decoder = Decoder(ONE_KV_HEAD, weights, TritonOps(3, 1) if graphs else None)
     shape = KVShape.from_model(ONE_KV_HEAD, "weights", BLOCK_SIZE, format_of(torch.float32))
     kv_cache = KVCache(shape, NUM_BLOCKS, torch.device("cpu"))
     runner = ModelRunner(decoder, kv_cache, max_num_seqs=3)
