@@ -36,7 +36,7 @@ LONG = (
     + "Question: Through which city does the Seine flow? Answer: The Seine flows through"
 )
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", LONG]
-NUM_TOKENS = 10
+NUM_TOKENS = 6
 ENOUGH = 4  # tokens for the name of the capital
 
 
