@@ -60,6 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
     ),
+    "gemma2": ("Gemma2", {"sliding_window": 30, "attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3", {"sliding_window": 30, "sliding_window_pattern": 2}),
     "olmo3": ("Olmo3", {"sliding_window": 30, "num_hidden_layers": 4, "pad_token_id": None}),
     "gpt-oss": (

@@ -74,6 +74,7 @@ def attend_tile(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add keys [start, start + TILE) to the running softmax of all rows.
@@ -82,6 +83,7 @@ def attend_tile(
         q, acc: PARTS tensors each, [ROWS, BLOCK_D / PARTS]: column c of part j is value
             c * PARTS + j of a head.
         pages_ptr, scales_ptr: the head's keys in block 0; its values are in the next page.
+        scale, CAP: from `paged_attention.in_base_2`.
         LARGEST: the format's largest number; 0.0 for a format without scales.
         PARTS: values in a unit of the cache. All sizes and strides of pages are in units.
     """
@@ -124,6 +126,8 @@ def attend_tile(
         its_keys = tl.trans(keys_of[part].to(q[0].dtype))
         scores = tl.dot(q[part], its_keys, scores, input_precision="ieee")
     scores *= column_scale
+    if CAP > 0.0:  # tanh(x) = 1 - 2 / (1 + e^(2 x))
+        scores = CAP - 2.0 * CAP / (1.0 + tl.exp2(scores))
     if MASKED:
         seen = keys[None, :] <= positions[:, None]
         if WINDOW > 0:

@@ -28,9 +28,11 @@ class Scores:
     """How a model makes the scores of its attention from products of queries and keys.
 
     scale: what they are multiplied by; None: head_dim^-0.5.
+    cap: their largest absolute value, as cap * tanh(score / cap); None: there is none.
     """
 
     scale: float | None = None
+    cap: float | None = None
 
 
 PLAIN_SCORES = Scores()

@@ -27,6 +27,7 @@ from disagg.kernels.paged_work import KEY_TILE, MAX_SHORT_ROWS, Launch, PagedWor
 # Up to so many rows `attend_tile` reads bytes in pairs. For int4 it is half of that, because its
 # parts are half as wide.
 MAX_PAIR_ROWS = 32
+WIDE_NBYTES, MAX_SHORT_ROWS_OF_WIDE = 256, 32
 REDUCED_AT_ONCE = 64  # partial results, which fit into 64 registers of a thread
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _NOTHING_SEEN = tl.constexpr(-1.0e30)  # finite, so that a row that sees no key has no NaN
@@ -69,6 +70,7 @@ def _paged_attention_kernel(
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     piece_ptr = pieces_ptr + tl.program_id(0) * 6
     head = tl.program_id(1)
@@ -127,21 +129,21 @@ def _paged_attention_kernel(
                 q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
                 scale, block_stride, scales_ptr, scale_block_stride,
                 PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
-                TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
+                TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, CAP, True,
             )  # fmt: skip
     for start in range(full_start, full_end, TILE):
         acc, total, peak = attend_tile(
             q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
             scale, block_stride, scales_ptr, scale_block_stride,
             PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
-            TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, False,
+            TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, CAP, False,
         )  # fmt: skip
     for start in range(full_end, end_key, TILE):
         acc, total, peak = attend_tile(
             q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
             scale, block_stride, scales_ptr, scale_block_stride,
             PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
-            TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, True,
+            TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, CAP, True,
         )  # fmt: skip
 
     divisor = tl.where(total > 0.0, total, 1.0)
@@ -226,12 +228,27 @@ def launch_options(rows: int, vector_nbytes: int) -> dict[str, int]:
 
     The address of a tile depends on a load of its page number, which takes two of the stages. So
     five stages are needed to have two tiles of keys and values in shared memory, one in use and one
-    being loaded.
+    being loaded. Two tiles of wide vectors, such as heads of 256 in 16 bits, fit only beside few
+    rows.
     """
+    is_wide = vector_nbytes > WIDE_NBYTES
+    has_few_rows = rows <= (MAX_SHORT_ROWS_OF_WIDE if is_wide else MAX_SHORT_ROWS)
     return {
-        "num_warps": 4 if rows <= MAX_SHORT_ROWS else 8,
-        "num_stages": 5 if vector_nbytes <= 256 else 3,
+        "num_warps": 4 if has_few_rows else 8,
+        "num_stages": 5 if has_few_rows or not is_wide else 3,
     }
+
+
+def in_base_2(scores: Scores, head_dim: int) -> tuple[float, float]:
+    """What `attend_tile` takes: a factor of products, and a cap that is 0 where there is none.
+
+    Scores are multiplied by log2(e), since 2 is the base of the softmax. Of capped ones, the factor
+    gives the exponent of e^(2 score / cap), by which the tile computes the hyperbolic tangent.
+    """
+    scale = (scores.scale or head_dim**-0.5) * math.log2(math.e)
+    if scores.cap is None:
+        return scale, 0.0
+    return 2 * scale / scores.cap, scores.cap * math.log2(math.e)
 
 
 def paged_attention(
@@ -289,6 +306,7 @@ def _run(
     parts = head_dim // num_units
     # A product sums over at least 16 values, and each part of a unit has a separate product.
     block_d = max(16 * parts, next_power_of_2(head_dim))
+    scale, cap = in_base_2(scores, head_dim)
     sizes = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": qkv.shape[1] // num_kv_heads - 2,
@@ -310,7 +328,7 @@ def _run(
         partials,
         weights,
         sinks,
-        (scores.scale or head_dim**-0.5) * math.log2(math.e),
+        scale,
         qkv.stride(0),
         block_tables.stride(0),
         units.stride(0),
@@ -324,6 +342,7 @@ def _run(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         HAS_SINKS=sinks is not None,
+        CAP=cap,
         **launch_options(launch.rows, num_units * units.element_size()),
         **sizes,
     )

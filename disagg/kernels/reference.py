@@ -219,6 +219,7 @@ def paged_attention(
     window: int | None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attend causally, one sequence after the other, to keys and values in the cache.
 
@@ -230,6 +231,7 @@ def paged_attention(
         window: number of positions that a token sees, including itself; None: all.
         sinks: [num_heads], a logit in each head's softmax that has no value.
         scale: softmax scale; None: head_dim^-0.5.
+        cap: scores become cap * tanh(score / cap); None: they stay.
 
     Returns:
         [num_tokens, num_heads, head_dim]. Latents are keys and values, so results are as wide.
@@ -247,6 +249,8 @@ def paged_attention(
         dense = by_head.repeat_interleave(num_heads // num_kv_heads, dim=1)
         keys, values = dense[0], dense[-1]
         scores = torch.einsum("qhd,hkd->hqk", own, keys) * (scale or head_dim**-0.5)
+        if cap is not None:
+            scores = cap * (scores / cap).tanh()
         key = torch.arange(length, device=q.device)
         query = key[length - own.shape[0] :, None]
         hidden = (key > query) | (key <= query - (window or length))

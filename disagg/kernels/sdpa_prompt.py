@@ -3,7 +3,7 @@
 A prompt without a cached prefix has all its keys and values in the projection of its own step, so a
 dense kernel that reads no pages suffices. The libraries' kernels are tuned for each chip; ours are
 not. It is not yet measured which is faster (`bench.gpu_kernels`), so this is off by default. It
-does not support a cached prefix, a window inside the prompt, or a quantised cache.
+does not support a cached prefix, a window inside the prompt, capped scores, or a quantised cache.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from disagg.kernels.cpu_prompts import PromptAttention
 from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.ops import PLAIN_SCORES, Scores
 from disagg.kernels.torch_paging import PIECE_TOKENS, CachedKeys, Chunk, DecodeGroup, TorchPaging
-from disagg.kernels.torch_products import attend_by_products, softmax
+from disagg.kernels.torch_products import attend_by_products, capped_, softmax
 from disagg.kernels.torch_quantized import attend_quantized, store_quantized
 
 
@@ -27,7 +28,7 @@ def paged_attention(
     paging: TorchPaging,
     sinks: Tensor | None = None,
     compiled: PromptAttention | None = None,
-    scale: float | None = None,
+    scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
     """Write this step's keys and values, or latents, then attend. See `Ops.attention`."""
     num_kv_heads, block_size = kv_cache.values.shape[3:5]
@@ -38,7 +39,7 @@ def paged_attention(
         vectors.index_put_(paging.write_rows, qkv[:, num_heads:])
     else:
         store_quantized(qkv[:, num_heads:], kv_cache, first_page, paging.write_rows)
-    attend = _Attend(kv_cache, first_page, sinks, scale or head_dim**-0.5)
+    attend = _Attend(kv_cache, first_page, sinks, scores)
     parts = []
     groups = paging.groups[window]
     q = qkv[: paging.num_decodes, :num_heads]
@@ -64,10 +65,11 @@ class _Attend:
     """Computes the attention of one layer."""
 
     def __init__(
-        self, kv_cache: KVPages, first_page: int, sinks: Tensor | None, scale: float
+        self, kv_cache: KVPages, first_page: int, sinks: Tensor | None, scores: Scores
     ) -> None:
-        self._kv_cache, self._sinks, self._scale = kv_cache, sinks, scale
+        self._kv_cache, self._sinks, self._cap = kv_cache, sinks, scores.cap
         self._num_kv_heads, self._head_dim = kv_cache.values.shape[3], kv_cache.head_dim
+        self._scale = scores.scale or self._head_dim**-0.5
         self._pages = kv_cache.rows[first_page:]
 
     def group(self, q: Tensor, group: DecodeGroup) -> Tensor:
@@ -82,7 +84,10 @@ class _Attend:
         self._gather(group.keys)
         keys, values, mask = group.products.keys, group.products.values, group.products.mask
         packed = q.reshape(keys.shape[0], -1, self._head_dim)
-        scores = torch.baddbmm(mask, packed, keys, alpha=self._scale)
+        if self._cap is None:
+            scores = torch.baddbmm(mask, packed, keys, alpha=self._scale)
+        else:
+            scores = capped_(torch.bmm(packed, keys).mul_(self._scale), self._cap).add_(mask)
         sinks = self._sinks
         if sinks is not None:
             sinks = sinks.view(self._num_kv_heads, -1, 1).repeat(q.shape[0], 1, 1)
@@ -99,8 +104,8 @@ class _Attend:
         keys, values = stored[0], stored[-1]
         if chunk.keys is not None:
             out = self._attend(q, chunk.keys)
-        elif self._sinks is not None:
-            out = self._prompt_with_sinks(q, keys, values)
+        elif self._sinks is not None or self._cap is not None:
+            out = self._prompt_by_products(q, keys, values)
         else:
             has_groups = q.shape[1] != self._num_kv_heads
             out = scaled_dot_product_attention(
@@ -108,19 +113,17 @@ class _Attend:
             )
         return out.transpose(1, 2).reshape(qkv.shape[0], -1)
 
-    def _prompt_with_sinks(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _prompt_by_products(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention of a whole prompt, in pieces, so that no scores grow with its square."""
-        assert self._sinks is not None
+        sinks = None if self._sinks is None else self._sinks.view(-1, 1, 1)
         positions, parts = torch.arange(q.shape[2], device=q.device), []
         for piece in torch.split(positions, PIECE_TOKENS):
             first, end = int(piece[0]), int(piece[-1]) + 1
             mask = torch.where(positions[:end] > piece[:, None], float("-inf"), 0.0)
             own, seen = slice(first, end), slice(0, end)
-            sinks = self._sinks.view(-1, 1, 1)
             its_keys, its_values = keys[:, :, seen], values[:, :, seen]
-            parts.append(
-                attend_by_products(q[:, :, own], its_keys, its_values, mask, sinks, self._scale)
-            )
+            how = mask, sinks, self._scale, self._cap
+            parts.append(attend_by_products(q[:, :, own], its_keys, its_values, *how))
         return torch.cat(parts, 2)
 
     def _attend(self, q: Tensor, cached: CachedKeys) -> Tensor:
@@ -131,10 +134,11 @@ class _Attend:
         sinks = None if self._sinks is None else self._sinks.view(q.shape[1], -1, 1)
         if self._kv_cache.scales is not None:
             gathered = cached.rows, cached.seen, cached.mask
-            return attend_quantized(q, *gathered, self._kv_cache, sinks, self._scale)
+            return attend_quantized(q, *gathered, self._kv_cache, sinks, self._scale, self._cap)
         keys, values = cached.keys_and_values(self._head_dim)
-        if sinks is not None:
-            return attend_by_products(q, keys, values, cached.mask, sinks, self._scale)
+        if sinks is not None or self._cap is not None:
+            how = cached.mask, sinks, self._scale, self._cap
+            return attend_by_products(q, keys, values, *how)
         return scaled_dot_product_attention(
             q,
             keys,

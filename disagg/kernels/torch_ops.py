@@ -165,8 +165,8 @@ class TorchOps:
         paging: TorchPaging,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        scale = self._scores.scale
-        return paged_attention(qkv, kv_cache, layer, window, paging, sinks, self._prompts, scale)
+        how = sinks, self._prompts, self._scores
+        return paged_attention(qkv, kv_cache, layer, window, paging, *how)
 
     def latent_attention(
         self,
@@ -178,5 +178,5 @@ class TorchOps:
         scale: float,
     ) -> Tensor:
         # The rest of the vector is summed too: an eighth more work saves a copy of the values.
-        attended = paged_attention(heads, kv_cache, layer, None, paging, scale=scale)
+        attended = paged_attention(heads, kv_cache, layer, None, paging, scores=Scores(scale))
         return attended.view(len(heads), -1, heads.shape[2])[..., :value_dim]

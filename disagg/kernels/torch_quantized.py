@@ -49,6 +49,7 @@ def attend_quantized(
     kv_cache: KVPages,
     sinks: Tensor | None,
     scale: float,
+    cap: float | None,
 ) -> Tensor:
     """Compute attention over gathered pages.
 
@@ -57,7 +58,7 @@ def attend_quantized(
         rows: uint8 [2, num_seqs, num_kv_heads, num_pages, page_nbytes].
         seen: the positions in `rows` to which some query attends.
         mask: float32, added to the scores, or None.
-        sinks, scale: as in `attend_by_products`.
+        sinks, scale, cap: as in `attend_by_products`.
 
     Returns:
         [num_seqs, num_heads, num_queries, head_dim].
@@ -68,7 +69,8 @@ def attend_quantized(
     keys, values = wide[:, :, :, seen].unbind(0)
     scales = _scales(rows, kv_cache).flatten(3)[:, :, :, None, seen]
     key_scales, value_scales = scales.unbind(0)
-    return attend_by_products(q, keys, values, mask, sinks, scale, (key_scales, value_scales))
+    both = key_scales, value_scales
+    return attend_by_products(q, keys, values, mask, sinks, scale, cap, both)
 
 
 def _scales(rows: Tensor, kv_cache: KVPages) -> Tensor:

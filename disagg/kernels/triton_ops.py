@@ -30,6 +30,9 @@ from disagg.kernels.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.sdpa_prompt import attend_prompt, whole_prompts
 from disagg.kernels.triton_experts import TritonExperts
 
+# A tile of a prompt has `LONG_ROWS` for heads of up to so many values, and fewer rows for larger
+# heads, because the sums of more rows do not fit into registers.
+_MOST_OF_LONG_ROWS, _ROWS_OF_WIDE_HEADS = 128, 64
 _PROGRAMS_PER_MULTIPROCESSOR = 3  # shared memory has room for 3 of the short-query kernel
 
 
@@ -209,7 +212,7 @@ class TritonOps:
         group, num_groups = self._groups(kv_cache)
         lens = batch.query_lens, batch.context_lens_host
         has_keys = kv_cache.num_vectors == 2 and not kv_cache.format.has_scales
-        by_sdpa = self._use_sdpa and has_keys
+        by_sdpa = self._use_sdpa and has_keys and self._scores.cap is None
         prompts = {window: whole_prompts(*lens, window) if by_sdpa else {} for window in windows}
         work = {
             window: plan_work(
@@ -274,7 +277,10 @@ class TritonOps:
         return self._num_heads // num_kv_heads, num_kv_heads
 
     def _rows_of_prompts(self, kv_cache: KVPages) -> int:
-        return self._long_rows if kv_cache.num_vectors == 2 else LATENT_ROWS
+        if kv_cache.num_vectors == 1:
+            return LATENT_ROWS
+        is_wide = kv_cache.head_dim > _MOST_OF_LONG_ROWS
+        return min(self._long_rows, _ROWS_OF_WIDE_HEADS) if is_wide else self._long_rows
 
     def attention(
         self,

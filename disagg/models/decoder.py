@@ -313,7 +313,7 @@ def load_model(
 
 def scores_of(config: ModelConfig) -> Scores:
     """How attention makes its scores, but for latents."""
-    return Scores(config.score_scale)
+    return Scores(config.score_scale, config.score_cap)
 
 
 def random_decoder(

@@ -76,13 +76,39 @@ _GEMMA: Json = {
 }
 # Old files of Gemma say "gelu", and mean the approximation.
 _GELU_TANH = ("gelu_pytorch_tanh", "gelu")
-_OLMO: Json = {
-    **_EVERY,
-    "num_key_value_heads": None,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 50279,
-}
+_GEMMA2 = Family(
+    model_type="gemma2",
+    defaults={
+        **_GEMMA,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    attention_bias="stated",
+    windows="alternating",
+    norms="around",
+    norms_less_one=True,
+    scaled_embedding=True,
+    activations=_GELU_TANH[:1],
+    fits_float16=False,
+)
+_OLMO2 = Family(
+    model_type="olmo2",
+    defaults={
+        **_EVERY,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 50279,
+    },
+    attention_bias="stated",
+    qk_norm="all heads",
+    norms="after",
+)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "LlamaForCausalLM": Family(
@@ -302,48 +328,31 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             scaled_embedding=True,
             activations=_GELU_TANH,
         ),
-        "Gemma3ForCausalLM": Family(
+        "Gemma2ForCausalLM": _GEMMA2,
+        "Gemma3ForCausalLM": replace(
+            _GEMMA2,
             model_type="gemma3_text",
             defaults={
-                **_GEMMA,
-                "hidden_activation": "gelu_pytorch_tanh",
+                **{key: value for key, value in _GEMMA2.defaults.items() if key[:4] != "attn"},
                 "vocab_size": 262208,
                 "num_attention_heads": 8,
-                "num_key_value_heads": 4,
                 "max_position_embeddings": 131072,
                 "rope_theta": 1e6,
                 "rope_local_base_freq": 10000.0,
-                "query_pre_attn_scalar": 256,
-                "final_logit_softcapping": None,
-                "sliding_window": 4096,
                 "sliding_window_pattern": 6,
+                "final_logit_softcapping": None,
             },
-            attention_bias="stated",
             qk_norm="each head",
-            windows="alternating",
             ropes_by_kind=True,
-            norms="around",
-            norms_less_one=True,
-            scaled_embedding=True,
-            activations=_GELU_TANH[:1],
-            fits_float16=False,
         ),
-        "Olmo2ForCausalLM": Family(
-            model_type="olmo2",
-            defaults=_OLMO,
-            attention_bias="stated",
-            qk_norm="all heads",
-            norms="after",
-        ),
-        "Olmo3ForCausalLM": Family(
+        "Olmo2ForCausalLM": _OLMO2,
+        "Olmo3ForCausalLM": replace(
+            _OLMO2,
             model_type="olmo3",
-            defaults={**_OLMO, "sliding_window": 4096, "rope_theta": 500000.0},
-            attention_bias="stated",
-            qk_norm="all heads",
+            defaults={**_OLMO2.defaults, "sliding_window": 4096, "rope_theta": 500000.0},
             windows="alternating",
             full_every=4,
             ropes_by_kind=True,
-            norms="after",
         ),
         "GptOssForCausalLM": Family(
             model_type="gpt_oss",

@@ -30,13 +30,14 @@ _FAMILIES: Mapping[str, str] = {
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
 }
 # llama.cpp calls it olmo2, with a window.
 _OLMO3 = "Olmo3ForCausalLM"
 # Layers of the models whose scores have another scale than that of their heads; files do not say.
-_SCALED_BY_HIDDEN = {"gemma3": 62}
+_SCALED_BY_HIDDEN = {"gemma2": 46, "gemma3": 62}
 # llama.cpp calls these llama, one with a window and one with experts.
 _WINDOWED, _WITH_EXPERTS = "MistralForCausalLM", "MixtralForCausalLM"
 _SIZES: Mapping[str, str] = {

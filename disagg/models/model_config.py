@@ -67,6 +67,7 @@ class ModelConfig:
     activation: Activation = "silu"  # of MLPs
     window_rope: RopeConfig | None = None  # of layers with a window, where it is another one
     query_scalar: int | None = None  # scores are divided by its root; None: by that of the head
+    score_cap: float | None = None  # of attention, as `logit_cap`
     logit_cap: float | None = None  # the largest absolute value of logits: cap * tanh(x / cap)
 
     @property
@@ -182,6 +183,7 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         activation="silu" if family.activations == ("silu",) else "gelu_tanh",
         window_rope=window_rope,
         query_scalar=fields.size(_SCALAR) if _SCALAR in family.defaults else None,
+        score_cap=_cap(fields, family, "attn_logit_softcapping"),
         logit_cap=_cap(fields, family, "final_logit_softcapping"),
     )
 
@@ -233,7 +235,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
         known = " or ".join(map(repr, family.activations))
         raise ModelError(f"{place}: {key} {raw[key]!r} is not supported, only {known}")
     for key in ("use_bidirectional_attention", "attn_logit_softcapping"):
-        if raw.get(key):
+        if raw.get(key) and key not in family.defaults:
             raise ModelError(f"{place}: {key} is not supported")
 
 

@@ -19,6 +19,7 @@ def not_compiled(config: ModelConfig) -> str:
         "scaled embeddings": config.scaled_embedding,
         "layers with rope settings of their own": config.window_rope is not None,
         "another scale of scores": config.score_scale is not None,
+        "capped scores": config.score_cap is not None,
         "capped logits": config.logit_cap is not None,
         "GELU": config.activation == "gelu_tanh",
     }

@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 _MLA = "multi-head latent attention (MLA)"
 _PARTIAL = "partial rotary embedding"
-_GEMMA = "Gemma's norms, scales and capped logits"
 _IMAGES = "images"
 _STATES = "layers with a recurrent state instead of KV"
 NOT_YET: Mapping[str, str] = MappingProxyType(
@@ -15,8 +14,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "DeepseekV32ForCausalLM": f"sparse {_MLA}",
         "GlmMoeDsaForCausalLM": f"sparse {_MLA}",
         "Glm4vMoeForConditionalGeneration": f"{_PARTIAL}, and {_IMAGES}",
-        "Gemma2ForCausalLM": _GEMMA,
-        "Gemma3nForConditionalGeneration": f"{_GEMMA}, and layers that share KV",
+        "Gemma3nForConditionalGeneration": "layers that share KV, and embeddings of layers",
         "KimiK25ForConditionalGeneration": _IMAGES,
         "Llama4ForCausalLM": "chunked attention",
         "Llama4ForConditionalGeneration": f"chunked attention, and {_IMAGES}",

@@ -151,6 +151,7 @@ def check_attention(
     head_dim: int,
     block_size: int,
     window: int,
+    cap: float = 0.0,
 ) -> None:
     """It is pipelined, fits into shared memory, and reads KV in few steps."""
     constants = {
@@ -160,6 +161,7 @@ def check_attention(
         "TILE": KEY_TILE,
         "WINDOW": window,
         "HAS_SINKS": head_dim == 64,  # of gpt-oss
+        "CAP": cap,
         **_units(stored, rows, block_size, head_dim),
     }
     if not constants["HAS_SINKS"]:

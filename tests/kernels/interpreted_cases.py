@@ -14,6 +14,7 @@ from disagg.kernels.gated_mul import gated_mul
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.kv_write import kv_write
 from disagg.kernels.norm_rope import norm_rope_
+from disagg.kernels.ops import Scores
 from disagg.kernels.paged_attention import paged_attention
 from disagg.kernels.paged_work import plan_work
 from disagg.kernels.rms_norm import add_rms_norm, rms_norm
@@ -161,6 +162,15 @@ def test_whole_prompts_by_torch_beside_others_by_pages(
     assert by_torch == ([40] if window == 50 else [40, 60])
 
 
+def test_tiles_of_prompts_are_lower_for_wide_heads() -> None:
+    inputs = paged_inputs([(70, 90)], group=3, num_kv_heads=1, head_dim=144)
+    ops = TritonOps(3, 1)
+    paging = ops.plan(inputs, inputs.kv_cache, [None])
+    assert paging.work[None].launches[-1].rows == 64
+    expected = inputs.expected(None)
+    _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, None, paging), expected, SINGLE)
+
+
 @pytest.mark.parametrize("long_rows", [32, 64])
 def test_prompts_in_lower_tiles(long_rows: int) -> None:
     inputs = paged_inputs([(1, 65), (70, 90), (40, 40)], group=3)
@@ -169,6 +179,31 @@ def test_prompts_in_lower_tiles(long_rows: int) -> None:
     assert paging.work[None].launches[-1].rows == long_rows
     expected = inputs.expected(None)
     _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, None, paging), expected, SINGLE)
+
+
+@pytest.mark.parametrize("name", ["float32", "int8"])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (None, 1.5), (50, 1.5)])
+def test_scores_of_another_scale_and_with_a_cap(
+    window: int | None, cap: float | None, name: str
+) -> None:
+    inputs = paged_inputs([*MIXED, (70, 90)], group=3, format=FORMATS[name])
+    sinks = torch.randn(6)
+    expected = inputs.expected(window, sinks, 0.6, cap)
+    ops = TritonOps(6, 3, scores=Scores(0.6, cap))
+    paging = ops.plan(inputs, inputs.kv_cache, [window])
+    out = ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging, sinks)
+    _assert_close(out, expected, SINGLE)
+
+
+def test_capped_scores_are_not_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ops, "whole_prompts", partial(whole_prompts, min_tokens=30))
+    inputs = paged_inputs([(40, 40)], group=3)
+    for cap, num_prompts in ((None, 1), (1.5, 0)):
+        ops = TritonOps(6, 1, use_sdpa=True, scores=Scores(0.6, cap))
+        paging = ops.plan(inputs, inputs.kv_cache, [None])
+        assert len(paging.prompts[None]) == num_prompts
+        out = ops.attention(inputs.qkv, inputs.kv_cache, LAYER, None, paging)
+        _assert_close(out, inputs.expected(None, None, 0.6, cap), SINGLE)
 
 
 def test_work_of_a_fixed_shape() -> None:

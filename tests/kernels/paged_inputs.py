@@ -45,7 +45,11 @@ class PagedInputs:
         reference.kv_write(self.qkv, self.kv_cache, LAYER, self.slots)
 
     def expected(
-        self, window: int | None, sinks: Tensor | None = None, scale: float | None = None
+        self,
+        window: int | None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """What the reference makes of a copy of the cache: [num_tokens, heads * head_dim]."""
         cache = copy_of(self.kv_cache)
@@ -61,6 +65,7 @@ class PagedInputs:
             window,
             sinks,
             scale,
+            cap,
         )
         return out.flatten(1)
 

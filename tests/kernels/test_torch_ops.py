@@ -11,7 +11,8 @@ from torch import Tensor
 from disagg.kernels import linear, reference, torch_paging
 from disagg.kernels.activation import Activation
 from disagg.kernels.dispatch import ops_for
-from disagg.kernels.kv_pages import FORMATS
+from disagg.kernels.kv_pages import FORMATS, KVFormat
+from disagg.kernels.ops import Scores
 from disagg.kernels.torch_ops import TorchOps
 from tests.kernels.paged_inputs import LAYER, copy_of, paged_inputs
 
@@ -214,6 +215,27 @@ def test_attention_with_scales(
     paging = ops.plan(inputs, inputs.kv_cache, [window])
     out = ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging)
     _assert_close(out, expected)
+
+
+@pytest.mark.parametrize("format", [None, FORMATS["int8"]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_scores_of_another_scale_and_with_a_cap(
+    cap: float | None, window: int | None, dtype: torch.dtype, format: KVFormat | None
+) -> None:
+    lens = [(1, 1), (1, 65), (3, 40), (30, 30), (300, 300)]
+    inputs = paged_inputs(
+        lens, group=3, dtype=dtype, format=format, begun_blocks_are_clean=format is None
+    )
+    sinks = torch.randn(6)
+    for own in (None, sinks):
+        expected = inputs.expected(window, own, 0.6, cap)
+        ops = TorchOps(scores=Scores(0.6, cap))
+        paging = ops.plan(inputs, inputs.kv_cache, [window])
+        out = ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging, own)
+        _assert_close(out, expected)
+    assert float((expected - inputs.expected(window, sinks)).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize(("name", "bound"), [("int8", 0.01), ("fp8", 0.04), ("int4", 0.1)])

@@ -23,6 +23,7 @@ from tests.kernels.compiling import (
 )
 
 SM = 90  # H100 and H200
+CAP = 72.13  # 50 in base 2
 ATTENTION = [  # stored, rows, head_dim, block_size, window
     ("bf16", 128, 128, 64, 0),
     ("bf16", 16, 64, 16, 4096),
@@ -37,6 +38,23 @@ def test_attention_compiles_and_is_pipelined(
     stored: str, rows: int, head_dim: int, block_size: int, window: int, assembler: Assembler
 ) -> None:
     check_attention(assembler, SM, stored, rows, head_dim, block_size, window)
+
+
+@pytest.mark.parametrize(
+    ("stored", "rows", "head_dim", "window", "cap"),
+    [
+        ("bf16", 16, 256, 4096, CAP),
+        ("bf16", 64, 256, 0, CAP),
+        ("bf16", 64, 256, 0, 0.0),
+        ("int8", 16, 256, 0, CAP),
+        ("bf16", 128, 128, 0, CAP),
+    ],
+)
+def test_attention_with_wide_heads_or_a_cap_compiles(
+    stored: str, rows: int, head_dim: int, window: int, cap: float, assembler: Assembler
+) -> None:
+    """Of Gemma: most have heads of 256, and the scores of Gemma 2 are capped."""
+    check_attention(assembler, SM, stored, rows, head_dim, 64, window, cap)
 
 
 @pytest.mark.parametrize("rows", [16, 64])

@@ -62,6 +62,13 @@ _GLM = {
     "first_k_dense_replace": 1,
 }
 _MINIMAX = {"head_dim": 16, "num_local_experts": 7, "num_experts_per_tok": 3}
+_GEMMA2 = {
+    "head_dim": 16,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 1.25,
+}
 _GEMMA3 = {
     "head_dim": 16,
     "sliding_window": 9,
@@ -164,6 +171,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-untied-biased": (
         "Gemma",
         {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma2": ("Gemma2", _GEMMA2),
+    "gemma2-windows-named": (
+        "Gemma2",
+        {
+            **_GEMMA2,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 16,
+        },
     ),
     "gemma3": ("Gemma3", _GEMMA3),
     "gemma3-odd": (

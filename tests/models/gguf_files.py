@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "Qwen2Moe": "qwen2moe",
     "Qwen3Moe": "qwen3moe",
     "Gemma": "gemma",
+    "Gemma2": "gemma2",
     "Gemma3": "gemma3",
     "Olmo2": "olmo2",
     "Olmo3": "olmo2",
@@ -157,9 +158,10 @@ def _settings(model: Any, family: str) -> dict[str, Any]:
         "attention.value_length": head_dim,
         "rope.freq_base": rope["rope_theta"],
     }
-    if family == "Mistral" or windowed is not None:
+    is_mixed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if family == "Mistral" or is_mixed:
         said["attention.sliding_window"] = config.sliding_window
-    if windowed is not None:
+    if is_mixed:
         said["attention.sliding_window_pattern"] = [
             kind == "sliding_attention" for kind in config.layer_types
         ]

@@ -12,6 +12,7 @@ from typing import Any
 from tests.models.popular_shapes import (
     AWQ,
     DEEPSEEK_YARN,
+    GEMMA2,
     GEMMA3_ROPE,
     GPTQ,
     KIMI_K2,
@@ -165,7 +166,12 @@ POPULAR: dict[str, Popular] = {
                          "num_attention_heads": 32, "num_key_value_heads": 16,
                          "query_pre_attn_scalar": 168, "sliding_window": 1024, **GEMMA3_ROPE}},
         27.01),
-    "google/gemma-2-9b-it": Popular(other("Gemma2ForCausalLM", "gemma2"), why_not="Gemma"),
+    "google/gemma-2-9b-it": Popular(
+        dense("Gemma2ForCausalLM", "gemma2", (42, 3584, 14336, 16, 8, 256000, 8192), head_dim=256,
+              query_pre_attn_scalar=256, **GEMMA2), 9.24),
+    "google/gemma-2-27b-it": Popular(
+        dense("Gemma2ForCausalLM", "gemma2", (46, 4608, 36864, 32, 16, 256000, 8192), head_dim=128,
+              query_pre_attn_scalar=144, **GEMMA2), 27.23),
     "allenai/OLMo-2-1124-7B-Instruct": Popular(
         dense("Olmo2ForCausalLM", "olmo2", (32, 4096, 11008, 32, 32, 100352, 4096),
                rope_theta=500000, rms_norm_eps=1e-6, eos_token_id=100257), 7.30),

@@ -201,4 +201,12 @@ KIMI_K2 = deepseek(
     rope_scaling={**DEEPSEEK_YARN, "factor": 32.0},
 )  # fmt: skip
 
+GEMMA2 = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "rope_theta": 10000.0,
+    "eos_token_id": 1,
+}
 GEMMA3_ROPE = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}

@@ -38,6 +38,7 @@ CLASSES = {
     "Glm4MoeLiteForCausalLM": transformers.Glm4MoeLiteForCausalLM,
     "MiniMaxM2ForCausalLM": transformers.MiniMaxM2ForCausalLM,
     "GemmaForCausalLM": transformers.GemmaForCausalLM,
+    "Gemma2ForCausalLM": transformers.Gemma2ForCausalLM,
     "Gemma3ForCausalLM": transformers.Gemma3ForCausalLM,
     "Olmo2ForCausalLM": transformers.Olmo2ForCausalLM,
     "Olmo3ForCausalLM": transformers.Olmo3ForCausalLM,
@@ -199,7 +200,7 @@ _GROUPED_PRODUCTS = [
     *_LATENT_FAMILIES,
 ]
 # What transformers refuses, and what only one thing can be meant by.
-LENIENT = [
+LENIENT: list[tuple[str, dict[str, Any]]] = [
     ("MistralForCausalLM", {"num_key_value_heads": None}),
     ("Qwen2ForCausalLM", {"head_dim": None}),
     ("MixtralForCausalLM", {"num_key_value_heads": None}),
@@ -213,8 +214,11 @@ LENIENT = [
     ("MiniMaxM2ForCausalLM", {"num_key_value_heads": None}),
     ("GemmaForCausalLM", {"num_key_value_heads": None}),
     *((family, {"head_dim": None}) for family in ("Olmo2ForCausalLM", "Olmo3ForCausalLM")),
-    ("Gemma3ForCausalLM", {"num_key_value_heads": None}),
-    ("Gemma3ForCausalLM", {"hidden_size": 66}),
+    *(
+        (family, change)
+        for family in ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+        for change in ({"num_key_value_heads": None}, {"hidden_size": 66})
+    ),
     # Only the kernel on a CPU of theirs cannot.
     *((family, {"hidden_size": 66}) for family in _GROUPED_PRODUCTS),
     ("GptOssForCausalLM", {"swiglu_limit": 1}),
@@ -252,7 +256,7 @@ class _Read:
     eos: tuple[int, ...]
     frequencies: tuple[float, ...]  # of layers with a window behind those of full ones
     attention_factor: float
-    logit_cap: float | None
+    caps: tuple[float | None, float | None]  # of scores, of logits
     # Experts of each layer: how many, how many a token goes through, whether normalised; or None.
     experts: tuple[tuple[int, int, bool] | None, ...]
 
@@ -297,7 +301,10 @@ def _theirs(family: str, changes: dict[str, Any]) -> _Read:
         eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         frequencies=tuple(each for part in frequencies for each in part.tolist()),
         attention_factor=factor,
-        logit_cap=config.final_logit_softcapping if has_cap else None,
+        caps=(
+            own.attn_logit_softcapping if family == "Gemma2ForCausalLM" else None,
+            config.final_logit_softcapping if has_cap else None,
+        ),
         experts=tuple(_their_experts(layer.mlp) for layer in model.model.layers),
     )
 
@@ -351,7 +358,7 @@ def _ours(directory: Path, family: str, changes: dict[str, Any]) -> _Read:
         eos=model.eos_token_ids,
         frequencies=_our_frequencies(config),
         attention_factor=1.0 if has_no_full else config.rope.attention_factor,
-        logit_cap=config.logit_cap,
+        caps=(config.score_cap, config.logit_cap),
         experts=tuple(
             None
             if each is None

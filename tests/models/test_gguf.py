@@ -61,6 +61,7 @@ OF_FAMILIES = [
     "qwen2-moe",
     "qwen3-moe",
     "gemma",
+    "gemma2-windows-named",
     "gemma3-odd",
     "olmo2-yarn",
     "olmo3",

@@ -89,6 +89,7 @@ def families_table() -> str:
             ("norms of q and k", family.qk_norm != "none"),
             ("norms after", family.norms == "after"),
             ("norms before and after", family.norms == "around"),
+            ("capped scores", "attn_logit_softcapping" in family.defaults),
             ("positions by kind of layer", family.ropes_by_kind),
             ("rotated in part", "partial_rotary_factor" in family.defaults),
             ("sinks", family.sinks),

@@ -91,6 +91,7 @@ OF_FAMILIES = [
     ("glm4-moe-lite", "int8"),
     ("minimax-m2", "fp8 blocks"),
     ("gemma", "int8"),
+    ("gemma2", "awq"),
     ("gemma3", "fp8 blocks"),
     ("olmo2", "float rows"),
     ("olmo3", "packed with zeros"),

@@ -47,7 +47,10 @@ SHAPES = [  # rows, head_dim, block_size, window
     (128, 128, 16, 0),
 ]
 FEW_SHAPES = [(16, 128, 64, 0), (16, 64, 16, 4096), (128, 128, 64, 0)]
+WIDE_SHAPES = [(16, 256, 64, 0), (64, 256, 64, 4096)]
 ATTENTION = [
+    *((arch, "bf16", *shape) for arch in (90, 100) for shape in WIDE_SHAPES),
+    (80, "bf16", *WIDE_SHAPES[0]),
     *((90, "bf16", *shape) for shape in SHAPES),
     *((90, stored, *shape) for stored in ("int8", "int4", "fp8") for shape in FEW_SHAPES),
     *((100, stored, *shape) for stored in STORED for shape in FEW_SHAPES[::2]),
