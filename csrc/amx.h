@@ -209,7 +209,7 @@ inline void tiles_product(const Matrix& matrix, int panel, int part, const bf16*
     }
     for (int r = 0; r < count; ++r)
       for (int v = 0; v < num_vectors; ++v)
-        take(begin + r, first_column + v * LANES, _mm512_load_ps(out + r * PANEL + v * LANES));
+        take(begin + r, first_column + v * LANES, load(out + r * PANEL + v * LANES));
   }
 }
 

@@ -13,6 +13,7 @@ namespace disagg {
 
 constexpr int CHUNK = 512;     // positions
 constexpr int KEYS_AT_ONCE = 16;
+constexpr int KEYS_IN_REGISTERS = HAS_32_REGISTERS ? KEYS_AT_ONCE : 4;  // whose scores are summed up
 constexpr int QUERIES_AT_ONCE = 4;
 // Positions that are brought into the L2 cache before they are looked at. With AMX, a core that waits for
 // each run reads memory at half its speed; a Zen 4 reads as fast without.
@@ -38,57 +39,62 @@ struct AttentionScratch {
 };
 
 // The 16 sums over the lanes of 16 vectors.
-inline __m512 sums_of_lanes(__m512 (&v)[LANES]) {
+inline Floats sums_of_lanes(Floats (&v)[LANES]) {
   // Each round halves the vectors: lanes of two are added crosswise, and lie in one.
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
-    const __m512 low = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]);
-    v[i] = _mm512_add_ps(low, _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    const Floats low = unpack_low(v[2 * i], v[2 * i + 1]);
+    v[i] = low + unpack_high(v[2 * i], v[2 * i + 1]);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const __m512d one = _mm512_castps_pd(v[2 * i]), other = _mm512_castps_pd(v[2 * i + 1]);
-    const __m512 low = _mm512_castpd_ps(_mm512_unpacklo_pd(one, other));
-    v[i] = _mm512_add_ps(low, _mm512_castpd_ps(_mm512_unpackhi_pd(one, other)));
+    const Floats one = v[2 * i], other = v[2 * i + 1];
+    const Floats low = low_pairs(one, other);
+    v[i] = low + high_pairs(one, other);
   }
   // Now v[i] has, in each quarter, the sums of vectors 4 i .. 4 i + 3 over that quarter.
-  const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88),
-                                  _mm512_shuffle_f32x4(v[0], v[1], 0xDD));
-  const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x88),
-                                  _mm512_shuffle_f32x4(v[2], v[3], 0xDD));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+  const Floats ab = even_quarters(v[0], v[1]) + odd_quarters(v[0], v[1]);
+  const Floats cd = even_quarters(v[2], v[3]) + odd_quarters(v[2], v[3]);
+  return even_quarters(ab, cd) + odd_quarters(ab, cd);
 }
 
 // Scores of one query with 16 keys. Of the usual head sizes, all places are known in advance.
 template <int head_dim>
-inline __m512 scores_of(const bf16* query, const bf16* keys) {
-  __m512 sums[LANES];
-#pragma GCC unroll 16
-  for (int j = 0; j < KEYS_AT_ONCE; ++j) sums[j] = _mm512_setzero_ps();
+inline Floats scores_of(const bf16* query, const bf16* keys) {
+  Floats sums[LANES];
 #pragma GCC unroll 4
-  for (int d = 0; d < head_dim; d += 2 * LANES) {
-    const __m512i some = _mm512_loadu_si512(query + d);
+  for (int first = 0; first < KEYS_AT_ONCE; first += KEYS_IN_REGISTERS) {
 #pragma GCC unroll 16
-    for (int j = 0; j < KEYS_AT_ONCE; ++j)
-      sums[j] = dot_pairs(sums[j], some, _mm512_loadu_si512(keys + j * head_dim + d));
+    for (int j = first; j < first + KEYS_IN_REGISTERS; ++j) sums[j] = zeros();
+#pragma GCC unroll 4
+    for (int d = 0; d < head_dim; d += 2 * LANES) {
+      const Words some = load_words(query + d);
+#pragma GCC unroll 16
+      for (int j = first; j < first + KEYS_IN_REGISTERS; ++j)
+        sums[j] = dot_pairs(sums[j], some, load_words(keys + j * head_dim + d));
+    }
   }
   return sums_of_lanes(sums);
 }
 
 // The same of any head size and of fewer keys; lanes beyond `num_keys` mean nothing.
-inline __m512 scores_of(const bf16* query, const bf16* keys, int num_keys, int head_dim) {
+inline Floats scores_of(const bf16* query, const bf16* keys, int num_keys, int head_dim) {
   if (num_keys == KEYS_AT_ONCE && head_dim == 64) return scores_of<64>(query, keys);
   if (num_keys == KEYS_AT_ONCE && head_dim == 128) return scores_of<128>(query, keys);
-  __m512 sums[LANES];
+  Floats sums[LANES];
+#pragma GCC unroll 4
+  for (int first = 0; first < KEYS_AT_ONCE; first += KEYS_IN_REGISTERS) {
 #pragma GCC unroll 16
-  for (int j = 0; j < KEYS_AT_ONCE; ++j) sums[j] = _mm512_setzero_ps();
-  for (int d = 0; d < head_dim; d += 2 * LANES) {
-    const __mmask32 mask = head_dim - d >= 2 * LANES ? 0xFFFFFFFFu : 0x0000FFFFu;
-    const __m512i some = _mm512_maskz_loadu_epi16(mask, query + d);
+    for (int j = first; j < first + KEYS_IN_REGISTERS; ++j) sums[j] = zeros();
+    if (first >= num_keys) continue;
+    for (int d = 0; d < head_dim; d += 2 * LANES) {
+      const Mask mask = first_lanes((head_dim - d) / 2);
+      const Words some = load_words(query + d, mask);
 #pragma GCC unroll 16
-    for (int j = 0; j < KEYS_AT_ONCE; ++j) {
-      const bf16* key = keys + int64_t(j < num_keys ? j : 0) * head_dim;
-      sums[j] = dot_pairs(sums[j], some, _mm512_maskz_loadu_epi16(mask, key + d));
+      for (int j = first; j < first + KEYS_IN_REGISTERS; ++j) {
+        const bf16* key = keys + int64_t(j < num_keys ? j : 0) * head_dim;
+        sums[j] = dot_pairs(sums[j], some, load_words(key + d, mask));
+      }
     }
   }
   return sums_of_lanes(sums);
@@ -98,36 +104,37 @@ inline __m512 scores_of(const bf16* query, const bf16* keys, int num_keys, int h
 template <int num_queries, int num_vectors>
 inline void add_values(const float* weights, const bf16* values, int num_keys, int head_dim,
                        float* sums) {
-  __m512 acc[num_queries][num_vectors];
+  Floats acc[num_queries][num_vectors];
 #pragma GCC unroll 4
   for (int q = 0; q < num_queries; ++q)
 #pragma GCC unroll 4
     for (int v = 0; v < num_vectors; ++v)
-      acc[q][v] = _mm512_loadu_ps(sums + q * head_dim + v * LANES);
+      acc[q][v] = load(sums + q * head_dim + v * LANES);
   for (int j = 0; j < num_keys; ++j) {
-    __m512 wide[num_vectors];
+    Floats wide[num_vectors];
 #pragma GCC unroll 4
     for (int v = 0; v < num_vectors; ++v) wide[v] = load(values + int64_t(j) * head_dim + v * LANES);
 #pragma GCC unroll 4
     for (int q = 0; q < num_queries; ++q) {
-      const __m512 weight = _mm512_set1_ps(weights[q * CHUNK + j]);
+      const Floats weight = broadcast(weights[q * CHUNK + j]);
 #pragma GCC unroll 4
-      for (int v = 0; v < num_vectors; ++v) acc[q][v] = _mm512_fmadd_ps(weight, wide[v], acc[q][v]);
+      for (int v = 0; v < num_vectors; ++v) acc[q][v] = fma(weight, wide[v], acc[q][v]);
     }
   }
 #pragma GCC unroll 4
   for (int q = 0; q < num_queries; ++q)
 #pragma GCC unroll 4
     for (int v = 0; v < num_vectors; ++v)
-      _mm512_storeu_ps(sums + q * head_dim + v * LANES, acc[q][v]);
+      store(sums + q * head_dim + v * LANES, acc[q][v]);
 }
 
 template <int num_queries>
 inline void add_values(const float* weights, const bf16* values, int num_keys, int head_dim,
                        float* sums) {
+  constexpr int AT_ONCE = vectors_at_once(num_queries, 4);
   int d = 0;
-  for (; d + 4 * LANES <= head_dim; d += 4 * LANES)
-    add_values<num_queries, 4>(weights, values + d, num_keys, head_dim, sums + d);
+  for (; d + AT_ONCE * LANES <= head_dim; d += AT_ONCE * LANES)
+    add_values<num_queries, AT_ONCE>(weights, values + d, num_keys, head_dim, sums + d);
   for (; d < head_dim; d += LANES)
     add_values<num_queries, 1>(weights, values + d, num_keys, head_dim, sums + d);
 }
@@ -148,19 +155,18 @@ inline void add_values(const float* weights, const bf16* values, int num_queries
 
 // Scores become weights e^(score - peak). Returns their sum, and the largest score in `peak`.
 inline float softmax(float* scores, int num_keys, float* peak) {
-  __m512 largest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  Floats largest = broadcast(-std::numeric_limits<float>::infinity());
   for (int j = 0; j < num_keys; j += LANES)
-    largest = _mm512_mask_max_ps(largest, first_lanes(num_keys - j), largest,
-                                 _mm512_loadu_ps(scores + j));
-  *peak = _mm512_reduce_max_ps(largest);
-  const __m512 subtracted = _mm512_set1_ps(*peak);
-  __m512 total = _mm512_setzero_ps();
+    largest = select(first_lanes(num_keys - j), larger(largest, load(scores + j)), largest);
+  *peak = largest_of(largest);
+  const Floats subtracted = broadcast(*peak);
+  Floats total = zeros();
   for (int j = 0; j < num_keys; j += LANES) {
-    const __m512 weights = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + j), subtracted));
-    _mm512_storeu_ps(scores + j, weights);
-    total = _mm512_mask_add_ps(total, first_lanes(num_keys - j), total, weights);
+    const Floats weights = exponential(load(scores + j) - subtracted);
+    store(scores + j, weights);
+    total = select(first_lanes(num_keys - j), total + weights, total);
   }
-  return _mm512_reduce_add_ps(total);
+  return sum_of(total);
 }
 
 // Attend to the positions [begin, end) of a sequence, which lie in one chunk.
@@ -198,11 +204,11 @@ inline void attend(const KVPages& cache, int layer, int kv_head, const int32_t* 
     const bf16* keys = cache.widened(page, offset, count, head_dim, scratch.widened);
     const float* scales = cache.scales(page, offset);
     for (int q = 0; q < num_queries; ++q) {
-      __m512 scores = scores_of(scratch.queries + q * head_dim, keys, count, head_dim);
-      scores = _mm512_mul_ps(scores, _mm512_set1_ps(scale));
-      const __mmask16 mask = first_lanes(count);
-      if (scales != nullptr) scores = _mm512_mul_ps(scores, _mm512_maskz_loadu_ps(mask, scales));
-      _mm512_mask_storeu_ps(scratch.scores + q * CHUNK + at, mask, scores);
+      Floats scores = scores_of(scratch.queries + q * head_dim, keys, count, head_dim);
+      scores = scores * broadcast(scale);
+      const Mask mask = first_lanes(count);
+      if (scales != nullptr) scores = scores * load(scales, mask);
+      store(scratch.scores + q * CHUNK + at, scores, mask);
     }
   });
   for (int q = 0; q < num_queries; ++q)
@@ -213,12 +219,12 @@ inline void attend(const KVPages& cache, int layer, int kv_head, const int32_t* 
     const float* scales = cache.scales(page, offset);
     float* weights = scratch.scores + at;
     if (scales != nullptr) {
-      const __mmask16 mask = first_lanes(count);
-      const __m512 factors = _mm512_maskz_loadu_ps(mask, scales);
+      const Mask mask = first_lanes(count);
+      const Floats factors = load(scales, mask);
       for (int q = 0; q < num_queries; ++q) {
         float* own = weights + q * CHUNK;
-        const __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, own), factors);
-        _mm512_mask_storeu_ps(own, mask, scaled);
+        const Floats scaled = load(own, mask) * factors;
+        store(own, scaled, mask);
       }
     }
     add_values(weights, values, num_queries, count, head_dim, out.sums);
@@ -236,11 +242,11 @@ inline void join(Part&& part, int num_chunks, int num_queries, int head_dim, bf1
       total += part(c).totals[q] * part(c).peaks[q];
     }
     for (int d = 0; d < head_dim; d += LANES) {
-      __m512 sums = _mm512_setzero_ps();
+      Floats sums = zeros();
       for (int c = 0; c < num_chunks; ++c) {
-        const __m512 weight = _mm512_set1_ps(part(c).peaks[q] / total);
-        const __m512 some = _mm512_loadu_ps(part(c).sums + q * head_dim + d);
-        sums = _mm512_fmadd_ps(weight, some, sums);
+        const Floats weight = broadcast(part(c).peaks[q] / total);
+        const Floats some = load(part(c).sums + q * head_dim + d);
+        sums = fma(weight, some, sums);
       }
       store(out + q * head_dim + d, sums);
     }

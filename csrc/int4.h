@@ -18,24 +18,12 @@ constexpr int UNIT_PAIRS = UNIT / 2;
 constexpr int UNIT_BYTES = PANEL * UNIT / 2;
 constexpr int VECTOR_BYTES = 64;
 
-// The numbers 0 to 15 in bfloat16, twice, as only five bits of an index are looked at.
-inline __m512i table_of_numbers() {
-  alignas(64) bf16 table[32];
-  for (int i = 0; i < 32; ++i) {
-    const float number = static_cast<float>(i % 16);
-    uint32_t bits;
-    memcpy(&bits, &number, sizeof bits);
-    table[i] = static_cast<bf16>(bits >> 16);
-  }
-  return _mm512_load_si512(table);
-}
-
 inline float sum_of_pairs(const uint32_t* x, int num_pairs) {
-  const __m512i ones = _mm512_set1_epi32(0x3F803F80);
-  __m512 sums = _mm512_setzero_ps();
+  const Words ones = broadcast_word(0x3F803F80);
+  Floats sums = zeros();
   for (int k = 0; k < num_pairs; k += LANES)
-    sums = dot_pairs(sums, _mm512_maskz_loadu_epi32(first_lanes(num_pairs - k), x + k), ones);
-  return _mm512_reduce_add_ps(sums);
+    sums = dot_pairs(sums, load_words(x + k, first_lanes(num_pairs - k)), ones);
+  return sum_of(sums);
 }
 
 // What a panel of a matrix has for a group: PANEL scales, and then PANEL least values.
@@ -50,32 +38,32 @@ inline void int4_tile(const Matrix& matrix, int panel, int offset, const uint32_
   const int num_pairs = matrix.num_pairs(), group_pairs = matrix.group_size / 2;
   const uint8_t* units = matrix.nibbles + int64_t(panel) * (num_pairs / UNIT_PAIRS) * UNIT_BYTES +
                          offset / LANES * VECTOR_BYTES;
-  const __m512i table = table_of_numbers();
+  const Nibbles nibbles;
   alignas(64) float totals[num_rows][num_vectors][LANES] = {};
   for (int begin = 0, group = 0; begin < num_pairs; begin += group_pairs, ++group) {
     const int left = num_pairs - begin, size = left < group_pairs ? left : group_pairs;
-    __m512 sums[num_rows][num_vectors];
+    Floats sums[num_rows][num_vectors];
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < num_vectors; ++v) sums[r][v] = _mm512_setzero_ps();
+      for (int v = 0; v < num_vectors; ++v) sums[r][v] = zeros();
     for (int k = begin; k < begin + size; k += UNIT_PAIRS, units += UNIT_BYTES) {
-      __m512i words[num_vectors];
+      Words words[num_vectors];
 #pragma GCC unroll 4
       for (int v = 0; v < num_vectors; ++v) {
-        words[v] = _mm512_loadu_si512(units + v * VECTOR_BYTES);
+        words[v] = load_words(units + v * VECTOR_BYTES);
         _mm_prefetch(reinterpret_cast<const char*>(units + v * VECTOR_BYTES) + PREFETCHED,
                      _MM_HINT_T0);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < UNIT_PAIRS; ++i) {
-        __m512i columns[num_vectors];
+        NibblePairs columns[num_vectors];
 #pragma GCC unroll 4
         for (int v = 0; v < num_vectors; ++v)
-          columns[v] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words[v], 4 * i), table);
+          columns[v] = nibbles.pairs(words[v], 4 * i);
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; ++r) {
-          const __m512i row = _mm512_set1_epi32(static_cast<int>(x[int64_t(r) * num_pairs + k + i]));
+          const Words row = broadcast_word(x[int64_t(r) * num_pairs + k + i]);
 #pragma GCC unroll 4
           for (int v = 0; v < num_vectors; ++v) sums[r][v] = dot_pairs(sums[r][v], columns[v], row);
         }
@@ -83,20 +71,20 @@ inline void int4_tile(const Matrix& matrix, int panel, int offset, const uint32_
     }
     const bf16* scales = group_of_panel(matrix, panel, group) + offset;
     for (int r = 0; r < num_rows; ++r) {
-      const __m512 of_x = _mm512_set1_ps(sum_of_pairs(x + int64_t(r) * num_pairs + begin, size));
+      const Floats of_x = broadcast(sum_of_pairs(x + int64_t(r) * num_pairs + begin, size));
 #pragma GCC unroll 4
       for (int v = 0; v < num_vectors; ++v) {
-        __m512 total = _mm512_load_ps(totals[r][v]);
-        total = _mm512_fmadd_ps(sums[r][v], load(scales + v * LANES), total);
-        total = _mm512_fmadd_ps(of_x, load(scales + PANEL + v * LANES), total);
-        _mm512_store_ps(totals[r][v], total);
+        Floats total = load(totals[r][v]);
+        total = fma(sums[r][v], load(scales + v * LANES), total);
+        total = fma(of_x, load(scales + PANEL + v * LANES), total);
+        store(totals[r][v], total);
       }
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v) take(r, v, _mm512_load_ps(totals[r][v]));
+    for (int v = 0; v < num_vectors; ++v) take(r, v, load(totals[r][v]));
 }
 
 // As `product`, of a weight of 4 bits.
@@ -106,11 +94,12 @@ inline void int4_product(const Matrix& matrix, int panel, int part, const bf16* 
   const int offset = part * num_vectors * LANES;
   const auto* pairs = reinterpret_cast<const uint32_t*>(x);
   in_tiles(num_rows, [&](int, int begin, auto size) {
-    int4_tile<size(), num_vectors>(matrix, panel, offset,
-                                   pairs + int64_t(begin) * matrix.num_pairs(),
-                                   [&](int r, int v, __m512 sums) {
-                                     take(begin + r, panel * PANEL + offset + v * LANES, sums);
-                                   });
+    constexpr int AT_ONCE = vectors_at_once(size(), num_vectors);
+    for (int column = offset; column < offset + num_vectors * LANES; column += AT_ONCE * LANES)
+      int4_tile<size(), AT_ONCE>(matrix, panel, column, pairs + int64_t(begin) * matrix.num_pairs(),
+                                 [&](int r, int v, Floats sums) {
+                                   take(begin + r, panel * PANEL + column + v * LANES, sums);
+                                 });
   });
 }
 
@@ -125,7 +114,7 @@ inline void int4_row(const Matrix& matrix, int64_t row, bf16* out) {
     const int number = word >> (4 * (k % UNIT / 2)) & 15;
     const bf16* scales = group_of_panel(matrix, panel, k / matrix.group_size) + column;
     const float value = wide_of(scales[PANEL]) + static_cast<float>(number) * wide_of(scales[0]);
-    store(out + k, _mm512_set1_ps(value), first_lanes(1));
+    store(out + k, broadcast(value), first_lanes(1));
   }
 }
 

@@ -11,9 +11,9 @@ namespace disagg {
 
 constexpr int STRIP = 512;  // numbers of a row of `x` that are widened at a time
 
-inline __m512 widened(const int8_t* from) {
+inline Floats widened(const int8_t* from) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  return to_floats(from_signed_bytes(bytes));
 }
 
 // The scales that a panel has for a group: PANEL of them.
@@ -33,48 +33,47 @@ inline void int8_tile(const Matrix& matrix, int panel, int offset, const bf16* x
   alignas(64) float wide[num_rows][STRIP];
   for (int begin = 0, group = 0; begin < num_in; ++group) {
     const int group_end = num_in - begin < group_size ? num_in : begin + group_size;
-    __m512 sums[num_rows][num_vectors];
+    Floats sums[num_rows][num_vectors];
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < num_vectors; ++v) sums[r][v] = _mm512_setzero_ps();
+      for (int v = 0; v < num_vectors; ++v) sums[r][v] = zeros();
     while (begin < group_end) {
       const int left = group_end - begin, size = left < STRIP ? left : STRIP;
       for (int r = 0; r < num_rows; ++r)
         for (int k = 0; k < size; k += LANES)
-          _mm512_store_ps(wide[r] + k, load(x + int64_t(r) * num_in + begin + k,
-                                            first_lanes(size - k)));
+          store(wide[r] + k, load(x + int64_t(r) * num_in + begin + k, first_lanes(size - k)));
       for (int k = 0; k < size; ++k, columns += PANEL) {
         _mm_prefetch(reinterpret_cast<const char*>(columns) + PREFETCHED, _MM_HINT_T0);
-        __m512 numbers[num_vectors];
+        Floats numbers[num_vectors];
 #pragma GCC unroll 4
         for (int v = 0; v < num_vectors; ++v) numbers[v] = widened(columns + v * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; ++r) {
-          const __m512 some = _mm512_set1_ps(wide[r][k]);
+          const Floats some = broadcast(wide[r][k]);
 #pragma GCC unroll 4
           for (int v = 0; v < num_vectors; ++v)
-            sums[r][v] = _mm512_fmadd_ps(numbers[v], some, sums[r][v]);
+            sums[r][v] = fma(numbers[v], some, sums[r][v]);
         }
       }
       begin += size;
     }
 #pragma GCC unroll 4
     for (int v = 0; v < num_vectors; ++v) {
-      __m512 scale = _mm512_set1_ps(1.0f);
+      Floats scale = broadcast(1.0f);
       if (matrix.group_size != 0)
         scale = load(group_scales(matrix, panel, group) + offset + v * LANES);
 #pragma GCC unroll 8
       for (int r = 0; r < num_rows; ++r) {
-        const __m512 total = _mm512_load_ps(totals[r][v]);
-        _mm512_store_ps(totals[r][v], _mm512_fmadd_ps(sums[r][v], scale, total));
+        const Floats total = load(totals[r][v]);
+        store(totals[r][v], fma(sums[r][v], scale, total));
       }
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v) take(r, v, _mm512_load_ps(totals[r][v]));
+    for (int v = 0; v < num_vectors; ++v) take(r, v, load(totals[r][v]));
 }
 
 // As `product`, of a weight of 8 bits.
@@ -83,10 +82,12 @@ inline void int8_product(const Matrix& matrix, int panel, int part, const bf16* 
                          Take&& take) {
   const int offset = part * num_vectors * LANES;
   in_tiles(num_rows, [&](int, int begin, auto size) {
-    int8_tile<size(), num_vectors>(matrix, panel, offset, x + int64_t(begin) * matrix.num_in,
-                                   [&](int r, int v, __m512 sums) {
-                                     take(begin + r, panel * PANEL + offset + v * LANES, sums);
-                                   });
+    constexpr int AT_ONCE = vectors_at_once(size(), num_vectors);
+    for (int column = offset; column < offset + num_vectors * LANES; column += AT_ONCE * LANES)
+      int8_tile<size(), AT_ONCE>(matrix, panel, column, x + int64_t(begin) * matrix.num_in,
+                                 [&](int r, int v, Floats sums) {
+                                   take(begin + r, panel * PANEL + column + v * LANES, sums);
+                                 });
   });
 }
 
@@ -104,7 +105,7 @@ inline void int8_row(const Matrix& matrix, int64_t row, bf16* out) {
                              : group_scales(matrix, panel, (i + k) / matrix.group_size)[column];
       values[k] = from[int64_t(i + k) * PANEL] * wide_of(scale);
     }
-    store(out + i, _mm512_load_ps(values), first_lanes(count));
+    store(out + i, load(values), first_lanes(count));
   }
 }
 

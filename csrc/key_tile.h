@@ -10,58 +10,55 @@ constexpr int KEY_TILE = PANEL;  // positions
 constexpr int KEY_PAIRS = KEY_TILE / 2;
 
 // 16 rows of 16 words become their columns.
-inline void turn(__m512i (&rows)[LANES]) {
-  __m512i other[LANES];
+inline void turn(Floats (&rows)[LANES]) {
+  Floats other[LANES];
 #pragma GCC unroll 8
   for (int i = 0; i < LANES; i += 2) {
-    other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    other[i] = unpack_low(rows[i], rows[i + 1]);
+    other[i + 1] = unpack_high(rows[i], rows[i + 1]);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < LANES; i += 4) {
-    rows[i] = _mm512_unpacklo_epi64(other[i], other[i + 2]);
-    rows[i + 1] = _mm512_unpackhi_epi64(other[i], other[i + 2]);
-    rows[i + 2] = _mm512_unpacklo_epi64(other[i + 1], other[i + 3]);
-    rows[i + 3] = _mm512_unpackhi_epi64(other[i + 1], other[i + 3]);
+    rows[i] = low_pairs(other[i], other[i + 2]);
+    rows[i + 1] = high_pairs(other[i], other[i + 2]);
+    rows[i + 2] = low_pairs(other[i + 1], other[i + 3]);
+    rows[i + 3] = high_pairs(other[i + 1], other[i + 3]);
   }
   // Now a quarter of rows[4 i + j] has word 4 q + j of rows 4 i to 4 i + 3, in quarter q.
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
-    const __m512i low = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0x88);
-    const __m512i high = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0xDD);
-    const __m512i later_low = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0x88);
-    const __m512i later_high = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0xDD);
-    other[j] = _mm512_shuffle_i32x4(low, later_low, 0x88);
-    other[8 + j] = _mm512_shuffle_i32x4(low, later_low, 0xDD);
-    other[4 + j] = _mm512_shuffle_i32x4(high, later_high, 0x88);
-    other[12 + j] = _mm512_shuffle_i32x4(high, later_high, 0xDD);
+    const Floats low = even_quarters(rows[j], rows[4 + j]);
+    const Floats high = odd_quarters(rows[j], rows[4 + j]);
+    const Floats later_low = even_quarters(rows[8 + j], rows[12 + j]);
+    const Floats later_high = odd_quarters(rows[8 + j], rows[12 + j]);
+    other[j] = even_quarters(low, later_low);
+    other[8 + j] = odd_quarters(low, later_low);
+    other[4 + j] = even_quarters(high, later_high);
+    other[12 + j] = odd_quarters(high, later_high);
   }
 #pragma GCC unroll 16
   for (int i = 0; i < LANES; ++i) rows[i] = other[i];
 }
 
 // The largest number of each of 16 rows.
-inline __m512 row_maxima(const float (*rows)[KEY_TILE]) {
-  __m512 some[LANES];
+inline Floats row_maxima(const float (*rows)[KEY_TILE]) {
+  Floats some[LANES];
 #pragma GCC unroll 16
   for (int r = 0; r < LANES; ++r) {
-    auto part = [&](int v) { return _mm512_load_ps(rows[r] + v * LANES); };
-    some[r] = _mm512_max_ps(_mm512_max_ps(part(0), part(1)), _mm512_max_ps(part(2), part(3)));
+    auto part = [&](int v) { return load(rows[r] + v * LANES); };
+    some[r] = larger(larger(part(0), part(1)), larger(part(2), part(3)));
   }
   // Quarter q of some[4 i] has, of rows 4 i to 4 i + 3, the largest number of quarter q.
 #pragma GCC unroll 4
   for (int i = 0; i < LANES; i += 4) {
     auto pair = [&](int r) {
-      return _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(some[r], some[r + 1]),
-                                            _mm512_unpackhi_ps(some[r], some[r + 1])));
+      return larger(unpack_low(some[r], some[r + 1]), unpack_high(some[r], some[r + 1]));
     };
-    const __m512d upper = pair(i), lower = pair(i + 2);
-    some[i] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(upper, lower)),
-                            _mm512_castpd_ps(_mm512_unpackhi_pd(upper, lower)));
+    const Floats upper = pair(i), lower = pair(i + 2);
+    some[i] = larger(low_pairs(upper, lower), high_pairs(upper, lower));
   }
-  auto quarters = [](__m512 left, __m512 right) {
-    return _mm512_max_ps(_mm512_shuffle_f32x4(left, right, 0x88),
-                         _mm512_shuffle_f32x4(left, right, 0xDD));
+  auto quarters = [](Floats left, Floats right) {
+    return larger(even_quarters(left, right), odd_quarters(left, right));
   };
   return quarters(quarters(some[0], some[4]), quarters(some[8], some[12]));
 }
@@ -71,33 +68,31 @@ inline void pack_keys(const bf16* const* keys, int head_dim, uint32_t* out) {
   const int num_pairs = head_dim / 2;
   for (int first = 0; first < KEY_TILE; first += LANES) {
     for (int pair = 0; pair < num_pairs; pair += LANES) {
-      const __mmask16 mask = first_lanes(num_pairs - pair);
-      __m512i rows[LANES];
+      const Mask mask = first_lanes(num_pairs - pair);
+      Floats rows[LANES];
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i) {
         const bf16* key = keys[first + i];
-        rows[i] = _mm512_maskz_loadu_epi32(key == nullptr ? 0 : mask, key + 2 * pair);
+        rows[i] = as_floats(load_words(key + 2 * pair, key == nullptr ? 0 : mask));
       }
       turn(rows);
       const int count = num_pairs - pair < LANES ? num_pairs - pair : LANES;
       for (int i = 0; i < count; ++i)
-        _mm512_storeu_si512(out + int64_t(pair + i) * KEY_TILE + first, rows[i]);
+        store_words(out + int64_t(pair + i) * KEY_TILE + first, as_words(rows[i]));
     }
   }
 }
 
 inline void pack_values(const bf16* const* values, int head_dim, uint32_t* out) {
   auto words = [](const bf16* value, int d) {
-    if (value == nullptr) return _mm512_setzero_si512();
-    return _mm512_cvtepu16_epi32(
-        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + d)));
+    if (value == nullptr) return zero_words();
+    return from_halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + d)));
   };
   for (int pair = 0; pair < KEY_PAIRS; ++pair)
     for (int d = 0; d < head_dim; d += LANES) {
-      const __m512i first = words(values[2 * pair], d), second = words(values[2 * pair + 1], d);
+      const Words first = words(values[2 * pair], d), second = words(values[2 * pair + 1], d);
       const int64_t row = int64_t(d / PANEL) * KEY_PAIRS + pair;
-      _mm512_storeu_si512(out + row * PANEL + d % PANEL,
-                          _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+      store_words(out + row * PANEL + d % PANEL, first | shift_left(second, 16));
     }
 }
 

@@ -18,48 +18,43 @@ constexpr int E4M3_SHIFT = 20;               // from its last bit to where a flo
 constexpr int E4M3_EXPONENT = (127 - 7) << 23;  // what a float32's exponent counts more
 constexpr float E4M3_SMALLEST = 1.0f / 512;
 
-inline __m512i bytes_of(const uint8_t* from) {
-  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+inline Words bytes_of(const uint8_t* from) {
+  return from_signed_bytes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
-inline __m512 from_int8(const uint8_t* from) { return _mm512_cvtepi32_ps(bytes_of(from)); }
+inline Floats from_int8(const uint8_t* from) { return to_floats(bytes_of(from)); }
 
 // Two neighbours share a byte, the first in its lower half.
-inline __m512 from_int4(const uint8_t* from) {
+inline Floats from_int4(const uint8_t* from) {
   const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
   const __m256i twice = _mm256_cvtepu8_epi16(pairs);
   const __m256i both = _mm256_or_si256(_mm256_slli_epi16(twice, 4), _mm256_slli_epi16(twice, 8));
   const __m256i upper = _mm256_and_si256(both, _mm256_set1_epi16(static_cast<int16_t>(0xF0F0)));
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(upper)));
+  return to_floats(from_signed_bytes(_mm256_castsi256_si128(upper)));
 }
 
-inline __m512 from_fp8(const uint8_t* from) {
-  const __m512i bits = bytes_of(from);
-  const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7F));
-  const __m512i normal =
-      _mm512_add_epi32(_mm512_slli_epi32(size, E4M3_SHIFT), _mm512_set1_epi32(E4M3_EXPONENT));
-  const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size), _mm512_set1_ps(E4M3_SMALLEST));
-  const __mmask16 is_small = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(8));
-  const __m512i sign = _mm512_and_si512(bits, _mm512_set1_epi32(INT32_MIN));
-  const __m512i value = _mm512_mask_mov_epi32(normal, is_small, _mm512_castps_si512(small));
-  return _mm512_castsi512_ps(_mm512_or_si512(value, sign));
+inline Floats from_fp8(const uint8_t* from) {
+  const Words bits = bytes_of(from);
+  const Words size = bits & broadcast_word(0x7F);
+  const Words normal = add_words(shift_left(size, E4M3_SHIFT), broadcast_word(E4M3_EXPONENT));
+  const Floats small = to_floats(size) * broadcast(E4M3_SMALLEST);
+  const Words sign = bits & broadcast_word(INT32_MIN);
+  const Words value = where_less(size, broadcast_word(8), as_words(small), normal);
+  return as_floats(value | sign);
 }
 
 // The nearest e4m3 numbers, to even, of values up to 448.
-inline __m128i to_fp8(__m512 values) {
-  const __m512i bits = _mm512_castps_si512(values);
-  const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(INT32_MAX));
-  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(size, E4M3_SHIFT), _mm512_set1_epi32(1));
-  const __m512i half = _mm512_set1_epi32((1 << (E4M3_SHIFT - 1)) - 1);
-  const __m512i moved = _mm512_sub_epi32(size, _mm512_set1_epi32(E4M3_EXPONENT));
-  const __m512i normal =
-      _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(moved, half), last), E4M3_SHIFT);
-  const __m512 steps =
-      _mm512_mul_ps(_mm512_castsi512_ps(size), _mm512_set1_ps(1.0f / E4M3_SMALLEST));
-  const __mmask16 is_small = _mm512_cmp_ps_mask(steps, _mm512_set1_ps(8.0f), _CMP_LT_OQ);
-  const __m512i code = _mm512_mask_mov_epi32(normal, is_small, _mm512_cvtps_epi32(steps));
-  const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
-  return _mm512_cvtepi32_epi8(_mm512_or_si512(code, sign));
+inline __m128i to_fp8(Floats values) {
+  const Words bits = as_words(values);
+  const Words size = bits & broadcast_word(INT32_MAX);
+  const Words last = shift_right(size, E4M3_SHIFT) & broadcast_word(1);
+  const Words half = broadcast_word((1 << (E4M3_SHIFT - 1)) - 1);
+  const Words moved = subtract_words(size, broadcast_word(E4M3_EXPONENT));
+  const Words normal = shift_right(add_words(add_words(moved, half), last), E4M3_SHIFT);
+  const Floats steps = as_floats(size) * broadcast(1.0f / E4M3_SMALLEST);
+  const Words code = where_less(steps, broadcast(8.0f), nearest(steps), normal);
+  const Words sign = shift_right(bits, 24) & broadcast_word(0x80);
+  return low_bytes(code | sign);
 }
 
 struct KVPages {
@@ -131,11 +126,11 @@ struct KVPages {
     const float scale = scale_of(vector, head_dim);
     reinterpret_cast<float*>(page + scales_offset)[offset] = scale;
     for (int d = 0; d < head_dim; d += LANES) {
-      const __m512 scaled = _mm512_div_ps(load(vector + d), _mm512_set1_ps(scale));
+      const Floats scaled = load(vector + d) / broadcast(scale);
       if (format == INT4)
         _mm_storel_epi64(reinterpret_cast<__m128i*>(to + d / 2), to_int4(scaled));
       else if (format == INT8)
-        store_bytes(to + d, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(scaled)));
+        store_bytes(to + d, low_bytes(nearest(scaled)));
       else
         store_bytes(to + d, to_fp8(scaled));
     }
@@ -148,26 +143,25 @@ struct KVPages {
   // What a stored number of 1 stands for. An int4 reaches one step further below 0 than above it:
   // there the value of the largest size becomes -128, and the scale has the sign.
   float scale_of(const bf16* vector, int head_dim) const {
-    __m512 sizes = _mm512_setzero_ps(), least = _mm512_setzero_ps();
+    Floats sizes = zeros(), least = zeros();
     for (int d = 0; d < head_dim; d += LANES) {
-      const __m512 some = load(vector + d);
-      sizes = _mm512_max_ps(sizes, _mm512_abs_ps(some));
-      least = _mm512_min_ps(least, some);
+      const Floats some = load(vector + d);
+      sizes = larger(sizes, absolute(some));
+      least = smaller(least, some);
     }
-    const float largest = _mm512_reduce_max_ps(sizes);
+    const float largest = largest_of(sizes);
     const float peak = largest > SMALLEST_PEAK ? largest : SMALLEST_PEAK;
     if (format != INT4) return peak / (format == INT8 ? 127.0f : 448.0f);
-    return (_mm512_reduce_min_ps(least) <= -peak ? -peak : peak) / -128.0f;
+    return (least_of(least) <= -peak ? -peak : peak) / -128.0f;
   }
 
-  static __m128i to_int4(__m512 scaled) {
-    const __m512 steps = _mm512_div_ps(scaled, _mm512_set1_ps(INT4_STEP));
-    const __m512i whole =
-        _mm512_min_epi32(_mm512_cvtps_epi32(steps), _mm512_set1_epi32(INT4_TOP));
-    // Two neighbours, in 64 bits, become one byte.
-    const __m512i first = _mm512_and_si512(whole, _mm512_set1_epi64(15));
-    const __m512i second = _mm512_slli_epi64(_mm512_srli_epi64(whole, 32), 4);
-    return _mm512_cvtepi64_epi8(_mm512_or_si512(first, second));
+  static __m128i to_int4(Floats scaled) {
+    const Floats steps = scaled / broadcast(INT4_STEP);
+    const Words whole = smaller_words(nearest(steps), broadcast_word(INT4_TOP));
+    // Two neighbours, in 16 bits, become one byte.
+    const __m128i pairs = _mm_and_si128(low_bytes(whole), _mm_set1_epi8(15));
+    const __m128i both = _mm_or_si128(pairs, _mm_srli_epi16(pairs, 4));
+    return _mm_packus_epi16(_mm_and_si128(both, _mm_set1_epi16(255)), _mm_setzero_si128());
   }
 };
 

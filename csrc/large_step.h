@@ -125,7 +125,7 @@ class LargeStep {
       begin_blocks(index, row);
       norm_row(hidden, layer.input_norm, row);
     });
-    multiply(member, layer.qkv, normed_.get(), num_rows, [&](int row, int column, __m512 sums) {
+    multiply(member, layer.qkv, normed_.get(), num_rows, [&](int row, int column, Floats sums) {
       store(qkv_.get() + int64_t(row) * qkv_size() + column, finished(layer.qkv, column, sums),
             first_lanes(qkv_size() - column));
     });
@@ -141,10 +141,10 @@ class LargeStep {
       attended = picked_.get();
     }
     auto add_to_hidden = [&](const Matrix& matrix) {
-      return [&, hidden](int row, int column, __m512 sums) {
+      return [&, hidden](int row, int column, Floats sums) {
         bf16* at = hidden + int64_t(row) * model_.hidden + column;
-        const __mmask16 mask = first_lanes(model_.hidden - column);
-        store(at, _mm512_add_ps(load(at, mask), finished(matrix, column, sums)), mask);
+        const Mask mask = first_lanes(model_.hidden - column);
+        store(at, load(at, mask) + finished(matrix, column, sums), mask);
       };
     };
     multiply(member, layer.output, attended, num_rows, add_to_hidden(layer.output));
@@ -203,7 +203,7 @@ class LargeStep {
       const SomeColumns columns = some_columns(matrix, first, end, own.widened.get());
       return [&, columns](int row, int count) {
         multiply_rows(columns, x, row, count, own.sums.get(),
-                      [&](int r, int column, __m512 some) { take(row + r, column, some); });
+                      [&](int r, int column, Floats some) { take(row + r, column, some); });
       };
     });
   }
@@ -219,12 +219,12 @@ class LargeStep {
         return own.gates.get() + int64_t(column - first) * BLOCK_ROWS + r * LANES;
       };
       return [&, gates, ups, gate_at](int row, int count) {
-        multiply_rows(gates, x, row, count, own.sums.get(), [&](int r, int column, __m512 some) {
-          _mm512_store_ps(gate_at(r, column), silu(finished(layer.gate, column, some)));
+        multiply_rows(gates, x, row, count, own.sums.get(), [&](int r, int column, Floats some) {
+          store(gate_at(r, column), silu(finished(layer.gate, column, some)));
         });
-        multiply_rows(ups, x, row, count, own.sums.get(), [&](int r, int column, __m512 some) {
-          const __m512 gate = _mm512_load_ps(gate_at(r, column));
-          store(inner.at(row + r, column), _mm512_mul_ps(gate, finished(layer.up, column, some)),
+        multiply_rows(ups, x, row, count, own.sums.get(), [&](int r, int column, Floats some) {
+          const Floats gate = load(gate_at(r, column));
+          store(inner.at(row + r, column), gate * finished(layer.up, column, some),
                 first_lanes(model_.inner - column));
         });
       };

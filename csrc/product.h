@@ -6,13 +6,13 @@
 
 #include <type_traits>
 
+#include "block_tile.h"
 #include "rows.h"
 #include "vectors.h"
 
 namespace disagg {
 
-constexpr int PANEL = 64;
-constexpr int MOST_ROWS = 6;      // of a tile: 24 of 32 registers hold its sums
+constexpr int MOST_ROWS = 6;      // of a tile: 24 of 32 registers hold its sums, or 12 of 16
 constexpr int PREFETCHED = 4096;  // bytes ahead: a prefetcher of the processor ends with a page
 
 struct Matrix {
@@ -47,24 +47,27 @@ struct Matrix {
 constexpr int tiles_of(int num_rows) { return (num_rows + MOST_ROWS - 1) / MOST_ROWS; }
 
 // Sums of `num_rows` rows and `num_vectors` * 16 columns, handed to `take(row, vector, sums)`.
-// `fetch(k, column)` may bring closer what is read after the `k`th pair.
+// `fetch(k, columns, vector, count)` may bring closer what is read after the `k`th pair of `count`
+// vectors from `vector` on.
+#ifdef __AVX512F__
+
 template <int num_rows, int num_vectors, class Fetch, class Take>
 inline void tile(const uint32_t* weight, const uint32_t* x, int num_pairs, Fetch&& fetch,
                  Take&& take) {
-  __m512 sums[num_rows][num_vectors];
+  Floats sums[num_rows][num_vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v) sums[r][v] = _mm512_setzero_ps();
+    for (int v = 0; v < num_vectors; ++v) sums[r][v] = zeros();
   for (int k = 0; k < num_pairs; ++k) {
     const uint32_t* column = weight + int64_t(k) * PANEL;
-    __m512i columns[num_vectors];
+    Words columns[num_vectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v) columns[v] = _mm512_loadu_si512(column + v * LANES);
-    fetch(k, column);
+    for (int v = 0; v < num_vectors; ++v) columns[v] = load_words(column + v * LANES);
+    fetch(k, column, 0, std::integral_constant<int, num_vectors>());
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; ++r) {
-      const __m512i row = _mm512_set1_epi32(static_cast<int>(x[int64_t(r) * num_pairs + k]));
+      const Words row = broadcast_word(x[int64_t(r) * num_pairs + k]);
 #pragma GCC unroll 4
       for (int v = 0; v < num_vectors; ++v) sums[r][v] = dot_pairs(sums[r][v], columns[v], row);
     }
@@ -74,6 +77,34 @@ inline void tile(const uint32_t* weight, const uint32_t* x, int num_pairs, Fetch
 #pragma GCC unroll 4
     for (int v = 0; v < num_vectors; ++v) take(r, v, sums[r][v]);
 }
+
+#else
+
+// Not inlined, so that it has all registers.
+template <int num_rows, int num_vectors, class Fetch, class Take>
+[[gnu::noinline]] void tile(const uint32_t* weight, const uint32_t* x, int num_pairs,
+                            Fetch&& fetch, Take&& take) {
+  constexpr int DEPTH = BLOCK_DEPTH / 2;
+  constexpr int AT_ONCE = vectors_at_once(num_rows, num_vectors);
+  alignas(64) float sums[num_rows * PANEL] = {};
+  alignas(64) float wide[num_rows * BLOCK_DEPTH];
+  for (int k = 0; k < num_pairs; k += DEPTH) {
+    const int count = num_pairs - k < DEPTH ? num_pairs - k : DEPTH;
+    widen_rows(reinterpret_cast<const bf16*>(x + k), 2 * int64_t(num_pairs), num_rows, 2 * count,
+               wide);
+    for (int v = 0; v < num_vectors; v += AT_ONCE) {
+      auto fetch_more = [&](int i, const uint32_t* columns) {
+        fetch(k + i, columns, v, std::integral_constant<int, AT_ONCE>());
+      };
+      block_tile<num_rows, AT_ONCE>(weight + int64_t(k) * PANEL + v * LANES, wide, BLOCK_DEPTH,
+                                    count, sums + v * LANES, fetch_more);
+    }
+  }
+  for (int r = 0; r < num_rows; ++r)
+    for (int v = 0; v < num_vectors; ++v) take(r, v, load(sums + r * PANEL + v * LANES));
+}
+
+#endif
 
 // Cuts rows into as few tiles as possible, of sizes that differ by one at most, and calls
 // `run(tile, first row, number of rows)` for each; the number is a type, so that code is made for it.
@@ -108,26 +139,26 @@ inline void product(const Matrix& matrix, int panel, int part, const bf16* x, in
     const bool has_time = num_vectors == 4 && num_tiles > 1 && i * step < 4;
     const uint32_t* ahead = has_time ? next + int64_t(i) * step * num_pairs * LANES : weight;
     // Two lines of `ahead` for each pair, `step` lines further each time.
-    auto fetch = [&](int k, const uint32_t* column) {
-      for (int v = 0; v < num_vectors; ++v)
-        _mm_prefetch(reinterpret_cast<const char*>(column + v * LANES) + PREFETCHED, _MM_HINT_T0);
-      const uint32_t* lines = ahead + int64_t(k) * step * LANES;
+    auto fetch = [&](int k, const uint32_t* columns, int vector, auto count) {
+      for (int v = 0; v < count(); ++v)
+        _mm_prefetch(reinterpret_cast<const char*>(columns + v * LANES) + PREFETCHED, _MM_HINT_T0);
+      const uint32_t* lines = ahead + (int64_t(k) * step + vector / 2) * LANES;
       _mm_prefetch(reinterpret_cast<const char*>(lines), _MM_HINT_T1);
-      _mm_prefetch(reinterpret_cast<const char*>(lines + LANES), _MM_HINT_T1);
+      if (count() == 4) _mm_prefetch(reinterpret_cast<const char*>(lines + LANES), _MM_HINT_T1);
     };
     tile<size(), num_vectors>(weight, pairs + int64_t(begin) * num_pairs, num_pairs, fetch,
-                              [&](int r, int v, __m512 sums) {
+                              [&](int r, int v, Floats sums) {
                                 take(begin + r, first_column + v * LANES, sums);
                               });
   });
 }
 
 // Times the scales and with the bias added, of the columns that exist.
-inline __m512 finished(const Matrix& matrix, int column, __m512 sums) {
-  const __mmask16 mask = first_lanes(matrix.num_out - column);
+inline Floats finished(const Matrix& matrix, int column, Floats sums) {
+  const Mask mask = first_lanes(matrix.num_out - column);
   if (matrix.numbers != nullptr && matrix.group_size == 0)
-    sums = _mm512_mul_ps(sums, load(matrix.scales + column, mask));
-  if (matrix.bias != nullptr) sums = _mm512_add_ps(sums, load(matrix.bias + column, mask));
+    sums = sums * load(matrix.scales + column, mask);
+  if (matrix.bias != nullptr) sums = sums + load(matrix.bias + column, mask);
   return sums;
 }
 

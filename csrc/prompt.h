@@ -220,15 +220,13 @@ class PromptAttention {
     });
   }
 #else
-  static void no_fetch(int, const uint32_t*) {}  // nothing needs to be brought closer
-
   void score(PromptScratch& own, int begin, int num_rows, float (*scores)[KEY_TILE]) {
     const int num_pairs = depth() / 2;
     const auto* queries = reinterpret_cast<const uint32_t*>(own.queries.get());
     in_tiles(num_rows, [&](int, int first, auto size) {
       tile<size(), 4>(own.keys.get(), queries + int64_t(begin + first) * num_pairs, num_pairs,
-                      no_fetch, [&](int r, int v, __m512 sums) {
-                        _mm512_store_ps(&scores[first + r][v * LANES], sums);
+                      no_fetch, [&](int r, int v, Floats sums) {
+                        store(&scores[first + r][v * LANES], sums);
                       });
     });
   }
@@ -238,9 +236,9 @@ class PromptAttention {
       in_tiles(num_rows, [&](int, int first, auto size) {
         float* sums = own.sums.get() + int64_t(begin + first) * prompts_.head_dim + d;
         tile<size(), num_vectors()>(
-            columns, weights[first], KEY_PAIRS, no_fetch, [&](int r, int v, __m512 some) {
+            columns, weights[first], KEY_PAIRS, no_fetch, [&](int r, int v, Floats some) {
               float* at = sums + int64_t(r) * prompts_.head_dim + v * LANES;
-              _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), some));
+              store(at, load(at) + some);
             });
       });
     });
@@ -264,8 +262,8 @@ class PromptAttention {
   void scale_scores(PromptScratch& own, int num_rows, float (*scores)[KEY_TILE]) {
     for (int r = 0; r < num_rows; ++r)
       for (int k = 0; k < KEY_TILE; k += LANES) {
-        const __m512 scales = _mm512_loadu_ps(own.key_scales + k);
-        _mm512_store_ps(scores[r] + k, _mm512_mul_ps(_mm512_load_ps(scores[r] + k), scales));
+        const Floats scales = load(own.key_scales + k);
+        store(scores[r] + k, load(scores[r] + k) * scales);
       }
   }
 
@@ -281,10 +279,9 @@ class PromptAttention {
       const int end = position + (begin + r) / group() + 1;
       const int first = prompts_.window > 0 ? end - prompts_.window : 0;
       for (int k = 0; k < KEY_TILE; k += LANES) {
-        const __mmask16 seen = first_lanes(end - k) & ~first_lanes(first - k);
-        const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-        _mm512_store_ps(scores[r] + k,
-                        _mm512_mask_mov_ps(lowest, seen, _mm512_load_ps(scores[r] + k)));
+        const Mask seen = first_lanes(end - k) & ~first_lanes(first - k);
+        const Floats lowest = broadcast(-std::numeric_limits<float>::infinity());
+        store(scores[r] + k, select(seen, load(scores[r] + k), lowest));
       }
     }
   }
@@ -294,46 +291,46 @@ class PromptAttention {
   void weigh(PromptScratch& own, int begin, int num_rows, const float (*scores)[KEY_TILE],
              uint32_t (*weights)[KEY_PAIRS]) {
     constexpr float LOWEST = -std::numeric_limits<float>::infinity();
-    const __m512 scale = _mm512_set1_ps(LOG2_E / std::sqrt(static_cast<float>(prompts_.head_dim)));
+    const Floats scale = broadcast(LOG2_E / std::sqrt(static_cast<float>(prompts_.head_dim)));
     float* peaks = own.peaks.get() + begin;
-    const __mmask16 rows = first_lanes(num_rows);
-    const __m512 before = _mm512_maskz_loadu_ps(rows, peaks);
-    const __m512 largest = _mm512_mul_ps(row_maxima(scores), scale);
-    const __m512 highest = _mm512_add_ps(before, _mm512_set1_ps(HEADROOM));
-    const __mmask16 grown = _mm512_mask_cmp_ps_mask(rows, largest, highest, _CMP_GT_OQ);
+    const Mask rows = first_lanes(num_rows);
+    const Floats before = load(peaks, rows);
+    const Floats largest = row_maxima(scores) * scale;
+    const Floats highest = before + broadcast(HEADROOM);
+    const Mask grown = rows & greater(largest, highest);
     if (grown != 0) {
-      _mm512_mask_storeu_ps(peaks, grown, largest);
-      multiply_sums(own, begin, grown, power_of_two(_mm512_sub_ps(before, largest)));
+      store(peaks, largest, grown);
+      multiply_sums(own, begin, grown, power_of_two(before - largest));
     }
     const bool has_scales = cache_.scales_offset != 0;
     for (int r = 0; r < num_rows; ++r) {
       auto* to = reinterpret_cast<bf16*>(weights[r]);
       // A row that has seen nothing yet has scores of -infinity, and weights of 0.
-      const __m512 peak = _mm512_set1_ps(peaks[r] == LOWEST ? 0.0f : peaks[r]);
+      const Floats less_peak = broadcast(peaks[r] == LOWEST ? 0.0f : -peaks[r]);
       float* totals = own.totals.get() + int64_t(begin + r) * LANES;
-      __m512 total = _mm512_loadu_ps(totals);
+      Floats total = load(totals);
 #pragma GCC unroll 4
       for (int k = 0; k < KEY_TILE; k += LANES) {
-        __m512 some = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(scores[r] + k), scale, peak));
-        total = _mm512_add_ps(total, some);
-        if (has_scales) some = _mm512_mul_ps(some, _mm512_loadu_ps(own.value_scales + k));
+        Floats some = power_of_two(fma(load(scores[r] + k), scale, less_peak));
+        total = total + some;
+        if (has_scales) some = some * load(own.value_scales + k);
         store(to + k, some);
       }
-      _mm512_storeu_ps(totals, total);
+      store(totals, total);
     }
   }
 
   // What was summed up of the rows in the mask is multiplied by their factors.
-  void multiply_sums(PromptScratch& own, int begin, __mmask16 rows, __m512 factors) {
+  void multiply_sums(PromptScratch& own, int begin, Mask rows, Floats factors) {
     alignas(64) float its_factors[LANES];
-    _mm512_store_ps(its_factors, factors);
-    auto multiply = [](float* at, __m512 factor) {
-      _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), factor));
+    store(its_factors, factors);
+    auto multiply = [](float* at, Floats factor) {
+      store(at, load(at) * factor);
     };
     for (int r = 0; r < LANES; ++r) {
       if ((rows >> r & 1) == 0) continue;
       const int64_t row = begin + r;
-      const __m512 factor = _mm512_set1_ps(its_factors[r]);
+      const Floats factor = broadcast(its_factors[r]);
       multiply(own.totals.get() + row * LANES, factor);
       for (int d = 0; d < prompts_.head_dim; d += LANES)
         multiply(own.sums.get() + row * prompts_.head_dim + d, factor);
@@ -347,12 +344,12 @@ class PromptAttention {
       const int64_t token = span.begin + i;
       for (int g = 0; g < group(); ++g) {
         const int row = i * group() + g;
-        const float total = _mm512_reduce_add_ps(_mm512_loadu_ps(own.totals.get() + row * LANES));
-        const __m512 inverse = _mm512_set1_ps(1.0f / total);
+        const float total = sum_of(load(own.totals.get() + row * LANES));
+        const Floats inverse = broadcast(1.0f / total);
         const float* sums = own.sums.get() + int64_t(row) * dim;
         for (int d = 0; d < dim; d += LANES)
           store(place(token, kv_head * size + g * dim + d),
-                _mm512_mul_ps(_mm512_loadu_ps(sums + d), inverse));
+                load(sums + d) * inverse);
       }
     }
   }

@@ -98,10 +98,10 @@ class Step {
     bool is_normed = false;
     const Matrix& head = model_.head;
     multiply(member, head, head, [&] { return normed(member, model_.norm, is_normed); },
-             [&](int row, int column, __m512 sums) {
-               const __m512 logits = rounded(finished(head, column, sums));
-               _mm512_mask_storeu_ps(batch_.logits + int64_t(row) * head.num_out + column,
-                                     first_lanes(head.num_out - column), logits);
+             [&](int row, int column, Floats sums) {
+               const Floats logits = rounded(finished(head, column, sums));
+               store(batch_.logits + int64_t(row) * head.num_out + column, logits,
+                     first_lanes(head.num_out - column));
              });
   }
 
@@ -109,16 +109,16 @@ class Step {
     const Layer& layer = layers_[index];
     bool is_normed = false;
     multiply(member, layer.qkv, layer.output, [&] { return normed(member, layer.input_norm, is_normed); },
-             [&](int row, int column, __m512 sums) {
+             [&](int row, int column, Floats sums) {
                store_row(qkv_.get(), layer.qkv, row, column, sums);
              });
     attend(member, index);
     multiply(member, layer.output, layer.gate, [&] { return attended_.get(); },
-             [&](int row, int column, __m512 sums) { add(layer.output, row, column, sums); });
+             [&](int row, int column, Floats sums) { add(layer.output, row, column, sums); });
     compute_inner(member, layer);
     const Matrix& after = index + 1 < model_.num_layers ? layers_[index + 1].qkv : model_.head;
     multiply(member, layer.down, after, [&] { return inner_.get(); },
-             [&](int row, int column, __m512 sums) { add(layer.down, row, column, sums); });
+             [&](int row, int column, Floats sums) { add(layer.down, row, column, sums); });
   }
 
   // All rows normalised, in this thread's own memory: each thread does it, which takes less than
@@ -167,15 +167,15 @@ class Step {
     return following.panel(begin < last ? begin : last);
   }
 
-  void store_row(bf16* to, const Matrix& matrix, int row, int column, __m512 sums) {
+  void store_row(bf16* to, const Matrix& matrix, int row, int column, Floats sums) {
     store(to + int64_t(row) * matrix.num_out + column, finished(matrix, column, sums),
           first_lanes(matrix.num_out - column));
   }
 
-  void add(const Matrix& matrix, int row, int column, __m512 sums) {
+  void add(const Matrix& matrix, int row, int column, Floats sums) {
     bf16* at = hidden_.get() + int64_t(row) * matrix.num_out + column;
-    const __mmask16 mask = first_lanes(matrix.num_out - column);
-    store(at, _mm512_add_ps(load(at, mask), finished(matrix, column, sums)), mask);
+    const Mask mask = first_lanes(matrix.num_out - column);
+    store(at, load(at, mask) + finished(matrix, column, sums), mask);
   }
 
   // silu(gate) * up, by panels of both.
@@ -196,17 +196,16 @@ class Step {
   void compute_gated(Member& member, const Layer& layer, int panel, int part, bool& is_normed) {
     const bf16* x = normed(member, layer.post_norm, is_normed);
     float* gates = own_[member.id].gates.get();
-    auto open = [&](int row, int column, __m512 sums) {
-      _mm512_storeu_ps(gates + row * PANEL + column % PANEL,
-                       silu(finished(layer.gate, column, sums)));
+    auto open = [&](int row, int column, Floats sums) {
+      store(gates + row * PANEL + column % PANEL, silu(finished(layer.gate, column, sums)));
     };
     any_product<num_vectors>(layer.gate, panel, part, x, batch_.num_rows, layer.up.panel(panel),
                              open);
     const uint32_t* next = panel_after(member, layer.gate, panel, layer.down);
-    auto times = [&](int row, int column, __m512 sums) {
-      const __m512 gate = _mm512_loadu_ps(gates + row * PANEL + column % PANEL);
-      const __m512 up = finished(layer.up, column, sums);
-      store(inner_.get() + int64_t(row) * model_.inner + column, _mm512_mul_ps(gate, up),
+    auto times = [&](int row, int column, Floats sums) {
+      const Floats gate = load(gates + row * PANEL + column % PANEL);
+      const Floats up = finished(layer.up, column, sums);
+      store(inner_.get() + int64_t(row) * model_.inner + column, gate * up,
             first_lanes(model_.inner - column));
     };
     any_product<num_vectors>(layer.up, panel, part, x, batch_.num_rows, next, times);

@@ -39,7 +39,7 @@ constexpr int FEW_ROWS = 16;  // of more, AMX multiplies with numbers that were 
 // out is [num_rows, num_out]. Of more than FEW_ROWS, rows of `x` up to a multiple of TILE_ROWS are read.
 inline void narrow_rows(const Matrix& matrix, const bf16* x, int num_rows, int first_panel,
                         int end_panel, bf16* out) {
-  auto take = [&](int row, int column, __m512 sums) {
+  auto take = [&](int row, int column, Floats sums) {
     store(out + int64_t(row) * matrix.num_out + column, finished(matrix, column, sums),
           first_lanes(matrix.num_out - column));
   };

@@ -9,29 +9,27 @@
 namespace disagg {
 
 // Numbers of one k and the next, of 16 columns, each rounded.
-inline void store_pairs(uint32_t* to, __m512 even, __m512 odd) {
-  const __m512i low = _mm512_cvtepu16_epi32(narrowed(even));
-  const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrowed(odd)), 16);
-  _mm512_storeu_si512(to, _mm512_or_si512(low, high));
+inline void store_pairs(uint32_t* to, Floats even, Floats odd) {
+  const Words low = from_halves(narrowed(even));
+  const Words high = shift_left(from_halves(narrowed(odd)), 16);
+  store_words(to, low | high);
 }
 
 // out: [pairs of numbers, PANEL].
 inline void widen_int4(const Matrix& matrix, int panel, uint32_t* out) {
-  const __m512i table = table_of_numbers(), upper = _mm512_set1_epi32(int(0xFFFF0000));
+  const Nibbles nibbles;
   const int num_units = matrix.num_in / UNIT;
   const uint8_t* units = matrix.nibbles + int64_t(panel) * num_units * UNIT_BYTES;
   for (int unit = 0; unit < num_units; ++unit, units += UNIT_BYTES) {
     const bf16* scales = group_of_panel(matrix, panel, unit * UNIT / matrix.group_size);
     for (int offset = 0; offset < PANEL; offset += LANES) {
-      const __m512i words = _mm512_loadu_si512(units + offset / LANES * VECTOR_BYTES);
-      const __m512 scale = load(scales + offset), least = load(scales + PANEL + offset);
+      const Words words = load_words(units + offset / LANES * VECTOR_BYTES);
+      const Floats scale = load(scales + offset), least = load(scales + PANEL + offset);
 #pragma GCC unroll 4
       for (int i = 0; i < UNIT_PAIRS; ++i) {
-        const __m512i pairs = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * i), table);
-        const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-        const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
+        const NibblePairs pairs = nibbles.pairs(words, 4 * i);
         store_pairs(out + int64_t(unit * UNIT_PAIRS + i) * PANEL + offset,
-                    _mm512_fmadd_ps(even, scale, least), _mm512_fmadd_ps(odd, scale, least));
+                    fma(low_of(pairs), scale, least), fma(high_of(pairs), scale, least));
       }
     }
   }
@@ -43,10 +41,10 @@ inline void widen_int8(const Matrix& matrix, int panel, uint32_t* out) {
   for (int k = 0; k < matrix.num_in; k += 2)
     for (int offset = 0; offset < PANEL; offset += LANES) {
       auto value = [&](int at) {
-        if (at >= matrix.num_in) return _mm512_setzero_ps();
-        const __m512 wide = widened(numbers + int64_t(at) * PANEL + offset);
+        if (at >= matrix.num_in) return zeros();
+        const Floats wide = widened(numbers + int64_t(at) * PANEL + offset);
         if (matrix.group_size == 0) return wide;
-        return _mm512_mul_ps(wide, load(group_scales(matrix, panel, at / matrix.group_size) + offset));
+        return wide * load(group_scales(matrix, panel, at / matrix.group_size) + offset);
       };
       store_pairs(out + int64_t(k / 2) * PANEL + offset, value(k), value(k + 1));
     }
@@ -83,7 +81,7 @@ inline void widened_product(const Matrix& matrix, int panel, const bf16* x, int 
   own.panels = wide;
   own.num_out = own.panel_width = PANEL;
   own.num_in = matrix.num_in;
-  tiles_product<4>(own, 0, 0, x, num_rows, [&](int row, int column, __m512 sums) {
+  tiles_product<4>(own, 0, 0, x, num_rows, [&](int row, int column, Floats sums) {
     take(row, panel * PANEL + column, sums);
   });
 }
