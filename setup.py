@@ -15,6 +15,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 # As `disagg.kernels.cpu_library` says; that is not there yet when a package is built.
+AVX2 = ["-mavx2", "-mfma"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
 AVX512_BF16 = [*AVX512, "-mavx512bf16"]
 AMX_BF16 = [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"]
@@ -70,6 +71,7 @@ def extensions() -> list[Extension]:
             optional=True,
         )
         for name, instructions in (
+            ("avx2", AVX2),
             ("avx512", AVX512),
             ("avx512_bf16", AVX512_BF16),
             ("amx_bf16", AMX_BF16),

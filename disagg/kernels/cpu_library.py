@@ -48,6 +48,13 @@ PLAIN_STEP = Library(
     needed=tuple(flag for flag in STEP.needed if flag != "avx512_bf16"),
     sentence="compiled for AVX-512 (models in bfloat16)",
 )
+AVX2_STEP = Library(
+    "step",
+    Path(__file__).parent / "_step_avx2.so",
+    version=STEP.version,
+    needed=("avx2", "fma"),
+    sentence="compiled for AVX2 (models in bfloat16)",
+)
 AMX_STEP = Library(
     "step",
     Path(__file__).parent / "_step_amx_bf16.so",
@@ -55,6 +62,7 @@ AMX_STEP = Library(
     needed=(*STEP.needed, "amx_tile", "amx_bf16"),
     sentence="compiled for AMX with bf16 (models in bfloat16)",
 )
+STEPS = AMX_STEP, STEP, PLAIN_STEP, AVX2_STEP  # the best first
 SAMPLING = Library(
     "sampling", Path(__file__).parent / "_sampling.so", version=1, needed=(), sentence="compiled"
 )
@@ -98,12 +106,12 @@ def find_library(library: Library) -> Found:
 
 
 def find_step() -> Found:
-    """Load the compiled step for AMX if this CPU has it, else for AVX-512 with or without bf16."""
-    for library in (AMX_STEP, STEP):
+    """Load the compiled step for the best instructions that this CPU has."""
+    for library in STEPS[:-1]:
         found = find_library(library)
         if found.loaded is not None:
             return found
-    return find_library(PLAIN_STEP)
+    return find_library(STEPS[-1])
 
 
 def load(library: Library, file: Path, flags: frozenset[str]) -> Found:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.cpu_library import PLAIN_STEP, find_library, find_step
+from disagg.kernels.cpu_library import AVX2_STEP, PLAIN_STEP, find_library, find_step
 from disagg.kernels.cpu_matrix import PANEL, CpuMatrix
 from disagg.kernels.narrow_rows import narrow_rows
 
@@ -130,7 +130,7 @@ class PackedLinear:
 
 
 class PanelLinear(PackedLinear):
-    """The same products by the compiled program, for a CPU with AVX-512 and without bf16.
+    """The same products by the compiled program, for a CPU without bf16 instructions.
 
     On such a CPU oneDNN does not pack a bfloat16 weight, and multiplies it at a fifth of the speed.
     """
@@ -248,7 +248,8 @@ def linear(weight: Tensor, bias: Tensor | None) -> Linear:
 def _multiplies_panels() -> ctypes.CDLL | None:
     """The compiled program, if oneDNN multiplies bfloat16 slowly on this CPU; else None."""
     library = find_step().loaded
-    return library if library is not None and library is find_library(PLAIN_STEP).loaded else None
+    without_bf16 = (find_library(each).loaded for each in (PLAIN_STEP, AVX2_STEP))
+    return library if library is not None and library in without_bf16 else None
 
 
 def _prefers_float32(dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
 
     Args:
         library: the one that `cpu_library.find_step` loaded.
-        matrix: a weight of 8 or 4 bits; also of 16 bits if the library is for AVX-512 without bf16.
+        matrix: a weight of 8 or 4 bits; also of 16 bits if the library is for CPUs without bf16.
     """
     num_rows = x.shape[0]
     out = torch.empty(num_rows, matrix.num_out, dtype=x.dtype)

@@ -78,7 +78,7 @@ def test_only_the_package_is_in_it(wheel: Path) -> None:
     assert "disagg/py.typed" in names
     assert wheel.name.split("-")[2:4] == ["py3", "none"]
     can_compile = shutil.which("g++") is not None and platform.machine() == "x86_64"
-    for step in ("avx512", "avx512_bf16", "amx_bf16"):
+    for step in ("avx2", "avx512", "avx512_bf16", "amx_bf16"):
         assert (f"disagg/kernels/_step_{step}.so" in names) == can_compile
 
 

@@ -10,12 +10,13 @@ from functools import cache
 from pathlib import Path
 
 from disagg.kernels.cpu_library import (
-    AMX_STEP,
+    AVX2_STEP,
     BLOCK_NAMES,
     PLAIN_STEP,
     SAMPLING,
-    STEP,
+    STEPS,
     Found,
+    Library,
     cpu_flags,
     load,
 )
@@ -43,21 +44,24 @@ def can_compile() -> bool:
 
 def can_run_step() -> bool:
     """Whether this CPU has the instructions of the compiled step, too."""
-    return can_compile() and not set(PLAIN_STEP.needed) - cpu_flags()
+    return can_compile() and not set(AVX2_STEP.needed) - cpu_flags()
 
 
-def compiled(directory: Path) -> Found:
-    """The step that this CPU gets."""
-    has = cpu_flags()
-    library = next(each for each in (AMX_STEP, STEP, PLAIN_STEP) if not set(each.needed) - has)
-    return load(library, _built(directory, library.file), cpu_flags())
+def steps_here() -> list[Library]:
+    """The step that this CPU gets, and the one for AVX2."""
+    can_run = [each for each in STEPS if not set(each.needed) - cpu_flags()]
+    return [each for each in can_run if each in (can_run[0], AVX2_STEP)]
 
 
-def compiled_plain_step(directory: Path) -> ctypes.CDLL:
-    """The step without bf16 instructions, which every CPU with AVX-512 can run."""
-    found = load(PLAIN_STEP, _built(directory, PLAIN_STEP.file), cpu_flags())
+def plain_steps_here() -> list[Library]:
+    """The steps without bf16 instructions that this CPU can run."""
+    return [each for each in (PLAIN_STEP, AVX2_STEP) if not set(each.needed) - cpu_flags()]
+
+
+def compiled(library: Library, directory: Path) -> Found:
+    found = load(library, _built(directory, library.file), cpu_flags())
     assert found.loaded is not None, found.sentence
-    return found.loaded
+    return found
 
 
 def compiled_sampling(directory: Path) -> ctypes.CDLL:

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from disagg.kernels import cpu_step as cpu_step_module
+from disagg.kernels import linear as linear_module
+from disagg.kernels.cpu_library import AVX2_STEP, PLAIN_STEP, Found
 from disagg.kernels.dispatch import Quantization
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import DecoderWeights, random_weights
-from tests.kernels.compiled import can_compile, can_run_step, compiled
+from tests.kernels.compiled import can_compile, can_run_step, compiled, steps_here
 from tests.kernels.compiling import Assembler, assembled
 from tests.kernels.step_cases import CPU, NewDecoder
 
@@ -34,13 +36,18 @@ collect_ignore = [
 ]
 
 
+@pytest.fixture(scope="session", params=steps_here(), ids=lambda library: library.file.stem)
+def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Each compiled step that is tested on this CPU."""
+    return compiled(request.param, tmp_path_factory.getbasetemp() / "compiled")
+
+
 @pytest.fixture
-def new_decoder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> NewDecoder:
+def new_decoder(step: Found, monkeypatch: pytest.MonkeyPatch) -> NewDecoder:
     """Makes decoders in bfloat16, which have the compiled step."""
-    found = compiled(tmp_path_factory.getbasetemp() / "compiled")
-    monkeypatch.setattr(cpu_step_module, "find_step", lambda: found)
+    monkeypatch.setattr(cpu_step_module, "find_step", lambda: step)
+    if step.sentence in (PLAIN_STEP.sentence, AVX2_STEP.sentence):
+        monkeypatch.setattr(linear_module, "_multiplies_panels", lambda: step.loaded)
 
     def new(
         config: ModelConfig,

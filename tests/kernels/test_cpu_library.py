@@ -14,6 +14,7 @@ import torch
 from disagg.kernels import cpu_library, cpu_step, dispatch
 from disagg.kernels.cpu_library import (
     AMX_STEP,
+    AVX2_STEP,
     CPU_KERNELS,
     PLAIN_STEP,
     SAMPLING,
@@ -55,10 +56,14 @@ def test_no_instruction_is_compiled_for_that_is_not_asked_for() -> None:
     assert of_amx | {"avx512_bf16"} <= flags
     assert flags - of_amx <= ALL
     assert flags <= set(AMX_STEP.needed)
+    of_avx2 = re.search(r"^AVX2 = (.*)", source.read_text(), re.MULTILINE)
+    assert of_avx2 is not None
+    assert set(re.findall(r'"-m([\w-]+)"', of_avx2[1])) == set(AVX2_STEP.needed)
 
 
-def test_amx_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    can_be_used = {AMX_STEP, STEP, PLAIN_STEP}
+def test_the_best_instructions_are_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    best_first = [AMX_STEP, STEP, PLAIN_STEP, AVX2_STEP]
+    can_be_used = set(best_first)
     monkeypatch.setattr(
         cpu_library,
         "find_library",
@@ -66,12 +71,9 @@ def test_amx_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
             ctypes.CDLL(None) if library in can_be_used else None, library.sentence
         ),
     )
-    assert find_step().sentence == AMX_STEP.sentence
-    can_be_used.remove(AMX_STEP)
-    assert find_step().sentence == STEP.sentence
-    can_be_used.remove(STEP)
-    assert find_step().sentence == PLAIN_STEP.sentence
-    can_be_used.clear()
+    for library in best_first:
+        assert find_step().sentence == library.sentence
+        can_be_used.remove(library)
     assert find_step().loaded is None
 
 

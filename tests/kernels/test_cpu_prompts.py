@@ -15,7 +15,6 @@ from disagg.kernels.cpu_library import Found
 from disagg.kernels.cpu_prompts import PromptAttention
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.torch_ops import TorchOps
-from tests.kernels.compiled import compiled
 from tests.kernels.paged_inputs import LAYER, PagedInputs, paged_inputs
 
 CPU = torch.device("cpu")
@@ -26,10 +25,9 @@ LENS = [(1, 1), (1, 65), (2, 2), (63, 63), (64, 64), (65, 65), (7, 64), (30, 200
 
 
 @pytest.fixture(scope="module")
-def attention(tmp_path_factory: pytest.TempPathFactory) -> PromptAttention:
-    library = compiled(tmp_path_factory.getbasetemp() / "compiled").loaded
-    assert library is not None
-    return PromptAttention(library)
+def attention(step: Found) -> PromptAttention:
+    assert step.loaded is not None
+    return PromptAttention(step.loaded)
 
 
 def _inputs(lens: Sequence[tuple[int, int]], **given: object) -> PagedInputs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -10,13 +12,14 @@ from torch import Tensor
 
 from disagg.kernels import cpu_step as cpu_step_module
 from disagg.kernels import reference
-from disagg.kernels.cpu_library import Found
+from disagg.kernels.cpu_library import AVX2_STEP, Found
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.kernels.torch_ops import TorchOps
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import random_weights
+from tests.kernels.compiled import compiled
 from tests.kernels.step_cases import (
     CASES,
     CPU,
@@ -240,3 +243,16 @@ def test_what_it_does_not_compute_is_torchs_and_says_so(
     sequence = Tokens([1], [0])
     slab = new_slab(config, 1, 16, dtype)
     assert decoder.forward(make_batch([(sequence, 1)], 16), slab).isfinite().all()
+
+
+def test_the_step_for_avx2_has_no_instructions_of_avx512(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """None of their registers either: vectors of 512 bits, masks, and the upper 16 vectors."""
+    directory = tmp_path_factory.getbasetemp() / "compiled"
+    loaded = compiled(AVX2_STEP, directory).loaded
+    assert loaded is not None
+    command = ["objdump", "--disassemble", loaded._name]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "%ymm15" in code
+    assert not re.search(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])\b", code)

@@ -6,19 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from disagg.kernels.cpu_library import Found
 from disagg.kernels.cpu_matrix import PANEL
 from disagg.kernels.int4_groups import GROUP
 from disagg.kernels.int4_linear import LARGEST, Int4Linear
 from disagg.kernels.narrow_rows import FEW_ROWS
-from tests.kernels.compiled import compiled
 from tests.kernels.test_int4_linear import SHAPES, packed_matrices, random_values
 
 
-def _in_panels(linear: Int4Linear, tmp_path_factory: pytest.TempPathFactory) -> Int4Linear:
-    found = compiled(tmp_path_factory.getbasetemp() / "compiled")
-    assert found.loaded is not None, found.sentence
+def _in_panels(linear: Int4Linear, step: Found) -> Int4Linear:
+    assert step.loaded is not None
     memory = torch.full((linear.panels_nbytes,), 99, dtype=torch.uint8)
-    linear.lay_in_panels(memory, found.loaded)
+    linear.lay_in_panels(memory, step.loaded)
     return linear
 
 
@@ -26,10 +25,7 @@ def _in_panels(linear: Int4Linear, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize("num_rows", [0, 1, 4, 6, 7, 70])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_compiled_products_are_those_of_the_numbers(
-    threads: int,
-    num_rows: int,
-    shape: tuple[int, int],
-    tmp_path_factory: pytest.TempPathFactory,
+    threads: int, num_rows: int, shape: tuple[int, int], step: Found
 ) -> None:
     """In double, of the numbers and scales themselves: nothing is rounded but sums and results."""
     dtype = torch.bfloat16
@@ -40,7 +36,7 @@ def test_compiled_products_are_those_of_the_numbers(
     scales, least = linear.scales.double().unbind(2)
     exact = numbers * scales[:, groups] + least[:, groups]
     whole, ids = linear.widened(), torch.arange(shape[0] - 1, -1, -1)
-    _in_panels(linear, tmp_path_factory)
+    _in_panels(linear, step)
     assert torch.equal(linear.widened(), whole) and torch.equal(linear.rows(ids), whole[ids])
     x = random_values(num_rows, shape[1], seed=3).to(dtype)
     num_threads = torch.get_num_threads()
@@ -77,12 +73,12 @@ def _check_products(
     assert ((found.double() - wanted).abs() <= bound).all()
 
 
-def test_where_a_number_lies_in_a_panel(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_where_a_number_lies_in_a_panel(step: Found) -> None:
     """As csrc/int4.h says, of a weight whose numbers are 0 but for one."""
     for row, column in ((0, 0), (17, 3), (63, 15), (64, 8), (70, 22)):
         weight = torch.zeros(80, 24, dtype=torch.bfloat16)
         weight[row, column], weight[row, (column + 1) % 24] = 15.0, 1.0
-        linear = _in_panels(Int4Linear(weight, None), tmp_path_factory)
+        linear = _in_panels(Int4Linear(weight, None), step)
         panel, vector = row // PANEL, row % PANEL // 16
         words = linear.numbers[panel, column // 8, vector].view(torch.int16)
         word = int(words[2 * (row % 16) + column % 2]) & 0xFFFF
@@ -91,9 +87,7 @@ def test_where_a_number_lies_in_a_panel(tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 33])
-def test_numbers_of_checkpoints_in_groups_of_their_own(
-    num_rows: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_numbers_of_checkpoints_in_groups_of_their_own(num_rows: int, step: Found) -> None:
     """Groups of 16, 32 and 128 numbers, the last one shorter, and one a row."""
     for matrix in packed_matrices(130, 328, torch.float16):
         linear = Int4Linear.of_packed(matrix, None, torch.bfloat16)
@@ -101,7 +95,7 @@ def test_numbers_of_checkpoints_in_groups_of_their_own(
         scales, least = linear.scales.double().unbind(2)
         groups = torch.arange(328) // linear.group
         exact = (matrix.numbers() + 8) * scales[:, groups] + least[:, groups]
-        _in_panels(linear, tmp_path_factory)
+        _in_panels(linear, step)
         assert torch.equal(linear.widened(), whole)
         x = random_values(num_rows, 328, seed=3).bfloat16()
         _check_products(linear, x, exact, whole, linear(x), torch.zeros(130))

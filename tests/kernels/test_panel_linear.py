@@ -1,4 +1,4 @@
-"""Products of bfloat16 on CPUs with AVX-512 and without bf16. Collected where they can be run."""
+"""Products of bfloat16 on CPUs without bf16 instructions. Collected where they can be run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from disagg.kernels.linear import PackedLinear, PanelLinear, linear
-from tests.kernels.compiled import compiled_plain_step
+from tests.kernels.compiled import compiled, plain_steps_here
 
 
-@pytest.fixture
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compiled_plain_step(tmp_path_factory.getbasetemp() / "compiled")
+@pytest.fixture(params=plain_steps_here(), ids=lambda library: library.file.stem)
+def library(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ctypes.CDLL:
+    loaded = compiled(request.param, tmp_path_factory.getbasetemp() / "compiled").loaded
+    assert loaded is not None
+    return loaded
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 16, 17, 121])
