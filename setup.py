@@ -6,6 +6,7 @@ version of Python. Without a compiler the package is installed without them and 
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 from glob import glob
@@ -28,6 +29,12 @@ class BuildLibraries(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
+
+    def build_extension(self, ext: Extension) -> None:
+        # In a directory of its own: the libraries of one source would write one object file.
+        own = copy.copy(self)
+        own.build_temp = os.path.join(self.build_temp, ext.name)
+        super(BuildLibraries, own).build_extension(ext)
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
