@@ -1,0 +1,43 @@
+"""How `setup.py` builds the libraries, with a fake compiler."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# A fake object file has the instruction sets that it would be compiled for, and a library has what
+# its object file has. Compilers end together before the first of them links.
+FAKE_COMPILER = f"""#!{sys.executable}
+import os, sys, time
+given = sys.argv[1:]
+out = given[given.index("-o") + 1]
+os.makedirs(os.path.dirname(out), exist_ok=True)
+if "-c" in given:
+    time.sleep(0.5)
+    text = " ".join(each for each in given if each.startswith("-m"))
+else:
+    text = open(next(each for each in given if each.endswith(".o"))).read()
+open(out, "w").write(text)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have no compiled step")
+def test_libraries_of_one_source_are_built_beside_each_other(tmp_path: Path) -> None:
+    compiler = tmp_path / "fake_compiler"
+    compiler.write_text(FAKE_COMPILER)
+    compiler.chmod(0o755)
+    fake = {name: str(compiler) for name in ("CC", "CXX", "LDSHARED", "LDCXXSHARED")}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--parallel", "8"]
+    command += ["--build-lib", str(tmp_path / "out"), "--build-temp", str(tmp_path / "objects")]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **fake}, check=True)
+    built = {file.stem: file.read_text() for file in tmp_path.glob("out/disagg/kernels/_step_*.so")}
+    assert built["_step_avx2"] == "-mavx2 -mfma"
+    assert "-mavx512f" in built["_step_avx512"] and "bf16" not in built["_step_avx512"]
+    assert built["_step_avx512_bf16"] == built["_step_avx512"] + " -mavx512bf16"
+    assert built["_step_amx_bf16"] == built["_step_avx512_bf16"] + " -mamx-tile -mamx-bf16"
