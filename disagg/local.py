@@ -48,7 +48,7 @@ class LocalCluster:
             build=self._build,
         )
         self.workers.append(worker)
-        self._tell()
+        self._update_members()
         return worker
 
     async def stop_worker(self, worker: Worker, drain_s: float | None = None) -> None:
@@ -59,9 +59,9 @@ class LocalCluster:
         self.workers.remove(worker)
         if drain_s is None:
             await worker.close()
-            self._tell()
+            self._update_members()
         else:
-            self._tell()
+            self._update_members()
             await worker.drain(drain_s)
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
@@ -92,7 +92,7 @@ class LocalCluster:
         await self.ingress.close()
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
-    def _tell(self) -> None:
+    def _update_members(self) -> None:
         self.ingress.update([worker.record for worker in self.workers])
 
 

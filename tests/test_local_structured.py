@@ -245,7 +245,7 @@ class SlowGrammars:
 
 async def until_waiting(num_sequences: int, slow: list[SlowGrammars]) -> None:
     async with asyncio.timeout(120):
-        while sum(len(each.worker._core._kv_import._wanted) for each in slow) != num_sequences:  # noqa: ASYNC110
+        while sum(len(each.worker._core._kv_import._queued) for each in slow) != num_sequences:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 

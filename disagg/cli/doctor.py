@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    report = _look(arguments)
+    report = _examine(arguments)
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     else:
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.is_healthy else 1
 
 
-def _look(arguments: argparse.Namespace) -> DoctorReport:
+def _examine(arguments: argparse.Namespace) -> DoctorReport:
     from disagg.doctor.models import check_model
 
     models = [

@@ -96,19 +96,19 @@ class KVImport:
         self._transfer_times = transfer_times
         self._tiers = tuple(tiers)
         self._prefill_times = prefill_times
-        self._wanted: list[_Import] = []  # by priority, then by arrival
+        self._queued: list[_Import] = []  # by priority, then by arrival
         self._moving: dict[Hashable, _Import] = {}
         self.pulls = PullTally()
         self._is_full = False  # in the last `advance` one found too few free blocks
 
     @property
     def num_arriving(self) -> int:
-        return len(self._wanted) + sum(each.sequence is not None for each in self._moving.values())
+        return len(self._queued) + sum(each.sequence is not None for each in self._moving.values())
 
     @property
     def is_stuck(self) -> bool:
         """Imports wait for blocks, and no transfer in progress will free any."""
-        return bool(self._wanted) and self._is_full and not self._is_awaited
+        return bool(self._queued) and self._is_full and not self._is_awaited
 
     @property
     def _is_awaited(self) -> bool:
@@ -132,7 +132,7 @@ class KVImport:
         if source is None and self._engine.is_ready(sequence):
             self._next(sequence, tiers, now)
         else:
-            self._want(_Import(sequence, source, tiers, sequence.deadline_unix_s))
+            self._queue(_Import(sequence, source, tiers, sequence.deadline_unix_s))
 
     def prefetch(self, asked: Prefetch, now: float) -> None:
         """Pull the blocks of an early ticket that are not cached here, if there is room.
@@ -167,12 +167,12 @@ class KVImport:
             if now >= each.until_s:
                 self._pass_on(each, now)
         self._is_full = False
-        if self._wanted:
-            wanted, self._wanted = self._wanted, []
+        if self._queued:
+            wanted, self._queued = self._queued, []
             for each in wanted:
                 if not self._start(each, now):
-                    self._wanted.append(each)
-            is_busy |= bool(self._wanted) and not self._engine.has_work
+                    self._queued.append(each)
+            is_busy |= bool(self._queued) and not self._engine.has_work
         return is_busy or bool(self._moving)
 
     def pull_ended(self, done: PullDone, now: float) -> tuple[TicketSource, Sequence | None]:
@@ -190,9 +190,9 @@ class KVImport:
             if each.is_of(request_id):
                 each.sequence = None
                 return True
-        for each in self._wanted:
+        for each in self._queued:
             if each.is_of(request_id):
-                self._wanted.remove(each)
+                self._queued.remove(each)
                 each.drop()
                 return True
         return False
@@ -200,7 +200,7 @@ class KVImport:
     def take_waiting(self) -> list[Sequence]:
         """Remove and return the sequences that can start on another worker instead: those whose
         transfer has not begun, and those that load from a tier. Unused tickets stay valid."""
-        wanted, self._wanted = self._wanted, []
+        wanted, self._queued = self._queued, []
         for each in wanted:
             if not each.has_ticket:
                 each.drop()
@@ -229,8 +229,8 @@ class KVImport:
         names = sequence.block_hashes[:num_full] if caches else []
         return TicketSource(ticket, names, self._transport, self._transfer_times, traceparent)
 
-    def _want(self, each: _Import) -> None:
-        insort(self._wanted, each, key=_place)
+    def _queue(self, each: _Import) -> None:
+        insort(self._queued, each, key=_place)
 
     def _start(self, each: _Import, now: float) -> bool:
         """Advance a wanted import as far as possible. False: it still waits."""
@@ -359,7 +359,7 @@ class KVImport:
             source = tier.ask(names, num_here, lambda num: times(num * size, num_here * size))
             if source is not None:
                 until_s = min(now + source.answer_s, sequence.deadline_unix_s)
-                self._want(_Import(sequence, source, tiers[place:], until_s))
+                self._queue(_Import(sequence, source, tiers[place:], until_s))
                 return
         self._engine.submit(sequence)
 

@@ -186,7 +186,7 @@ class AdmissionQueue:
         self._make_room(queue, waiter, item.predicted_s)
         queue.push(waiter)
         self._count(request.model, queue)
-        self._look_again()
+        self._release_later()
         try:
             async with asyncio.timeout(may_wait_s):
                 await item.turn
@@ -293,20 +293,20 @@ class AdmissionQueue:
     def _count(self, model: str, queue: FairQueue[WaitingRequest]) -> None:
         self._fleet.queued[model] = len(queue)
 
-    def _look_again(self) -> None:
+    def _release_later(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(POLL_S, self._look)
+            self._timer = asyncio.get_running_loop().call_later(POLL_S, self._release_waiting)
 
-    def _look(self) -> None:
+    def _release_waiting(self) -> None:
         """Send requests from the head of each queue as long as workers have room."""
         self._timer = None
         for model, line in self._queues.items():
-            while self._let_go(line):
+            while self._release_head(line):
                 self._count(model, line.queue)
         if any(line.queue for line in self._queues.values()):
-            self._look_again()
+            self._release_later()
 
-    def _let_go(self, line: ModelQueue) -> bool:
+    def _release_head(self, line: ModelQueue) -> bool:
         """Try to send the first request. Returns True if it left the queue, sent or failed."""
         waiter = line.queue.first()
         if waiter is None:

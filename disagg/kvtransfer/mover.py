@@ -155,7 +155,7 @@ class Mover:
             self._take(self._jobs.get(timeout=wait_s))
         except Empty:
             if self._idle_look_s is not None:
-                self._look()
+                self._read_notices()
         now = self._clock()
         self._copies = [copy for copy in self._copies if not self._try_advance(copy, now)]
         if self._broken:
@@ -182,7 +182,7 @@ class Mover:
             case Notify(peer, ticket_id):
                 self._notify(peer, ticket_id)
             case Look():
-                self._look()
+                self._read_notices()
             case Close():
                 self._closing = True
 
@@ -246,7 +246,7 @@ class Mover:
                 _log.warning("%s cannot be notified any more: %r", agent_name(peer), error)
                 return
 
-    def _look(self) -> None:
+    def _read_notices(self) -> None:
         try:
             messages = self._wire.messages()
         except Exception as error:

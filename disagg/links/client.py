@@ -52,7 +52,7 @@ from disagg.token_fast_path import TokenCallback
 FIRST_PAUSE_S = 0.05  # before the second attempt to connect; doubles up to
 LONGEST_PAUSE_S = 2.0
 SILENCE_S = 4.0  # several missed heartbeats; a frozen worker is left well within 5 s
-NUM_LOOKS = 8  # checks without a message, before a worker counts as lost
+NUM_CHECKS = 8  # checks without a message, before a worker counts as lost
 
 
 class LinkObserver(Protocol):
@@ -241,7 +241,7 @@ class _WorkerConnection(Connection):
         self._num_received = 0  # the last step frame's number
         self._status: WorkerStatus | None = None  # the last one since a snapshot; None: none came
         self._was_heard = True  # since the last look
-        self._num_silent_looks = 0
+        self._num_silent_checks = 0
         self._watch: asyncio.TimerHandle | None = None
 
     def start(
@@ -265,7 +265,7 @@ class _WorkerConnection(Connection):
     # Connection
 
     def opened(self) -> None:
-        self._look()
+        self._check_liveness()
 
     def closed(self) -> None:
         if self._watch is not None:
@@ -376,14 +376,14 @@ class _WorkerConnection(Connection):
             stream.fail(error)
         self._streams.clear()
 
-    def _look(self) -> None:
+    def _check_liveness(self) -> None:
         """Hang up on a worker that has been silent for the whole of `silence_s`.
 
         Counted in checks, not seconds: if our own event loop stalls, the worker is not to blame.
         """
-        self._num_silent_looks = 0 if self._was_heard else self._num_silent_looks + 1
-        if self._num_silent_looks == NUM_LOOKS:
+        self._num_silent_checks = 0 if self._was_heard else self._num_silent_checks + 1
+        if self._num_silent_checks == NUM_CHECKS:
             self.end(f"silent for {self._link.silence_s} s")
             return
         self._was_heard = False
-        self._watch = self._loop.call_later(self._link.silence_s / NUM_LOOKS, self._look)
+        self._watch = self._loop.call_later(self._link.silence_s / NUM_CHECKS, self._check_liveness)

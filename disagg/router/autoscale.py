@@ -93,7 +93,9 @@ class Autoscaler:
                 name: Pool = (tier.name, role)
                 if name in states:
                     least[name] = _limits(pool).min_replicas
-                    goal, number = self._want(now, tier, role, pool, states[name], num_helping)
+                    goal, number = self._goal_of_pool(
+                        now, tier, role, pool, states[name], num_helping
+                    )
                     goals[name], wanted[name] = goal, number
                     if role == "decode" and _shares_work(tier):
                         serving = number if pool.autoscaling else min(number, pool.num_replicas)
@@ -104,7 +106,7 @@ class Autoscaler:
             for name, goal in goals.items()
         }
 
-    def _want(
+    def _goal_of_pool(
         self,
         now: float,
         tier: TierConfig,

@@ -92,7 +92,7 @@ def local_routes(
     ways = [local_route(prompt, cost, goal) for cost, goal in zip(costs, goals, strict=True)]
     if prompt.prefix_source is None:
         return ways
-    for number in _wanting(costs, prompt, lambda n: ways[n].total_s):
+    for number in _worth_a_pull(costs, prompt, lambda n: ways[n].total_s):
         pulling = _with_prefix_pull(number, prompt.prefix_source, prompt, pool, costs)
         if pulling.total_s < costs[number].total_s:
             ways.append(local_route(prompt, pulling, goals[number]))
@@ -117,7 +117,7 @@ def prefix_pull_costs(
         )
         return cost.queue_s + cost.own_s * share
 
-    numbers = _wanting(costs, prompt, about_s)
+    numbers = _worth_a_pull(costs, prompt, about_s)
     found = [
         _with_prefix_pull(number, prompt.prefix_source, prompt, pool, costs) for number in numbers
     ]
@@ -128,7 +128,7 @@ def prefix_pull_costs(
     ]
 
 
-def _wanting(
+def _worth_a_pull(
     costs: Sequence[PrefillCost], prompt: Prompt, by_s: Callable[[int], float]
 ) -> list[int]:
     """The numbers of those workers for which a prefix pull is considered."""

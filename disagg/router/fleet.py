@@ -223,7 +223,7 @@ class Fleet:
         """All routable workers now."""
         probed = self._probes.next(self._views, self._now())
         if probed is not None:
-            self._look_at(probed)
+            self._refresh_view(probed)
         return self._view
 
     def reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
@@ -238,7 +238,7 @@ class Fleet:
             self._began_s[worker_id] = self._now()  # with this request
         self._probes.reserved()
         reservation = self._ledger.reserve(worker_id, load)
-        self._look_at(worker_id)
+        self._refresh_view(worker_id)
         return reservation
 
     def sent(self, reservation: Reservation) -> None:
@@ -247,7 +247,7 @@ class Fleet:
     def release(self, reservation: Reservation) -> None:
         """Stop counting a reservation. May be repeated."""
         if self._ledger.release(reservation):
-            self._look_at(reservation.worker_id)
+            self._refresh_view(reservation.worker_id)
 
     # links.client.LinkObserver
 
@@ -269,7 +269,7 @@ class Fleet:
             self.index.drop(host_id(record.worker_id))
         # After the index, which gives it new bits.
         for name in (record.worker_id, *self._times.on_status(record, status.step_costs)):
-            self._look_at(name)
+            self._refresh_view(name)
         if status.accepting:
             self._tell_available(record.model)
 
@@ -281,7 +281,7 @@ class Fleet:
             return
         before = self._statuses[worker_id]
         if status is not None:
-            self._heard(record, status)
+            self._apply_status(record, status)
         if kv_events:
             self.index.apply(worker_id, [each for each in kv_events if each.tier == "cache"])
         if (status or before).host is not None and kv_events:
@@ -290,14 +290,14 @@ class Fleet:
         if status is not None and status.accepting and not before.accepting:
             self._tell_available(record.model)
 
-    def _heard(self, record: WorkerRecord, status: WorkerStatus) -> None:
+    def _apply_status(self, record: WorkerRecord, status: WorkerStatus) -> None:
         worker_id = record.worker_id
         self._statuses[worker_id] = status
         self._began_s[worker_id] = self._now()  # it reports between two steps
         self._ledger.on_status(worker_id)
         self._probes.on_status(worker_id, status.step_costs, self._now())
         for name in (worker_id, *self._times.on_status(record, status.step_costs)):
-            self._look_at(name)
+            self._refresh_view(name)
 
     def worker_lost(self, worker_id: str) -> None:
         self._leave_pool(worker_id)
@@ -320,7 +320,7 @@ class Fleet:
         for tell in self.on_available:
             tell(model)
 
-    def _look_at(self, worker_id: str) -> None:
+    def _refresh_view(self, worker_id: str) -> None:
         """Update the view of a worker that has changed."""
         record, status = self._records[worker_id], self._statuses[worker_id]
         times = self._probes.trusted.get(worker_id) or self._times.of(record, status.step_costs)

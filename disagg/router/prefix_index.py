@@ -201,12 +201,12 @@ class PrefixIndex:
         first = self._next_set
         counts = self._names.counts(first, min(SETS_AT_ONCE, len(self._masks) - first))
         for number, num_names in enumerate(counts, first):
-            self._look_at(number, num_names)
+            self._clean_set(number, num_names)
         self._next_set = first + len(counts)
         if self._next_set == len(self._masks):
             self._end_sweep()
 
-    def _look_at(self, number: int, num_names: int) -> None:
+    def _clean_set(self, number: int, num_names: int) -> None:
         mask = self._masks[number]
         if not mask:  # free or dead
             return

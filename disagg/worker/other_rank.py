@@ -121,7 +121,7 @@ class Rank(ABC):
         raise StartupError(f"{self._name} cannot start: {why}")
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
-        self._tell(RankCache(num_blocks, max_num_seqs))
+        self._send(RankCache(num_blocks, max_num_seqs))
 
     def wait_ready(self) -> None:
         self._peer = self.answer(RankReady).peer
@@ -211,7 +211,7 @@ class Rank(ABC):
         with contextlib.suppress(OSError):
             self._steps.send_bytes(encode(task))
 
-    def _tell(self, message: ToRank) -> None:
+    def _send(self, message: ToRank) -> None:
         with contextlib.suppress(OSError):  # `answer` reports if the rank has ended
             self._control.send_bytes(encode(message))
 
@@ -243,7 +243,7 @@ class LocalRank(Rank):
                     "OMP_NUM_THREADS": str(start.num_threads),
                 },
             )
-        self._tell(start)
+        self._send(start)
 
     def wait_end(self) -> str:
         return f"{self.name} ended with exit status {self.process.wait()}"

@@ -136,7 +136,7 @@ async def test_a_waiter_whose_turn_comes_while_it_is_cancelled_reserves_nothing(
     ingress.load(busy=False)
     if is_cancelled_first:
         task.cancel()
-    ingress.admission_queue._look()
+    ingress.admission_queue._release_waiting()
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
@@ -266,7 +266,7 @@ async def test_waiters_of_a_fleet_that_is_gone_wait_for_another() -> None:
     task = ingress.ask("a")
     await ingress.until_waiting(1)
     ingress.fleet.worker_lost("d0")
-    ingress.admission_queue._look()
+    ingress.admission_queue._release_waiting()
     assert not task.done()
     ingress.fleet.worker_synced(make_record("d1"), (), make_status())
     await task

@@ -272,7 +272,7 @@ def _a_drain_forgets_who_waits_for_the_store(patch: pytest.MonkeyPatch) -> None:
 
 def _take_none(patch: pytest.MonkeyPatch, is_forgotten: Callable[[Any], bool]) -> None:
     def take_waiting(kv_import: KVImport) -> list[EngineSequence]:
-        forgotten = [each.sequence for each in kv_import._wanted if is_forgotten(each.source)]
+        forgotten = [each.sequence for each in kv_import._queued if is_forgotten(each.source)]
         return [sequence for sequence in _take_waiting(kv_import) if sequence not in forgotten]
 
     patch.setattr(KVImport, "take_waiting", take_waiting)

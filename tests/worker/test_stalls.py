@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from disagg.errors import EngineFailed, WorkerLost
-from disagg.links.client import NUM_LOOKS, SILENCE_S, Link
+from disagg.links.client import NUM_CHECKS, SILENCE_S, Link
 from disagg.messages import decode_worker_record
 from disagg.worker import liveness
 from disagg.worker import worker as worker_module
@@ -90,7 +90,7 @@ async def test_a_broken_engine_is_not_routed_to() -> None:
 
 def test_silence_is_noticed_within_the_promised_time() -> None:
     """Five seconds from the freeze, which comes after the last frame."""
-    assert SILENCE_S * (1 + 1 / NUM_LOOKS) < 5.0
+    assert SILENCE_S * (1 + 1 / NUM_CHECKS) < 5.0
 
 
 @contextmanager

@@ -131,7 +131,7 @@ async def test_who_comes_during_an_early_pull_waits_for_it() -> None:
         await until(lambda: bool(core._kv_import._moving))
         moved = grown(request, list(last.token_ids), BLOCK_SIZE)
         answer = asyncio.create_task(r.all("decode", moved, ticket=last.ticket))
-        await until(lambda: bool(core._kv_import._wanted))
+        await until(lambda: bool(core._kv_import._queued))
         transport.hangs = False
         assert [*last.token_ids, *tokens(await answer)] == answer_to(request)
         assert r.runners["decode"].num_computed == 5, "the prompt was computed once more"

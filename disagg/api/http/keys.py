@@ -48,7 +48,7 @@ class KeyCheck:
     def __call__(self, request: HttpRequest) -> None:
         """Set the tenant of a request. Raises `Unauthorized`."""
         if self._file is not None and self._now() - self._looked_s > LOOK_S:
-            self._look()
+            self._reload_if_changed()
         if not self._tenants:
             return
         tenant = self._tenants.get(self._given(request))
@@ -71,7 +71,7 @@ class KeyCheck:
         scheme, _, key = given.partition(b" ")
         return self._hidden(digest_of(key)) if scheme.lower() == b"bearer" else b""
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         self._looked_s = self._now()
         version = _version(self._file)
         if version == self._version:

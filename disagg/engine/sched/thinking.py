@@ -50,7 +50,7 @@ class ThinkingState:
             tokens: the prompt and the answer so far; the tokens of the last call are a prefix.
         """
         if self._over_at is None and len(tokens) > self._num_looked_at:
-            self._look(tokens)
+            self._find_marks(tokens)
             self._num_looked_at = len(tokens)
         return self._over_at is not None
 
@@ -84,7 +84,7 @@ class ThinkingState:
             return Allowed(grammar_at=self._answer_at, also=tuple(starts) if is_first else ())
         return Allowed(is_end=thinking.is_framed)  # the answer may end with a tool call here
 
-    def _look(self, tokens: SequenceOf[int]) -> None:
+    def _find_marks(self, tokens: SequenceOf[int]) -> None:
         thinking = self.thinking
         if self._opened_at is None:
             longest = max(map(len, thinking.starts), default=0)
