@@ -78,16 +78,14 @@ def compare(
     has_whole_experts: bool = False,
 ) -> None:
     ids = torch.randint(0, 97, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
-    alone = compute(load_model(model, torch.float32, CPU), ids, lambda token: token)
 
     def rank(communicator: Communicator) -> Computed:
         decoder = load_model(model, torch.float32, CPU, communicator=communicator)
         return compute(decoder, ids, communicator.broadcast_)
 
     first, *others = on_ranks(num_ranks, rank, place, has_whole_experts=has_whole_experts)
-    assert first.chosen == alone.chosen
-    assert len(first.chosen) == 3
     wanted = checkpoint.logits(first.tokens.ids)
+    assert first.chosen == wanted[NUM_TOKENS - 1 : NUM_TOKENS + 2].argmax(1).tolist()
     ends = (17, 28, 29, 30, 31, 32, 33)
     for logits, end in zip(first.logits, ends, strict=True):
         torch.testing.assert_close(logits[0], wanted[end - 1], atol=1e-4, rtol=0)
@@ -99,7 +97,7 @@ def compare(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("num_ranks", [2, 4])  # the second has more ranks than KV heads
-def test_ranks_compute_what_one_process_does(variant: str, num_ranks: int, tmp_path: Path) -> None:
+def test_ranks_compute_what_transformers_does(variant: str, num_ranks: int, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", variant, **eight_heads(variant))
     by_gloo = num_ranks == 2 or variant == "llama"
     place = tmp_path if by_gloo else None
