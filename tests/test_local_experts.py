@@ -6,6 +6,7 @@ Prompts are prefilled on one worker and decoded on another, hit a prefix, and ar
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -79,6 +80,13 @@ NUM_TOKENS = 40
 MOST_ROUNDS = 20
 
 
+@functools.cache
+def _model_and_texts(directory: Path, name: str) -> tuple[Path, list[str]]:
+    """The directory of a model, and what transformers says with it."""
+    model = _write(directory / name, name)
+    return directory / name, _expected(model, directory / name)
+
+
 def _write(directory: Path, name: str) -> Any:
     directory.mkdir()
     end_id = write_tiny_tokenizer(directory)
@@ -111,6 +119,11 @@ def _expected(model: Any, directory: Path) -> list[str]:
     return texts
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experts")
+
+
 @asynccontextmanager
 async def _completing(
     config: ServeConfig, name: str
@@ -137,8 +150,8 @@ async def _completing(
 
 
 @pytest.mark.parametrize("name", MODELS)
-async def test_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
-    expected = _expected(_write(tmp_path / name, name), tmp_path / name)
+async def test_text_is_that_of_transformers(name: str, directory: Path) -> None:
+    model, expected = _model_and_texts(directory, name)
     assert len(set(expected)) == len(expected)
     engine = EngineConfig(
         dtype="float32",
@@ -148,7 +161,7 @@ async def test_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
         max_num_seqs=8,
         max_num_batched_tokens=96,
     )
-    tier = TierConfig(model=str(tmp_path / name), engine=engine)
+    tier = TierConfig(model=str(model), engine=engine)
     config = ServeConfig(tiers=(tier,), transport="local", cluster_key="key")
     async with _completing(config, name) as (running, complete):
         assert await complete(PROMPTS[0]) == expected[0]
@@ -163,10 +176,10 @@ async def test_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss"])
 async def test_text_of_ranks_with_whole_experts_is_that_of_transformers(
-    name: str, tmp_path: Path
+    name: str, directory: Path
 ) -> None:
     """Those of the decode worker, which pulls the KV of a worker of one rank."""
-    expected = _expected(_write(tmp_path / name, name), tmp_path / name)
+    model, expected = _model_and_texts(directory, name)
     engine = EngineConfig(
         dtype="float32",
         num_threads=1,
@@ -175,7 +188,7 @@ async def test_text_of_ranks_with_whole_experts_is_that_of_transformers(
         enable_expert_parallel=True,
     )
     decode = PoolConfig(tensor_parallel_size=2)
-    tier = TierConfig(model=str(tmp_path / name), engine=engine, decode=decode)
+    tier = TierConfig(model=str(model), engine=engine, decode=decode)
     assert not tier.for_role("prefill").engine.enable_expert_parallel
     config = ServeConfig(tiers=(tier,), transport="nixl", cluster_key="key")
     async with _completing(config, name) as (running, complete):

@@ -84,7 +84,11 @@ def with_long_context(directory: Path) -> Path:
 def served(directory: Path) -> Iterator[Command]:
     """For what it survives; the last test stops it."""
     (directory / "opened").mkdir()
-    environment = {**machine(80), "DISAGG_TEST_OPENED": str(directory / "opened")}
+    environment = {
+        **machine(80),
+        "DISAGG_TEST_OPENED": str(directory / "opened"),
+        "RAY_enable_metrics_collection": "1",  # the default, for which processes listen on ports
+    }
     # On a busy machine the last test's streams may need longer than the usual 60 s to end.
     flags = f"{FLAGS} --num-gpus-per-worker 0.5 --drain-s {TIMEOUT_S:g}"
     command = Command(f"{with_long_context(directory)} {flags}", directory, environment)
