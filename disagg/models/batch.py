@@ -10,22 +10,22 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step of some sequences, tokens packed back to back.
+    """One step of some sequences, whose tokens are packed one after the other.
 
-    Sequence i has rows [query_start[i], query_start[i+1]) of the token tensors; they are its last
-    tokens: positions context_lens[i] - num_query_tokens .. context_lens[i] - 1. Decoding sequences
-    (one token each) come first, then chunks of prompts.
+    Sequence i has rows [query_start[i], query_start[i+1]) of the token tensors. These are its last
+    tokens, at positions context_lens[i] - num_query_tokens .. context_lens[i] - 1. Decoding
+    sequences (one token each) come first, then chunks of prompts.
     """
 
     token_ids: torch.Tensor  # int64 [num_tokens]
     positions: torch.Tensor  # int64 [num_tokens]
-    slots: torch.Tensor  # int64 [num_tokens]: block_id * block_size + offset, where K and V go
+    slots: torch.Tensor  # int64 [num_tokens]: KV slots, block_id * block_size + offset
     query_start: torch.Tensor  # int32 [num_seqs + 1]
-    context_lens: torch.Tensor  # int32 [num_seqs]: tokens with KV once this step is done
+    context_lens: torch.Tensor  # int32 [num_seqs]: tokens with KV after this step
     block_tables: (
         torch.Tensor
-    )  # int32 [num_seqs, max_num_blocks]; only those of its context mean anything
-    logits_rows: torch.Tensor  # int64 [num_logits], increasing: token rows whose logits are wanted
+    )  # int32 [num_seqs, max_num_blocks]; entries beyond a sequence's context are undefined
+    logits_rows: torch.Tensor  # int64 [num_logits], increasing: token rows whose logits are needed
     num_decodes: int  # the first `num_decodes` sequences have exactly one token
     max_query_len: int
     query_lens: tuple[int, ...]  # host copy, for code that loops over sequences

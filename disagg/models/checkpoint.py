@@ -1,7 +1,7 @@
-"""The safetensors files of a checkpoint directory: which tensor lies where. For `description`.
+"""Reads the headers of the safetensors files of a checkpoint directory. For `description`.
 
-Only safetensors is read; formats that can run code while loading never are. Knows no torch: headers
-are checked here before anything is started, so a file that is damaged is found in milliseconds.
+Only safetensors is read, never a format that can run code while loading. Knows no torch: headers
+are checked before anything is started, so a damaged file is found in milliseconds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from disagg.errors import ModelError
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WHOLE_WEIGHTS = "model.safetensors"
-_MAX_HEADER_NBYTES = 100_000_000  # as the format's own library
-MAX_TEXT_NBYTES = 256 << 20  # the largest tokenizer.json there are have 40 MB
+_MAX_HEADER_NBYTES = 100_000_000  # the limit of the format's own library
+MAX_TEXT_NBYTES = 256 << 20  # the largest known tokenizer.json has 40 MB
 _LFS_POINTER = b"version https://git-lfs"
-# What a header that is no header raises; ArithmeticError is for numbers without end.
+# Errors that an invalid header raises; ArithmeticError is raised for infinite numbers.
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -36,12 +36,12 @@ DTYPE_NBYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies and what it is.
+    """One tensor in a file.
 
     Attributes:
-        dtype: as safetensors writes it: "F32", "BF16", ...
-        begin, end: bytes of `file` that hold it.
-        name: what the file calls it, where that is another name.
+        dtype: the name of its type in safetensors: "F32", "BF16", ...
+        begin, end: the range of bytes of `file` that holds it.
+        name: its name in the file, if that is a different one.
     """
 
     file: Path
@@ -57,7 +57,7 @@ class StoredTensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether its values are read as they are: not bytes, integers, or floats of 8 bits."""
+        """Whether its values are floats that are read as they are, not bytes, integers or fp8."""
         return self.dtype in _FLOATS
 
     def is_zero(self) -> bool:
@@ -84,13 +84,13 @@ class DirectoryFiles:
     @property
     def name(self) -> str:
         place = self.place.resolve()
-        if place.parent.name == "snapshots":  # of the cache of Hugging Face: models--Qwen--Qwen3-8B
+        if place.parent.name == "snapshots":  # in Hugging Face's cache: models--Qwen--Qwen3-8B
             return place.parent.parent.name.rpartition("--")[2]
         return place.name
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is anything that could be weights, be it broken."""
+        """Whether there are files with weights, even if they are broken."""
         return any(self.place.glob("*.safetensors*"))
 
     def named(self, file: str) -> Path:
@@ -98,23 +98,25 @@ class DirectoryFiles:
         return self.place / file
 
     def read(self, name: str) -> str | None:
-        """The text of a file; None: there is none. Raises `ModelError`."""
+        """The text of a file; None if it does not exist. Raises `ModelError`."""
         file = self.place / name
         return read_text(file) if file.is_file() else None
 
     def headers(self) -> dict[Path, Header]:
-        """Raises `ModelError`: there are no weights, or they are damaged."""
+        """The headers of all files with weights. Raises `ModelError` if there are none, or they are
+        damaged."""
         return {file: read_header(file) for file in checkpoint_files(self.place)}
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
     """List the safetensors files of a checkpoint, in a fixed order.
 
-    As transformers chooses: `model.safetensors`; else what the index names; other files that lie
-    beside them (adapters, the same weights in another layout) are no part of the model.
+    They are the files that transformers chooses: `model.safetensors`, or else the files in the
+    index. Other files in the directory (adapters, the same weights in another layout) are not part
+    of the model.
 
     Raises:
-        ModelError: there is none, the index is broken, or a file it names is missing.
+        ModelError: there is no file, the index is broken, or a file that it names is missing.
     """
     if (directory / WHOLE_WEIGHTS).is_file():
         return [directory / WHOLE_WEIGHTS]
@@ -124,7 +126,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
         if not files:
             raise ModelError(
                 f"{directory} has no *.safetensors file, so there are no weights; download them, or"
-                " convert others with transformers' save_pretrained()"
+                " convert weights in another format with transformers' save_pretrained()"
             )
         return files
     try:
@@ -140,10 +142,10 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def indexed_files(text: str) -> list[str]:
-    """The files that an index of weights names, sorted.
+    """The sorted file names in an index of weights.
 
     Raises:
-        ValueError: it is none, or names files that lie elsewhere.
+        ValueError: it is not an index, or names files outside its directory.
     """
     try:
         names = sorted(set(json.loads(text)["weight_map"].values()))
@@ -156,12 +158,15 @@ def indexed_files(text: str) -> list[str]:
 
 
 def read_text(file: Path) -> str:
-    """Raises `ModelError`: it cannot be read, is no text, is far too long, or git left only its
-    name there."""
+    """Read a text file.
+
+    Raises:
+        ModelError: the file cannot be read, is not text, is far too long, or is a git-LFS pointer.
+    """
     with _reading(file):
         if file.stat().st_size > MAX_TEXT_NBYTES:
             raise ModelError(
-                f"{file} has {file.stat().st_size / 1e9:.1f} GB, and such files have some MB;"
+                f"{file} has {file.stat().st_size / 1e9:.1f} GB, but such files have only some MB;"
                 " download it again"
             )
         raw = file.read_bytes()
@@ -170,7 +175,11 @@ def read_text(file: Path) -> str:
 
 
 def read_header(file: Path) -> Header:
-    """Raises `ModelError`: the file is cut off, damaged, a pointer, or not of this format."""
+    """Read the header of a safetensors file.
+
+    Raises:
+        ModelError: the file is cut off, damaged, a git-LFS pointer, or not in this format.
+    """
     with _reading(file), file.open("rb") as opened:
         _refuse_lfs_pointer(file, opened.read(len(_LFS_POINTER)))
         opened.seek(0)
@@ -208,7 +217,7 @@ def _parse(header: Any, file: Path, start: int) -> Iterator[tuple[str, StoredTen
 
 
 def _refuse_overlaps(tensors: Mapping[str, StoredTensor]) -> None:
-    """Raises `ValueError`: the format lets no two tensors share bytes."""
+    """Raise `ValueError` if two tensors share bytes, which the format does not allow."""
     ordered = sorted(tensors.items(), key=lambda each: (each[1].begin, each[1].end))
     for (name, tensor), (following, next_one) in pairwise(ordered):
         if next_one.begin < tensor.end:
@@ -234,7 +243,7 @@ def _refuse_lfs_pointer(file: Path, raw: bytes) -> None:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Turn errors of the file system into `ModelError`s."""
+    """Convert errors of the file system to `ModelError`s."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What a rank of a worker asks of the others while it computes a step."""
+"""The operations between the ranks of a worker while they compute a step."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ class Communicator(Protocol):
 
     @property
     def share(self) -> Share:
-        """Which rank this is, and how many there are."""
+        """The number of this rank, and how many ranks there are."""
         ...
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """Replace `x`, which is contiguous, by its sum over all ranks, the same on each of them."""
+        """Replace `x`, which must be contiguous, by its sum over all ranks; it is equal on all."""
         ...
 
     def largest_(self, x: Tensor) -> Tensor:
-        """Replace `x` by its largest over all ranks. For a start: a rank may fail while it loads,
-        and then this raises, between GPUs too."""
+        """Replace each value of `x` by the largest one of all ranks.
+
+        For use during the start: if a rank fails while it loads, this raises, also between GPUs.
+        """
         ...
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Join the columns of all ranks: [num_rows, sum(widths)] on the first rank.
 
-        Others get back `x`, [num_rows, widths[rank]]. On the first rank the call ends after the
-        work that the others were given before, also if there are no rows.
+        Other ranks get back `x`, [num_rows, widths[rank]]. On the first rank the call ends after
+        all earlier work of the others, even if there are no rows.
         """
         ...
 
     def broadcast_(self, x: Tensor) -> Tensor:
-        """Replace `x` by that of the first rank."""
+        """Replace `x` by the first rank's tensor."""
         ...

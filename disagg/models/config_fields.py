@@ -1,4 +1,4 @@
-"""The keys of a config.json, each read as what it must be. Knows no torch."""
+"""Reads the keys of a config.json, and checks their types and ranges. Knows no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Fields:
         return None if self.raw[key] is None else self.size(key)
 
     def flag(self, key: str) -> bool:
-        """True or false. Raises `ModelError`: also for null, which transformers refuses."""
+        """True or false. Raises `ModelError`, also for null, which transformers refuses."""
         value = self.raw[key]
         if not isinstance(value, bool):
             raise self.wrong(f"{key} must be true or false, not {json.dumps(value)}")
@@ -49,5 +49,5 @@ class Fields:
         return float(value)
 
     def first_of(self, *keys: str) -> str:
-        """The first of several names of one key that the file has; else the first of all."""
+        """The first of several names of a key that the file has; if it has none, the first name."""
         return next((key for key in keys if key in self.raw), keys[0])

@@ -1,7 +1,7 @@
-"""The decoder: all families are one program, which a `ModelConfig` describes layer by layer.
+"""The decoder: one program for all families. A `ModelConfig` describes it layer by layer.
 
-Decides the order of operations of a forward pass. Each operation is done by the `Ops` of the
-device; batching and sampling are the engine's.
+It decides the order of operations of a forward pass. The device's `Ops` compute each operation;
+batching and sampling belong to the engine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from disagg.models.weights import (
 
 log = logging.getLogger(__name__)
 
-# Of what attention or an MLP gives before it is added, and of the sum for what follows. A family
-# may lack either.
+# The norm of the output of attention or an MLP before it is added, and the norm of the sum for the
+# next operation. A family may lack either.
 Norms: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 
@@ -50,15 +50,15 @@ class Decoder:
     """A decoder-only transformer over a paged KV cache.
 
     Args:
-        weights: consumed; packed copies may replace them.
-        ops: the device's operations; by default what `ops_for` chooses.
-        quantization: of matrices, as they are packed; for the default `ops`.
-        communicator: with the other ranks, if `config` and `weights` are one rank's part.
+        weights: the caller may not use them again; packed copies may replace them.
+        ops: the device's operations; by default those that `ops_for` chooses.
+        quantization: how the default `ops` quantise matrices when they pack them.
+        communicator: connects the ranks, if `config` and `weights` are one rank's part.
 
     Attributes:
         ranks: the communicator.
-        step: the compiled decode step; None where `ops` compute them.
-        step_sentence: for people: what computes decode steps, and why.
+        step: the compiled decode step; None if `ops` compute decode steps.
+        step_sentence: tells people what computes decode steps, and why.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Decoder:
         return self.ops.rope_table(cos, sin, self.dtype).to(self.device)
 
     def _table(self, weights: DecoderWeights) -> Tensor | Int8Linear | Int4Linear:
-        """Where embeddings are looked up."""
+        """The table in which embeddings are looked up."""
         if isinstance(self._lm_head, Int8Linear | Int4Linear):
-            if weights.lm_head is weights.embedding:  # one table of few bits serves both
+            if weights.lm_head is weights.embedding:  # one quantised table serves both
                 return self._lm_head
             if isinstance(self._lm_head, Int4Linear) and isinstance(weights.embedding, Tensor):
                 return Int4Linear(weights.embedding, None)
@@ -115,7 +115,7 @@ class Decoder:
 
     @property
     def num_logits(self) -> int:
-        """Columns of what `forward` returns."""
+        """The number of columns of the logits that `forward` returns."""
         if self.ranks is None or self.ranks.share.is_first:
             return self.config.vocab_size
         first, end = self.ranks.share.of(self.config.vocab_size)
@@ -129,17 +129,17 @@ class Decoder:
         paging: Paging | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
-        """Compute one step; the keys and values of its tokens are written to `kv_cache`.
+        """Compute one step, and write the keys and values of its tokens to `kv_cache`.
 
         Args:
-            batch: the step's tokens; `models.batch.Batch` gives the shapes.
-            kv_cache: of the model's dtype, or of a format with scales.
-            paging: what `ops.plan` would derive from both, where that was done before.
-            logits: where to write the result; a new tensor if None.
+            batch: the step's tokens; see `models.batch.Batch` for the shapes.
+            kv_cache: in the model's dtype, or in a format with scales.
+            paging: the result of `ops.plan` for both, if it was computed before.
+            logits: the tensor for the result; None: a new one.
 
         Returns:
-            float32 [num_logits, vocab_size] for the tokens of `batch.logits_rows`; with a
-            communicator on the first rank only, on others their part of the vocabulary.
+            float32 [num_logits, vocab_size] for the tokens of `batch.logits_rows`. With a
+            communicator only the first rank has all columns; the others have their part.
         """
         if logits is None and self.step is not None and self.step.takes(batch, kv_cache):
             return self.step.run(batch, kv_cache)
@@ -148,12 +148,12 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [num_rows, vocab_size] for some rows of what `hidden` returned."""
+        """The logits, float32 [num_rows, vocab_size], of some rows of the result of `hidden`."""
         return self._project_vocabulary(hidden).float()
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
-        """As `forward`, up to where logits are made: [num_logits, hidden_size], normed."""
+        """As `forward`, but returns the normed hidden states, [num_logits, hidden_size]."""
         if self.step is not None and self.step.takes_large(kv_cache):
             return self.step.hidden(batch, kv_cache, self._embed(batch.token_ids))
         ops = self.ops
@@ -170,8 +170,8 @@ class Decoder:
             own_rows = rope_rows if layer.window is None else window_rows
             attended = self._attend(layer, index, normed, own_rows, kv_cache, paging)
             if index == last and batch.logits_rows.shape[0] != num_tokens:
-                # After the last attention only the rows whose logits are wanted matter (as many
-                # rows as tokens are all of them, in order).
+                # After the last attention only the rows whose logits are needed matter (if there
+                # are as many rows as tokens, they are all rows in order).
                 attended = attended.index_select(0, batch.logits_rows)
                 hidden = hidden.index_select(0, batch.logits_rows)
             norms = layer.output_norm, layer.post_norm
@@ -189,7 +189,7 @@ class Decoder:
         kv_cache: KVPages,
         paging: Paging,
     ) -> Tensor:
-        """Attention of layer `index`, up to the projection of its output."""
+        """The attention of layer `index`, without the projection of its output."""
         ops, config = self.ops, self.config
         projected = ops.project(normed, layer.qkv)
         if layer.latent is not None:
@@ -205,7 +205,8 @@ class Decoder:
     def _mlp(
         self, mlp: Mlp | ExpertMlp, normed: Tensor, hidden: Tensor, norms: Norms
     ) -> tuple[Tensor, Tensor]:
-        """Add what the MLP makes of `normed` to `hidden`; also normalise that for what follows."""
+        """Add the MLP's output for `normed` to `hidden`. Returns the sum, and the sum normalised
+        for the next layer."""
         ops = self.ops
         if isinstance(mlp, Mlp):
             inner = ops.project_gated(normed, mlp.gate_up, self.config.activation)
@@ -224,7 +225,7 @@ class Decoder:
     def _project_add_norm(
         self, x: Tensor, weight: Weight, residual: Tensor, norms: Norms
     ) -> tuple[Tensor, Tensor]:
-        """As `Ops.project_add_norm`, summed over ranks, of which each has columns of the weight."""
+        """As `Ops.project_add_norm`, summed over the ranks, each of which has some columns."""
         own, following = norms
         if self.ranks is None and own is None and following is not None:
             eps = self.config.rms_norm_eps
@@ -247,7 +248,7 @@ class Decoder:
         return x if norm is None else self.ops.rms_norm(x, norm, self.config.rms_norm_eps)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens, hidden_size]."""
+        """The embeddings of tokens, [num_tokens, hidden_size]."""
         if self.ranks is None:
             found = self._looked_up(token_ids)
         else:
@@ -288,7 +289,7 @@ def load_model(
 
     Args:
         progress: called with (bytes loaded, bytes in all) after each tensor.
-        quantization: of matrices, each as soon as its layer was read.
+        quantization: how matrices are quantised, each as soon as its layer was read.
         ops: as in `Decoder`.
 
     Raises:
@@ -306,13 +307,13 @@ def load_model(
     if device.type == "cpu":
         log.info("Decode steps: %s.", decoder.step_sentence)
     if decoder.step is not None:
-        # After what was freed: else its neighbours would be cut out of the huge pages again.
+        # This comes after memory was freed; otherwise freeing would split the huge pages again.
         log.info("%d MB of weights are in huge pages.", decoder.step.use_huge_pages() >> 20)
     return decoder
 
 
 def scores_of(config: ModelConfig) -> Scores:
-    """How attention makes its scores, but for latents."""
+    """How attention makes its scores, except with latents."""
     return Scores(config.score_scale, config.score_cap)
 
 
@@ -324,7 +325,7 @@ def random_decoder(
 
 
 def _give_back_freed_memory() -> None:
-    """Else glibc keeps what was freed between packed weights: 100 MB of a 160M model's 730."""
+    """Return freed memory between packed weights, which glibc keeps: 100 MB for a 160M model."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

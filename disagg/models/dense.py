@@ -1,4 +1,4 @@
-"""What the compiled step (`csrc/step.cpp`) is given of a model."""
+"""The description of a model for the compiled step (`csrc/step.cpp`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dense_model(
     norm: Tensor,
     head: Weight,
 ) -> DenseModel:
-    """Of a model that has nothing that `not_compiled` names."""
+    """Describe a model, which may have no feature that `not_compiled` names."""
     packed = []
     for layer in layers:
         assert isinstance(layer.mlp, Mlp)

@@ -1,7 +1,7 @@
 """The description of a model: the only reader of a model's directory. Reads no weights.
 
-Workers, ingresses, the planner and the doctor take a `ModelDescription` and ask it for what they
-need; none of them knows file names. Another source of models would be another case of
+Workers, ingresses, the planner and the doctor get a `ModelDescription` and ask it for what they
+need, so none of them knows file names. A new source of models would be a new case in
 `describe_model`. Knows no torch.
 """
 
@@ -31,7 +31,7 @@ _ADAPTER = "adapter_config.json"
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Used where a request says nothing, as the model's authors advise."""
+    """Sampling parameters that the model's authors recommend, for requests that do not set them."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -43,10 +43,10 @@ class GenerationDefaults:
 def describe_model(model: str | Path) -> ModelDescription:
     """Describe a Hugging Face model directory or a GGUF file.
 
-    A directory with one GGUF file and no safetensors stands for that file.
+    A directory with one GGUF file and no safetensors counts as that file.
 
     Raises:
-        ModelError: there is none, its configuration is missing or broken, or the model is not
+        ModelError: the model does not exist, its configuration is missing or broken, or it is not
             supported.
     """
     files = _files(Path(model))
@@ -54,7 +54,7 @@ def describe_model(model: str | Path) -> ModelDescription:
     text = files.read("config.json")
     if text is None and files.read(_ADAPTER) is not None:
         raise ModelError(
-            f"{model} is a LoRA adapter, which is not served by itself; merge it into its model"
+            f"{model} is a LoRA adapter, which cannot be served alone; merge it into its model"
             " (merge_and_unload() of PEFT)"
         )
     if text is None:
@@ -82,14 +82,16 @@ def _files(place: Path) -> DirectoryFiles | GgufFiles:
 
 
 class ModelDescription:
-    """A model that is supported; what is asked for is read then, and raises `ModelError` if it is
-    missing or broken. A planner needs no weights, and a worker no chat template.
+    """A supported model.
+
+    Each file is read when it is first needed, and raises `ModelError` if it is missing or broken. A
+    planner needs no weights, and a worker needs no chat template.
 
     Attributes:
-        source: where it is from, for messages.
+        source: the model's path, for messages.
         config: the numbers of its decoder.
-        reads_images: it is the text part of a model that reads images, too; what reads these is
-            left out.
+        reads_images: whether it is the text part of a model that also reads images, whose other
+            parts are left out.
     """
 
     def __init__(
@@ -112,17 +114,17 @@ class ModelDescription:
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Where each tensor lies, by its name. Costs milliseconds: only headers are read.
+        """The place of each tensor, by its name. Takes milliseconds, because only headers are read.
 
-        The pieces of a quantised matrix are one tensor. Raises `ModelError`.
+        The pieces of a quantised matrix count as one tensor. Raises `ModelError`.
         """
         tensors: dict[str, StoredTensor] = {}
         for file, header in self._headers.items():
             for name, tensor in self._of_text(header):
                 if name in tensors:
                     raise ModelError(
-                        f"{name} lies in {tensors[name].file} and in {file}; a directory holds one"
-                        " checkpoint"
+                        f"{name} is in {tensors[name].file} and in {file}; a directory must hold"
+                        " only one checkpoint"
                     )
                 tensors[name] = tensor
         quantized = self.config.quantized
@@ -137,7 +139,7 @@ class ModelDescription:
 
     @property
     def stored_nbytes(self) -> int:
-        """Of the weights in their files, with the scales of quantised ones."""
+        """The size of the weights in their files, including scales."""
         return sum(
             tensor.nbytes if isinstance(tensor, QuantizedStored) else tensor.end - tensor.begin
             for tensor in self.tensors.values()
@@ -145,12 +147,12 @@ class ModelDescription:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether some weights in the files are of fewer bits than they are computed with."""
+        """Whether some weights in the files are quantised."""
         return any(not tensor.is_float for tensor in self.tensors.values())
 
     @property
     def num_parameters(self) -> int:
-        """As stored: a matrix that is tied to another one counts once. 0: there are no weights."""
+        """The number of stored parameters; tied matrices count once. 0: there are no weights."""
         if not self._files.has_weights:
             return 0
         return sum(
@@ -161,12 +163,12 @@ class ModelDescription:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A name for the contents, the same on every machine: equal only for equal weights,
-        architecture and tokenizer.
+        """A digest of the model, the same on every machine.
 
-        Covers the configuration, the tokenizer and of every tensor its name, type, shape, place
-        and a sample from its middle, so that two trainings of one architecture differ. Reading all
-        weights would take minutes for large models; none are needed where no worker runs.
+        It is equal only for equal weights, architecture and tokenizer. It covers the configuration,
+        the tokenizer, and the name, type, shape, place and a sample from the middle of every
+        tensor, so that two trainings of one architecture differ. Reading all weights would take
+        minutes for large models. Without weights it covers the rest.
         """
         digest = hashlib.blake2b(digest_size=16, person=b"disagg-model")
         for name in ("config.json", "tokenizer.json"):
@@ -182,7 +184,7 @@ class ModelDescription:
         return digest.hexdigest()
 
     def read_tokenizer(self) -> str:
-        """The JSON of Hugging Face's `tokenizers`. Megabytes, so it is not kept."""
+        """Read the JSON of Hugging Face's `tokenizers`. It has megabytes, so it is not cached."""
         text = self._files.read("tokenizer.json")
         if text is None:
             raise ModelError(
@@ -193,8 +195,11 @@ class ModelDescription:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source: `chat_template.jinja`, else as `tokenizer_config.json` has it, else as
-        `chat_template.json`, which older models that read images have."""
+        """The Jinja source of the chat template; None if there is none.
+
+        It is in `chat_template.jinja`, or else in `tokenizer_config.json`, or else in
+        `chat_template.json`, which older models that read images have.
+        """
         template = self._files.read("chat_template.jinja")
         if template is not None:
             return template
@@ -208,7 +213,7 @@ class ModelDescription:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Those that templates name, as `bos_token`; an entry is text or {"content": text}."""
+        """Special tokens by the names that templates use, such as `bos_token`."""
         tokens: dict[str, str] = {}
         for name, value in self._tokenizer_config.items():
             content = value.get("content") if isinstance(value, dict) else value
@@ -218,7 +223,7 @@ class ModelDescription:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """What ends an answer: as generation_config.json says, else as config.json does."""
+        """The tokens that end an answer, from generation_config.json, or else config.json."""
         key, name = "eos_token_id", "generation_config.json"
         value = self._generation.get(key)
         if value is None:
@@ -227,13 +232,13 @@ class ModelDescription:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
             raise self._wrong(name, f"{key} must be a token id, or a list of them, not {value!r}")
-        # Some files mean "none" by -1.
+        # In some files -1 means that there is none.
         return tuple(dict.fromkeys(each for each in ids if each >= 0))
 
     @property
     def defaults(self) -> GenerationDefaults:
-        """What generation_config.json recommends; 0 is a recommendation, null is none."""
-        said: dict[str, float] = {}
+        """The recommendations of generation_config.json. 0 is a recommendation, and null is not."""
+        stated: dict[str, float] = {}
         for key, (range_text, fits) in _RANGES.items():
             value = self._generation.get(key)
             if value is None:
@@ -243,11 +248,11 @@ class ModelDescription:
                 raise self._wrong(
                     "generation_config.json", f"{key} must be {range_text}, not {value!r}"
                 )
-            said[key] = float(value)
-        if self._generation.get("do_sample") is False:  # said, not just left out
-            said["temperature"] = 0.0
-        top_k = max(0, int(said.pop("top_k", 0)))
-        return GenerationDefaults(top_k=top_k, **said)
+            stated[key] = float(value)
+        if self._generation.get("do_sample") is False:  # stated, not only left out
+            stated["temperature"] = 0.0
+        top_k = max(0, int(stated.pop("top_k", 0)))
+        return GenerationDefaults(top_k=top_k, **stated)
 
     @cached_property
     def _headers(self) -> dict[Path, Header]:
@@ -279,7 +284,7 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def _json(text: str, file: Path) -> Json:
-    """A JSON object. Raises `ModelError`."""
+    """Parse a JSON object. Raises `ModelError`."""
     try:
         parsed: Any = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What config.json says about a mixture of experts. Knows no torch."""
+"""Reads the settings of a mixture of experts from config.json. Knows no torch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from disagg.models.family import ExpertNames
 
 MXFP4 = "mxfp4"
 MXFP4_GROUP = 32  # values that share a scale
-MXFP4_NBYTES = (MXFP4_GROUP / 2 + 1) / MXFP4_GROUP  # of a value
-_MOST = 10_000  # experts of a layer; there are models with hundreds
+MXFP4_NBYTES = (MXFP4_GROUP / 2 + 1) / MXFP4_GROUP  # bytes per value
+_MOST = 10_000  # most experts of a layer; real models have hundreds
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The MLP of a layer that has experts: each token goes through a few of them.
+    """The settings of layers with experts: each token goes through a few of them.
 
     Attributes:
-        num_experts_per_tok: how many a token goes through.
-        intermediate_size: of one expert.
-        shared_intermediate_size: of the expert that all tokens go through; 0: there is none.
-        is_normalized: the weights of a token's experts add up to 1. Otherwise they are what a
-            softmax over all experts gives them.
-        has_bias: the router and the experts have biases.
-        swiglu_limit: of the clamped SwiGLU of gpt-oss, whose sigmoid is steeper by `swiglu_alpha`;
+        num_experts_per_tok: number of experts that a token goes through.
+        intermediate_size: inner size of one expert.
+        shared_intermediate_size: inner size of the expert that all tokens go through; 0: there is
+            none.
+        is_normalized: whether the weights of a token's experts add up to 1. If not, they are taken
+            from the softmax over all experts.
+        has_bias: whether the router and the experts have biases.
+        swiglu_limit: limit of gpt-oss's clamped SwiGLU, whose sigmoid is steeper by `swiglu_alpha`;
             None: plain SwiGLU.
-        is_mxfp4: the experts are stored as MXFP4: 4-bit floats, 32 of which share a power of two.
-        grouping: how they are chosen; None: those with the largest logits.
+        is_mxfp4: whether experts are stored as MXFP4: 4-bit floats, 32 of which share a power of
+            two.
+        grouping: how experts are chosen; None: those with the largest logits.
     """
 
     num_experts: int
@@ -46,12 +48,12 @@ class ExpertsConfig:
 
 
 def experts_config(fields: Fields, names: ExpertNames) -> ExpertsConfig:
-    """Raises `ModelError`: a number is missing or wrong."""
+    """Read the settings. Raises `ModelError` if a number is missing or wrong."""
     num_experts = fields.size(fields.first_of(*names.num_experts), _MOST)
     num_chosen = fields.size("num_experts_per_tok")
     if num_chosen > num_experts:
         raise fields.wrong(
-            f"num_experts_per_tok is {num_chosen}, and there are {num_experts} experts"
+            f"num_experts_per_tok is {num_chosen}, but there are only {num_experts} experts"
         )
     clamp = {}
     if names.is_clamped:
@@ -95,7 +97,7 @@ def dense_layers(fields: Fields, names: ExpertNames) -> frozenset[int]:
 
 
 def _dense_of(fields: Fields, key: str) -> frozenset[int]:
-    """Layers that a list calls dense; without one, the first."""
+    """The layers that a list calls dense; without a list, the first layer."""
     num_layers, kinds = fields.size("num_hidden_layers"), fields.raw.get(key)
     if kinds is None:
         if fields.raw.get("first_k_dense_replace", 1) != 1:
@@ -118,7 +120,7 @@ def _grouping(fields: Fields, names: ExpertNames, num_experts: int, num_chosen: 
         "scoring_func": (names.scoring,),
         "moe_layer_freq": (1,),
     }
-    if not is_sigmoid:  # transformers does not read it there, and the model's own code does
+    if not is_sigmoid:  # transformers ignores it in this case, but the model's own code reads it
         only["norm_topk_prob"] = (False,)
     for key, possible in only.items():
         if fields.raw.get(key, possible[0]) not in possible:
@@ -136,8 +138,8 @@ def _grouping(fields: Fields, names: ExpertNames, num_experts: int, num_chosen: 
         )
     if num_chosen > size * num_chosen_groups:
         raise fields.wrong(
-            f"num_experts_per_tok is {num_chosen}, and {num_chosen_groups} groups (topk_group) have"
-            f" {size * num_chosen_groups} experts"
+            f"num_experts_per_tok is {num_chosen}, but {num_chosen_groups} groups (topk_group) have"
+            f" only {size * num_chosen_groups} experts"
         )
     return Grouping(
         num_groups, num_chosen_groups, is_sigmoid, fields.number("routed_scaling_factor")
@@ -145,7 +147,10 @@ def _grouping(fields: Fields, names: ExpertNames, num_experts: int, num_chosen: 
 
 
 def _is_mxfp4(fields: Fields, names: ExpertNames) -> bool:
-    """Of a family whose experts are stacked; others are as `quantized_config` says."""
+    """Whether the experts of a family with stacked experts are MXFP4.
+
+    For other families see `quantized_config`.
+    """
     quantization = fields.raw.get("quantization_config")
     if not quantization or not names.is_stacked:
         return False
@@ -153,6 +158,6 @@ def _is_mxfp4(fields: Fields, names: ExpertNames) -> bool:
     if method != MXFP4:
         raise ModelError(
             f"{fields.place}: the weights are quantised ({method}); only float and MXFP4"
-            " checkpoints of this family are loaded"
+            " checkpoints of this family are supported"
         )
     return True

@@ -1,7 +1,7 @@
 """The supported model families, with the defaults and switches of their classes in transformers.
 
-A family whose layers have nothing new is one entry here. Other tensor names are added in `parts`,
-another computation in `decoder`. Knows no torch.
+If the layers of a new family have nothing new, the family is one entry here. New tensor names are
+added in `parts`, and new computations in `decoder`. Knows no torch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _GEMMA: Json = {
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
-# Old files of Gemma say "gelu", and mean the approximation.
+# Old files of Gemma say "gelu" but mean the approximation with tanh.
 _GELU_TANH = ("gelu_pytorch_tanh", "gelu")
 _GEMMA2 = Family(
     model_type="gemma2",
@@ -154,7 +154,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             windows="all",
             is_fused=True,
-            rope_kinds=("default",),  # its others are longrope, whatever they are called
+            rope_kinds=("default",),  # all its other kinds are longrope, whatever their names are
         ),
         "MixtralForCausalLM": Family(
             model_type="mixtral",

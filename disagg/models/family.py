@@ -1,4 +1,4 @@
-"""What a model family is: the switches by which its layers differ from others. Knows no torch."""
+"""The description of a model family: its differences from other families. Knows no torch."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ Json: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """What a family with experts calls them in config.json and in its checkpoints.
+    """The names that a family with experts has for them in config.json and in its checkpoints.
 
     Attributes:
-        num_experts: keys for their number, of which a file has one.
-        intermediate_size: the key for the size of one.
-        router: its tensor, under the layer.
-        gate, up, down: tensors of expert {}, under the layer. Of `is_stacked` all experts lie in
-            one tensor, gate and up in turn, and `up` is not used.
-        shared: the expert that all tokens go through and its gate, with the key for its size.
-        is_normalized: always; else as `norm_topk_prob` says.
-        has_dense_layers: whether `mlp_only_layers` and `decoder_sparse_step` may name some.
-        is_clamped: whether they compute the clamped SwiGLU.
-        scoring: of DeepSeek's routers, which may choose from groups (`kernels.grouping`); empty:
-            the largest logits are chosen.
-        score_bias: its tensor, under the layer.
-        num_shared: the key for how many experts of the same size all tokens go through; they are
-            stored as one.
-        first_dense: the key for how many layers have none, the first ones.
-        layer_kinds: the key for a list that calls each layer dense or sparse; without it, only the
-            first one is dense.
+        num_experts: keys for the number of experts, of which a file has one.
+        intermediate_size: key for the inner size of one expert.
+        router: the router's tensor, without the prefix of the layer.
+        gate, up, down: tensors of expert {}, without the prefix of the layer. If `is_stacked`, all
+            experts are in one tensor, rows of gate and up alternate, and `up` is not used.
+        shared: names of the expert that all tokens go through and of its gate, with the key for its
+            size.
+        is_normalized: whether weights are always normalised; if not, `norm_topk_prob` says it.
+        has_dense_layers: whether `mlp_only_layers` and `decoder_sparse_step` may name dense layers.
+        is_clamped: whether experts compute the clamped SwiGLU.
+        scoring: scoring of DeepSeek's routers, which may choose from groups (`kernels.grouping`);
+            empty: the experts with the largest logits are chosen.
+        score_bias: tensor of the bias of scores, without the prefix of the layer.
+        num_shared: key for the number of experts that all tokens go through; they have the same
+            size and are stored as one.
+        first_dense: key for the number of first layers, which have no experts.
+        layer_kinds: key for a list that calls each layer dense or sparse; without the list, only
+            the first layer is dense.
     """
 
     num_experts: tuple[str, ...]
@@ -56,34 +57,38 @@ class ExpertNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """
+    """A model family.
+
     Attributes:
-        model_type: what `config.json` calls it.
-        also_called: by files of models that are the same.
-        defaults: of its configuration class (transformers 5), for keys that a file may leave out.
-            Sizes that only the weights decide have none here: a file without them is broken.
-        attention_bias: of q, k, v and the output, as the key `attention_bias` says; of q, k and v,
-            always or as the key `qkv_bias` or `attention_bias` says; or none.
-        mlp_bias: whether the class knows the key `mlp_bias`.
-        qk_norm: whether q and k are normalised: each head, each head if the key `use_qk_norm` says
-            so, or all heads of q, and all heads of k, together.
-        windows: which layers have a sliding window: those that the file names if its
-            `use_sliding_window` says so; all if a size is set; those that the file names, else all
-            but every `full_every`-th; or none, and a file that wants one is refused.
-        full_every: a layer without a window is the last of so many. The key
-            `sliding_window_pattern` may say another number, if it is one of the `defaults`.
-        ropes_by_kind: layers with a window have rope settings of their own.
-        is_fused: whether q, k and v lie in one tensor, and gate and up in another.
-        rope_kinds: how its positions may be scaled; empty: in all ways.
+        model_type: its model_type in `config.json`.
+        also_called: model_types of other models that are the same.
+        defaults: defaults of its configuration class (transformers 5), for keys that a file may
+            leave out. Sizes that only the weights determine have no default, so a file without
+            them is broken.
+        attention_bias: "stated": q, k, v and the output have biases if the key `attention_bias`
+            says so. "qkv": only q, k and v have biases. "qkv_bias", "qkv attention_bias": only
+            these, if that key says so. "none": there are no biases.
+        mlp_bias: whether the class has the key `mlp_bias`.
+        qk_norm: how q and k are normalised: each head; each head if the key `use_qk_norm` says so
+            ("stated"); or all heads of q together, and all heads of k together.
+        windows: which layers have a sliding window: the layers that the file names, if its
+            `use_sliding_window` says so; all layers if a size is set; the layers that the file
+            names, or else all but every `full_every`-th; or none, and a file with a window is
+            refused.
+        full_every: every `full_every`-th layer has no window. The key `sliding_window_pattern` may
+            give another number, if it is one of the `defaults`.
+        ropes_by_kind: whether layers with a window have their own RoPE settings.
+        is_fused: whether q, k and v are one tensor, and gate and up are another one.
+        rope_kinds: the supported kinds of RoPE scaling; empty: all kinds.
         sinks: whether each query head has a logit that takes part in its softmax and has no value.
-        experts: what there is of experts in its layers.
+        experts: the names of its experts; None: it has no experts.
         is_latent: whether it has multi-head latent attention.
-        norms: where a layer has them: before attention and MLP, after both, or around both.
-        norms_less_one: whether a checkpoint has their weights less one. They are then kept in
-            float32, as transformers computes them.
+        norms: where the norms of a layer are: before attention and MLP, after both, or around both.
+        norms_less_one: whether a checkpoint has the weights of norms minus one. They are then kept
+            in float32, as transformers computes them.
         scaled_embedding: whether embeddings are multiplied by the square root of their size.
-        activations: of its MLPs, as config.json may call them; all are computed alike.
-        fits_float16: whether its activations do.
+        activations: names in config.json of the activation of its MLPs; all mean the same one.
+        fits_float16: whether its activations fit into float16.
     """
 
     model_type: str

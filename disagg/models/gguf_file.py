@@ -1,8 +1,9 @@
-"""The header of a GGUF file: its settings, and which tensor lies where. For `gguf_model`.
+"""Reads the header of a GGUF file: its settings, and the places of its tensors. For `gguf_model`.
 
-Follows https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf` library
-takes seconds and hundreds of megabytes for a vocabulary, in every process that describes a model,
-and has no clear error for a truncated file. It is used only to widen the values of blocks.
+It follows https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf`
+library takes seconds and hundreds of megabytes for a vocabulary, in every process that describes a
+model, and has no clear error for a truncated file. So it is used only to widen the values of
+blocks.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from disagg.errors import ModelError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # of `struct`, by type
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # codes of `struct`, by type
 _STRING, _ARRAY = 8, 9
 
-# Types whose blocks are read: by number, the name, and values and bytes of one block.
+# The supported types: number -> the name, and the values and bytes of one block.
 BLOCKS: Mapping[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -44,11 +45,12 @@ _OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """
+    """A tensor in a GGUF file.
+
     Attributes:
-        dtype: as the format names it: "F32", "Q4_K", ...
+        dtype: the format's name of its type: "F32", "Q4_K", ...
         shape: outermost dimension first, the reverse of the file's order.
-        begin, end: bytes of the file that hold it.
+        begin, end: the range of bytes of the file that holds it.
     """
 
     dtype: str
@@ -59,11 +61,12 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """
+    """The header of a GGUF file.
+
     Attributes:
         raw: all bytes before the tensors' values.
-        settings: by their full names, as "llama.block_count".
-        tensors: by the file's own names, as "blk.0.attn_q.weight".
+        settings: settings by their full names, such as "llama.block_count".
+        tensors: tensors by their names in the file, such as "blk.0.attn_q.weight".
     """
 
     raw: bytes
@@ -72,7 +75,11 @@ class GgufHeader:
 
 
 def read_gguf(file: Path) -> GgufHeader:
-    """Raises `ModelError`: no GGUF file, cut off, damaged, or with a type that is not read."""
+    """Read the header of a GGUF file.
+
+    Raises:
+        ModelError: it is not a GGUF file, is cut off or damaged, or has an unsupported type.
+    """
     try:
         with file.open("rb") as opened:
             if opened.read(4) != _MAGIC:
@@ -86,7 +93,7 @@ def read_gguf(file: Path) -> GgufHeader:
         raise ModelError(f"{file} cannot be read: {error}") from error
     except (struct.error, EOFError, OverflowError, MemoryError) as error:
         raise ModelError(f"{file} is cut off in its header; download it again") from error
-    except ValueError as error:  # a UnicodeDecodeError is one
+    except ValueError as error:  # includes UnicodeDecodeError
         raise ModelError(f"{file} is damaged: {error}; download it again") from error
 
 
@@ -139,8 +146,8 @@ def _parsed(content: mmap.mmap, file: Path) -> GgufHeader:
     version = cursor.number("I")
     if version not in _VERSIONS:
         raise ModelError(
-            f"{file} has version {version} of GGUF, or the byte order of another machine; versions"
-            f" {' and '.join(map(str, _VERSIONS))}, little-endian, are read"
+            f"{file} has GGUF version {version}, or another byte order; supported are versions"
+            f" {' and '.join(map(str, _VERSIONS))} in little-endian byte order"
         )
     num_tensors, num_settings = cursor.numbers("Q", 2)
     settings = {}
@@ -175,7 +182,7 @@ def _tensor(file: Path, name: str, dims: tuple[int, ...], kind: int, begin: int)
         supported = ", ".join(each for each, _, _ in BLOCKS.values())
         raise ModelError(
             f"{file}: {name} has type {_OTHER_TYPES.get(kind, f'number {kind}')}, which is not"
-            f" read; choose a file whose tensors are of {supported}"
+            f" supported; choose a file whose tensors are of {supported}"
         )
     dtype, num_values, nbytes = BLOCKS[kind]
     if not dims or not all(dims) or dims[0] % num_values:

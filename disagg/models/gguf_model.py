@@ -1,7 +1,7 @@
 """Presents a GGUF file as a Hugging Face directory, so that one reader understands both.
 
-Reverses `convert_hf_to_gguf.py` of llama.cpp for names and settings. Reads no values;
-`gguf_values` does.
+It reverses llama.cpp's `convert_hf_to_gguf.py` for names and settings. `gguf_values` reads the
+values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _FAMILIES: Mapping[str, str] = {
 }
 # llama.cpp calls it olmo2, with a window.
 _OLMO3 = "Olmo3ForCausalLM"
-# Layers of the models whose scores have another scale than that of their heads; files do not say.
+# Numbers of layers of the models whose score scale does not follow from the head size; files do not
+# say it.
 _SCALED_BY_HIDDEN = {"gemma2": 46, "gemma3": 62}
 # llama.cpp calls these llama, one with a window and one with experts.
 _WINDOWED, _WITH_EXPERTS = "MistralForCausalLM", "MixtralForCausalLM"
@@ -48,7 +49,7 @@ _SIZES: Mapping[str, str] = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
-# Another computation, where they are set and are not 0.
+# Settings that change the computation if they are set and not 0.
 _NOT_COMPUTED = (
     "expert_group_count",
     "expert_weights_scale",
@@ -58,7 +59,7 @@ _NOT_COMPUTED = (
     "residual_scale",
     "logit_scale",
 )
-# One tensor for all experts of a layer; they lie one after the other.
+# All experts of a layer are in one tensor, one after the other.
 _OF_ALL_EXPERTS: Mapping[str, Literal["gate", "up", "down"]] = {
     "ffn_gate_exps": "gate",
     "ffn_up_exps": "up",
@@ -71,7 +72,7 @@ _SHARED: Mapping[str, str] = {
 }
 _SOFTMAX = 1  # of `expert_gating_func`
 _ROPE_FACTORS = "rope_freqs.weight"
-# Of every llama3 scaling that Meta published; the factor itself is the largest of the file's.
+# Of every llama3 scaling that Meta published. The factor itself is the largest value in the file.
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -90,11 +91,12 @@ _DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16"}
 
 @dataclass(frozen=True)
 class GgufStored(StoredTensor):
-    """
+    """A tensor in a GGUF file, as transformers would store it.
+
     Attributes:
-        num_paired_heads: heads whose rows lie as llama.cpp turns them, the two of a pair side by
-            side; 0: as transformers has them, halves one after the other.
-        is_plus_one: of a norm whose weight transformers has less one.
+        num_paired_heads: number of heads whose rows are in llama.cpp's order, in which the two rows
+            of a RoPE pair are adjacent; 0: in transformers' order, one half after the other.
+        is_plus_one: whether it is the weight of a norm, and transformers stores it minus one.
     """
 
     num_paired_heads: int = 0
@@ -102,12 +104,12 @@ class GgufStored(StoredTensor):
 
 
 def gguf_families() -> frozenset[str]:
-    """The families that come as GGUF files too."""
+    """The families that are also supported as GGUF files."""
     return frozenset(_FAMILIES.values()) | {_WINDOWED, _WITH_EXPERTS, _OLMO3}
 
 
 def gguf_in(directory: Path) -> Path | None:
-    """The GGUF file that a directory holds. Raises `ModelError` if there are several."""
+    """The GGUF file in a directory; None if there is none. Raises `ModelError` for several."""
     files = sorted(directory.glob("*.gguf"))
     if len(files) > 1:
         raise ModelError(
@@ -118,7 +120,10 @@ def gguf_in(directory: Path) -> Path | None:
 
 
 class GgufFiles:
-    """What a directory's files would say. Raises `ModelError` for a file that is not supported."""
+    """The files that a Hugging Face directory with the same model would have.
+
+    Raises `ModelError` for a GGUF file that is not supported.
+    """
 
     has_weights = True
 
@@ -146,28 +151,28 @@ class GgufFiles:
         return self.place
 
     def read(self, name: str) -> str | None:
-        """What a file of that name would hold; None: nothing here says it."""
+        """The contents of the file with this name; None if the GGUF file has nothing for it."""
         with _reading_settings(self.place):
-            said = self._said(name)
-        return None if said is None else json.dumps(said, ensure_ascii=False)
+            contents = self._contents(name)
+        return None if contents is None else json.dumps(contents, ensure_ascii=False)
 
-    def _said(self, name: str) -> Any:
-        said: Any = None
+    def _contents(self, name: str) -> Any:
+        contents: Any = None
         if name == "config.json":
-            said = self._config
+            contents = self._config
         elif name == "tokenizer.json":
-            said = tokenizer_json(self._settings, self.place)
+            contents = tokenizer_json(self._settings, self.place)
         elif name == "tokenizer_config.json":
             roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-            said = {"chat_template": self._settings.get("tokenizer.chat_template")}
-            for role, theirs in roles.items():
-                token = token_of(self._settings, theirs, self.place)
+            contents = {"chat_template": self._settings.get("tokenizer.chat_template")}
+            for role, gguf_role in roles.items():
+                token = token_of(self._settings, gguf_role, self.place)
                 if token is not None:
-                    said[f"{role}_token"] = token[1]
+                    contents[f"{role}_token"] = token[1]
         elif name == "generation_config.json":
-            said = {key: self._settings.get(f"general.sampling.{_SAMPLING[key]}")
-                    for key in _SAMPLING}  # fmt: skip
-        return said
+            contents = {key: self._settings.get(f"general.sampling.{_SAMPLING[key]}")
+                        for key in _SAMPLING}  # fmt: skip
+        return contents
 
     def headers(self) -> dict[Path, Header]:
         tensors: dict[str, StoredTensor] = {}
@@ -178,7 +183,7 @@ class GgufFiles:
         return {self.place: Header(self._header.raw, tensors)}
 
     def _stored(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufStored]]:
-        """By the names of transformers; a name that is not known is kept, and refused later."""
+        """The tensors by transformers' names. An unknown name is kept, and refused later."""
         found = LAYER.fullmatch(name)
         place, kind = (found[2], found[3]) if found is not None else ("", "")
         family, layer = FAMILIES[self._family], f"model.layers.{found[1]}" if found else ""
@@ -189,23 +194,23 @@ class GgufFiles:
             pattern: str = getattr(experts, _OF_ALL_EXPERTS[place])
             for index in range(shape[0]):
                 own = begin + index * nbytes
-                its = GgufStored(self.place, tensor.dtype, shape[1:], own, own + nbytes)
-                yield f"{layer}.{pattern.format(index)}.{kind}", its
+                expert = GgufStored(self.place, tensor.dtype, shape[1:], own, own + nbytes)
+                yield f"{layer}.{pattern.format(index)}.{kind}", expert
             return
-        paired, theirs = 0, hf_name(name, family)
+        paired, new_name = 0, hf_name(name, family)
         if experts is not None and place == "ffn_gate_inp":
-            theirs = f"{layer}.{experts.router}.{kind}"
+            new_name = f"{layer}.{experts.router}.{kind}"
         elif experts is not None and place == "ffn_gate_inp_shexp":
-            theirs, shape = f"{layer}.{experts.shared_gate}.{kind}", (1, shape[-1])
+            new_name, shape = f"{layer}.{experts.shared_gate}.{kind}", (1, shape[-1])
         elif experts is not None and place in _SHARED:
-            theirs = f"{layer}.{experts.shared}.{_SHARED[place]}.{kind}"
+            new_name = f"{layer}.{experts.shared}.{_SHARED[place]}.{kind}"
         elif self._architecture == "llama" and place == "attn_q":
             paired = self._config["num_attention_heads"]
         elif self._architecture == "llama" and place == "attn_k":
             paired = self._config["num_key_value_heads"]
-        is_plus_one = family.norms_less_one and theirs.endswith("norm.weight")
-        its = GgufStored(self.place, tensor.dtype, shape, begin, end, paired, is_plus_one)
-        yield theirs, its
+        is_plus_one = family.norms_less_one and new_name.endswith("norm.weight")
+        stored = GgufStored(self.place, tensor.dtype, shape, begin, end, paired, is_plus_one)
+        yield new_name, stored
 
     def _setting(self, name: str, default: Any = None) -> Any:
         return self._settings.get(f"{self._architecture}.{name}", default)
@@ -251,7 +256,7 @@ class GgufFiles:
 
     @property
     def _windows(self) -> dict[str, Any]:
-        """Of config.json; without a pattern, windows are where the family usually has them."""
+        """The keys of config.json for windows. Without a pattern, the family's default counts."""
         window = self._setting("attention.sliding_window") or None
         if FAMILIES[self._family].windows != "alternating":
             if window and self._architecture != "llama":
@@ -266,7 +271,7 @@ class GgufFiles:
         return {"sliding_window": window, "layer_types": kinds}
 
     def _gemma(self, heads: int, hidden: int, head_dim: int) -> dict[str, Any]:
-        """Of config.json, for Gemma 2 and later. What a file leaves out is as llama.cpp has it."""
+        """The keys of config.json for Gemma 2 and later, with llama.cpp's defaults."""
         if "query_pre_attn_scalar" not in FAMILIES[self._family].defaults:
             return {}
         num_layers = self._setting(_SIZES["num_hidden_layers"])
@@ -290,7 +295,7 @@ class GgufFiles:
 
     @property
     def _experts(self) -> dict[str, Any]:
-        """Of config.json, for the families with experts; sizes are those of the first layer."""
+        """The keys of config.json for families with experts, with the sizes of the first layer."""
         if FAMILIES[self._family].experts is None:
             return {}
         if self._setting("expert_gating_func", _SOFTMAX) != _SOFTMAX:
@@ -300,19 +305,21 @@ class GgufFiles:
             tensors.get(f"blk.0.{name}.weight") for name in ("ffn_gate_exps", "ffn_gate_shexp")
         )
         if gate is None or len(gate.shape) != 3:
-            raise ModelError(f"{self.place} has no blk.0.ffn_gate_exps.weight of all experts")
+            raise ModelError(
+                f"{self.place} has no tensor blk.0.ffn_gate_exps.weight with all experts"
+            )
         return {
             "num_experts": self._setting("expert_count"),
             "num_experts_per_tok": self._setting("expert_used_count"),
             "moe_intermediate_size": gate.shape[1],
             "shared_expert_intermediate_size": None if shared is None else shared.shape[0],
-            # As llama.cpp computes them, whatever a file says.
+            # llama.cpp computes them so, whatever a file says.
             "norm_topk_prob": self._architecture == "qwen3moe",
         }
 
     @property
     def _main_dtype(self) -> str:
-        """Of the first layer's matrices; norms are kept in F32 beside any other type."""
+        """The type of the first layer's matrices. Norms are always F32."""
         found = self._header.tensors.get("blk.0.attn_q.weight")
         return found.dtype if found is not None else ""
 
@@ -334,7 +341,7 @@ class GgufFiles:
         return scaling
 
     def _llama3(self, tensor: GgufTensor, head_dim: int) -> dict[str, Any] | None:
-        """Llama 3.1 and later: the file has what each frequency is divided by, not why."""
+        """The llama3 scaling. A file has only the divisor of each frequency, so it is derived."""
         if tensor.dtype != "F32" or tensor.shape != (head_dim // 2,):
             raise ModelError(f"{self.place}: {_ROPE_FACTORS} is not {head_dim // 2} values of F32")
         with self.place.open("rb") as opened:
@@ -342,7 +349,7 @@ class GgufFiles:
             found = struct.unpack(f"<{head_dim // 2}f", opened.read(tensor.end - tensor.begin))
         if set(found) == {1.0}:
             return None
-        factor = round(max(found), 3)  # the file has 32 bits of a quotient
+        factor = round(max(found), 3)  # the file has a quotient in float32
         scaling = {**_LLAMA3, "factor": factor}
         wanted = _llama3_factors(self._setting("rope.freq_base", 10_000.0), head_dim, factor)
         if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)):
@@ -361,7 +368,7 @@ class GgufFiles:
 
 @contextmanager
 def _reading_settings(file: Path) -> Iterator[None]:
-    """A setting of another type than it should have is found where it is used."""
+    """Raise `ModelError` for a setting of the wrong type, which is found only when it is used."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
@@ -372,7 +379,7 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> list[float]:
     low, high = 1.0, 4.0
     divisors = []
     for index in range(0, head_dim, 2):
-        turns = 8192 / (2 * math.pi * theta ** (index / head_dim))  # over the original positions
+        turns = 8192 / (2 * math.pi * theta ** (index / head_dim))  # in the original positions
         share = min(1.0, max(0.0, (turns - low) / (high - low)))
         divisors.append(1 / ((1 - share) / factor + share))
     return divisors

@@ -1,4 +1,4 @@
-"""What transformers calls the tensors of a GGUF file. Knows no torch."""
+"""Maps the tensor names of GGUF files to those of transformers. Knows no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_A_LAYER: Mapping[str, str] = {
 
 
 def hf_name(name: str, family: Family) -> str:
-    """What transformers calls a tensor; one that is not known keeps its name, and is refused."""
+    """The transformers name of a tensor. An unknown tensor keeps its name, and is refused later."""
     outer, _, kind = name.rpartition(".")
     if outer in _OUTER:
         return f"{_OUTER[outer]}.{kind}"
@@ -38,7 +38,7 @@ def hf_name(name: str, family: Family) -> str:
     if found is None:
         return name
     place = _OF_A_LAYER.get(found[2])
-    if found[2] == "ffn_norm":  # before the MLP, which transformers calls after the families
+    if found[2] == "ffn_norm":  # the norm before the MLP, whose name depends on the family
         around = family.norms == "around"
         place = "pre_feedforward_layernorm" if around else "post_attention_layernorm"
     return name if place is None else f"model.layers.{found[1]}.{place}.{found[3]}"

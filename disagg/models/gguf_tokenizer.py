@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file, as the `tokenizer.json` that transformers has for the same model.
+"""Converts the tokenizer of a GGUF file to a `tokenizer.json` as transformers has it.
 
-A GGUF file has tokens, merges and the name of a rule that cuts text into words. The rules
+A GGUF file has tokens, merges and the name of a rule that splits text into words. The rules
 themselves must be in the reader. This reader knows byte-level rules, copied from each model's own
 `tokenizer.json`, and SentencePiece (Llama 2, Mistral), which has scores instead of merges.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from disagg.errors import ModelError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens
-_SPACE = "▁"  # what SentencePiece writes for one
+_SPACE = "▁"  # SentencePiece's symbol for a space
 _END_OF_TURN = "<end_of_turn>"
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -38,22 +38,23 @@ _CUTS: Mapping[str, list[dict[str, Any]]] = {
     "llama-bpe": _cut_by(_WORDS % "{1,3}"),
     "qwen2": _cut_by(_WORDS % ""),
 }
-_WITH_BOS = ("llama-bpe",)  # where the file does not say
+_WITH_BOS = ("llama-bpe",)  # rules that add a BOS token if the file does not say it
 
 
 def tokenizer_json(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """
+    """Make the contents of tokenizer.json.
+
     Raises:
-        ModelError: the tokenizer is of a kind that is not known here, or incomplete.
+        ModelError: the kind of tokenizer is not supported, or it is incomplete.
     """
     model, rule = (str(settings.get(f"tokenizer.ggml.{key}")) for key in ("model", "pre"))
     if model == "llama":
         return _sentencepiece(settings, file)
     if model != "gpt2" or rule not in _CUTS:
         raise ModelError(
-            f"{file} has a tokenizer of model {model!r} that cuts words by {rule!r}; supported are"
-            f" model 'gpt2' with {', '.join(_CUTS)}, and model 'llama'. Others are served from a"
-            " Hugging Face directory with its tokenizer.json"
+            f"{file} has a tokenizer of model {model!r} that splits words by {rule!r}; supported"
+            f" are model 'gpt2' with {', '.join(_CUTS)}, and model 'llama'. For other tokenizers,"
+            " serve a Hugging Face directory with tokenizer.json"
         )
     tokens, merges = settings.get("tokenizer.ggml.tokens"), settings.get("tokenizer.ggml.merges")
     if not tokens or merges is None:
@@ -77,7 +78,7 @@ def tokenizer_json(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": rule == "llama-bpe",
-            # Unused ones only fill a table up to its size.
+            # Unused tokens only pad the vocabulary to its size.
             "vocab": {
                 token: number for number, token in enumerate(tokens) if types[number] != _UNUSED
             },
@@ -87,10 +88,10 @@ def tokenizer_json(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def token_of(settings: Mapping[str, Any], role: str, file: Path) -> tuple[int, str] | None:
-    """The token that a file names for `role`, as "eos"; None where it names none.
+    """The token that a file names for a role such as "eos"; None if it names none.
 
     Raises:
-        ModelError: there is no such token.
+        ModelError: the named token does not exist.
     """
     number = settings.get(f"tokenizer.ggml.{role}_token_id")
     if number is None:
@@ -98,28 +99,30 @@ def token_of(settings: Mapping[str, Any], role: str, file: Path) -> tuple[int, s
     tokens = settings.get("tokenizer.ggml.tokens") or []
     if not isinstance(number, int) or not 0 <= number < len(tokens):
         raise ModelError(
-            f"{file} is damaged: tokenizer.ggml.{role}_token_id is {number!r}, and it has"
+            f"{file} is damaged: tokenizer.ggml.{role}_token_id is {number!r}, but it has only"
             f" {len(tokens)} tokens"
         )
     return number, tokens[number]
 
 
 def end_of_turn(settings: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Gemma's token, which its files need not name: llama.cpp finds it by its text, too."""
+    """Gemma's end-of-turn token, found by its text as in llama.cpp, since files may not name it."""
     tokens = settings.get("tokenizer.ggml.tokens") or []
     return (tokens.index(_END_OF_TURN), _END_OF_TURN) if _END_OF_TURN in tokens else None
 
 
 def _types(settings: Mapping[str, Any], tokens: list[str], file: Path) -> list[int]:
-    """Of all tokens. Raises `ModelError`."""
+    """The types of all tokens. Raises `ModelError`."""
     types: list[int] = settings.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
-        raise ModelError(f"{file} has {len(tokens)} tokens and {len(types)} types of tokens")
+        raise ModelError(
+            f"{file} is damaged: it has {len(tokens)} tokens, but types for {len(types)} tokens"
+        )
     return types
 
 
 def _added(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
-    """Tokens that are found in a text before it is cut."""
+    """The tokens that are found in a text before it is split."""
     return [
         {
             "id": number,
@@ -136,7 +139,10 @@ def _added(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
 
 
 def _sentencepiece(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Its pieces are joined by their scores, the best first; what has no piece is bytes."""
+    """A SentencePiece tokenizer: pieces are joined by their scores, best first.
+
+    Text without a piece becomes bytes.
+    """
     tokens, scores = settings.get("tokenizer.ggml.tokens"), settings.get("tokenizer.ggml.scores")
     if not tokens or not scores or len(tokens) != len(scores):
         raise ModelError(f"{file} does not have a score for each token of tokenizer.ggml.tokens")
@@ -180,7 +186,7 @@ def _sentencepiece(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _merges(vocab: Mapping[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
-    """All pairs of pieces that make a piece, that with the best score first."""
+    """All pairs of pieces that join to a piece; the one with the best score comes first."""
     plain = {token: number for token, number in vocab.items() if types[number] == 1}
     found = []
     for token, number in plain.items():
@@ -194,7 +200,7 @@ def _merges(vocab: Mapping[str, int], types: list[int], scores: list[float]) -> 
 def _ends(
     settings: Mapping[str, Any], tokens: list[str], *, has_bos: bool
 ) -> dict[str, Any] | None:
-    """What is put around a prompt."""
+    """The post-processor that adds tokens around a prompt; None if there are none."""
     roles = {
         "bos": settings.get("tokenizer.ggml.add_bos_token", has_bos),
         "eos": settings.get("tokenizer.ggml.add_eos_token", False),

@@ -1,12 +1,11 @@
-"""The values of a GGUF file's tensors, widened to floats by the `gguf` library, or in the bits that
-they are stored in.
+"""Reads the values of a GGUF file's tensors, widened to floats by the `gguf` library, or packed.
 
-Blocks of 32 values (`ggml-common.h`): Q4_0 has a scale in float16, Q4_1 a least value behind it;
-then come 16 bytes, whose lower halves are the first 16 numbers. Q8_0 has a scale and 32 bytes.
+Blocks of 32 values (`ggml-common.h`): Q4_0 has a scale in float16, and Q4_1 also a least value.
+Then come 16 bytes, whose lower halves are the first 16 numbers. Q8_0 has a scale and 32 bytes.
 
-Blocks of 256: Q4_K has two floats, and for each 32 values two whole numbers of 6 bits that multiply
-them: the scale, and the least value less than 0. Q6_K has a float, and for each 16 values an int8
-that multiplies it.
+Blocks of 256 values: Q4_K has two floats, and for each 32 values two 6-bit integers that multiply
+them: the scale, and the negated least value. Q6_K has a float, and for each 16 values an int8 that
+multiplies it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from disagg.models.gguf_file import BLOCKS
 from disagg.models.gguf_model import GgufStored
 from disagg.models.packing import Packing
 
-# Of blocks [rows, blocks, bytes]: numbers, as `PackedMatrix` has them, and, in the order of groups,
-# scales and least values.
+# The contents of blocks [rows, blocks, bytes]: numbers, as in `PackedMatrix`, and, in the order of
+# groups, scales and least values.
 _Read: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 _HALF_NBYTES = 2
@@ -33,10 +32,10 @@ _SIZES = {name: (num_values, nbytes) for name, num_values, nbytes in BLOCKS.valu
 
 
 def read_values(stored: GgufStored, box: Sequence[tuple[int, int]] = ()) -> Tensor:
-    """One tensor in float32, its rows in transformers' order. Raises `OSError`.
+    """Read a tensor as float32, with its rows in transformers' order. Raises `OSError`.
 
     Args:
-        box: what to read of each dimension, of heads whole ones; empty: everything.
+        box: the range to read of each dimension, with whole heads; empty: everything.
     """
     dtype = GGMLQuantizationType[stored.dtype]
     raw = _raw_blocks(stored, box)
@@ -51,14 +50,14 @@ def read_values(stored: GgufStored, box: Sequence[tuple[int, int]] = ()) -> Tens
 def packed_values(
     stored: GgufStored, packing: Packing, box: Sequence[tuple[int, int]] = ()
 ) -> PackedMatrix:
-    """One matrix as it is stored, its rows in transformers' order.
+    """Read a matrix in its stored bits, with its rows in transformers' order.
 
     Args:
-        packing: of `packing.packing_of`.
-        box: the rows and the columns that are wanted, of heads whole ones; empty: everything.
+        packing: from `packing.packing_of`.
+        box: the range of rows and of columns to read, with whole heads; empty: everything.
 
     Raises:
-        OSError: it is cut off.
+        OSError: the file is cut off.
         ValueError: its scales hold NaN or infinite values.
     """
     nbytes = _SIZES[stored.dtype][1]
@@ -68,7 +67,7 @@ def packed_values(
         raise ValueError("its scales hold NaN or infinite values")
     first, end = _own_columns(stored, box)
     numbers, scales = numbers.flatten(1), scales.flatten(1)
-    # Of each group that is kept, the stored one that it is a part of.
+    # For each group that is kept, the stored group that contains it.
     size = numbers.shape[1] // scales.shape[1]
     owners = torch.arange(first, end, packing.group or size) // size
 
@@ -86,12 +85,12 @@ def packed_values(
 
 
 def _halves(blocks: Tensor, first: int, count: int) -> Tensor:
-    """So many float16, from a byte of each block on: [rows, blocks, count]."""
+    """Read `count` float16 from byte `first` of each block on: [rows, blocks, count]."""
     return blocks[:, :, first : first + count * _HALF_NBYTES].contiguous().view(torch.float16)
 
 
 def _nibbles(stored: Tensor) -> Tensor:
-    """The lower halves of bytes, and then the upper ones: int8 from -8 to 7."""
+    """The lower halves of all bytes, and then the upper halves, as int8 from -8 to 7."""
     return torch.cat((stored & 15, stored >> 4), -1).view(torch.int8).sub_(8)
 
 
@@ -110,7 +109,8 @@ def _q8_0(blocks: Tensor) -> _Read:
 
 def _q4_k(blocks: Tensor) -> _Read:
     scale, least = _halves(blocks, 0, 2).float().unsqueeze(3).unbind(2)
-    # Of 8 groups: the first 4 have 6 bits of a byte, the others 4, and 2 above those of the first.
+    # Of 8 groups, the first 4 have 6 bits of a byte; the others have 4 bits of a byte, and the 2
+    # upper bits of a byte of the first 4.
     low, below, rest = blocks[:, :, 4:16].reshape(*blocks.shape[:2], 3, 4).unbind(2)
     scales = torch.cat((low & 63, (rest & 15) | (low >> 2 & 48)), 2)
     leasts = torch.cat((below & 63, (rest >> 4) | (below >> 2 & 48)), 2)
@@ -124,7 +124,8 @@ def _q6_k(blocks: Tensor) -> _Read:
         blocks[:, :, :128].reshape(*blocks.shape[:2], 2, 64),
         blocks[:, :, 128:192].reshape(*blocks.shape[:2], 2, 32),
     )
-    # Of 128 numbers: four bits of all, and the two above them, 32 numbers after the other.
+    # 128 numbers have their four lower bits in one place and their two upper bits in another, 32
+    # numbers at a time.
     low = torch.cat((low & 15, low >> 4), 3)
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], 3)
     numbers = (low | high << 4).view(torch.int8).sub_(32)
@@ -142,13 +143,13 @@ _READ: Mapping[str, Callable[[Tensor], _Read]] = {
 
 
 def _raw_blocks(stored: GgufStored, box: Sequence[tuple[int, int]]) -> np.ndarray[Any, Any]:
-    """The bytes of the blocks that have what is wanted: [rows, bytes]. Raises `OSError`."""
+    """Read the bytes of the blocks that contain the box: [rows, bytes]. Raises `OSError`."""
     num_rows = stored.shape[0]
     first, end = box[0] if box else (0, num_rows)
     row_nbytes = (stored.end - stored.begin) // num_rows
     begin, shape = stored.begin + first * row_nbytes, (end - first, row_nbytes)
     if stored.file.stat().st_size < begin + shape[0] * row_nbytes:
-        raise OSError("it is cut off")
+        raise OSError("the file is cut off")
     mapped = np.memmap(stored.file, np.uint8, "r", begin, shape)
     num_values, nbytes = _SIZES[stored.dtype]
     columns = box[1] if len(box) > 1 else (0, row_nbytes // nbytes * num_values)
@@ -157,17 +158,17 @@ def _raw_blocks(stored: GgufStored, box: Sequence[tuple[int, int]]) -> np.ndarra
 
 
 def _own_columns(stored: GgufStored, box: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """First and end of the columns that are wanted, in the blocks that have them."""
+    """The range of the box's columns, counted from the first block that contains them."""
     columns = box[1] if len(box) > 1 else (0, stored.shape[1])
     first = columns[0] % _SIZES[stored.dtype][0]
     return first, first + columns[1] - columns[0]
 
 
 def _in_our_order(rows: Tensor, stored: GgufStored) -> Tensor:
-    """Rows of whole heads, as transformers has them."""
+    """Put the rows of whole heads into transformers' order."""
     if not stored.num_paired_heads:
         return rows
-    # [heads, head_dim / 2, 2, ...]: the two of a pair were put side by side.
+    # [heads, head_dim / 2, 2, ...]: llama.cpp stores the two rows of a pair next to each other.
     num_heads = stored.num_paired_heads * len(rows) // stored.shape[0]
     paired = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return paired.transpose(1, 2).reshape(rows.shape)

@@ -1,9 +1,9 @@
-"""Models by their names on a hub of Hugging Face: `Qwen/Qwen3-8B`.
+"""Fetches models by their names on the Hugging Face Hub, such as `Qwen/Qwen3-8B`.
 
-The library `huggingface_hub` does the work: its cache, so that what other programs fetched is used,
-and its environment (HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE). What is in the cache is served
-without asking the hub. config.json is fetched first: an unsupported model is refused before its
-weights are fetched.
+The library `huggingface_hub` does the work. It has the usual cache, so files that other programs
+fetched are used, and the usual environment variables (HF_TOKEN, HF_HOME, HF_ENDPOINT,
+HF_HUB_OFFLINE). A cached model is served without asking the hub. config.json is fetched first, so
+that an unsupported model is refused before its weights are fetched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from disagg.models.description import describe_model
 from disagg.models.fetched import MIB, NUM_PROGRESS_LINES, Say
 
 DEFAULT_REVISION = "main"
-# As the hub itself has it.
+# The hub's own rule for names.
 _REPOSITORY = re.compile(
     r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9](?:[\w.-]{0,94}\w)?/[A-Za-z0-9](?:[\w.-]{0,94}\w)?",
     re.ASCII,
@@ -49,28 +49,28 @@ _SETTINGS = frozenset(
         "chat_template.json",
     }
 )
-_SAY_AGAIN_S = 0.5  # sizes on the disk are not looked at more often
+_SAY_AGAIN_S = 0.5  # least time between two looks at the sizes on the disk
 _NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class _Stopped(Exception):
-    """A signal came while files were coming."""
+    """Raised if a signal arrives while files are fetched."""
 
 
 def is_repository(model: str) -> bool:
-    """Whether it is written as a model of a hub is: `organisation/name`, and no path."""
+    """Whether `model` has the form of a hub's model name, `organisation/name`, and is no path."""
     return _REPOSITORY.fullmatch(model) is not None and not Path(model).exists()
 
 
 def snapshot_of(repository: str, revision: str | None = None) -> Path | None:
-    """Its directory in this machine's cache; None: it is not there, or not whole.
+    """The directory of a model in this machine's cache; None if it is missing or incomplete.
 
     Raises:
-        ModelError: nothing can be called `revision`.
+        ModelError: `revision` is not a valid name.
     """
     if revision is not None and not _REVISION.fullmatch(revision):
         raise ModelError(
-            f"{revision!r} is not written as a branch, a tag or a commit is", param="revision"
+            f"{revision!r} is not a valid name of a branch, a tag or a commit", param="revision"
         )
     from huggingface_hub import try_to_load_from_cache
 
@@ -92,19 +92,19 @@ def _is_whole(directory: Path) -> bool:
 def fetch_repository(
     repository: str, revision: str | None, say: Say, is_stopped: Callable[[], bool]
 ) -> bool:
-    """Fetch what serving a model needs, unless it is there.
+    """Fetch the files that serving a model needs, unless they are in the cache.
 
     Args:
         revision: a branch, a tag or a commit; None: `DEFAULT_REVISION`.
-        say: told what happens.
-        is_stopped: asked after each part; whether to give up.
+        say: called with messages about the progress.
+        is_stopped: called after each part; returns whether to stop.
 
     Returns:
-        False: it was stopped. Files that came whole are kept; the next time fetches the others.
+        False if it was stopped. Complete files are kept; the next call fetches the others.
 
     Raises:
-        ModelError: it is there and cannot be served.
-        StartupError: it cannot be reached or kept.
+        ModelError: the model exists but cannot be served.
+        StartupError: the model cannot be fetched or stored.
     """
     if snapshot_of(repository, revision) is not None:
         return True
@@ -124,9 +124,9 @@ def fetch_repository(
         if WHOLE_WEIGHTS not in sizes and WEIGHTS_INDEX in sizes:
             index = _indexed(fetched(WEIGHTS_INDEX))
         names = needed_files(sizes, index)
-        # The tokenizer comes last and says that all is there: without an index, nothing else says
-        # how many files of weights there are. The other settings come before weights, so that they
-        # are there even if another program fetched the tokenizer.
+        # The tokenizer comes last and shows that everything is there, because without an index
+        # nothing tells how many files of weights there are. The other settings come before the
+        # weights, so that they are there even if another program fetched the tokenizer.
         for name in sorted(_SETTINGS.intersection(names) - {_TOKENIZER}):
             if is_stopped():
                 return False
@@ -152,15 +152,15 @@ def fetch_repository(
         except _Stopped:
             return False
         hf_hub_download(repository, _TOKENIZER, revision=Path(directory).name)
-    say("fetched", f"{repository} lies in {directory}", model=repository, file=directory)
+    say("fetched", f"{repository} is in {directory}", model=repository, file=directory)
     return True
 
 
 def fetch_config(repository: str, revision: str | None = None) -> Path:
-    """A directory with its config.json, which is all that planning needs.
+    """Fetch config.json, which is all that planning needs. Returns its directory.
 
     Raises:
-        StartupError: it cannot be reached or kept.
+        StartupError: it cannot be fetched or stored.
     """
     directory = snapshot_of(repository, revision)
     if directory is not None:
@@ -172,13 +172,13 @@ def fetch_config(repository: str, revision: str | None = None) -> Path:
 
 
 def needed_files(names: Iterable[str], index: Iterable[str]) -> list[str]:
-    """Of the files of a repository, those that serving it reads.
+    """The files of a repository that serving needs.
 
     Args:
-        index: weights that `model.safetensors.index.json` names, if it counts.
+        index: files of weights that `model.safetensors.index.json` names, if it is used.
 
     Raises:
-        ModelError: there are no weights that could be read.
+        ModelError: there are no weights in a supported format.
     """
     every = set(names)
     weights = {WHOLE_WEIGHTS} & every or {*index, WEIGHTS_INDEX} & every
@@ -202,7 +202,7 @@ def _indexed(file: Path) -> list[str]:
 
 
 def _check_settings(repository: str, sizes: Mapping[str, int]) -> None:
-    """Raises `ModelError`: it is no model that can be served, whatever its weights are."""
+    """Raise `ModelError` if the repository lacks a file without which no model can be served."""
     if "config.json" not in sizes and any(name.endswith(".gguf") for name in sizes):
         raise ModelError(
             f"it has GGUF files and no config.json; download one of them (`hf download {repository}"
@@ -214,7 +214,7 @@ def _check_settings(repository: str, sizes: Mapping[str, int]) -> None:
     for name in sorted({*_SETTINGS, WEIGHTS_INDEX}.intersection(sizes)):
         if sizes[name] > MAX_TEXT_NBYTES:
             raise ModelError(
-                f"its {name} has {sizes[name] / 1e9:.1f} GB, and such files have some MB"
+                f"its {name} has {sizes[name] / 1e9:.1f} GB, but such files have only some MB"
             )
 
 
@@ -223,15 +223,15 @@ def _check_room(cache: Path, wanted_nbytes: int, repository: str) -> None:
     free_nbytes = shutil.disk_usage(cache).free
     if free_nbytes < wanted_nbytes:
         raise StartupError(
-            f"{repository} has {wanted_nbytes / 1e9:.1f} GB, and {cache} has"
-            f" {free_nbytes / 1e9:.1f} GB left; make room there, or name another place with"
+            f"{repository} has {wanted_nbytes / 1e9:.1f} GB, but {cache} has only"
+            f" {free_nbytes / 1e9:.1f} GB left; free space there, or set another directory with"
             " HF_HOME.",
             param="model",
         )
 
 
 class _Progress:
-    """Says how much lies on the disk, in some lines."""
+    """Reports in a few lines how much is on the disk."""
 
     def __init__(self, repository: str, blobs: Path, total_nbytes: int, say: Say) -> None:
         self._repository, self._blobs, self._say = repository, blobs, say
@@ -241,9 +241,9 @@ class _Progress:
 
     @property
     def left_nbytes(self) -> int:
-        """What is not on the disk yet, or of another revision.
+        """The bytes that are still to be fetched.
 
-        Files that a killed process left incomplete are not used again, so they do not count.
+        Incomplete files of a killed process are not used again, so they do not count as fetched.
         """
         whole_nbytes = sum(size for name, size in self._sizes() if "incomplete" not in name)
         return max(0, self._total_nbytes - whole_nbytes)
@@ -253,17 +253,17 @@ class _Progress:
             if time.monotonic() < self._next_s:
                 return
             self._next_s = time.monotonic() + _SAY_AGAIN_S
-            there = sum(size for _, size in self._sizes()) - self._before_nbytes
-            num_lines = min(there, self._total_nbytes) * NUM_PROGRESS_LINES // self._total_nbytes
+            fetched = sum(size for _, size in self._sizes()) - self._before_nbytes
+            num_lines = min(fetched, self._total_nbytes) * NUM_PROGRESS_LINES // self._total_nbytes
             if num_lines <= self._num_lines:
                 return
             self._num_lines = num_lines
             total = f"{self._total_nbytes / MIB:,.0f}"
             self._say(
                 "fetch",
-                f"fetched {there / MIB:,.0f} of {total} MiB",
+                f"fetched {fetched / MIB:,.0f} of {total} MiB",
                 model=self._repository,
-                fetched_nbytes=there,
+                fetched_nbytes=fetched,
                 total_nbytes=self._total_nbytes,
             )
 
@@ -271,12 +271,12 @@ class _Progress:
         for file in self._blobs.iterdir() if self._blobs.is_dir() else ():
             try:
                 yield file.name, file.stat().st_size
-            except FileNotFoundError:  # whole by now, and called otherwise
+            except FileNotFoundError:  # it is complete now, and was renamed
                 continue
 
 
 def _bar(progress: _Progress, is_stopped: Callable[[], bool]) -> type[Any]:
-    """What the library takes for its progress bars: it shows none, looks, and may stop."""
+    """A class for the library's progress bars. It shows nothing, reports, and may stop."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
@@ -294,15 +294,15 @@ def _bar(progress: _Progress, is_stopped: Callable[[], bool]) -> type[Any]:
 
 @contextmanager
 def _stoppable(largest_nbytes: int) -> Iterator[None]:
-    """Files come over HTTP in it, each in the thread that calls `_bar`, so that this can stop it.
+    """Fetch files over HTTP, in the thread that calls the bar, so that the bar can stop them.
 
-    Xet calls bars from a thread of its own and drops what they raise: a signal would wait until
-    every file that is on its way is whole, which are many GB.
+    Xet calls bars from its own thread and ignores their exceptions, so after a signal it would
+    still fetch all files that have begun, which are many GB.
     """
     from huggingface_hub import constants
 
-    was = constants.HF_HUB_DISABLE_XET  # asked for each file, not only when it is imported
-    if largest_nbytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:  # larger ones come over Xet alone
+    was = constants.HF_HUB_DISABLE_XET  # the library reads it for each file
+    if largest_nbytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:  # larger files need Xet
         constants.HF_HUB_DISABLE_XET = True
     try:
         yield
@@ -316,14 +316,14 @@ def _failing_in_words(repository: str, revision: str | None) -> Iterator[None]:
 
     where = f"{repository} of {constants.ENDPOINT}"
     without = (
-        f" Without a network, bring its files into {constants.HF_HUB_CACHE} (`hf download"
-        f" {repository}` where there is one, and copy), or give the path of a directory."
+        f" Without a network, run `hf download {repository}` on another machine and copy the files"
+        f" into {constants.HF_HUB_CACHE}, or give the path of a directory."
     )
     try:
         yield
     except errors.GatedRepoError as error:
         raise StartupError(
-            f"{where} is open only to those who accepted its terms: accept them on"
+            f"{where} requires that you accept its terms. Accept them on"
             f" {constants.ENDPOINT}/{repository}, and set HF_TOKEN.",
             param="model",
         ) from error
@@ -334,7 +334,7 @@ def _failing_in_words(repository: str, revision: str | None) -> Iterator[None]:
     except errors.RepositoryNotFoundError as error:
         raise StartupError(
             f"There is no model directory {repository!r} here, and no such model on"
-            f" {constants.ENDPOINT}, or it is private: then set HF_TOKEN.",
+            f" {constants.ENDPOINT}. If the model is private, set HF_TOKEN.",
             param="model",
         ) from error
     except errors.OfflineModeIsEnabled as error:
@@ -346,11 +346,11 @@ def _failing_in_words(repository: str, revision: str | None) -> Iterator[None]:
         raise ModelError(f"{repository}: {error.message}", param="model") from error
     except StartupError:
         raise
-    except Exception as error:  # the library's HTTP client, which changes, has a tree of its own
-        said = f"{where} cannot be fetched: {error}.{without}"
+    except Exception as error:  # the errors of the library's HTTP client differ between versions
+        message = f"{where} cannot be fetched: {error}.{without}"
         if getattr(error, "errno", None) in _NO_PLACE:
-            said = (
-                f"{repository} cannot be kept in {constants.HF_HUB_CACHE}: {error}. Make room"
-                " there, or name another place with HF_HOME."
+            message = (
+                f"{repository} cannot be stored in {constants.HF_HUB_CACHE}: {error}. Free space"
+                " there, or set another directory with HF_HOME."
             )
-        raise StartupError(said, param="model") from error
+        raise StartupError(message, param="model") from error

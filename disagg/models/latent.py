@@ -18,7 +18,7 @@ from disagg.models.latent_config import LatentConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import LayerWeights
 
-_EPS = 1e-6  # of the norms of latents, whatever `rms_norm_eps` says
+_EPS = 1e-6  # epsilon of the norms of latents, whatever `rms_norm_eps` says
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,45 +61,47 @@ class LatentAttention:
         layer: int,
         paging: Paging,
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
-            projected: queries, or what they are made from, then what the cache keeps before its
-                norm and rotation: [num_tokens, query width + cached_dim].
+            projected: [num_tokens, query width + cached_dim]: the queries, or the vectors from
+                which they are made; then the cached vectors before norm and rotation.
 
         Returns:
             [num_tokens, num_heads * value_dim].
         """
-        its = self.config
+        config = self.config
         heads = self._heads(ops, projected, rope_rows)
-        summed = ops.latent_attention(heads, kv_cache, layer, paging, its.rank, its.scale)
-        made = projected.new_empty(len(projected), self.num_heads, its.value_dim)
+        summed = ops.latent_attention(heads, kv_cache, layer, paging, config.rank, config.scale)
+        made = projected.new_empty(len(projected), self.num_heads, config.value_dim)
         torch.bmm(summed.transpose(0, 1), self.values, out=made.transpose(0, 1))
         return made.flatten(1)
 
     def _heads(self, ops: Ops, projected: Tensor, rope_rows: Tensor) -> Tensor:
-        """Absorbed queries, and what is cached: [num_tokens, num_heads + 1, cached_dim]."""
-        its = self.config
-        low, cached = projected.tensor_split((-its.cached_dim,), dim=1)
+        """Absorbed queries, and the cached vectors: [num_tokens, num_heads + 1, cached_dim]."""
+        config = self.config
+        low, cached = projected.tensor_split((-config.cached_dim,), dim=1)
         if self.query is not None:
             assert self.query_norm is not None
             low = ops.project(ops.rms_norm(low.contiguous(), self.query_norm, _EPS), self.query)
-        queries = low.view(len(low), self.num_heads, its.query_dim)
-        heads = projected.new_empty(projected.shape[0], self.num_heads + 1, its.cached_dim)
-        absorbed = heads[:, :-1, : its.rank].transpose(0, 1)
-        torch.bmm(queries[..., : its.nope_dim].transpose(0, 1), self.keys, out=absorbed)
-        latents = cached[:, : its.rank].contiguous()
-        heads[:, -1, : its.rank] = ops.rms_norm(latents, self.norm, _EPS)
-        turned = heads[..., its.rank :]
-        self._arrange(queries[..., its.nope_dim :], turned[:, :-1])
-        self._arrange(cached[:, its.rank :], turned[:, -1])
+        queries = low.view(len(low), self.num_heads, config.query_dim)
+        heads = projected.new_empty(projected.shape[0], self.num_heads + 1, config.cached_dim)
+        absorbed = heads[:, :-1, : config.rank].transpose(0, 1)
+        torch.bmm(queries[..., : config.nope_dim].transpose(0, 1), self.keys, out=absorbed)
+        latents = cached[:, : config.rank].contiguous()
+        heads[:, -1, : config.rank] = ops.rms_norm(latents, self.norm, _EPS)
+        turned = heads[..., config.rank :]
+        self._arrange(queries[..., config.nope_dim :], turned[:, :-1])
+        self._arrange(cached[:, config.rank :], turned[:, -1])
         ops.norm_rope_(turned, None, 0.0, rope_rows)
         return heads
 
     def _arrange(self, source: Tensor, target: Tensor) -> None:
-        """Copy `source` in the order that `norm_rope_` wants: it rotates value i of the first half
-        together with value i of the second half. Queries and keys are reordered alike, so scores
-        stay the same."""
+        """Copy `source` in the order that `norm_rope_` needs.
+
+        `norm_rope_` rotates value i of the first half together with value i of the second half.
+        Queries and keys are reordered in the same way, so scores do not change.
+        """
         if self.config.is_interleaved:
             source = source.view(*source.shape[:-1], -1, 2).transpose(-1, -2)
             target = target.view(*target.shape[:-1], 2, -1)

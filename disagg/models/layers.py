@@ -1,4 +1,4 @@
-"""The layers of a decoder, with their weights in the form that the device wants."""
+"""The layers of a decoder, with their weights packed for the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ExpertMlp:
     router_dtype: torch.dtype
     experts: Weight
     shared: Mlp | None
-    shared_gate: Weight | None  # how much of `shared` a token gets
+    shared_gate: Weight | None  # makes the factor of the shared expert's output for a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class LayerPacker:
     """Packs the layers of a model, or of one rank's part of it.
 
     Args:
-        dtype: of activations.
+        dtype: dtype of activations.
     """
 
     def __init__(
@@ -116,6 +116,6 @@ class LayerPacker:
             largest=largest if own is None else None,  # no row is divided
             own=own,
         )
-        dtype = self._dtype if experts.grouping is None else torch.float32  # as DeepSeek does
+        dtype = self._dtype if experts.grouping is None else torch.float32  # as in DeepSeek's code
         router = ops.pack_table(layer.router.to(dtype), layer.router_bias)
         return ExpertMlp(router, dtype, ops.pack_experts(matrices), shared, shared_gate)

@@ -1,8 +1,8 @@
-"""The settings of a decoder from config.json, read as transformers reads it, and checked.
+"""Reads the settings of a decoder from config.json as transformers does, and checks them.
 
-An absent key has the default of the family's configuration class in transformers. Settings that
-transformers refuses or would ignore are refused with a message. Reads no file, knows no torch, no
-devices and no batches.
+A missing key has the default of the family's configuration class in transformers. Settings that
+transformers refuses or would ignore raise an error. Reads no file, and knows no torch, no devices
+and no batches.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from disagg.models.quantized_config import QuantizedFormat, quantized_format
 from disagg.models.rope import RopeConfig, ropes_by_kind
 
 DTYPES = ("float32", "bfloat16", "float16")
-_MOST_LAYERS = 10_000  # each is described before there is a weight to compare with
+_MOST_LAYERS = 10_000  # each layer is described before its weights are known
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 _SCALAR = "query_pre_attn_scalar"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The numbers of one decoder.
+    """The settings of one decoder.
 
-    `sliding_windows` has one entry per layer: the number of positions a token sees, itself
-    included, or None for all of them.
+    `sliding_windows` has one entry per layer: the number of positions that a token sees, including
+    itself, or None for all.
     """
 
     family: str
@@ -43,8 +43,8 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
-    max_model_len: int  # positions that the model was made for
-    dtype: str  # one of `DTYPES`, as it was trained
+    max_model_len: int  # most positions
+    dtype: str  # one of `DTYPES`, in which it was trained
     rms_norm_eps: float
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
@@ -54,50 +54,51 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_all_heads: bool = False  # one norm over all heads of q, one over those of k
-    is_fused: bool = False  # in the checkpoint: q, k and v in one tensor, and gate and up
-    sinks: bool = False  # a logit for each query head, in its softmax
+    is_fused: bool = False  # the checkpoint has q, k and v in one tensor, and gate and up too
+    sinks: bool = False  # each query head has a logit that takes part in its softmax
     experts: ExpertsConfig | None = None
-    dense_layers: frozenset[int] = frozenset()  # without experts, in a model that has some
-    latent: LatentConfig | None = None  # one KV head, of what the cache keeps of a token
-    num_nextn_layers: int = 0  # in a checkpoint, behind the others: they predict further tokens
-    quantized: QuantizedFormat | None = None  # how a checkpoint keeps its matrices
+    dense_layers: frozenset[int] = frozenset()  # layers without experts, if the model has experts
+    latent: LatentConfig | None = None  # latents are then the only KV head
+    num_nextn_layers: int = 0  # layers after the others that predict further tokens; not used
+    quantized: QuantizedFormat | None = None  # the format of a quantised checkpoint
     norms: Literal["before", "after", "around"] = "before"  # attention and MLP of a layer
-    norms_less_one: bool = False  # in the checkpoint; they are kept in float32
-    scaled_embedding: bool = False  # by the square root of the hidden size
+    norms_less_one: bool = False  # the checkpoint has weights of norms minus one
+    scaled_embedding: bool = False  # embeddings are multiplied by the root of the hidden size
     activation: Activation = "silu"  # of MLPs
-    window_rope: RopeConfig | None = None  # of layers with a window, where it is another one
-    query_scalar: int | None = None  # scores are divided by its root; None: by that of the head
-    score_cap: float | None = None  # of attention, as `logit_cap`
+    window_rope: RopeConfig | None = None  # of layers with a window, if it differs
+    query_scalar: int | None = None  # scores are divided by its root; None: by the head size's root
+    score_cap: float | None = None  # the same for attention scores as `logit_cap` for logits
     logit_cap: float | None = None  # the largest absolute value of logits: cap * tanh(x / cap)
 
     @property
     def rope_dim(self) -> int:
-        """How many values of a head are rotated."""
+        """The number of values of a head that RoPE rotates."""
         if self.latent is not None:
             return self.latent.rope_dim
         return int(self.head_dim * self.rope.partial_factor)
 
     @property
     def num_vectors(self) -> int:
-        """That the cache keeps of a token in each layer and KV head: a key and a value, or one."""
+        """The number of cached vectors per token, layer and KV head: a key and a value, or one."""
         return 2 if self.latent is None else 1
 
     @property
     def score_scale(self) -> float | None:
-        """What products of queries and keys are multiplied by; None: head_dim^-0.5."""
+        """The factor of products of queries and keys; None: head_dim^-0.5."""
         is_usual = self.query_scalar in (None, self.head_dim)
         return None if is_usual or self.query_scalar is None else self.query_scalar**-0.5
 
     def experts_in(self, layer: int) -> ExpertsConfig | None:
-        """The experts of a layer; None: its MLP is dense."""
+        """The experts of a layer; None if its MLP is dense."""
         return None if layer in self.dense_layers else self.experts
 
     @classmethod
     def from_hf(cls, raw: Json, place: object) -> ModelConfig:
-        """
+        """Read and check a config.json.
+
         Args:
-            raw: what a config.json holds.
-            place: which one, for messages.
+            raw: the contents of the file.
+            place: the file's path, for messages.
 
         Raises:
             ModelError: a field is missing, broken or unsupported.
@@ -118,20 +119,20 @@ def _family(raw: Json, place: object) -> str:
         raise ModelError(f"{place} is wrong: architectures must be a list, not {architectures!r}")
     known = [str(name) for name in architectures if name in FAMILIES]
     if not known:
-        said = ", ".join(map(str, architectures))
+        stated = ", ".join(map(str, architectures))
         missing = "".join(
             f" (not yet: {NOT_YET[name]})" for name in architectures if name in NOT_YET
         )
         raise ModelError(
-            f"{place} describes a {said or 'model without architectures'}{missing}; supported are"
+            f"{place} describes a {stated or 'model without architectures'}{missing}; supported are"
             f" {', '.join(FAMILIES)}. Choose a checkpoint of one of these (docs/models.md has some)"
         )
     model_type = raw.get("model_type", FAMILIES[known[0]].model_type)
     family = FAMILIES[known[0]]
     if model_type not in (family.model_type, *family.also_called):
         raise ModelError(
-            f"{place} contradicts itself: architectures says {known[0]} and model_type says"
-            f" {model_type!r}, by which transformers chooses; make them agree"
+            f"{place} contradicts itself: architectures says {known[0]}, but model_type, by which"
+            f" transformers chooses, says {model_type!r}; make them agree"
         )
     return known[0]
 
@@ -144,7 +145,10 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
     num_kv_heads, head_dim = _heads(fields, family) if latent is None else (1, latent.cached_dim)
     rope_dim = int(head_dim * rope.partial_factor)
     if latent is None and (rope_dim % 2 or not rope_dim):
-        raise fields.wrong(f"partial_rotary_factor rotates {rope_dim} values of a head")
+        raise fields.wrong(
+            f"partial_rotary_factor rotates {rope_dim} values of a head; the number must be even"
+            " and not 0"
+        )
     qkv_bias, output_bias = _attention_biases(fields, family)
     has_qk_norm = family.qk_norm != "none"
     if family.qk_norm == "stated":
@@ -209,19 +213,21 @@ def _num_nextn_layers(fields: Fields) -> int:
 def _heads(fields: Fields, family: Family) -> tuple[int, int]:
     """KV heads, and the size of a head."""
     num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
-    # Where the default is a size of its own (Qwen3), heads need not divide the hidden size, and
-    # the class takes no null.
+    # If the default is a size and not null (Qwen3), heads need not divide the hidden size, and the
+    # class does not accept null.
     has_own = family.defaults["head_dim"] is not None
     head_dim = fields.size("head_dim") if has_own else fields.optional_size("head_dim")
     if head_dim is None:
         if hidden_size % num_heads:
-            raise fields.wrong(f"hidden_size {hidden_size} is no multiple of {num_heads} heads")
+            raise fields.wrong(
+                f"hidden_size {hidden_size} is no multiple of the {num_heads} heads; set head_dim"
+            )
         head_dim = hidden_size // num_heads
     num_kv_heads = fields.optional_size("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads or head_dim % 2:
         raise fields.wrong(
-            f"{num_heads} heads over {num_kv_heads} KV heads of size {head_dim} do not fit; the"
-            " heads must be a multiple of the KV heads and the size even"
+            f"{num_heads} heads with {num_kv_heads} KV heads of size {head_dim} are not possible;"
+            " the heads must be a multiple of the KV heads, and the size must be even"
         )
     return num_kv_heads, head_dim
 
@@ -248,7 +254,7 @@ def _dtype(fields: Fields) -> str:
 
 
 def _cap(fields: Fields, family: Family, key: str) -> float | None:
-    """None: there is none, or the family does not know it."""
+    """The value of a cap on scores or logits; None if it is not set, or the family has none."""
     if key not in family.defaults or fields.raw[key] is None:
         return None
     return fields.number(key)
@@ -264,7 +270,7 @@ def _rms_norm_eps(fields: Fields) -> float:
 def _ropes(
     fields: Fields, max_position: int, family: Family
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """Of all layers; or of full ones, and of those with a window."""
+    """The RoPE of all layers; or of full layers, and of layers with a window."""
     try:
         ropes: tuple[RopeConfig, RopeConfig | None]
         raw = _with_partial_factor(fields)
@@ -278,7 +284,7 @@ def _ropes(
         return ropes
     except (TypeError, ValueError, ArithmeticError) as error:
         raise fields.wrong(f"the rope settings cannot be read: {error}") from error
-    except ModelError as error:  # it is right, and asks for something else
+    except ModelError as error:  # the settings are valid, but not supported
         raise ModelError(f"{fields.place}: {error.message}") from error
 
 
@@ -296,7 +302,7 @@ def _check_rope(rope: RopeConfig, family: Family) -> None:
 
 
 def _with_partial_factor(fields: Fields) -> Json:
-    """MiniMax-M2's files give the number of rotated values, `rotary_dim`, not their share."""
+    """Add `partial_rotary_factor` for files with `rotary_dim` instead, such as MiniMax-M2's."""
     raw = fields.raw
     if raw.get("rotary_dim") is None or raw.get("partial_rotary_factor") is not None:
         return raw
@@ -305,12 +311,12 @@ def _with_partial_factor(fields: Fields) -> Json:
 
 
 def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | None, ...]:
-    """One entry per layer: how many positions a token sees, itself included; None: all."""
+    """For each layer, the number of positions that a token sees, including itself; None: all."""
     num_layers, is_stated = fields.size("num_hidden_layers"), family.windows == "stated"
     kinds = fields.raw.get("layer_types")
     has_switch = "use_sliding_window" in family.defaults
     is_on = not has_switch or fields.flag("use_sliding_window")
-    # Qwen's classes write 0 where the switch is off.
+    # Qwen's classes write 0 if the switch is off.
     is_zero = not is_on and fields.raw["sliding_window"] == 0
     window = None if is_zero else fields.optional_size("sliding_window")
     if family.windows == "none" and has_switch and is_on:
@@ -332,7 +338,7 @@ def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | N
         return usual
     stated = _windows_of(fields, kinds, window, num_layers)
     if not is_stated and stated != usual:
-        raise fields.wrong(f"layer_types is not supported for {name}; take it away")
+        raise fields.wrong(f"layer_types is not supported for {name}; remove it")
     return stated
 
 
@@ -350,6 +356,6 @@ def _windows_of(
     if window is None and "sliding_attention" in kinds:
         raise fields.wrong(
             "layer_types names sliding_attention, but no window is set; set sliding_window (and"
-            " for Qwen use_sliding_window), or call the layers full_attention"
+            " for Qwen use_sliding_window), or change these layers to full_attention"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

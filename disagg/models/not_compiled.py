@@ -1,4 +1,4 @@
-"""What the compiled step of CPUs (`csrc/step.cpp`) does not compute. Knows no torch."""
+"""Lists model features that the compiled CPU step (`csrc/step.cpp`) lacks. Knows no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from disagg.models.model_config import ModelConfig
 
 
 def not_compiled(config: ModelConfig) -> str:
-    """What a model has that the compiled step does not compute; empty if it computes all."""
+    """A model's features that the compiled step lacks, as a phrase; empty if it has all of them."""
     is_partial = config.latent is None and config.rope_dim != config.head_dim
     has = {
         "experts": config.experts is not None,
@@ -17,9 +17,9 @@ def not_compiled(config: ModelConfig) -> str:
         "norms after attention and MLP": config.norms != "before",
         "norms in float32": config.norms_less_one,
         "scaled embeddings": config.scaled_embedding,
-        "layers with rope settings of their own": config.window_rope is not None,
-        "another scale of scores": config.score_scale is not None,
-        "capped scores": config.score_cap is not None,
+        "different RoPE settings for layers with a window": config.window_rope is not None,
+        "an unusual scale of attention scores": config.score_scale is not None,
+        "capped attention scores": config.score_cap is not None,
         "capped logits": config.logit_cap is not None,
         "GELU": config.activation == "gelu_tanh",
     }

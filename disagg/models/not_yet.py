@@ -1,4 +1,4 @@
-"""Known architectures that are not supported, and what is missing for each. Knows no torch."""
+"""Known architectures that are not supported, and the missing features. Knows no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised matrices in their own bits, packed again as products take them."""
+"""Reads quantised matrices without widening them, and repacks them for matrix products."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from disagg.models.parts import Range
 from disagg.models.quantized_tensors import QuantizedStored
 from disagg.models.quantized_values import ReadPiece, affine_of, ranges_of, sizes_of
 
-_ROWS_AT_ONCE = 1024  # read as floats, which takes memory of their own
-_NAN = 127  # e4m3, without its sign
-_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # others become float32
+_ROWS_AT_ONCE = 1024  # so many rows are floats at a time, which takes additional memory
+_NAN = 127  # NaN in e4m3, without its sign
+_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # scales of other types become float32
 
 
 def packed_values(
     stored: QuantizedStored, read: ReadPiece, packing: Packing, box: Sequence[Range] = ()
 ) -> PackedMatrix | None:
-    """The matrix, on the device of its pieces.
+    """Read the matrix, on the device of its pieces.
 
     Args:
-        packing: of `packing.packing_of`.
-        box: the rows and the columns that are wanted, first and end; empty: all.
+        packing: from `packing.packing_of`.
+        box: the range of rows and of columns to read; empty: all.
 
     Returns:
-        None if only the values show that it must be widened: groups of different sizes, or a part
-        of columns in an order that config.json does not speak of.
+        The matrix; None if its values show that it must be widened. That is so if groups have
+        different sizes, or if some columns are in an order that config.json does not announce.
 
     Raises:
-        ValueError: pieces contradict each other, or hold NaN, for which only their values show it.
+        ValueError: the values of pieces contradict each other or hold NaN.
     """
     num_in, size = stored.shape[1], stored.group_size or stored.shape[1]
     affine, (num_rows, num_columns) = affine_of(stored, read, box), sizes_of(stored, box)
@@ -47,12 +47,12 @@ def packed_values(
         if not torch.equal(affine.groups[order], in_order // size):
             return None
     half = 1 << (stored.format.bits - 1)
-    less = half if stored.format.layout in ("awq", "gptq") else 0  # others have a sign
+    less = half if stored.format.layout in ("awq", "gptq") else 0  # other layouts are signed
     parts = []
     for begin in range(0, num_rows, _ROWS_AT_ONCE):
         numbers = affine.numbers(slice(begin, min(begin + _ROWS_AT_ONCE, num_rows)))
         parts.append(_units(numbers if order is None else numbers[:, order], less, packing))
-    # Of each group that is kept, the stored one that it is a part of, of those that were read.
+    # For each group that is kept, the index of the stored group that contains it, among those read.
     first, end = ranges_of(stored, box)[1]
     owners = torch.arange(first, end, packing.group or num_in, device=affine.scales.device)
     owners = owners // size - first // size
@@ -75,10 +75,10 @@ def packed_values(
 
 
 def _units(numbers: Tensor, less: int, packing: Packing) -> Tensor:
-    """Of numbers as floats, of which so much is taken away."""
+    """Pack numbers, which are floats, after subtracting `less`."""
     if packing.kind != "fp8":
         return pack_units(numbers.sub_(less).to(torch.int8), packing.kind, packing.group)
-    stored = numbers.to(torch.float8_e4m3fn)  # exact: it was
+    stored = numbers.to(torch.float8_e4m3fn)  # exact, since it was e4m3 before
     if stored.view(torch.uint8).bitwise_and(_NAN).eq(_NAN).any():
         raise ValueError("it holds NaN")
     return pack_units(stored, packing.kind, packing.group)

@@ -1,11 +1,10 @@
-"""Which matrices of a checkpoint stay in the bits that they were quantised to, on a device that
-multiplies them so, and how many bytes they have there. Knows no torch.
+"""Decides which matrices of a checkpoint stay packed on a device, and how many bytes they have.
 
-The headers decide it, so that memory is planned before anything is read. Groups whose size is no
-power of two, or that ranks cut, are kept as smaller ones. All other matrices are widened: those
-whose groups are then smaller than `LEAST_GROUP`, and experts and parts of columns in the order of
-activations. CPUs keep fewer formats of safetensors (`_on_cpu`), but they also keep blocks of GGUF
-and embedding tables.
+Knows no torch. The headers decide it, so that memory is planned before anything is read. Groups
+whose size is no power of two, or that ranks cut, are kept as smaller groups. A matrix is widened if
+its groups would then be smaller than `LEAST_GROUP`, and if it has experts, or only a part of the
+columns, in activation order. CPUs keep fewer formats of safetensors (`_on_cpu`), but they also keep
+GGUF blocks and embedding tables.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from disagg.models.parts import Fields, Part
 from disagg.models.quantized_config import QuantizedFormat
 from disagg.models.quantized_tensors import QuantizedStored
 
-Keeper: TypeAlias = Literal["gpu", "cpu"]  # whose products they are kept for
+Keeper: TypeAlias = Literal["gpu", "cpu"]  # the device that multiplies the packed matrices
 
-# Of a layer; with experts, the last two are theirs.
+# The packed fields of a layer; in a layer with experts the last two belong to the experts.
 LAYER_FIELDS = ("qkv", "q_b", "output", "shared_gate_up", "shared_down", "gate_up", "down")
 _OF_EXPERTS = LAYER_FIELDS[-2:]
 _EXPONENT_NBYTES = 4  # a scale that is stored as a power of two becomes a float32
-_ORDER_NBYTES = 8  # of a column
+_ORDER_NBYTES = 8  # per column
 _COLUMNS = 1
-_CPU_UNIT = 8  # numbers of 4 bits that compiled code for CPUs takes together
+_CPU_UNIT = 8  # compiled code for CPUs reads so many 4-bit numbers together
 
 
 class Packing(NamedTuple):
-    """How a matrix is kept.
+    """How a matrix is kept packed.
 
     Attributes:
-        group: neighbouring columns that share a scale; None: all.
-        has_least: least values, in place of zeros.
+        group: number of neighbouring columns that share a scale; None: all.
+        has_least: whether it has least values instead of zeros.
     """
 
     kind: Kind
@@ -60,7 +59,7 @@ _OF_BLOCKS: Mapping[str, Packing] = {
 def packing_of(
     tensors: Mapping[str, StoredTensor], parts: Sequence[Part], keeper: Keeper = "gpu"
 ) -> Packing | None:
-    """How the matrix that parts make up is kept; None: it is stored or computed with as floats."""
+    """How the matrix made of `parts` is kept; None if it is stored or kept as floats."""
     found: set[Packing] = set()
     for part in parts:
         packing = _packing(tensors.get(part.name), part, keeper)
@@ -79,7 +78,7 @@ def packing_of(
 def packed_parts_nbytes(
     packing: Packing, parts: Sequence[Part], itemsize: int, keeper: Keeper = "gpu"
 ) -> int:
-    """On a device. itemsize: of a float as it is computed with."""
+    """Bytes of a packed matrix on a device. itemsize: bytes of the model's floats."""
     num_in = parts[0].shape[_COLUMNS]
     shape = sum(part.shape[0] for part in parts), num_in
     if keeper == "cpu":
@@ -90,7 +89,7 @@ def packed_parts_nbytes(
 
 
 def _on_cpu_nbytes(packing: Packing, shape: tuple[int, int], itemsize: int) -> int:
-    """Scales are of the model's floats there, and numbers of 4 bits have least values."""
+    """Bytes on a CPU, where scales are the model's floats, and 4-bit numbers have least values."""
     num_out, num_in = shape
     num_groups = 1 if packing.group is None else -(-num_in // packing.group)
     if packing.kind == "int4":
@@ -104,22 +103,22 @@ def packed_fields(
     tensors: Mapping[str, StoredTensor],
     keeper: Keeper = "gpu",
 ) -> Iterator[tuple[str, Packing]]:
-    """The fields of a layer, or of what lies outside the layers, that are kept, and how."""
+    """The fields, of a layer or outside the layers, that stay packed, and how."""
     for field in (*LAYER_FIELDS, "lm_head", *(("embedding",) if keeper == "cpu" else ())):
         packing = packing_of(tensors, fields[field], keeper) if field in fields else None
         if packing is None:
             continue
-        # The experts of a layer are one matrix, but each would have an order of its own; CPUs
-        # multiply with none.
+        # The experts of a layer are one matrix, but each would have its own column order; CPUs
+        # support no order.
         is_shut = packing.has_order or keeper == "cpu"
         if not (is_shut and has_experts and field in _OF_EXPERTS):
             yield field, packing
 
 
 def value_nbytes(format: QuantizedFormat) -> float | None:
-    """Of a value of a matrix that is kept, as far as config.json says it; None: it is widened.
+    """Bytes per value of a matrix that stays packed, as far as config.json tells; None: widened.
 
-    Scales are taken to have 2 bytes, and formats that may have zeros to have them.
+    Assumes that scales have 2 bytes, and that formats that may have zeros have them.
     """
     size = format.group_size if format.block is None else format.block[_COLUMNS]
     group = size and kept_group(size)
@@ -136,7 +135,7 @@ def kind_of(format: QuantizedFormat) -> Kind:
 
 
 def _packing(stored: StoredTensor | None, part: Part, keeper: Keeper) -> Packing | None:
-    """Of one tensor, or the box of it that a rank has."""
+    """How one tensor, or a rank's box of it, is kept; None if it is widened."""
     if keeper == "gpu":
         return _quantized_packing(stored, part)
     packing = _quantized_packing(stored, part)
@@ -149,7 +148,7 @@ def _packing(stored: StoredTensor | None, part: Part, keeper: Keeper) -> Packing
 
 
 def _on_cpu(packing: Packing, part: Part) -> bool:
-    """Whether there is a product for it on a CPU: not of fp8, orders, or 8 bits with zeros."""
+    """Whether CPUs can multiply it: not fp8, column orders, or 8 bits with zeros."""
     if packing.kind == "fp8" or packing.has_order:
         return False
     if packing.kind == "int8":
@@ -161,12 +160,12 @@ def _quantized_packing(stored: StoredTensor | None, part: Part) -> Packing | Non
     if not isinstance(stored, QuantizedStored):
         return None
     size, num_in = stored.group_size, stored.shape[_COLUMNS]
-    has_order = stored.format.has_order and size is not None  # one group has the same in any order
+    has_order = stored.format.has_order and size is not None  # one group has no order
     first, end = part.box[_COLUMNS] if part.box else (0, num_in)
     is_cut = (first, end) != (0, num_in)
     if is_cut and has_order:
         return None
-    # All ranks that share a matrix have as many columns of it, so all decide alike.
+    # All ranks that share a matrix have the same number of its columns, so all decide the same.
     group = size and kept_group(math.gcd(size, end - first) if is_cut else size)
     if not can_pack(group):
         return None

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make up which weights of a decoder. Knows no torch."""
+"""Maps the weights of a decoder to the tensors of a checkpoint. Knows no torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class Part:
     """One tensor of a checkpoint. Parts of one field are stacked along their first dimension.
 
     Attributes:
-        shape: as it is read, the rows of all experts one after the other.
-        stored: as it lies in the checkpoint; empty: the same.
-        box: what is read of each stored dimension; empty: everything.
-        is_transposed: the last two dimensions are stored as [in, out].
-        is_interleaved: rows of gate and up are stored in turn; all of gate are read first.
-        is_raw: bytes, which are read as they are.
-        is_exact: in float32, whatever the model computes in.
-        is_less_one: 1 is added to its values.
+        shape: shape after reading, with the rows of all experts one after the other.
+        stored: shape in the checkpoint; empty: the same.
+        box: the range that is read of each stored dimension; empty: everything.
+        is_transposed: whether the last two dimensions are stored as [in, out].
+        is_interleaved: whether rows of gate and up alternate in the checkpoint; after reading, all
+            rows of gate come first.
+        is_raw: whether it consists of bytes, which are not converted.
+        is_exact: whether it is read as float32, whatever the model's dtype is.
+        is_less_one: whether 1 is added to its values.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Part:
 
     @property
     def is_scales(self) -> bool:
-        """Of MXFP4."""
+        """Whether it has the scales of MXFP4."""
         return self.is_raw and self.name.endswith("_scales")
 
     @property
@@ -55,7 +56,7 @@ Fields: TypeAlias = dict[str, list[Part]]
 
 
 def layer_parts(config: ModelConfig, layer: int) -> Fields:
-    """Say which checkpoint tensors make up each field of `LayerWeights`."""
+    """The checkpoint tensors that make up each field of `LayerWeights`."""
     prefix = f"model.layers.{layer}"
     parts = {**_norms(config, prefix), **_attention(config, f"{prefix}.self_attn")}
     experts = config.experts_in(layer)
@@ -68,7 +69,7 @@ def layer_parts(config: ModelConfig, layer: int) -> Fields:
 
 
 def outer_parts(config: ModelConfig) -> Fields:
-    """Say which checkpoint tensors lie outside the layers."""
+    """The checkpoint tensors outside the layers."""
     table = (config.vocab_size, config.hidden_size)
     parts = {
         "embedding": [Part("model.embed_tokens.weight", table)],
@@ -80,14 +81,14 @@ def outer_parts(config: ModelConfig) -> Fields:
 
 
 def all_parts(config: ModelConfig) -> Iterator[Part]:
-    """Every tensor of a checkpoint."""
+    """All tensors of a checkpoint."""
     layers = (layer_parts(config, layer) for layer in range(config.num_layers))
     for fields in (outer_parts(config), *layers):
         for parts in fields.values():
             yield from parts
 
 
-# Norms of a layer, by where they are: fields of `LayerWeights`, and what a checkpoint calls them.
+# The norms of a layer, by their place: the field of `LayerWeights`, and the name in a checkpoint.
 _NORMS: dict[str, dict[str, str]] = {
     "before": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
     "after": {
@@ -139,7 +140,7 @@ def _attention(config: ModelConfig, prefix: str) -> Fields:
 
 
 def _latent_attention(config: ModelConfig, latent: LatentConfig, prefix: str) -> Fields:
-    """`qkv` makes latents of queries (or queries), and what the cache keeps."""
+    """Latent attention: `qkv` makes the latents of queries (or queries), and the cached vector."""
     hidden, num_heads = config.hidden_size, config.num_heads
     q_size = num_heads * latent.query_dim
     of_head = latent.nope_dim + latent.value_dim
@@ -210,7 +211,7 @@ def _experts(
 def _stacked_experts(
     experts: ExpertsConfig, names: ExpertNames, prefix: str, hidden: int
 ) -> Fields:
-    """All experts of a layer in one tensor, rows of gate and up in turn (gpt-oss)."""
+    """All experts of a layer in one tensor, where rows of gate and up alternate (gpt-oss)."""
     count, inner = experts.num_experts, experts.intermediate_size
     parts = {}
     sizes = {"gate_up": (names.gate, 2 * inner, hidden), "down": (names.down, hidden, inner)}

@@ -1,4 +1,4 @@
-"""The norms of q and k: of each head, or of all heads together (MiniMax-M2), also over ranks."""
+"""The norms of q and k: per head, or over all heads together (MiniMax-M2), also across ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from disagg.models.model_config import ModelConfig
 def norms_of_heads(
     config: ModelConfig, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> Tensor | None:
-    """Return [num_heads + num_kv_heads, head_dim]; None where the model has no such norms.
+    """Return [num_heads + num_kv_heads, head_dim]; None if the model has no such norms.
 
     Args:
-        q_norm, k_norm: [head_dim], which serves each head, or the values of all heads.
+        q_norm, k_norm: [head_dim], used for each head, or the values of all heads.
     """
     if q_norm is None or k_norm is None:
         return None
@@ -29,11 +29,11 @@ def norms_of_heads(
 
 
 def mean_squares(heads: Tensor, num_heads: int, ranks: Communicator | None) -> Tensor:
-    """Return float32 [num_tokens, num_heads + num_kv_heads]: what each head is normalised by.
+    """Return float32 [num_tokens, num_heads + num_kv_heads]: the mean square for each head's norm.
 
-    That is the mean square of all heads of q for a head of q, and of all heads of k for one of k,
-    those of the other ranks included. If there are more ranks than KV heads, several ranks have
-    a copy of a head; all heads have as many copies, so the mean is that of the heads.
+    For a head of q it is the mean square of all heads of q, and for a head of k that of all heads
+    of k, including those of other ranks. If there are more ranks than KV heads, several ranks have
+    copies of a head; all heads have the same number of copies, so the mean does not change.
 
     Args:
         heads: [num_tokens, num_heads + num_kv_heads, head_dim]: q and k of this rank.

@@ -1,7 +1,7 @@
-"""Presents a quantised checkpoint as one of floats: which tensors make up each matrix.
+"""Presents a quantised checkpoint as a float checkpoint: finds the tensors of each matrix.
 
-Reads headers only, and refuses what does not fit together; `quantized_values` reads the numbers.
-Knows no torch.
+It reads headers only, and raises errors for tensors that do not fit together. `quantized_values`
+reads the numbers. Knows no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from disagg.models.quantized_config import QuantizedFormat
 
 FLOAT_SCALES = ("F32", "BF16", "F16")
 WORD_BITS = 32
-# Scales of activations and of KV, which keep their types here.
+# Scales of activations and of KV are ignored, because these keep their types here.
 _UNUSED = (
     *(".input_scale", ".input_zero_point", ".output_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale"),
@@ -25,13 +25,13 @@ _NUMBERS = {"plain": "weight", "packed": "weight_packed", "awq": "qweight", "gpt
 
 @dataclass(frozen=True)
 class QuantizedStored(StoredTensor):
-    """A matrix [out, in] that is stored as numbers of few bits with scales.
+    """A matrix [out, in] that is stored quantised.
 
     Attributes:
         module: its name without ".weight".
-        format: how it is stored.
-        pieces: the tensors that it is made of, by the ends of their names: `numbers` first, then
-            "weight_scale" or "scales", ...
+        format: its format.
+        pieces: its tensors by the ends of their names: first the numbers, then "weight_scale" or
+            "scales", ...
     """
 
     module: str
@@ -40,12 +40,12 @@ class QuantizedStored(StoredTensor):
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """The size of its pieces in the files."""
         return sum(piece.end - piece.begin for piece in self.pieces.values())
 
     @property
     def group_size(self) -> int | None:
-        """Neighbouring columns that share a scale; None: all."""
+        """The number of neighbouring columns that share a scale; None: all."""
         format, num_in = self.format, self.shape[1]
         size = format.group_size if format.block is None else format.block[1]
         is_one = size is None or size >= num_in or self.pieces[self.scales_end].num_values == 1
@@ -53,19 +53,19 @@ class QuantizedStored(StoredTensor):
 
     @property
     def scales_end(self) -> str:
-        """Which of its pieces has the scales."""
+        """The end of the name of the piece with the scales."""
         return next(end for end in self.pieces if end.startswith(("weight_scale", "scales")))
 
 
 def as_floats(
     stored: Mapping[str, StoredTensor], format: QuantizedFormat
 ) -> dict[str, StoredTensor]:
-    """The tensors of the checkpoint as if it were one of floats.
+    """The tensors of the checkpoint as if it had floats.
 
-    What belongs to no matrix stays as it is, for others to refuse.
+    Tensors that belong to no matrix are kept, and refused later.
 
     Raises:
-        ModelError: a piece is missing, or does not fit to the others; the message names it.
+        ModelError: a piece is missing, or does not fit the others; the message names it.
     """
     own_end = f".{_NUMBERS[format.layout]}"
     presented: dict[str, StoredTensor] = {}
@@ -80,7 +80,7 @@ def as_floats(
     for name, tensor in stored.items():
         if name not in used and not name.endswith(_UNUSED):
             if name in presented:
-                raise ModelError(f"{name} is in {tensor.file} twice: as floats, and quantised")
+                raise ModelError(f"{name} is in {tensor.file} twice, as floats and quantised")
             presented[name] = tensor
     return presented
 
@@ -124,7 +124,7 @@ class _Pieces:
             )
         if tensor.dtype not in dtypes:
             raise ModelError(
-                f"{name} in {tensor.file} is {tensor.dtype}; read is {' or '.join(dtypes)}"
+                f"{name} in {tensor.file} is {tensor.dtype}, but must be {' or '.join(dtypes)}"
             )
         if num_dims is not None and len(tensor.shape) != num_dims:
             raise self.wrong(end, tensor, f"{num_dims} dimensions")
@@ -138,13 +138,13 @@ class _Pieces:
 
     def wrong(self, end: str, tensor: StoredTensor, wanted: str) -> ModelError:
         return ModelError(
-            f"{self._module}.{end} in {tensor.file} is {list(tensor.shape)}, and {wanted} fits to"
-            f" what config.json says of the weights"
+            f"{self._module}.{end} in {tensor.file} has the shape {list(tensor.shape)}, but by"
+            f" config.json it should be {wanted}"
         )
 
 
 def _plain(pieces: _Pieces, format: QuantizedFormat) -> tuple[int, int]:
-    """weight [out, in] and its scale: of all, of rows, of groups in a row, or of blocks."""
+    """The shape from weight [out, in], with one scale, or scales of rows, groups or blocks."""
     numbers = pieces.take("weight", (format.dtype,), 2)
     num_out, num_in = numbers.shape
     end = "weight_scale_inv" if pieces.has("weight_scale_inv") else "weight_scale"
@@ -162,7 +162,7 @@ def _plain(pieces: _Pieces, format: QuantizedFormat) -> tuple[int, int]:
 
 
 def _packed(pieces: _Pieces, format: QuantizedFormat) -> tuple[int, int]:
-    """weight_packed [out, in / numbers in a word], and scales of rows or groups."""
+    """The shape from weight_packed [out, in / numbers in a word], with scales of rows or groups."""
     in_a_word = WORD_BITS // format.bits
     numbers = pieces.take("weight_packed", (format.dtype,), 2)
     num_out, num_in = numbers.shape[0], numbers.shape[1] * in_a_word
@@ -181,8 +181,10 @@ def _packed(pieces: _Pieces, format: QuantizedFormat) -> tuple[int, int]:
 
 
 def _transposed(pieces: _Pieces, format: QuantizedFormat) -> tuple[int, int]:
-    """AWQ's qweight [in, out / 8], or GPTQ's [in / numbers in a word, out]; scales [groups, out]
-    and qzeros [groups, out / numbers in a word] of both."""
+    """The shape from AWQ's qweight [in, out / 8], or GPTQ's [in / numbers in a word, out].
+
+    Both have scales [groups, out] and qzeros [groups, out / numbers in a word].
+    """
     in_a_word = WORD_BITS // format.bits
     numbers = pieces.take("qweight", (format.dtype,), 2)
     num_in, num_out = numbers.shape

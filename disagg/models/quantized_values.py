@@ -1,8 +1,8 @@
-"""The values of quantised matrices, widened to floats: (number - zero point) * scale.
+"""Reads quantised matrices, and widens them to floats: (number - zero point) * scale.
 
 Sources of the layouts: `compressors/pack_quantized` of compressed-tensors, `WQLinear_GEMM` of
-AutoAWQ (its numbers lie in the order 0, 2, 4, 6, 1, 3, 5, 7), `BaseQuantLinear` of GPTQModel (whose
-first version stores words of zero points less one in each).
+AutoAWQ (whose numbers are in the order 0, 2, 4, 6, 1, 3, 5, 7), `BaseQuantLinear` of GPTQModel
+(whose first version stores zero points minus one).
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ from torch import Tensor
 from disagg.models.parts import Range
 from disagg.models.quantized_tensors import WORD_BITS, QuantizedStored
 
-_ROWS_AT_ONCE = 256  # few enough for the processor's cache
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of the first number, of the second, ...
+_ROWS_AT_ONCE = 256  # few enough for the CPU's cache
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of the first number, of the second, ...
 
 
 class ReadPiece(Protocol):
     """Returns one piece by the end of its name."""
 
     def __call__(self, end: str, box: Sequence[Range] = (), /) -> Tensor:
-        """box: what of each of its dimensions, first and end; empty: everything."""
+        """Read a piece. box: the range of each of its dimensions; empty: everything."""
         ...
 
 
 @dataclass(frozen=True)
 class Affine:
-    """Some rows and columns of a matrix as numbers, zero points and scales: (number - zero point) *
-    scale.
+    """Some rows and columns of a matrix: (number - zero point) * scale.
 
     Attributes:
-        numbers: those of some of the rows: float32 [rows, in], contiguous.
+        numbers: returns the numbers of some of the rows, contiguous float32 [rows, in].
         zeros: float32 [out, groups] or [1, 1]; None: 0.
-        scales: float32, of the same shapes.
-        groups: int64 [in], the group of each column; None: so many columns each.
-        has_order: columns of a group are not neighbours. The groups are then those of all columns;
-            else only those that the columns are of.
+        scales: float32, with one of the same shapes.
+        groups: int64 [in], the group of each column; None: groups are equally large.
+        has_order: whether columns of a group are not neighbours. If so, there are the groups of
+            all columns of the matrix, otherwise only those of these columns.
     """
 
     numbers: Callable[[slice], Tensor]
@@ -53,13 +52,13 @@ class Affine:
 def widened(
     stored: QuantizedStored, read: ReadPiece, dtype: torch.dtype, box: Sequence[Range] = ()
 ) -> Tensor:
-    """The matrix, [out, in] of `dtype`. Its pieces are read, and widened some rows at a time.
+    """Read a matrix as [out, in] of `dtype`, widening some rows at a time.
 
     Args:
-        box: the rows and the columns that are wanted, first and end; empty: all.
+        box: the range of rows and of columns to read; empty: all.
 
     Raises:
-        ValueError: pieces contradict each other, for which only their values show it.
+        ValueError: the values of pieces contradict each other.
     """
     affine, sizes = affine_of(stored, read, box), sizes_of(stored, box)
     out = torch.empty(sizes, dtype=dtype)
@@ -79,7 +78,7 @@ def _combined(
     groups: Tensor | None,
     combine: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """`values` [rows, in] with what its groups have."""
+    """Combine `values` [rows, in] with the numbers of their groups."""
     own = of_groups[rows] if of_groups.shape[0] > 1 else of_groups
     if groups is not None:
         return combine(values, own.index_select(1, groups))
@@ -88,19 +87,22 @@ def _combined(
 
 
 def ranges_of(stored: QuantizedStored, box: Sequence[Range]) -> tuple[Range, Range]:
-    """The rows and the columns of a box."""
+    """The range of rows and of columns of a box."""
     rows, columns = box or [(0, size) for size in stored.shape]
     return rows, columns
 
 
 def sizes_of(stored: QuantizedStored, box: Sequence[Range]) -> tuple[int, int]:
-    """How many rows and columns a box has."""
+    """The numbers of rows and columns of a box."""
     rows, columns = ranges_of(stored, box)
     return rows[1] - rows[0], columns[1] - columns[0]
 
 
 def affine_of(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range] = ()) -> Affine:
-    """Of the pieces, only what the box needs is read: whole words, groups and blocks."""
+    """Read the numbers, zero points and scales of a box.
+
+    Only the words, groups and blocks that the box needs are read.
+    """
     rows, columns = ranges_of(stored, box)
     match stored.format.layout:
         case "plain":
@@ -114,12 +116,12 @@ def affine_of(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range] = (
 
 
 def _units(own: Range, size: int | None) -> Range:
-    """Which words, groups or blocks have some of `own`. size: of one; None: there is one."""
+    """The words, groups or blocks that contain `own`. size: of one; None: there is only one."""
     return (0, 1) if size is None else (own[0] // size, -(-own[1] // size))
 
 
 def _within(own: Range, size: int) -> slice:
-    """Where `own` lies in its units, counted from the first of them."""
+    """The range `own`, counted from the beginning of the first unit that contains it."""
     first = own[0] % size
     return slice(first, first + own[1] - own[0])
 
@@ -142,9 +144,9 @@ def _plain(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range
 
 
 def _packed(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range) -> Affine:
-    bits, said = stored.format.bits, read("weight_shape").tolist()
-    if said != [*stored.shape]:
-        raise ValueError(f"weight_shape says {said}, and weight_packed holds {[*stored.shape]}")
+    bits, stated = stored.format.bits, read("weight_shape").tolist()
+    if stated != [*stored.shape]:
+        raise ValueError(f"weight_shape says {stated}, but weight_packed has {[*stored.shape]}")
     in_a_word = WORD_BITS // bits
     offset = 1 << (bits - 1)  # numbers and zero points are stored without a sign
     words = read("weight_packed", (rows, _units(columns, in_a_word)))
@@ -188,8 +190,8 @@ def _gptq(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range)
     own = _within(columns, in_a_word)
     named, taken = _named_groups(stored, read, "g_idx", columns)
     scales = _table(read("scales", (taken, rows)).T)
-    # One word less one in each number: where a number is 0, it borrows from the next, as the sum
-    # gives back.
+    # The stored word is the word of zero points minus a word with a one in each number. If a number
+    # is 0, the subtraction borrowed from the next number, and the addition gives it back.
     ones = stored.format.zero_offset * sum(1 << shift for shift in range(0, WORD_BITS, bits))
     packed = read("qzeros", (taken, _units(rows, in_a_word))).add(ones)
     zeros = _unpacked(packed, bits)[:, _within(rows, in_a_word)].T.contiguous()
@@ -206,7 +208,7 @@ def _unpacked(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -
     """The numbers of 32-bit words [rows, words] as float32 [rows, words * numbers in one].
 
     Args:
-        places: in a word, of its numbers in their order; by default from the lowest bits on.
+        places: the place of each number in a word; by default from the lowest bits on.
     """
     in_order = range(WORD_BITS // bits) if places is None else places
     places_of_bits = [bits * place for place in in_order]
@@ -216,14 +218,13 @@ def _unpacked(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -
 
 
 def _table(scales: Tensor) -> Tensor:
-    """float32 [rows, groups]; one for all rows is [1, 1]."""
+    """Scales as float32 [rows, groups]; one scale for the whole matrix is [1, 1]."""
     table = scales.float()
     return table.reshape(table.shape[0], -1) if table.numel() > 1 else table.reshape(1, 1)
 
 
 def _groups(scales: Tensor, columns: Range, size: int | None) -> Tensor | None:
-    """The group of each column, of those that were read; None where all have the same number of
-    columns."""
+    """The group of each column that was read; None if all groups have equally many columns."""
     is_even = columns[0] % (size or 1) == 0 and scales.shape[1] * (size or 0) == (
         columns[1] - columns[0]
     )
@@ -235,18 +236,21 @@ def _groups(scales: Tensor, columns: Range, size: int | None) -> Tensor | None:
 def _named_groups(
     stored: QuantizedStored, read: ReadPiece, end: str, columns: Range
 ) -> tuple[Tensor | None, Range]:
-    """The group of each column if the checkpoint names them in another order than theirs, else
-    None; and which groups are read. Raises `ValueError`."""
+    """The groups of columns that are not in order.
+
+    Returns the group of each column, or None if groups are in order; and the range of groups to
+    read. Raises `ValueError`.
+    """
     num_in, size = stored.shape[1], stored.format.group_size
     own = _units(columns, size)
     if end not in stored.pieces:
         return None, own
     groups, most = read(end).long(), _units((0, num_in), size)[1] - 1
-    if end == "weight_g_idx" and -1 in groups:  # as compressed-tensors says that there is no order
+    if end == "weight_g_idx" and -1 in groups:  # so compressed-tensors says "in order"
         return None, own
     if int(groups.min()) < 0 or int(groups.max()) > most:
-        raise ValueError(f"{end} names groups beyond 0 to {most}")
-    # GPTQ names them in any case; to look them up takes half as long as all the rest.
+        raise ValueError(f"{end} names groups that are not from 0 to {most}")
+    # GPTQ always names the groups; looking them up takes half as long as all the rest.
     usual = torch.arange(num_in, device=groups.device) // (size or num_in)
     if torch.equal(groups, usual):
         return None, own

@@ -1,8 +1,8 @@
-"""Which parts of a checkpoint's tensors one rank of a worker reads. Knows no torch.
+"""The parts of a checkpoint's tensors that one rank of a worker reads. Knows no torch.
 
-Rows of the projections that begin attention and MLP, columns of those that end them, and rows of
-the vocabulary's tables. Biases that follow a sum over ranks belong to the first. With expert
-parallelism a rank reads whole experts, their biases included, and none of the others.
+A rank reads rows of the projections that begin attention and MLP, columns of the projections that
+end them, and rows of the vocabulary tables. Biases that follow a sum over ranks belong to the first
+rank. With expert parallelism a rank reads whole experts with their biases, and no other experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from disagg.models.packing import LAYER_FIELDS, Keeper, packed_fields, packed_pa
 from disagg.models.parts import Fields, Part, Range, Shape, layer_parts, outer_parts
 from disagg.models.share import WHOLE, Share
 
-_EXACT_NBYTES = 4  # of a value that is read in float32
+_EXACT_NBYTES = 4  # bytes of a value that is read as float32
 _OF_EXPERTS = (
     *("gate_up", "gate_up_bias", "gate_up_scales"),
     *("down", "down_bias", "down_scales"),
@@ -29,10 +29,10 @@ _OF_EXPERTS = (
 
 
 def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields:
-    """As `parts.layer_parts`, of one rank; fields that it does not have are left out.
+    """As `parts.layer_parts`, for one rank. Fields that it does not have are left out.
 
     Args:
-        config: of the whole model.
+        config: the settings of the whole model.
     """
     fields = layer_parts(config, layer)
     if share.num_ranks == 1:
@@ -73,7 +73,7 @@ def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> F
 
 
 def rank_outer_parts(config: ModelConfig, share: Share = WHOLE) -> Fields:
-    """As `parts.outer_parts`, of one rank."""
+    """As `parts.outer_parts`, for one rank."""
     fields = outer_parts(config)
     if share.num_ranks == 1:
         return fields
@@ -85,7 +85,7 @@ def rank_outer_parts(config: ModelConfig, share: Share = WHOLE) -> Fields:
 
 
 def rank_parts(config: ModelConfig, share: Share = WHOLE) -> Iterator[Part]:
-    """Everything that one rank reads."""
+    """All parts that one rank reads."""
     layers = (rank_layer_parts(config, layer, share) for layer in range(config.num_layers))
     for fields in (rank_outer_parts(config, share), *layers):
         for parts in fields.values():
@@ -102,16 +102,17 @@ def weights_nbytes(
     kept: Mapping[str, StoredTensor] | None = None,
     keeper: Keeper = "gpu",
 ) -> int:
-    """Of all tensors on a CPU, or on a GPU without `quantization`.
+    """Bytes of a rank's weights on a CPU, or on a GPU without `quantization`.
 
     Args:
-        itemsize: of a float as it is computed with.
-        widens: MXFP4 becomes floats there.
-        quantization: "int8": matrices have 8 bits a value and a float a row, but a table that is
-            only looked up, and not multiplied with, stays as it is. "int4": all matrices have 4
-            bits a value and two floats a group.
-        kept: tensors of the checkpoint, of whose matrices those that `packing` knows stay packed.
-        keeper: for which they do.
+        itemsize: bytes of the model's floats.
+        widens: whether MXFP4 is widened to floats.
+        quantization: with "int8", matrices have 8 bits per value and a float per row, except for a
+            table that is only looked up. With "int4", all matrices have 4 bits per value and two
+            floats per group.
+        kept: tensors of a checkpoint whose matrices stay packed if `packing` supports it; None: all
+            are widened.
+        keeper: the device that multiplies packed matrices.
     """
     if kept is not None:
         return _packed_nbytes(config, itemsize, share, kept, keeper)
@@ -129,7 +130,7 @@ def weights_nbytes(
 def quantized_on_gpu_nbytes(
     config: ModelConfig, itemsize: int, kind: Kind, share: Share = WHOLE
 ) -> int:
-    """As `weights_nbytes`, of a model of floats whose layers are quantised on a GPU."""
+    """As `weights_nbytes`, for a float model whose layers are quantised on a GPU."""
     nbytes = 0
     for _, fields in _all_fields(config, share):
         for field, parts in fields.items():
@@ -160,7 +161,7 @@ def _packed_nbytes(
 
 
 def _all_fields(config: ModelConfig, share: Share) -> Iterator[tuple[bool, Fields]]:
-    """What lies outside the layers, and all layers, with whether they have experts."""
+    """The fields outside the layers, and of each layer; and whether they have experts."""
     yield False, rank_outer_parts(config, share)
     for layer in range(config.num_layers):
         yield config.experts_in(layer) is not None, rank_layer_parts(config, layer, share)
@@ -187,7 +188,7 @@ def _scaled(heads: Range, size: int) -> Range:
 
 
 def _latent_rows(latent: LatentConfig, heads: Range, field: str, parts: list[Part]) -> list[Part]:
-    """What all heads share is whole on every rank."""
+    """The rows of a rank's heads. Rows that all heads share are whole on every rank."""
     size = latent.nope_dim + latent.value_dim if field == "kv_b" else latent.query_dim
     if field != "qkv":
         return [_boxed(parts[0], 0, _scaled(heads, size))]
@@ -219,7 +220,7 @@ def _gate_up(part: Part, inner: int, own: Range) -> list[Part]:
 
 
 def _of_whole_experts(parts: list[Part], own: range, num_experts: int) -> list[Part]:
-    """Of parts of all experts, which lie in one tensor or one after the other."""
+    """The parts of a rank's experts, from one tensor with all experts, or one part per tensor."""
     if parts[0].stored:
         return [_boxed(part, 0, (own.start, own.stop)) for part in parts]
     of_each = len(parts) // num_experts

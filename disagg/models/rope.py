@@ -1,4 +1,4 @@
-"""Rotary position embedding: what a checkpoint asks for. Knows no torch; see `rope_tables`."""
+"""The settings of rotary position embedding in a checkpoint. Knows no torch; see `rope_tables`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAYERS = _FULL, _WINDOWED = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """How positions turn heads. Fields other than `theta` matter only to the kinds named."""
+    """RoPE settings. Fields other than `theta` are used only by the kinds in their comments."""
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -28,15 +28,15 @@ class RopeConfig:
     attention_factor: float = 1.0  # yarn: cosines and sines are multiplied by this
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
     score_factor: float = 1.0  # yarn: scores of latent attention are multiplied by this
-    partial_factor: float = 1.0  # the share of a head's values that are rotated, the first ones
+    partial_factor: float = 1.0  # this share of a head's values, the first ones, is rotated
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], max_position: int) -> RopeConfig:
         """Read `rope_scaling` and `rope_theta` (before transformers 5) or `rope_parameters`.
 
-        Where a file says a thing twice, the same one counts as in transformers: `rope_scaling`
-        before `rope_parameters`, `rope_type` before `type`, and the outer
-        `original_max_position_embeddings` before the one that lies beside the factor.
+        If a file has a setting twice, the same one counts as in transformers: `rope_scaling` before
+        `rope_parameters`, `rope_type` before `type`, and the outer
+        `original_max_position_embeddings` before the one next to the factor.
 
         Raises:
             ModelError: the kind is not one of `KINDS`; a number is missing, null or out of range.
@@ -62,7 +62,7 @@ class RopeConfig:
         if kind == "default":
             return cls(theta=theta, partial_factor=partial)
         if kind in ("linear", "dynamic"):
-            # Dynamic scaling changes nothing up to `max_position`, where we stop.
+            # Dynamic scaling changes nothing up to `max_position`, which is the longest context.
             return cls(
                 kind=kind, theta=theta, factor=_number(scaling, "factor"), partial_factor=partial
             )
@@ -84,7 +84,7 @@ class RopeConfig:
                 partial_factor=partial,
             )
         if "factor" in scaling and scaling["factor"] is None:
-            factor = max_position / original  # as DeepSeek's files mean it
+            factor = max_position / original  # the meaning in DeepSeek's files
         else:
             factor = _number(scaling, "factor")
         return cls(
@@ -101,7 +101,7 @@ class RopeConfig:
         )
 
     def max_model_len(self, max_position: int) -> int:
-        """Longest context in tokens. YaRN stretches the original length by its factor."""
+        """The longest context in tokens. YaRN multiplies the original length by its factor."""
         if self.kind != "yarn":
             return max_position
         return max(max_position, int(self.original_max_position * self.factor))
@@ -110,17 +110,17 @@ class RopeConfig:
 def ropes_by_kind(
     raw: Mapping[str, Any], max_position: int, defaults: Mapping[str, Any]
 ) -> tuple[RopeConfig, RopeConfig]:
-    """Read the rope settings of full layers, and of those with a window.
+    """Read the RoPE settings of full layers, and of layers with a window.
 
-    Where a file does not have them by kind of layer (`rope_parameters`), `rope_scaling` is that of
-    full layers alone, and `rope_local_base_freq` is the theta of layers with a window.
+    If a file does not have them by kind of layer (`rope_parameters`), `rope_scaling` is for full
+    layers only, and `rope_local_base_freq` is the theta of layers with a window.
 
     Args:
-        raw: with the defaults of the family.
-        defaults: of the family: `rope_theta`, and perhaps `rope_local_base_freq`.
+        raw: the settings, with the defaults of the family.
+        defaults: the family's `rope_theta`, and `rope_local_base_freq` if it has one.
 
     Raises:
-        ModelError: as in `RopeConfig.from_hf`; or the file may mean several things.
+        ModelError: as in `RopeConfig.from_hf`; or the file is ambiguous.
     """
     given, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     for name, settings in (("rope_parameters", given), ("rope_scaling", scaling)):
@@ -129,20 +129,21 @@ def ropes_by_kind(
     is_unnamed = "type" in scaling and "rope_type" not in scaling
     if given.keys() - _LAYERS or (given and scaling) or is_unnamed:
         raise ModelError(
-            f"rope settings of this family must be rope_parameters with {' and '.join(_LAYERS)}, or"
-            " a rope_scaling of full layers with rope_type"
+            "the rope settings of this family must be rope_parameters with"
+            f" {' and '.join(_LAYERS)}, or a rope_scaling with rope_type for full layers"
         )
     thetas = {_FULL: raw["rope_theta"]}
     if "rope_local_base_freq" in defaults:
         thetas[_WINDOWED] = raw["rope_local_base_freq"]
-    elif raw["rope_theta"] == defaults["rope_theta"]:  # else of all layers, or of full ones alone:
-        thetas[_WINDOWED] = raw["rope_theta"]  # releases of transformers differ
+    elif raw["rope_theta"] == defaults["rope_theta"]:
+        # Another value may be for all layers or for full ones: releases of transformers differ.
+        thetas[_WINDOWED] = raw["rope_theta"]
     found = {}
     for layers in _LAYERS:
         own = {**(given.get(layers) or {}), **(scaling if layers == _FULL else {})}
         own.setdefault("rope_theta", thetas.get(layers))
         if own["rope_theta"] is None:
-            raise ModelError(f"rope_theta of {layers} must be said in rope_parameters")
+            raise ModelError(f"the rope_theta of {layers} must be set in rope_parameters")
         if not own.get("truncate", True):
             raise ModelError("truncate of rope settings by kind of layer is not supported")
         found[layers] = RopeConfig.from_hf({"rope_parameters": own}, max_position)
@@ -161,7 +162,7 @@ def _number(source: Mapping[str, Any], key: str, above: float = 0.0) -> float:
 
 
 def _optional(source: Mapping[str, Any], key: str) -> float | None:
-    """A number that may be null or left out; YaRN's own default then counts."""
+    """A number that may be null or left out, in which case YaRN's default counts."""
     value = source.get(key)
     if value is None:
         return None
@@ -175,7 +176,7 @@ def _temperature(factor: float, mscale: float) -> float:
 
 
 def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    """YaRN's temperature: stated, or a tenth of the logarithm of the factor plus one."""
+    """YaRN's temperature: as set, or else one plus a tenth of the logarithm of the factor."""
     stated = _optional(scaling, "attention_factor")
     if stated is not None:
         return stated

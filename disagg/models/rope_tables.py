@@ -1,7 +1,7 @@
-"""The tables of cosines and sines of rotary position embedding.
+"""Computes the tables of cosines and sines of rotary position embedding.
 
-Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), Llama 3.1's frequency scaling as
-defined by its reference `apply_scaling`. Equal to what transformers computes.
+Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), and `apply_scaling` of Llama 3.1's
+reference code. The tables are equal to those of transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, a ramp lies between."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between them."""
     wavelength = 2 * math.pi / inverse
     low, high = rope.low_freq_factor, rope.high_freq_factor
     ramp = (rope.original_max_position / wavelength - low) / (high - low)
@@ -47,7 +47,7 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> Tensor:
-    """Interpolate dimensions that turn less than `beta_slow` times over the original length."""
+    """Interpolate dimensions that rotate less than `beta_slow` times in the original length."""
 
     def dimension(num_turns: float) -> float:
         turns = rope.original_max_position / (num_turns * 2 * math.pi)
@@ -57,8 +57,8 @@ def _yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    # Of an original length of a few positions the ends may lie the wrong way round: the ramp then
-    # is 0 everywhere beyond `low`, as in transformers.
+    # If the original length is only a few positions, the ends may be in the wrong order. Then the
+    # ramp is 0 everywhere beyond `low`, as in transformers.
     width = high - low if high != low else 0.001
     steps = torch.arange(head_dim // 2, dtype=torch.float32)
     ramp = ((steps - low) / width).clamp(0, 1)

@@ -1,8 +1,10 @@
-"""Which part of a model one rank of a worker computes, as Megatron-LM divides it. Knows no torch.
+"""The part of a model that one rank of a worker computes, divided as in Megatron-LM.
+
+Knows no torch.
 
 Query heads, inner sizes of MLPs and experts, and the vocabulary are divided among the ranks of a
-worker. KV heads are divided too, or copied where there are more ranks. Norms and routers are whole
-on every rank. With expert parallelism, each rank has some of the experts instead, and these whole.
+worker. KV heads are divided too, or copied if there are more ranks. Norms and routers are whole on
+every rank. With expert parallelism, each rank has some whole experts instead.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from disagg.errors import StartupError
 from disagg.models.experts_config import MXFP4_GROUP, ExpertsConfig
 from disagg.models.model_config import ModelConfig
 
-MOST_RANKS = 16  # that a refusal tries: more GPUs than one machine has
+MOST_RANKS = 16  # error messages list possible numbers of ranks up to this one
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of rank `rank` of `num_ranks`.
+    """The share of rank `rank` of `num_ranks`.
 
-    has_whole_experts: each rank has whole experts, and not a part of every expert.
+    has_whole_experts: whether each rank has whole experts instead of a part of every expert.
     """
 
     rank: int = 0
@@ -29,16 +31,18 @@ class Share:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank adds what must be added once, such as a bias after a sum of ranks."""
+        """Whether this rank adds terms that must be added once, such as a bias after a sum."""
         return self.rank == 0
 
     def of(self, total: int) -> tuple[int, int]:
-        """First and end of this rank's part of `total` things; parts differ by one at most."""
+        """The range of this rank's part of `total` items; parts differ by one at most."""
         return total * self.rank // self.num_ranks, total * (self.rank + 1) // self.num_ranks
 
     def of_experts(self, experts: ExpertsConfig) -> tuple[int, int]:
-        """First and end of this rank's part of an expert's inner size. Of MXFP4 it has whole groups
-        of values that share a scale, so parts may differ by a group; none is larger than the first.
+        """The range of this rank's part of an expert's inner size.
+
+        With MXFP4 a rank has whole groups of values that share a scale, so parts may differ by one
+        group; no part is larger than the first rank's.
         """
         if self.has_whole_experts:
             return 0, experts.intermediate_size
@@ -47,25 +51,29 @@ class Share:
         return own.start * size, own.stop * size
 
     def own_experts(self, experts: ExpertsConfig) -> range | None:
-        """The experts that this rank has whole, neighbours; none has more of them than the first.
-        None: it has a part of every expert."""
+        """The neighbouring experts that this rank has whole; None: it has a part of every expert.
+
+        No rank has more experts than the first.
+        """
         if not self.has_whole_experts:
             return None
         return self._largest_first(experts.num_experts)
 
     def _largest_first(self, total: int) -> range:
-        """As `of`, but the first rank, by which memory is planned, has the largest part."""
+        """As `of`, but the first rank, for which memory is planned, has the largest part."""
         ends = (-(-total * rank // self.num_ranks) for rank in (self.rank, self.rank + 1))
         return range(*ends)
 
     def kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
-        """First and end of this rank's KV heads, of the model's; some ranks have the same one if
-        there are more ranks than heads."""
+        """The range of the model's KV heads that this rank has.
+
+        If there are more ranks than heads, some ranks have the same head.
+        """
         first, end = self.of(num_kv_heads)
         return first, max(end, first + 1)
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The numbers of what this rank computes; the vocabulary stays whole."""
+        """The settings of the part that this rank computes; the vocabulary stays whole."""
         if self.num_ranks == 1:
             return config
         experts = config.experts
@@ -89,16 +97,16 @@ WHOLE = Share()
 
 
 def possible_ranks(config: ModelConfig, *, expert_parallel: bool = False) -> list[int]:
-    """Into how many parts a model can be divided, up to `MOST_RANKS`."""
+    """The numbers of ranks, up to `MOST_RANKS`, into which a model can be divided."""
     sizes = range(2 if expert_parallel else 1, MOST_RANKS + 1)
     return [each for each in sizes if not _problem(config, each, expert_parallel)]
 
 
 def check_ranks(config: ModelConfig, num_ranks: int, *, expert_parallel: bool = False) -> None:
-    """Raises `StartupError` if a model cannot be divided into so many parts.
+    """Raise `StartupError` if a model cannot be divided among so many ranks.
 
     Args:
-        expert_parallel: each of them is to have whole experts.
+        expert_parallel: whether each rank has whole experts.
     """
     if expert_parallel:
         _check_has_experts(config, num_ranks)
@@ -109,8 +117,7 @@ def check_ranks(config: ModelConfig, num_ranks: int, *, expert_parallel: bool = 
     also = ""
     if not expert_parallel and config.experts and not _problem(config, num_ranks, True):
         also = (
-            f" With enable_expert_parallel, whose ranks have whole experts, {num_ranks} is"
-            " possible, too."
+            f" With enable_expert_parallel, which splits no expert, {num_ranks} is possible, too."
         )
     raise StartupError(
         f"tensor_parallel_size = {num_ranks} does not divide this model: {why}. Possible up to"
@@ -122,15 +129,15 @@ def check_ranks(config: ModelConfig, num_ranks: int, *, expert_parallel: bool = 
 def _check_has_experts(config: ModelConfig, num_ranks: int) -> None:
     if config.experts is None:
         raise StartupError(
-            "enable_expert_parallel gives each rank of a worker some of a model's experts, and this"
-            " model has none; leave it out. tensor_parallel_size splits it without.",
+            "enable_expert_parallel gives each rank of a worker some of a model's experts, but this"
+            " model has none; leave it out. tensor_parallel_size also works without it.",
             param="enable_expert_parallel",
         )
     if num_ranks < 2:
         raise StartupError(
-            "enable_expert_parallel divides a model's experts among the ranks of a worker, and"
-            " with tensor_parallel_size = 1 there is one rank; raise that, or leave"
-            " enable_expert_parallel out.",
+            "enable_expert_parallel divides a model's experts among the ranks of a worker, but"
+            " with tensor_parallel_size = 1 there is only one rank; raise tensor_parallel_size, or"
+            " leave enable_expert_parallel out.",
             param="enable_expert_parallel",
         )
 
@@ -142,8 +149,8 @@ def _problem(config: ModelConfig, num_ranks: int, expert_parallel: bool) -> str:
         return f"{heads} (heads) / {num_ranks} = {heads / num_ranks:g}"
     if kv_heads % num_ranks and num_ranks % kv_heads:
         return (
-            f"{kv_heads} KV heads are neither divided among {num_ranks} ranks nor are these a"
-            " multiple of them"
+            f"neither do {num_ranks} ranks divide {kv_heads} KV heads evenly, nor is their number"
+            " a multiple of the heads"
         )
     sizes = {}
     if any(config.experts_in(layer) is None for layer in range(config.num_layers)):

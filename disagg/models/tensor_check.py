@@ -1,4 +1,4 @@
-"""Whether a checkpoint has the tensors that a decoder needs. Loads no torch."""
+"""Checks that a checkpoint has the tensors that a decoder needs. Loads no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_NAMES_IN_AN_ERROR = 8
 
 
 def check_weights(model: ModelDescription) -> None:
-    """Compare the tensors there are with what the decoder needs.
+    """Compare the tensors of a checkpoint with those that the decoder needs.
 
     Raises:
         ModelError: a file is damaged, or tensors are missing, unexpected, of the wrong shape or
@@ -25,7 +25,7 @@ def check_weights(model: ModelDescription) -> None:
 
 
 def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
-    """Raise one error that names everything that does not fit."""
+    """Raise one error that names all tensors that do not fit."""
     stored = model.tensors
     ignored = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     further = _further_layers(model)
@@ -54,7 +54,7 @@ def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
             ("missing tensors", missing),
             ("unexpected tensors", unexpected),
             ("wrong shapes", reshaped),
-            ("types that are not loaded, only float weights are", not_float),
+            ("types that are not supported (only float weights are)", not_float),
         )
         if names
     ]
@@ -66,19 +66,19 @@ def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
 
 
 def _further_layers(model: ModelDescription) -> tuple[str, ...]:
-    """How the names begin of layers that predict further tokens, which are not used."""
+    """Prefixes of the names of layers that predict further tokens, which are not used."""
     config = model.config
     last = config.num_layers + config.num_nextn_layers
     return tuple(f"model.layers.{layer}." for layer in range(config.num_layers, last))
 
 
 def _says_nothing(name: str, stored: StoredTensor) -> bool:
-    """What old checkpoints have, and biases of zeros, which GPTQ gives to every matrix."""
+    """Whether a tensor may be ignored: a relic of old checkpoints, or one of GPTQ's zero biases."""
     return name.endswith("rotary_emb.inv_freq") or (name.endswith(".bias") and stored.is_zero())
 
 
 def _is_read(stored: StoredTensor, part: Part) -> bool:
-    # What is widened was checked when it was described.
+    # Quantised tensors were checked when the model was described.
     if isinstance(stored, GgufStored | QuantizedStored):
         return not part.is_raw
     return stored.dtype == "U8" if part.is_raw else stored.is_float

@@ -1,4 +1,4 @@
-"""The text part of models that read images, too: its settings and its tensors. Knows no torch."""
+"""The text part of models that also read images: its settings and tensors. Knows no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 from disagg.errors import ModelError
 from disagg.models.family import Json
 
-# As files call it, and as a model of text alone does; newer files first.
+# Prefixes of names in such files, and in files of text-only models; newer files come first.
 _RENAMED = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -21,10 +21,11 @@ _LEFT_OUT = (*_OF_IMAGES, *(f"model.{each}" for each in _OF_IMAGES))
 
 @dataclass(frozen=True)
 class TextPart:
-    """
+    """The text part of a model.
+
     Attributes:
-        architecture: of a model of text alone.
-        model_type: of the whole, in config.json.
+        architecture: the architecture of the text-only model.
+        model_type: model_type of the whole model in config.json.
     """
 
     architecture: str
@@ -40,10 +41,10 @@ TEXT_PARTS: Mapping[str, TextPart] = MappingProxyType(
 
 
 def text_config(raw: Json, place: object) -> Json | None:
-    """The settings of the text part, as a model of text alone would have them; None: `raw` is one.
+    """The settings of the text part, as a text-only model has them; None if `raw` is text-only.
 
     Raises:
-        ModelError: it has none, or is not what it calls itself.
+        ModelError: the text part is missing, or the model_type is wrong.
     """
     architectures = raw.get("architectures")
     names = map(str, architectures if isinstance(architectures, list) else ())
@@ -59,7 +60,7 @@ def text_config(raw: Json, place: object) -> Json | None:
 
 
 def text_name(name: str) -> str | None:
-    """What a model of text alone calls a tensor; None: it has none."""
+    """The name of a tensor in a text-only model; None if it has no such tensor."""
     if name.startswith(_LEFT_OUT):
         return None
     for theirs, ours in _RENAMED:

@@ -1,7 +1,7 @@
-"""Weights from safetensors or GGUF into the fused tensors of a decoder, or into packed matrices.
+"""Reads weights from safetensors or GGUF into a decoder's fused tensors or packed matrices.
 
-Checks every name, shape and value before the first forward pass. `parts` defines which tensors are
-fused, and in which order. Nothing here computes.
+It checks every name, shape and value before the first forward pass. `parts` defines which tensors
+are fused, and in which order.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from disagg.models.tensor_check import check_weights
 log = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[int, int], None]  # bytes loaded so far, bytes in all
-Matrix: TypeAlias = Any  # a Tensor; a `PackedMatrix` where `load_weights` keeps it
+Matrix: TypeAlias = Any  # a Tensor, or a `PackedMatrix` if `load_weights` keeps it packed
 
-_NAN_SCALE = 255  # of MXFP4
+_NAN_SCALE = 255  # NaN among the scales of MXFP4
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Matrices are [out, in]; what a family does not have is None.
+    """One decoder layer. Matrices are [out, in]. Fields that a family does not have are None.
 
-    Of a layer with experts, `gate_up`, `down` and their biases have the rows of all experts, one
-    expert after the other. Where scales are given, these matrices are MXFP4: bytes of two values.
-    Matrices are packed where `load_weights` keeps them so.
+    In a layer with experts, `gate_up`, `down` and their biases have the rows of all experts, one
+    expert after the other. If there are scales, these matrices are MXFP4, with two values per byte.
+    Matrices are packed if `load_weights` keeps them so.
     """
 
     qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; latent: [q | q_a, kv_a]
@@ -82,17 +82,17 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All tensors of a decoder. `lm_head` is `embedding` itself where the two are tied.
+    """All tensors of a decoder. `lm_head` is `embedding` itself if the two are tied.
 
-    `layers` of a checkpoint can be gone through once: each is read when it is asked for, so that
-    whoever packs layers never holds all of them twice.
+    The `layers` of a checkpoint can be iterated once. Each layer is read when the iteration reaches
+    it, so that code that packs layers never holds all of them twice.
     """
 
     embedding: Matrix  # [vocab, hidden]
     layers: Iterable[LayerWeights]
     norm: Tensor  # [hidden]
     lm_head: Matrix  # [vocab, hidden]
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # dtype of activations
 
 
 def load_weights(
@@ -107,12 +107,13 @@ def load_weights(
     """Read a checkpoint, cast to `dtype`, onto `device`; layers are read later, one by one.
 
     Args:
-        share: what is read of it; shapes are then those of this part.
-        keeps_packed: quantised matrices that `packing` keeps for it become `PackedMatrix`.
+        share: the rank's share, which is read; shapes are those of this part.
+        keeps_packed: quantised matrices that `packing` keeps for this device become
+            `PackedMatrix`; None: all are widened.
 
     Raises:
         ModelError: tensors are missing, unexpected, of the wrong shape, unreadable or hold NaN;
-            the message names them. Of a layer's values this is found when the layer is read.
+            the message names them. The values of a layer are checked when the layer is read.
     """
     check_weights(model)
     config = model.config
@@ -131,7 +132,7 @@ def load_weights(
 
     tables = read(outer, has_experts=False)
     tables.setdefault("lm_head", tables["embedding"])
-    # The reader goes with the last layer, and its mapped files with it.
+    # The reader and its mapped files are freed after the last layer.
     read_layers = (
         _layer(read(fields, config.experts_in(layer) is not None))
         for layer, fields in enumerate(layers)
@@ -142,7 +143,7 @@ def load_weights(
 def random_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int
 ) -> DecoderWeights:
-    """Draw weights of the right shapes: normal matrices of deviation 0.02, norms of one."""
+    """Draw random weights: matrices are normal with deviation 0.02, norms are one."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def draw(parts: list[Part]) -> Tensor:
@@ -169,7 +170,7 @@ def random_weights(
 
 
 def _arranged(stored: Tensor, part: Part) -> Tensor:
-    """A tensor as it lies in a checkpoint, in the order in which it is read."""
+    """Rearrange a tensor of a checkpoint as its part describes."""
     if part.is_transposed:
         stored = stored.transpose(-2, -1)
     if part.is_interleaved:
@@ -180,7 +181,7 @@ def _arranged(stored: Tensor, part: Part) -> Tensor:
 def _is_finite(values: Tensor, part: Part) -> bool:
     if part.is_raw:
         return not part.is_scales or int(values.max()) < _NAN_SCALE
-    # NaN is an extreme if there is one. A tenth of the time of `isfinite`.
+    # The extremes are NaN if any value is. This takes a tenth of the time of `isfinite`.
     return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(values))
 
 
@@ -191,7 +192,7 @@ def _layer(fields: Mapping[str, Matrix]) -> LayerWeights:
 
 @contextmanager
 def _naming(name: str, file: Path) -> Iterator[None]:
-    """Turn what reading a tensor raises into `ModelError`s."""
+    """Convert the errors of reading a tensor to `ModelError`s that name it."""
     try:
         yield
     except ValueError as error:
@@ -201,7 +202,7 @@ def _naming(name: str, file: Path) -> Iterator[None]:
 
 
 class _Reader:
-    """Reads parts into fused tensors, one file open at a time."""
+    """Reads parts into fused tensors, with one file open at a time."""
 
     def __init__(
         self,
@@ -222,7 +223,10 @@ class _Reader:
         self._opened: dict[Path, safe_open] = {}
 
     def read(self, parts: list[Part], packing: Packing | None = None) -> Matrix:
-        """Stack `parts` along their first dimension. packing: how they are kept, if they are."""
+        """Read `parts`, and stack them along their first dimension.
+
+        packing: how they are kept packed; None: as floats.
+        """
         made: Matrix = None if packing is None else self._packed(parts, packing)
         if packing is not None and made is not None:
             itemsize = self._dtype.itemsize
@@ -252,7 +256,7 @@ class _Reader:
         made = stack(matrices) if len(matrices) == len(parts) else None
         if made is None:
             names = ", ".join(part.name for part in parts)
-            log.warning("%s: widened, as their columns are not in one order, by groups.", names)
+            log.warning("%s: converted to floats, because their columns differ in order.", names)
         return made
 
     def _floats(self, parts: list[Part]) -> Tensor:
@@ -298,7 +302,7 @@ class _Reader:
         if file not in self._opened:
             self._opened[file] = safe_open(file, framework="pt")
         opened = self._opened[file]
-        if box:  # only these bytes are read
+        if box:  # read only these bytes
             whole = opened.get_slice(name)  # type: ignore[no-untyped-call]
             tensor: Tensor = whole[tuple(slice(*own) for own in box)]
         else:

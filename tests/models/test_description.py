@@ -97,7 +97,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert rendered(directory) == "<s>file"
     (tmp_path / "mine.jinja").write_text("mine")
     assert rendered(directory, str(tmp_path / "mine.jinja")) == "mine"
-    with pytest.raises(ModelError, match="cannot be read: No such file"):
+    with pytest.raises(ModelError, match=r"Cannot read the chat template .*: No such file"):
         rendered(directory, str(tmp_path / "absent.jinja"))
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ModelError, match="does not compile"):
@@ -117,7 +117,7 @@ def rendered(directory: Path, chat_template: str | None = None) -> str:
 
 def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="is a LoRA adapter, which is not served by itself; merge"):
+    with pytest.raises(ModelError, match="is a LoRA adapter, which cannot be served alone; merge"):
         describe_model(tmp_path)
 
 

@@ -211,7 +211,12 @@ def test_ranks_ask_nothing_of_each_other_for_scales_of_experts(tmp_path: Path) -
     ("variant", "settings", "param", "words"),
     [
         ("llama", {"tensor_parallel_size": 2}, "enable_expert_parallel", "this model has none"),
-        ("mixtral", {}, "enable_expert_parallel", "tensor_parallel_size = 1 there is one rank"),
+        (
+            "mixtral",
+            {},
+            "enable_expert_parallel",
+            "tensor_parallel_size = 1 there is only one rank",
+        ),
         (
             "mixtral",
             {"tensor_parallel_size": 8},
@@ -239,8 +244,8 @@ def test_refusals_of_divided_experts_say_that_whole_ones_are_possible(tmp_path: 
         check_ranks(model.config, 3)
     engine = EngineConfig(device="cpu", quantization="int4", tensor_parallel_size=2)
     model = _write(tmp_path / "b", "qwen3-moe", moe_intermediate_size=32)
-    with pytest.raises(StartupError, match=r"16 columns .* ranks, or enable_expert_parallel,"):
+    with pytest.raises(StartupError, match=r"16 columns .*, or set enable_expert_parallel,"):
         check_engine(engine, model)
     model = _write(tmp_path / "c", "qwen2-moe", moe_intermediate_size=32)  # a shared one of 40
-    with pytest.raises(StartupError, match=r"16 columns .* other ranks\.$"):
+    with pytest.raises(StartupError, match=r"16 columns .* change tensor_parallel_size\.$"):
         check_engine(engine, model)

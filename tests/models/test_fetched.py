@@ -124,7 +124,7 @@ def test_without_a_network_a_sentence_says_so(
 
 def test_a_cache_that_cannot_be_written_is_named(wheel: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a directory")
-    with pytest.raises(StartupError, match=r"toy cannot be kept in .*XDG_CACHE_HOME"):
+    with pytest.raises(StartupError, match=r"toy cannot be stored in .*XDG_CACHE_HOME"):
         fetch("toy", Said(), go_on)
 
 

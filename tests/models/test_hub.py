@@ -93,7 +93,7 @@ def test_what_is_needed_is_fetched_and_then_there(hub: FakeHub, files: dict[str,
     said = Said()
     assert fetch_repository(NAME, None, said, go_on)
     assert said.lines[0].startswith(f"fetching {NAME} (0 MiB in ")
-    assert said.lines[-1].startswith(f"{NAME} lies in ")
+    assert said.lines[-1].startswith(f"{NAME} is in ")
     directory = tier.directory
     there = {file.name for file in directory.iterdir()}
     weights = {name for name in files if name.startswith("model")}
@@ -149,7 +149,7 @@ def test_settings_come_before_weights(hub: FakeHub) -> None:
 
 def test_what_is_gated_needs_a_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.gated.add(NAME)
-    with pytest.raises(StartupError, match=rf"accept them on {hub.url}/{NAME}, and set HF_TOKEN"):
+    with pytest.raises(StartupError, match=rf"Accept them on {hub.url}/{NAME}, and set HF_TOKEN"):
         fetch_repository(NAME, None, Said(), go_on)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert fetch_repository(NAME, None, Said(), go_on)
@@ -184,7 +184,7 @@ def test_a_signal_among_the_weights_ends_it_and_the_next_time_goes_on(
     said = Said()
     assert not fetch_repository(repository, None, said, is_stopped)
     assert said.lines[0].startswith(f"fetching {repository} ")
-    assert not any("lies in" in line for line in said.lines)
+    assert not any("is in" in line for line in said.lines)
     kept = whole()
     assert kept and weights[-1] not in kept
     with pytest.raises(ModelError, match="nor whole"):
@@ -224,7 +224,7 @@ def test_without_room_nothing_is_fetched(hub: FakeHub, monkeypatch: pytest.Monke
         free = 20_000
 
     monkeypatch.setattr("disagg.models.hub.shutil.disk_usage", lambda place: Full)
-    with pytest.raises(StartupError, match=r"0\.0 GB left; make room there"):
+    with pytest.raises(StartupError, match=r"0\.0 GB left; free space there"):
         fetch_repository(NAME, None, Said(), go_on)
 
 
@@ -239,7 +239,7 @@ def test_files_left_incomplete_do_not_count(
     with monkeypatch.context() as full:
         usage = SimpleNamespace(free=20_000)
         full.setattr("disagg.models.hub.shutil.disk_usage", lambda place: usage)
-        with pytest.raises(StartupError, match=r"0\.0 GB left; make room there"):
+        with pytest.raises(StartupError, match=r"0\.0 GB left; free space there"):
             fetch_repository(NAME, None, Said(), go_on)
     said = Said()
     assert fetch_repository(NAME, None, said, go_on)
@@ -250,7 +250,7 @@ def test_sentences_without_a_network(hub: FakeHub, monkeypatch: pytest.MonkeyPat
     with pytest.raises(StartupError, match="There is no model directory 'acme/none' here, and no"):
         fetch_repository("acme/none", None, Said(), go_on)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(StartupError, match=r"cannot be fetched: .*Without a network, bring"):
+    with pytest.raises(StartupError, match=r"cannot be fetched: .*Without a network, run"):
         fetch_repository(NAME, None, Said(), go_on)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     close_session()
@@ -274,7 +274,7 @@ def test_the_command_takes_the_hub_from_the_environment(hub: FakeHub, tmp_path: 
         text=True,
         timeout=100,
     )
-    assert f"{NAME} lies in {tmp_path / 'home' / 'hub'}" in done.stdout + done.stderr
+    assert f"{NAME} is in {tmp_path / 'home' / 'hub'}" in done.stdout + done.stderr
     assert done.returncode != 0
 
 
@@ -313,9 +313,9 @@ def test_what_is_written_like_a_repository(
 
 @pytest.mark.parametrize("revision", ["../../../etc/passwd", "/etc/passwd", "a//b", "", "-x"])
 def test_a_path_is_no_revision(revision: str) -> None:
-    with pytest.raises(ModelError, match="is not written as a branch, a tag or a commit"):
+    with pytest.raises(ModelError, match="is not a valid name of a branch, a tag or a commit"):
         fetch_repository(NAME, revision, Said(), go_on)
-    with pytest.raises(ModelError, match="is not written as a branch, a tag or a commit"):
+    with pytest.raises(ModelError, match="is not a valid name of a branch, a tag or a commit"):
         assert TierConfig(model=NAME, revision=revision).directory
 
 
@@ -326,7 +326,7 @@ def test_a_cache_that_cannot_be_written_to_is_named(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", is_full)
-    with pytest.raises(StartupError, match=rf"cannot be kept in {tmp_path / 'hub'}: .*No space"):
+    with pytest.raises(StartupError, match=rf"cannot be stored in {tmp_path / 'hub'}: .*No space"):
         fetch_repository(NAME, None, Said(), go_on)
 
 
@@ -340,7 +340,7 @@ def test_a_huge_file_of_settings_is_not_fetched(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("disagg.models.hub.MAX_TEXT_NBYTES", 100)
-    with pytest.raises(ModelError, match=rf"^{NAME}: its config.json has 0.0 GB, and such files"):
+    with pytest.raises(ModelError, match=rf"^{NAME}: its config.json has 0.0 GB, but such files"):
         fetch_repository(NAME, None, Said(), go_on)
     assert not [path for path in hub.asked if "/resolve/" in path]
 

@@ -129,7 +129,7 @@ def test_generation_config_says_what_ends_an_answer(tmp_path: Path) -> None:
         ({"rms_norm_eps": -1.0}, ["rms_norm_eps", "-1.0"]),
         ({"vocab_size": -5}, ["vocab_size", "-5"]),
         ({"num_hidden_layers": 10**12}, ["num_hidden_layers"]),
-        ({"head_dim": 15}, ["size 15", "the size even"]),
+        ({"head_dim": 15}, ["size 15", "the size must be even"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": -1.0}}, ["factor", "-1.0"]),
         ({"rope_scaling": "linear"}, ["rope_scaling must be a JSON object"]),
     ],

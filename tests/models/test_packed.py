@@ -287,7 +287,7 @@ def test_matrices_in_different_orders_are_widened(
     found = _all(directory, WHOLE, keeps_packed=True)
     assert isinstance(found["0.gate_up"], PackedMatrix)
     assert isinstance(found["1.gate_up"], Tensor)
-    assert "up_proj.weight: widened" in caplog.text
+    assert "up_proj.weight: converted to floats" in caplog.text
 
 
 def test_a_gpu_plans_with_the_bytes_that_it_keeps(tmp_path: Path) -> None:

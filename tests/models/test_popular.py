@@ -123,7 +123,7 @@ def checkpoints_table() -> str:
                 ranks = ", ".join(map(str, possible_ranks(found.config)))
             else:
                 missing = re.search(r"\(not yet: (.*)\); supported", found.message)
-                why = re.search(r"(the weights are quantised.*?);", found.message)
+                why = re.search(r"(the weights are quantised.*?)[,;]", found.message)
                 size = ranks = ""
                 rope = re.search(r"(rope type '\w+') is not supported", found.message)
                 said = missing or why or rope

@@ -152,7 +152,7 @@ def test_ranks_read_all_of_a_checkpoint_and_no_divided_tensor_twice(
             {},
             r"size = 4 does not divide this model: 6 \(heads\) / 4 = 1\.5\. Possible .*: 1, 2\.",
         ),
-        (3, {}, "2 KV heads are neither divided among 3 ranks nor are these a multiple of them"),
+        (3, {}, "neither do 3 ranks divide 2 KV heads evenly, nor is their number"),
         (2, {"intermediate_size": 81}, r"81 \(intermediate_size\) / 2 = 40\.5"),
     ],
 )

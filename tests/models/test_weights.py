@@ -163,7 +163,7 @@ def test_a_value_that_is_no_number_is_refused_by_name(tmp_path: Path, bad: float
 def test_integer_weights_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     _edit(tmp_path, {"model.norm.weight": torch.ones(48, dtype=torch.int32)})
-    with pytest.raises(ModelError, match=r"only float weights are: model\.norm\.weight is I32"):
+    with pytest.raises(ModelError, match=r"only float weights are\): model\.norm\.weight is I32"):
         _load(tmp_path)
 
 
