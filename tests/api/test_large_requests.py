@@ -102,9 +102,9 @@ async def test_long_conversations_are_rendered_in_few_threads(
         return render(*args, **options)
 
     monkeypatch.setattr(ChatTemplate, "render", watched)
-    said = [{"role": "user", "content": "the quick fox " * 1000}]
+    messages = [{"role": "user", "content": "the quick fox " * 1000}]
     async with http_client(make_app(None, served_model(max_model_len=1 << 20))) as client:
-        asked = [client.post("/tokenize", json={"messages": said}) for _ in range(16)]
+        asked = [client.post("/tokenize", json={"messages": messages}) for _ in range(16)]
         assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
     assert {name.rpartition("_")[0] for name in names} == {"render"}
     assert len(names) <= 2
@@ -178,8 +178,8 @@ async def test_a_text_that_is_clearly_too_long_is_not_encoded_whole(
 
 def calling(arguments: str) -> dict[str, Any]:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    said = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    return {"messages": said, "max_tokens": 1}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    return {"messages": messages, "max_tokens": 1}
 
 
 SHOWS_CALLS = (

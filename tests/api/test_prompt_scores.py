@@ -87,11 +87,11 @@ async def test_prompt_logprobs_are_vllms() -> None:
 
 
 async def test_token_ids_are_returned_where_they_are_asked_for() -> None:
-    said = [*ids(TEXT), END]
+    answer_ids = [*ids(TEXT), END]
     choice = await complete(prompt=[5, 6], max_tokens=50, return_token_ids=True)
-    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6], said)
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6], answer_ids)
     chat = await post("/v1/chat/completions", messages=HI, return_token_ids=True)
-    assert chat["choices"][0]["token_ids"] == said
+    assert chat["choices"][0]["token_ids"] == answer_ids
     assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
     for answer in (await complete(prompt="a"), await post("/v1/chat/completions", messages=HI)):
         assert "token_ids" not in str(answer)

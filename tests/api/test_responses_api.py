@@ -158,11 +158,11 @@ def check_identities(events: list[Any], items: list[Any]) -> None:
     """Each item has an id of its own, which all its events have."""
     ids = [item.id for item in items]
     assert len(set(ids)) == len(ids)
-    told = [event for event in events if hasattr(event, "output_index")]
-    for event in told:
+    item_events = [event for event in events if hasattr(event, "output_index")]
+    for event in item_events:
         item_id = event.item.id if hasattr(event, "item") else event.item_id
         assert item_id == ids[event.output_index], event.type
-    assert {event.output_index for event in told} == set(range(len(ids)))
+    assert {event.output_index for event in item_events} == set(range(len(ids)))
 
 
 async def test_a_schema_is_followed() -> None:

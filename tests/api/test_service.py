@@ -106,8 +106,8 @@ async def test_defaults_of_the_model_count_where_the_request_is_silent() -> None
     object.__setattr__(model, "defaults", GenerationDefaults(temperature=0.6, top_k=20, top_p=0.8))
     silent = (await chat_request(service(model))).sampling
     assert (silent.temperature, silent.top_k, silent.top_p) == (0.6, 20, 0.8)
-    said = (await chat_request(service(model), temperature=0, top_k=-1, top_p=1)).sampling
-    assert (said.temperature, said.top_k, said.top_p) == (0.0, 0, 1.0)
+    chosen = (await chat_request(service(model), temperature=0, top_k=-1, top_p=1)).sampling
+    assert (chosen.temperature, chosen.top_k, chosen.top_p) == (0.0, 0, 1.0)
 
 
 async def test_tenants_and_salts_share_no_block_names() -> None:

@@ -43,10 +43,10 @@ def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], float]:
     return seen
 
 
-def asked(deployment: str, now: float, target: int, said: dict[str, dict[str, float]]) -> Any:
+def asked(deployment: str, now: float, target: int, reports: dict[str, dict[str, float]]) -> Any:
     """Serve's question, with reports that are as old as their names say."""
     raw: dict[str, dict[str, list[Any]]] = {}
-    for ingress, its in said.items():
+    for ingress, its in reports.items():
         timestamp = now - float(ingress.partition("@")[2] or 0.0)
         for name, value in its.items():
             point = SimpleNamespace(timestamp=timestamp, value=value)
@@ -143,8 +143,8 @@ def test_an_slo_out_of_reach_is_told_once(caplog: pytest.LogCaptureFixture) -> N
         ingresses.ask(4)
         scaler.decide(1000.0 + second, ingresses.say())
     messages = [each.getMessage() for each in caplog.records]
-    told = [each for each in messages if "can meet an SLO" in each]
-    assert len(told) == 1 and "10.1 ms" in told[0]
+    warnings = [each for each in messages if "can meet an SLO" in each]
+    assert len(warnings) == 1 and "10.1 ms" in warnings[0]
 
 
 def test_policies_of_one_application_share_their_knowledge() -> None:

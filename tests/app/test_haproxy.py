@@ -436,8 +436,8 @@ def test_what_one_address_may_have_can_be_set(
 ) -> None:
     """For clients that all come through one NAT or load balancer."""
     of_serve = serve_config(tmp_path, 18000)
-    for said, number in (("", 300), ("400", 400), ("20", 20)):
-        monkeypatch.setenv(haproxy_launcher.OF_ONE_ADDRESS, said)
+    for setting, number in (("", 300), ("400", 400), ("20", 20)):
+        monkeypatch.setenv(haproxy_launcher.OF_ONE_ADDRESS, setting)
         assert f"sc0_conn_cur gt {number} }}" in adapted(of_serve, "127.0.0.1", "", 400)
     for wrong in ("0", "-1", "many", "1.5"):
         monkeypatch.setenv(haproxy_launcher.OF_ONE_ADDRESS, wrong)

@@ -51,10 +51,10 @@ def test_what_is_no_record_of_ours_is_nobody(metadata: dict[str, Any] | None) ->
 
 
 def test_listeners_hear_everyone_at_once_and_at_each_change() -> None:
-    heard: list[list[str]] = []
+    received: list[list[str]] = []
 
     def listener(records: list[WorkerRecord]) -> None:
-        heard.append(names(records))
+        received.append(names(records))
 
     replace("prefill", [make_record("p")])
     subscribe(listener)
@@ -63,22 +63,22 @@ def test_listeners_hear_everyone_at_once_and_at_each_change() -> None:
     replace("decode", [])
     unsubscribe(listener)
     replace("prefill", [])
-    assert heard == [["p"], ["p", "d", "e"], ["p", "e"], ["p"]]
+    assert received == [["p"], ["p", "d", "e"], ["p", "e"], ["p"]]
 
 
 def test_the_last_word_is_heard_last() -> None:
     """Two deployments change at once; no listener is left with the older of two lists."""
-    heard: list[list[str]] = []
+    received: list[list[str]] = []
     other = threading.Thread(target=replace, args=("decode", [make_record("d")]))
 
     def listener(records: list[WorkerRecord]) -> None:
         if names(records) == ["p"]:
             other.start()
             other.join(0.2)  # it gets as far as it can
-        heard.append(names(records))
+        received.append(names(records))
 
     subscribe(listener)
     replace("prefill", [make_record("p")])
     other.join()
     unsubscribe(listener)
-    assert heard == [[], ["p"], ["p", "d"]]
+    assert received == [[], ["p"], ["p", "d"]]

@@ -28,10 +28,10 @@ def test_who_has_no_title_for_a_moment_has_not_ended(
     monkeypatch.setattr(watch, "PROCESSES_PERIOD_S", 1e9)  # this test looks
     titles = {child.pid: "A worker of it"}
     monkeypatch.setattr(watch, "_name", lambda process: titles.get(process.pid, ""))
-    said: list[str] = []
+    events: list[str] = []
 
     def say(event: str, sentence: str, **fields: Any) -> None:
-        said.append(event)
+        events.append(event)
 
     node = SimpleNamespace(dead_processes=list)
     looking = Watch(node, None, "", say, threading.Event())
@@ -39,9 +39,9 @@ def test_who_has_no_title_for_a_moment_has_not_ended(
     titles.clear()
     looking._look_at_processes()
     looking._look_at_processes()
-    assert said == []
+    assert events == []
     child.kill()
     psutil.wait_procs([psutil.Process(child.pid)])
     looking._look_at_processes()
     looking._look_at_processes()
-    assert said == ["process_ended"]
+    assert events == ["process_ended"]

@@ -55,8 +55,8 @@ def test_a_set_that_nothing_can_be_learned_from_is_refused(
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(lines))
     assert calibrate(file) == 2
-    said = capsys.readouterr().err
-    assert reason in said and "(--prompts)" in said
+    output = capsys.readouterr().err
+    assert reason in output and "(--prompts)" in output
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_what_it_writes_serve_takes(tmp_path: Path, capsys: pytest.CaptureFixtur
     file.write_text("\n".join(lines))
     flags = ["--signal", "minimum", "--quality", "1", "--write", str(written)]
     assert calibrate(file, *flags) == 0
-    said = capsys.readouterr().out
-    assert "demo-small: 60.0% correct with 918,912 parameters" in said
-    assert "demo-large: 100.0% with 7,770,880" in said
-    assert "40.0% escalate" in said
-    assert "5 prompts are too few to show that earlier releases lose at most 0.50%" in said
-    assert "Use at least 460 prompts" in said
+    output = capsys.readouterr().out
+    assert "demo-small: 60.0% correct with 918,912 parameters" in output
+    assert "demo-large: 100.0% with 7,770,880" in output
+    assert "40.0% escalate" in output
+    assert "5 prompts are too few to show that earlier releases lose at most 0.50%" in output
+    assert "Use at least 460 prompts" in output
     cascade = read_again(written.read_text(), tmp_path)
     assert cascade is not None and cascade.signal == "minimum"
     assert -0.3 < cascade.thresholds[0] < -0.001

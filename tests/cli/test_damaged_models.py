@@ -59,8 +59,8 @@ def test_refused_in_words(
     directory = tmp_path / "damaged"
     shutil.copytree(model, directory)
     damage(directory)
-    said = refusal(directory)
-    assert all(word in said for word in words), said
+    sentence = refusal(directory)
+    assert all(word in sentence for word in words), sentence
 
 
 def test_the_command_says_it_and_ends(
@@ -70,9 +70,9 @@ def test_the_command_says_it_and_ends(
     shutil.copytree(model, directory)
     _write("tokenizer.json", POINTER)(directory)
     assert main(["serve", str(directory), "--port", str(free_port())]) == 2
-    shown, said = capsys.readouterr()
-    assert refusal(directory) in said and "Traceback" not in said
-    assert "logs: " in shown + said and "starting Ray" not in shown + said
+    shown, sentence = capsys.readouterr()
+    assert refusal(directory) in sentence and "Traceback" not in sentence
+    assert "logs: " in shown + sentence and "starting Ray" not in shown + sentence
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_a_chat_template_that_cannot_be_read(
 ) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     template = str(tmp_path / name)
-    said = refusal(model, chat_template=template)
-    assert f"Cannot read the chat template {template}" in said and words in said
+    sentence = refusal(model, chat_template=template)
+    assert f"Cannot read the chat template {template}" in sentence and words in sentence
 
 
 def test_the_command_takes_the_template_that_it_is_given(
@@ -93,5 +93,5 @@ def test_the_command_takes_the_template_that_it_is_given(
     template = str(tmp_path / "absent")
     flags = ["--chat-template", template, "--port", str(free_port())]
     assert main(["serve", str(model), *flags]) == 2
-    said = capsys.readouterr().err
-    assert refusal(model, chat_template=template) in said and "Traceback" not in said
+    sentence = capsys.readouterr().err
+    assert refusal(model, chat_template=template) in sentence and "Traceback" not in sentence

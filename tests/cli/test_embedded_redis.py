@@ -119,14 +119,14 @@ def test_it_moves_to_no_other_address_when_it_starts_again(tmp_path: Path) -> No
 
 def test_it_is_kept_running_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded_redis, "LOOK_PERIOD_S", 0.01)
-    told: list[str] = []
+    reported: list[str] = []
     stop = threading.Event()
     with EmbeddedRedis(tmp_path) as server:
         first = server.pid
 
         def tell(sentence: str) -> None:
-            told.append(sentence)
-            if len(told) == 2:
+            reported.append(sentence)
+            if len(reported) == 2:
                 stop.set()
             else:
                 os.kill(server.pid, signal.SIGKILL)
@@ -134,14 +134,14 @@ def test_it_is_kept_running_until_the_end(tmp_path: Path, monkeypatch: pytest.Mo
         os.kill(first, signal.SIGKILL)
         embedded_redis.keep_running(server, stop, tell)  # the kernel ends it with this thread
         assert server.is_running and server.pid != first
-    assert told == ["The embedded Redis died; a new, empty one replaces it."] * 2
+    assert reported == ["The embedded Redis died; a new, empty one replaces it."] * 2
 
 
 def test_what_cannot_start_is_told_once_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded_redis, "LOOK_PERIOD_S", 0.01)
-    told: list[str] = []
+    reported: list[str] = []
     stop = threading.Event()
     with EmbeddedRedis(tmp_path) as server:
         os.kill(server.pid, signal.SIGKILL)
@@ -157,9 +157,9 @@ def test_what_cannot_start_is_told_once_and_tried_again(
             stop.set()
 
         monkeypatch.setattr(server, "restart", fail_twice)
-        embedded_redis.keep_running(server, stop, told.append)
+        embedded_redis.keep_running(server, stop, reported.append)
         assert server.is_running and attempts == 3
-    assert [sentence.split(";")[0] for sentence in told] == [
+    assert [sentence.split(";")[0] for sentence in reported] == [
         "The embedded Redis died and cannot restart",
         "The embedded Redis died",
     ]

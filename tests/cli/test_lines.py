@@ -22,8 +22,8 @@ def test_json_has_no_empty_lines_and_indentation(
     lines.close()
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "log").read_text()
-    said = json.loads(printed)
-    assert (said["event"], said["message"], said["port"]) == ("example", EXAMPLE.strip(), 8000)
+    line = json.loads(printed)
+    assert (line["event"], line["message"], line["port"]) == ("example", EXAMPLE.strip(), 8000)
 
 
 def test_a_terminal_shows_a_message_as_it_is() -> None:

@@ -77,9 +77,9 @@ def test_a_flag_that_took_the_models_says_so(
 ) -> None:
     flag = next(word for word in words.split() if word.startswith("--"))
     assert main(["serve", *words.split()]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and said.endswith(f" ({flag})\n")
-    assert "put the models before this flag" in said
+    output = capsys.readouterr().err
+    assert sentence in output and output.endswith(f" ({flag})\n")
+    assert "put the models before this flag" in output
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_origins_are_a_list_as_in_vllm(written: str, origins: tuple[str, ...] | 
 @pytest.mark.parametrize("written", ["http://localhost:3000/", "localhost:3000", "https://*.a", ""])
 def test_what_is_not_an_origin_is_refused(written: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "demo-small", "--allowed-origins", written]) == 2
-    said = capsys.readouterr().err
-    assert "is not an origin. Write scheme" in said and said.endswith(" (--allowed-origins)\n")
+    output = capsys.readouterr().err
+    assert "is not an origin. Write scheme" in output and output.endswith(" (--allowed-origins)\n")
 
 
 def test_the_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,8 +125,8 @@ def test_a_number_that_is_not_valid_is_reported_with_its_flag(
 ) -> None:
     value = "-1" if flag == "--port" else "0"
     assert main(["serve", "demo-small", f"{flag}={value}"]) == 2
-    said = capsys.readouterr().err
-    assert "is not valid: Expected " in said and said.endswith(f" ({flag})\n")
+    output = capsys.readouterr().err
+    assert "is not valid: Expected " in output and output.endswith(f" ({flag})\n")
 
 
 def test_tenants_are_read_from_a_file(tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ def test_switches_of_vllm_that_are_not_needed_are_accepted(
     assert "--enable-auto-tool-choice" in switches and "--trust-remote-code" in switches
     config = config_of(*switches, "demo-small", "--max-num-seqs", "7")
     assert config.tiers[0].model == "demo-small" and config.tiers[0].engine.max_num_seqs == 7
-    said = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in said] == switches
-    assert all(" is not needed: " in line for line in said)
+    output = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in output] == switches
+    assert all(" is not needed: " in line for line in output)
 
 
 def test_an_unknown_flag_is_reported_below_the_usage_of_its_command(
@@ -229,9 +229,9 @@ def test_an_unknown_flag_is_reported_below_the_usage_of_its_command(
     with pytest.raises(SystemExit) as ended:
         main(["serve", "demo-small", "--no-such-flag", "3"])
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("usage: disagg serve ")
-    assert said.endswith("disagg serve: error: unrecognized arguments: --no-such-flag 3\n")
+    output = capsys.readouterr().err
+    assert output.startswith("usage: disagg serve ")
+    assert output.endswith("disagg serve: error: unrecognized arguments: --no-such-flag 3\n")
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def test_a_broken_line_is_refused_with_its_number(
 ) -> None:
     trace.write_text(trace.read_text() + '{"timestamp": "noon"}\n')
     assert main(["sim", "--trace", str(trace)]) == 2
-    said = capsys.readouterr().err
-    assert "line 13" in said and "timestamp" in said and "--trace" in said
+    message = capsys.readouterr().err
+    assert "line 13" in message and "timestamp" in message and "--trace" in message
 
 
 @pytest.mark.parametrize(

@@ -315,8 +315,8 @@ def test_a_failing_store_is_a_miss_and_counted(
     finish(tier, fetch)
     assert fetch.blocks == [] and str(error) in (fetch.error or "")
     assert tier.counts() == StoreCounts(num_stored=1, num_failed=1, num_misses=1)
-    (said,) = caplog.messages  # once, not with every failure
-    assert str(error) in said
+    (message,) = caplog.messages  # once, not with every failure
+    assert str(error) in message
     assert times.figures() == ()
     gate.error = None
     wait_until(lambda: offer(tier, 2))

@@ -15,16 +15,16 @@ class FakeCopier:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.told: list[tuple[str, list[tuple[int, int]]]] = []
+        self.calls: list[tuple[str, list[tuple[int, int]]]] = []
         self.num_saved = 0
         self.loaded_s: list[float] = []
         self.is_closed = False
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.told.append(("save", [*pairs]))
+        self.calls.append(("save", [*pairs]))
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.told.append(("load", [*pairs]))
+        self.calls.append(("load", [*pairs]))
 
     def take_saved(self) -> int:
         num_saved, self.num_saved = self.num_saved, 0
@@ -46,7 +46,7 @@ def test_every_rank_copies_the_same_blocks() -> None:
     copier = RankedCopier(ranks[0], ranks[1:])
     copier.save([(1, 2), (3, 4)])
     copier.load([(2, 5)])
-    assert all(rank.told == [("save", [(1, 2), (3, 4)]), ("load", [(2, 5)])] for rank in ranks)
+    assert all(rank.calls == [("save", [(1, 2), (3, 4)]), ("load", [(2, 5)])] for rank in ranks)
 
 
 def test_saves_end_with_the_last_rank() -> None:

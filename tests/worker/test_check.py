@@ -23,7 +23,7 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "find_step", lambda: Found(CDLL(None), "compiled"))
 
 
-def said(directory: Path, *tiers: tuple[str, dict[str, Any]]) -> str:
+def sentence_of(directory: Path, *tiers: tuple[str, dict[str, Any]]) -> str:
     """Of tiers "0", "1", ... with these models, in bf16 if nothing else is asked for."""
     raw = []
     for number, (name, more) in enumerate(tiers):
@@ -48,12 +48,12 @@ def said(directory: Path, *tiers: tuple[str, dict[str, Any]]) -> str:
 def test_only_the_steps_of_dense_models_in_bf16_are_compiled(
     name: str, engine: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
-    assert said(tmp_path, (name, {"engine": engine})) == sentence
+    assert sentence_of(tmp_path, (name, {"engine": engine})) == sentence
 
 
 def test_ranks_and_tiers_are_told_apart(tmp_path: Path) -> None:
     two = {"prefill": {"num_replicas": 1}, "decode": {"tensor_parallel_size": 2}}
-    assert said(tmp_path, (DENSE, two), (LATENTS, {})) == (
+    assert sentence_of(tmp_path, (DENSE, two), (LATENTS, {})) == (
         "compiled; torch for 0-decode, whose workers have several ranks;"
         " torch for 1, whose model has experts and latents"
     )
@@ -61,7 +61,7 @@ def test_ranks_and_tiers_are_told_apart(tmp_path: Path) -> None:
 
 def test_nothing_is_compiled_where_all_workers_have_several_ranks(tmp_path: Path) -> None:
     alone = {"prefill": {"num_replicas": 0}, "engine": {"tensor_parallel_size": 2}}
-    assert said(tmp_path, (DENSE, alone)) == (
+    assert sentence_of(tmp_path, (DENSE, alone)) == (
         "torch for 0-decode, whose workers have several ranks"
     )
 
@@ -70,4 +70,4 @@ def test_where_none_is_compiled_it_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "find_step", lambda: Found(None, "torch, because none is here"))
-    assert said(tmp_path, (LATENTS, {})) == "torch, because none is here"
+    assert sentence_of(tmp_path, (LATENTS, {})) == "torch, because none is here"

@@ -40,19 +40,19 @@ class Part:
         for block_id in range(8):
             self.kv.write_block(block_id, bytes([block_id]) * self.kv.block_nbytes)
         self.store, self.copies = FakeStore(1 << 20), Copies()
-        self.told: list[FromRank] = []
+        self.sent: list[FromRank] = []
         self.thread = StoreThread(self.store, self.kv.block_nbytes, time.monotonic)
         self.offload = Offload(
-            self.copies, self.thread, self.kv.read_blocks, self.kv.write_block, self.told.append
+            self.copies, self.thread, self.kv.read_blocks, self.kv.write_block, self.sent.append
         )
 
     def do(self, task: RankOffload) -> FromRank:
         """What it reports."""
         self.offload.begin(task)
         wait_until(self._has_ended)
-        (told,) = self.told
-        self.told.clear()
-        return told
+        (sent,) = self.sent
+        self.sent.clear()
+        return sent
 
     def _has_ended(self) -> bool:
         self.offload.report()
@@ -87,8 +87,8 @@ def test_copies_to_host_memory_are_reported(part: Part) -> None:
 def test_what_is_not_complete_any_more_is_not_loaded(part: Part) -> None:
     part.do(RankPut([(3, name(1))], False))
     before = part.kv.read_blocks([0, 5])
-    told = part.do(RankFetch(9, names(1, 2), [0, 5]))
-    assert told == RankFetched(9, "the store has only 1 of 2 blocks left", 0)
+    sent = part.do(RankFetch(9, names(1, 2), [0, 5]))
+    assert sent == RankFetched(9, "the store has only 1 of 2 blocks left", 0)
     assert part.kv.read_blocks([0, 5]) == before
 
 
@@ -115,7 +115,7 @@ def test_a_block_is_read_for_the_store_before_a_pull_may_write_there(part: Part)
         def put(self, item: rank.Job, *arguments: object) -> None:
             order.append("pull")
 
-    part.offload = Offload(None, part.thread, noted, part.kv.write_block, part.told.append)
+    part.offload = Offload(None, part.thread, noted, part.kv.write_block, part.sent.append)
     first, other = Pipe()
     first.send_bytes(encode(RankPut([(3, name(1))], False)))
     first.send_bytes(encode(PullBlocks(1, Memory("source").ticket("t", [1]), 0, [3])))

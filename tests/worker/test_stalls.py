@@ -144,5 +144,5 @@ async def test_a_frozen_process_is_left_and_comes_back_without_old_tokens() -> N
             assert tokens(answer) == answer_to(make_request(max_tokens=50))
             process.stdin.write("\n")
             process.stdin.flush()
-            said = await loop.run_in_executor(None, process.stdout.readline)
-            assert said == "empty\n", "the old stream runs on"
+            message = await loop.run_in_executor(None, process.stdout.readline)
+            assert message == "empty\n", "the old stream runs on"

@@ -97,9 +97,9 @@ async def test_an_answer_that_is_cut_while_thinking_says_nothing() -> None:
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 async def test_earlier_reasoning_reaches_the_template(name: str) -> None:
     serving, generate = app("ok")
-    said: Any = {"role": "assistant", "content": "a", name: "because"}
+    earlier: Any = {"role": "assistant", "content": "a", name: "because"}
     async with openai_client(serving) as client:
-        await client.chat.completions.create(model="tiny", messages=[*HI, said, *HI])
+        await client.chat.completions.create(model="tiny", messages=[*HI, earlier, *HI])
     prompt = TOKENIZER.decode(generate.requests[0].token_ids, skip_special_tokens=False)
     assert prompt.startswith("<think>because</think>")
 
@@ -240,9 +240,9 @@ async def test_harmony_takes_reasoning_and_text_beside_a_call() -> None:
         "{{ raise_exception('both') }}{% endif %}{{ m.thinking or '' }}{% endfor %}"
         "{% for tool in tools %}{{ '|' + tool.function.description }}{% endfor %}"
     )
-    said = LOOKED | {"content": "I look.", "reasoning": "So."}
+    earlier = LOOKED | {"content": "I look.", "reasoning": "So."}
     bare = {"type": "function", "function": {"name": "look"}}
-    request = await asked(thinker(template), messages=[*HI, said], tools=[bare])
+    request = await asked(thinker(template), messages=[*HI, earlier], tools=[bare])
     assert prompt_of(request).endswith("So.\n\nI look.|")
 
 
