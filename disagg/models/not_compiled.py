@@ -23,4 +23,5 @@ def not_compiled(config: ModelConfig) -> str:
         "capped logits": config.logit_cap is not None,
         "GELU": config.activation == "gelu_tanh",
     }
-    return " and ".join(what for what, is_so in has.items() if is_so)
+    *others, last = [what for what, is_so in has.items() if is_so] or [""]
+    return f"{', '.join(others)} and {last}" if others else last

@@ -16,6 +16,7 @@ from tests.models.popular import POPULAR
 
 DENSE, EXPERTS = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B-Instruct-2507"
 LATENTS, SINKS = "deepseek-ai/DeepSeek-R1", "openai/gpt-oss-20b"
+GELU = "google/gemma-7b-it"
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,7 @@ def sentence_of(directory: Path, *tiers: tuple[str, dict[str, Any]]) -> str:
         (EXPERTS, {}, "torch for 0, whose model has experts"),
         (LATENTS, {}, "torch for 0, whose model has experts and latents"),
         (SINKS, {}, "torch for 0, whose model has experts and attention sinks"),
+        (GELU, {}, "torch for 0, whose model has norms in float32, scaled embeddings and GELU"),
     ],
 )
 def test_only_the_steps_of_dense_models_in_bf16_are_compiled(
