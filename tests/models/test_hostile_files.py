@@ -63,6 +63,7 @@ def test_any_value_in_a_directory(variant: str, tmp_path: Path) -> None:
         file = directory / name
         said = json.loads(file.read_text())
         for what, changed in _changed(said):
+            file.unlink()  # to write over it, ext4 first waits for the disk
             file.write_text(json.dumps(changed))
             try:
                 num_refused += _is_refused(directory)
