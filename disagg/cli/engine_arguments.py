@@ -46,7 +46,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="data type of the KV cache: auto (the model's dtype), float32, bfloat16, float16, fp8"
         " (e4m3), int8 or int4. The last three store one scale per token and head; int4 changes"
-        " answers noticeably (docs/notebook/kv-formats.md)",
+        " answers (docs/notebook/kv-formats.md)",
     )
     group.add_argument(
         "--quantization",
