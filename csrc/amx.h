@@ -1,5 +1,5 @@
-// Products by AMX: a tile register has 16 rows of 64 bytes, and tile times tile is 16 rows of `x`
-// times 16 columns of a weight, over 32 numbers of each. A result does not depend on the other rows.
+// Products with AMX. A tile register has 16 rows of 64 bytes. One tile product multiplies 16 rows of
+// `x` with 16 columns of a weight, over 32 numbers of each. A result does not depend on other rows.
 #pragma once
 
 #include <sys/syscall.h>
@@ -25,13 +25,13 @@ inline bool reads_panels(int width) { return width == PANEL; }
 constexpr bool HAS_TILES = true;
 constexpr int TILE_PAIRS = TILE_DEPTH / 2;
 
-// A thread's tiles are configured as these products need them while one of these lives; torch
-// configures them in its own way.
+// While an object of this type lives, the thread's tiles are configured for these products; torch
+// uses another configuration.
 class Tiles {
  public:
   Tiles() {
     const Configuration all;
-    // The compiler takes only the first bytes of it for read, and may leave out the others.
+    // The compiler assumes that only the first bytes are read, and may omit writing the others.
     asm volatile("" ::"r"(&all) : "memory");
     _tile_loadconfig(&all);
   }
@@ -47,7 +47,7 @@ class Tiles {
   };
 };
 
-// Linux lets a process use tiles once it has asked.
+// Linux lets a process use tiles only after a request.
 inline bool may_use_tiles() {
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl(2)
   return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -55,8 +55,8 @@ inline bool may_use_tiles() {
 
 inline bool reads_panels(int width) { return width > 0 && width % LANES == 0; }
 
-// Rows of bfloat16, `stride` bytes apart, of which whole tiles are read. Where their length is no
-// multiple of TILE_DEPTH, the rest is in `tail`, [rows, TILE_DEPTH], filled up with zeros.
+// Rows of bfloat16, `stride` bytes apart, which are read in whole tiles. If their length is no
+// multiple of TILE_DEPTH, the rest is in `tail`, [rows, TILE_DEPTH], padded with zeros.
 struct TileRows {
   const bf16* x;
   int64_t stride;
@@ -69,12 +69,12 @@ struct TileRows {
   }
 };
 
-// `num_vectors` * 16 columns, as pairs of one k and the next, which lie `stride` bytes apart.
+// `num_vectors` * 16 columns, as pairs of one k and the next. Pairs are `stride` bytes apart.
 template <int num_vectors>
 struct TileColumns {
   const uint32_t* of[num_vectors];
   int64_t stride;
-  bool is_far;  // in memory: what is read soon is brought closer
+  bool is_far;  // in memory and not in a cache, so that it is prefetched
 
   const uint32_t* at(int vector, int k) const { return of[vector] + k / 2 * (stride / 4); }
   void bring_closer(int k) const {
@@ -88,8 +88,8 @@ struct TileColumns {
   }
 };
 
-// Sums of 16 rows and up to 64 columns. The rows of `out` lie `stride` bytes apart; with `adds`, the
-// sums begin with what is there.
+// Sums of 16 rows and up to 64 columns. The rows of `out` are `stride` bytes apart. With `adds`, the
+// products are added to `out`.
 template <int num_vectors, bool adds = false>
 inline void tile_product(const TileRows& rows, const TileColumns<num_vectors>& columns, float* out,
                          int64_t stride = PANEL * sizeof(float)) {
@@ -130,9 +130,9 @@ inline void tile_product(const TileRows& rows, const TileColumns<num_vectors>& c
   if constexpr (num_vectors > 3) _tile_stored(3, out + 3 * LANES, stride);
 }
 
-// Sums of the 32 rows from `row` on and 32 columns, over the numbers `begin` to `end` of each: every
-// tile is read once for two products. The rows of `out` lie `stride` bytes apart; unless `begin` is
-// 0, the sums begin with what is there.
+// Sums of the 32 rows from `row` on and 32 columns, over the numbers `begin` to `end` of each. Every
+// tile is read once for two products. The rows of `out` are `stride` bytes apart. Unless `begin` is
+// 0, the products are added to `out`.
 template <class Rows>
 inline void tile_product_32(const Rows& rows, int64_t row, const TileColumns<2>& columns, int begin,
                             int end, float* out, int64_t stride) {
@@ -184,7 +184,7 @@ inline TileColumns<num_vectors> columns_of(const Matrix& matrix, int first_colum
 }
 
 // As `product` of product.h, for panels of any width. It reads rows of `x` up to a multiple of
-// TILE_ROWS; what stands in those beyond `num_rows` changes nothing.
+// TILE_ROWS; the contents of rows beyond `num_rows` do not matter.
 template <int num_vectors, class Take>
 inline void tiles_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
                           Take&& take) {

@@ -1,6 +1,6 @@
-// Attention of one query per sequence to keys and values where they lie in the paged cache.
-// Queries of the heads that share a KV head are attended together; a long context is cut into
-// chunks, always at the same positions, whose results are put together at the end.
+// Attention of one query per sequence, which reads keys and values directly from the paged cache.
+// The queries of the heads that share a KV head are computed together. A long context is cut into
+// chunks, always at the same positions, whose results are combined at the end.
 #pragma once
 
 #include <cmath>
@@ -13,17 +13,17 @@ namespace disagg {
 
 constexpr int CHUNK = 512;     // positions
 constexpr int KEYS_AT_ONCE = 16;
-constexpr int KEYS_IN_REGISTERS = HAS_32_REGISTERS ? KEYS_AT_ONCE : 4;  // whose scores are summed up
+constexpr int KEYS_IN_REGISTERS = HAS_32_REGISTERS ? KEYS_AT_ONCE : 4;  // whose scores are summed
 constexpr int QUERIES_AT_ONCE = 4;
-// Positions that are brought into the L2 cache before they are looked at. With AMX, a core that waits for
-// each run reads memory at half its speed; a Zen 4 reads as fast without.
+// Positions that are prefetched into the L2 cache. Without that, a core with AMX reads memory at half
+// its speed, because it waits for each run; a Zen 4 does not need it.
 #ifdef __AMX_BF16__
 constexpr int POSITIONS_AHEAD = 64;
 #else
 constexpr int POSITIONS_AHEAD = 0;
 #endif
 
-// What attention to one chunk gives for each query: sums of values that are weighted by
+// The result of attention over one chunk for each query: sums of values weighted by
 // e^(score - peak), and the sum of these weights.
 struct Partial {
   float* sums;    // [num_queries, head_dim]
@@ -33,14 +33,14 @@ struct Partial {
 
 // Memory of one thread.
 struct AttentionScratch {
-  bf16* queries;  // [num_queries, head_dim], turned
+  bf16* queries;  // [num_queries, head_dim], after RoPE
   float* scores;  // [num_queries, CHUNK]
   bf16* widened;  // [KEYS_AT_ONCE, head_dim]
 };
 
 // The 16 sums over the lanes of 16 vectors.
 inline Floats sums_of_lanes(Floats (&v)[LANES]) {
-  // Each round halves the vectors: lanes of two are added crosswise, and lie in one.
+  // Each round halves the number of vectors: the lanes of two are added crosswise into one.
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     const Floats low = unpack_low(v[2 * i], v[2 * i + 1]);
@@ -58,7 +58,7 @@ inline Floats sums_of_lanes(Floats (&v)[LANES]) {
   return even_quarters(ab, cd) + odd_quarters(ab, cd);
 }
 
-// Scores of one query with 16 keys. Of the usual head sizes, all places are known in advance.
+// Scores of one query with 16 keys. For the usual head sizes, all offsets are compile-time constants.
 template <int head_dim>
 inline Floats scores_of(const bf16* query, const bf16* keys) {
   Floats sums[LANES];
@@ -77,7 +77,7 @@ inline Floats scores_of(const bf16* query, const bf16* keys) {
   return sums_of_lanes(sums);
 }
 
-// The same of any head size and of fewer keys; lanes beyond `num_keys` mean nothing.
+// The same for any head size and for fewer keys; lanes beyond `num_keys` are undefined.
 inline Floats scores_of(const bf16* query, const bf16* keys, int num_keys, int head_dim) {
   if (num_keys == KEYS_AT_ONCE && head_dim == 64) return scores_of<64>(query, keys);
   if (num_keys == KEYS_AT_ONCE && head_dim == 128) return scores_of<128>(query, keys);
@@ -169,14 +169,14 @@ inline float softmax(float* scores, int num_keys, float* peak) {
   return sum_of(total);
 }
 
-// Attend to the positions [begin, end) of a sequence, which lie in one chunk.
+// Attention over the positions [begin, end) of a sequence, which are in one chunk.
 inline void attend(const KVPages& cache, int layer, int kv_head, const int32_t* blocks, int begin,
                    int end, int num_queries, int head_dim, const AttentionScratch& scratch,
                    const Partial& out) {
   const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
-  // Inlined always: gcc leaves out calls of functions that do nothing but prefetch.
+  // Always inlined, because gcc omits calls of functions that only prefetch.
   auto bring_closer = [&](Half half, int position, int count) __attribute__((always_inline)) {
-    if (position >= end && half == KEYS) {  // behind the last keys come the first values
+    if (position >= end && half == KEYS) {  // after the last keys come the first values
       half = VALUES;
       position -= end - begin;
     }
@@ -231,7 +231,7 @@ inline void attend(const KVPages& cache, int layer, int kv_head, const int32_t* 
   });
 }
 
-// Puts the chunks of a sequence together, which `part(i)` gives: [num_queries, head_dim] rounded.
+// Combines the chunks of a sequence, which `part(i)` returns, to rounded [num_queries, head_dim].
 template <class Part>
 inline void join(Part&& part, int num_chunks, int num_queries, int head_dim, bf16* out) {
   for (int q = 0; q < num_queries; ++q) {

@@ -1,5 +1,5 @@
-// Vectors of 16 numbers as two of 8, from AVX2 and FMA. The twin is avx512.h, which says what the
-// functions do.
+// Vectors of 16 numbers as two of 8, with AVX2 and FMA. The twin is avx512.h, which describes the
+// functions.
 #pragma once
 
 #include <immintrin.h>
@@ -114,7 +114,7 @@ inline Words from_halves(__m256i halves) {
   return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(halves)),
           _mm256_cvtepu16_epi32(_mm256_extracti128_si256(halves, 1))};
 }
-// Of words that 16 bits without a sign can hold.
+// For words that fit into unsigned 16 bits.
 inline __m256i low_halves(Words words) {
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(words.low, words.high), 0xD8);
 }
@@ -143,7 +143,7 @@ inline Floats fma(Floats one, Floats other, Floats summand) {
   return {_mm256_fmadd_ps(one.low, other.low, summand.low),
           _mm256_fmadd_ps(one.high, other.high, summand.high)};
 }
-// Added in the register of `acc`: gcc would choose others, and move sums of large tiles to memory.
+// Adds in the register of `acc`. gcc would choose others, and spill the sums of large tiles.
 [[gnu::always_inline]] inline void add_product(Floats& acc, Floats one, Floats other) {
   asm("vfmadd231ps %2, %1, %0" : "+x"(acc.low) : "x"(one.low), "x"(other.low));
   asm("vfmadd231ps %2, %1, %0" : "+x"(acc.high) : "x"(one.high), "x"(other.high));
@@ -162,7 +162,7 @@ inline Floats to_whole(Floats values) {
   return {_mm256_round_ps(values.low, NEAREST), _mm256_round_ps(values.high, NEAREST)};
 }
 
-// Powers of two beyond these are 0 or infinite, times any number near 1. A NaN stays one.
+// Larger and smaller powers of two, times any number near 1, are infinite or 0. NaN stays NaN.
 inline Floats clamped(Floats powers) {
   return smaller(broadcast(250.0f), larger(broadcast(-250.0f), powers));
 }
@@ -175,7 +175,7 @@ inline Floats above_whole(Floats values) {
 }
 inline Floats scaled(Floats values, Floats powers) {
   const Words whole = nearest(whole_below(clamped(powers)));
-  // In two steps, as a float32 has no power of two that is so small or so large.
+  // In two steps, because float32 cannot represent a power of two that is so small or so large.
   const Words half{_mm256_srai_epi32(whole.low, 1), _mm256_srai_epi32(whole.high, 1)};
   auto power = [](Words exponents) {
     return as_floats(shift_left(add_words(exponents, broadcast_word(127)), 23));
@@ -261,10 +261,10 @@ inline Floats load(const bf16* from, Mask mask) {
 
 inline __m256i narrowed(Floats values) {
   const Words bits = as_words(values);
-  // Half of the last digit that stays, less one if that digit is even; a carry goes up.
+  // Add half of the last kept digit, minus one if that digit is even; a carry moves up.
   const Words last = shift_right(bits, 16) & broadcast_word(1);
   const Words up = add_words(bits, add_words(last, broadcast_word(0x7FFF)));
-  // A NaN stays one: it becomes quiet, and no carry makes it something else.
+  // NaN stays NaN: it becomes quiet, and no carry changes it to something else.
   const Floats is_nan{_mm256_cmp_ps(values.low, values.low, _CMP_UNORD_Q),
                       _mm256_cmp_ps(values.high, values.high, _CMP_UNORD_Q)};
   const Words quiet = bits | broadcast_word(0x400000);

@@ -1,5 +1,5 @@
-// Vectors of 16 numbers as AVX-512 has them, with or without its instructions for bfloat16. The twin
-// is avx2.h; what both share is in vectors.h.
+// Vectors of 16 numbers with AVX-512, with or without its instructions for bfloat16. The twin is
+// avx2.h; vectors.h has the common code.
 #pragma once
 
 #include <immintrin.h>
@@ -53,18 +53,18 @@ inline Floats fma(Floats one, Floats other, Floats summand) {
   return _mm512_fmadd_ps(one, other, summand);
 }
 inline void add_product(Floats& acc, Floats one, Floats other) { acc = fma(one, other, acc); }
-// Of a NaN and a number, the second.
+// Of a NaN and a number, returns the second argument.
 inline Floats larger(Floats one, Floats other) { return _mm512_max_ps(one, other); }
 inline Floats smaller(Floats one, Floats other) { return _mm512_min_ps(one, other); }
 inline Floats absolute(Floats values) { return _mm512_abs_ps(values); }
 inline Floats to_whole(Floats values) {
   return _mm512_roundscale_ps(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// Less the whole numbers below them; 0 for -infinity.
+// The fractional parts: the numbers minus the integers below them; 0 for -infinity.
 inline Floats above_whole(Floats values) {
   return _mm512_reduce_ps(values, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
-// Times 2 to the power of the whole numbers that are not above `powers`.
+// Multiplied by 2 to the power of `powers`, rounded down to integers.
 inline Floats scaled(Floats values, Floats powers) { return _mm512_scalef_ps(values, powers); }
 
 inline float sum_of(Floats values) { return _mm512_reduce_add_ps(values); }
@@ -85,10 +85,10 @@ inline Words where_less(Words one, Words other, Words values, Words others) {
   return _mm512_mask_mov_epi32(others, _mm512_cmplt_epi32_mask(one, other), values);
 }
 
-// Of each quarter, the first or the last two words of both, in turns.
+// From each quarter, the first or the last two words of both, interleaved.
 inline Floats unpack_low(Floats one, Floats other) { return _mm512_unpacklo_ps(one, other); }
 inline Floats unpack_high(Floats one, Floats other) { return _mm512_unpackhi_ps(one, other); }
-// Of each quarter, the first or the last two words of one and then of the other.
+// From each quarter, the first or the last two words of one and then of the other.
 inline Floats low_pairs(Floats one, Floats other) {
   return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(one), _mm512_castps_pd(other)));
 }
@@ -113,7 +113,7 @@ inline Floats load(const bf16* from, Mask mask) {
 
 #ifdef __AVX512BF16__
 
-// Rounded to the nearest, to even.
+// Rounded to nearest, half to even.
 inline __m256i narrowed(Floats values) {
   const __m256bh rounded = _mm512_cvtneps_pbh(values);
   __m256i bits;
@@ -129,14 +129,14 @@ inline Floats dot_pairs(Floats acc, Words left, Words right) {
   return _mm512_dpbf16_ps(acc, one, other);
 }
 
-#else  // the same from instructions that every AVX-512 has
+#else  // the same with instructions that every CPU with AVX-512 has
 
 inline __m256i narrowed(Floats values) {
   const Words bits = as_words(values);
-  // Half of the last digit that stays, less one if that digit is even; a carry goes up.
+  // Add half of the last kept digit, minus one if that digit is even; a carry moves up.
   const Words last = shift_right(bits, 16) & broadcast_word(1);
   Words up = add_words(bits, add_words(last, broadcast_word(0x7FFF)));
-  // A NaN stays one: it becomes quiet, and no carry makes it something else.
+  // NaN stays NaN: it becomes quiet, and no carry changes it to something else.
   const Mask is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
   up = _mm512_mask_or_epi32(up, is_nan, bits, broadcast_word(0x400000));
   return _mm512_cvtepi32_epi16(shift_right(up, 16));
@@ -147,7 +147,7 @@ inline __m256i narrowed(Floats values) {
 inline void store(bf16* to, Floats values) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrowed(values));
 }
-// A Zen takes many times longer to write under a mask, so a full one is looked for.
+// Zen CPUs take many times longer to write under a mask, so a full mask is handled separately.
 inline void store(bf16* to, Floats values, Mask mask) {
   if (mask == 0xFFFF) return store(to, values);
   _mm256_mask_storeu_epi16(to, mask, narrowed(values));
@@ -155,15 +155,15 @@ inline void store(bf16* to, Floats values, Mask mask) {
 
 using NibblePairs = Words;
 
-// Makes numbers of the lowest 4 bits of each 16.
+// Converts the lowest 4 bits of each 16-bit word to a bfloat16 number.
 class Nibbles {
  public:
   Nibbles() {
-    alignas(64) bf16 table[32];  // of 0 to 15, twice, as only five bits of an index are looked at
+    alignas(64) bf16 table[32];  // the numbers 0 to 15, twice, because five bits of an index are used
     for (int i = 0; i < 32; ++i) table[i] = bf16_of(static_cast<float>(i % 16));
     table_ = load_words(table);
   }
-  // Of the words shifted to the right.
+  // Looks up the words after shifting them to the right.
   NibblePairs pairs(Words words, int shift) const {
     return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, shift), table_);
   }

@@ -15,7 +15,7 @@ inline float wide_of(bf16 narrow) {
   return value;
 }
 
-// Of a number that bfloat16 has.
+// Converts a number that bfloat16 represents exactly.
 inline bf16 bf16_of(float exact) {
   uint32_t bits;
   memcpy(&bits, &exact, sizeof bits);

@@ -1,13 +1,13 @@
 // The names of cached KV blocks, each with the number of a set of workers that have it, and these
 // sets as masks. The twin is `DictNames` of disagg/router/block_names.py, which is the
-// specification; `CompiledNames` there calls the plain C interface at the end. Needs no instruction
-// set.
+// specification; `CompiledNames` there calls the plain C interface at the end. It needs no special
+// instruction set.
 //
-// 256 shards, so that growing and purging touch few names at a time. A shard keeps its entries in a
-// ring in order of arrival, so the oldest are found first, and finds them by open addressing with
-// linear probing. A slot is an entry's place plus one (24 bits) and 8 bits of its hash.
+// There are 256 shards, so that growing and purging touch few names at a time. A shard keeps its
+// entries in a ring in order of arrival, so that the oldest are first, and finds them by open
+// addressing with linear probing. A slot is an entry's place plus one (24 bits) and 8 bits of its hash.
 //
-// Memory that the system refuses ends nothing: a shard that cannot grow forgets its oldest names.
+// If the system has no more memory, nothing fails: a shard that cannot grow forgets its oldest names.
 
 #include <algorithm>
 #include <cstdint>
@@ -21,9 +21,9 @@ namespace {
 constexpr uint32_t NUM_SHARDS = 256, NAME_NBYTES = 16, GROUP = 16, WORD_BITS = 64;
 constexpr uint32_t PLACE_BITS = 24, PLACE_MASK = (1u << PLACE_BITS) - 1;
 constexpr uint32_t ASKED = 1u << 31, NOWHERE = ~0u, LEAST_ROOM = 8;
-constexpr int64_t SPARED_AT_ONCE = 4096;  // beside one for each name put
+constexpr int64_t SPARED_AT_ONCE = 4096;  // in addition to one for each name put
 
-// Of types that need no constructor; new items are zero.
+// An array of a type without a constructor; new items are zero.
 template <typename T>
 class Array {
  public:
@@ -87,7 +87,7 @@ struct Shard {
 
   uint32_t next(uint32_t slot) const { return slot + 1 == slots.size() ? 0 : slot + 1; }
 
-  // The slot of a name; NOWHERE: it is not here.
+  // The slot of a name; NOWHERE if the shard does not have it.
   uint32_t find(const char* name, uint64_t hash) const {
     if (!slots.size()) return NOWHERE;
     const uint32_t tag = tag_of(hash);
@@ -108,7 +108,7 @@ struct Shard {
     slots[slot] = tag_of(hash) | (place + 1);
   }
 
-  // Leaves no gap in any chain of slots.
+  // Removes an entry without leaving a gap in a chain of slots.
   void unlink(uint32_t gap) {
     for (uint32_t slot = next(gap); slots[slot]; slot = next(slot)) {
       const uint32_t wanted = home(hash_of(entry(slot).name));
@@ -146,11 +146,11 @@ struct Shard {
     return true;
   }
 
-  // Returns false where there is no place for one more.
+  // Returns false if there is no place for one more entry.
   bool make_place() {
     const uint32_t room = ring.size();
     if (num_used < room) return true;
-    if (num_live < room - room / 5) return move_to(room);  // there are holes enough
+    if (num_live < room - room / 5) return move_to(room);  // there are enough holes
     const uint32_t wanted = std::max(room + room / 4, LEAST_ROOM);
     return wanted < PLACE_MASK && move_to(wanted);
   }
@@ -185,7 +185,7 @@ struct Names {
   Array<uint64_t> masks, held;  // by set; room for one mask
   size_t num_words = 0;         // of a mask
   uint64_t num_names = 0, num_dead = 0;
-  uint32_t hand = 0;  // the shard in which room is made next
+  uint32_t hand = 0;  // the shard from which names are evicted next
   int64_t num_spares = 0;  // names that may still be spared; the last eviction may spare more
 
   const uint64_t* mask(uint32_t set) const { return &masks[set * num_words]; }
@@ -250,9 +250,9 @@ struct Names {
     return num_evicted;
   }
 
-  // Removes the oldest 64th of a shard, but for names that were looked up: they become the newest.
-  // If too many were spared already, removes the oldest one, looked up or not. Names of dead sets go
-  // in any case, and are not counted.
+  // Removes the oldest 64th of a shard, except for names that were looked up, which become the newest.
+  // If too many were spared already, removes the oldest one, looked up or not. Names of dead sets are
+  // always removed, and not counted.
   uint64_t evict_from(Shard& shard) {
     uint64_t num_evicted = 0;
     const bool spares = num_spares > 0;
@@ -290,8 +290,8 @@ struct Names {
   }
 };
 
-// Calls `take(i, entry or nullptr)` for each name in order, until it returns false. What the next
-// names need is fetched from memory meanwhile.
+// Calls `take(i, entry or nullptr)` for each name in order, until it returns false. The memory for the
+// next names is prefetched.
 template <typename Take>
 void look_up(Names* table, const char* names, int64_t num, Take take) {
   uint64_t hashes[GROUP];
@@ -330,7 +330,7 @@ struct Holders {
   uint32_t *depths, *places;
   int64_t num_places = 0;
 
-  // Those without the next block leave: without a mask, all. Returns whether any is left.
+  // Removes the workers without the next block; without a mask, all. Returns whether any is left.
   bool narrow(const uint64_t* mask, uint32_t num_blocks) {
     uint64_t any = 0;
     for (size_t word = 0; word < num_words; word++) {
@@ -370,15 +370,16 @@ EXPORTED uint64_t disagg_block_names_nbytes(void* table) {
   return nbytes;
 }
 
-// Keeps which workers are in a set: a mask of so many bytes, the lowest bits first. Returns 0 where
-// there is no memory.
+// Stores which workers are in a set, as a mask of so many bytes, the lowest bits first. Returns 0 if
+// there is not enough memory.
 EXPORTED int disagg_block_names_keep(void* table, uint32_t set, const char* mask, uint64_t nbytes) {
   return static_cast<Names*>(table)->keep(set, mask, nbytes);
 }
 
-// How many leading names each worker of `alive`, a mask, has: depths by the place of its bit, which
-// come in as zeros. These names count as looked up. `places` of those that have the first name, by
-// their depth, the smallest first. Returns how many these are.
+// Counts how many leading names each worker in the mask `alive` has. The counts (depths) are stored at
+// the place of the worker's bit; they must be zero before. These names count as looked up. `places`
+// gets the places of workers that have the first name, ordered by depth, smallest first. Returns the
+// number of these workers.
 EXPORTED int64_t disagg_block_names_match(
     void* table, const char* names, int64_t num, const char* alive, uint64_t nbytes,
     uint32_t* depths, uint32_t* places) {
@@ -401,8 +402,8 @@ EXPORTED int64_t disagg_block_names_match(
   return holders.num_places;
 }
 
-// Of what `match` found, up to `most` places whose bits are in the mask `among`, the deepest first.
-// Equal ones begin at `turn`, a fraction. Returns how many.
+// Of the places that `match` found, selects up to `most` whose bits are in the mask `among`, deepest
+// first. Among equal ones it begins at `turn`, a fraction. Returns their number.
 EXPORTED int64_t disagg_block_names_deepest(
     const uint32_t* depths, const uint32_t* places, int64_t num, const char* among, uint64_t nbytes,
     double turn, int64_t most, uint32_t* found) {
@@ -420,8 +421,8 @@ EXPORTED int64_t disagg_block_names_deepest(
   return num_found;
 }
 
-// The sets of names as runs of equal ones: sets[r] holds for the names before ends[r]; 0: they are
-// not here. Returns the number of runs.
+// The sets of names, as runs of equal sets: sets[r] is the set of the names before ends[r]; 0 means
+// that the names are unknown. Returns the number of runs.
 EXPORTED int64_t disagg_block_names_runs(
     void* table, const char* names, int64_t num, uint32_t* sets, uint32_t* ends) {
   int64_t num_runs = 0;
@@ -434,7 +435,7 @@ EXPORTED int64_t disagg_block_names_runs(
   return num_runs;
 }
 
-// Gives names their sets, as runs; 0: removes them. Returns how many names were evicted for it.
+// Sets the sets of names, given as runs; 0 removes the names. Returns how many names were evicted.
 EXPORTED uint64_t disagg_block_names_put(
     void* table, const char* names, int64_t num_runs, const uint32_t* sets, const uint32_t* ends) {
   Names* self = static_cast<Names*>(table);
@@ -445,7 +446,7 @@ EXPORTED uint64_t disagg_block_names_put(
   return num_evicted;
 }
 
-// How many names each of `num` sets from `first` on has.
+// The number of names of each of `num` sets from `first` on.
 EXPORTED void disagg_block_names_counts(
     void* table, uint32_t first, uint32_t num, uint32_t* counts) {
   const Names* self = static_cast<Names*>(table);
@@ -453,7 +454,7 @@ EXPORTED void disagg_block_names_counts(
     counts[i] = first + i < self->sets.size() ? self->sets[first + i].num_names : 0;
 }
 
-// Names with this set no longer count, and `purge` removes them; or they count again.
+// Marks a set as dead, so that its names no longer count and `purge` removes them; or as alive again.
 EXPORTED void disagg_block_names_kill(void* table, uint32_t set, int is_dead) {
   Names* self = static_cast<Names*>(table);
   Set& its = self->sets[set];

@@ -1,5 +1,5 @@
-// Products of some rows with some columns of a panel, over some numbers of each: the part of larger
-// products that stays in registers.
+// Products of some rows with some columns of a panel, over some numbers of each. This is the part of
+// larger products whose sums stay in registers.
 #pragma once
 
 #include "vectors.h"
@@ -7,14 +7,14 @@
 namespace disagg {
 
 constexpr int PANEL = 64;         // columns
-constexpr int BLOCK_DEPTH = 256;  // numbers of each row that stay in the L1 cache meanwhile
+constexpr int BLOCK_DEPTH = 256;  // numbers of each row, so many that they stay in the L1 cache
 
-// A `fetch` where nothing needs to be brought closer.
+// A `fetch` that prefetches nothing.
 constexpr auto no_fetch = [](auto...) {};
 
 #ifdef __AVX512BF16__
 
-// What products read of a row: pairs of bfloat16.
+// The part of a row that products read, as pairs of bfloat16.
 using Number = uint32_t;
 constexpr int NUMBERS_OF_PAIR = 1;
 
@@ -67,9 +67,8 @@ template <int which, int num_rows, int num_vectors>
 }
 
 // Adds to `sums`, [num_rows, PANEL], the products of `num_rows` rows and `num_vectors` * 16 columns,
-// over `num_pairs` pairs of each. The numbers of a row lie together, and rows `stride` numbers
-// apart. `fetch(k, columns)` may bring closer what is read after the `k`th
-// pair.
+// over `num_pairs` pairs of each. The numbers of a row are contiguous, and rows are `stride` numbers
+// apart. `fetch(k, columns)` may prefetch what is read after the `k`th pair.
 template <int num_rows, int num_vectors, class Fetch>
 inline void block_tile(const uint32_t* weight, const Number* x, int64_t stride, int num_pairs,
                        float* sums, Fetch&& fetch) {

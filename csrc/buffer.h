@@ -6,7 +6,7 @@
 
 namespace disagg {
 
-// Memory that grows; what was in it is lost then. Of types that need no constructor.
+// Memory that can grow, which loses its contents. Only for types without constructors.
 template <class T>
 class Buffer {
  public:
@@ -35,7 +35,7 @@ class PerThread {
   PerThread(const PerThread&) = delete;
   PerThread& operator=(const PerThread&) = delete;
 
-  // Returns false where there is no memory. Those of fewer threads are lost.
+  // Returns false if there is not enough memory. The contents for fewer threads are lost.
   bool hold(int num_threads) {
     if (num_threads <= num_threads_) return true;
     auto* grown = new (std::nothrow) T[num_threads];

@@ -1,5 +1,5 @@
-// How attention to the contexts of a step is cut into work: always at the same positions, so that a
-// result does not depend on threads or on other sequences.
+// Cuts the attention of a step into chunks of contexts, always at the same positions, so that a result
+// does not depend on threads or on other sequences.
 #pragma once
 
 #include "attention.h"
@@ -8,27 +8,27 @@
 
 namespace disagg {
 
-// Part of one sequence's context, of each KV head.
+// A part of one sequence's context, for one KV head at a time.
 struct Chunk {
   int32_t row, begin, end;
   int32_t index, num_chunks;  // of its sequence
 };
 
-// The chunks of each layer. Neighbouring layers with the same window have theirs in common.
+// The chunks of each layer. Neighbouring layers with the same window share them.
 class ChunkLists {
  public:
   struct Range {
     int32_t begin, end;
   };
 
-  // At most, of one layer.
+  // The largest number of chunks of any layer.
   static int64_t most_chunks(const Batch& batch) {
     int64_t most = 0;
     for (int row = 0; row < batch.num_rows; ++row) most += batch.context_lens[row] / CHUNK + 1;
     return most;
   }
 
-  // Returns false where there is no memory.
+  // Returns false if there is not enough memory.
   bool list(const Layer* layers, int num_layers, const Batch& batch) {
     if (!chunks_.hold(most_chunks(batch) * num_layers) || !ranges_.hold(num_layers)) return false;
     int32_t num_listed = 0;

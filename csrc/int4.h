@@ -1,11 +1,11 @@
-// Products of a few rows with a weight of 4 bits: numbers from 0 to 15, of which some neighbours in
-// a row of the checkpoint (a group) share a scale and a least value. The twin is
+// Products of a few rows with a 4-bit weight: numbers from 0 to 15. Some neighbouring numbers in a row
+// of the checkpoint (a group) share a scale and a least value. The twin is
 // disagg/kernels/int4_linear.py. A result does not depend on the other rows of `x`.
 //
 // Panels have 64 columns (rows of the checkpoint's weight). For each 8 numbers of these columns, a
 // panel has 4 vectors of 16 columns, in which a column has two words of 16 bits: the first has the
-// numbers 0, 2, 4 and 6 from its lowest bits on, the second has 1, 3, 5 and 7. So a shift and a
-// table of 16 numbers make pairs as `dot_pairs` takes them.
+// numbers 0, 2, 4 and 6 from its lowest bits on, and the second has 1, 3, 5 and 7. So a shift and a
+// table of 16 numbers make the pairs that `dot_pairs` needs.
 #pragma once
 
 #include "product.h"
@@ -13,7 +13,7 @@
 
 namespace disagg {
 
-constexpr int UNIT = 8;                  // numbers of a column that lie together
+constexpr int UNIT = 8;                  // contiguous numbers of a column
 constexpr int UNIT_PAIRS = UNIT / 2;
 constexpr int UNIT_BYTES = PANEL * UNIT / 2;
 constexpr int VECTOR_BYTES = 64;
@@ -26,13 +26,13 @@ inline float sum_of_pairs(const uint32_t* x, int num_pairs) {
   return sum_of(sums);
 }
 
-// What a panel of a matrix has for a group: PANEL scales, and then PANEL least values.
+// The scales of a group in a panel: PANEL scales, and then PANEL least values.
 inline const bf16* group_of_panel(const Matrix& matrix, int64_t panel, int group) {
   return matrix.scales + (panel * matrix.num_groups() + group) * 2 * PANEL;
 }
 
-// Sums of `num_rows` rows and `num_vectors` * 16 columns from column `offset` of a panel on, handed
-// to `take(row, vector, sums)`.
+// Sums of `num_rows` rows and `num_vectors` * 16 columns from column `offset` of a panel on, which are
+// passed to `take(row, vector, sums)`.
 template <int num_rows, int num_vectors, class Take>
 inline void int4_tile(const Matrix& matrix, int panel, int offset, const uint32_t* x, Take&& take) {
   const int num_pairs = matrix.num_pairs(), group_pairs = matrix.group_size / 2;
@@ -87,7 +87,7 @@ inline void int4_tile(const Matrix& matrix, int panel, int offset, const uint32_
     for (int v = 0; v < num_vectors; ++v) take(r, v, load(totals[r][v]));
 }
 
-// As `product`, of a weight of 4 bits.
+// As `product`, for a 4-bit weight.
 template <int num_vectors, class Take>
 inline void int4_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
                          Take&& take) {
@@ -103,7 +103,7 @@ inline void int4_product(const Matrix& matrix, int panel, int part, const bf16* 
   });
 }
 
-// One column of the weight, which is a row as a checkpoint has it: [num_in].
+// One column of the weight, which is a row in the checkpoint: [num_in].
 inline void int4_row(const Matrix& matrix, int64_t row, bf16* out) {
   const int64_t panel = row / PANEL;
   const int column = row % PANEL;

@@ -1,6 +1,6 @@
-// Products of a few rows with a weight of 8 bits: int8 numbers in panels of 64 columns, in which
-// the numbers of one k lie together, and a scale for each column, or for each group of numbers of a
-// column. The twin is disagg/kernels/int8_linear.py. A result does not depend on the other rows of
+// Products of a few rows with an 8-bit weight: int8 numbers in panels of 64 columns, in which the
+// numbers of one k are contiguous. There is a scale for each column, or for each group of numbers of
+// a column. The twin is disagg/kernels/int8_linear.py. A result does not depend on the other rows of
 // `x`.
 #pragma once
 
@@ -16,14 +16,14 @@ inline Floats widened(const int8_t* from) {
   return to_floats(from_signed_bytes(bytes));
 }
 
-// The scales that a panel has for a group: PANEL of them.
+// The PANEL scales of a group in a panel.
 inline const bf16* group_scales(const Matrix& matrix, int64_t panel, int group) {
   return matrix.scales + (panel * matrix.num_groups() + group) * PANEL;
 }
 
-// Sums of `num_rows` rows and `num_vectors` * 16 columns from column `offset` of a panel on, handed
-// to `take(row, vector, sums)`. They include the scales of groups; those of whole rows are left to
-// `finished`.
+// Sums of `num_rows` rows and `num_vectors` * 16 columns from column `offset` of a panel on, which are
+// passed to `take(row, vector, sums)`. They include the scales of groups; `finished` multiplies by the
+// scales of whole rows.
 template <int num_rows, int num_vectors, class Take>
 inline void int8_tile(const Matrix& matrix, int panel, int offset, const bf16* x, Take&& take) {
   const int num_in = matrix.num_in;
@@ -76,7 +76,7 @@ inline void int8_tile(const Matrix& matrix, int panel, int offset, const bf16* x
     for (int v = 0; v < num_vectors; ++v) take(r, v, load(totals[r][v]));
 }
 
-// As `product`, of a weight of 8 bits.
+// As `product`, for an 8-bit weight.
 template <int num_vectors, class Take>
 inline void int8_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
                          Take&& take) {
@@ -91,7 +91,7 @@ inline void int8_product(const Matrix& matrix, int panel, int part, const bf16* 
   });
 }
 
-// One column of the weight, which is a row as a checkpoint has it: [num_in].
+// One column of the weight, which is a row in the checkpoint: [num_in].
 inline void int8_row(const Matrix& matrix, int64_t row, bf16* out) {
   const int64_t panel = row / PANEL;
   const int column = row % PANEL;

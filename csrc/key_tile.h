@@ -1,4 +1,4 @@
-// Keys and values of a tile of positions, packed as products read a weight, and scores with them.
+// Packs the keys and values of a tile of positions in the layout of a weight, and computes scores.
 #pragma once
 
 #include "product.h"
@@ -9,7 +9,7 @@ namespace disagg {
 constexpr int KEY_TILE = PANEL;  // positions
 constexpr int KEY_PAIRS = KEY_TILE / 2;
 
-// 16 rows of 16 words become their columns.
+// Transposes 16 rows of 16 words.
 inline void turn(Floats (&rows)[LANES]) {
   Floats other[LANES];
 #pragma GCC unroll 8
@@ -48,7 +48,7 @@ inline Floats row_maxima(const float (*rows)[KEY_TILE]) {
     auto part = [&](int v) { return load(rows[r] + v * LANES); };
     some[r] = larger(larger(part(0), part(1)), larger(part(2), part(3)));
   }
-  // Quarter q of some[4 i] has, of rows 4 i to 4 i + 3, the largest number of quarter q.
+  // Quarter q of some[4 i] has, for each of rows 4 i to 4 i + 3, the largest number of quarter q.
 #pragma GCC unroll 4
   for (int i = 0; i < LANES; i += 4) {
     auto pair = [&](int r) {

@@ -1,7 +1,7 @@
-// Keys and values as `disagg/kernels/kv_pages.py` lays them out: a page is what one head of one
-// layer has in one block, and ends with a float32 scale for each vector in formats that have them.
-// A block has the pages of its first head, of all layers, then those of the second.
-// Numbers are rounded as `disagg/kernels/torch_quantized.py` does it.
+// Reads and writes keys and values in the layout of `disagg/kernels/kv_pages.py`. A page has the keys
+// or values of one head and one layer in one block. In formats with scales it ends with a float32
+// scale for each vector. A block has the pages of its first head in all layers, then those of the
+// second head. Numbers are rounded as in `disagg/kernels/torch_quantized.py`.
 #pragma once
 
 #include "vectors.h"
@@ -11,11 +11,11 @@ namespace disagg {
 enum Format : int32_t { BFLOAT16 = 0, INT8 = 1, INT4 = 2, FP8 = 3 };
 enum Half : int32_t { KEYS = 0, VALUES = 1 };
 
-constexpr float SMALLEST_PEAK = 1e-30f;  // a vector of zeros has a scale too
+constexpr float SMALLEST_PEAK = 1e-30f;  // so that a vector of zeros has a scale
 constexpr int INT4_STEP = 16;            // an int4 is the upper half of an int8
 constexpr int INT4_TOP = 7;
-constexpr int E4M3_SHIFT = 20;               // from its last bit to where a float32 has it
-constexpr int E4M3_EXPONENT = (127 - 7) << 23;  // what a float32's exponent counts more
+constexpr int E4M3_SHIFT = 20;               // distance from its last bit to that of a float32
+constexpr int E4M3_EXPONENT = (127 - 7) << 23;  // difference of the exponents' biases
 constexpr float E4M3_SMALLEST = 1.0f / 512;
 
 inline Words bytes_of(const uint8_t* from) {
@@ -43,7 +43,7 @@ inline Floats from_fp8(const uint8_t* from) {
   return as_floats(value | sign);
 }
 
-// The nearest e4m3 numbers, to even, of values up to 448.
+// Rounds values up to 448 to the nearest e4m3 numbers, half to even.
 inline __m128i to_fp8(Floats values) {
   const Words bits = as_words(values);
   const Words size = bits & broadcast_word(INT32_MAX);
@@ -75,7 +75,7 @@ struct KVPages {
     return format == BFLOAT16 ? 2 * head_dim : format == INT4 ? head_dim / 2 : head_dim;
   }
 
-  // `count` vectors as bfloat16, without their scales: where they lie, or exact in `scratch`.
+  // `count` vectors as bfloat16, without their scales: in the cache, or converted in `scratch`.
   const bf16* widened(const uint8_t* page, int offset, int count, int head_dim,
                       bf16* scratch) const {
     const uint8_t* from = page + offset * vector_nbytes(head_dim);
@@ -99,15 +99,15 @@ struct KVPages {
     return reinterpret_cast<const float*>(page + scales_offset) + offset;
   }
 
-  // Other code reads whole blocks, so one that begins with a token's slot has zeros behind it. Slots
-  // are block * block_size + offset.
+  // Other code reads whole blocks, so when a token begins a block, the rest of the block is zeroed.
+  // Slots are block * block_size + offset.
   void begin_block(int64_t slot, int layer, int kv_head) const {
     if (slot % block_size != 0) return;
     memset(page(slot / block_size, layer, KEYS, kv_head), 0, page_nbytes);
     memset(page(slot / block_size, layer, VALUES, kv_head), 0, page_nbytes);
   }
 
-  // A token's key and value, where they belong.
+  // Stores a token's key and value in its slot.
   void put(int64_t slot, int layer, int kv_head, int head_dim, const bf16* key,
            const bf16* value) const {
     const int64_t block = slot / block_size;
@@ -140,8 +140,8 @@ struct KVPages {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
   }
 
-  // What a stored number of 1 stands for. An int4 reaches one step further below 0 than above it:
-  // there the value of the largest size becomes -128, and the scale has the sign.
+  // The value of a stored number of 1. The int4 range has one step more below 0 than above 0, so the
+  // value with the largest magnitude becomes -128, and the scale has the sign.
   float scale_of(const bf16* vector, int head_dim) const {
     Floats sizes = zeros(), least = zeros();
     for (int d = 0; d < head_dim; d += LANES) {

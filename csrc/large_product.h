@@ -1,5 +1,5 @@
-// Products of many rows with a weight in panels. A result is, to the bit, that of a product of a few
-// rows (`tiles_product` with AMX, else `product`), and does not depend on the other rows.
+// Products of many rows with a weight in panels. A result is bit-identical to that of a product of a
+// few rows (`tiles_product` with AMX, else `product`), and does not depend on the other rows.
 #pragma once
 
 #include "amx.h"
@@ -8,14 +8,13 @@
 
 namespace disagg {
 
-constexpr int MOST_COLUMNS = 128;  // of an item: their part of a weight stays in the L2 cache
+constexpr int MOST_COLUMNS = 128;  // of an item, so that their part of a weight stays in the L2 cache
 
-// The columns `first` to `end` of a weight, of which there are at most MOST_COLUMNS. `first` is a
-// panel's.
+// The columns `first` to `end` of a weight, at most MOST_COLUMNS. `first` begins a panel.
 struct SomeColumns {
   const Matrix& matrix;
   int32_t first, end;
-  const uint32_t* widened;  // of a weight of fewer bits: its panels, as widen_panels makes them
+  const uint32_t* widened;  // panels of a weight of fewer bits, made by widen_panels
 
   // Of a weight of fewer bits.
   const uint32_t* widened_panel(int column) const {
@@ -63,7 +62,7 @@ constexpr int BLOCK_SIZE = BLOCK_ROWS * PANEL;
 constexpr int ROWS_OF_PRODUCT = 3 * BLOCK_ROWS;
 using ProductRows = PlainRows;
 
-// What products of a block of rows read.
+// The data that products of a block of rows read.
 #ifdef __AVX512BF16__
 
 struct BlockRows {

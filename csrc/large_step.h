@@ -1,6 +1,7 @@
-// A step with prompts, of a dense decoder: all layers in one call. Weights of 8 and 4 bits are widened, some columns at a time. The twin of `Decoder.hidden` (disagg/models/decoder.py). A
-// token's result does not depend on the other sequences of a step, on threads, or on how its prompt
-// was cut into chunks.
+// A step with prompts of a dense decoder: all layers in one call. Weights of 8 and 4 bits are widened
+// some columns at a time. The twin is `Decoder.hidden` (disagg/models/decoder.py). A token's result
+// does not depend on the other sequences of a step, on threads, or on how its prompt was cut into
+// chunks.
 #pragma once
 
 #include "amx.h"
@@ -13,20 +14,20 @@
 
 namespace disagg {
 
-// Tokens of a step. Those of a sequence are a chunk, and a decode is a chunk of one token.
+// The tokens of a step. The tokens of a sequence are a chunk, and a decode is a chunk of one token.
 struct Tokens {
-  bf16* hidden;              // [num_tokens, hidden]: embeddings; what the layers add is added here
+  bf16* hidden;              // [num_tokens, hidden]: embeddings, to which the layers add their outputs
   const int64_t* positions;  // [num_tokens]
-  const int64_t* slots;      // [num_tokens]: block * block_size + offset, where KV goes
+  const int64_t* slots;      // [num_tokens]: KV slots, block * block_size + offset
   const PromptChunk* chunks;
-  const int64_t* logits_rows;  // [num_logits]: tokens that matter after the last attention
+  const int64_t* logits_rows;  // [num_logits]: tokens that are computed after the last attention
   bf16* out;                   // [num_logits, hidden]: after the last norm
   int32_t num_tokens, num_chunks, num_logits;
 };
 
 class LargeStep {
  public:
-  // `layers` and `team` stay the caller's.
+  // The caller still owns `layers` and `team`.
   LargeStep(const Model& model, const Layer* layers, Team& team)
       : model_(model), layers_(layers), team_(team) {}
 
@@ -42,7 +43,7 @@ class LargeStep {
     return DONE;
   }
 
-  // What each thread of the team does.
+  // The program of each thread of the team.
   void program(Member& member) {
     const Tiles tiles;
     for (int i = 0; i < model_.num_layers; ++i) compute_layer(member, i);
@@ -50,15 +51,15 @@ class LargeStep {
   }
 
  private:
-  static constexpr int ROWS_OF_WIDENED = 8 * ROWS_OF_PRODUCT;  // for which columns are widened once
+  static constexpr int ROWS_OF_WIDENED = 8 * ROWS_OF_PRODUCT;  // rows per widening of columns
 
   struct Own {
     Buffer<float> sums, gates;  // of BLOCK_ROWS rows and MOST_COLUMNS columns
-    // Of weights of fewer bits than 16; without them, memory that nobody writes takes no room.
+    // For weights of fewer bits than 16; without such weights this memory is never touched.
     Buffer<uint32_t> widened, other_widened;
   };
 
-  // Rows whose padding is filled with zeros, once.
+  // Rows whose padding is set to zero once.
   class Rows {
    public:
     bool hold(int num_rows, int num_columns) {
@@ -153,7 +154,7 @@ class LargeStep {
     multiply(member, layer.down, inner_.get(), num_rows, add_to_hidden(layer.down));
   }
 
-  // Phases that go through rows one by one.
+  // Phases that process rows one by one.
   template <class Work>
   static void for_rows(Member& member, int num_rows, Work&& work) {
     member.phase((num_rows + TILE_ROWS - 1) / TILE_ROWS, [&](int item) {
@@ -162,7 +163,7 @@ class LargeStep {
     });
   }
 
-  // How many columns an item has, so that there is enough for all threads.
+  // The number of columns of an item, such that there are enough items for all threads.
   static int columns_of_item(const Member& member, const Matrix& matrix, int num_row_items) {
     int num_columns = MOST_COLUMNS;
     while (num_columns > PANEL &&
@@ -171,9 +172,10 @@ class LargeStep {
     return num_columns;
   }
 
-  // A phase whose items are some rows and some columns of a product; those with the same columns
-  // follow each other, as they read the same part of the weight. `begin(first, end)` is called for
-  // an item's columns, and what it returns is called for BLOCK_ROWS rows each, with the first and how many.
+  // A phase whose items are some rows and some columns of a product. Items with the same columns
+  // follow each other, because they read the same part of the weight. `begin(first, end)` is called
+  // for an item's columns. The function that it returns is called for each BLOCK_ROWS rows, with the
+  // first row and the number of rows.
   template <class Begin>
   static void for_blocks(Member& member, const Matrix& matrix, int num_rows, Begin&& begin_item) {
     const int rows_of_item = matrix.panels == nullptr ? ROWS_OF_WIDENED : ROWS_OF_PRODUCT;
@@ -242,7 +244,7 @@ class LargeStep {
       cache_.begin_block(tokens_.slots[row], index, kv_head);
   }
 
-  // Heads of queries and keys are turned to their position, and keys and values go where they belong.
+  // Rotates the heads of queries and keys (RoPE), and stores keys and values in their slots.
   void turn_and_write(int index, int row) {
     const int dim = model_.head_dim, num_kv_heads = model_.num_kv_heads;
     const int num_turned = model_.num_heads + num_kv_heads;
@@ -259,7 +261,7 @@ class LargeStep {
     }
   }
 
-  // A token whose logits are wanted.
+  // A token whose logits are needed.
   void pick(int row) {
     const int64_t token = tokens_.logits_rows[row];
     memcpy(picked_hidden_.get() + int64_t(row) * model_.hidden,

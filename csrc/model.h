@@ -1,5 +1,5 @@
-// What a step is given: weights, and the sequences of one step. `disagg/kernels/cpu_step.py` and
-// `cpu_prompts.py` have the same structures. All pointers stay the caller's.
+// The inputs of a step: weights, and the sequences of one step. `disagg/kernels/cpu_step.py` and
+// `cpu_prompts.py` have the same structures. The caller owns all memory.
 #pragma once
 
 #include "product.h"
@@ -22,15 +22,15 @@ struct Model {
   const bf16* rope;       // [num_positions, 2, head_dim]: cosines, and sines with signs
   const bf16* norm;       // [hidden]
   Matrix head;
-  Matrix table;  // of embeddings with fewer bits than 16; often the head
+  Matrix table;  // embeddings of fewer than 16 bits; often the same as the head
   const Layer* layers;
 };
 
 struct Batch {
   const int64_t* token_ids;      // [num_rows]
   const int64_t* positions;      // [num_rows]
-  const int64_t* slots;          // [num_rows]: block * block_size + offset, where KV goes
-  const int32_t* context_lens;   // [num_rows]: positions with KV once this step is done
+  const int64_t* slots;          // [num_rows]: KV slots, block * block_size + offset
+  const int32_t* context_lens;   // [num_rows]: positions with KV after this step
   const int32_t* block_tables;   // [num_rows, table_stride]
   int64_t table_stride;
   int32_t num_rows;
@@ -44,7 +44,7 @@ struct PromptChunk {
 };
 
 struct Prompts {
-  const bf16* qkv;  // [num_tokens, num_heads + 2 * num_kv_heads, head_dim], turned
+  const bf16* qkv;  // [num_tokens, num_heads + 2 * num_kv_heads, head_dim], after RoPE
   bf16* out;        // [num_tokens, num_heads * head_dim]
   const PromptChunk* chunks;
   int32_t num_chunks;
@@ -52,7 +52,7 @@ struct Prompts {
   int32_t layer;
   int32_t window;      // positions that a token sees, itself included; 0: all
   const float* sinks;  // [num_heads]; null: none
-  int32_t is_out_tiled;  // `out` is as `TiledRows` has it
+  int32_t is_out_tiled;  // whether `out` has the layout of `TiledRows`
 };
 
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, UNKNOWN_TOKEN = 2 };

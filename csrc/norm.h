@@ -1,4 +1,4 @@
-// RMSNorm of rows and of heads, and the turn of a head to its position.
+// RMSNorm of rows and of heads, and the rotation of heads (RoPE).
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ inline float inverse_rms(const bf16* x, int size, float eps) {
   return 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + eps);
 }
 
-// `place(i)` is where 16 numbers go, from the `i`th on.
+// `place(i)` is the address for 16 numbers, from the `i`th on.
 template <class Place>
 inline void rms_norm(const bf16* x, const bf16* weight, int size, float eps, Place&& place) {
   const Floats inverse = broadcast(inverse_rms(x, size, eps));
@@ -27,7 +27,7 @@ inline void rms_norm(const bf16* x, const bf16* weight, int size, float eps, Pla
   }
 }
 
-// A head normalised, if `norm` is given, and turned to its position by `rope`, [2, head_dim].
+// Normalises a head, if `norm` is given, and rotates it by `rope`, [2, head_dim].
 inline void norm_rope(const bf16* head, const bf16* norm, float eps, const bf16* rope, int head_dim,
                       bf16* out) {
   const Floats factor = broadcast(norm == nullptr ? 1.0f : inverse_rms(head, head_dim, eps));

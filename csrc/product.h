@@ -1,7 +1,7 @@
 // Products of a few rows with a weight in oneDNN's layout: panels of some columns (rows of the weight
-// as a checkpoint has it), in which the pairs of one k and the next lie together. The weight is read
-// from memory once for all rows. A result does not depend on the other rows. Where the compiler may
-// use AMX, amx.h has the products of panels; without, panels have 64 columns.
+// in the checkpoint), in which the pairs of one k and the next are contiguous. The weight is read from
+// memory once for all rows. A result does not depend on the other rows. If the compiler may use AMX,
+// amx.h has the products of panels; without AMX, panels have 64 columns.
 #pragma once
 
 #include <type_traits>
@@ -13,30 +13,30 @@
 namespace disagg {
 
 constexpr int MOST_ROWS = 6;      // of a tile: 24 of 32 registers hold its sums, or 12 of 16
-constexpr int PREFETCHED = 4096;  // bytes ahead: a prefetcher of the processor ends with a page
+constexpr int PREFETCHED = 4096;  // bytes ahead; the CPU's prefetcher stops at the end of a page
 
 struct Matrix {
-  const uint32_t* panels;  // null: a weight of fewer bits
+  const uint32_t* panels;  // null: the weight has 8 or 4 bits
   const bf16* bias;        // null: none
   const int8_t* numbers;   // of 8 bits, as int8.h has them: [num_panels, num_in, PANEL], or null
   const uint8_t* nibbles;  // of 4 bits, as int4.h has them, or null
-  // Of 8 bits [num_out], or of groups [num_panels, num_groups, PANEL]; of 4 bits [num_panels,
+  // With 8 bits [num_out], or with groups [num_panels, num_groups, PANEL]; with 4 bits [num_panels,
   // num_groups, 2, PANEL].
   const bf16* scales;
   int32_t num_out;
-  int32_t num_in;      // even, of a weight in panels; a multiple of 8, of one of 4 bits
-  int32_t group_size;  // numbers that share a scale; of 4 bits a multiple of 8, of 8 bits 0: all
+  int32_t num_in;      // even for a weight in panels, a multiple of 8 for a 4-bit weight
+  int32_t group_size;  // numbers that share a scale: 4 bits: a multiple of 8; 8 bits: 0 means all
   int32_t panel_width;  // of `panels`: columns, a multiple of 16
 
   int num_panels() const { return (num_out + PANEL - 1) / PANEL; }
   int num_pairs() const { return num_in / 2; }
   int num_groups() const { return (num_in + group_size - 1) / group_size; }
-  // oneDNN fills up to a multiple of TILE_DEPTH numbers.
+  // oneDNN pads to a multiple of TILE_DEPTH numbers.
   int num_filled_pairs() const { return filled(num_in, TILE_DEPTH) / 2; }
   const uint32_t* panel(int index) const {
     return panels == nullptr ? nullptr : panels + int64_t(index) * num_filled_pairs() * PANEL;
   }
-  // A column, or, for one beyond the last panel, any that exists.
+  // The address of a column; for one beyond the last panel, that of any existing column.
   const uint32_t* column(int index) const {
     const int panel = index < num_out ? index / panel_width : 0;
     const int64_t panel_size = int64_t(num_filled_pairs()) * panel_width;
@@ -46,9 +46,9 @@ struct Matrix {
 
 constexpr int tiles_of(int num_rows) { return (num_rows + MOST_ROWS - 1) / MOST_ROWS; }
 
-// Sums of `num_rows` rows and `num_vectors` * 16 columns, handed to `take(row, vector, sums)`.
-// `fetch(k, columns, vector, count)` may bring closer what is read after the `k`th pair of `count`
-// vectors from `vector` on.
+// Sums of `num_rows` rows and `num_vectors` * 16 columns, which are passed to
+// `take(row, vector, sums)`. `fetch(k, columns, vector, count)` may prefetch what is read after the
+// `k`th pair of `count` vectors from `vector` on.
 #ifdef __AVX512F__
 
 template <int num_rows, int num_vectors, class Fetch, class Take>
@@ -80,7 +80,7 @@ inline void tile(const uint32_t* weight, const uint32_t* x, int num_pairs, Fetch
 
 #else
 
-// Not inlined, so that it has all registers.
+// Not inlined, so that it can use all registers.
 template <int num_rows, int num_vectors, class Fetch, class Take>
 [[gnu::noinline]] void tile(const uint32_t* weight, const uint32_t* x, int num_pairs,
                             Fetch&& fetch, Take&& take) {
@@ -107,7 +107,8 @@ template <int num_rows, int num_vectors, class Fetch, class Take>
 #endif
 
 // Cuts rows into as few tiles as possible, of sizes that differ by one at most, and calls
-// `run(tile, first row, number of rows)` for each; the number is a type, so that code is made for it.
+// `run(tile, first row, number of rows)` for each. The number is a type, so that the compiler makes
+// code for each number.
 template <class Run>
 inline void in_tiles(int num_rows, Run&& run) {
   const int num_tiles = tiles_of(num_rows);
@@ -125,8 +126,8 @@ inline void in_tiles(int num_rows, Run&& run) {
 }
 
 // A part of a panel (its `part`th `num_vectors` * 16 columns) for all rows; `take(row, column,
-// sums)` gets rows and columns of the whole product. `next` is what this thread will probably read
-// after it: the later tiles, which find this panel in the cache, have time to bring it closer.
+// sums)` gets rows and columns of the whole product. `next` is the memory that this thread will
+// probably read afterwards. Later tiles find this panel in the cache and have time to prefetch `next`.
 template <int num_vectors, class Take>
 inline void product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
                     const uint32_t* next, Take&& take) {
@@ -153,7 +154,7 @@ inline void product(const Matrix& matrix, int panel, int part, const bf16* x, in
   });
 }
 
-// Times the scales and with the bias added, of the columns that exist.
+// Multiplies the columns that exist by their scales, and adds the bias.
 inline Floats finished(const Matrix& matrix, int column, Floats sums) {
   const Mask mask = first_lanes(matrix.num_out - column);
   if (matrix.numbers != nullptr && matrix.group_size == 0)

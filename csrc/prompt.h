@@ -1,8 +1,7 @@
-// Attention of prompts to keys and values in the paged cache, which have those of the prompt itself.
-// Keys are looked at in tiles that begin at multiples of KEY_TILE, whatever a prompt's chunks are,
-// and each query has its own sums: so a result does not depend on how a prompt was cut, on other
-// queries or on threads. The softmax is taken tile by tile, as FlashAttention does it
-// (arXiv 2205.14135).
+// Attention of prompts over keys and values in the paged cache, including those of the prompt itself.
+// Keys are read in tiles that begin at multiples of KEY_TILE, whatever a prompt's chunks are, and each
+// query has its own sums. So a result does not depend on how a prompt was cut, on other queries or on
+// threads. The softmax is computed tile by tile, as in FlashAttention (arXiv 2205.14135).
 #pragma once
 
 #include <cmath>
@@ -22,8 +21,8 @@ constexpr int ROWS_OF_ITEM = 256;  // queries times heads that share packed keys
 constexpr float LOG2_E = 1.44269504f;
 constexpr float HEADROOM = 8.0f;  // weights are at most 2 to the power of this
 
-// What the threads do not share. A row is a query of one head; `depth` is a head's size, filled up with
-// zeros to a multiple of TILE_DEPTH.
+// The memory of one thread. A row is a query of one head; `depth` is a head's size, padded with zeros
+// to a multiple of TILE_DEPTH.
 struct PromptScratch {
   Buffer<bf16> queries;     // [ROWS_OF_ITEM, depth]
   Buffer<float> sums;       // [ROWS_OF_ITEM, head_dim], of weighted values
@@ -50,14 +49,14 @@ struct PromptScratch {
 // Attention of all chunks of a step in one layer, cut into items.
 class PromptAttention {
  public:
-  // Returns false where there is no memory.
+  // Returns false if there is not enough memory.
   bool prepare(const Prompts& prompts, const KVPages& cache, int num_threads) {
     prompts_ = prompts;
     cache_ = cache;
     return make_room(num_threads);
   }
 
-  // The same for another layer: one thread calls it, while none attends.
+  // The same for another layer. One thread calls it, while no thread computes attention.
   void set_layer(int layer, int window) {
     prompts_.layer = layer;
     prompts_.window = window;
@@ -65,14 +64,14 @@ class PromptAttention {
 
   int num_items() const { return num_spans_ * prompts_.num_kv_heads; }
 
-  // `thread` is less than what was prepared for, and in one item at a time.
+  // `thread` must be below the number of prepared threads, and computes one item at a time.
   void attend(int thread, int item) {
     const Span& span = spans_.get()[item / prompts_.num_kv_heads];
     attend(own_[thread], span, item % prompts_.num_kv_heads);
   }
 
  private:
-  // Some queries of a chunk, with the heads of a group; each KV head is an item of its own.
+  // Some queries of a chunk, with the heads of a group; each KV head is a separate item.
   struct Span {
     int32_t chunk, begin, end;  // tokens of the step
   };
@@ -95,7 +94,7 @@ class PromptAttention {
     return true;
   }
 
-  // The last queries of a chunk see most keys, so they come first.
+  // The last queries of a chunk see the most keys, so they come first.
   void list_spans() {
     num_spans_ = 0;
     for (int i = 0; i < prompts_.num_chunks; ++i) {
@@ -178,7 +177,7 @@ class PromptAttention {
 
   // Rows `first` to `end` see some keys. `position` is that of row 0, `key` that of key 0.
   void attend_rows(PromptScratch& own, int first, int end, int position, int key) {
-    // Rows before `first`, which see none of these keys, are not changed by them.
+    // Rows before `first` see none of these keys, and do not change.
     for (int begin = first / TILE_ROWS * TILE_ROWS; begin < end; begin += TILE_ROWS) {
       alignas(64) float scores[TILE_ROWS][KEY_TILE];
       alignas(64) uint32_t weights[TILE_ROWS][KEY_PAIRS];
@@ -193,7 +192,7 @@ class PromptAttention {
   }
 
 #ifdef __AMX_BF16__
-  // Columns of a panel that was packed a moment ago.
+  // Columns of a panel that was just packed.
   template <int num_vectors>
   static TileColumns<num_vectors> near_columns(const uint32_t* panel) {
     TileColumns<num_vectors> columns{{}, PANEL * sizeof(uint32_t), false};
@@ -246,7 +245,7 @@ class PromptAttention {
 #endif
 
   // Calls `work(first dimension, its column of values, vectors)` for all dimensions of a head; the
-  // number of vectors is a type, so that code is made for it.
+  // number of vectors is a type, so that the compiler makes code for each number.
   template <class Work>
   void in_panels(PromptScratch& own, Work&& work) {
     auto column = [&](int d) {
@@ -287,7 +286,7 @@ class PromptAttention {
   }
 
   // Weights 2^(score * scale - peak) of up to 16 rows, as pairs of bfloat16. A row's peak follows its
-  // largest score only when that is HEADROOM above it, so sums are seldom multiplied.
+  // largest score only when that is HEADROOM above it, so sums are rarely rescaled.
   void weigh(PromptScratch& own, int begin, int num_rows, const float (*scores)[KEY_TILE],
              uint32_t (*weights)[KEY_PAIRS]) {
     constexpr float LOWEST = -std::numeric_limits<float>::infinity();
@@ -305,7 +304,7 @@ class PromptAttention {
     const bool has_scales = cache_.scales_offset != 0;
     for (int r = 0; r < num_rows; ++r) {
       auto* to = reinterpret_cast<bf16*>(weights[r]);
-      // A row that has seen nothing yet has scores of -infinity, and weights of 0.
+      // A row that has seen no key yet has scores of -infinity, and weights of 0.
       const Floats less_peak = broadcast(peaks[r] == LOWEST ? 0.0f : -peaks[r]);
       float* totals = own.totals.get() + int64_t(begin + r) * LANES;
       Floats total = load(totals);
@@ -320,7 +319,7 @@ class PromptAttention {
     }
   }
 
-  // What was summed up of the rows in the mask is multiplied by their factors.
+  // Multiplies the sums of the rows in the mask by their factors.
   void multiply_sums(PromptScratch& own, int begin, Mask rows, Floats factors) {
     alignas(64) float its_factors[LANES];
     store(its_factors, factors);

@@ -1,4 +1,4 @@
-// Attention of prompts alone, for a model whose other operations are torch's.
+// Only the attention of prompts, for a model whose other operations torch computes.
 #pragma once
 
 #include "amx.h"
@@ -19,7 +19,7 @@ class PromptCall {
     return DONE;
   }
 
-  // What each thread of the team does.
+  // The program of each thread of the team.
   void program(Member& member) {
     const Tiles tiles;
     member.phase(attention_.num_items(), [&](int item) { attention_.attend(member.id, item); });
@@ -27,7 +27,7 @@ class PromptCall {
 
  private:
   PromptAttention attention_;
-  Team team_{1};  // the last: its threads end before what they use is gone
+  Team team_{1};  // the last member, so that its threads end before the data that they use is freed
 };
 
 }  // namespace disagg

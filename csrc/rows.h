@@ -1,4 +1,4 @@
-// Rows of activations: one behind the other, or in tiles as AMX reads them.
+// Rows of activations: one after the other, or in the tiles that AMX reads.
 #pragma once
 
 #include "vectors.h"
@@ -9,28 +9,28 @@ constexpr int TILE_ROWS = 16;
 constexpr int TILE_DEPTH = 32;  // numbers of bfloat16 in a row of a tile
 constexpr int TILE_SIZE = TILE_ROWS * TILE_DEPTH;
 
-// The least multiple that is not below `count`.
+// Rounds `count` up to a multiple.
 constexpr int filled(int count, int multiple) {
   return (count + multiple - 1) / multiple * multiple;
 }
 
-// Rows that products may read of `num_rows`.
+// The number of rows that products may read if there are `num_rows`.
 constexpr int filled_rows(int num_rows) { return filled(num_rows, TILE_ROWS); }
 
-// Where a tile begins, and how many bytes its rows lie apart.
+// The beginning of a tile, and the distance of its rows in bytes.
 struct TilePlace {
   const void* at;
   int64_t stride;
 };
 
-// The tiles of 16 rows lie together, those of the first columns first. Rows and columns are filled
-// up; what stands in the rows that are no rows changes nothing, and in the columns stand zeros.
+// The tiles of 16 rows are contiguous, with those of the first columns first. Rows and columns are
+// padded. The contents of padding rows do not matter, and padding columns are zeros.
 struct TiledRows {
   bf16* base;
   int32_t num_columns;
 
   int64_t num_filled_columns() const { return filled(num_columns, TILE_DEPTH); }
-  // Both are multiples of a tile's.
+  // Both are multiples of a tile's size.
   TilePlace place(int64_t row, int column) const {
     return {base + row * num_filled_columns() + int64_t(column) * TILE_ROWS,
             TILE_DEPTH * sizeof(bf16)};
@@ -43,7 +43,7 @@ struct TiledRows {
   }
 };
 
-// The rows lie one behind the other, as pairs of numbers; a pair that is not full has a zero.
+// The rows are one after the other, as pairs of numbers; an incomplete pair is padded with a zero.
 struct PlainRows {
   bf16* base;
   int32_t num_columns;

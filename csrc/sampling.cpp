@@ -1,8 +1,8 @@
 // Chooses the next token of each row of logits on a CPU. The twin is
 // disagg/kernels/torch_sampling.py, which is the specification; the tables and the columns of
 // `numbers` are those of disagg/kernels/sampling_rows.py. `disagg/kernels/cpu_sampling.py` calls the
-// plain C interface at the end. Needs no instruction set: the compiler makes one version of the
-// loops for each generation of processors.
+// plain C interface at the end. It needs no special instruction set: the compiler makes one version of
+// the loops for each generation of CPUs.
 
 #include <algorithm>
 #include <cmath>
@@ -28,7 +28,7 @@ constexpr float NEVER = -std::numeric_limits<float>::infinity();
 constexpr uint64_t FIRST_GROUP_COUNTER = uint64_t(1) << 32;
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, MIX_1 = 0xBF58476D1CE4E5B9;
 constexpr uint64_t MIX_2 = 0x94D049BB133111EB;
-constexpr double SLACK = 1e-3;  // of a bound that only leaves out what cannot be kept
+constexpr double SLACK = 1e-3;  // margin of a bound that only excludes tokens that cannot be kept
 
 enum Column { SEED, TOP_K, MIN_TOKENS, TEMPERATURE, TOP_P, REACH, REPETITION, PRESENCE, FREQUENCY };
 constexpr int NUM_COLUMNS = 9;
@@ -59,7 +59,7 @@ double gumbel(uint64_t key, uint64_t counter) {
   return -log(-log((double(bits) + 0.5) / 4294967296.0));
 }
 
-// exp(x) for x <= 0, to a few units in the last place; tiny for whatever is far below. (Cephes.)
+// exp(x) for x <= 0, to a few units in the last place; tiny for x far below 0. (From Cephes.)
 INLINE float exp_below(float x) {
   x = x < -87.0f ? -87.0f : x;
   const int power = int(x * 1.44269504f - 0.5f);
@@ -78,7 +78,7 @@ INLINE float exp_below(float x) {
   return y * scale;
 }
 
-// The place of the largest number; of several, and of NaNs, which are larger than all, the first.
+// The index of the largest number, where NaN is larger than all; the first one if several are equal.
 int64_t most_likely(const float* x, int64_t size) {
   int64_t place = 0;
   float largest = x[0];
@@ -87,7 +87,7 @@ int64_t most_likely(const float* x, int64_t size) {
   return place;
 }
 
-// Divides a row in place, and finds the largest of each group: NaN if one is.
+// Divides a row in place, and finds the largest number of each group; NaN if any is NaN.
 FOR_EACH_PROCESSOR
 void scale(float* x, int64_t size, float temperature, float* peaks) {
   for (int64_t first = 0; first < size; first += GROUP) {
@@ -113,7 +113,7 @@ void scale(float* x, int64_t size, float temperature, float* peaks) {
   }
 }
 
-// The sum of exp(x - peak) over what is kept of a group.
+// The sum of exp(x - peak) over the kept tokens of a group.
 FOR_EACH_PROCESSOR
 float total_of(const float* x, int64_t size, float peak, float floor) {
   float totals[LANES] = {};
@@ -171,9 +171,9 @@ class Row {
     float floor = peak_ - reach;
     const bool is_limited = top_k < vocab_;
     if (!is_limited && !(top_p < 1.0f)) return floor;
-    float bound = floor;  // what is kept is at least this
+    float bound = floor;  // kept logits are at least this
     double total = 0.0;
-    if (is_limited && top_k <= num_groups_) {  // so many groups have one that is as large as ...
+    if (is_limited && top_k <= num_groups_) {  // `top_k` groups have a logit of at least:
       some_ = peaks_;
       std::nth_element(some_.begin(), some_.begin() + (top_k - 1), some_.end(), std::greater<>());
       bound = std::max(bound, some_[top_k - 1]);
@@ -181,7 +181,7 @@ class Row {
       for (int64_t g = 0; g < num_groups_; g++) {
         if (peaks_[g] > NEVER) total += total_of(x_ + g * GROUP, size_of(g), peak_, NEVER);
       }
-      // All that is less likely than this together is less than what top-p leaves out.
+      // All tokens less likely than this are together less than the share that top-p omits.
       const double rest = std::max((1.0 - double(top_p)) * total / double(vocab_), 1e-300);
       bound = float(double(peak_) + log(rest) - SLACK);
     }
@@ -203,7 +203,7 @@ class Row {
     return mass;
   }
 
-  // The smallest of `some_` above which there is less than this mass, by halving what is looked at.
+  // The smallest of `some_` above which there is less than this mass, found by bisection.
   float value_at(double mass) {
     size_t first = 0, end = some_.size();
     while (end - first > 1) {
@@ -227,7 +227,7 @@ class Row {
     return some_[first];
   }
 
-  // All that are at least `bound`, into `some_`.
+  // Collects all logits of at least `bound` in `some_`.
   void take(float bound) {
     some_.clear();
     for (int64_t g = 0; g < num_groups_; g++) {
@@ -251,7 +251,7 @@ class Row {
 
 PUBLIC int32_t disagg_sampling_version() { return 1; }
 
-// As `SamplingOps.adjust_`, of `num` rows.
+// As `SamplingOps.adjust_`, for `num` rows.
 PUBLIC void disagg_sampling_adjust(float* logits, const Tables* tables, const int64_t* slots,
                                    const int64_t* rows, int64_t num, const int64_t* positions) {
   for (int64_t i = 0; i < num; i++) {
@@ -277,7 +277,7 @@ PUBLIC void disagg_sampling_adjust(float* logits, const Tables* tables, const in
   }
 }
 
-// As `SamplingOps.choose`, of rows [first, end). Returns 1 where there was no memory for it.
+// As `SamplingOps.choose`, for rows [first, end). Returns 1 if there is not enough memory.
 PUBLIC int32_t disagg_sampling_choose(float* logits, const Tables* tables, const int64_t* slots,
                                       const int64_t* positions, int64_t first, int64_t end,
                                       int64_t* token_ids) {
@@ -298,7 +298,7 @@ PUBLIC int32_t disagg_sampling_choose(float* logits, const Tables* tables, const
   return 0;
 }
 
-// As `SamplingOps.remember`, of `num` rows.
+// As `SamplingOps.remember`, for `num` rows.
 PUBLIC void disagg_sampling_remember(const Tables* tables, const int64_t* slots,
                                      const int64_t* token_ids, const int64_t* rows, int64_t num) {
   for (int64_t i = 0; i < num; i++) {

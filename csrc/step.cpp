@@ -1,6 +1,6 @@
-// One decode step of a dense decoder (Llama, Mistral, Qwen2, Qwen3) on a CPU, in one call: one
-// token of each sequence in, its KV written to the paged cache, logits out. The twin of
-// `Decoder.forward` (disagg/models/decoder.py), which also says what the weights mean. The plain C
+// One decode step of a dense decoder (Llama, Mistral, Qwen2, Qwen3) on a CPU, in one call. It takes
+// one token of each sequence, writes its KV to the paged cache, and returns logits. The twin is
+// `Decoder.forward` (disagg/models/decoder.py), which also describes the weights. The plain C
 // interface is at the end; `disagg/kernels/cpu_step.py` calls it.
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 namespace disagg {
 namespace {
 
-// What the threads do not share.
+// The memory of one thread.
 struct Own {
   Buffer<bf16> normed;  // [num_rows, hidden]
   Buffer<float> gates;  // [num_rows, PANEL]
@@ -32,7 +32,7 @@ struct Own {
 
 class Step {
  public:
-  // `layers` and `team` stay the caller's.
+  // The caller still owns `layers` and `team`.
   Step(const Model& model, const Layer* layers, Team& team)
       : model_(model), layers_(layers), team_(team) {}
 
@@ -52,7 +52,7 @@ class Step {
     return DONE;
   }
 
-  // What each thread of the team does.
+  // The program of each thread of the team.
   void program(Member& member) {
     const Tiles tiles;
     for (int i = 0; i < model_.num_layers; ++i) compute_layer(member, i);
@@ -74,7 +74,7 @@ class Step {
   bool make_room(int num_threads) {
     if (!own_.hold(num_threads)) return false;
     const int64_t num_rows = batch_.num_rows, dim = model_.head_dim;
-    const int64_t num_read = filled_rows(batch_.num_rows);  // of what products read
+    const int64_t num_read = filled_rows(batch_.num_rows);  // rows that products read
     for (int i = 0; i < num_threads; ++i) {
       Own& own = own_[i];
       if (!own.normed.hold(num_read * model_.hidden) || !own.gates.hold(num_rows * PANEL) ||
@@ -121,8 +121,8 @@ class Step {
              [&](int row, int column, Floats sums) { add(layer.down, row, column, sums); });
   }
 
-  // All rows normalised, in this thread's own memory: each thread does it, which takes less than
-  // waiting until another one has.
+  // Normalises all rows into this thread's own memory. Each thread does it, because that takes less
+  // time than waiting for another thread.
   const bf16* normed(Member& member, const bf16* weight, bool& is_done) {
     bf16* out = own_[member.id].normed.get();
     if (!is_done) {
@@ -153,12 +153,12 @@ class Step {
     });
   }
 
-  // Panels are cut where there are few for so many threads.
+  // Panels are divided if there are too few for all threads.
   static int parts_of_panel(const Member& member, int num_panels) {
     return num_panels >= 2 * member.num_threads ? 1 : 4;
   }
 
-  // What this thread will probably read after a panel, as the threads take turns.
+  // The panel that this thread will probably read next, since threads take panels in turn.
   static const uint32_t* panel_after(const Member& member, const Matrix& matrix, int panel,
                                      const Matrix& following) {
     const int next = panel + member.num_threads;
@@ -219,7 +219,7 @@ class Step {
     });
   }
 
-  // `place` is the chunk's in the list of its layer.
+  // `place` is the index of the chunk in its layer's list.
   void attend_chunk(Own& own, int index, const Chunk& chunk, int64_t place, int kv_head) {
     const Layer& layer = layers_[index];
     const int dim = model_.head_dim, row = chunk.row;
@@ -295,7 +295,7 @@ struct Steps {
   const bool has_layers;
   Step decodes;
   LargeStep large;
-  Team team;  // the last: its threads end before what they use is gone
+  Team team;  // the last member, so that its threads end before the data that they use is freed
 };
 
 }  // namespace
@@ -304,16 +304,16 @@ struct Steps {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Changes with the structures.
+// The version, which must change with the structures.
 int32_t disagg_step_version() { return 8; }
 
-// Whether this process gets the registers that the code needs; before anything else is called.
+// Whether this process may use the registers that the code needs. Must be called first.
 int32_t disagg_step_may_run() { return disagg::may_use_tiles(); }
 
-// Whether weights in panels of so many columns can be read; 0: laid out in another way.
+// Whether weights in panels of so many columns can be read; 0 columns mean another layout.
 int32_t disagg_step_reads_panels(int32_t width) { return disagg::reads_panels(width); }
 
-// Returns null where there is no memory. The layers are copied, the weights are not.
+// Returns null if there is not enough memory. The layers are copied, but the weights are not.
 void* disagg_step_new(const disagg::Model* model) {
   auto* step = new (std::nothrow) disagg::Steps(*model);
   if (step != nullptr && step->is_usable()) return step;
@@ -329,16 +329,16 @@ int32_t disagg_step_run(void* step, const disagg::Batch* batch, const disagg::KV
   return static_cast<disagg::Steps*>(step)->decodes.run(*batch, *cache, num_threads);
 }
 
-// Whether products are AMX's.
+// Whether products use AMX.
 int32_t disagg_step_has_tiles() { return disagg::HAS_TILES; }
 
-// As `disagg_step_run`, of the tokens of any sequences, up to the hidden states behind the last norm.
+// As `disagg_step_run`, for tokens of any sequences, up to the hidden states after the last norm.
 int32_t disagg_step_run_large(void* step, const disagg::Tokens* tokens,
                               const disagg::KVPages* cache, int32_t num_threads) {
   return static_cast<disagg::Steps*>(step)->large.run(*tokens, *cache, num_threads);
 }
 
-// Returns null where there is no memory.
+// Returns null if there is not enough memory.
 void* disagg_step_prompts_new() {
   auto* attention = new (std::nothrow) disagg::PromptCall();
   if (attention != nullptr && attention->is_usable()) return attention;

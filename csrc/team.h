@@ -1,7 +1,7 @@
-// The threads of a step. They go through its phases together: the items of a phase are handed out
-// one by one, and a phase is over when all its items are done, by any thread. So a thread that
-// the system has put aside delays the others only while it holds an item, and one that wakes up
-// late joins the phase that the others have reached.
+// The threads of a step. They go through its phases together: the items of a phase are given out one
+// by one, and a phase ends when all its items are done, by any thread. So a thread that the system
+// has suspended delays the others only while it has an item, and a thread that wakes up late joins
+// the phase that the others have reached.
 #pragma once
 
 #include <linux/futex.h>
@@ -23,8 +23,8 @@
 
 namespace disagg {
 
-// Rounds of looking before a thread sleeps: about 30 us inside a step, where the others are nearly
-// done, and as much between two steps.
+// Rounds of polling before a thread sleeps: about 30 us inside a step, where the others are nearly
+// done, and the same between two steps.
 constexpr int SPINS = 1000;
 
 inline void relax() {
@@ -80,7 +80,7 @@ class Member {
   Phase* phases_;
 };
 
-// Runs programs on the calling thread and on threads of its own, which sleep in between.
+// Runs programs on the calling thread and on its own threads, which sleep between programs.
 class Team {
  public:
   explicit Team(int num_phases)
@@ -100,7 +100,8 @@ class Team {
 
   bool is_usable() const { return phases_ != nullptr; }
 
-  // How many threads a step may have, the caller's included; fewer where the system has no more.
+  // The number of threads that a step may have, including the caller's; fewer if the system has no
+  // more.
   int reserve(int num_threads) {
     while (num_started_ + 1 < num_threads) {
       auto* grown = static_cast<pthread_t*>(
@@ -118,7 +119,7 @@ class Team {
     return num_threads < num_started_ + 1 ? num_threads : num_started_ + 1;
   }
 
-  // Wait until no thread is in the step before, so that what it reads can be changed.
+  // Waits until no thread is in the step before, so that its data can be changed.
   void clear() {
     for (int i = 0; num_inside_.load() != 0; ++i)
       if (i < SPINS)
@@ -132,8 +133,8 @@ class Team {
     }
   }
 
-  // Run `step.program` on so many threads, at most what `reserve` said. `clear` comes before. Threads
-  // that come late may be in the program until the next `clear`.
+  // Runs `step.program` on so many threads, at most as many as `reserve` returned. Call `clear` first.
+  // Late threads may be in the program until the next `clear`.
   template <class Step>
   void run(int num_threads, Step& step) {
     step_ = &step;

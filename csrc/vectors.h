@@ -1,4 +1,4 @@
-// Vectors of 16 numbers, float32 or words of 32 bits: of AVX-512, or of AVX2 as two of 8.
+// Vectors of 16 numbers, float32 or 32-bit words: with AVX-512, or with AVX2 as two vectors of 8.
 #pragma once
 
 #ifdef __AVX512F__
@@ -11,14 +11,14 @@ namespace disagg {
 
 constexpr int LANES = 16;
 
-// How many of 1 or 4 vectors of columns are multiplied with so many rows at once: the sums stay in
-// registers.
+// How many of 1 or 4 vectors of columns are multiplied with so many rows at once, such that the sums
+// stay in registers.
 constexpr int vectors_at_once(int num_rows, int num_vectors) {
   const int most = HAS_32_REGISTERS || num_rows == 1 ? 4 : num_rows == 2 ? 2 : 1;
   return num_vectors < most ? num_vectors : most;
 }
 
-// Of pairs of bfloat16, the first numbers and the second ones.
+// The first and the second numbers of pairs of bfloat16.
 inline Floats low_of(Words pairs) { return as_floats(shift_left(pairs, 16)); }
 inline Floats high_of(Words pairs) { return as_floats(pairs & broadcast_word(0xFFFF0000)); }
 
@@ -43,13 +43,13 @@ inline Mask first_lanes(int count) {
   return count <= 0 ? 0 : Mask((1u << count) - 1);
 }
 
-// e^x within two units in the last place; 0, infinity and NaN where they belong.
+// e^x within two units in the last place, with correct results of 0, infinity and NaN.
 inline Floats exponential(Floats x) {
-  // Beyond these it is 0 or infinite, and the steps below would make NaN. The second of two stays
-  // if it is NaN.
+  // Beyond these bounds the result is 0 or infinite, and the steps below would give NaN. If the second
+  // argument is NaN, it is kept.
   x = smaller(broadcast(89.0f), larger(broadcast(-104.0f), x));
   const Floats power = to_whole(x * broadcast(1.44269504f));
-  // The rest of x in two steps, as ln 2 has more digits than a float32.
+  // The remainder of x in two steps, because ln 2 has more digits than a float32.
   Floats rest = fma(power, broadcast(-0.693145752f), x);
   rest = fma(power, broadcast(-1.42860677e-6f), rest);
   // The Taylor series, on |rest| <= ln 2 / 2.
@@ -59,10 +59,10 @@ inline Floats exponential(Floats x) {
   return scaled(sum, power);
 }
 
-// 2^x within 3e-6 of it; 0 for -infinity.
+// 2^x with a relative error of at most 3e-6; 0 for -infinity.
 inline Floats power_of_two(Floats x) {
   const Floats rest = above_whole(x);
-  // The polynomial of degree 4 whose largest relative error on 0 to 1 is least.
+  // The polynomial of degree 4 with the smallest maximal relative error on 0 to 1.
   Floats sum = broadcast(0.0135341678f);
   const float factors[] = {0.0520114601f, 0.241442755f, 0.693003833f, 1.00000262f};
   for (float factor : factors) sum = fma(sum, rest, broadcast(factor));

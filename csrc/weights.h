@@ -1,4 +1,4 @@
-// Products with a weight of any kind, and rows of one.
+// Products with a weight of any kind, and reading its rows.
 #pragma once
 
 #include "amx.h"
@@ -25,7 +25,7 @@ inline void any_product(const Matrix& matrix, int panel, int part, const bf16* x
 #endif
 }
 
-// A row as a checkpoint has it, of a weight of fewer bits than 16: [num_in].
+// A row of the checkpoint of a weight of 8 or 4 bits: [num_in].
 inline void any_row(const Matrix& matrix, int64_t row, bf16* out) {
   if (matrix.nibbles != nullptr)
     int4_row(matrix, row, out);
@@ -33,10 +33,11 @@ inline void any_row(const Matrix& matrix, int64_t row, bf16* out) {
     int8_row(matrix, row, out);
 }
 
-constexpr int FEW_ROWS = 16;  // of more, AMX multiplies with numbers that were widened before
+constexpr int FEW_ROWS = 16;  // with more rows, AMX multiplies with numbers that were widened before
 
-// Some panels of a product with a weight of 8 or 4 bits, or without AMX of 16, for rows of prompts:
-// out is [num_rows, num_out]. Of more than FEW_ROWS, rows of `x` up to a multiple of TILE_ROWS are read.
+// Some panels of a product with a weight of 8 or 4 bits, or without AMX also of 16 bits, for rows of
+// prompts; out is [num_rows, num_out]. With more than FEW_ROWS rows, it reads rows of `x` up to a
+// multiple of TILE_ROWS.
 inline void narrow_rows(const Matrix& matrix, const bf16* x, int num_rows, int first_panel,
                         int end_panel, bf16* out) {
   auto take = [&](int row, int column, Floats sums) {

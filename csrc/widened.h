@@ -1,5 +1,5 @@
-// Weights of 8 and 4 bits as panels of bfloat16, for products of many rows: a number is widened once
-// for all rows, and takes less time then than in each product of a few.
+// Converts weights of 8 and 4 bits to panels of bfloat16, for products of many rows. Widening a number
+// once for all rows takes less time than widening it in each product of a few rows.
 #pragma once
 
 #include "amx.h"
@@ -8,7 +8,7 @@
 
 namespace disagg {
 
-// Numbers of one k and the next, of 16 columns, each rounded.
+// Pairs of the numbers of one k and the next, for 16 columns, each rounded.
 inline void store_pairs(uint32_t* to, Floats even, Floats odd) {
   const Words low = from_halves(narrowed(even));
   const Words high = shift_left(from_halves(narrowed(odd)), 16);
@@ -35,7 +35,7 @@ inline void widen_int4(const Matrix& matrix, int panel, uint32_t* out) {
   }
 }
 
-// The same; scales of whole rows are left to `finished`.
+// The same for 8 bits; `finished` multiplies by the scales of whole rows.
 inline void widen_int8(const Matrix& matrix, int panel, uint32_t* out) {
   const int8_t* numbers = matrix.numbers + int64_t(panel) * matrix.num_in * PANEL;
   for (int k = 0; k < matrix.num_in; k += 2)
@@ -50,7 +50,7 @@ inline void widen_int8(const Matrix& matrix, int panel, uint32_t* out) {
     }
 }
 
-// A panel, filled up with zeros: out is [num_filled_pairs, PANEL].
+// A panel, padded with zeros; out is [num_filled_pairs, PANEL].
 inline void widen(const Matrix& matrix, int panel, uint32_t* out) {
   if (matrix.nibbles != nullptr)
     widen_int4(matrix, panel, out);
@@ -61,7 +61,7 @@ inline void widen(const Matrix& matrix, int panel, uint32_t* out) {
          sizeof(uint32_t) * PANEL * (matrix.num_filled_pairs() - num_pairs));
 }
 
-// The panels that have the columns `first` to `end`, one behind the other; a panel begins at `first`.
+// The panels with the columns `first` to `end`, one after the other; a panel begins at `first`.
 inline void widen_panels(const Matrix& matrix, int first, int end, uint32_t* out) {
   for (int panel = first / PANEL; panel * PANEL < end; ++panel) {
     widen(matrix, panel, out);
@@ -71,7 +71,7 @@ inline void widen_panels(const Matrix& matrix, int first, int end, uint32_t* out
 
 #ifdef __AMX_BF16__
 
-// As `int4_product` and `int8_product`, of a whole panel. It reads rows of `x` up to a multiple of
+// As `int4_product` and `int8_product`, for a whole panel. It reads rows of `x` up to a multiple of
 // TILE_ROWS. wide: [num_filled_pairs, PANEL].
 template <class Take>
 inline void widened_product(const Matrix& matrix, int panel, const bf16* x, int num_rows,
