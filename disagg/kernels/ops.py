@@ -27,8 +27,8 @@ Paging: TypeAlias = Any  # an implementation's plan of one batch's attention; op
 class Scores:
     """How a model makes the scores of its attention from products of queries and keys.
 
-    scale: what they are multiplied by; None: head_dim^-0.5.
-    cap: their largest absolute value, as cap * tanh(score / cap); None: there is none.
+    scale: products are multiplied by this; None: head_dim^-0.5.
+    cap: scores become cap * tanh(score / cap); None: they are not capped.
     """
 
     scale: float | None = None

@@ -240,10 +240,10 @@ def launch_options(rows: int, vector_nbytes: int) -> dict[str, int]:
 
 
 def in_base_2(scores: Scores, head_dim: int) -> tuple[float, float]:
-    """What `attend_tile` takes: a factor of products, and a cap that is 0 where there is none.
+    """The factor of products and the cap for `attend_tile`; the cap is 0 if there is none.
 
-    Scores are multiplied by log2(e), since 2 is the base of the softmax. Of capped ones, the factor
-    gives the exponent of e^(2 score / cap), by which the tile computes the hyperbolic tangent.
+    Scores are multiplied by log2(e), since 2 is the base of the softmax. If scores are capped, the
+    factor gives the exponent of e^(2 score / cap), with which the tile computes tanh.
     """
     scale = (scores.scale or head_dim**-0.5) * math.log2(math.e)
     if scores.cap is None:

@@ -43,7 +43,7 @@ def attend_prompt(qkv: Tensor, num_kv_heads: int, out: Tensor, scale: float | No
     Args:
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
         out: [num_tokens, num_heads * head_dim], which is written.
-        scale: of the softmax; None: head_dim^-0.5.
+        scale: softmax scale; None: head_dim^-0.5.
 
     Raises:
         RuntimeError: torch has neither kernel for this device, dtype or head size.

@@ -29,7 +29,7 @@ class Listener(NamedTuple):
 
 
 def listeners() -> set[Listener]:
-    """Of this process; empty where the system does not say (it is not Linux)."""
+    """The listening sockets of this process; empty on systems other than Linux."""
     own = _own_sockets()
     tables = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
     return {
@@ -62,7 +62,7 @@ def _rows(table: str) -> list[list[str]]:
 
 
 def _place(text: str, family: socket.AddressFamily) -> tuple[str, int]:
-    """From the kernel's notation: words in the machine's order, in hexadecimal."""
+    """Parse an address in the kernel's notation: hexadecimal words in the machine's byte order."""
     address, _, port = text.partition(":")
     words = bytes.fromhex(address)
     raw = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))

@@ -86,16 +86,16 @@ class Pull:
         return self.num_blocks * sum(source.nbytes for source in self.sources)
 
     def block_ranges(self, slab: Slab, source: Source) -> list[ByteRange]:
-        """What to copy from a source into the slab here."""
+        """The byte ranges to copy from a source into this slab."""
         return byte_ranges(slab, source, self.runs)
 
     def stamp_ranges(self, address: int) -> list[ByteRange]:
-        """What to copy to a table at `address` of the generations of `peer`."""
-        there, nbytes = self.peer.stamps_address, GENERATION_NBYTES
+        """The byte ranges to copy from the stamp table of `peer` to a table at `address`."""
+        stamps, nbytes = self.peer.stamps_address, GENERATION_NBYTES
         return [
             ByteRange(
                 address + run.local_block * nbytes,
-                there + run.source_block * nbytes,
+                stamps + run.source_block * nbytes,
                 run.num_blocks * nbytes,
             )
             for run in self.runs
@@ -103,7 +103,7 @@ class Pull:
 
     @property
     def agents(self) -> tuple[Peer, ...]:
-        """Whom it needs a connection to."""
+        """The agents to which it needs connections."""
         return _agents(self.peer, self.sources)
 
     def is_unchanged(self, generations: Sequence[int]) -> bool:
@@ -118,9 +118,9 @@ class _Known(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a new or changed peer means for connections.
+    """The changes of connections after a new or changed peer.
 
-    ranks: of the peer: the first one, and those from which this slab pulls.
+    ranks: the peer's first rank, and its ranks from which this slab pulls.
     gone: ranks of peers that are forgotten because of it.
     """
 

@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """The bytes of each block that are in a slab, where the ranks of a worker divide blocks.
+    """The bytes of each block that are in a slab, if the ranks of a worker divide blocks.
 
-    begin: where they begin in the whole block.
-    whole_nbytes: of the whole block.
+    begin: their offset in the whole block.
+    whole_nbytes: size of the whole block.
     copy: number of the slab among those of the worker with the same bytes.
     """
 
@@ -47,12 +47,12 @@ class Divided(Protocol):
 
 
 def begin_of(slab: Divided) -> int:
-    """Where the bytes of a slab's blocks begin in whole blocks."""
+    """The offset of the slab's bytes in whole blocks."""
     return 0 if slab.part is None else slab.part.begin
 
 
 def whole_nbytes(slab: Divided) -> int:
-    """Of a whole block, of which the slab may have a part."""
+    """The size of a whole block, of which the slab may have a part."""
     return slab.block_nbytes if slab.part is None else slab.part.whole_nbytes
 
 
@@ -63,7 +63,7 @@ class Slab:
     Args:
         layout: fingerprint of everything that must match for the bytes to be interchangeable: of
             whole blocks, and so the same on all ranks.
-        part: of whole blocks; None: all of them.
+        part: the part of whole blocks that it has; None: all of them.
         device_id: -1 for host memory, otherwise the GPU's index.
         owner: whatever frees the memory; kept alive as long as the slab is.
 

@@ -43,7 +43,7 @@ def ucx_settings(
             devices of this machine, unless some of them are named.
         asked: the operator's settings; "UCX_" may be left out of their names. They take precedence
             over the environment of the process, and that over the settings derived here.
-        device_id: of the slab.
+        device_id: the slab's device.
 
     Raises:
         StartupError: there is no such interface.
@@ -71,7 +71,7 @@ def interface_of(host: str) -> str | None:
 
 @contextmanager
 def in_environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """For what is made meanwhile, by one thread after another."""
+    """Set environment variables inside the `with` block, which one thread at a time may enter."""
     with _environment:
         before = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)

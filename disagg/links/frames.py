@@ -85,19 +85,19 @@ def fresh_nonce() -> bytes:
 
 
 def ingress_proof(key: bytes, worker_nonce: bytes, ingress_nonce: bytes, ingress_id: str) -> bytes:
-    """What `Hello.proof` must be."""
+    """The correct value of `Hello.proof`."""
     return _link_proof(key, b"ingress", worker_nonce, ingress_nonce, ingress_id.encode())
 
 
 def worker_proof(
     key: bytes, worker_nonce: bytes, ingress_nonce: bytes, record: WorkerRecord
 ) -> bytes:
-    """What `Welcome.proof` must be."""
+    """The correct value of `Welcome.proof`."""
     return _link_proof(key, b"worker", worker_nonce, ingress_nonce, encode(record))
 
 
 def proofs_equal(left: bytes, right: bytes) -> bool:
-    """Takes the same time wherever they differ."""
+    """Whether two proofs are equal. It takes the same time wherever they differ."""
     return hmac.compare_digest(left, right)
 
 
@@ -106,7 +106,7 @@ def _link_proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def proof_of(key: bytes, *parts: bytes) -> bytes:
-    """That its sender knows the key: no other parts have the same one."""
+    """A proof that the sender knows the key. Other parts have another proof."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         mac.update(HEADER.pack(len(part)) + part)

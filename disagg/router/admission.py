@@ -19,11 +19,11 @@ from disagg.router.route import Candidate
 def in_time(
     candidates: Sequence[Candidate], ttft_slo_s: float, left_s: float, delay: float
 ) -> list[Candidate]:
-    """Those of `candidates` whose first token is predicted to come early enough.
+    """The `candidates` whose first token is predicted to come early enough.
 
     Args:
-        ttft_slo_s: how late a first token may come. A prompt that alone takes more than half of it
-            may wait as long as it takes itself.
+        ttft_slo_s: the latest time for a first token. A prompt that alone takes more than half of
+            it may wait as long as it takes itself.
         left_s: until the request's deadline.
         delay: factor by which first tokens may be later than predicted
             (`output_length.LatenessFactors`).

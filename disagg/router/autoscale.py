@@ -218,8 +218,8 @@ class _Goal(msgspec.Struct, frozen=True):
         return max(kept, min(limits.max_replicas, present + num_more))
 
     def num_busy(self, number: int) -> float:
-        """What the streams of the recent load would have taken of `number` decode workers, as
-        workers: their steps' share of the time that their SLO allows."""
+        """The number of workers that the streams of the recent load would have kept busy, if there
+        were `number` decode workers: the share of their steps in the time that the SLO allows."""
         if not self.is_asked:
             return 0.0
         return number * min(1.0, self.predict(number) / self.slo_s)
@@ -276,7 +276,7 @@ def _goal(
         )
 
     def tpot_s(number: float) -> float:
-        """Where decode workers prefill too, those busy with prompts do not decode."""
+        """The TPOT without decode workers that are busy with prompts, if they also prefill."""
         if not alone:
             return decode_tpot_s(slices, state, number)
         prompts = _parts(number, lambda few: ttft_s(few) <= ttft_slo_s)

@@ -37,11 +37,12 @@ class Backlog(msgspec.Struct, frozen=True, gc=False):
         num_context_tokens: int,
         tpot_slo_s: float = math.inf,
     ) -> Backlog:
-        """Of `num_queued` tokens in `num_waiting` prompts, on a worker with so many that decode.
+        """The backlog of `num_queued` tokens in `num_waiting` prompts on a worker.
 
         Args:
-            num_context_tokens: of those that decode, in all.
-            tpot_slo_s: of those that decode, by which the worker limits prompts beside them.
+            num_decoding: sequences that decode on the worker.
+            num_context_tokens: total context of these sequences.
+            tpot_slo_s: their TPOT SLO, by which the worker limits prompt tokens in its steps.
         """
         step_s, _, _, per_sequence_s, per_context_s = times.coefficients
         if num_decoding:

@@ -33,10 +33,10 @@ Run: TypeAlias = tuple[int, int]
 
 
 class LeadingNames(NamedTuple):
-    """How many leading names of a sequence each worker has.
+    """The number of leading names of a sequence that each worker has.
 
-    depths: by the place of the worker's bit.
-    places: of the workers that have the first name, those with the smallest depth first.
+    depths: these numbers, by the place of the worker's bit.
+    places: places of the workers that have the first name, smallest depth first.
     num_places: only this many entries of `places` are valid.
     """
 
@@ -46,7 +46,7 @@ class LeadingNames(NamedTuple):
 
 
 class BlockNames(Protocol):
-    """What the prefix index needs: names of `HASH_NBYTES` bytes, and sets of workers by number.
+    """The table of the prefix index: names of `HASH_NBYTES` bytes, and sets of workers by number.
 
     Set 0 is empty. When there is room for no more names, the oldest are evicted, but those that
     were looked up get a second chance (CLOCK, an approximation of LRU; Corbató, 1968). Each `put`
@@ -54,8 +54,8 @@ class BlockNames(Protocol):
     whole table.
 
     Attributes:
-        ENTRY_NBYTES: of one name, at most.
-        max_names: room for so many, those of dead sets included.
+        ENTRY_NBYTES: most bytes of one name.
+        max_names: number of names for which there is room, including those of dead sets.
     """
 
     ENTRY_NBYTES: int
@@ -63,20 +63,20 @@ class BlockNames(Protocol):
 
     @property
     def num_names(self) -> int:
-        """Without those of dead sets."""
+        """The number of names without those of dead sets."""
 
     @property
     def nbytes(self) -> int: ...
 
     def keep(self, number: int, mask: int) -> None:
-        """The set `number` has the workers of these bits from now on.
+        """Give the set `number` the workers of these bits.
 
         Raises:
-            MemoryError: there is none; the set is what it was.
+            MemoryError: there is not enough memory; the set does not change.
         """
 
     def match(self, names: Sequence[BlockHash], alive: int) -> LeadingNames:
-        """How many leading names each worker of `alive`, a mask, has.
+        """Find how many leading names each worker in the mask `alive` has.
 
         The leading names that any of them has count as looked up.
         """
@@ -85,7 +85,7 @@ class BlockNames(Protocol):
         """Places of up to `most` workers of the mask `among`, those with the largest depth first.
 
         Args:
-            turn: from 0 to 1, where equal workers begin.
+            turn: a fraction from 0 to 1 that selects the first of equal workers.
         """
 
     def sets_of(self, names: Sequence[BlockHash]) -> list[Run]:
@@ -98,10 +98,10 @@ class BlockNames(Protocol):
         """
 
     def counts(self, first: int, number: int) -> list[int]:
-        """How many names each of `number` sets has, from the set `first` on."""
+        """The number of names of each of `number` sets, from the set `first` on."""
 
     def kill(self, number: int, is_dead: bool = True) -> None:
-        """Names of this set no longer count and may be purged; or they count again."""
+        """Mark a set as dead, so that its names do not count and may be purged; or as alive."""
 
     def purge(self, shard: int) -> None:
         """Remove the names of dead sets from one of `NUM_SHARDS` shards."""

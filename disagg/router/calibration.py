@@ -84,7 +84,7 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def area(self) -> float:
-        """Of the gap recovered over the share escalated, RouteLLM's APGR; by chance 0.5."""
+        """The area under recovered gap over escalated share (RouteLLM's APGR); 0.5 by chance."""
         return math.fsum(
             (after.escalated - before.escalated) * (after.recovered + before.recovered) / 2
             for before, after in pairwise(self.points)
@@ -125,7 +125,7 @@ def point(
     small_parameters: int,
     large_parameters: int,
 ) -> Point:
-    """Of any threshold, for the signal of a curve of the same answers."""
+    """The point of any threshold, for the signal of a curve of the same answers."""
     judged = [_Judged(each, its.signal, its.num_judged_tokens) for each in answers]
     return _point(judged, its, threshold, small_parameters, large_parameters)
 
@@ -143,12 +143,12 @@ def _point(
 
 
 class CascadeOutcome(msgspec.Struct, frozen=True):
-    """What a whole cascade makes of the prompts.
+    """The outcome of a whole cascade for the prompts.
 
     Attributes:
-        escalated: share of the prompts that the small model was unsure of.
-        started: share that started on the large model.
-        cost: as a fraction of the large model's alone.
+        escalated: share of the prompts of which the small model was unsure.
+        started: share of the prompts that started on the large model.
+        cost: cost as a fraction of that of the large model alone.
         num_held: mean number of tokens of the small answer until it was judged.
     """
 
@@ -165,7 +165,7 @@ def played(
     small_parameters: int,
     large_parameters: int,
 ) -> CascadeOutcome:
-    """What `config` makes of the answers. Of its tiers, the first counts."""
+    """The outcome of `config` for the answers. Only its first tier counts."""
     judged = [_Judged(each, config.signal, config.num_judged_tokens) for each in answers]
     started = [False] * len(answers)
     for its in config.prompt_judges[:1]:
@@ -202,14 +202,14 @@ def certified_lead(
 
 
 def min_num_prompts(risk: float) -> int:
-    """How many prompts it takes to certify a risk, if early releases lose none of them."""
+    """The number of prompts that certify a risk if early releases lose none of them."""
     return math.ceil(math.log(1.0 - CONFIDENCE) / math.log1p(-risk))
 
 
 def upper_bound(num_lost: int, num_prompts: int) -> float:
-    """Of a share, seen `num_lost` times: with `CONFIDENCE` it is not above (Clopper, Pearson 1934).
+    """The upper bound of the share of lost prompts with `CONFIDENCE` (Clopper, Pearson 1934).
 
-    It is the share of which so few or fewer are seen with a probability of 1 - `CONFIDENCE`.
+    With this share, `num_lost` or fewer would be seen with a probability of 1 - `CONFIDENCE`.
     """
     if num_lost >= num_prompts:
         return 1.0
@@ -314,7 +314,7 @@ class _Judged:
     def cost(
         self, num_judged: int, is_sure: bool, small_parameters: int, large_parameters: int
     ) -> int:
-        """Of an answer that was judged after so many tokens."""
+        """The cost, in parameters x tokens, of an answer that was judged after so many tokens."""
         num_small = len(self.answer.scores) if is_sure else num_judged
         cost = small_parameters * (self.answer.num_prompt_tokens + num_small - 1)
         return cost if is_sure else cost + large_parameters * self.num_large_positions

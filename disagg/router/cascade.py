@@ -61,7 +61,7 @@ def lead_to_release(config: CascadeConfig, tier: int) -> float:
 
 
 def _log_odds(logprob: float) -> float:
-    """Of a log-probability below 0."""
+    """Convert a log-probability below 0 to log-odds."""
     return logprob - math.log(-math.expm1(logprob))
 
 

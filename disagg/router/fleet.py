@@ -187,8 +187,8 @@ class Fleet:
 
     Args:
         now: the router's clock; without it the progress of a running step is not known.
-        tpot_slo_s: of requests by model; models without one have none.
-        ingress_id: whose fleet this is, as workers know it.
+        tpot_slo_s: default TPOT SLO of requests by model; models without one are left out.
+        ingress_id: the id by which workers know this ingress.
     """
 
     def __init__(

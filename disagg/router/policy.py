@@ -194,8 +194,10 @@ def _slos(request: GenerateRequest, usual_tpot_slo_s: float, num_output_tokens: 
 def _prefix_source(
     holder: WorkerView | None, held: Mapping[str, int], num_tokens: int
 ) -> tuple[WorkerView | None, int]:
-    """Who has the longest cached prefix, and its usable length: the last token is always computed,
-    since its logits are needed."""
+    """The worker with the longest cached prefix, and the prefix's usable length.
+
+    The last token is always computed, since its logits are needed.
+    """
     if holder is None:
         return None, 0
     block_size = holder.record.block_size

@@ -84,17 +84,17 @@ class PrefixIndex:
         return self._names.nbytes + self.num_sets * (SET_NBYTES + self._num_bits // 7)
 
     def places(self, *worker_ids: str) -> tuple[int, ...]:
-        """Of the bits of those workers that are known, until their next snapshot."""
+        """The places of the bits of the known workers. They hold until a worker's next snapshot."""
         bits = self._bits
         return tuple([bits[each].bit_length() - 1 for each in worker_ids if each in bits])
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """How many leading blocks each worker has cached, of workers that have at least one."""
+        """The number of leading blocks that each worker has cached, if it has at least one."""
         workers, (depths, places, number) = self._workers, self.find(block_hashes)
         return {workers[place]: depths[place] for place in places[:number]}
 
     def find(self, block_hashes: Sequence[BlockHash]) -> LeadingNames:
-        """The same by `places` of workers, until the index changes."""
+        """As `match`, but by `places` of workers. The result holds until the index changes."""
         return self._names.match(block_hashes, self._alive)
 
     def deepest(self, found: LeadingNames, among: int, turn: float, most: int) -> list[int]:
@@ -102,7 +102,7 @@ class PrefixIndex:
 
         Args:
             among: a mask of the places to choose from.
-            turn: from 0 to 1, where equal workers begin.
+            turn: a fraction from 0 to 1 that selects the first of equal workers.
         """
         return self._names.deepest(found, among, turn, most)
 

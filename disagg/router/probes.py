@@ -63,7 +63,7 @@ class Probes:
         return chosen.worker_id
 
     def _longest_silent(self, workers: Mapping[str, WorkerView], now: float) -> WorkerView | None:
-        """Of the workers that take requests and are not under probe."""
+        """The longest silent worker that takes requests and is not under probe."""
         for worker_id, learned_s in self._learned_s.items():
             if now - learned_s < SILENT_S:
                 return None

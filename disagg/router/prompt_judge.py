@@ -21,13 +21,13 @@ NUM_SWEEPS = 40
 
 
 def features(token_ids: Sequence[int]) -> dict[int, float]:
-    """By token, the logarithm of one more than how often it occurs at the prompt's end."""
+    """For each token at the prompt's end, the logarithm of one plus its number of occurrences."""
     counts = Counter(token_ids[-NUM_TOKENS_READ:])
     return {token: math.log1p(count) for token, count in counts.items()}
 
 
 def log_odds(bias: float, weights: Mapping[int, float], token_ids: Sequence[int]) -> float:
-    """Of being unsure, as a fitted judge predicts it; 0 is a chance of one half."""
+    """The log-odds that the model is unsure, as a fitted judge predicts; 0 is a chance of 0.5."""
     found = features(token_ids)
     return bias + math.fsum(weights.get(token, 0.0) * value for token, value in found.items())
 

@@ -129,7 +129,7 @@ def own_prefill_s(asked: RequestTotals, times: StepTimeModel) -> float:
 def seconds_of_step(
     state: PoolState, times: StepTimeModel, batch: float, num_context: float
 ) -> float:
-    """Of a worker with so many sequences; infinite where they have no room."""
+    """Seconds of a decode step of a worker with so many sequences; infinite without room."""
     if state.max_num_seqs and batch > max(1, state.max_num_seqs):
         return math.inf
     if state.num_kv_tokens and num_context > state.num_kv_tokens and batch > 1.0:

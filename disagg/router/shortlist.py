@@ -67,7 +67,7 @@ class Shortlist(NamedTuple):
 
     @property
     def num_workers(self) -> int:
-        """Of the model."""
+        """The number of the model's workers."""
         if self.prefills is None or self.is_shared:
             return self.decodes.num_workers
         return self.prefills.num_workers + self.decodes.num_workers

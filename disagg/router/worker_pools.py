@@ -290,7 +290,7 @@ class ModelPools:
         return [*prefills, *decodes], decodes or prefills
 
     def _cheapest(self, pool: WorkerPool) -> list[WorkerView]:
-        """Of a ranked pool, those where some part of a request costs least."""
+        """The workers of a ranked pool on which some part of a request costs least."""
         found = (each for by in pool.rankings.values() for each in by.cheapest(NUM_SOONEST))
         return [each.view for each in dict.fromkeys(found)]
 

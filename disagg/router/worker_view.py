@@ -16,7 +16,7 @@ Pool: TypeAlias = tuple[str, Role]  # model and role
 
 
 class RequestLoad(msgspec.Struct, frozen=True):
-    """What a request adds to a worker."""
+    """The load that a request adds to a worker."""
 
     num_uncomputed_tokens: int = 0  # to prefill
     num_sequences: int = 0  # to decode
