@@ -107,19 +107,19 @@ class AdmissionQueue:
         (local instead of remote, or the reverse), if its extra cost is less than the saved wait.
         """
         chosen = route.chosen
-        if chosen.wait_s <= LEAST_AHEAD_S:
+        if chosen.queue_s <= LEAST_AHEAD_S:
             return route
         is_local = chosen.prefill is None
         least_s, other = math.inf, None
         for each in route.candidates:
             if (each.prefill is None) == is_local:
-                least_s = min(least_s, each.wait_s)
+                least_s = min(least_s, each.queue_s)
             elif other is None:
                 other = each
         if least_s <= self._ahead_s(chosen):
             return route
         num_waiting = self._fleet.queued.get(model, 0)
-        if other is None or not num_waiting or other.wait_s > self._ahead_s(other):
+        if other is None or not num_waiting or other.queue_s > self._ahead_s(other):
             return None
         saved_s = num_waiting * chosen.own_s / self._num_workers(model)
         if other.total_s - chosen.total_s > saved_s:

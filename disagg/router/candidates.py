@@ -115,7 +115,7 @@ def prefix_pull_costs(
         share = (prompt.num_tokens - prompt.num_at_source) / (
             prompt.num_tokens - cost.num_cached_tokens
         )
-        return cost.queue_s + cost.own_s * share
+        return cost.queue_s + (cost.own_s + cost.beside_s) * share
 
     numbers = _worth_a_pull(costs, prompt, about_s)
     found = [
@@ -186,7 +186,7 @@ def local_route(
     """One engine does both; sequences that decode there end later while it computes queued
     prompts."""
     own_s = source.own_s + pull_s
-    wait_s = source.queue_s + goal.place_s
+    wait_s = source.queue_s + source.beside_s + goal.place_s
     late_s = _missed_s(prompt, goal, own_s + wait_s, 0.0)
     return Candidate(
         None,
@@ -197,6 +197,7 @@ def local_route(
         own_s + wait_s + source.harm_s + goal.decode_s + late_s,
         source.num_cached_tokens,
         source.prefix_source,
+        source.beside_s,
     )
 
 
@@ -218,7 +219,9 @@ def _remote(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candidate:
     transfer."""
     num_moved = max(0, prompt.num_tokens - goal.num_held_tokens)
     move_s = transfer_s(source.worker, goal.worker, num_moved)
-    first_token_s = source.own_s + source.queue_s
+    first_token_s = source.first_token_s
+    queue_s = max(source.queue_s, goal.place_s)
+    wait_s = max(source.queue_s + source.beside_s, goal.place_s)
     # It waits for a step to end before its KV is pulled, and for another before it is part of one.
     gap_s = move_s + NUM_STEPS_JOINING * goal.worker.backlog.under_way_s
     late_s = _missed_s(prompt, goal, first_token_s, gap_s)
@@ -226,9 +229,10 @@ def _remote(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candidate:
         source.worker.worker_id,
         goal.worker.worker_id,
         source.own_s,
-        max(source.queue_s, goal.place_s),
+        wait_s,
         first_token_s,
         max(first_token_s + move_s, goal.place_s) + source.harm_s + goal.decode_s + late_s,
         source.num_cached_tokens,
         source.prefix_source,
+        wait_s - queue_s,
     )

@@ -1,9 +1,10 @@
 """The cost of each routing choice, in seconds: the request's own time plus the delay of others.
 
     prefill on a worker    the rest of the running step, the queue, and the request's uncached
-                           tokens (own_s, queue_s); plus the delay of sequences that decode there
-                           and of requests behind it, and the cache space taken by another copy of
-                           a prefix (harm_s)
+                           tokens (own_s, queue_s); what streams that begin meanwhile add to its
+                           steps (beside_s); plus the delay of sequences that decode there and of
+                           requests behind it, and the cache space taken by another copy of a
+                           prefix (harm_s)
     a prefix pull          the rest of the other worker's running step, and the transfer
     transfer               latency, and the bytes that the decode worker does not have yet
     decode on a worker     the wait for a place in the batch and for KV blocks; the steps of its
@@ -60,13 +61,14 @@ class PrefillCost(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int
     own_s: float  # to the first token, without a queue
     queue_s: float  # until the queued prompts are computed
+    beside_s: float  # what streams that begin before it is done add to its steps
     harm_s: float  # delay of others: decoding sequences, requests behind it, evicted prefixes
     total_s: float  # the sum
     prefix_source: str | None = None  # the worker to pull the cached tokens from first
 
     @property
     def first_token_s(self) -> float:
-        return self.own_s + self.queue_s
+        return self.own_s + self.queue_s + self.beside_s
 
 
 class DecodeCost(msgspec.Struct, frozen=True, gc=False):
@@ -110,7 +112,9 @@ def prefill_cost(
     alone_s = work_s + num_steps * times.coefficients[0]
     backlog = worker.backlog
     num_own = -(-num_new // backlog.num_at_once)
-    own_s = load_s + work_s + num_own * backlog.step_s
+    steps_s = num_own * backlog.step_s
+    own_s = load_s + work_s + steps_s
+    beside_s = _beside_later_s(worker, num_new, work_s, steps_s)
     wait_s = _rest_s(worker, now) + backlog.later_s
     if backlog.num_later:
         num_more = -(-(backlog.num_later + num_new) // backlog.num_at_once) - num_own
@@ -121,7 +125,7 @@ def prefill_cost(
     else:
         own_s += wait_s
     if worker.tpot_slo_s != math.inf:
-        alone_s = work_s + num_own * backlog.step_s
+        alone_s = work_s + steps_s + beside_s
     elif spares_decodes:
         num_delayed = worker.num_decoding
         if not num_delayed and worker.record.role == "decode":
@@ -134,7 +138,24 @@ def prefill_cost(
     if num_held_anywhere > num_cached and num_held_anywhere > num_shared:
         num_before = num_shared if num_shared > num_cached else num_cached
         harm_s += NUM_COMPUTED_AGAIN * alone_s * ((num_held_anywhere - num_before) / num_new)
-    return PrefillCost(worker, num_cached, own_s, queue_s, harm_s, own_s + queue_s + harm_s)
+    total_s = own_s + queue_s + beside_s + harm_s
+    return PrefillCost(worker, num_cached, own_s, queue_s, beside_s, harm_s, total_s)
+
+
+def _beside_later_s(worker: WorkerView, num_new: int, work_s: float, steps_s: float) -> float:
+    """By how much the streams that are to come lengthen a prompt's steps.
+
+    Prompts that are queued here, or computed elsewhere for this worker, decode here before a long
+    prompt is done, and its steps are then as short as their TPOT SLO demands. Others add this, so
+    admission counts it as waiting.
+
+    Args:
+        steps_s: what these steps take beside the streams that run now.
+    """
+    streams = worker.streams
+    if streams is None or not streams.num or streams.room_s <= 0.0:
+        return 0.0
+    return max(0.0, streams.beside_s(num_new, work_s) - steps_s)
 
 
 def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, float]:
@@ -148,8 +169,12 @@ def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, f
     if spares_decodes and worker.tpot_slo_s == math.inf:
         num_expected = NUM_STREAMS_EXPECTED if worker.record.role == "decode" else 0
         num_delayed = worker.num_decoding or num_expected
-    step_s = backlog.step_s / backlog.num_at_once
-    token_s = (per_token_s + 0.5 * CHUNK_TOKENS * per_attended_s) * (1 + num_delayed) + step_s
+    step_s = beside_s = backlog.step_s / backlog.num_at_once
+    work_s = per_token_s + 0.5 * CHUNK_TOKENS * per_attended_s
+    streams = worker.streams
+    if streams is not None and streams.num and streams.room_s > 0.0:
+        beside_s = max(step_s, streams.step_s * work_s / streams.room_s)
+    token_s = work_s * (1 + num_delayed) + beside_s
     if not worker.is_home:
         token_s *= 1.0 + SHARE_MEETING_OTHERS
     return backlog.under_way_s + backlog.later_s + backlog.num_later * step_s, token_s
@@ -182,12 +207,13 @@ def with_prefix_pull(
     num_pulled = num_source_tokens - cost.num_cached_tokens
     pull_s = _rest_s(prefix_source, now) + transfer_s(prefix_source, worker, num_pulled)
     own_s = rest.own_s + max(0.0, pull_s - rest.queue_s)
-    total_s = own_s + rest.queue_s + rest.harm_s
+    total_s = own_s + rest.queue_s + rest.beside_s + rest.harm_s
     return PrefillCost(
         worker,
         rest.num_cached_tokens,
         own_s,
         rest.queue_s,
+        rest.beside_s,
         rest.harm_s,
         total_s,
         prefix_source.worker_id,

@@ -31,6 +31,12 @@ class Candidate(msgspec.Struct, frozen=True):
     total_s: float  # the cost: with transfer, decode, and the delay of other requests
     num_cached_tokens: int
     prefix_source: str | None = None  # the worker to pull the cached tokens from first
+    beside_s: float = 0.0  # of wait_s: what streams that begin before its prompt is done add
+
+    @property
+    def queue_s(self) -> float:
+        """Until work on it begins."""
+        return self.wait_s - self.beside_s
 
 
 class Route(msgspec.Struct, frozen=True):

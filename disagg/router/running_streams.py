@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE, StepTimeModel, prompt_tokens_in
+from disagg.time_model import (
+    CHUNK_TOKENS,
+    LEAST_CHUNK_TOKENS,
+    TPOT_SHARE,
+    StepTimeModel,
+    prompt_tokens_in,
+)
 
 # A step takes longer. Fitted costs may be 0 for each step and for each token, where prompts are so
 # long that what they attend to explains all their time.
@@ -18,12 +25,23 @@ class RunningStreams(NamedTuple):
     step_s: a step without prompt tokens.
     prompt_rate: prompt tokens that the worker can compute a second beside them.
     full_prompt_rate: the same if there were no streams.
+    room_s: seconds that a step beside them has for prompts; inf: there are no streams.
     """
 
     num: int
     step_s: float
     prompt_rate: float
     full_prompt_rate: float
+    room_s: float = math.inf
+
+    def beside_s(self, num_tokens: int, work_s: float) -> float:
+        """What the steps of a prompt take for these streams and for themselves.
+
+        Args:
+            work_s: what `num_tokens` of the prompt add to the steps that compute them.
+        """
+        num_most = max(1, CHUNK_TOKENS - self.num)
+        return max(math.ceil(work_s / self.room_s), -(-num_tokens // num_most)) * self.step_s
 
     @classmethod
     def predict(
@@ -36,7 +54,9 @@ class RunningStreams(NamedTuple):
             return cls(0, 0.0, full_rate, full_rate)
         step_s = times.decode_step_s(num, num_context_tokens)
         rate, _ = prompt_rate(times, tpot_slo_s, num, step_s)
-        return cls(num, step_s, rate, full_rate)
+        least_s = LEAST_CHUNK_TOKENS * per_token_s
+        room_s = max(least_s, TPOT_SHARE * tpot_slo_s - step_s)
+        return cls(num, step_s, rate, full_rate, room_s)
 
 
 def prompt_rate(

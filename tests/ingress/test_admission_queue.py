@@ -13,6 +13,7 @@ from disagg.ingress.admission_queue import REQUEST_NBYTES, TOKEN_NBYTES, Admissi
 from disagg.ingress.dispatch import Dispatcher
 from disagg.messages import GenerateRequest, TokenDelta
 from disagg.router.fleet import Fleet
+from disagg.router.route import Candidate, Route
 from tests.router.fakes import make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import Script, ScriptedWorkers
 
@@ -305,3 +306,13 @@ async def test_how_late_first_tokens_are_is_learned_from_those_who_waited() -> N
     ingress.load(busy=False)
     await asyncio.gather(*tasks)
     assert ingress.fleet.delays.factor("toy") > usual
+
+
+@pytest.mark.parametrize("beside_s", [0.0, 0.4])
+def test_a_worker_without_a_queue_has_room_for_a_prompt_that_streams_make_longer(
+    beside_s: float,
+) -> None:
+    ways = (Candidate(None, "d0", 0.5, 0.4, 0.9, 1.0, 0, None, beside_s),)
+    route = Route(None, "d0", 0.9, 0, ways, "")
+    has_room = Ingress().admission_queue.with_room("toy", route) is route
+    assert has_room == (beside_s > 0.0), "0.4 s of other prompts are a queue"

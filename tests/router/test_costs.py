@@ -59,7 +59,8 @@ def test_an_estimate_comes_near_the_cost(
     num_tokens = 3 * worker.backlog.num_at_once
     cost = prefill_cost(worker, num_tokens, 0, spares_decodes=spares_decodes)
     any_s, token_s = prefill_estimate(worker, spares_decodes)
-    assert any_s + token_s * num_tokens == pytest.approx(cost.total_s, rel=0.03)
+    # An estimate counts parts of steps, and a prompt takes whole ones.
+    assert any_s + token_s * num_tokens == pytest.approx(cost.total_s, rel=0.04)
 
 
 def test_held_tokens_are_not_computed_but_the_last_one_is() -> None:
