@@ -109,7 +109,7 @@ def _check(directory: Path) -> None:
         ),
         (
             _edit(lambda tensors: tensors.update({"model.norm.weight": torch.ones(48).int()})),
-            "only float weights are): model.norm.weight is I32",
+            r"only float weights are\): model\.norm\.weight is I32",
         ),
         (lambda directory: (directory / WEIGHTS).unlink(), "there are no weights; download"),
     ],
