@@ -69,7 +69,9 @@ def new_status(rng: random.Random) -> WorkerStatus:
         num_context_tokens=rng.randrange(1 << 15),
         num_free_blocks=rng.randrange(NUM_BLOCKS),
         num_blocks=NUM_BLOCKS,
-        step_costs=StepCosts((8e-3, 5e-5 * rng.uniform(0.9, 1.1), 1e-9, 1e-4, 1e-8), 100, 0.05),
+        step_costs=StepCosts(
+            (8e-3, 5e-5 * rng.uniform(0.9, 1.1), 1e-9, 1e-4, 1e-8, 2e-3), 100, 0.05
+        ),
     )
 
 

@@ -29,7 +29,7 @@ from disagg.worker_status import WorkerStatus as WorkerStatus
 
 T = TypeVar("T")
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 Role: TypeAlias = Literal["prefill", "decode"]

@@ -2,19 +2,24 @@
 
 A step's seconds are a non-negative linear combination of features whose shape comes from the
 roofline: per step (launches, reading the weights), per new token (matrix products), per new token
-and token that it attends to (prefill attention), per decoding sequence, and per token of decode
-context (reading KV). Router, admission, autoscaler and simulator all compare choices with these
-models, in seconds.
+and token that it attends to (prefill attention), per decoding sequence, per token of decode context
+(reading KV), and per step with prompt tokens (decode steps are compiled or captured as a graph, and
+steps with prompts are not). Router, admission, autoscaler and simulator all compare choices with
+these models, in seconds.
 
 Fitting is non-negative least squares on the *relative* error (a 1 ms decode step counts as much
 as a 1 s prefill step, and a stall of 100 steps' length counts for little), over normal equations
 that forget exponentially, solved by one sweep of coordinate descent per observation from where
 the last one ended (Franc, Hlaváč and Navara, 2005). Coefficients are kept in units of the prior,
 which makes them comparable. A weak pull to the prior decides features that were never observed.
+Short prompts say little about long ones: in a step with three tokens, a little noise is as much as
+the tokens take. So until a long prompt was observed, the prior stands for some, and short prompts
+do not make the fit forget long ones.
 
 If a machine becomes faster or slower as a whole (another process, a throttled clock), a few steps
-in a row all take longer, or all less, than predicted. Then all coefficients are scaled together, so
-that the predictions for a worker that was slow for a while are soon right again.
+in a row, and not only for some milliseconds, all take longer, or all less, than predicted. Then all
+coefficients are scaled together, so that the predictions for a worker that was slow for a while are
+soon right again.
 
 Pure arithmetic: no clock and no torch.
 """
@@ -22,7 +27,6 @@ Pure arithmetic: no clock and no torch.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -31,14 +35,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from disagg.least_squares import Evidence, Solver
+from disagg.least_squares import PULL_TO_PRIOR, Evidence, RecentErrors, Solver
 from disagg.messages import StepCosts, TransferFigure
 
-NUM_STEP_FEATURES = 5
+NUM_STEP_FEATURES = 6
 LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 16, 1 << 30  # beside sequences that have a TPOT SLO
 TPOT_SHARE = 0.98  # of the SLO that a step with prompt tokens may take: the rest is for error
 CHUNK_TOKENS = 1024  # of a prompt in one step, where a caller does not know better
-NUM_ERRORS_KEPT = 65
 MAX_BYTES_PER_S = 1e13
 PRIOR_SOURCE = "prior"  # stands for every source in figures that were measured before serving
 
@@ -49,14 +52,22 @@ NUM_DECODES_ALL_LEARNED = 64
 DECODES_PER_LEARNED = 8
 SURPRISE = 0.15
 
-# So many steps one after the other that were each off by this factor, in one direction, mean that
-# the machine has another speed.
-NUM_STEPS_OF_CHANGE = 3
+# Prompt tokens in a step from which on it shows what long prompts take. Below, a GPU mostly reads
+# the weights.
+LONG_PROMPT_TOKENS = CHUNK_TOKENS // 4
+# So many steps with a chunk take what the prior says, until the first long prompt: the first chunks
+# of prompts, and their eighth ones, which attend to more.
+NUM_ASSUMED, ASSUMED_CHUNKS = 16, (0, 7)
+
+# So many steps one after the other, which take at least so long together and were each off by this
+# factor, in one direction, mean that the machine has another speed. What else runs on a CPU slows
+# some steps of 1 ms in a row.
+NUM_STEPS_OF_CHANGE, CHANGE_S = 3, 0.05
 CHANGE, MOST_CHANGE = 1.5, 16.0
 NUM_BEFORE_CHANGE = 50  # steps: until then everything is learned fast
 
 # A mid-size CPU core running a small model; `disagg plan` prints those of a model on a GPU.
-DEFAULT_COEFFICIENTS = (2e-3, 1e-4, 1e-8, 5e-4, 1e-7)
+DEFAULT_COEFFICIENTS = (2e-3, 1e-4, 1e-8, 5e-4, 1e-7, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +93,7 @@ class StepFeatures:
             self.num_attended,
             self.num_decoding,
             self.num_decode_context,
+            1.0 if self.num_new_tokens else 0.0,
         )
 
 
@@ -112,6 +124,11 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
         """Of one token more in the context of a sequence that decodes."""
         return self.coefficients[4]
 
+    @property
+    def prompt_step_s(self) -> float:
+        """A step with prompt tokens, but for what each of these takes."""
+        return self.coefficients[0] + self.coefficients[5]
+
     def step_s(self, features: StepFeatures) -> float:
         seconds: float = sum(map(mul, self.coefficients, features.row()))
         return seconds
@@ -131,13 +148,13 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
             return 0.0
         num_steps = num_new_tokens / chunk_tokens if num_new_tokens > chunk_tokens else 1.0
         prompts_s = self.prompts_s(num_new_tokens, num_context_tokens, num_sequences)
-        return num_steps * self.coefficients[0] + prompts_s
+        return num_steps * self.prompt_step_s + prompts_s
 
     def prompts_s(
         self, num_new_tokens: float, num_context_tokens: float = 0, num_sequences: float = 1
     ) -> float:
-        """What such prompts add to the steps that compute them."""
-        _, per_token, per_attended, _, _ = self.coefficients
+        """What the tokens of such prompts add to the steps that compute them."""
+        _, per_token, per_attended, _, _, _ = self.coefficients
         each = num_new_tokens / num_sequences if num_sequences > 1 else num_new_tokens
         reach = num_context_tokens + 0.5 * (each + 1)
         return num_new_tokens * (per_token + per_attended * reach)
@@ -146,7 +163,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
         """One step that gives each of `num_sequences` a token; their lengths add up to the rest."""
         if num_sequences <= 0:
             return 0.0
-        per_step, _, _, per_sequence, per_context = self.coefficients
+        per_step, _, _, per_sequence, per_context, _ = self.coefficients
         return per_step + per_sequence * num_sequences + per_context * num_context_tokens
 
 
@@ -173,32 +190,52 @@ def prompt_tokens_within(
 
 def prompt_tokens_in(times: StepTimeModel, room_s: float, num_before: float = 0) -> int:
     """The same, with the seconds that the step has left for prompts."""
-    _, per_token, per_attended, _, _ = times.coefficients
+    _, per_token, per_attended, _, _, per_prompt_step = times.coefficients
+    room_s -= per_prompt_step
     token_s = per_token + per_attended * num_before
     if room_s <= LEAST_CHUNK_TOKENS * token_s:
         return LEAST_CHUNK_TOKENS
     return min(MOST_CHUNK_TOKENS, int(room_s / token_s)) if token_s else MOST_CHUNK_TOKENS
 
 
+def step_solver(prior: StepTimeModel, pull: float = PULL_TO_PRIOR) -> Solver:
+    """Finds coefficients from steps; all of the prior's but the last one must be > 0.
+
+    What a step with prompts takes in addition may be anything from nothing to several decode steps.
+    """
+    *others, per_prompt_step = prior.coefficients
+    return Solver(prior.coefficients, (*others, max(per_prompt_step, others[0])), pull)
+
+
 class StepTimeFit:
     """Learns a `StepTimeModel` from an engine's steps.
 
-    Steps with prompt tokens in them and pure decode steps are forgotten separately: an hour of
-    decoding must not erase what is known about prefill.
+    Decode steps, and steps with few and with many prompt tokens, are forgotten separately: an hour
+    of decoding or of short prompts must not erase what is known about long prompts.
 
     Args:
-        prior: what to believe before the first step; every coefficient > 0.
+        prior: what to believe before the first step; as `step_solver` needs it.
         forgetting: weight that an observation keeps when the next one of its kind arrives.
     """
 
     def __init__(self, prior: StepTimeModel | None = None, forgetting: float = 0.99) -> None:
         prior = prior or StepTimeModel()
         self._decode = Evidence(NUM_STEP_FEATURES, forgetting)
-        self._prefill = Evidence(NUM_STEP_FEATURES, forgetting)
-        self._solver = Solver(prior.coefficients)
-        self._errors = _RecentErrors()
+        self._short = Evidence(NUM_STEP_FEATURES, forgetting)
+        self._long = Evidence(NUM_STEP_FEATURES, forgetting)
+        self._kinds = self._decode, self._short, self._long
+        self._solver = step_solver(prior)
+        chunks = [
+            StepFeatures(CHUNK_TOKENS, attended(CHUNK_TOKENS, num_before * CHUNK_TOKENS))
+            for num_before in ASSUMED_CHUNKS
+        ]
+        rows = [self._solver.relative(each.row(), prior.step_s(each)) for each in chunks]
+        self._long.assume(rows, NUM_ASSUMED)
+        self._errors = RecentErrors()
         self._pending: list[_Surprise] = []  # perhaps the first steps at another speed
+        self._pending_s = 0.0
         self._num_observed = 0
+        self._num_prompts = 0
         self._num_decodes = 0
         self._costs: StepCosts | None = None  # until the next step that is learned from
 
@@ -218,7 +255,11 @@ class StepTimeFit:
         row = self._solver.relative(features.row(), seconds)
         predicted = self._solver.predict(row)
         error = abs(predicted - 1.0)
-        if not features.num_new_tokens:
+        kind = self._decode
+        if features.num_new_tokens:
+            self._num_prompts += 1
+            kind = self._long if features.num_new_tokens >= LONG_PROMPT_TOKENS else self._short
+        else:
             self._num_decodes += 1
             is_known = self._num_decodes > NUM_DECODES_ALL_LEARNED and error < SURPRISE
             if is_known and self._num_decodes % DECODES_PER_LEARNED:
@@ -227,13 +268,14 @@ class StepTimeFit:
         self._num_observed += 1
         self._costs = None
         self._errors.add(error)
-        kind = self._prefill if features.num_new_tokens else self._decode
-        if self._waits_for_more(kind, row, predicted):
+        if self._waits_for_more(kind, row, predicted, seconds):
             return
         kind.add(row)
-        self._solver.sweep(self._decode, self._prefill)
+        self._solver.sweep(*self._kinds)
 
-    def _waits_for_more(self, kind: Evidence, row: Sequence[float], predicted: float) -> bool:
+    def _waits_for_more(
+        self, kind: Evidence, row: Sequence[float], predicted: float, seconds: float
+    ) -> bool:
         """Whether a step is left until the next ones show if the machine has another speed.
 
         Args:
@@ -242,32 +284,39 @@ class StepTimeFit:
         pending = self._pending
         is_faster = predicted > 1.0
         is_off = not 1.0 / CHANGE < predicted < CHANGE and self._num_observed > NUM_BEFORE_CHANGE
+        is_off = is_off and kind.num_added > 0  # the first of a kind tells nothing of a change
         if not is_off or (pending and is_faster != (pending[0].predicted > 1.0)):
             self._learn_pending()
         if not is_off:
             return False
         pending.append(_Surprise(kind, row, predicted))
-        if len(pending) == NUM_STEPS_OF_CHANGE:
-            factor = sorted(each.predicted for each in pending)[NUM_STEPS_OF_CHANGE // 2]
+        self._pending_s += seconds
+        if len(pending) >= NUM_STEPS_OF_CHANGE and self._pending_s >= CHANGE_S:
+            factor = sorted(each.predicted for each in pending)[len(pending) // 2]
             factor = min(max(factor, 1.0 / MOST_CHANGE), MOST_CHANGE)
             self._solver.rescale(1.0 / factor)
-            self._decode.rescale(factor)
-            self._prefill.rescale(factor)
+            for each in self._kinds:
+                each.rescale(factor)
             self._learn_pending()
         return True
 
     def _learn_pending(self) -> None:
         for each in self._pending:
             each.kind.add(each.row)
-            self._solver.sweep(self._decode, self._prefill)
+        if self._pending:
+            self._solver.sweep(*self._kinds)
             self._costs = None
-        self._pending.clear()
+            self._pending.clear()
+            self._pending_s = 0.0
 
     def to_costs(self) -> StepCosts:
         """For `WorkerStatus`."""
         if self._costs is None:
             self._costs = StepCosts(
-                self._solver.coefficients(), self._num_observed, self.median_error
+                self._solver.coefficients(),
+                self._num_observed,
+                self.median_error,
+                self._num_prompts,
             )
         return self._costs
 
@@ -345,18 +394,3 @@ class _Surprise(NamedTuple):
     kind: Evidence
     row: Sequence[float]
     predicted: float
-
-
-class _RecentErrors:
-    """The median of the last few; sorted only when asked for."""
-
-    def __init__(self) -> None:
-        self._errors: deque[float] = deque(maxlen=NUM_ERRORS_KEPT)
-
-    def add(self, error: float) -> None:
-        self._errors.append(error)
-
-    def median(self) -> float:
-        if not self._errors:
-            return 0.0
-        return sorted(self._errors)[len(self._errors) // 2]

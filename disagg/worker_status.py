@@ -52,6 +52,7 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
             " measured time. Routing and admission rest on these predictions",
         ),
     ]  # of recent predictions, as a fraction
+    num_prompts: int = 0  # observed steps with prompt tokens
 
 
 class TransferFigure(msgspec.Struct, frozen=True, array_like=True):

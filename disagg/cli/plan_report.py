@@ -207,7 +207,7 @@ def _prior_table(every: Sequence[Placement]) -> Table:
         *("GPUs", "step", "prompt token", "1,000 attended", "sequence", "1,000 context"),
     )
     for each in every:
-        step, token, position, sequence, context = each.time_model().coefficients
+        step, token, position, sequence, context, _ = each.time_model().coefficients
         figures = (step, token, position * 1e3, sequence, context * 1e3)
         table.add_row(
             f"{each.num_gpus} x {each.gpu.name}", *(f"{figure * 1e6:,.2f}" for figure in figures)

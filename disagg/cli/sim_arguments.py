@@ -96,10 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-times",
         type=_step_times,
         default=default.times,
-        metavar="S,S,S,S,S",
+        metavar="S,S,S,S,S[,S]",
         help="coefficients of the step time, in seconds: per step, per prompt token, per pair of a"
         " prompt token and a token that it attends to, per decoding sequence, per token of its"
-        " context (default: predicted for a model of 8 billion parameters on one H100)",
+        " context, and per step with prompt tokens (0 if left out; default: predicted for a model"
+        " of 8 billion parameters on one H100)",
     )
     parser.add_argument(
         "--kv-bytes",
@@ -210,13 +211,18 @@ def _add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
 def _step_times(text: str) -> StepTimeModel:
     try:
         coefficients = tuple(float(each) for each in text.split(","))
-        if len(coefficients) != NUM_STEP_FEATURES or min(coefficients) <= 0.0:
+        *others, per_prompt_step_s = (*coefficients, 0.0)[:NUM_STEP_FEATURES]
+        num_needed = NUM_STEP_FEATURES - 1
+        if not num_needed <= len(coefficients) <= NUM_STEP_FEATURES:
+            raise ValueError
+        if min(others) <= 0.0 or per_prompt_step_s < 0.0:
             raise ValueError
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be {NUM_STEP_FEATURES} numbers greater than 0, separated by commas"
+            f"{text!r} must be five numbers greater than 0, separated by commas, and may have a"
+            " sixth one, which may be 0"
         ) from None
-    return StepTimeModel(coefficients)
+    return StepTimeModel((*others, per_prompt_step_s))
 
 
 def _tier(text: str) -> tuple[str, PoolSize, PoolSize, float]:

@@ -117,8 +117,9 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         They are exact for a chunk of `CHUNK_TOKENS` prompt tokens and for a decode step of
         `num_sequences`. In between they are too high, at most by the time in which a step reads the
         weights. For a model with experts they may also be too low, at most by the time of reading
-        all experts, because the first tokens of a step read most of them. All coefficients are > 0,
-        as a fit needs.
+        all experts, because the first tokens of a step read most of them. All coefficients but the
+        last one are > 0, as a fit needs. The last one is 0: in a roofline, a step with prompts has
+        no constant cost of its own.
         """
         per_step_s = self._tokens_s(0)
         per_token_s = (self._tokens_s(CHUNK_TOKENS) - per_step_s) / CHUNK_TOKENS
@@ -126,7 +127,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         per_sequence_s = grown_s + self.efficiency.sequence_s
         # In a range where reading the weights takes all the time, tokens would seem to be free.
         coefficients = (per_step_s, per_token_s, self.attended_s, per_sequence_s, self.context_s)
-        return StepTimeModel(tuple(max(each, 1e-12) for each in coefficients))
+        return StepTimeModel((*(max(each, 1e-12) for each in coefficients), 0.0))
 
     @cached_property
     def attended_s(self) -> float:

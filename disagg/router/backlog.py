@@ -21,7 +21,7 @@ class Backlog(msgspec.Struct, frozen=True, gc=False):
     """
 
     num_prompts: int  # that wait or are computed
-    step_s: float  # a step, but for the prompts in it
+    step_s: float  # a step with prompts, but for their tokens
     num_at_once: int  # tokens of prompts in a step
     under_way_s: float  # seconds of the running step as a whole; 0: the worker is idle
     num_later: int  # queued tokens that are in the steps to come
@@ -44,7 +44,7 @@ class Backlog(msgspec.Struct, frozen=True, gc=False):
             num_context_tokens: total context of these sequences.
             tpot_slo_s: their TPOT SLO, by which the worker limits prompt tokens in its steps.
         """
-        step_s, _, _, per_sequence_s, per_context_s = times.coefficients
+        step_s, _, _, per_sequence_s, per_context_s, per_prompt_step_s = times.coefficients
         if num_decoding:
             step_s += per_sequence_s * num_decoding + per_context_s * num_context_tokens
         num_at_once = CHUNK_TOKENS - num_decoding if num_decoding < CHUNK_TOKENS else 1
@@ -52,8 +52,10 @@ class Backlog(msgspec.Struct, frozen=True, gc=False):
             step_slo_s = TPOT_SHARE * tpot_slo_s
             num_within = prompt_tokens_within(times, step_slo_s, num_decoding, num_context_tokens)
             num_at_once = min(num_at_once, num_within)
+        decode_s = step_s if num_decoding else 0.0
+        step_s += per_prompt_step_s
         if not num_queued:
-            return cls(num_waiting, step_s, num_at_once, step_s if num_decoding else 0.0, 0, 0.0)
+            return cls(num_waiting, step_s, num_at_once, decode_s, 0, 0.0)
         queued_s = times.prompts_s(num_queued, 0, num_waiting)
         num_later = num_queued - num_at_once if num_queued > num_at_once else 0
         later_s = queued_s * num_later / num_queued

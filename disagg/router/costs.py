@@ -109,7 +109,8 @@ def prefill_cost(
     num_new = num_tokens - num_cached
     work_s = times.prompts_s(num_new, num_cached)
     num_steps = num_new / CHUNK_TOKENS if num_new > CHUNK_TOKENS else 1.0
-    alone_s = work_s + num_steps * times.coefficients[0]
+    per_step_s, _, _, _, _, per_prompt_step_s = times.coefficients
+    alone_s = work_s + num_steps * (per_step_s + per_prompt_step_s)
     backlog = worker.backlog
     num_own = -(-num_new // backlog.num_at_once)
     steps_s = num_own * backlog.step_s
@@ -130,7 +131,7 @@ def prefill_cost(
         num_delayed = worker.num_decoding
         if not num_delayed and worker.record.role == "decode":
             num_delayed = NUM_STREAMS_EXPECTED
-        harm_s = num_delayed * work_s
+        harm_s = num_delayed * (work_s + num_own * per_prompt_step_s)
     harm_s += num_behind * alone_s
     if not worker.is_home:
         harm_s += SHARE_MEETING_OTHERS * alone_s * (num_new / num_tokens)
@@ -163,7 +164,7 @@ def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, f
 
     What depends on the request or on the whole pool is left out: cached tokens and requests behind.
     """
-    _, per_token_s, per_attended_s, _, _ = worker.times.coefficients
+    _, per_token_s, per_attended_s, _, _, per_prompt_step_s = worker.times.coefficients
     backlog = worker.backlog
     num_delayed = 0
     if spares_decodes and worker.tpot_slo_s == math.inf:
@@ -173,8 +174,9 @@ def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, f
     work_s = per_token_s + 0.5 * CHUNK_TOKENS * per_attended_s
     streams = worker.streams
     if streams is not None and streams.num and streams.room_s > 0.0:
-        beside_s = max(step_s, streams.step_s * work_s / streams.room_s)
+        beside_s = max(step_s, streams.prompt_step_s * work_s / streams.room_s)
     token_s = work_s * (1 + num_delayed) + beside_s
+    token_s += num_delayed * per_prompt_step_s / backlog.num_at_once
     if not worker.is_home:
         token_s *= 1.0 + SHARE_MEETING_OTHERS
     return backlog.under_way_s + backlog.later_s + backlog.num_later * step_s, token_s
@@ -274,7 +276,7 @@ def decode_cost(
         usual_output_tokens: expected answer length of the sequences that run there.
     """
     num_decoding, num_context = worker.num_decoding, worker.num_context_tokens
-    per_step_s, _, _, per_sequence_s, per_context_s = worker.times.coefficients
+    per_step_s, _, _, per_sequence_s, per_context_s, _ = worker.times.coefficients
     added_s = per_sequence_s + per_context_s * (num_tokens + 0.5 * num_output_tokens)
     batch_s = per_step_s + per_sequence_s * (num_decoding or 1) + per_context_s * num_context
     added = None

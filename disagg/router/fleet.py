@@ -169,10 +169,7 @@ class PoolTimes:
         known, prior = self._by_pool[pool]
         if costs is None or prior is None:
             return StepTimeModel.from_costs(known)
-        each = zip(known.coefficients, costs.coefficients, prior.coefficients, strict=True)
-        return StepTimeModel(
-            tuple(seconds * own / its if its > 0.0 else seconds for seconds, own, its in each)
-        )
+        return _scaled(*map(StepTimeModel.from_costs, (known, costs, prior)))
 
     def drop(self, worker_id: str) -> None:
         self._untried.pop(worker_id, None)
@@ -180,6 +177,25 @@ class PoolTimes:
 
 
 _DEFAULT_TIMES = StepTimeModel()
+
+
+def _scaled(known: StepTimeModel, own: StepTimeModel, its: StepTimeModel) -> StepTimeModel:
+    """`known` of one worker, for another one: each figure times the ratio of their priors.
+
+    What a step with prompts takes is scaled as a whole. The difference to a decode step may be
+    nearly 0 in one of the priors, and a ratio of such figures says nothing.
+    """
+    if own == its:
+        return known
+    all_three = zip(known.coefficients, own.coefficients, its.coefficients, strict=True)
+    *others, _ = (
+        of_known * of_own / of_its if of_its > 0.0 else of_known
+        for of_known, of_own, of_its in all_three
+    )
+    prompt_step_s = known.prompt_step_s
+    if its.prompt_step_s > 0.0:
+        prompt_step_s *= own.prompt_step_s / its.prompt_step_s
+    return StepTimeModel((*others, max(0.0, prompt_step_s - others[0])))
 
 
 class Fleet:
@@ -323,7 +339,7 @@ class Fleet:
     def _refresh_view(self, worker_id: str) -> None:
         """Update the view of a worker that has changed."""
         record, status = self._records[worker_id], self._statuses[worker_id]
-        times = self._probes.trusted.get(worker_id) or self._times.of(record, status.step_costs)
+        times = self._probes.assumed(worker_id, self._times.of(record, status.step_costs))
         coming = self._ledger.coming_to(worker_id)
         began_s = self._began_s[worker_id]
         tpot_slo_s = self._tpot_slo_s.get(record.model, math.inf)

@@ -33,6 +33,7 @@ class RunningStreams(NamedTuple):
     prompt_rate: float
     full_prompt_rate: float
     room_s: float = math.inf
+    prompt_step_s: float = 0.0  # a step with prompts, but for their tokens
 
     def beside_s(self, num_tokens: int, work_s: float) -> float:
         """What the steps of a prompt take for these streams and for themselves.
@@ -41,22 +42,24 @@ class RunningStreams(NamedTuple):
             work_s: what `num_tokens` of the prompt add to the steps that compute them.
         """
         num_most = max(1, CHUNK_TOKENS - self.num)
-        return max(math.ceil(work_s / self.room_s), -(-num_tokens // num_most)) * self.step_s
+        return max(math.ceil(work_s / self.room_s), -(-num_tokens // num_most)) * self.prompt_step_s
 
     @classmethod
     def predict(
         cls, times: StepTimeModel, tpot_slo_s: float, num: int, num_context_tokens: int
     ) -> RunningStreams:
         """`num_context_tokens`: of all of them."""
-        per_step_s, per_token_s, _, _, _ = times.coefficients
-        full_rate = CHUNK_TOKENS / max(per_step_s + CHUNK_TOKENS * per_token_s, LEAST_STEP_S)
+        _, per_token_s, _, _, _, per_prompt_step_s = times.coefficients
+        chunk_s = times.prompt_step_s + CHUNK_TOKENS * per_token_s
+        full_rate = CHUNK_TOKENS / max(chunk_s, LEAST_STEP_S)
         if not num:
             return cls(0, 0.0, full_rate, full_rate)
         step_s = times.decode_step_s(num, num_context_tokens)
         rate, _ = prompt_rate(times, tpot_slo_s, num, step_s)
         least_s = LEAST_CHUNK_TOKENS * per_token_s
-        room_s = max(least_s, TPOT_SHARE * tpot_slo_s - step_s)
-        return cls(num, step_s, rate, full_rate, room_s)
+        prompt_step_s = step_s + per_prompt_step_s
+        room_s = max(least_s, TPOT_SHARE * tpot_slo_s - prompt_step_s)
+        return cls(num, step_s, rate, full_rate, room_s, prompt_step_s)
 
 
 def prompt_rate(
@@ -70,5 +73,6 @@ def prompt_rate(
     """
     num_within = prompt_tokens_in(times, TPOT_SHARE * tpot_slo_s - streams_s)
     num_tokens = min(num_within, max(1, CHUNK_TOKENS - num_streams))
-    step_s = max(streams_s + num_tokens * times.coefficients[1], LEAST_STEP_S)
+    _, per_token_s, _, _, _, per_prompt_step_s = times.coefficients
+    step_s = max(streams_s + per_prompt_step_s + num_tokens * per_token_s, LEAST_STEP_S)
     return num_tokens / step_s, step_s

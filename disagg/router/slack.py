@@ -76,12 +76,14 @@ def added_stream(worker: WorkerView, num_tokens: int, num_output_tokens: int) ->
         num_queued = worker.num_uncomputed_tokens  # queued prompts wait longer
         slower_s = num_queued * (1.0 / rate_then - 1.0 / before.prompt_rate)
         lost_s += worker.backlog.num_prompts * slower_s
-    is_tight = step_s + CHUNK_TOKENS * times.coefficients[1] > TPOT_SHARE * tpot_slo_s
+    per_step_s, per_token_s, _, _, _, per_prompt_step_s = times.coefficients
+    full_s = step_s + per_prompt_step_s + CHUNK_TOKENS * per_token_s
+    is_tight = full_s > TPOT_SHARE * tpot_slo_s
     return AddedStream(
         num_output_tokens,
         before.num,
         tpot_slo_s,
-        times.coefficients[0],
+        per_step_s,
         before.step_s,
         step_s,
         lost_s,

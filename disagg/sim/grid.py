@@ -175,7 +175,7 @@ def at_rate(window: Sequence[TraceRequest], requests_per_s: float, seed: int) ->
 
 def saturation(config: SimConfig, window: Sequence[TraceRequest]) -> float:
     """The most requests per second that `NUM_WORKERS` workers could compute."""
-    per_step_s, _, _, per_sequence_s, per_context_s = config.times.coefficients
+    per_step_s, _, _, per_sequence_s, per_context_s, _ = config.times.coefficients
     known: set[int] = set()
     work_s = 0.0
     for each in window:

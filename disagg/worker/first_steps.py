@@ -3,7 +3,8 @@
 Without these times the first long prompt on a slow machine would look like a hung engine. Routers
 also use them until a worker of the pool has served requests, and not longer: workers that start
 together slow each other down, and a worker that seems slow would get no requests that could correct
-its figure.
+its figure. The fit relies on them for long prompts until it has seen one. Prompts of several
+lengths separate the cost of a token from that of a step with prompts.
 """
 
 from __future__ import annotations
@@ -12,21 +13,30 @@ from collections.abc import Callable
 
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
+from disagg.least_squares import Evidence
 from disagg.messages import GenerateRequest, SamplingParams
-from disagg.time_model import StepFeatures, StepTimeFit, StepTimeModel
+from disagg.time_model import (
+    CHUNK_TOKENS,
+    NUM_STEP_FEATURES,
+    StepFeatures,
+    StepTimeModel,
+    step_solver,
+)
 
 SHORT_PROMPTS = (2, 4, 8, 16, 32)  # attention kernels with different tile sizes compile for these
-NUM_TOKENS = 64  # length of the prompt, enough to separate the cost of a token from that of a step
+FEW_TOKENS, NUM_TOKENS = 8, 64  # of the first prompts that are timed
+LONGEST_S = 0.25  # seconds that a longer one may take, as far as NUM_TOKENS show
 NUM_DECODES = 3
 NUM_TRIES = 3
 LEAST_OF_PRIOR = 0.01
-NUM_TELLINGS = 32  # how often each time is observed; the fit moves slowly and may start far away
+PULL = 1e-8  # so weak that the prior decides only what the steps do not show
+NUM_SWEEPS = 500
 
 
 def first_steps(
     engine: Engine, timer: Callable[[], float], prior: StepTimeModel | None = None
 ) -> StepTimeModel:
-    """Step times of a short prompt and its answer. Its blocks are not cached.
+    """Step times of a few prompts and their answers. Their blocks are not cached.
 
     Args:
         engine: an engine with warm kernels and without requests.
@@ -43,16 +53,36 @@ def first_steps(
             engine.submit(_sequence(num_short, max_tokens=1))
             while engine.has_work:
                 engine.step()  # it may compile kernels, so its time is not used
-    tries = [_timed_steps(engine, timer, num_tokens) for _ in range(NUM_TRIES)]
+    seen = _fastest_steps(engine, timer, min(FEW_TOKENS, num_tokens))
+    seen += (usual := _fastest_steps(engine, timer, num_tokens))
+    prompt_s = sum(seconds for features, seconds in usual if features.num_new_tokens)
+    if prompt_s > 0.0:
+        num_in_time = int(num_tokens * LONGEST_S / prompt_s)
+        num_long = min(CHUNK_TOKENS, room - NUM_DECODES - 1, num_in_time)
+        if num_long >= 2 * num_tokens:
+            seen += _fastest_steps(engine, timer, num_long)
     scheduler.enable_prefix_caching, scheduler.prompt_lookup = caching, lookup
-    prior = prior or StepTimeModel()
-    times = StepTimeFit(prior)
-    for same in list(zip(*tries, strict=True)) * NUM_TELLINGS:
-        features, _ = same[0]
-        times.observe(features, min(seconds for _, seconds in same))  # other loads only add time
-    both = zip(times.model.coefficients, prior.coefficients, strict=True)
+    return _fitted(seen, prior or StepTimeModel())
+
+
+def _fitted(seen: list[tuple[StepFeatures, float]], prior: StepTimeModel) -> StepTimeModel:
+    solver, evidence = step_solver(prior, PULL), Evidence(NUM_STEP_FEATURES, forgetting=1.0)
+    for features, seconds in seen:
+        if seconds > 0.0:
+            evidence.add(solver.relative(features.row(), seconds))
+    for _ in range(NUM_SWEEPS):
+        solver.sweep(evidence)
+    both = zip(solver.coefficients(), prior.coefficients, strict=True)
     # The result is used as a prior, in which a coefficient of 0 could never grow.
     return StepTimeModel(tuple(max(found, LEAST_OF_PRIOR * before) for found, before in both))
+
+
+def _fastest_steps(
+    engine: Engine, timer: Callable[[], float], num_tokens: int
+) -> list[tuple[StepFeatures, float]]:
+    """Each step of a prompt and its answer, with its least seconds: others only add time."""
+    tries = [_timed_steps(engine, timer, num_tokens) for _ in range(NUM_TRIES)]
+    return [(same[0][0], min(seconds for _, seconds in same)) for same in zip(*tries, strict=True)]
 
 
 def _timed_steps(

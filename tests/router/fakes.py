@@ -20,7 +20,7 @@ BLOCK_SIZE = 16
 ROOT = hash_root("toy", BLOCK_SIZE)
 
 # 10 ms a step, 0.1 ms a prompt token: a prompt of 1,000 tokens takes about 110 ms.
-COSTS = StepCosts((1e-2, 1e-4, 1e-9, 1e-4, 1e-8), 100, 0.05)
+COSTS = StepCosts((1e-2, 1e-4, 1e-9, 1e-4, 1e-8, 2e-4), 100, 0.05)
 
 
 def make_record(worker_id: str, **changes: Any) -> WorkerRecord:

@@ -28,7 +28,7 @@ from disagg.router.worker_view import RequestLoad
 from disagg.time_model import StepTimeFit, StepTimeModel
 from tests.router.fakes import BLOCK_SIZE, ROOT, make_record, make_status
 
-COEFFICIENTS = (8e-3, 1e-4, 1e-8, 4e-4, 2e-7)
+COEFFICIENTS = (8e-3, 1e-4, 1e-8, 4e-4, 2e-7, 4e-3)
 TRAVEL_S = 2e-3
 NUM_BLOCKS = 1000
 

@@ -16,7 +16,7 @@ from disagg.router.pool_state import PoolState
 from disagg.router.replay import Slice, decode_tpot_s, prefill_ttft_s
 from disagg.time_model import StepTimeModel
 
-TIMES = StepTimeModel((1e-2, 1e-4, 1e-9, 1e-4, 1e-8))
+TIMES = StepTimeModel((1e-2, 1e-4, 1e-9, 1e-4, 1e-8, 0.0))
 PREFILL, DECODE = ("tier", "prefill"), ("tier", "decode")
 
 

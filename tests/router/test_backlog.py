@@ -35,11 +35,13 @@ def test_a_prompt_waits_for_the_steps_before_it(
     cost = prefill_cost(worker, num_new, 0)
 
     num_at_once = max(1, CHUNK_TOKENS - num_decoding)
-    bare_s = TIMES.decode_step_s(num_decoding, num_context) or TIMES.coefficients[0]
+    per_step_s, _, _, _, _, per_prompt_step_s = TIMES.coefficients
+    decode_s = TIMES.decode_step_s(num_decoding, num_context)
+    bare_s = (decode_s or per_step_s) + per_prompt_step_s
     queued_s = TIMES.prompts_s(num_queued, 0, num_waiting)
     expected_s, num_left = queued_s + TIMES.prompts_s(num_new), num_queued + num_new
     if num_queued or num_decoding:  # a step is under way, which the new prompt came too late for
-        expected_s += bare_s
+        expected_s += bare_s if num_queued else decode_s
         num_left -= min(num_queued, num_at_once)
     while num_left > 0:
         expected_s += bare_s
@@ -50,5 +52,5 @@ def test_a_prompt_waits_for_the_steps_before_it(
 def test_a_worker_without_work_makes_nobody_wait() -> None:
     backlog = Backlog.predict(TIMES, 0, 0, 0, 0)
     assert (backlog.num_prompts, backlog.under_way_s, backlog.later_s) == (0, 0.0, 0.0)
-    assert backlog.step_s == TIMES.coefficients[0]
+    assert backlog.step_s == TIMES.prompt_step_s
     assert Backlog.predict(TIMES, 2, 100, 0, 0).num_prompts == 3  # two wait and one is computed

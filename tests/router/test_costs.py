@@ -85,13 +85,14 @@ def test_tokens_in_host_memory_are_loaded_if_that_is_quicker() -> None:
     assert prefill_cost(slow, 1024, 512, num_in_host=768) == prefill_cost(slow, 1024, 512)
     for worker, delays in ((quick, 256), (slow, 512)):
         decoding = prefill_cost(worker, 1024, 512, num_in_host=768)
-        alone_s = worker.times.prefill_s(delays, 1024 - delays) - worker.times.coefficients[0]
+        *_, per_prompt_step_s = worker.times.coefficients
+        alone_s = worker.times.prompts_s(delays, 1024 - delays) + per_prompt_step_s
         assert decoding.harm_s == pytest.approx(alone_s), "nobody waits for what is loaded"
 
 
 def test_a_queue_comes_first() -> None:
     busy = view(status=make_status(num_waiting=2, num_uncomputed_tokens=3000))
-    step_s = busy.times.coefficients[0]
+    step_s = busy.times.prompt_step_s
     cost = prefill_cost(busy, 50, 0)
     # 1,024 tokens in the step under way and in the next; 952 beside the own ones.
     assert cost.queue_s == pytest.approx(busy.times.prompts_s(3000, 0, 2) + 2 * step_s)
@@ -104,7 +105,7 @@ def test_the_step_under_way_is_waited_for_as_far_as_it_has_not_gone() -> None:
     status = make_status(num_running=3, num_context_tokens=3000)
     decoding = view_of(make_record("d0"), status, began_s=50.0)
     step_s = decoding.times.decode_step_s(3, 3000)
-    own_s = decoding.times.prompts_s(100) + step_s
+    own_s = decoding.times.prompts_s(100) + step_s + decoding.times.coefficients[5]
     for now, left_s in ((50.0, step_s), (50.0 + step_s / 4, 0.75 * step_s), (60.0, 0.0)):
         cost = prefill_cost(decoding, 100, 0, now=now)
         assert cost.own_s == pytest.approx(own_s + left_s)
@@ -180,7 +181,7 @@ def test_decode_counts_the_own_steps_and_the_batch_that_waits() -> None:
     crowded = decode_cost(
         view(status=make_status(num_running=30, num_context_tokens=30_000)), 1000, 0, 100
     )
-    per_step, _, _, per_sequence, per_context = view().times.coefficients
+    per_step, _, _, per_sequence, per_context, _ = view().times.coefficients
     added_s = per_sequence + 1050 * per_context
     step_s = per_step + 30 * per_sequence + 30_000 * per_context
     assert crowded.decode_s == pytest.approx(100 * (step_s + 31 * added_s))

@@ -108,7 +108,7 @@ def test_the_view_is_current_after_whatever_happened(happened: list[tuple[str, i
 def test_a_worker_that_ran_no_step_is_taken_for_one_of_its_pool() -> None:
     """Else the first one of a fast pool gets all requests, and the others never learn."""
     fleet = Fleet()
-    prior = StepTimeModel((0.5, 0.5, 0.5, 0.5, 0.5))
+    prior = StepTimeModel((0.5,) * 6)
     untried = make_status(step_costs=StepCosts(prior.coefficients, 0, 0.0))
     for name in ("p0", "p1", "d0"):
         fleet.worker_synced(make_record(name), [], untried)
@@ -129,13 +129,13 @@ def test_a_worker_on_a_slower_gpu_is_not_taken_for_a_fast_one_before_its_first_s
     """What a neighbour's steps say of its prior holds for the other's prior, too."""
     fleet = Fleet()
     for name, seconds in (("d-fast", 1e-3), ("d-slow", 3e-3)):
-        prior = StepCosts((seconds,) * 5, 0, 0.0)
+        prior = StepCosts((seconds,) * 6, 0, 0.0)
         fleet.worker_synced(make_record(name), [], make_status(step_costs=prior))
-    learned = StepCosts((2e-3, 2e-3, 1e-3, 1e-3, 1e-3), 8, 0.0)
+    learned = StepCosts((2e-3, 2e-3, 1e-3, 1e-3, 1e-3, 1e-3), 8, 0.0)
     fleet.worker_stepped("d-fast", (), make_status(step_costs=learned))
     assert worker(fleet, "d-fast").times == StepTimeModel.from_costs(learned)
     scaled = worker(fleet, "d-slow").times.coefficients
-    assert scaled == pytest.approx((6e-3, 6e-3, 3e-3, 3e-3, 3e-3))
+    assert scaled == pytest.approx((6e-3, 6e-3, 3e-3, 3e-3, 3e-3, 3e-3))
 
 
 def test_events_and_losses_reach_the_index() -> None:

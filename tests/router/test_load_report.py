@@ -9,8 +9,8 @@ from disagg.router.pool_state import PoolState, states_of
 from disagg.time_model import StepTimeModel
 from tests.router.fakes import make_record, make_status
 
-COSTS = StepCosts((0.01, 0.0001, 1e-9, 0.0001, 1e-8), 50, 0.1)
-OLDER = StepCosts((1.0, 1.0, 1.0, 1.0, 1.0), 3, 0.5)
+COSTS = StepCosts((0.01, 0.0001, 1e-9, 0.0001, 1e-8, 0.005), 50, 0.1)
+OLDER = StepCosts((1.0,) * 6, 3, 0.5)
 
 
 def reports() -> list[tuple[object, object]]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from disagg.messages import StepCosts
 from disagg.router.fleet import Fleet
 from disagg.router.probes import NUM_PER_PROBE, SILENT_S
@@ -36,7 +38,8 @@ def reserve(fleet: Fleet, number: int) -> None:
 
 def speak(fleet: Fleet, num_observed: int, *names: str) -> None:
     for name in names:
-        costs = StepCosts(SLOW if name == "p0" else COSTS.coefficients, num_observed, 0.0)
+        its = SLOW if name == "p0" else COSTS.coefficients
+        costs = StepCosts(its, num_observed, 0.0, num_observed)
         fleet.worker_stepped(name, (), make_status(step_costs=costs))
 
 
@@ -59,6 +62,37 @@ def test_who_was_silent_for_long_is_believed_to_be_fast_until_it_speaks() -> Non
     speak(fleet, 102, "p1", "p2", "d0")
     reserve(fleet, NUM_PER_PROBE)
     assert believed(fleet, "p0") == COSTS.coefficients
+
+
+@pytest.mark.parametrize("num_slower", [1, 5])
+def test_a_decode_worker_without_prompts_is_believed_to_compute_them_like_the_fastest(
+    num_slower: int,
+) -> None:
+    """It reports decode steps all the time, and none of these could correct the rest."""
+    clock = Clock()
+    fleet = fleet_of(clock)
+    steps, prompts = COSTS.coefficients, (num_slower * 0.8e-2, 2e-3, 1e-5, 3e-4, 1e-6, 0.5)
+    fleet.worker_synced(make_record("d1"), [], make_status(step_costs=StepCosts(prompts, 5, 0.0)))
+
+    def decode(num_observed: int, num_prompts: int = 0) -> None:
+        costs = StepCosts(prompts, num_observed, 0.0, num_prompts)
+        fleet.worker_stepped("d1", (), make_status(step_costs=costs))
+
+    clock.now_s += SILENT_S / 2
+    speak(fleet, 101, "p0", "p1", "p2", "d0")
+    clock.now_s += SILENT_S / 2
+    decode(6)
+    assert believed(fleet, "d1") == prompts
+    reserve(fleet, NUM_PER_PROBE)
+    for num_observed in (7, 8):
+        its = believed(fleet, "d1")
+        assert (its[0], *its[3:5]) == (prompts[0], *prompts[3:5]), "its decode steps are known"
+        factor = max(1.0, num_slower * 0.8)
+        assert its[1:3] == pytest.approx([factor * seconds for seconds in steps[1:3]])
+        assert its[0] + its[5] == pytest.approx(factor * (steps[0] + steps[5]))
+        decode(num_observed)
+    decode(9, num_prompts=1)
+    assert believed(fleet, "d1") == prompts
 
 
 def test_time_alone_makes_no_probe() -> None:

@@ -147,7 +147,7 @@ def test_without_a_slo_no_prefill_worker_decodes() -> None:
 
 def most_streams() -> int:
     """Of 1,000 tokens each, beside whom one more is in time."""
-    per_step_s, _, _, per_stream_s, per_context_s = COSTS.coefficients
+    per_step_s, _, _, per_stream_s, per_context_s, _ = COSTS.coefficients
     return int((0.98 * TIGHT_S - per_step_s) / (per_stream_s + 1000 * per_context_s)) - 1
 
 
@@ -201,15 +201,15 @@ def test_batch_work_goes_where_it_makes_nobody_miss_an_slo() -> None:
 
 def test_prompts_that_will_leave_are_no_streams() -> None:
     fleet = make_fleet(TIGHT_S, "p0")
-    per_step_s, _, _, per_stream_s, _ = COSTS.coefficients
+    per_step_s, _, _, per_stream_s, _, per_prompt_step_s = COSTS.coefficients
     queued(fleet, "p0", 4000)
     streams, backlog = worker(fleet, "p0").streams, worker(fleet, "p0").backlog
     assert streams is not None and streams.num == 0
-    assert backlog.step_s == per_step_s
+    assert backlog.step_s == per_step_s + per_prompt_step_s
     fleet.worker_stepped("p0", (), make_status(num_running=3, num_prefilling=1))
     streams, backlog = worker(fleet, "p0").streams, worker(fleet, "p0").backlog
     assert streams is not None and streams.num == 3, "one of them is still a prompt"
-    assert backlog.step_s == pytest.approx(per_step_s + 2 * per_stream_s)
+    assert backlog.step_s == pytest.approx(per_step_s + per_prompt_step_s + 2 * per_stream_s)
 
 
 @pytest.mark.parametrize("own_slo_s", [0.001, TIGHT_S, math.inf])
@@ -237,8 +237,8 @@ def test_no_prompt_pays_for_the_gap_of_a_stream_without_a_slo() -> None:
 def test_costs_of_nothing_but_attention_have_a_route() -> None:
     """A worker may learn them from long prompts: steps and tokens cost nothing by themselves."""
     fleet = make_fleet(TIGHT_S)
-    only_attention = StepCosts((0.0, 0.0, *COSTS.coefficients[2:]), 100, 0.05)
-    nothing = StepCosts((0.0,) * 5, 100, 0.05)
+    only_attention = StepCosts((0.0, 0.0, *COSTS.coefficients[2:5], 0.0), 100, 0.05)
+    nothing = StepCosts((0.0,) * 6, 100, 0.05)
     for name, costs in (("d0", only_attention), ("d1", nothing)):
         join(fleet, name, costs)
         streams(fleet, name, 3, step_costs=costs)
