@@ -27,7 +27,7 @@ def test_a_load_is_steady_and_keeps_the_requests_of_the_window() -> None:
 def test_saturation_is_what_workers_compute_one_after_another() -> None:
     window = [TraceRequest(0.0, 1024, 1) for _ in range(400)]
     rate = grid.saturation(CONFIG, window)
-    per_step_s, per_token_s, per_attended_s, _, _ = CONFIG.times.coefficients
+    per_step_s, per_token_s, per_attended_s, _, _, _ = CONFIG.times.coefficients
     work_s = per_step_s + 1024 * per_token_s + 1024 * 512.5 * per_attended_s
     assert rate == pytest.approx(grid.NUM_WORKERS / work_s)
 

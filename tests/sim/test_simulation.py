@@ -90,7 +90,7 @@ def test_decode_workers_may_have_more_room() -> None:
 
 def test_one_request_takes_what_the_model_says() -> None:
     config = SimConfig(num_prefill=1, num_decode=0, max_num_batched_tokens=1024)
-    per_step, per_token, per_attended, per_sequence, per_context = config.times.coefficients
+    per_step, per_token, per_attended, per_sequence, per_context, _ = config.times.coefficients
     report = simulate(config, [TraceRequest(0.0, 2000, 3)])
     attended = 2000 * 2001 / 2
     first_s = 2 * per_step + 2000 * per_token + attended * per_attended
