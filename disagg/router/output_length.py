@@ -15,6 +15,9 @@ ANSWER_WEIGHT = 0.02
 PERCENTILE = 0.98  # of first tokens are in time; with 0.95 that goal itself is missed half the time
 LEARNING_STEP = 0.1
 USUAL_DELAY, MOST_DELAY = 4 / 3, 8.0
+# Predictions below this share of the limit teach nothing: a few milliseconds of the network, or the
+# other prompts of a step, double a short wait, but hardly change one that is near the limit.
+LEAST_SHARE = 0.1
 
 
 class OutputLengths:
@@ -45,8 +48,11 @@ class LatenessFactors:
     def factor(self, model: str) -> float:
         return self._factors.get(model, USUAL_DELAY)
 
-    def observe(self, model: str, predicted_s: float, seconds: float) -> None:
-        """Learn from a request that waited: its first token came after `seconds`."""
+    def observe(self, model: str, predicted_s: float, seconds: float, limit_s: float) -> None:
+        """Learn from a request that waited: its first token came after `seconds`, and would have
+        been refused with a prediction above `limit_s`."""
+        if predicted_s < LEAST_SHARE * limit_s:
+            return
         factor = self.factor(model)
         rank = PERCENTILE if seconds > factor * predicted_s else PERCENTILE - 1.0
         factor *= math.exp(LEARNING_STEP * rank)

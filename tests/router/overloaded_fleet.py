@@ -217,7 +217,8 @@ class OverloadedFleet:
                 self._fleet.release(served.reservation)
                 way = served.way
                 if way.wait_s > way.own_s:
-                    self._fleet.delays.observe("toy", way.first_token_s, now - served.began_s)
+                    took_s = now - served.began_s
+                    self._fleet.delays.observe("toy", way.first_token_s, took_s, self._slo_s)
             served.num_tokens += num_tokens
             self.outcome.num_tokens += num_tokens
             if served.num_tokens == served.max_tokens:
