@@ -56,7 +56,8 @@ def run_part(name: str, rows: Iterable[Row], arguments: argparse.Namespace) -> N
     """Measure the rows that were asked for, in order; those that fail say why.
 
     Records are lines of `<out>/<name>.jsonl`: the names of all rows, then for each one that it
-    begins, and how it ended: `measured`, or `failed` with the reason, or `absent`.
+    begins, and how it ended: `measured`, or `failed` with the reason, or `absent`. The last line of
+    output has all rows in JSON.
     """
     asked = [
         row
@@ -70,16 +71,19 @@ def run_part(name: str, rows: Iterable[Row], arguments: argparse.Namespace) -> N
             file.write(json.dumps(finite(record)) + "\n")
             file.flush()
 
+        results: dict[str, Any] = {}
         write(rows=[row.name for row in asked])
         for row in asked:
             write(begin=row.name, limit_s=row.limit_s)
             began_s = time.perf_counter()
             ended = _measure(row)
             write(row=row.name, seconds=time.perf_counter() - began_s, **ended)
+            results[row.name] = ended
             print(f"{row.name}: {one_line(ended)}", flush=True)
             if "failed" in ended and not _device_answers(arguments.device):
                 print("the device answers no more", flush=True)
                 os._exit(BROKEN_DEVICE)
+    print(json.dumps(finite({"bench": name, "device": arguments.device, "rows": results})))
 
 
 def _measure(row: Row) -> dict[str, Any]:
