@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import msgspec
@@ -72,6 +73,15 @@ class Played:
         decided = self.scaler.decide(self.now, states)  # type: ignore[arg-type]
         self.sizes = {pool: decided[pool].num_workers for pool in self.sizes}  # type: ignore[index]
         return dict(self.sizes)
+
+    def later(self, num_s: int, wanted: RequestTotals) -> dict[tuple[str, str], int]:
+        """The sizes after so many seconds, all but the last of them without a decision. A copy is
+        played, which goes no further."""
+        played = copy.deepcopy(self)
+        for _ in range(num_s - 1):
+            played.now += 1.0
+            played.scaler.observe("tier", played.now, 1.0, wanted)
+        return played.second(wanted)
 
 
 loads = st.lists(st.floats(0.0, 60.0), min_size=1, max_size=30)
@@ -173,6 +183,7 @@ def test_a_worker_that_is_needed_again_stays_through_the_next_pause() -> None:
         pause = [played.second(asked(2.0))[PREFILL] for _ in range(150)]
         assert pause[0] >= burst[PREFILL] > calm[PREFILL]
         assert (pause[-1] > calm[PREFILL]) == (num_bursts > 1)
+        assert played.later(600, asked(2.0))[PREFILL] == calm[PREFILL]
     for _ in range(600):
         later = played.second(asked(2.0))
     assert later[PREFILL] == calm[PREFILL]
