@@ -13,7 +13,7 @@ from disagg.app.probe import ask_here
 from disagg.cli.ports import free_port
 
 
-class Answers(BaseHTTPRequestHandler):
+class FakeServing(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/live" else 503)
         self.end_headers()
@@ -25,7 +25,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+    with HTTPServer(("127.0.0.1", 0), FakeServing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -193,9 +193,9 @@ def test_only_flags_that_a_command_has_are_named_as_at_fault() -> None:
     parser.add_argument("--api-key")
     action = parser.add_subparsers().add_parser("calibrate")
     action.add_argument("--prompts")
-    secrets = {
+    found = {
         param: at_fault(StartupError("It cannot be.", param=param), parser)
         for param in ("api_key", "prompts", "model", "cluster_key", "api")
     }
     named = {"api_key": " (--api-key)", "prompts": " (--prompts)"}
-    assert secrets == {"model": "", "cluster_key": "", "api": "", **named}
+    assert found == {"model": "", "cluster_key": "", "api": "", **named}

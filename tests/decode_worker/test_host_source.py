@@ -1,4 +1,4 @@
-"""Evicted prefixes come back from host memory if that is quicker, and then the next rig opens."""
+"""Evicted prefixes come back from host memory if that is quicker. Then the next source is asked."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ SPANS = {
     "decode",
 }
 
-# Lines of a start.
 NUM_KILLS = 5  # attempts to hit a stream
+# Lines of a start.
 WEIGHTS = r"weights .* of .* \(100 %\)"
 BLOCKS = r"allocating [\d,]+ KV blocks; steps of up to \d+ sequences and [\d,]+ tokens"
 
