@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 from torch import Tensor
 
 from bench import gpu_engine, gpu_suite, gpu_wheels
-from bench.gpu_rows import Absent, finite, parser_of
+from bench.gpu_rows import Absent, Row, finite, parser_of, run_part
 from disagg.engine.device.runner import ModelRunner
 from disagg.models.batch import Batch
 
@@ -285,6 +286,20 @@ def test_rows_beyond_a_share_run_when_the_others_had_their_turn(
     order = [(each["part"], each["row"]) for each in found["rows"]]
     assert sorted(order) == [(part, row) for part in ("quick", "slow") for row in "abc"]
     assert order.index(("quick", "c")) < order.index(("slow", "c"))
+
+
+def test_the_last_line_of_a_part_has_its_rows_in_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent() -> dict[str, Any]:
+        raise Absent("not here")
+
+    rows = [Row("good", lambda: {"us": 1.0, "share": math.nan}), Row("missing", absent)]
+    arguments = parser_of("").parse_args(["--device", "cpu", "--out", str(tmp_path)])
+    run_part("one", rows, arguments)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    measured = {"good": {"measured": {"us": 1.0, "share": None}}}
+    assert found["rows"] == {**measured, "missing": {"absent": "not here"}}
 
 
 def test_numbers_that_are_no_json_become_null() -> None:
