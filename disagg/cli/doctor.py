@@ -16,7 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from disagg.cli.embedded_redis import find_redis_server
-from disagg.config import EngineConfig, TierConfig
+from disagg.cli.engine_arguments import add_model_arguments
+from disagg.config import TierConfig
+from disagg.config_checks import parse_config
 from disagg.doctor.findings import DoctorReport, Finding, NodeReport, TransferReport
 from disagg.errors import StartupError
 
@@ -37,13 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=8000, help="port of the HTTP server (default: 8000)"
     )
-    serve = parser.add_argument_group("settings of `disagg serve` with which models are checked")
-    serve.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    serve.add_argument("--dtype", default="auto")
-    serve.add_argument("--kv-cache-dtype", default="auto")
-    serve.add_argument("--quantization", choices=("int8", "int4", "fp8", "packed"))
-    serve.add_argument("--max-model-len", type=int)
-    serve.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    add_model_arguments(
+        parser.add_argument_group("settings of `disagg serve` with which models are checked")
+    )
     parser.add_argument(
         "--transfers",
         action=argparse.BooleanOptionalAction,
@@ -103,18 +101,17 @@ def _store() -> Finding:
 
 
 def _tier(arguments: argparse.Namespace, model: str) -> TierConfig:
-    engine = msgspec.convert(
-        {
-            "device": arguments.device,
-            "dtype": arguments.dtype,
-            "kv_cache_dtype": arguments.kv_cache_dtype,
-            "quantization": arguments.quantization,
-            "max_model_len": arguments.max_model_len,
-            "gpu_memory_utilization": arguments.gpu_memory_utilization,
-        },
-        EngineConfig,
-    )
-    return TierConfig(model=model, engine=engine)
+    """The model with the flags' settings. Raises `StartupError` if one is invalid."""
+    engine = {
+        "device": arguments.device,
+        "dtype": arguments.dtype,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "quantization": arguments.quantization,
+        "max_model_len": arguments.max_model_len,
+        "gpu_memory_utilization": arguments.gpu_memory_utilization,
+    }
+    tiers = [{"model": model, "engine": engine}]
+    return parse_config({"tiers": tiers, "cluster_key": "not used"}).tiers[0]
 
 
 def _show(console: Console, report: DoctorReport) -> None:

@@ -1,4 +1,4 @@
-"""The engine flags of `disagg serve`. Their names follow vLLM."""
+"""The engine flags of `disagg serve`, some of which `disagg doctor` has too. Names follow vLLM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def number(text: str) -> int:
     return int(Decimal(match[1] or match[3]) * unit)
 
 
-def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+def add_model_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that decide how much memory a model needs, and how much of it is for KV."""
     group.add_argument(
         "--dtype",
         default="auto",
@@ -61,6 +62,22 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="cpu, cuda, or auto, which uses GPUs if there are any (default: auto)",
     )
+    group.add_argument(
+        "--max-model-len",
+        type=number,
+        help="context length: largest number of tokens of a prompt and its answer together,"
+        " such as 8192, 8K (8 * 1024) or 8k (8 * 1000) (default: the model's limit)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        help="fraction of a GPU's memory that all workers on it may use together (default: 0.9)",
+    )
+
+
+def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+    add_model_arguments(group)
     group.add_argument(
         "--tensor-parallel-size",
         type=int,
@@ -99,12 +116,6 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         help="number of tokens in a KV block (default: 16 on a CPU, 64 on a GPU)",
     )
     group.add_argument(
-        "--max-model-len",
-        type=number,
-        help="context length: largest number of tokens of a prompt and its answer together,"
-        " such as 8192, 8K (8 * 1024) or 8k (8 * 1000) (default: the model's limit)",
-    )
-    group.add_argument(
         "--max-num-seqs",
         type=int,
         help="largest number of sequences in one step (default: 64 on a CPU; on a GPU 256 to 512"
@@ -115,12 +126,6 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         type=number,
         help="largest number of tokens in one step (default: 1024 on a CPU; on a GPU 2048 to 8192"
         " depending on its speed and memory)",
-    )
-    group.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.9,
-        help="fraction of a GPU's memory that all workers on it may use together (default: 0.9)",
     )
     group.add_argument(
         "--kv-cache-memory-bytes",

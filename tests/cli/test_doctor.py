@@ -60,11 +60,19 @@ def test_what_is_wrong_makes_the_status_1_and_comes_with_what_to_change(
     assert f"port {taken}" in shown and "1 problem found; the first one to fix: choose" in shown
 
 
+@pytest.mark.parametrize(("flag", "value"), [("--dtype", "bf17"), ("--max-model-len", "0")])
+def test_invalid_settings_are_refused_as_by_serve(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    assert main(["doctor", "--no-transfers", "demo-small", flag, value]) == 2
+    assert f"({flag})" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "found", "change"),
     [
         (["no-such-model"], "no model directory", "the path or the name of the model"),
-        (["demo-small", "--max-model-len", "1000000"], "positions at most", "--max-model-len"),
+        (["demo-small", "--max-model-len", "1m"], "positions at most", "--max-model-len"),
     ],
 )
 def test_models_that_cannot_be_served(
