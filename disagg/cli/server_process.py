@@ -172,10 +172,12 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
 
 
 def _check_cluster(cluster: Cluster, order: Order, reports: Reports) -> None:
-    """Make sure that Serve, if it runs, has our address and no application of our name.
+    """Check that a running Serve has our address, and that no application has our name.
+
+    With `replace`, the application of our name is ended first.
 
     Raises:
-        StartupError: it has.
+        StartupError: Serve has another address, or there is such an application.
     """
     check_serve_address(order.config, cluster.http_address())
     if order.replace:
