@@ -29,7 +29,8 @@ def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
     """
     num_rows = x.shape[0]
     out = torch.empty(num_rows, matrix.num_out, dtype=x.dtype)
-    num_more = -num_rows % _TILE_ROWS if num_rows > FEW_ROWS else 0
+    reads_tiles = num_rows > FEW_ROWS and library.disagg_step_has_tiles()
+    num_more = -num_rows % _TILE_ROWS if reads_tiles else 0
     x = functional.pad(x, (0, 0, 0, num_more)) if num_more else x.contiguous()
     num_panels = -(-matrix.num_out // PANEL)
     num_parts = min(torch.get_num_threads(), -(-num_panels // _PANELS_AT_ONCE))
