@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 # A fake object file has the instruction sets that it would be compiled for, and a library has what
@@ -27,17 +24,34 @@ open(out, "w").write(text)
 """
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have no compiled step")
-def test_libraries_of_one_source_are_built_beside_each_other(tmp_path: Path) -> None:
-    compiler = tmp_path / "fake_compiler"
+FAKE_MACHINE = """
+import platform, runpy, sys
+machine = sys.argv.pop(1)
+platform.machine = lambda: machine
+sys.argv[0] = "setup.py"
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+def _built(directory: Path, machine: str) -> dict[str, str]:
+    """The instruction sets of each library that is built on a machine of this kind."""
+    compiler = directory / "fake_compiler"
     compiler.write_text(FAKE_COMPILER)
     compiler.chmod(0o755)
     fake = {name: str(compiler) for name in ("CC", "CXX", "LDSHARED", "LDCXXSHARED")}
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--parallel", "8"]
-    command += ["--build-lib", str(tmp_path / "out"), "--build-temp", str(tmp_path / "objects")]
+    command = [sys.executable, "-c", FAKE_MACHINE, machine, "-q", "build_ext", "--parallel", "8"]
+    command += ["--build-lib", str(directory / "out"), "--build-temp", str(directory / "objects")]
     subprocess.run(command, cwd=ROOT, env={**os.environ, **fake}, check=True)
-    built = {file.stem: file.read_text() for file in tmp_path.glob("out/disagg/kernels/_step_*.so")}
+    return {file.stem: file.read_text() for file in directory.glob("out/disagg/kernels/*.so")}
+
+
+def test_libraries_of_one_source_are_built_beside_each_other(tmp_path: Path) -> None:
+    built = _built(tmp_path, "x86_64")
     assert built["_step_avx2"] == "-mavx2 -mfma"
     assert "-mavx512f" in built["_step_avx512"] and "bf16" not in built["_step_avx512"]
     assert built["_step_avx512_bf16"] == built["_step_avx512"] + " -mavx512bf16"
     assert built["_step_amx_bf16"] == built["_step_avx512_bf16"] + " -mamx-tile -mamx-bf16"
+
+
+def test_only_libraries_without_special_instructions_are_built_on_arm(tmp_path: Path) -> None:
+    assert _built(tmp_path, "aarch64") == {"_sampling": "", "_block_names": ""}
