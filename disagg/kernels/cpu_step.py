@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,12 +24,14 @@ from disagg.kernels.huge_pages import use_huge_pages
 from disagg.kernels.int4_linear import Int4Linear
 from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.linear import PackedLinear
+from disagg.kernels.linear import PackedLinear, PanelLinear
 from disagg.kernels.ops import PagedBatch, Weight
 
 # Most rows of a step with decodes only. The large step computes more rows, as it does prompts.
 MOST_ROWS = 256
 _UNKNOWN_TOKEN = 2  # `Status` of csrc/model.h
+_Matrix: TypeAlias = PackedLinear | PanelLinear | Int8Linear | Int4Linear
+_IN_PANELS = PackedLinear, PanelLinear  # weights of 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +319,7 @@ def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
     if not all(map(_can_be_in_panels, _narrow(model))):
         return "a 4-bit weight has rows whose length is no multiple of 8"
     wide = [each for each in matrices if not isinstance(each, Int8Linear | Int4Linear)]
-    widths = {each.panel_width if isinstance(each, PackedLinear) else 0 for each in wide}
+    widths = {each.panel_width if isinstance(each, _IN_PANELS) else 0 for each in wide}
     if not all(library.disagg_step_reads_panels(width) for width in widths):
         return "oneDNN packs the weights in an unknown layout on this CPU"
     if any(matrix.num_in % 2 for matrix in wide):
@@ -325,7 +327,7 @@ def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
     return ""
 
 
-def _matrices(model: DenseModel) -> list[PackedLinear | Int8Linear | Int4Linear]:
+def _matrices(model: DenseModel) -> list[_Matrix]:
     matrices = [model.head]
     if not isinstance(model.embedding, Tensor) and model.embedding is not model.head:
         matrices.append(model.embedding)
@@ -349,7 +351,7 @@ def _layer(layer: DenseLayer) -> _LayerPointers:
     )
 
 
-def _matrix(linear: PackedLinear | Int8Linear | Int4Linear) -> CpuMatrix:
+def _matrix(linear: _Matrix) -> CpuMatrix:
     if not isinstance(linear, PackedLinear):
         return linear.described()
     bias = None if linear.bias is None else linear.bias.data_ptr()
@@ -377,8 +379,8 @@ def _lay_in_panels(linears: Sequence[Int8Linear | Int4Linear], library: ctypes.C
             linear.lay_in_panels(own.view(torch.int8), library)
 
 
-def _region(linear: PackedLinear | Int8Linear | Int4Linear) -> tuple[int, int]:
+def _region(linear: _Matrix) -> tuple[int, int]:
     """The memory of a weight's numbers: its address and number of bytes."""
-    if isinstance(linear, PackedLinear):
+    if isinstance(linear, _IN_PANELS):
         return linear.panels, linear.panels_nbytes
     return linear.numbers.data_ptr(), linear.numbers.nbytes
