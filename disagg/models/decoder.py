@@ -144,12 +144,12 @@ class Decoder:
         if logits is None and self.step is not None and self.step.takes(batch, kv_cache):
             return self.step.run(batch, kv_cache)
         projected = self._project_vocabulary(self.hidden(batch, kv_cache, paging))
-        return projected.float() if logits is None else logits.copy_(projected)
+        return self._capped(projected.float() if logits is None else logits.copy_(projected))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits, float32 [num_rows, vocab_size], of some rows of the result of `hidden`."""
-        return self._project_vocabulary(hidden).float()
+        return self._capped(self._project_vocabulary(hidden).float())
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
@@ -266,14 +266,16 @@ class Decoder:
 
     def _project_vocabulary(self, hidden: Tensor) -> Tensor:
         projected = self.ops.project(hidden, self._lm_head)
-        cap = self.config.logit_cap
-        if cap is not None:
-            projected = projected.float().div_(cap).tanh_().mul_(cap)
         if self.ranks is None:
             return projected
         num_ranks = self.ranks.share.num_ranks
         parts = [Share(rank, num_ranks).of(self.config.vocab_size) for rank in range(num_ranks)]
         return self.ranks.gather(projected, [end - first for first, end in parts])
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """Cap float32 logits in place, so that they need no more memory than other models'."""
+        cap = self.config.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def load_model(

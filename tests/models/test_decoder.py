@@ -6,9 +6,12 @@ import copy
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagg.errors import ModelError
 from disagg.models import description, model_config
@@ -220,6 +223,36 @@ def test_logits_come_only_for_the_rows_asked_for() -> None:
     assert last.shape == (1, config.vocab_size)
     assert all_rows.shape == (12, config.vocab_size)
     torch.testing.assert_close(all_rows[-1:], last, atol=1e-5, rtol=1e-5)
+
+
+class _LogitTables(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers the memory of each float32 tensor with a column per token of the vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.vocab_size = vocab_size
+        self.places: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        is_float = isinstance(found, Tensor) and found.dtype == torch.float32
+        if is_float and found.shape[-1:] == (self.vocab_size,):
+            self.places.add(found.data_ptr())
+        return found
+
+
+def test_capped_logits_need_no_memory_beside_the_result() -> None:
+    """The plan of a GPU's memory counts one float32 table of logits per graph."""
+    config = replace(_tiny(), logit_cap=0.05)
+    decoder = random_decoder(config, torch.bfloat16, CPU)
+    batch = make_batch([(Tokens(list(range(12)), [0, 1, 2]), 12)], 4)
+    logits = torch.zeros(1, config.vocab_size)
+    with _LogitTables(config.vocab_size) as tables:
+        decoder.forward(batch, new_slab(config, 4, 4, torch.bfloat16), logits=logits)
+    assert tables.places == {logits.data_ptr()}
+    assert 0.02 < float(logits.abs().max()) < 0.05
 
 
 def test_a_chunk_that_ends_inside_a_prompt_has_no_logits() -> None:
