@@ -316,11 +316,9 @@ class Scheduler:
         for sequence in dict.fromkeys(reached + stopping) if stopping else reached:
             if sequence.num_computed >= sequence.publish_at:
                 publish(self.pool, sequence)
-            if sequence.hand_over or sequence.finish_reason() is not None:
-                event = self._gained(sequence, (sequence.tokens[-1],), None)
+            event = self._gained(sequence, (sequence.tokens[-1],), None)
+            if event.is_last:
                 last[sequence.request_id] = event
-            else:
-                self._go_on(sequence)
         return [last.get(e.sequence.request_id, e) for e in events] if last else events
 
     def _apply_one(
@@ -364,18 +362,14 @@ class Scheduler:
         """The event of a sequence that has gained tokens, and may end or be handed over now."""
         reason = sequence.finish_reason()
         if reason is None and not sequence.hand_over:
-            self._go_on(sequence)
+            self.milestones.set(sequence)  # the sequence is checked again there
+            if sequence.thinking is not None:
+                self._async_scheduling.watch_thinking(sequence)
             return TokenEvent(sequence, token_ids, logprobs)
         self._forget(sequence)
         if reason is not None:
             self.release(disown(sequence))
         return TokenEvent(sequence, token_ids, logprobs, reason, left=reason is None)
-
-    def _go_on(self, sequence: Sequence) -> None:
-        """Let a sequence go on decoding. It is checked again at its next milestone."""
-        self.milestones.set(sequence)
-        if sequence.thinking is not None:
-            self._async_scheduling.watch_thinking(sequence)
 
     # Bookkeeping.
 
