@@ -22,6 +22,15 @@ _EVERY: Json = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+_MIXTRAL_EXPERTS = ExpertNames(
+    num_experts=("num_local_experts", "num_experts"),
+    intermediate_size="intermediate_size",
+    router="block_sparse_moe.gate",
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+    is_normalized=True,
+)
 _QWEN: Json = {
     **_EVERY,
     "num_key_value_heads": 32,
@@ -74,8 +83,6 @@ _GEMMA: Json = {
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
-# Old files of Gemma say "gelu" but mean the approximation with tanh.
-_GELU_TANH = ("gelu_pytorch_tanh", "gelu")
 _GEMMA2 = Family(
     model_type="gemma2",
     defaults={
@@ -93,7 +100,7 @@ _GEMMA2 = Family(
     norms="around",
     norms_less_one=True,
     scaled_embedding=True,
-    activations=_GELU_TANH[:1],
+    activations=("gelu_pytorch_tanh",),
     fits_float16=False,
 )
 _OLMO2 = Family(
@@ -168,15 +175,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "num_experts_per_tok": 2,
             },
             windows="all",
-            experts=ExpertNames(
-                num_experts=("num_local_experts", "num_experts"),
-                intermediate_size="intermediate_size",
-                router="block_sparse_moe.gate",
-                gate="block_sparse_moe.experts.{}.w1",
-                up="block_sparse_moe.experts.{}.w3",
-                down="block_sparse_moe.experts.{}.w2",
-                is_normalized=True,
-            ),
+            experts=_MIXTRAL_EXPERTS,
         ),
         "Qwen2MoeForCausalLM": Family(
             model_type="qwen2_moe",
@@ -303,14 +302,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "routed_scaling_factor": 1.0,
             },
             qk_norm="all heads",
-            experts=ExpertNames(
-                num_experts=("num_local_experts", "num_experts"),
-                intermediate_size="intermediate_size",
-                router="block_sparse_moe.gate",
-                gate="block_sparse_moe.experts.{}.w1",
-                up="block_sparse_moe.experts.{}.w3",
-                down="block_sparse_moe.experts.{}.w2",
-                is_normalized=True,
+            experts=replace(
+                _MIXTRAL_EXPERTS,
                 scoring="sigmoid",
                 score_bias="block_sparse_moe.e_score_correction_bias",
             ),
@@ -326,7 +319,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             attention_bias="stated",
             norms_less_one=True,
             scaled_embedding=True,
-            activations=_GELU_TANH,
+            # Old files say "gelu" but mean the approximation with tanh.
+            activations=("gelu_pytorch_tanh", "gelu"),
         ),
         "Gemma2ForCausalLM": _GEMMA2,
         "Gemma3ForCausalLM": replace(
