@@ -228,7 +228,7 @@ class Dispatcher:
         """Compare the TTFT with its prediction, which only requests that waited can correct."""
         state.awaited = None
         if route.wait_s > route.own_s:
-            slo_s = self._ttft_slo_s.get(state.model, math.inf)
+            slo_s = state.ttft_slo_s or self._ttft_slo_s.get(state.model, math.inf)
             took_s, left_s = self._now() - since, state.deadline_unix_s - since
             self._fleet.delays.observe(state.model, route.first_token_s, took_s, min(slo_s, left_s))
 

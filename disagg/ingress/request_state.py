@@ -76,6 +76,11 @@ class RequestState:
         return self._request.deadline_unix_s
 
     @property
+    def ttft_slo_s(self) -> float:
+        """Its own TTFT SLO; 0: its model's."""
+        return self._request.ttft_slo_s
+
+    @property
     def num_tokens(self) -> int:
         return len(self._request.token_ids) + len(self._generated)
 

@@ -292,11 +292,17 @@ def test_a_tenant_pays_for_what_it_took() -> None:
     assert queue._tenants["a"].served_s == pytest.approx(total_s)
 
 
-@pytest.mark.parametrize(("slo_s", "is_learned"), [(6.0, True), (600.0, False)])
+@pytest.mark.parametrize(
+    ("slo_s", "own_slo_s", "is_learned"),
+    [(6.0, 0.0, True), (600.0, 0.0, False), (600.0, 6.0, True), (6.0, 600.0, False)],
+)
 async def test_how_late_first_tokens_are_is_learned_from_long_waits(
-    slo_s: float, is_learned: bool
+    slo_s: float, own_slo_s: float, is_learned: bool
 ) -> None:
-    """A wait that was predicted to be far below the SLO teaches nothing of waits near it."""
+    """A wait that was predicted to be far below the SLO teaches nothing of waits near it.
+
+    The SLO is the request's own, if it has one, as for admission.
+    """
     ingress = Ingress(slo_s)
     usual = ingress.fleet.delays.factor("toy")
     short = make_status(num_uncomputed_tokens=300, num_waiting=1)  # 40 ms, so nobody waits here
@@ -304,7 +310,10 @@ async def test_how_late_first_tokens_are_is_learned_from_long_waits(
     await ingress.ask("at once")
     assert ingress.fleet.delays.factor("toy") == usual
     ingress.load(busy=True)
-    tasks = [ingress.ask("first", num_tokens=4000), ingress.ask("second")]
+    tasks = [
+        ingress.ask("first", num_tokens=4000, ttft_slo_s=own_slo_s),
+        ingress.ask("second", ttft_slo_s=own_slo_s),
+    ]
     await ingress.until_waiting(2)
     ingress.now += 5.0  # far longer than was predicted
     ingress.load(busy=False)
