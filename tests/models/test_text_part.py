@@ -16,6 +16,7 @@ from disagg.errors import ModelError
 from disagg.models.description import describe_model
 from disagg.worker.check import check_tier
 from tests.models.checkpoints import Checkpoint, assert_logits_are_transformers
+from tests.models.quantized_files import write_quantized
 
 SHAPE = {
     "vocab_size": 97,
@@ -111,6 +112,24 @@ def test_its_logits_are_those_of_the_whole(
     assert described.reads_images
     assert described.eos_token_ids == (1, 93)
     assert not any("vision" in tensor or "multi_modal" in tensor for tensor in described.tensors)
+
+
+@pytest.mark.parametrize("kind", ["awq", "fp8 blocks"])
+def test_its_weights_may_be_quantised(kind: str, tmp_path: Path) -> None:
+    checkpoint = write_quantized(tmp_path, "gemma3", kind)
+    directory = checkpoint.directory
+    _rename(directory, ("model.", "model.language_model."))
+    file = directory / "config.json"
+    text = json.loads(file.read_text())
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "quantization_config": text.pop("quantization_config"),
+        "text_config": text,
+    }
+    file.write_text(json.dumps(whole))
+    assert describe_model(directory).is_quantized
+    assert_logits_are_transformers(checkpoint)
 
 
 def test_the_start_says_what_is_left_out(tmp_path: Path) -> None:
