@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _MLA = "multi-head latent attention (MLA)"
-_PARTIAL = "partial rotary embedding"
 _IMAGES = "images"
 _STATES = "layers with a recurrent state instead of KV"
 NOT_YET: Mapping[str, str] = MappingProxyType(
     {
         "DeepseekV32ForCausalLM": f"sparse {_MLA}",
         "GlmMoeDsaForCausalLM": f"sparse {_MLA}",
-        "Glm4vMoeForConditionalGeneration": f"{_PARTIAL}, and {_IMAGES}",
+        "Glm4vMoeForConditionalGeneration": _IMAGES,
         "Gemma3nForConditionalGeneration": "layers that share KV, and embeddings of layers",
         "KimiK25ForConditionalGeneration": _IMAGES,
         "Llama4ForCausalLM": "chunked attention",
