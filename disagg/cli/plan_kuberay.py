@@ -30,10 +30,11 @@ _SETTINGS = {
 }
 _SECRETS = {"DISAGG_CLUSTER_KEY": "cluster-key", "DISAGG_API_KEY": "api-key"}
 _PORTS = {6379: "gcs-server", 8265: "dashboard", 10001: "client", 8000: "serve", 30000: "ingress"}
-# `ray stop` alone would kill the workers at once. Serve moves the replicas of a draining node.
+# `ray stop` alone would kill the workers at once. Serve moves the replicas of a draining node. If
+# no head takes the drain (the whole cluster ends), there is nothing to wait for.
 _PRE_STOP = """\
-ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION \\
-    --reason-message 'the pod ends' --deadline-remaining-seconds {seconds}
+timeout 30 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION \\
+    --reason-message 'the pod ends' --deadline-remaining-seconds {seconds} &&
 for _ in $(seq {seconds}); do pgrep -f ^ray::ServeReplica >/dev/null || break; sleep 1; done
 ray stop
 """
