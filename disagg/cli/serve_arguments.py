@@ -84,8 +84,8 @@ class _Noted(argparse.Action):
             }
 
 
-class _NotSupported(argparse.Action):
-    """Exits with a message that says what to use instead of the flag."""
+class _OfVllm(argparse.Action):
+    """Prints what a flag of vLLM is replaced by, and exits unless the flag is not needed."""
 
     def __call__(
         self,
@@ -95,20 +95,8 @@ class _NotSupported(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         (flag,) = self.option_strings
-        parser.exit(2, f"disagg: {flag} is not supported: {NOT_SUPPORTED[flag]}.\n")
-
-
-class _NotNeeded(argparse.Action):
-    """Accepts a switch that has no effect, and prints why."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        (flag,) = self.option_strings
+        if flag in NOT_SUPPORTED:
+            parser.exit(2, f"disagg: {flag} is not supported: {NOT_SUPPORTED[flag]}.\n")
         print(f"disagg: {flag} is not needed: {NOT_NEEDED[flag]}.", file=sys.stderr)
 
 
@@ -133,9 +121,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_cluster_arguments(parser.add_argument_group("cluster"))
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for flag in NOT_SUPPORTED:
-        parser.add_argument(flag, action=_NotSupported, nargs="?", **hidden)
+        parser.add_argument(flag, action=_OfVllm, nargs="?", **hidden)
     for flag in NOT_NEEDED:
-        parser.add_argument(flag, action=_NotNeeded, nargs=0, **hidden)
+        parser.add_argument(flag, action=_OfVllm, nargs=0, **hidden)
 
 
 def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
