@@ -33,8 +33,8 @@ class Evidence:
     def assume(self, rows: Sequence[Sequence[float]], number: int) -> None:
         """Let `rows` stand for `number` real ones, before the first of these.
 
-        The first real row replaces them, and counts as much. So do the next ones together, until
-        they are as many.
+        The first real row replaces them, and gets their whole weight. The next ones share this
+        weight equally, until there are `number` real rows.
         """
         for row in rows:
             self._add(row, number / len(rows), 1.0)

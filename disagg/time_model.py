@@ -46,7 +46,7 @@ MAX_BYTES_PER_S = 1e13
 PRIOR_SOURCE = "prior"  # stands for every source in figures that were measured before serving
 
 # Decode steps come fast and are all alike: once so many are known, one in a few is learned from,
-# and those that took longer or shorter than predicted. Learning from each costs 17 us, as much as
+# and those that took longer or shorter than predicted. Learning from each costs 20 us, as much as
 # scheduling 20 sequences (docs/notebook/cpu-step.md).
 NUM_DECODES_ALL_LEARNED = 64
 DECODES_PER_LEARNED = 8
@@ -60,7 +60,7 @@ LONG_PROMPT_TOKENS = CHUNK_TOKENS // 4
 NUM_ASSUMED, ASSUMED_CHUNKS = 16, (0, 7)
 
 # So many steps one after the other, which take at least so long together and were each off by this
-# factor, in one direction, mean that the machine has another speed. What else runs on a CPU slows
+# factor, in one direction, mean that the machine has another speed. Other processes on a CPU slow
 # some steps of 1 ms in a row.
 NUM_STEPS_OF_CHANGE, CHANGE_S = 3, 0.05
 CHANGE, MOST_CHANGE = 1.5, 16.0
@@ -126,7 +126,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def prompt_step_s(self) -> float:
-        """A step with prompt tokens, but for what each of these takes."""
+        """A step with prompt tokens, without the seconds of each of these tokens."""
         return self.coefficients[0] + self.coefficients[5]
 
     def step_s(self, features: StepFeatures) -> float:
@@ -201,7 +201,7 @@ def prompt_tokens_in(times: StepTimeModel, room_s: float, num_before: float = 0)
 def step_solver(prior: StepTimeModel, pull: float = PULL_TO_PRIOR) -> Solver:
     """Finds coefficients from steps; all of the prior's but the last one must be > 0.
 
-    What a step with prompts takes in addition may be anything from nothing to several decode steps.
+    The constant cost of steps with prompts may be anything from nothing to several decode steps.
     """
     *others, per_prompt_step = prior.coefficients
     return Solver(prior.coefficients, (*others, max(per_prompt_step, others[0])), pull)
@@ -279,7 +279,7 @@ class StepTimeFit:
         """Whether a step is left until the next ones show if the machine has another speed.
 
         Args:
-            predicted: what was, as a share of what the step took.
+            predicted: the predicted seconds as a share of the measured ones.
         """
         pending = self._pending
         is_faster = predicted > 1.0

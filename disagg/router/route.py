@@ -35,7 +35,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def queue_s(self) -> float:
-        """Until work on it begins."""
+        """Seconds until a worker begins to compute the prompt."""
         return self.wait_s - self.beside_s
 
 

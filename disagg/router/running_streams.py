@@ -36,7 +36,7 @@ class RunningStreams(NamedTuple):
     prompt_step_s: float = 0.0  # a step with prompts, but for their tokens
 
     def beside_s(self, num_tokens: int, work_s: float) -> float:
-        """What the steps of a prompt take for these streams and for themselves.
+        """Seconds of a prompt's steps beside these streams, without its own tokens.
 
         Args:
             work_s: what `num_tokens` of the prompt add to the steps that compute them.
