@@ -15,6 +15,7 @@ LAUNCH_NBYTES = 16 << 10
 LAUNCHES_A_LAYER = 16
 LAUNCHES_OF_EXPERTS = 12  # additional launches of a layer with experts
 LAUNCHES_OF_LATENTS = 12  # additional launches of a layer with latents
+LAUNCHES_OF_WIDE_NORMS = 9  # additional launches of a layer with norms over all heads of q and of k
 CUBLAS_NBYTES = 32 << 20  # torch's workspace per stream on Hopper, where it is largest
 PARTIAL_ROWS = 64  # most query rows of a partial result when a sequence's keys are split
 LEAST_BLOCK_SIZE = 16  # smallest block size on a GPU
@@ -86,6 +87,7 @@ def captured_nbytes(
     pieces = 4 * 10 * sum(size + SPARE_PARTIALS for size in sizes) * num_windows
     launches_a_layer = LAUNCHES_A_LAYER + (LAUNCHES_OF_EXPERTS if model.experts else 0)
     launches_a_layer += LAUNCHES_OF_LATENTS if model.latent else 0
+    launches_a_layer += LAUNCHES_OF_WIDE_NORMS if model.qk_norm_all_heads else 0
     launches = len(sizes) * model.num_layers * launches_a_layer * LAUNCH_NBYTES
     return inputs + logits + pool + pieces + launches
 

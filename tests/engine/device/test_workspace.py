@@ -6,8 +6,10 @@ That a step's tensors fit is for a GPU to show; `interpreted_graphs` counts thos
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagg.config import EngineConfig
 from disagg.engine.device.batching import Batching
@@ -18,6 +20,7 @@ from disagg.engine.device.mixed_graphs import graph_sizes
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.device.workspace import (
+    LAUNCHES_OF_WIDE_NORMS,
     SAMPLING_NBYTES,
     SPLITS_NBYTES,
     captured_nbytes,
@@ -28,6 +31,7 @@ from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.packed_linear import MOST_SPLIT_ROWS, num_splits, tile_sizes
 from disagg.kernels.packed_tile import MAX_ROWS
 from disagg.messages import SamplingParams
+from disagg.models.qk_norm import mean_squares
 from disagg.time_model import StepFeatures
 from tests.engine.device.test_sampler import new_sequence
 from tests.models.paging import SMALL
@@ -51,6 +55,25 @@ def test_logits_of_graphs_are_counted_once_and_not_for_each_graph() -> None:
         for n in (1, 128257)
     )
     assert large - small == 1024 * 128256 * (4 + 2)
+
+
+class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations that launch a kernel on a GPU: all but views."""
+
+    num = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.num += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def test_launches_of_norms_over_all_heads_are_counted() -> None:
+    heads = torch.zeros(2, 10, 16)
+    with torch.inference_mode(), _Launches() as launches:  # type: ignore[no-untyped-call]
+        mean_squares(heads, 8, None)
+    assert launches.num == LAUNCHES_OF_WIDE_NORMS - 1  # and the sum over ranks
 
 
 def test_what_is_captured_is_kept_from_kv_unless_nothing_is() -> None:
