@@ -35,7 +35,10 @@ _PORTS = {6379: "gcs-server", 8265: "dashboard", 10001: "client", 8000: "serve",
 _PRE_STOP = """\
 timeout 30 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION \\
     --reason-message 'the pod ends' --deadline-remaining-seconds {seconds} &&
-for _ in $(seq {seconds}); do pgrep -f ^ray::ServeReplica >/dev/null || break; sleep 1; done
+for _ in $(seq {seconds}); do
+    grep -aqs '^ray::ServeReplica' /proc/[0-9]*/cmdline || break
+    sleep 1
+done
 ray stop
 """
 
