@@ -164,6 +164,8 @@ def measure(
             for num_in in (512 // scale, 1024 // scale):
                 streams = asyncio.run(ask_all(ask, SHAPES[shape][0], num_in, num_prompts))
                 found.setdefault((num_in, name), []).extend(streams)
+                # Each when it is measured: other systems and rounds take minutes.
+                print_table([_row(shape, num_in, name, found[num_in, name])])
 
         absent = in_turns(systems, rounds, ask_each)
         for name in absent.keys() - {"vllm"}:
