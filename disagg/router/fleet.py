@@ -345,7 +345,14 @@ class Fleet:
         began_s = self._began_s[worker_id]
         tpot_slo_s = self._tpot_slo_s.get(record.model, math.inf)
         view = WorkerView.from_status(
-            record, status, coming, times, began_s, tpot_slo_s, self._ingress_id
+            record,
+            status,
+            coming,
+            times,
+            began_s,
+            tpot_slo_s,
+            self._ingress_id,
+            self._views.get(worker_id),
         )
         self._views[worker_id] = view
         pools = self._pools.get(record.model)
