@@ -69,8 +69,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_gpu_blocks_override: Positive | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # on a GPU: launch each kernel, and capture no CUDA graphs
-    # Threads of torch in each worker on a CPU. None: num_cpus of its pool; if that is 0, the cores
-    # of a node, divided by its workers.
+    # Threads of torch in each worker; on a GPU weights are loaded with them. None: num_cpus of its
+    # pool; if that is 0, the cores of a node, divided by its workers on CPUs, or by those on GPUs.
     num_threads: Positive | None = None
     speculative_config: SpeculativeConfig | None = None  # None: no drafts but a cascade's
     max_requests_nbytes: Positive = 256 << 20  # prompts on one worker, waiting and running
