@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from disagg.engine.sched.gbnf import as_lark
 from disagg.errors import GrammarError, Overloaded, Unavailable
 from disagg.messages import Grammar
 
@@ -344,7 +345,7 @@ def _grammar_text(grammar: Grammar) -> str:
             choices = " | ".join(json.dumps(choice) for choice in _loaded(grammar.source))
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case "lark":
-            return LLMatcher.grammar_from_lark(grammar.source)
+            return LLMatcher.grammar_from_lark(as_lark(grammar.source))
 
 
 def _deep_thread() -> ThreadPoolExecutor:

@@ -158,6 +158,18 @@ def test_a_lark_grammar_is_followed(tokenizer_text: str, grammars: Grammars) -> 
         assert re.fullmatch(r"[1-9](\+[1-9])*", answer)
 
 
+def test_a_grammar_may_have_the_notation_of_vllm_s_examples(
+    tokenizer_text: str, grammars: Grammars
+) -> None:
+    source = (
+        'root ::= "SELECT " column " from t" (" where " condition)?  # of one table\n'
+        'column ::= "c1" | "c2"\ncondition ::= column " = " [0-9]{1,3}\n'
+    )
+    for seed in range(20):
+        answer = text(tokenizer_text, walk(grammars, Grammar("lark", source), seed, []))
+        assert re.fullmatch(r"SELECT c[12] from t( where c[12] = [0-9]{1,3})?", answer)
+
+
 def test_the_end_is_allowed_exactly_where_the_answer_is_complete(
     tokenizer_text: str, grammars: Grammars
 ) -> None:
