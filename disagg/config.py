@@ -69,8 +69,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_gpu_blocks_override: Positive | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # on a GPU: launch each kernel, and capture no CUDA graphs
-    # Threads of torch in each worker; on a GPU weights are loaded with them. None: num_cpus of its
-    # pool; if that is 0, the cores of a node, divided by its workers on CPUs, or by those on GPUs.
+    # Threads of torch in each worker on a CPU. None: num_cpus of its pool; if that is 0, the cores
+    # of a node, divided by its workers.
     num_threads: Positive | None = None
     speculative_config: SpeculativeConfig | None = None  # None: no drafts but a cascade's
     max_requests_nbytes: Positive = 256 << 20  # prompts on one worker, waiting and running
@@ -138,6 +138,11 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def name(self) -> str:
         last = self.model.rstrip("/").rsplit("/", 1)[-1]
         return self.served_model_name or last.removesuffix(".gguf")
+
+    @property
+    def full_name(self) -> str:
+        """The name under which vLLM would serve the model, such as Qwen/Qwen3-8B."""
+        return self.served_model_name or self.model
 
     def num_ranks(self, pool: PoolConfig) -> int:
         """Of each worker of one of its pools."""

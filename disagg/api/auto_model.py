@@ -25,6 +25,7 @@ def auto_model(tiers: Sequence[ServedModel]) -> ServedModel:
     return dataclasses.replace(
         tiers[0],
         name=AUTO,
+        full_name="",
         max_model_len=min(tier.max_model_len for tier in tiers),
         vocab_size=min(tier.vocab_size for tier in tiers),
         defaults=tiers[-1].defaults,

@@ -25,6 +25,8 @@ class ServedModel:
 
     Attributes:
         name: the name that clients use.
+        full_name: a second name that clients may use, because vLLM would serve the model under it:
+            Qwen/Qwen3-8B for Qwen3-8B; "" for none.
         fingerprint: identifies weights and tokenizer; it is the root of all block hashes.
         vocab_size: token ids of prompts must be below it.
         num_parameters: number of stored parameters; tied matrices count once.
@@ -49,6 +51,7 @@ class ServedModel:
     slo_s: tuple[float, float] = (0.0, 0.0)
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    full_name: str = ""
 
     @property
     def tool_format(self) -> ToolFormat | None:

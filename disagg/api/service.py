@@ -191,10 +191,14 @@ class Service:
                 code="missing_required_parameter",
                 param="model",
             )
-        found = self.models.get(name)
+        found = self.models.get(name) or self._by_full_name(name)
         if found is None:
             raise ModelNotFound(f"There is no model {name[:128]!r}; {served}", param="model")
         return found
+
+    def _by_full_name(self, name: str) -> ServedModel | None:
+        named = (each for each in self.models.values() if name and each.full_name == name)
+        return next(named, None)
 
 
 def _too_late(next_step: str) -> DeadlineExceeded:

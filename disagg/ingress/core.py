@@ -367,7 +367,8 @@ def _served_model(tier: TierConfig) -> ServedModel:
         reasoning_parser=tier.reasoning_parser,
         created_unix_s=int(time.time()),
     )
-    return dataclasses.replace(model, slo_s=(tier.ttft_slo_s, tier.tpot_goal_s))
+    slo_s = (tier.ttft_slo_s, tier.tpot_goal_s)
+    return dataclasses.replace(model, slo_s=slo_s, full_name=tier.full_name)
 
 
 def _differs(model: ServedModel, record: WorkerRecord) -> bool:

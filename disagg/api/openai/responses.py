@@ -115,7 +115,7 @@ class Model(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
-    root: str
+    root: str  # as vLLM's: what was served; its benchmark finds the tokenizer by it
     num_parameters: int = 0  # 0 if unknown
     parent: None = None
     object: Literal["model"] = "model"
@@ -147,9 +147,8 @@ def model_body(model: ServedModel) -> bytes:
 
 
 def _described(model: ServedModel) -> Model:
-    return Model(
-        model.name, model.created_unix_s, model.max_model_len, model.name, model.num_parameters
-    )
+    root = model.full_name or model.name
+    return Model(model.name, model.created_unix_s, model.max_model_len, root, model.num_parameters)
 
 
 def usage_of(run: RunningJob) -> Usage:

@@ -7,6 +7,7 @@ import gc
 import json
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -18,7 +19,7 @@ from disagg.api.http.app import AsgiApp, Readiness
 from disagg.api.running_job import RunningJob
 from disagg.config import HttpConfig
 from tests.api.apps import URL, Exchange, http_client, make_app, never, until
-from tests.api.fakes import FakeGenerate
+from tests.api.fakes import FakeGenerate, served_model
 from tests.contract.contract import CHAT
 
 OPEN = ["/health", "/live", "/ready", "/ping", "/version", "/metrics"]
@@ -155,6 +156,19 @@ async def test_models_and_version() -> None:
         assert one == listed["data"][0]
         assert (one["id"], one["max_model_len"], one["object"]) == ("tiny", 512, "model")
         assert (await client.get("/version")).json()["version"]
+
+
+async def test_a_model_is_also_served_under_the_name_that_vllm_would_give_it() -> None:
+    full = replace(served_model(), full_name="org/tiny")
+    async with http_client(make_app(None, full, served_model("other"))) as client:
+        one, other = (await client.get("/v1/models")).json()["data"]
+        assert (one["id"], one["root"], other["root"]) == ("tiny", "org/tiny", "other")
+        for path in ("/v1/models/org/tiny", "/v1/models/org%2Ftiny"):
+            assert (await client.get(path)).json() == one
+        reply = await client.post("/v1/chat/completions", json=CHAT | {"model": "org/tiny"})
+        assert reply.json()["model"] == "tiny"
+        reply = await client.post("/v1/chat/completions", json=CHAT | {"model": ""})
+        assert reply.status_code == 404
 
 
 async def test_tokenize_and_back() -> None:
