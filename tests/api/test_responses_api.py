@@ -34,6 +34,20 @@ async def test_an_answer_is_a_message() -> None:
     assert answer.to_dict()["store"] is False
 
 
+async def test_vllms_sampling_fields_apply_as_in_chats() -> None:
+    generate = FakeGenerate(TEXT)
+    fields = {"top_k": 3, "min_p": 0.5, "repetition_penalty": 1.5, "seed": 7, "ignore_eos": True}
+    async with http_client(make_app(generate)) as client:
+        body = {"model": "tiny", "input": "hi", "stop": "brown", "cache_salt": "s"} | fields
+        answer = (await client.post(URL, json=body)).json()
+        refused = (await client.post(URL, json=body | {"watermarking": True})).json()["error"]
+    assert answer["output"][0]["content"][0]["text"] == "the quick "
+    sampling = generate.requests[0].sampling
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (3, 0.5, 1.5)
+    assert sampling.stop_token_ids == ()  # ignore_eos
+    assert (refused["param"], refused["code"]) == ("watermarking", "unsupported_parameter")
+
+
 async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     async with openai_client(make_app(FakeGenerate(TEXT, finish=False))) as client:
         answer = await client.responses.create(model="tiny", input="hi", max_output_tokens=3)

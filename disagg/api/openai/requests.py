@@ -31,6 +31,7 @@ Priority: TypeAlias = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)
 ]
+TemplateArguments: TypeAlias = dict[str, bool | int | Label]
 
 
 class StreamOptions(msgspec.Struct):
@@ -38,15 +39,11 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """Fields that chat completions and text completions have in common."""
+class AnswerFields(msgspec.Struct, kw_only=True):
+    """Fields that chat completions, text completions and responses have in common."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=16)] | None = None
-    max_tokens: Count | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -56,13 +53,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    return_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     logit_bias: Annotated[dict[TokenIdKey, Bias], Meta(max_length=1024)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=8192)] | None = None
-    bad_words: Annotated[list[StopString], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -70,15 +62,29 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
     slo_ttft_ms: Milliseconds | None = None
     slo_tpot_ms: Milliseconds | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}\Z")] | None = None
+    user: Label | None = None
+    metadata: Metadata | None = None
+
+
+class SamplingFields(AnswerFields, kw_only=True):
+    """More fields that chat completions and text completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=8192)] | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=128)] | None = None
+    response_format: ResponseFormat | None = None
     guided_json: Schema | None = None  # vLLM's older names for parts of `structured_outputs`
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
-    cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}\Z")] | None = None
-    user: Label | None = None
-    metadata: Metadata | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -121,7 +127,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     reasoning_effort: Effort | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no limit
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, bool | int | Label] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -164,7 +170,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    chat_template_kwargs: dict[str, bool | int | Label] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     tools: Tools | None = None
 
 
@@ -201,11 +207,17 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "length_penalty": (1.0,),
+    "logprob_token_ids": ([],),
     "modalities": (["text"],),
     "prediction": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 
@@ -224,19 +236,21 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
 
 
 def _check_text(raw: dict[str, Any]) -> None:
-    _refuse_unsupported(raw)
+    refuse_unsupported(raw)
     for name in _OF_CHATS:
         if raw.get(name):
             raise unsupported(name, "Use /v1/chat/completions, which supports it.")
 
 
 def _check_chat(raw: dict[str, Any]) -> None:
-    _refuse_unsupported(raw)
-    if raw.get("echo"):
-        raise unsupported("echo", "Only /v1/completions has it.")
+    refuse_unsupported(raw)
+    for name in ("echo", "add_special_tokens"):
+        if raw.get(name):
+            raise unsupported(name, "Only /v1/completions has it.")
 
 
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
+def refuse_unsupported(raw: dict[str, Any]) -> None:
+    """Raises `InvalidRequest` if a field is set that clients may not set, or is not implemented."""
     for name in _INTERNAL_FIELDS:
         if raw.get(name) is not None:
             raise unsupported(name, "Leave it out: clients may not set it.")

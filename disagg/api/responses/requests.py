@@ -15,15 +15,16 @@ from msgspec.structs import replace
 from disagg.api.json_body import read_struct
 from disagg.api.openai.reasoning import Effort
 from disagg.api.openai.requests import (
+    AnswerFields,
     ChatMessage,
     ChatRequest,
     ContentPart,
     Count,
     FunctionCall,
     Label,
-    Metadata,
-    Priority,
+    TemplateArguments,
     ToolCall,
+    refuse_unsupported,
 )
 from disagg.api.openai.structured_output import JsonSchemaFormat, ResponseFormat
 from disagg.api.openai.tools import (
@@ -96,23 +97,18 @@ class Reasoning(msgspec.Struct):
     effort: Effort | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(AnswerFields, kw_only=True):
     input: str | Annotated[list[Item], Meta(min_length=1)]
-    model: Annotated[str, Meta(max_length=256)] | None = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    stream: bool | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Metadata | None = None
-    user: Label | None = None
-    priority: Priority | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
 
 _IS_STATELESS = "This server stores no conversations: send the whole conversation as input."
@@ -132,6 +128,7 @@ def read_response_request(body: bytes) -> ResponsesRequest:
 
 
 def _check(raw: dict[str, Any]) -> None:
+    refuse_unsupported(raw)
     for name, why in _UNSUPPORTED.items():
         if raw.get(name):
             raise unsupported(name, why)
@@ -164,19 +161,17 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     """Convert the request to a chat request. Raises `InvalidRequest`."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     return ChatRequest(
+        **{name: getattr(request, name) for name in AnswerFields.__struct_fields__},
         messages=_messages(request),
-        model=request.model,
-        stream=request.stream,
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
         tools=[_tool(tool) for tool in request.tools] if request.tools else None,
         tool_choice=_choice(request),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
         reasoning_effort=effort,
         truncate_prompt_tokens=-1 if request.truncation == "auto" else None,
-        priority=request.priority,
+        include_reasoning=request.include_reasoning,
+        chat_template_kwargs=request.chat_template_kwargs,
     )
 
 
