@@ -221,6 +221,8 @@ async def test_completion_logprobs() -> None:
     assert logprobs.token_logprobs == [-0.5] * NUM_TOKENS
     assert (logprobs.text_offset or [])[:3] == [0, 3, 9]
     assert len(logprobs.top_logprobs or []) == NUM_TOKENS
+    for top, token in zip(logprobs.top_logprobs or [], logprobs.tokens, strict=True):
+        assert top[token] == -0.5  # the chosen token is always there
 
 
 async def test_streamed_completion_logprobs() -> None:

@@ -41,8 +41,9 @@ async def test_echo_with_logprobs_scores_prompt_and_answer(prompt: Any) -> None:
     assert scores["tokens"] == [TOKENIZER.token_text(i) for i in token_ids]
     assert text == "".join(scores["tokens"])
     assert scores["token_logprobs"] == [None, *(-i for i in range(1, len(token_ids) - 1)), -0.5]
-    likeliest = {TOKENIZER.token_text(7): -0.25}
-    assert scores["top_logprobs"][:-1] == [None] + [likeliest] * (len(token_ids) - 2)
+    likeliest = {TOKENIZER.token_text(7): -0.25}  # and the prompt's own token
+    tops = [likeliest | {scores["tokens"][i]: -i} for i in range(1, len(token_ids) - 1)]
+    assert scores["top_logprobs"][:-1] == [None, *tops]
     ends = [*scores["text_offset"][1:], len(text)]
     parts = [text[a:b] for a, b in zip(scores["text_offset"], ends, strict=True)]
     assert parts == scores["tokens"]

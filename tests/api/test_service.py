@@ -156,6 +156,21 @@ async def test_tool_messages_reach_the_template_as_objects() -> None:
     assert text == 'systembe kindassistantNone{"a": [1]}tool7c1'
 
 
+async def test_an_answer_that_ended_in_its_reasoning_may_be_sent_back() -> None:
+    """Its content was null, and the next turn repeats it as it was."""
+    template = (
+        "{% for m in messages %}{{ m.role }}({{ m.reasoning_content }}|{{ m.content }}){% endfor %}"
+    )
+    request = await chat_request(
+        service(served_model(template=template)),
+        messages=[
+            {"role": "assistant", "content": None, "reasoning_content": "so"},
+            {"role": "user", "content": "go on"},
+        ],
+    )
+    assert TOKENIZER.decode(request.token_ids) == "assistant(so|)user(|go on)"
+
+
 async def test_tool_arguments_that_are_no_json_stay_text() -> None:
     template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}"
     for arguments in ("{", "<|im_end|>", '"<|im_end|>"'):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +52,6 @@ class FakeServe(FakeRay):
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
         self.version = ""
-        self.while_draining: Callable[[], None] = lambda: None
         self.context = SimpleNamespace(_get_global_client=lambda: self)
 
     def shutdown(self) -> None:
@@ -71,16 +69,8 @@ class FakeServe(FakeRay):
         return version
 
     def get_app_handle(self, name: str) -> Any:
-        return SimpleNamespace(_init=lambda **options: None, broadcast=self._broadcast)
-
-    def _broadcast(self, method: str, *arguments: float) -> Any:
-        self.calls.append(method)
-        return SimpleNamespace(results=self._results)
-
-    def _results(self, timeout_s: float) -> list[tuple[int, int]]:
-        if self.calls[-1] == "drain":
-            self.while_draining()
-        return [(1, 0)]
+        ended = SimpleNamespace(results=lambda timeout_s: [(1, 0)])
+        return SimpleNamespace(_init=lambda **options: None, broadcast=lambda *arguments: ended)
 
     def delete(self, name: str) -> None:
         self.calls.append(f"delete {name}")
@@ -172,7 +162,7 @@ def test_an_application_that_replaced_ours_is_left_alone(serve: FakeServe) -> No
     assert not first.is_replaced()
     first.leave()
     second.connect()
-    assert second.end_other(1.0, threading.Event())
+    second.end_other(drain_s=1.0)
     second.deploy(CONFIG)
     second.leave()
     assert serve.version == second._version
@@ -181,25 +171,6 @@ def test_an_application_that_replaced_ours_is_left_alone(serve: FakeServe) -> No
     assert serve.version == second._version
     second.stop()
     assert not serve.version
-
-
-def test_an_application_serves_on_if_the_command_that_ends_it_is_stopped(
-    serve: FakeServe,
-) -> None:
-    from disagg.app.cluster import Cluster
-
-    def interrupted() -> None:
-        stop.set()
-        raise TimeoutError
-
-    stop = threading.Event()
-    serve.version, serve.while_draining = "of another", interrupted
-    cluster = Cluster("head:6379", Path("/nowhere"))
-    cluster.connect()
-    assert not cluster.end_other(60.0, stop)
-    cluster.stop()
-    assert serve.version == "of another"
-    assert serve.calls == ["init head:6379", "drain", "serve_again", "leave"]
 
 
 def test_a_cluster_of_our_own_ends_with_us(ray: FakeRay) -> None:

@@ -65,12 +65,15 @@ def completion_logprobs(
     return CompletionLogprobs(
         [tokenizer.token_text(token.token_id) for token in scored],
         [_finite(token.logprobs.logprob) for token in scored],
-        [
-            {tokenizer.token_text(number): _finite(value) for number, value in token.logprobs.top}
-            for token in scored
-        ],
+        [_top_and_chosen(token, tokenizer) for token in scored],
         [start + token.offset for token in scored],
     )
+
+
+def _top_and_chosen(token: ScoredToken, tokenizer: Tokenizer) -> dict[str, float]:
+    """The most likely tokens, and the chosen one if it is none of them, as OpenAI returns them."""
+    pairs = [*token.logprobs.top, (token.token_id, token.logprobs.logprob)]
+    return {tokenizer.token_text(number): _finite(value) for number, value in pairs}
 
 
 def echoed_logprobs(

@@ -135,8 +135,8 @@ def _call_schema(
 
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:
-    """The schema of a function's arguments, always strict."""
-    return strict(function.parameters or {"type": "object"})
+    """The schema of a function's arguments, always strict; without one a function has none."""
+    return strict(function.parameters or {"type": "object", "properties": {}})
 
 
 def _grammar(schema: dict[str, Any]) -> Grammar:

@@ -265,7 +265,9 @@ def _message(message: ChatMessage, path: str, *, is_harmony: bool) -> dict[str, 
     Content parts are joined by newlines, so that the words of two parts stay separate.
     """
     content = message.content
-    if content is None and not (message.role == "assistant" and message.tool_calls):
+    if message.role == "assistant" and not message.tool_calls:
+        content = content or ""  # null in an answer that ended during its reasoning
+    elif content is None and message.role != "assistant":
         raise InvalidRequest(
             f"Invalid {path}.content: a {message.role} message needs content.",
             code="invalid_type",

@@ -122,9 +122,10 @@ async def test_required_calls_are_asked_for_by_grammar() -> None:
     assert grammar is not None and grammar.kind == "json"
     schema = json.loads(grammar.source)
     look = {"name": "look", "arguments": {"where": "there"}}
-    rest = {"name": "rest", "arguments": {"long": True}}
+    rest = {"name": "rest", "arguments": {}}
     jsonschema.validate([look, rest, look], schema)
-    for wrong in ([], [{"name": "rest"}], [look | {"name": "rests"}], look,
+    long = {"arguments": {"long": True}}  # the function names no parameters, so it has none
+    for wrong in ([], [{"name": "rest"}], [rest | long], [look | {"name": "rests"}], look,
                   [{"name": "look", "arguments": {"where": "home"}}]):  # fmt: skip
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
