@@ -23,7 +23,6 @@ from disagg.time_model import (
     step_solver,
 )
 
-SHORT_PROMPTS = (2, 4, 8, 16, 32)  # attention kernels with different tile sizes compile for these
 FEW_TOKENS, NUM_TOKENS = 8, 64  # of the first prompts that are timed
 LONGEST_S = 0.25  # seconds that a longer one may take, as far as NUM_TOKENS show
 NUM_DECODES = 3
@@ -48,11 +47,6 @@ def first_steps(
     num_tokens = min(NUM_TOKENS, room - NUM_DECODES - 1)
     caching, scheduler.enable_prefix_caching = scheduler.enable_prefix_caching, False
     lookup, scheduler.prompt_lookup = scheduler.prompt_lookup, None  # plain decode steps are timed
-    for num_short in SHORT_PROMPTS:
-        if num_short < num_tokens:
-            engine.submit(_sequence(num_short, max_tokens=1))
-            while engine.has_work:
-                engine.step()  # it may compile kernels, so its time is not used
     seen = _fastest_steps(engine, timer, min(FEW_TOKENS, num_tokens))
     seen += (usual := _fastest_steps(engine, timer, num_tokens))
     prompt_s = sum(seconds for features, seconds in usual if features.num_new_tokens)

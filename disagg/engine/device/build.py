@@ -118,9 +118,12 @@ def _warm_up(runner: ModelRunner, plan: EnginePlan) -> None:
     runner.warm_up(
         min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, memory.max_num_seqs
     )
-    if is_cpu and runner.followers is None:
-        runner.measure_threads(plan.max_model_len)
-    elif not is_cpu and not plan.config.enforce_eager:
+    if is_cpu:
+        if runner.followers is None:
+            runner.measure_threads(plan.max_model_len)
+        return
+    runner.warm_up_tiles(plan.max_model_len)
+    if not plan.config.enforce_eager:
         with_drafts = plan.config.speculative_config is not None
         runner.capture(memory.max_num_seqs, plan.max_model_len, with_drafts=with_drafts)
 
