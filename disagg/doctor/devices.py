@@ -1,9 +1,12 @@
-"""Checks GPUs: whether torch can use them, and how full they are. Uses no GPU memory itself."""
+"""Checks GPUs: whether torch and Triton can use them, and how full they are.
+
+Uses no GPU memory itself.
+"""
 
 from __future__ import annotations
 
 from disagg.doctor.findings import Finding
-from disagg.kernels.devices import Device, Gpus, gpus_here
+from disagg.kernels.devices import Device, Gpus, gpus_here, what_triton_needs
 
 BUSY_SHARE = 0.1  # share of a GPU's memory that other processes may use without a warning
 
@@ -15,7 +18,14 @@ def check_devices(gpus: Gpus | None = None) -> list[Finding]:
         return [Finding("CUDA", gpus.problem, "wrong", "fix it, or use --device cpu")]
     if not gpus.devices:
         return [Finding("CUDA", "no GPU; models run on the CPU")]
-    return [_device(each) for each in gpus.devices]
+    return [*map(_device, gpus.devices), compiler(what_triton_needs())]
+
+
+def compiler(missing: str) -> Finding:
+    """Whether Triton can compile kernels. `missing`: from `what_triton_needs`."""
+    if not missing:
+        return Finding("GPU kernels", "Triton finds a C compiler and Python's headers")
+    return Finding("GPU kernels", f"Triton cannot begin without {missing}", "wrong", "install it")
 
 
 def num_gpus() -> int:

@@ -12,6 +12,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -84,6 +86,21 @@ def see_only(ids: Iterable[int | str]) -> None:
     """
     if found := ",".join(map(str, ids)):
         os.environ[VISIBLE] = found
+
+
+def what_triton_needs() -> str:
+    """What is missing here for Triton, which compiles its interface to the driver at its first use.
+
+    It is a phrase such as "a C compiler (gcc)"; empty if nothing is missing.
+    """
+    missing = []
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        missing.append(f"a C compiler ({' or '.join(compilers)})")
+    if not (Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h").exists():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        missing.append(f"Python's headers (on Debian and Ubuntu the package python{version}-dev)")
+    return " and ".join(missing)
 
 
 def why_no_gpu() -> str:

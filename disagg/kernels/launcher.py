@@ -32,6 +32,14 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def find_driver() -> None:
+    """Have Triton compile and load its interface to the driver, as the first launch would.
+
+    Any error is Triton's own.
+    """
+    triton.runtime.driver.active.get_current_device()
+
+
 class KernelLauncher:
     """The launches of one kernel.
 

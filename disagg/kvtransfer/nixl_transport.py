@@ -46,6 +46,11 @@ TRANSPORT = "nixl"
 PROGRESS_DELAY_US = 5_000
 IDLE_LOOK_S = 0.001  # without a progress thread: seconds between polls for messages of peers
 EMPTY: Mapping[str, str] = {}
+# Without these UCX loads no module for CUDA, and takes a GPU's memory for the host's.
+NEEDED_ON_GPU = (
+    "For GPU memory UCX needs libcuda.so.1 and libnvidia-ml.so.1 (in a container"
+    " NVIDIA_DRIVER_CAPABILITIES=compute,utility); UCX_TLS, if set, needs cuda_copy and cuda_ipc"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -219,10 +224,11 @@ class _NixlWire:
             ]
             self.record: bytes = self._agent.get_agent_metadata()
         except Exception as error:  # NIXL's errors have no root of their own
+            on_gpu = "" if slab.device_id == HOST else f". {NEEDED_ON_GPU}"
             raise StartupError(
                 f"NIXL could not be started for a slab of {slab.nbytes} bytes ({error!r});"
                 " `disagg doctor` shows what this machine offers; check also UCX's own settings"
-                " (UCX_TLS, UCX_NET_DEVICES)"
+                f" (UCX_TLS, UCX_NET_DEVICES){on_gpu}"
             ) from error
 
     def connect(self, record: bytes) -> str:

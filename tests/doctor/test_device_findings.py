@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.doctor.devices import check_devices
+from disagg.doctor.devices import check_devices, compiler
 from disagg.doctor.findings import Status
 from disagg.kernels.devices import Device, Gpus
 
@@ -26,7 +26,14 @@ def device(free_gib: int | None) -> Device:
     ],
 )
 def test_verdicts(gpus: Gpus, check: str, status: Status, change: str) -> None:
-    (finding,) = check_devices(gpus)
+    finding, *_ = check_devices(gpus)
     assert (finding.check, finding.status) == (check, status)
     assert change in finding.change
     assert gpus.problem in finding.found
+
+
+def test_what_triton_lacks_is_said_before_a_model_is_loaded() -> None:
+    assert check_devices(Gpus((device(79),)))[-1].check == "GPU kernels"
+    assert compiler("").status == "ok"
+    finding = compiler("a C compiler (gcc or clang)")
+    assert finding.status == "wrong" and "a C compiler (gcc or clang)" in finding.found

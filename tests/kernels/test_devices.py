@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -173,3 +174,16 @@ def test_a_process_sees_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[devices.VISIBLE] == "0,1,2"
     see_only([2])
     assert os.environ[devices.VISIBLE] == "2"
+
+
+def test_what_triton_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gcc").touch(mode=0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
+    assert devices.what_triton_needs() == ""
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.setenv("CC", "icc")
+    both = r"a C compiler \(icc\) and Python's headers \(.* python3\.\d+-dev\)"
+    assert re.fullmatch(both, devices.what_triton_needs())

@@ -10,7 +10,7 @@ import torch
 
 from disagg.config import EngineConfig
 from disagg.errors import NotEnoughMemory, StartupError
-from disagg.kernels.devices import LARGE_SHARED_NBYTES
+from disagg.kernels.devices import LARGE_SHARED_NBYTES, what_triton_needs
 from disagg.models.model_config import ModelConfig
 from disagg.models.share import Share
 
@@ -27,7 +27,8 @@ def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> N
     """Raise errors that Triton would raise only after minutes of loading.
 
     Raises:
-        StartupError: the GPU is too old, or too small for this model's heads in this dtype.
+        StartupError: the GPU is too old, or too small for this model's heads in this dtype, or
+            Triton cannot compile kernels here.
     """
     if torch.version.hip is not None:
         return  # AMD GPUs have other limits, which nobody has tested
@@ -52,6 +53,20 @@ def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> N
             + (" Set dtype = 'bfloat16'." if dtype == torch.float32 else " Use another GPU."),
             param="dtype",
         )
+    _begin_triton()
+
+
+def _begin_triton() -> None:
+    """Raise `StartupError` if Triton has no C compiler, or Python's headers are missing."""
+    from disagg.kernels.launcher import find_driver
+
+    try:
+        find_driver()
+    except Exception as error:
+        needs = what_triton_needs() or "gcc or clang, and Python's headers"
+        raise StartupError(
+            f"Triton, which compiles the kernels, cannot begin: {error}. It needs {needs}."
+        ) from error
 
 
 def gpu_of(share: Share, ranks_per_node: int) -> torch.device:

@@ -42,6 +42,7 @@ class Gpu:
         )
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: self.properties)
         monkeypatch.setattr(choices, "has_driver", lambda: True)
+        monkeypatch.setattr(module, "_begin_triton", lambda: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.own)
@@ -190,6 +191,22 @@ def test_an_engine_is_not_begun_on_a_gpu_that_cannot_run_the_kernels(
 
     with pytest.raises(StartupError, match="sm_70"):
         build_engine(EngineConfig(), describe_model(write_tiny_model(tmp_path)), load=load)
+
+
+def test_triton_without_a_compiler_is_refused_before_a_weight_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def begin() -> int:
+        raise RuntimeError("Failed to find C compiler")
+
+    active = SimpleNamespace(get_current_device=begin)
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=active))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(StartupError) as refused:
+        module._begin_triton()
+    said = refused.value.message
+    assert "Failed to find C compiler. It needs a C compiler (gcc or clang)" in said
 
 
 def test_the_size_of_steps_follows_the_speed_of_the_gpu(
