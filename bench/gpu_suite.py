@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ BUDGET_S = 500.0  # of nine minutes, some are for the start of the machine's Pyt
 LEAST_S = 10.0  # with less left, no part is begun
 MAX_STARTS = 4  # of one part: each loses a model and its graphs
 BETWEEN_S = 30.0  # from one row to the next
+TRACEBACK = "Traceback (most recent call last):"
 LOOK_S = 0.05
 MSGSPEC = (
     "msgspec is missing, which the engine's messages are made of: fetch its wheel into wheels/ with"
@@ -185,7 +186,7 @@ class Suite:
         if row == "start" and progress.ended and progress.left:
             return True  # after a row that failed and left the device broken
         if why.startswith("its process ended"):
-            why += ": " + said.decode(errors="replace").strip().rpartition("\n")[2][:300]
+            why += _cause(said.decode(errors="replace"), progress.ended)
         return self._lose(part, progress, row, why)
 
     def _follow(
@@ -295,6 +296,23 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait(10.0)
     except (ProcessLookupError, subprocess.TimeoutExpired):
         pass
+
+
+def _cause(said: str, ended: Sequence[str]) -> str:
+    """The exception that ended a process, or its last line; empty if it said nothing.
+
+    Args:
+        said: its output; the last line may be the JSON of all rows.
+        ended: names of the rows that ended; what is before their lines is theirs.
+    """
+    lines = [each for each in said.splitlines() if each.strip() and not each.startswith("{")]
+    rows = tuple(f"{name}: " for name in ended)
+    last = max((place for place, each in enumerate(lines) if each.startswith(rows)), default=-1)
+    lines = lines[last + 1 :]
+    if TRACEBACK in lines:
+        after = lines[-lines[::-1].index(TRACEBACK) :]  # of the last one
+        lines = [each for each in after if not each[0].isspace()][:1]
+    return "".join(f": {each[:300]}" for each in lines[-1:])
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ DEFAULT_TENANT = "default"  # settings and metrics label of all tenants without 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 
+MIN_KEY_LENGTH = 16  # of random hexadecimal digits: 64 bits, which nobody guesses over HTTP
+
 Digest = bytes  # SHA-256 of a key
 
 
@@ -64,8 +66,20 @@ def tenants_by_digest(keys: Iterable[tuple[str, str]]) -> dict[Digest, str]:
     return found
 
 
+def can_be_guessed(key: str) -> bool:
+    """Whether a key of a configuration is short. How long a hashed key is, nobody knows."""
+    return len(key) < MIN_KEY_LENGTH and not _HASH.fullmatch(key)
+
+
 def read_key_file(path: str) -> dict[Digest, str]:
-    """Whose the keys of a file are: `TENANT:KEY` a line, with `default` for no name; `#` comments.
+    """Whose the keys of a file are. Raises `StartupError`, as `named_keys_in`, or for a key."""
+    return tenants_by_digest(named_keys_in(path))
+
+
+def named_keys_in(path: str) -> list[tuple[str, str]]:
+    """Tenants, "" for no name, and keys of a file.
+
+    It has `TENANT:KEY` a line, with `default` for no name, and comments that begin with `#`.
 
     Raises:
         StartupError: it cannot be read, or a line is none of these; or it has no key.
@@ -91,4 +105,4 @@ def read_key_file(path: str) -> dict[Digest, str]:
         raise StartupError(
             f"There is no API key in {path}; one line for each, TENANT:KEY.", param="api_keys_file"
         )
-    return tenants_by_digest(keys)
+    return keys

@@ -11,7 +11,13 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from disagg.api_keys import DEFAULT_TENANT, tenants_by_digest
+from disagg.api_keys import (
+    DEFAULT_TENANT,
+    MIN_KEY_LENGTH,
+    can_be_guessed,
+    named_keys_in,
+    tenants_by_digest,
+)
 from disagg.config import AUTO, CascadeConfig, HttpConfig, ServeConfig, TierConfig
 from disagg.errors import StartupError
 
@@ -152,7 +158,8 @@ def check_secrets(config: ServeConfig, host: str | None = None) -> None:
         host: where HTTP will listen; None: others decide that.
 
     Raises:
-        StartupError: the cluster key can be guessed, or clients of `host` need no API key.
+        StartupError: the cluster key can be guessed, or clients of `host` need no API key or one
+            that can be guessed.
     """
     if config.insecure:
         return
@@ -177,12 +184,23 @@ def check_secrets(config: ServeConfig, host: str | None = None) -> None:
             " --insecure (insecure: true).",
             param="allowed_origins",
         )
-    if host is not None and config.http.is_open and not _is_loopback(host):
+    if host is None or _is_loopback(host):
+        return
+    if config.http.is_open:
         raise StartupError(
             f"Any client that reaches {host} could use this server, since it has no API key. Set"
             " --api-key, --tenants or --api-keys-file; or pass --insecure.",
             param="host",
         )
+    in_file = named_keys_in(file) if (file := config.http.api_keys_file) is not None else ()
+    for name, key in (*config.http.named_keys(), *in_file):
+        if can_be_guessed(key):
+            raise StartupError(
+                f"The API key of {name or DEFAULT_TENANT!r} has fewer than {MIN_KEY_LENGTH}"
+                f" characters, so clients that reach {host} can guess it. `openssl rand -hex 32`"
+                " makes a good one; or pass --insecure.",
+                param="host",
+            )
 
 
 def _named_keys(http: HttpConfig) -> Iterator[tuple[str, str]]:

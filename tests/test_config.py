@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,6 +114,8 @@ SECRET = "0123456789abcdef"
         ({}, "::", "Any client that reaches ::"),
         ({}, "10.0.0.7", "Any client that reaches 10.0.0.7"),
         ({}, "gpu-7.example.org", "Any client that reaches gpu-7"),
+        ({"http": {"api_key": "k" * 15}}, "::", "key of 'default' has fewer than 16 characters"),
+        ({"http": {"api_keys": {"a": [SECRET, "k"]}}}, "10.0.0.7", "clients that reach 10.0.0.7"),
     ],
 )
 def test_secrets_that_are_none(fields: dict[str, Any], host: str | None, reason: str) -> None:
@@ -126,8 +129,23 @@ def test_secrets_that_are_some() -> None:
     config = parse_config({"tiers": PAIR, "cluster_key": SECRET})
     for host in (None, "127.0.0.1", "127.0.0.2", "::1", "localhost"):
         check_secrets(config, host)
-    for http in ({"api_key": "k"}, {"api_keys": {"a": "k"}}, {"api_keys_file": "f"}):
+    hashed = f"sha256:{64 * '0'}"
+    for http in ({"api_key": SECRET}, {"api_keys": {"a": SECRET}}, {"api_key": hashed}):
         check_secrets(parse_config({"tiers": PAIR, "cluster_key": SECRET, "http": http}), "::")
+    short = parse_config({"tiers": PAIR, "cluster_key": SECRET, "http": {"api_key": "k"}})
+    for host in (None, "127.0.0.1", "::1"):
+        check_secrets(short, host)
+
+
+def test_keys_of_a_file_that_can_be_guessed(tmp_path: Path) -> None:
+    http = {"api_keys_file": str(tmp_path / "keys")}
+    config = parse_config({"tiers": PAIR, "cluster_key": SECRET, "http": http})
+    (tmp_path / "keys").write_text(f"alice:{SECRET}\nbob:short\n")
+    with pytest.raises(StartupError, match="key of 'bob' has fewer than 16 characters"):
+        check_secrets(config, "0.0.0.0")
+    check_secrets(config, "127.0.0.1")
+    (tmp_path / "keys").write_text(f"alice:{SECRET}\n")
+    check_secrets(config, "0.0.0.0")
 
 
 def test_who_has_no_settings_has_those_of_the_default() -> None:

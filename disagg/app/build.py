@@ -13,6 +13,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 
+from disagg.api_keys import MIN_KEY_LENGTH, can_be_guessed
 from disagg.app import autoscaling
 from disagg.app.deployments import WorkerReplica
 from disagg.app.gpus import gpus_of_cluster, nodes_of_cluster
@@ -56,6 +57,12 @@ def build(args: dict[str, Any]) -> Application:
         log.warning(
             "This server has no API key: any client that reaches its port can use it. Set"
             " http.api_key, or insecure: true to end this warning."
+        )
+    elif not config.insecure and any(can_be_guessed(key) for _, key in config.http.named_keys()):
+        log.warning(
+            "An API key has fewer than %d characters: clients that reach the port can guess it."
+            " `openssl rand -hex 32` makes a good one; insecure: true ends this warning.",
+            MIN_KEY_LENGTH,
         )
     if any(pool.num_gpus is None for tier in config.tiers for _, pool in pools(tier)):
         # All GPUs, not only free ones: during an update the old workers still hold some.

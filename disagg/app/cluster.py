@@ -15,6 +15,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.handle import DeploymentBroadcastResponse
 from ray.serve.schema import ApplicationStatus
 
 from disagg.app import start_board
@@ -31,6 +32,7 @@ from disagg.planner.node_check import Node
 
 APPLICATION = "disagg"
 DRAIN_MARGIN_S = 5.0
+STOP_PERIOD_S = 0.2
 NUM_RAY_STARTS = 4
 # Methods of Ray's node that each start a Python process that we do not need, and that `ray.init`
 # cannot disable: the API server of the dashboard, which sends usage statistics, and the monitors of
@@ -116,9 +118,9 @@ class Cluster:
     def _join(self) -> None:
         ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
-    def gpus(self) -> Gpus:
-        """The free GPUs of a running cluster."""
-        return gpus_of_cluster(only_free=True)
+    def gpus(self, *, only_free: bool = True) -> Gpus:
+        """The GPUs of a running cluster."""
+        return gpus_of_cluster(only_free)
 
     def nodes(self) -> list[Node]:
         """The nodes of a running cluster."""
@@ -172,15 +174,23 @@ class Cluster:
                 param="ray_address",
             )
 
-    def end_other(self, drain_s: float) -> None:
-        """End the application of our name that runs there, if there is one.
+    def end_other(self, drain_s: float, stop: threading.Event) -> bool:
+        """End the application of our name that runs there.
 
         Args:
             drain_s: time that its running requests have to finish.
+            stop: set meanwhile, it lets the application serve again.
+
+        Returns:
+            Whether there was one and it has ended.
         """
-        if APPLICATION in serve.status().applications:
-            self.drain(drain_s)
-            serve.delete(APPLICATION)
+        if APPLICATION not in serve.status().applications:
+            return False
+        self.drain(drain_s, stop)
+        if stop.is_set():
+            return False
+        serve.delete(APPLICATION)
+        return True
 
     def deploy(self, config: ServeConfig) -> None:
         """Deploy the application to Serve without waiting; `wait` waits for it.
@@ -260,8 +270,11 @@ class Cluster:
             return False
         return bool(found.version != self._version)
 
-    def drain(self, timeout_s: float) -> tuple[int, int]:
+    def drain(self, timeout_s: float, stop: threading.Event | None = None) -> tuple[int, int]:
         """Make every ingress finish its running requests and refuse new ones.
+
+        Args:
+            stop: set meanwhile, it ends the drain, and the ingresses accept requests again.
 
         Returns:
             The number of requests that finished, and of those that were cut after `timeout_s`.
@@ -270,9 +283,11 @@ class Cluster:
             self._come_back()
             handle = serve.get_app_handle(APPLICATION)
             handle._init(_run_router_in_separate_loop=True)
-            answers = handle.broadcast("drain", timeout_s).results(
-                timeout_s=timeout_s + DRAIN_MARGIN_S
+            answers = _results(
+                handle.broadcast("drain", timeout_s), timeout_s + DRAIN_MARGIN_S, stop
             )
+            if stop is not None and stop.is_set():
+                handle.broadcast("serve_again").results(timeout_s=DRAIN_MARGIN_S)
         except Exception as error:  # whatever failed, the application is stopped next
             logger.exception("Cannot drain the ingresses, so requests are cut off: %r", error)
             return 0, 0
@@ -303,6 +318,24 @@ class Cluster:
         if self._has_left:
             self._join()
             self._has_left = False
+
+
+def _results(
+    answers: DeploymentBroadcastResponse, timeout_s: float, stop: threading.Event | None
+) -> list[tuple[int, int]]:
+    """What the replicas return; nothing if `stop` is set before. Raises `TimeoutError`."""
+    deadline = time.monotonic() + timeout_s
+    while stop is None or not stop.is_set():
+        left_s = max(0.0, deadline - time.monotonic())
+        try:
+            found: list[tuple[int, int]] = answers.results(
+                timeout_s=left_s if stop is None else min(left_s, STOP_PERIOD_S)
+            )
+            return found
+        except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise
+    return []
 
 
 def _advice(error: Exception) -> str:

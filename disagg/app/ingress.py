@@ -17,6 +17,7 @@ from disagg.ingress.core import IngressCore
 from disagg.messages import WorkerRecord
 
 READY_WAIT_S = 30.0
+END_WAIT_S = 30.0  # from the end of a drain to the end of this process; Serve needs a few seconds
 
 
 class Ingress:
@@ -57,8 +58,18 @@ class Ingress:
         self._loop.call_soon_threadsafe(self._core.update, records)
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
-        """Call `HttpApp.drain`."""
-        return await self._core.app.drain(timeout_s)
+        """Call `HttpApp.drain`. Whoever calls this is to end the application next.
+
+        If that does not happen, because the command was killed meanwhile, requests are accepted
+        again.
+        """
+        drained = await self._core.app.drain(timeout_s)
+        self._loop.call_later(END_WAIT_S, self._core.app.serve_again)
+        return drained
+
+    async def serve_again(self) -> None:
+        """Call `HttpApp.serve_again`: whoever called `drain` has changed their mind."""
+        self._core.app.serve_again()
 
     async def __del__(self) -> None:
         membership.unsubscribe(self._membership_changed)

@@ -31,31 +31,34 @@ def environment_of(tier: TierConfig, role: Role) -> dict[str, str]:
 
 
 def with_threads(config: ServeConfig, tier: TierConfig, role: Role, num_nodes: int) -> TierConfig:
-    """Set `num_threads` for a worker on CPUs if the configuration does not.
+    """Set `num_threads` for a worker if the configuration does not.
 
     Ray sets OMP_NUM_THREADS to `num_cpus`, and to 1 if `num_cpus` is 0, which is the default here.
+    A worker on a GPU computes on the host when it loads weights (casts, rows of its rank, GGUF) and
+    reduces over gloo. Workers of the other kind hardly use the cores then, so they do not count.
 
     Args:
         num_nodes: number of nodes in the cluster; Serve spreads the workers over them.
     """
     pool = tier.prefill if role == "prefill" else tier.decode
-    if tier.engine.num_threads is not None or pool.num_gpus:
+    if tier.engine.num_threads is not None:
         return tier
     num_threads = int(pool.num_cpus)
     if not pool.num_cpus:
-        num_on_node = -(-_num_places(config) // max(1, num_nodes))
+        num_places = _num_places(config, on_gpus=bool(pool.num_gpus))
+        num_on_node = -(-num_places // max(1, num_nodes))
         num_threads = usable_cores() // max(1, num_on_node)
     engine = msgspec.structs.replace(tier.engine, num_threads=max(1, num_threads))
     return msgspec.structs.replace(tier, engine=engine)
 
 
-def _num_places(config: ServeConfig) -> int:
-    """The largest number of workers on CPUs; a worker counts once for each of its nodes."""
+def _num_places(config: ServeConfig, *, on_gpus: bool) -> int:
+    """The largest number of workers of a kind; a worker counts once for each of its nodes."""
     return sum(
         _most_workers(pool) * tier.num_nodes(pool)
         for tier in config.tiers
         for _, pool in pools(tier)
-        if not pool.num_gpus
+        if bool(pool.num_gpus) == on_gpus
     )
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import ipaddress
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +26,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from disagg.cli.engine_arguments import number
 from disagg.errors import DisaggError, StartupError, Unavailable
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
@@ -46,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", help="system prompt of the conversation")
     parser.add_argument(
-        "--max-tokens", type=int, help="largest length of an answer (default: the server decides)"
+        "--max-tokens",
+        type=number,
+        help="largest length of an answer (default: the server decides)",
     )
     parser.add_argument(
         "--temperature", type=float, help="sampling temperature (default: the server decides)"
@@ -128,6 +134,8 @@ class _Refusal(msgspec.Struct):
 class Server:
     """A client of an OpenAI server. The path of `url` may end with `/v1`.
 
+    The environment's `http_proxy`, `https_proxy` and `no_proxy` apply, except to this machine.
+
     Raises:
         StartupError: the URL is not an http or https URL.
     """
@@ -136,12 +144,11 @@ class Server:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise StartupError(f"{url!r} is not a URL like http://127.0.0.1:8000.", param="url")
-        secure = parts.scheme == "https"
-        self._connect: Callable[..., http.client.HTTPConnection] = (
-            http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        )
-        self._host, self._port = parts.hostname, parts.port
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        self._prefix = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}"
+        self._open = urllib.request.build_opener(
+            urllib.request.ProxyHandler({} if _is_here(parts.hostname) else None)
+        ).open
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if api_key:
@@ -190,28 +197,37 @@ class Server:
     def _exchange(
         self, method: str, path: str, body: bytes | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        connection = self._connect(self._host, self._port, timeout=self._timeout_s)
+        url = self._prefix + path
+        request = urllib.request.Request(url, body, self._headers, method=method)  # noqa: S310
         try:
-            connection.request(method, self._prefix + path, body, self._headers)
-            reply = connection.getresponse()
-            if reply.status != 200:
-                raise _refusal(reply)
-            yield reply
+            with self._open(request, timeout=self._timeout_s) as reply:
+                yield reply
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _refusal(error) from error
         except (OSError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
+            cause = error.reason if isinstance(error, urllib.error.URLError) else error
+            reason = str(cause) or type(cause).__name__
             raise Unavailable(
                 f"Cannot reach {self.url} ({reason}); start a server with `disagg serve`, or give"
                 " the server's address with --url."
             ) from error
-        finally:
-            connection.close()
 
 
-def _refusal(reply: http.client.HTTPResponse) -> DisaggError:
+def _is_here(host: str) -> bool:
+    """Whether a host of a URL is this machine's own loopback, which no proxy reaches."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def _refusal(reply: urllib.error.HTTPError) -> DisaggError:
     try:
         message = msgspec.json.decode(reply.read(), type=_Refusal).error.message
     except msgspec.MsgspecError:
-        message = f"The server answered {reply.status} {reply.reason}."
+        message = f"The server answered {reply.code} {reply.reason}."
     return DisaggError(message)
 
 

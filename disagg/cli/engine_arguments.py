@@ -166,8 +166,9 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--num-threads",
         type=int,
-        help="number of torch threads of each worker on a CPU; small steps use fewer (default: the"
-        " number of cores of a node divided by the number of workers on it)",
+        help="number of torch threads of each worker; on a GPU it only loads weights with them, and"
+        " on a CPU small steps use fewer (default: the number of cores of a node divided by the"
+        " number of workers on it)",
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from disagg.cli.chart import check_path, write_svg
+from disagg.cli.engine_arguments import number
 from disagg.cli.plan_play import play, why_not_played
 from disagg.cli.plan_plot import cost_chart, worker_charts
 from disagg.cli.plan_report import report, show
@@ -100,14 +101,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--input-tokens",
-        type=int,
+        type=number,
         default=1024,
         metavar="TOKENS",
         help="length of a prompt, without --trace (default: 1024)",
     )
     parser.add_argument(
         "--output-tokens",
-        type=int,
+        type=number,
         default=256,
         metavar="TOKENS",
         help="length of an answer, without --trace (default: 256)",

@@ -141,7 +141,8 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         cleanup.callback(cluster.stop)
         _connect(cluster, order, plan.device_ids, reports)
         if not is_here:
-            _check_cluster(cluster, order, reports)
+            if not _check_cluster(cluster, order, config, reports, stop):
+                return 0
             config = _plan(config, cluster.gpus(), order, reports).config
             check_nodes(config, cluster.nodes())
         reports.send(Phase("starting Ray Serve", SERVE_TIMEOUT_S, TOO_LATE, not is_here))
@@ -171,23 +172,36 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
     return 0
 
 
-def _check_cluster(cluster: Cluster, order: Order, reports: Reports) -> None:
+def _check_cluster(
+    cluster: Cluster, order: Order, config: ServeConfig, reports: Reports, stop: threading.Event
+) -> bool:
     """Check that a running Serve has our address, and that no application has our name.
 
-    With `replace`, the application of our name is ended first.
+    With `replace`, the application of our name is ended first, if the cluster could have ours.
+
+    Returns:
+        False if told to stop before that application had ended. It serves again.
 
     Raises:
         StartupError: Serve has another address, or there is such an application.
     """
     check_serve_address(order.config, cluster.http_address())
     if order.replace:
+        every = cluster.gpus(only_free=False)
+        unsized = unsized_tiers(order.raw_config, order.config)
+        check_nodes(plan_devices(config, every, unsized).config, cluster.nodes())
         drain_s = order.config.drain_s
         name = "ending the application that runs there"
         limit_s = drain_s + END_OTHER_TIMEOUT_S
         too_late = f"The application on the cluster did not end within {limit_s:.0f} s."
         reports.send(Phase(name, limit_s, too_late))
-        cluster.end_other(drain_s)
+        if cluster.end_other(drain_s, stop):
+            reports.say("ended_other", "The application that ran on the cluster has ended.")
+        elif stop.is_set():
+            reports.say("kept_other", "The application on the cluster serves again.")
+            return False
     cluster.check_is_free()
+    return True
 
 
 def _progress(pools: StartsByPool) -> Progress:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from disagg.cli import sim_grid
+from disagg.cli.engine_arguments import number
 from disagg.cli.serve_arguments import PoolSize, pool_size
 from disagg.config import CascadeConfig
 from disagg.router.baselines import OURS, POLICIES
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-requests",
-        type=int,
+        type=number,
         help="number of requests to simulate (default: the whole trace, or 1000 synthetic ones)",
     )
     parser.add_argument(
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sim_grid.add_arguments(parser)
     parser.add_argument(
         "--num-blocks",
-        type=int,
+        type=number,
         default=default.num_blocks,
         help=f"number of KV blocks per worker (default: {default.num_blocks})",
     )
@@ -88,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-num-batched-tokens",
-        type=int,
+        type=number,
         default=default.max_num_batched_tokens,
         help=f"largest number of tokens in one step (default: {default.max_num_batched_tokens})",
     )
@@ -104,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-bytes",
-        type=int,
+        type=number,
         default=default.kv_nbytes,
         help=f"bytes of KV per token (default: {default.kv_nbytes})",
     )

@@ -13,13 +13,13 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from disagg.router.costs import (
-    UNMEASURED_S_PER_BYTE,
     DecodeCost,
     PrefillCost,
     prefill_cost,
     transfer_s,
     with_prefix_pull,
 )
+from disagg.router.pull_times import UNMEASURED_S_PER_BYTE
 from disagg.router.route import Candidate
 from disagg.router.worker_view import WorkerView, host_id
 

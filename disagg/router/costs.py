@@ -50,11 +50,6 @@ NUM_COMPUTED_AGAIN = 7.0
 # to what is not cached.
 SHARE_MEETING_OTHERS = 0.1
 
-# For a decode worker that has not pulled yet. Optimistic, because too high a price would never be
-# corrected: nothing would be transferred.
-UNMEASURED_LATENCY_S = 2e-3
-UNMEASURED_S_PER_BYTE = 1e-10
-
 
 class PrefillCost(msgspec.Struct, frozen=True, gc=False):
     worker: WorkerView
@@ -327,11 +322,4 @@ def transfer_s(source: WorkerView, destination: WorkerView, num_tokens: int) -> 
         return float("inf")
     num_blocks = -(-num_tokens // source.record.block_size)
     nbytes = num_blocks * destination.record.peer.block_nbytes  # of one rank: they pull at once
-    figures = destination.transfers
-    for figure in figures:
-        if figure.source_id == source.worker_id:
-            return figure.latency_s + nbytes / figure.bytes_per_s
-    if figures:  # an unmeasured source: the mean of the measured ones
-        each_s = (figure.latency_s + nbytes / figure.bytes_per_s for figure in figures)
-        return sum(each_s) / len(figures)
-    return UNMEASURED_LATENCY_S + nbytes * UNMEASURED_S_PER_BYTE
+    return destination.pulls.seconds(source.worker_id, nbytes)

@@ -277,7 +277,7 @@ class Fleet:
         self._records[record.worker_id] = record
         self._statuses[record.worker_id] = status
         self._began_s[record.worker_id] = self._now()
-        self._probes.on_status(record.worker_id, status.step_costs, self._now())
+        self._probes.on_status(record, status.step_costs, self._now())
         self.index.snapshot(record.worker_id, block_hashes)
         if status.host is not None:
             self.index.snapshot(host_id(record.worker_id), ())
@@ -311,18 +311,19 @@ class Fleet:
         self._statuses[worker_id] = status
         self._began_s[worker_id] = self._now()  # it reports between two steps
         self._ledger.on_status(worker_id)
-        self._probes.on_status(worker_id, status.step_costs, self._now())
+        self._probes.on_status(record, status.step_costs, self._now())
         for name in (worker_id, *self._times.on_status(record, status.step_costs)):
             self._refresh_view(name)
 
     def worker_lost(self, worker_id: str) -> None:
         self._leave_pool(worker_id)
-        if self._records.pop(worker_id, None) is None:
+        record = self._records.pop(worker_id, None)
+        if record is None:
             return
         del self._statuses[worker_id], self._began_s[worker_id]
         self._views.pop(worker_id, None)
         self._times.drop(worker_id)
-        self._probes.drop(worker_id)
+        self._probes.drop(record)
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)
         self.index.drop(host_id(worker_id))
@@ -344,7 +345,14 @@ class Fleet:
         began_s = self._began_s[worker_id]
         tpot_slo_s = self._tpot_slo_s.get(record.model, math.inf)
         view = WorkerView.from_status(
-            record, status, coming, times, began_s, tpot_slo_s, self._ingress_id
+            record,
+            status,
+            coming,
+            times,
+            began_s,
+            tpot_slo_s,
+            self._ingress_id,
+            self._views.get(worker_id),
         )
         self._views[worker_id] = view
         pools = self._pools.get(record.model)

@@ -1,12 +1,12 @@
 """Probes: a worker that seemed slow gets a prompt now and then, to notice when it no longer is.
 
 A worker without prompts reports no times of steps with prompts, so the router would never notice
-that they are short again. Therefore, once in `NUM_PER_PROBE` reservations, the worker that has
+that they are short again. Therefore, once in `NUM_PER_PROBE` reservations, the slow worker that has
 reported none for longest is assumed to compute prompts as fast as the fastest worker of its model,
 until its next step with prompts. Decode workers report steps all the time, and may still be wrong
 about prompts. If its decode steps show a slower GPU, its prompts are assumed to take longer by as
 much. A worker that has reported no step at all is assumed to be as fast in all as the fastest of
-its pool. Pure; time is an argument.
+its pool. Pure; time is an argument. Nothing here goes through all workers: a decision waits for it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from itertools import islice
 
 import msgspec
 
-from disagg.messages import StepCosts
-from disagg.router.worker_view import WorkerView
+from disagg.messages import Role, StepCosts, WorkerRecord
+from disagg.router.worker_view import Pool, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 
 NUM_PER_PROBE = 50  # reservations; one request in 50 is slower if the worker is still slow
 SILENT_S = 4.0  # step times reported since then are trusted
-NUM_COMPARED = 64  # workers, whose fastest is found: a decision waits for it
+NUM_LOOKED_AT = 64  # workers that a probe looks at, to find a slow one
+# A worker is slow if its prompts take longer by this factor than those of the fastest. One that is
+# a little slower gets prompts in any case, when the others are busy.
+SLOWER = 1.1
 
 
 class _Report(msgspec.Struct):
@@ -33,18 +36,28 @@ class _Report(msgspec.Struct):
     learned_s: float
 
 
+class _Fastest(msgspec.Struct):
+    """The fastest worker of a pool."""
+
+    worker_id: str
+    chunk_s: float
+    coefficients: tuple[float, ...]
+
+
 class Probes:
     """Decides which workers' step times are replaced by those of a faster worker."""
 
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}
-        # Workers that are not under probe, with the time of their last new step with prompts;
-        # longest ago first.
+        # Workers that are not under probe, with the time of their last new step with prompts, or of
+        # the last look that found them fast enough; longest ago first.
         self._prompts_s: dict[str, float] = {}
         self._assumed: dict[str, tuple[StepTimeModel, bool]] = {}  # and whether for prompts only
+        self._fastest: dict[Pool, _Fastest] = {}
         self._num_reserved = 0
 
-    def on_status(self, worker_id: str, costs: StepCosts | None, now: float) -> None:
+    def on_status(self, record: WorkerRecord, costs: StepCosts | None, now: float) -> None:
+        worker_id = record.worker_id
         num_observed, num_prompts = (
             (costs.num_observed, costs.num_prompts) if costs is not None else (0, 0)
         )
@@ -52,20 +65,38 @@ class Probes:
         if report is None:
             self._reports[worker_id] = _Report(num_observed, num_prompts, now)
             self._prompts_s[worker_id] = now
+        elif report.num_observed == num_observed:
             return
-        if report.num_observed == num_observed:
+        if costs is not None:
+            self._compare(record, costs.coefficients)
+        if report is None:
             return
         report.num_observed, report.learned_s = num_observed, now
         _, is_of_prompts = self._assumed.get(worker_id, (None, True))
         if report.num_prompts != num_prompts or not is_of_prompts:
             report.num_prompts = num_prompts
-            self._prompts_s.pop(worker_id, None)
-            self._prompts_s[worker_id] = now
+            self._last(worker_id, now)
             self._assumed.pop(worker_id, None)
 
-    def drop(self, worker_id: str) -> None:
+    def _compare(self, record: WorkerRecord, coefficients: tuple[float, ...]) -> None:
+        """Keep the fastest worker of its pool. When that one becomes slower or leaves, the others
+        take its place as they report."""
+        pool = (record.model, record.role)
+        chunk_s = _chunk_s(coefficients)
+        fastest = self._fastest.get(pool)
+        if fastest is None:
+            self._fastest[pool] = _Fastest(record.worker_id, chunk_s, coefficients)
+        elif chunk_s < fastest.chunk_s or record.worker_id == fastest.worker_id:
+            fastest.worker_id = record.worker_id
+            fastest.chunk_s, fastest.coefficients = chunk_s, coefficients
+
+    def drop(self, record: WorkerRecord) -> None:
         for each in (self._assumed, self._reports, self._prompts_s):
-            each.pop(worker_id, None)
+            each.pop(record.worker_id, None)
+        pool = (record.model, record.role)
+        fastest = self._fastest.get(pool)
+        if fastest is not None and fastest.worker_id == record.worker_id:
+            del self._fastest[pool]
 
     def reserved(self) -> None:
         self._num_reserved += 1
@@ -83,38 +114,44 @@ class Probes:
         if self._num_reserved < NUM_PER_PROBE:
             return None
         self._num_reserved = 0
-        chosen = self._longest_without_prompts(workers, now)
-        if chosen is None:
-            return None
-        name, record = chosen.worker_id, chosen.record
-        decodes = now - self._reports[name].learned_s < SILENT_S
-        alike = (
-            each.times
-            for each in workers.values()
-            if each.record.model == record.model and (decodes or each.record.role == record.role)
-        )
-        fastest = _fastest(alike, chosen.times)
-        if decodes:
-            fastest = _fastest((_on_its_gpu(fastest, chosen.times),), chosen.times)
-        self._assumed[name] = fastest, decodes
-        del self._prompts_s[name]
-        return name
-
-    def _longest_without_prompts(
-        self, workers: Mapping[str, WorkerView], now: float
-    ) -> WorkerView | None:
-        """The one of the workers that take requests and are not under probe."""
-        for worker_id, learned_s in self._prompts_s.items():
-            if now - learned_s < SILENT_S:
+        for name in list(islice(self._prompts_s, NUM_LOOKED_AT)):
+            if now - self._prompts_s[name] < SILENT_S:
                 return None
-            worker = workers.get(worker_id)
+            worker = workers.get(name)
             if worker is not None and worker.accepting:
-                return worker
+                decodes = now - self._reports[name].learned_s < SILENT_S
+                times = self._yardstick(worker, decodes)
+                if SLOWER * _chunk_s(times.coefficients) < _chunk_s(worker.times.coefficients):
+                    self._assumed[name] = times, decodes
+                    del self._prompts_s[name]
+                    return name
+            self._last(name, now)
         return None
 
+    def _last(self, worker_id: str, now: float) -> None:
+        self._prompts_s.pop(worker_id, None)
+        self._prompts_s[worker_id] = now
 
-def _fastest(alike: Iterable[StepTimeModel], own: StepTimeModel) -> StepTimeModel:
-    return min([*islice(alike, NUM_COMPARED), own], key=lambda times: times.prefill_s(CHUNK_TOKENS))
+    def _yardstick(self, worker: WorkerView, decodes: bool) -> StepTimeModel:
+        """What `worker` is assumed to take.
+
+        Args:
+            decodes: it reports steps, so that its GPU is known.
+        """
+        model, role = worker.record.model, worker.record.role
+        roles: Iterable[Role] = ("prefill", "decode") if decodes else (role,)
+        fastest = [self._fastest[model, each] for each in roles if (model, each) in self._fastest]
+        if not fastest:
+            return worker.times
+        times = StepTimeModel(min(fastest, key=lambda each: each.chunk_s).coefficients)
+        return _on_its_gpu(times, worker.times) if decodes else times
+
+
+def _chunk_s(coefficients: tuple[float, ...]) -> float:
+    """Computing a prompt of one chunk."""
+    per_step_s, per_token_s, per_attended_s, _, _, per_prompt_step_s = coefficients
+    each_s = per_token_s + 0.5 * (CHUNK_TOKENS + 1) * per_attended_s
+    return per_step_s + per_prompt_step_s + CHUNK_TOKENS * each_s
 
 
 def _on_its_gpu(times: StepTimeModel, own: StepTimeModel) -> StepTimeModel:

@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from disagg.messages import HostCounts, Role, TransferFigure, WorkerRecord, WorkerStatus
+from disagg.messages import HostCounts, Role, WorkerRecord, WorkerStatus
 from disagg.router.backlog import Backlog
+from disagg.router.pull_times import PullTimes
 from disagg.router.running_streams import RunningStreams
 from disagg.time_model import StepTimeModel
 
@@ -36,7 +37,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     num_free_blocks: int
     backlog: Backlog
     accepting: bool
-    transfers: tuple[TransferFigure, ...]  # measured pulls, by source
+    pulls: PullTimes
     host: HostCounts | None = None  # measured loads from its host memory; None: it has none
     began_s: float = math.inf  # start of the running step, on the fleet's clock; inf: not known
     tpot_slo_s: float = math.inf  # of the requests of its model; inf: they have none
@@ -53,7 +54,13 @@ class WorkerView(msgspec.Struct, frozen=True):
         began_s: float = math.inf,
         tpot_slo_s: float = math.inf,
         ingress_id: str = "",
+        before: WorkerView | None = None,
     ) -> WorkerView:
+        """`before`: the view of the same worker until now; what has not changed is kept."""
+        if before is not None and before.pulls.figures is status.transfers:
+            pulls = before.pulls
+        else:
+            pulls = PullTimes(status.transfers)
         blocks_coming = -(-coming.num_context_tokens // record.block_size)
         num_waiting = status.num_waiting + (coming.num_uncomputed_tokens > 0)
         num_uncomputed = status.num_uncomputed_tokens + coming.num_uncomputed_tokens
@@ -78,7 +85,7 @@ class WorkerView(msgspec.Struct, frozen=True):
                 times, num_waiting, num_uncomputed, num_beside, num_context, tpot_slo_s
             ),
             status.accepting,
-            status.transfers,
+            pulls,
             status.host,
             began_s,
             tpot_slo_s,

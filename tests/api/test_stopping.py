@@ -67,6 +67,26 @@ async def test_what_takes_too_long_ends_with_an_error(stream: bool) -> None:
     assert await failures(app) == {"unavailable": 1.0}
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_a_server_that_is_not_ended_after_all_serves_again(is_over: bool) -> None:
+    """Whether the drain waits still or has cut what ran."""
+    gate = asyncio.Event()
+    generate = FakeGenerate(pause=lambda: asyncio.ensure_future(gate.wait()))  # type: ignore[arg-type]
+    app = make_app(generate)
+    exchange = Exchange(app, CHAT | {"stream": True})
+    await until(lambda: generate.num_open == 1)
+    drained = asyncio.create_task(app.drain(0.0 if is_over else 0.05))
+    await (drained if is_over else asyncio.sleep(0))
+    app.serve_again()
+    assert await drained == (0, int(is_over))
+    gate.set()
+    await exchange.done
+    assert is_over or exchange.text.rstrip().endswith("data: [DONE]")
+    async with http_client(app) as client:
+        assert (await client.get("/ready")).status_code == 200
+        assert (await client.post(URL, json=CHAT)).status_code == 200
+
+
 async def test_an_idle_server_has_drained_at_once() -> None:
     assert await make_app().drain(60.0) == (0, 0)
 

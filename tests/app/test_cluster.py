@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,7 @@ class FakeServe(FakeRay):
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
         self.version = ""
+        self.while_draining: Callable[[], None] = lambda: None
         self.context = SimpleNamespace(_get_global_client=lambda: self)
 
     def shutdown(self) -> None:
@@ -69,8 +71,16 @@ class FakeServe(FakeRay):
         return version
 
     def get_app_handle(self, name: str) -> Any:
-        ended = SimpleNamespace(results=lambda timeout_s: [(1, 0)])
-        return SimpleNamespace(_init=lambda **options: None, broadcast=lambda *arguments: ended)
+        return SimpleNamespace(_init=lambda **options: None, broadcast=self._broadcast)
+
+    def _broadcast(self, method: str, *arguments: float) -> Any:
+        self.calls.append(method)
+        return SimpleNamespace(results=self._results)
+
+    def _results(self, timeout_s: float) -> list[tuple[int, int]]:
+        if self.calls[-1] == "drain":
+            self.while_draining()
+        return [(1, 0)]
 
     def delete(self, name: str) -> None:
         self.calls.append(f"delete {name}")
@@ -162,7 +172,7 @@ def test_an_application_that_replaced_ours_is_left_alone(serve: FakeServe) -> No
     assert not first.is_replaced()
     first.leave()
     second.connect()
-    second.end_other(drain_s=1.0)
+    assert second.end_other(1.0, threading.Event())
     second.deploy(CONFIG)
     second.leave()
     assert serve.version == second._version
@@ -171,6 +181,25 @@ def test_an_application_that_replaced_ours_is_left_alone(serve: FakeServe) -> No
     assert serve.version == second._version
     second.stop()
     assert not serve.version
+
+
+def test_an_application_serves_on_if_the_command_that_ends_it_is_stopped(
+    serve: FakeServe,
+) -> None:
+    from disagg.app.cluster import Cluster
+
+    def interrupted() -> None:
+        stop.set()
+        raise TimeoutError
+
+    stop = threading.Event()
+    serve.version, serve.while_draining = "of another", interrupted
+    cluster = Cluster("head:6379", Path("/nowhere"))
+    cluster.connect()
+    assert not cluster.end_other(60.0, stop)
+    cluster.stop()
+    assert serve.version == "of another"
+    assert serve.calls == ["init head:6379", "drain", "serve_again", "leave"]
 
 
 def test_a_cluster_of_our_own_ends_with_us(ray: FakeRay) -> None:

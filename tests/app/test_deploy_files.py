@@ -145,6 +145,21 @@ def test_the_image_has_the_versions_that_are_tested() -> None:
     assert f"FROM rayproject/ray:{pinned['ray']}-" in words
 
 
+def test_nodes_have_the_versions_that_are_tested() -> None:
+    """In an environment of its own, from files that the user of the nodes may write."""
+    config = _load(DEPLOY / "ray" / "cluster.yaml")
+    mounts = config["file_mounts"]
+    assert mounts["/home/ubuntu/constraints.txt"] == "constraints.txt"
+    assert all(each.startswith("/home/ubuntu/") for each in mounts)
+    assert all(
+        (ROOT / each).exists() for each in mounts.values() if each[0] != "~" and each != "dist"
+    )
+    (install,) = [each for each in config["setup_commands"] if "pip install" in each]
+    assert "pip install -c ~/constraints.txt ~/wheels/disagg-*.whl" in install
+    assert "python3 -m venv ~/disagg" in install
+    assert 'PATH="$HOME/disagg/bin:$PATH"' in config["setup_commands"][-1]
+
+
 def test_hashes_are_of_the_versions_that_are_tested() -> None:
     """requirements.txt begins with the command that makes it anew."""
     text = (ROOT / "requirements.txt").read_text()
@@ -180,7 +195,8 @@ def test_commands_of_the_cluster_file_start_ray(kind: str) -> None:
     from ray.scripts.scripts import start
 
     config = _load(DEPLOY / "ray" / "cluster.yaml")
-    exports, _, command = config[f"{kind}_start_ray_commands"][-1].partition(";")
+    exports, limit, command = config[f"{kind}_start_ray_commands"][-1].split(";")
+    assert limit.strip() == "ulimit -n 65536"  # as in Ray's own defaults
     variables = dict(each.split("=") for each in shlex.split(exports)[1:])
     assert ("RAY_REDIS_ADDRESS" in variables) == (kind == "head")  # workers ask the head
     assert float(variables["RAY_gcs_rpc_server_reconnect_timeout_s"]) > 60

@@ -221,6 +221,12 @@ ROWS = """
     ]
     run_part("{name}", rows, parser_of("").parse_args())
 """
+RAISES_AT_THE_END = """
+    from bench.gpu_rows import Row, parser_of, run_part
+
+    run_part("{name}", [Row("bad", lambda: 1 // 0)], parser_of("").parse_args())
+    raise LookupError("the device is gone\\nset DEBUG=1")
+"""
 
 
 def part_of(folder: Path, name: str, text: str = ROWS, **fields: Any) -> gpu_suite.Part:
@@ -256,6 +262,14 @@ def test_a_row_that_fails_hangs_or_dies_costs_no_other_row(tmp_path: Path, run_s
         assert "more than 1 s" in failed["hangs"] and "status 7" in failed["dies"]
         assert [e["row"] for e in found["absent"] if e["part"] == name] == ["absent"]
     assert not found["cut"] and found["is_over"]
+
+
+def test_a_process_that_raises_is_quoted(tmp_path: Path, run_stages: Any) -> None:
+    """And not what a row before said, or the JSON that ends its output."""
+    found = run_stages(part_of(tmp_path, "three", RAISES_AT_THE_END))
+    bad, start = found["failed"]
+    assert "ZeroDivisionError" in bad["failed"]
+    assert start["failed"] == "its process ended with status 1: LookupError: the device is gone"
 
 
 SLOW = """

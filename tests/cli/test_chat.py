@@ -72,6 +72,29 @@ def test_a_question_from_standard_input(
     assert capsys.readouterr().out == TEXT + "\n"
 
 
+def test_a_proxy_is_used_except_for_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stood in for by the application, which takes a proxy's requests for its own."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with served(make_app(FakeGenerate(TEXT))) as url:
+        monkeypatch.setenv("http_proxy", url)
+        assert chat.run(arguments("--url", "http://models.invalid/v1", "--message", "hi")) == 0
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody listens
+        assert chat.run(arguments("--url", url, "--message", "hi")) == 0
+        assert chat.run(arguments("--url", localhost(url), "--message", "hi")) == 0
+        monkeypatch.setenv("http_proxy", url)
+        monkeypatch.setenv("no_proxy", "models.invalid")
+        with pytest.raises(Unavailable, match=r"models\.invalid"):
+            chat.run(arguments("--url", "http://models.invalid", "--message", "hi"))
+    assert capsys.readouterr().out == 3 * f"{TEXT}\n"
+
+
+def localhost(url: str) -> str:
+    return url.replace("127.0.0.1", "localhost")
+
+
 def test_a_conversation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,12 @@ def row(text: str, *start: str) -> list[str]:
     raise AssertionError(f"no line begins with {start}")
 
 
+def test_lengths_may_have_the_suffixes_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("--input-tokens", "1k", "--output-tokens", "1K")
+    written_out = ("--input-tokens", "1000", "--output-tokens", "1024")
+    assert report(capsys, DEMO, *lengths) == report(capsys, DEMO, *written_out)
+
+
 def test_experts_of_4_bits_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "13.7 GB in bf16, experts in MXFP4;" in printed(capsys, "gpt-oss-20b")
 

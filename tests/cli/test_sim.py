@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import argparse
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
+from disagg.cli import sim_arguments
 from disagg.cli.main import main
 from disagg.router.baselines import POLICIES
 
@@ -41,6 +43,15 @@ def test_policies_are_compared_and_two_runs_print_the_same(
     texts = [element.text for element in root.iter() if element.text]
     assert set(POLICIES) <= set(texts)
     assert any("simulated" in text for text in texts)
+
+
+def test_sizes_may_have_the_suffixes_of_serve() -> None:
+    parser = argparse.ArgumentParser()
+    sim_arguments.add_arguments(parser)
+    blocks, steps = ("--num-blocks", "2K"), ("--max-num-batched-tokens", "8k")
+    parsed = parser.parse_args([*blocks, *steps, "--kv-bytes", "1m", "--num-requests", "1M"])
+    assert (parsed.num_blocks, parsed.max_num_batched_tokens) == (2048, 8000)
+    assert (parsed.kv_bytes, parsed.num_requests) == (10**6, 1 << 20)
 
 
 def test_load_is_made_up_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:

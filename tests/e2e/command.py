@@ -25,11 +25,17 @@ TIMEOUT_S = 240.0
 NUM_STREAMS = 12
 DONE = "data: [DONE]"
 _MARK = "DISAGG_TEST_MARK"
+STAND_IN = Path(__file__).parent / "stand_in"
 
 
 LEFT_TIMEOUT_S = 60.0  # workers of a Ray that was killed end one by one
 SOON_S = 5.0
 MOST_PAUSE_S = 0.25  # between two looks, some of which are at all processes of the machine
+
+
+def with_stand_in() -> str:
+    """The `PYTHONPATH` of processes in which `stand_in/sitecustomize.py` changes modules."""
+    return os.pathsep.join(filter(None, [str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
 
 
 def until(

@@ -13,19 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import Command, ask
+from tests.e2e.command import STAND_IN, Command, ask, with_stand_in
 from tests.e2e.test_bad_start import refusal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-STAND_IN = Path(__file__).parent / "gpu_stand_in"
-
 
 def machine(*free_gb: int, **more: str) -> dict[str, str]:
     """The environment of one whose GPUs have 80 GB each, and so many free."""
-    paths = [str(STAND_IN), os.environ.get("PYTHONPATH", "")]
     return {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPATH": with_stand_in(),
         "PATH": os.pathsep.join([str(STAND_IN), os.environ["PATH"]]),
         "DISAGG_TEST_GPUS": ",".join(map(str, free_gb)),
         **more,

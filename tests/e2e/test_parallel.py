@@ -15,7 +15,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.command import DONE, Command, Streams, until
+from tests.e2e.command import DONE, Command, Streams, until, with_stand_in
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.streams import PROMPTS, has_moved, streamed, streams_of
 from tests.e2e.test_serve import num_pulls, second_rank, until_pulled
@@ -37,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     flags = "--served-model-name tiny --dtype float32 --num-threads 1 --no-redis"
     pools = "--prefill 1 --decode 1 --decode-tensor-parallel-size 2 --enable-expert-parallel"
-    command = Command(f"{model} {flags} {pools}", tmp_path_factory.mktemp("parallel"))
+    environment = {"PYTHONPATH": with_stand_in(), "DISAGG_TEST_HAND_OVER": "300"}
+    home = tmp_path_factory.mktemp("parallel")
+    command = Command(f"{model} {flags} {pools}", home, environment)
     with command.killed_at_the_end():
         command.wait_ready()
         yield command

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.e2e.ray_nodes import RayNodes, ray_nodes
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.test_bad_start import refusal
 from tests.e2e.test_gpus import Opened, machine
+from tests.e2e.test_lifecycle import takes_requests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -145,11 +147,31 @@ def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
         answer = plain_http.post(f"{command.url}/v1/chat/completions", json=body).json()
         text = answer["choices"][0]["message"]["content"]
         assert text == reference.chat(GUEST_PROMPT, GUEST_TOKENS)
+        own_home = home / "second"
+        own_home.mkdir()
+        replacing = f"{flags} --ray-address {nodes.address} --replace"
+        interrupted_while_it_ends(command, Command(replacing, own_home, own, port=port))
+        assert plain_http.post(f"{command.url}/v1/chat/completions", json=body).status_code == 200
         command.process.send_signal(signal.SIGTERM)
     finally:
         assert command.ended() == 0
     command.assert_only_own_lines()
     until(lambda: not applications(nodes), why=lambda: "it left its application behind")
+
+
+def interrupted_while_it_ends(first: Command, second: Command) -> None:
+    """Ctrl-C for a command that waits for the requests of another's application to finish."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    try:
+        with socket.create_connection(("127.0.0.1", first.port)) as never_complete:
+            never_complete.sendall(head + b"Content-Length: 99\r\n\r\n{")
+            until(lambda: not takes_requests(first), why=second.output)
+            second.process.send_signal(signal.SIGINT)
+            assert second.ended() == 0
+    finally:
+        second.process.kill()
+    assert second.events("kept_other"), second.output()
+    until(lambda: takes_requests(first))
 
 
 def test_weights_that_are_not_numbers(

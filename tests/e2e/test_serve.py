@@ -24,7 +24,7 @@ import pytest
 
 from disagg.cli.ports import free_port
 from tests import plain_http
-from tests.e2e.command import LEFT_TIMEOUT_S, Command, soon, until
+from tests.e2e.command import LEFT_TIMEOUT_S, Command, soon, until, with_stand_in
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.streams import PROMPTS, assert_same_text, has_moved, streamed, streams_of
 from tests.otlp_collector import OtlpCollector, ReceivedSpan
@@ -63,7 +63,11 @@ def server(
     """Two ingresses, a prefill worker of two ranks, two decode workers, an embedded Redis."""
     flags = "--served-model-name tiny --dtype float32 --num-threads 1"
     pools = "--ingress 2 --prefill 1 --prefill-tensor-parallel-size 2 --decode 2"
-    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
+        "PYTHONPATH": with_stand_in(),
+        "DISAGG_TEST_HAND_OVER": "300",  # the prompts that are to be pulled
+    }
     command = Command(f"{model} {flags} {pools}", tmp_path_factory.mktemp("serve"), environment)
     with command.killed_at_the_end():
         command.wait_ready()

@@ -17,7 +17,7 @@ from disagg.router.costs import (
 )
 from disagg.router.worker_view import RequestLoad, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
-from tests.router.fakes import COSTS, make_record, make_status
+from tests.router.fakes import COSTS, make_fleet, make_record, make_status
 
 
 def view(worker_id: str = "d0", status: WorkerStatus | None = None, **changes: str) -> WorkerView:
@@ -218,6 +218,21 @@ def test_transfers_are_priced_by_what_was_measured() -> None:
     assert transfer_s(source, measured, 33) == pytest.approx(0.5 + 3)
     assert transfer_s(source, view("d1"), 33) < 0.1
     assert transfer_s(view("p1"), measured, 33) == pytest.approx(0.5 + 3)  # it is its network
+
+
+def test_what_pulls_take_is_looked_up_once_until_it_is_measured_again() -> None:
+    """A decision asks for many pairs, and a worker of a large fleet has measured many sources."""
+    figures = tuple(TransferFigure(f"p{n}", 0.01 * n, 1e6 * (n + 1)) for n in range(64))
+    fleet = make_fleet("d0")
+    fleet.worker_stepped("d0", (), make_status(transfers=figures))
+    pulls = fleet.view().workers["d0"].pulls
+    usual_s = sum(each.latency_s + 5e5 / each.bytes_per_s for each in figures) / 64
+    assert pulls.seconds("p7", 500_000) == pytest.approx(0.07 + 0.5 / 8)
+    assert pulls.seconds("p99", 500_000) == pytest.approx(usual_s)
+    fleet.worker_stepped("d0", (), make_status(transfers=figures, num_running=3))
+    assert fleet.view().workers["d0"].pulls is pulls
+    fleet.worker_stepped("d0", (), make_status(transfers=figures[:1]))
+    assert fleet.view().workers["d0"].pulls.seconds("p7", 1_000_000) == pytest.approx(1.0)
 
 
 def test_unequal_layouts_cannot_be_moved() -> None:

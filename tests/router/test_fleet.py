@@ -102,7 +102,8 @@ def test_the_view_is_current_after_whatever_happened(happened: list[tuple[str, i
                 sum(each.num_context_tokens for each in loads),
             )
             times = StepTimeModel.from_costs(COSTS)
-            assert seen == WorkerView.from_status(make_record(name), statuses[name], load, times)
+            told = make_record(name), statuses[name], load, times
+            assert seen == WorkerView.from_status(*told, before=seen)
 
 
 def test_a_worker_that_ran_no_step_is_taken_for_one_of_its_pool() -> None:

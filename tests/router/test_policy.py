@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest, HostCounts, KVEvent, TransferFigure
-from disagg.router.costs import UNMEASURED_LATENCY_S, UNMEASURED_S_PER_BYTE
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_decode, choose_route
+from disagg.router.pull_times import UNMEASURED_LATENCY_S, UNMEASURED_S_PER_BYTE
 from disagg.router.route import Route
 from disagg.router.worker_view import RequestLoad
 from tests.router.fakes import far_from, make_fleet, make_record, make_request, make_status

@@ -4,7 +4,7 @@ import pytest
 
 from disagg.messages import StepCosts
 from disagg.router.fleet import Fleet
-from disagg.router.probes import NUM_PER_PROBE, SILENT_S
+from disagg.router.probes import NUM_LOOKED_AT, NUM_PER_PROBE, SILENT_S
 from disagg.router.worker_view import RequestLoad
 from tests.router.fakes import COSTS, make_record, make_status
 
@@ -132,3 +132,60 @@ def test_a_worker_that_has_left_is_forgotten() -> None:
     costs = StepCosts(SLOW, 100, 0.0)
     fleet.worker_synced(make_record("p0"), [], make_status(step_costs=costs))
     assert believed(fleet, "p0") == SLOW, "a new worker of that name has no credit"
+
+
+@pytest.mark.parametrize("num_slow", [1, 150])
+def test_the_yardstick_is_the_fastest_of_a_large_pool_wherever_it_is(num_slow: int) -> None:
+    """The first workers have slower GPUs; nobody may depend on the order in which they came."""
+    clock = Clock()
+    fleet = Fleet(now=clock)
+    names = [f"p{number}" for number in range(200)]
+    slow = {*names[:num_slow], "p180"}
+
+    def speak_all(num_observed: int, silent: str = "") -> None:
+        for name in names:
+            its = SLOW if name in slow else COSTS.coefficients
+            status = make_status(step_costs=StepCosts(its, num_observed, 0.0, num_observed))
+            if name not in fleet.view().workers:
+                fleet.worker_synced(make_record(name), [], status)
+            elif name != silent:
+                fleet.worker_stepped(name, (), status)
+
+    speak_all(100)
+    clock.now_s += SILENT_S
+    speak_all(101, silent="p180")
+    reserve(fleet, NUM_PER_PROBE)
+    assert believed(fleet, "p180") == COSTS.coefficients
+
+
+def test_workers_that_are_not_slow_take_no_turns_of_the_slow_one() -> None:
+    """Hundreds of decode workers may never get a prompt."""
+    clock = Clock()
+    fleet = Fleet(now=clock)
+    for number in range(300):
+        fleet.worker_synced(make_record(f"d{number}"), [], make_status())
+    status = make_status(step_costs=StepCosts(SLOW, 100, 0.0))
+    fleet.worker_synced(make_record("p0"), [], status)
+    fleet.worker_synced(make_record("p1"), [], make_status())
+    clock.now_s += SILENT_S
+    reserve(fleet, NUM_PER_PROBE)
+    assert believed(fleet, "p0") == SLOW
+    for _ in range(300 // NUM_LOOKED_AT):
+        reserve(fleet, NUM_PER_PROBE)
+        fleet.view()
+    assert believed(fleet, "p0") == COSTS.coefficients
+
+
+def test_when_the_fastest_leaves_or_slows_down_the_others_are_the_yardstick() -> None:
+    clock = Clock()
+    fleet = fleet_of(clock)
+    fast = tuple(0.5 * each for each in COSTS.coefficients)
+    for name, its in (("p3", fast), ("p4", fast)):
+        status = make_status(step_costs=StepCosts(its, 100, 0.0))
+        fleet.worker_synced(make_record(name), [], status)
+    fleet.worker_lost("p4")
+    fleet.worker_stepped("p3", (), make_status(step_costs=StepCosts(SLOW, 101, 0.0, 101)))
+    clock.now_s += SILENT_S
+    speak(fleet, 101, "p1", "p2", "d0")
+    reserve(fleet, NUM_PER_PROBE)
+    assert believed(fleet, "p0") == COSTS.coefficients

@@ -48,7 +48,7 @@ CUT_TIMEOUT_S = 1.0  # time to write the error to clients that may read slowly
 
 logger = logging.getLogger("disagg.api")
 
-_STOPPING = Unavailable("This server is stopping and takes no new requests; try again.")
+_STOPPING = "This server is stopping and takes no new requests; try again."
 _CUT = Unavailable("The server stopped before this answer was complete; try again.")
 
 
@@ -219,19 +219,26 @@ class HttpApp:
         """Refuse new requests, and wait for running ones.
 
         Requests that still run after `timeout_s` end with an error, as a reply or as the last
-        event of a stream. The app cannot serve again afterwards.
+        event of a stream. `serve_again` ends the drain.
         """
-        self._stopping = _STOPPING
+        self._stopping = stopping = Unavailable(_STOPPING)  # an object of each drain's own
         running = {work for work in self._running if not work.done()}
         if running and timeout_s > 0:
             await asyncio.wait(running, timeout=timeout_s)
         cut = {work for work in running if not work.done()}
+        if self._stopping is not stopping:  # it serves again
+            return Drained(len(running) - len(cut), 0)
         self._is_cutting = True
         for work in cut:
             work.cancel(CUT_BY_DRAIN)
         if cut:
             await asyncio.wait(cut, timeout=CUT_TIMEOUT_S)
         return Drained(len(running) - len(cut), len(cut))
+
+    def serve_again(self) -> None:
+        """Accept requests again after a drain, or while one waits."""
+        self._stopping = None
+        self._is_cutting = False
 
     async def _dispatch(self, request: HttpRequest) -> Reply | Stream:
         method, endpoint = self._route(request)

@@ -1,10 +1,14 @@
-"""Stands in for the GPUs of a machine, in every Python process that has this directory in its path.
+"""Stands in for what a machine lacks, in every Python process that has this directory in its path.
 
-Python imports this module at its start, and it changes others as these are imported. `torch.cuda`
-answers as on a machine with GPUs of 80 GB, of which `DISAGG_TEST_GPUS` says how many GB each has
-free ("80,80,3"), hidden by CUDA_VISIBLE_DEVICES as by the driver. `nvidia-smi` beside this file
-answers the same. A worker that opens a GPU claims its memory by the product's own code, leaves a
-file in `DISAGG_TEST_OPENED` that says which one, and then computes on the CPU.
+Python imports this module at its start, and it changes others as these are imported.
+
+`DISAGG_TEST_GPUS`: `torch.cuda` answers as on a machine with GPUs of 80 GB, and the variable says
+how many GB each has free ("80,80,3"), hidden by CUDA_VISIBLE_DEVICES as by the driver. `nvidia-smi`
+beside this file answers the same. A worker that opens a GPU claims its memory by the product's own
+code, leaves a file in `DISAGG_TEST_OPENED` that says which one, and then computes on the CPU.
+
+`DISAGG_TEST_HAND_OVER`: prompts of so many tokens or more get the best route on which KV moves. On
+a busy machine, or with ranks that share its cores, the router often finds another one faster.
 """
 
 from __future__ import annotations
@@ -76,10 +80,26 @@ def change_choices(choices: Any) -> None:
     choices.choose_device = open_device
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {
-    "torch.cuda": change_cuda,
-    "disagg.engine.device.choices": change_choices,
-}
+def change_routes(dispatch: Any) -> None:
+    choose_route = dispatch.choose_route
+    least_tokens = int(os.environ["DISAGG_TEST_HAND_OVER"])
+
+    def hand_over(request: Any, *arguments: Any) -> Any:
+        route = choose_route(request, *arguments)
+        remote = [each for each in route.candidates if each.prefill is not None]
+        if not remote or len(request.token_ids) < least_tokens:
+            return route
+        return route.instead(remote[0], "KV is to move")
+
+    dispatch.Dispatcher.__init__.__kwdefaults__["choose"] = hand_over
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {}
+if FREE_NBYTES:
+    CHANGES["torch.cuda"] = change_cuda
+    CHANGES["disagg.engine.device.choices"] = change_choices
+if "DISAGG_TEST_HAND_OVER" in os.environ:
+    CHANGES["disagg.ingress.dispatch"] = change_routes
 
 
 class ChangeOnImport(importlib.abc.MetaPathFinder):
@@ -100,5 +120,5 @@ class ChangeOnImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-if FREE_NBYTES:
+if CHANGES:
     sys.meta_path.insert(0, ChangeOnImport())
