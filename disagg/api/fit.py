@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from disagg.api.openai.structured_output import GrammarChecks
-from disagg.api.refusals import invalid_value
+from disagg.api.refusals import invalid_value, too_long
 from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import num_prompt_scores
 from disagg.api.served_model import ServedModel
 from disagg.api.thinking import thinking_of
-from disagg.errors import ContextLengthExceeded
 from disagg.messages import SamplingParams
 
 MAX_PROMPT_SCORES = 1 << 19  # largest number of prompt log-probabilities in one response
@@ -119,16 +118,18 @@ def _max_tokens(spec: RequestSpec, prompts: Sequence[Sequence[int]]) -> int:
     longest = max(map(len, prompts))
     room = model.max_model_len - longest
     if room < 1:
-        raise ContextLengthExceeded(
-            f"The prompt has {longest} tokens, but the model {model.name!r} takes at most"
-            f" {model.max_model_len - 1}, so that one token of answer fits. Shorten the prompt.",
-            param=param,
+        raise too_long(
+            f"The prompt is too long: it has {longest} tokens, and one of answer must fit.",
+            model.max_model_len,
+            param,
         )
     if max_tokens is not None and max_tokens > room:
-        raise ContextLengthExceeded(
-            f"max_tokens is {max_tokens}, but the context length of {model.name!r} is"
-            f" {model.max_model_len} tokens and the prompt has {longest}: at most {room} are left"
-            " for the answer.",
-            param="max_tokens",
+        alone = max_tokens >= model.max_model_len
+        raise too_long(
+            f"{'max_tokens is too large' if alone else 'The prompt is too long for max_tokens'}:"
+            f" max_tokens is {max_tokens}, the prompt has {longest} tokens, and at most {room} are"
+            " left for the answer.",
+            model.max_model_len,
+            "max_tokens",
         )
     return max_tokens if max_tokens is not None else min(room, spec.default_max_tokens or room)

@@ -17,10 +17,10 @@ import msgspec
 
 from disagg.api.json_body import load_arguments
 from disagg.api.off_loop import off_loop
-from disagg.api.refusals import invalid_value
+from disagg.api.refusals import invalid_value, too_long
 from disagg.api.request_spec import Conversation, JsonText, Prompt, Text
 from disagg.api.served_model import ServedModel
-from disagg.errors import ContextLengthExceeded, InvalidRequest
+from disagg.errors import InvalidRequest
 from disagg.text.chat_template import RENDER_LIMIT_S, CallShape
 from disagg.text.template_sandbox import TemplateTooSlow
 
@@ -189,8 +189,6 @@ def _check_text(text: str, model: ServedModel, param: str) -> None:
 
 def _check_fits(fewest: int, model: ServedModel, param: str) -> None:
     if fewest >= model.max_model_len:
-        raise ContextLengthExceeded(
-            f"The prompt has at least {fewest} tokens, but the model {model.name!r} takes at most"
-            f" {model.max_model_len - 1}. Shorten the prompt.",
-            param=param,
+        raise too_long(
+            f"The prompt is too long: it has at least {fewest} tokens.", model.max_model_len, param
         )

@@ -10,7 +10,13 @@ import math
 
 import msgspec
 
-from disagg.errors import DisaggError, InvalidRequest, Overloaded, RequestError
+from disagg.errors import (
+    ContextLengthExceeded,
+    DisaggError,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+)
 
 MAX_RETRY_AFTER_S = 120  # OpenAI's clients do not retry at all if Retry-After is longer
 _RETRYABLE_4XX = (408, 409, 429)
@@ -38,6 +44,18 @@ def only_text(param: str, kind: str) -> InvalidRequest:
         f"Invalid {param}: only text is supported, not {kind[:64]!r}.",
         code="unsupported_content",
         param=param,
+    )
+
+
+def too_long(message: str, max_model_len: int, param: str) -> ContextLengthExceeded:
+    """The error for a request that does not fit the model's context.
+
+    Its words are those by which client libraries recognise it, whatever the error's code: LiteLLM
+    and Pydantic AI by OpenAI's sentence, LangChain and Claude Code by Anthropic's "prompt is too
+    long".
+    """
+    return ContextLengthExceeded(
+        f"{message} This model's maximum context length is {max_model_len} tokens.", param=param
     )
 
 

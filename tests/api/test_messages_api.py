@@ -258,6 +258,21 @@ async def test_without_tools_nothing_need_be_called(kind: str) -> None:
     assert message["content"] == [{"type": "text", "text": TEXT}]
 
 
+async def test_what_claude_code_sends_beside_a_chat_is_accepted() -> None:
+    generate = FakeGenerate()
+    schema = {"type": "object", "properties": {"at": {"type": "string"}}}
+    fields = {
+        "output_config": {"effort": "max", "format": {"type": "json_schema", "schema": schema}},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }
+    await post(generate, "{{ messages[0].content }}", **fields)  # which reads no effort
+    await post(generate, "{{ reasoning_effort }}", **fields)
+    said = [TOKENIZER.decode(list(request.token_ids)) for request in generate.requests]
+    assert said == ["hi", "high"]
+    grammar = generate.requests[0].sampling.grammar
+    assert grammar is not None and json.loads(grammar.source)["properties"] == schema["properties"]
+
+
 async def test_a_last_message_of_the_assistant_is_continued() -> None:
     generate = FakeGenerate()
     messages = [*ASKED["messages"], {"role": "assistant", "content": "one, two,"}]
@@ -280,6 +295,8 @@ async def test_a_last_message_of_the_assistant_is_continued() -> None:
             {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
          "invalid_request_error", "messages[0].content[0]"),
         ({"mcp_servers": [{"type": "url"}]}, "invalid_request_error", "mcp_servers"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+         "invalid_request_error", "clear_tool_uses"),
         ({"tools": [LOOK]}, "invalid_request_error", "tools"),
         ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "invalid_request_error", "name"),
         ({"tool_choice": {"type": "any"}}, "invalid_request_error", "'required' needs tools"),

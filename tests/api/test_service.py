@@ -198,7 +198,7 @@ async def test_template_arguments_are_given_and_shielded() -> None:
 async def test_the_context_is_filled_exactly(num_prompt: int, fits: bool) -> None:
     prompt = [70] * num_prompt
     if not fits:
-        with pytest.raises(ContextLengthExceeded, match=r"512 tokens.*at most 511"):
+        with pytest.raises(ContextLengthExceeded, match=r"has 512 tokens, and one of answer"):
             await text_request(service(), prompt=prompt)
         return
     room = 512 - num_prompt
@@ -207,6 +207,18 @@ async def test_the_context_is_filled_exactly(num_prompt: int, fits: bool) -> Non
     assert asked.sampling.max_tokens == room
     with pytest.raises(ContextLengthExceeded, match=rf"max_tokens is {room + 1}.*{room} are left"):
         await text_request(service(), prompt=prompt, max_tokens=room + 1)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": [70] * 512}, {"prompt": "a" * 10**5}, {"max_tokens": 511}]
+)
+async def test_libraries_recognise_a_prompt_that_is_too_long(fields: dict[str, Any]) -> None:
+    """Not by the code, but by these words: LiteLLM by OpenAI's, LangChain by Anthropic's."""
+    with pytest.raises(ContextLengthExceeded) as refused:
+        await text_request(service(), **{"prompt": [70] * 2} | fields)
+    message = refused.value.message
+    assert "This model's maximum context length is 512 tokens" in message
+    assert "prompt is too long" in message
 
 
 async def test_chats_may_fill_the_context_unless_limited() -> None:

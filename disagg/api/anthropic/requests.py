@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from disagg.api.json_body import read_struct
 from disagg.api.openai.requests import (
@@ -18,6 +19,7 @@ from disagg.api.openai.requests import (
     StopString,
     ToolCall,
 )
+from disagg.api.openai.structured_output import JsonSchemaFormat, ResponseFormat
 from disagg.api.openai.tools import (
     FunctionDefinition,
     FunctionName,
@@ -83,6 +85,17 @@ class ThinkingConfig(msgspec.Struct):
     budget_tokens: Count | None = None
 
 
+class OutputFormat(msgspec.Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    format: OutputFormat | None = None
+    # A hint, which only chat templates that read `reasoning_effort` get.
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
 class Metadata(msgspec.Struct):
     user_id: Label | None = None
 
@@ -96,6 +109,7 @@ class MessagesPrompt(msgspec.Struct, kw_only=True):
     tools: Annotated[list[ToolDefinition], Meta(max_length=128)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(MessagesPrompt, kw_only=True):
@@ -112,7 +126,7 @@ class CountTokensRequest(MessagesPrompt, kw_only=True):
     """A request for the number of tokens of a prompt."""
 
 
-_UNSUPPORTED = ("container", "context_management", "mcp_servers", "output_config", "output_format")
+_UNSUPPORTED = ("container", "mcp_servers", "output_format")
 
 
 def read_messages(body: bytes) -> MessagesRequest:
@@ -129,10 +143,23 @@ def _check(raw: dict[str, Any]) -> None:
     for name in _UNSUPPORTED:
         if raw.get(name):
             raise unsupported(name, "Leave it out: this server does not implement it.")
+    _check_edits(raw.get("context_management"))
     messages = raw.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
             _check_blocks(message.get("content"), f"messages[{index}].content")
+
+
+def _check_edits(management: Any) -> None:
+    """Raises `InvalidRequest` for edits of the conversation that would change the prompt.
+
+    Claude Code asks to clear or keep earlier reasoning, which the chat template decides.
+    """
+    edits = management.get("edits") if isinstance(management, dict) else None
+    for edit in edits if isinstance(edits, list) else ():
+        kind = str(edit.get("type"))[:64] if isinstance(edit, dict) else ""
+        if not kind.startswith("clear_thinking_"):
+            raise unsupported("context_management", f"This server makes no edits {kind!r}.")
 
 
 def _check_blocks(content: Any, path: str) -> None:
@@ -149,7 +176,13 @@ def understand_messages(
     request: MessagesRequest, model: ServedModel, min_priority: int
 ) -> RequestSpec:
     """Like `understand_chat`. Errors name the field of a chat request if both APIs have it."""
-    return understand_chat(as_chat(request), model, min_priority)
+    chat = as_chat(request)
+    effort = request.output_config.effort if request.output_config is not None else None
+    reads_effort = model.template is not None and "reasoning_effort" in model.template.arguments
+    if effort is not None and reads_effort and chat.reasoning_effort is None:
+        effort = effort if effort in ("low", "medium") else "high"
+        chat = replace(chat, reasoning_effort=effort)
+    return understand_chat(chat, model, min_priority)
 
 
 def understand_count(request: CountTokensRequest, model: ServedModel) -> Prompt:
@@ -173,12 +206,19 @@ def as_chat(request: MessagesRequest) -> ChatRequest:
         stop=list(request.stop_sequences) if request.stop_sequences else None,
         tools=[_tool(tool) for tool in request.tools] if request.tools else None,
         tool_choice=None if choice is None else _choice(choice),
+        response_format=_format(request.output_config),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         reasoning_effort="none" if thinking is not None and thinking.type == "disabled" else None,
         thinking_token_budget=None if thinking is None else thinking.budget_tokens,
         # If the last message is the assistant's, the answer continues it.
         continue_final_message=request.messages[-1].role == "assistant" or None,
     )
+
+
+def _format(config: OutputConfig | None) -> ResponseFormat | None:
+    if config is None or config.format is None:
+        return None
+    return ResponseFormat("json_schema", JsonSchemaFormat("answer", config.format.schema))
 
 
 def _tool(tool: ToolDefinition) -> Tool:
