@@ -61,6 +61,7 @@ STAGES: tuple[tuple[Part, ...], ...] = (
         *(Part("gpu_parity", f"llama KV {each}", share_s=75) for each in FORMATS),
         Part("gpu_parity", "rows", share_s=75),
         Part("gpu_sampling", "tokens", share_s=75, needs="msgspec"),
+        Part("gpu_answers", share_s=75, needs="msgspec"),
     ),
     (Part("gpu_engine", share_s=150, start_s=60, needs="msgspec"),),
     (Part("gpu_kernels", share_s=100),),

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import Tensor
 
-from bench import gpu_engine, gpu_suite, gpu_wheels
+from bench import gpu_answers, gpu_engine, gpu_suite, gpu_wheels
 from bench.gpu_rows import Absent, Row, finite, parser_of, run_part
 from disagg.engine.device.runner import ModelRunner
 from disagg.models.batch import Batch
+from tests.engine.device.test_stream_copier import compute, cudart  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).parents[2]
 # What `pyproject.toml` asks for besides torch, triton, and what transformers brings along.
@@ -146,6 +148,8 @@ def test_a_bare_machine_with_a_wheel_of_msgspec_measures_everything(
     assert handed["CUDA IPC, 8 blocks"]["run GB/s"] > 0
     assert handed["NIXL, 16 blocks"]["lane"] and handed["NIXL, 16 blocks"]["floor ms"] > 0
     assert handed["hand-over of 512"]["plan ms"] > 0
+    answers = rows(found, "gpu_answers")
+    assert answers["float32"]["equal"] == answers["bfloat16"]["answers"] == 12
     tokens = rows(found, "gpu_sampling: tokens")["tokens, every parameter"]
     assert tokens["equal"] == tokens["tokens"] > 0
     assert rows(found, "gpu_generate") and rows(found, "gpu_peers")
@@ -333,3 +337,11 @@ def test_a_wheel_of_nixl_keeps_what_ucx_needs(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as smaller:
         assert smaller.namelist() == [*kept, record]
         assert smaller.read(record).decode() == "".join(f"{name},sha256=x,7\n" for name in kept)
+
+
+@pytest.mark.usefixtures("compute")
+def test_copies_to_host_memory_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On streams that are played here, as a CPU has none."""
+    for name, number in (("BLOCK_NBYTES", 64), ("NUM_COPIED", 6), ("NUM_WORK", 2)):
+        monkeypatch.setattr(gpu_answers, name, number)
+    assert min(gpu_answers.copies(torch.device("cpu")).values()) > 0
