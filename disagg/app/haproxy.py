@@ -223,7 +223,7 @@ class HAProxyWatch:
         config = self._config()
         with contextlib.suppress(OSError):
             text = "" if config is None else config.read_text()
-            return text if "use_backend" in text else None
+            return text if haproxy_launcher.has_routes(text) else None
         return None
 
 

@@ -17,12 +17,15 @@ Serve's configuration is made for a trusted network. Our clients are untrusted, 
 - HAProxy's error replies are OpenAI's JSON with a request id, except for input that is not HTTP,
   for which it has fixed texts. Serve's 404 without routes and its 500 without servers become 503
   with `Retry-After`, because clients take a 404 for their own mistake.
+- The successor of a dead HAProxy begins with the routes of the dead one: Serve gives it none for
+  half a second, in which it would answer 503.
 
 It is a script that uses the standard library only, so that HAProxy starts fast.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -247,13 +250,44 @@ def _run(haproxy: str, host: str, certificate: str, arguments: list[str]) -> Non
     if "-f" in arguments:
         file = arguments[arguments.index("-f") + 1]
         with open(file) as config:
-            text = config.read()
-        with open(file + ".new", "w") as config:
-            config.write(adapted(text, host, certificate, most_connections()))
-        os.replace(file + ".new", file)
+            text = adapted(config.read(), host, certificate, most_connections())
+        text = _with_routes(text, file + ".routes", is_reload="-sf" in arguments)
+        _replace(file, text)
     # -dR would keep a stand-in from listening on the same port while Serve's HAProxy starts.
     arguments = [each for each in arguments if each != "-dR"]
     os.execv(haproxy, [haproxy, *arguments])  # noqa: S606
+
+
+def _with_routes(text: str, saved: str, *, is_reload: bool) -> str:
+    """A configuration with the routes of the HAProxy before this one, if it has none itself.
+
+    Serve starts the successor of a dead HAProxy without routes, looks for it after half a second,
+    and only then reloads it with routes. A reload without routes means that there are none. Serve's
+    directory is named after the node in Ray, so another cluster's routes are not found.
+
+    Args:
+        saved: file with the last configuration that had routes.
+    """
+    if has_routes(text):
+        _replace(saved, text)
+    elif is_reload:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(saved)
+    else:
+        with contextlib.suppress(FileNotFoundError), open(saved) as config:
+            return config.read()
+    return text
+
+
+def has_routes(text: str) -> bool:
+    """Whether a configuration has a route to an ingress."""
+    return re.search(r"^ +use_backend ", text, flags=re.MULTILINE) is not None
+
+
+def _replace(file: str, text: str) -> None:
+    with open(file + ".new", "w") as opened:
+        opened.write(text)
+    os.replace(file + ".new", file)
 
 
 if __name__ == "__main__":

@@ -189,6 +189,28 @@ def test_it_listens_where_the_user_said_and_to_nobody_else(tmp_path: Path, host:
         assert done.returncode == 0, done.stderr
 
 
+def test_a_successor_has_the_routes_of_the_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve gives it none until half a second after its start."""
+    monkeypatch.setattr("os.execv", lambda program, arguments: None)
+    file = tmp_path / "haproxy.cfg"
+
+    def has_routes(of_serve: str, *arguments: str) -> bool:
+        file.write_text(of_serve)
+        haproxy_launcher._run("haproxy", "127.0.0.1", "", ["-db", "-f", str(file), *arguments])
+        text = file.read_text()
+        assert text.startswith(haproxy_launcher.MARK)
+        return haproxy_launcher.has_routes(text)
+
+    without, routed = serve_config(tmp_path, 18000), serve_config(tmp_path, 18000, 18002)
+    assert not has_routes(without), "the first one of all"
+    assert has_routes(routed, "-sf", "7")
+    assert has_routes(without), "a successor"
+    assert not has_routes(without, "-sf", "7"), "the application was removed"
+    assert not has_routes(without)
+
+
 def events_of(directory: Path, *texts: str) -> list[str]:
     """What is said about a configuration of Serve's as it becomes, however often it is looked
     at."""
