@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, within the limits of its container (cgroup v2)."""
+"""What this process may use: cores and memory of its container (cgroup v2), and directories."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import os
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+
+
+def user_directory(variable: str, below_home: str) -> Path | None:
+    """The directory that a variable of XDG names, or the usual one in the user's home.
+
+    None if there is neither, as in a container that runs as a user without a name.
+    """
+    if given := os.environ.get(variable):
+        return Path(given).expanduser()
+    home = os.path.expanduser("~")
+    return Path(home, below_home) if os.path.isabs(home) else None
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:

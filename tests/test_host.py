@@ -1,4 +1,4 @@
-"""Cores and memory in a container."""
+"""Cores and memory in a container, and a user without a home."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from disagg.host import read_memory, usable_cores
+from disagg.app.address import find_token
+from disagg.cli.serve import log_directory
+from disagg.errors import StartupError
+from disagg.host import read_memory, usable_cores, user_directory
+from disagg.models.fetched import cached_file
 
 
 @pytest.mark.parametrize(
@@ -35,3 +39,30 @@ def test_files_that_were_read_do_not_count_as_used_memory(tmp_path: Path) -> Non
     assert read_memory(tmp_path) == (limit_nbytes, 4096 + 8192)
     (tmp_path / "memory.max").write_text("max\n")
     assert read_memory(tmp_path)[0] == total_nbytes
+
+
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a user without a name."""
+    monkeypatch.delenv("HOME", raising=False)
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_directory("XDG_STATE_HOME", ".local/state") == tmp_path / ".local/state"
+    without_home(monkeypatch)
+    assert user_directory("XDG_STATE_HOME", ".local/state") is None
+    monkeypatch.setattr("disagg.cli.process_tree.temporary_directory", lambda: tmp_path)
+    logs = log_directory(None, 8000)
+    assert logs.parent == tmp_path / f"disagg-logs-{os.getuid()}" and logs.is_dir()
+    with pytest.raises(StartupError, match="XDG_CACHE_HOME"):
+        cached_file("smollm2")
+    assert find_token()[0] == ""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cached_file("smollm2").is_relative_to(tmp_path)

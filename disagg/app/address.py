@@ -73,7 +73,7 @@ def find_token() -> tuple[str, str]:
     """The token that Ray would use, and the place where it was found; "" if there is none."""
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
-    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    file = Path(os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"))
     try:
         return file.read_text().strip(), str(file)
     except (OSError, ValueError):

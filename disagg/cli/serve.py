@@ -20,6 +20,7 @@ from disagg.cli.supervisor import Signals, Supervisor
 from disagg.config import AUTO, ServeConfig, url_of
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
+from disagg.host import user_directory
 from disagg.models.fetched import FETCHED, Say, fetch
 from disagg.models.hub import fetch_repository, is_repository
 
@@ -103,24 +104,26 @@ def log_directory(log_dir: str | None, port: int) -> Path:
         StartupError: the directory cannot be written to.
     """
     if log_dir is not None:
-        directory = Path(log_dir).expanduser().absolute()
+        directory = Path(os.path.expanduser(log_dir)).absolute()
         if not _is_made(directory):
             raise StartupError(
                 f"Cannot write to {log_dir}; choose another directory for the logs.",
                 param="log_dir",
             )
         return directory
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    elsewhere = process_tree.temporary_directory() / f"disagg-logs-{os.getuid()}"
+    state = user_directory("XDG_STATE_HOME", ".local/state")
+    bases = [elsewhere] if state is None else [state / "disagg", elsewhere]
     now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     name = f"serve-{now}-{port}-{os.getpid()}"
-    elsewhere = process_tree.temporary_directory() / f"disagg-logs-{os.getuid()}"
-    for base in (state / "disagg", elsewhere):
+    for base in bases:
         if _is_made(base / name):
             for old in sorted(base.glob("serve-*"))[:-NUM_KEPT_LOGS]:
                 shutil.rmtree(old, ignore_errors=True)
             return base / name
     raise StartupError(
-        f"Cannot write logs to {state} or to {elsewhere.parent}; give a directory with --log-dir.",
+        f"Cannot write logs to {' or to '.join(str(base.parent) for base in bases)}; give a"
+        " directory with --log-dir.",
         param="log_dir",
     )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import os
 import shutil
 import tempfile
 import urllib.error
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import StartupError
+from disagg.host import user_directory
 
 CHUNK_NBYTES = 1 << 20
 MIB = 1 << 20
@@ -65,9 +65,15 @@ FETCHED: Mapping[str, Wheel] = {
 
 
 def cached_file(name: str) -> Path:
-    """The path of a fetched model of `FETCHED`. It depends on the checksum."""
+    """The path of a fetched model of `FETCHED`. It depends on the checksum.
+
+    Raises:
+        StartupError: there is no directory for caches.
+    """
     wheel = FETCHED[name]
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~"), ".cache"))
+    base = user_directory("XDG_CACHE_HOME", ".cache")
+    if base is None:
+        raise StartupError("This user has no home directory; name one for models: XDG_CACHE_HOME.")
     return base / "disagg" / "models" / wheel.sha256[:16] / Path(wheel.member).name
 
 
