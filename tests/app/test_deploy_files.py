@@ -238,6 +238,11 @@ def test_the_service_of_systemd() -> None:
     assert verb == "serve"
     assert parser.parse_args(words).drain_s < float(service["TimeoutStopSec"])
     assert service["KillMode"] == "mixed"
+    # A user without a home has places for logs and models.
+    places = dict(each.split("=") for each in service["Environment"].split())
+    assert places["XDG_STATE_HOME"] + "/" + service["StateDirectory"] == "/var/lib/disagg"
+    assert places["XDG_CACHE_HOME"] + "/" + service["CacheDirectory"] == "/var/cache/disagg"
+    assert places["HF_HOME"].startswith("/var/cache/disagg/")
 
 
 @pytest.mark.parametrize("key", ["short", "change-me-at-the-first-start"])
