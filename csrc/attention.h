@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "block_tile.h"
 #include "kv_format.h"
 #include "vectors.h"
 
@@ -232,8 +233,8 @@ inline void attend(const KVPages& cache, int layer, int kv_head, const int32_t* 
 }
 
 // Combines the chunks of a sequence, which `part(i)` returns, to rounded [num_queries, head_dim].
-template <class Part>
-inline void join(Part&& part, int num_chunks, int num_queries, int head_dim, bf16* out) {
+template <class Part, class Out>
+inline void join(Part&& part, int num_chunks, int num_queries, int head_dim, Out* out) {
   for (int q = 0; q < num_queries; ++q) {
     float peak = part(0).peaks[q], total = 0.0f;
     for (int c = 1; c < num_chunks; ++c) peak = std::fmax(peak, part(c).peaks[q]);
@@ -248,7 +249,7 @@ inline void join(Part&& part, int num_chunks, int num_queries, int head_dim, bf1
         const Floats some = load(part(c).sums + q * head_dim + d);
         sums = fma(weight, some, sums);
       }
-      store(out + q * head_dim + d, sums);
+      store_rounded(out + q * head_dim + d, sums);
     }
   }
 }

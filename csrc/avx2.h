@@ -259,7 +259,8 @@ inline Floats load(const bf16* from, Mask mask) {
   return load(some);
 }
 
-inline __m256i narrowed(Floats values) {
+// The upper halves of the words are the rounded numbers; the lower halves are undefined.
+inline Words rounded_up(Floats values) {
   const Words bits = as_words(values);
   // Add half of the last kept digit, minus one if that digit is even; a carry moves up.
   const Words last = shift_right(bits, 16) & broadcast_word(1);
@@ -268,8 +269,9 @@ inline __m256i narrowed(Floats values) {
   const Floats is_nan{_mm256_cmp_ps(values.low, values.low, _CMP_UNORD_Q),
                       _mm256_cmp_ps(values.high, values.high, _CMP_UNORD_Q)};
   const Words quiet = bits | broadcast_word(0x400000);
-  return low_halves(shift_right(as_words(select(is_nan, as_floats(quiet), as_floats(up))), 16));
+  return as_words(select(is_nan, as_floats(quiet), as_floats(up)));
 }
+inline __m256i narrowed(Floats values) { return low_halves(shift_right(rounded_up(values), 16)); }
 inline void store(bf16* to, Floats values) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrowed(values));
 }

@@ -131,7 +131,8 @@ inline Floats dot_pairs(Floats acc, Words left, Words right) {
 
 #else  // the same with instructions that every CPU with AVX-512 has
 
-inline __m256i narrowed(Floats values) {
+// The upper halves of the words are the rounded numbers; the lower halves are undefined.
+inline Words rounded_up(Floats values) {
   const Words bits = as_words(values);
   // Add half of the last kept digit, minus one if that digit is even; a carry moves up.
   const Words last = shift_right(bits, 16) & broadcast_word(1);
@@ -139,7 +140,10 @@ inline __m256i narrowed(Floats values) {
   // NaN stays NaN: it becomes quiet, and no carry changes it to something else.
   const Mask is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
   up = _mm512_mask_or_epi32(up, is_nan, bits, broadcast_word(0x400000));
-  return _mm512_cvtepi32_epi16(shift_right(up, 16));
+  return up;
+}
+inline __m256i narrowed(Floats values) {
+  return _mm512_cvtepi32_epi16(shift_right(rounded_up(values), 16));
 }
 
 #endif

@@ -12,15 +12,18 @@ constexpr int BLOCK_DEPTH = 256;  // numbers of each row, so many that they stay
 // A `fetch` that prefetches nothing.
 constexpr auto no_fetch = [](auto...) {};
 
+// How products read rows of activations. Without instructions for bfloat16 they are float32 numbers,
+// which bfloat16 can represent: a product then has no instruction to widen a row.
 #ifdef __AVX512BF16__
 
-// The part of a row that products read, as pairs of bfloat16.
-using Number = uint32_t;
+constexpr bool HAS_BF16 = true;
+using Activation = bf16;
+using Number = uint32_t;  // a pair of bfloat16
 constexpr int NUMBERS_OF_PAIR = 1;
 
 template <int>
-inline Words columns_at(const uint32_t* pairs) {
-  return load_words(pairs);
+inline Words part_of(Words pairs) {
+  return pairs;
 }
 
 inline void add_product(Floats& acc, Words columns, Number number) {
@@ -29,21 +32,15 @@ inline void add_product(Floats& acc, Words columns, Number number) {
 
 #else
 
-// The rows are widened once for all columns, so that a product has no instruction to widen a row.
+constexpr bool HAS_BF16 = false;
+using Activation = float;
 using Number = float;
 constexpr int NUMBERS_OF_PAIR = 2;
 
-// x: rows of bfloat16, `stride` numbers apart; out: [num_rows, BLOCK_DEPTH].
-inline void widen_rows(const bf16* x, int64_t stride, int num_rows, int count, float* out) {
-  for (int r = 0; r < num_rows; ++r)
-    for (int i = 0; i < count; i += LANES)
-      store(out + r * BLOCK_DEPTH + i, load(x + r * stride + i, first_lanes(count - i)));
-}
-
 // The first numbers of pairs, or the second ones.
-template <int which>
-[[gnu::always_inline]] inline Floats columns_at(const uint32_t* pairs) {
-  return which == 0 ? low_of(load_words(pairs)) : high_of(load_words(pairs));
+template <int which, class Pairs>
+[[gnu::always_inline]] inline Floats part_of(Pairs pairs) {
+  return which == 0 ? low_of(pairs) : high_of(pairs);
 }
 
 [[gnu::always_inline]] inline void add_product(Floats& acc, Floats columns, Number number) {
@@ -52,23 +49,64 @@ template <int which>
 
 #endif
 
-// Adds to `own`, for one number of each pair.
-template <int which, int num_rows, int num_vectors>
-[[gnu::always_inline]] inline void add_products(const uint32_t* weight, const Number* x,
+inline const Number* numbers_of(const Activation* x) { return reinterpret_cast<const Number*>(x); }
+
+// Stores numbers that are rounded to bfloat16.
+inline void store_rounded(bf16* to, Floats values) { store(to, values); }
+inline void store_rounded(bf16* to, Floats values, Mask mask) { store(to, values, mask); }
+inline void store_rounded(float* to, Floats values) { store(to, rounded(values)); }
+inline void store_rounded(float* to, Floats values, Mask mask) { store(to, rounded(values), mask); }
+
+// Copies some numbers of a row for products to read.
+inline void copy_row(const bf16* from, int count, bf16* to) {
+  memcpy(to, from, sizeof(bf16) * count);
+}
+inline void copy_row(const bf16* from, int count, float* to) {
+  int i = 0;
+  for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = wide_of(from[i]);
+}
+
+// Adds to `own` one part of each pair.
+template <int which, int num_rows, int num_vectors, class Pairs>
+[[gnu::always_inline]] inline void add_products(const Pairs (&pairs)[num_vectors], const Number* x,
                                                 int64_t stride,
                                                 Floats (&own)[num_rows][num_vectors]) {
-  decltype(columns_at<which>(weight)) columns[num_vectors];
+  decltype(part_of<which>(pairs[0])) columns[num_vectors];
 #pragma GCC unroll 4
-  for (int v = 0; v < num_vectors; ++v) columns[v] = columns_at<which>(weight + v * LANES);
+  for (int v = 0; v < num_vectors; ++v) columns[v] = part_of<which>(pairs[v]);
 #pragma GCC unroll 8
   for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v) add_product(own[r][v], columns[v], x[r * stride]);
+    for (int v = 0; v < num_vectors; ++v) add_product(own[r][v], columns[v], x[r * stride + which]);
 }
 
-// Adds to `sums`, [num_rows, PANEL], the products of `num_rows` rows and `num_vectors` * 16 columns,
-// over `num_pairs` pairs of each. The numbers of a row are contiguous, and rows are `stride` numbers
-// apart. `fetch(k, columns)` may prefetch what is read after the `k`th pair.
+// Adds to `own` the products of pairs of `num_vectors` * 16 columns and a pair of each row. `x` is the
+// first row's pair, and rows are `stride` numbers apart.
+template <int num_rows, int num_vectors, class Pairs>
+[[gnu::always_inline]] inline void add_pairs(const Pairs (&pairs)[num_vectors], const Number* x,
+                                             int64_t stride,
+                                             Floats (&own)[num_rows][num_vectors]) {
+  add_products<0>(pairs, x, stride, own);
+  if constexpr (NUMBERS_OF_PAIR > 1) add_products<1>(pairs, x, stride, own);
+}
+
+// The same over `num_pairs` pairs of a panel and of each row. `fetch(k, columns)` may prefetch what is
+// read after the `k`th pair.
+template <int num_rows, int num_vectors, class Fetch>
+[[gnu::always_inline]] inline void add_panel(const uint32_t* weight, const Number* x, int64_t stride,
+                                             int num_pairs, Floats (&own)[num_rows][num_vectors],
+                                             Fetch&& fetch) {
+  for (int k = 0; k < num_pairs; ++k, weight += PANEL, x += NUMBERS_OF_PAIR) {
+    Words pairs[num_vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; ++v) pairs[v] = load_words(weight + v * LANES);
+    fetch(k, weight);
+    add_pairs(pairs, x, stride, own);
+  }
+}
+
+// Adds the products of `num_pairs` pairs to `sums`, [num_rows, PANEL].
 template <int num_rows, int num_vectors, class Fetch>
 inline void block_tile(const uint32_t* weight, const Number* x, int64_t stride, int num_pairs,
                        float* sums, Fetch&& fetch) {
@@ -77,11 +115,7 @@ inline void block_tile(const uint32_t* weight, const Number* x, int64_t stride, 
   for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < num_vectors; ++v) own[r][v] = load(sums + r * PANEL + v * LANES);
-  for (int k = 0; k < num_pairs; ++k, weight += PANEL, x += NUMBERS_OF_PAIR) {
-    fetch(k, weight);
-    add_products<0>(weight, x, stride, own);
-    if constexpr (NUMBERS_OF_PAIR > 1) add_products<1>(weight, x + 1, stride, own);
-  }
+  add_panel(weight, x, stride, num_pairs, own, fetch);
 #pragma GCC unroll 8
   for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4

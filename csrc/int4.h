@@ -18,13 +18,26 @@ constexpr int UNIT_PAIRS = UNIT / 2;
 constexpr int UNIT_BYTES = PANEL * UNIT / 2;
 constexpr int VECTOR_BYTES = 64;
 
-inline float sum_of_pairs(const uint32_t* x, int num_pairs) {
+#ifdef __AVX512BF16__
+
+inline float sum_of_pairs(const Number* x, int num_pairs) {
   const Words ones = broadcast_word(0x3F803F80);
   Floats sums = zeros();
   for (int k = 0; k < num_pairs; k += LANES)
     sums = dot_pairs(sums, load_words(x + k, first_lanes(num_pairs - k)), ones);
   return sum_of(sums);
 }
+
+#else
+
+inline float sum_of_pairs(const Number* x, int num_pairs) {
+  Floats sums = zeros();
+  for (int k = 0; k < 2 * num_pairs; k += LANES)
+    sums = sums + load(x + k, first_lanes(2 * num_pairs - k));
+  return sum_of(sums);
+}
+
+#endif
 
 // The scales of a group in a panel: PANEL scales, and then PANEL least values.
 inline const bf16* group_of_panel(const Matrix& matrix, int64_t panel, int group) {
@@ -34,8 +47,9 @@ inline const bf16* group_of_panel(const Matrix& matrix, int64_t panel, int group
 // Sums of `num_rows` rows and `num_vectors` * 16 columns from column `offset` of a panel on, which are
 // passed to `take(row, vector, sums)`.
 template <int num_rows, int num_vectors, class Take>
-inline void int4_tile(const Matrix& matrix, int panel, int offset, const uint32_t* x, Take&& take) {
+inline void int4_tile(const Matrix& matrix, int panel, int offset, const Number* x, Take&& take) {
   const int num_pairs = matrix.num_pairs(), group_pairs = matrix.group_size / 2;
+  const int64_t stride = int64_t(num_pairs) * NUMBERS_OF_PAIR;
   const uint8_t* units = matrix.nibbles + int64_t(panel) * (num_pairs / UNIT_PAIRS) * UNIT_BYTES +
                          offset / LANES * VECTOR_BYTES;
   const Nibbles nibbles;
@@ -61,17 +75,13 @@ inline void int4_tile(const Matrix& matrix, int panel, int offset, const uint32_
 #pragma GCC unroll 4
         for (int v = 0; v < num_vectors; ++v)
           columns[v] = nibbles.pairs(words[v], 4 * i);
-#pragma GCC unroll 8
-        for (int r = 0; r < num_rows; ++r) {
-          const Words row = broadcast_word(x[int64_t(r) * num_pairs + k + i]);
-#pragma GCC unroll 4
-          for (int v = 0; v < num_vectors; ++v) sums[r][v] = dot_pairs(sums[r][v], columns[v], row);
-        }
+        add_pairs(columns, x + int64_t(k + i) * NUMBERS_OF_PAIR, stride, sums);
       }
     }
     const bf16* scales = group_of_panel(matrix, panel, group) + offset;
     for (int r = 0; r < num_rows; ++r) {
-      const Floats of_x = broadcast(sum_of_pairs(x + int64_t(r) * num_pairs + begin, size));
+      const Number* numbers = x + r * stride + int64_t(begin) * NUMBERS_OF_PAIR;
+      const Floats of_x = broadcast(sum_of_pairs(numbers, size));
 #pragma GCC unroll 4
       for (int v = 0; v < num_vectors; ++v) {
         Floats total = load(totals[r][v]);
@@ -89,17 +99,16 @@ inline void int4_tile(const Matrix& matrix, int panel, int offset, const uint32_
 
 // As `product`, for a 4-bit weight.
 template <int num_vectors, class Take>
-inline void int4_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
-                         Take&& take) {
+inline void int4_product(const Matrix& matrix, int panel, int part, const Activation* x,
+                         int num_rows, Take&& take) {
   const int offset = part * num_vectors * LANES;
-  const auto* pairs = reinterpret_cast<const uint32_t*>(x);
   in_tiles(num_rows, [&](int, int begin, auto size) {
     constexpr int AT_ONCE = vectors_at_once(size(), num_vectors);
+    const Number* rows = numbers_of(x + int64_t(begin) * matrix.num_in);
     for (int column = offset; column < offset + num_vectors * LANES; column += AT_ONCE * LANES)
-      int4_tile<size(), AT_ONCE>(matrix, panel, column, pairs + int64_t(begin) * matrix.num_pairs(),
-                                 [&](int r, int v, Floats sums) {
-                                   take(begin + r, panel * PANEL + column + v * LANES, sums);
-                                 });
+      int4_tile<size(), AT_ONCE>(matrix, panel, column, rows, [&](int r, int v, Floats sums) {
+        take(begin + r, panel * PANEL + column + v * LANES, sums);
+      });
   });
 }
 
@@ -107,14 +116,19 @@ inline void int4_product(const Matrix& matrix, int panel, int part, const bf16* 
 inline void int4_row(const Matrix& matrix, int64_t row, bf16* out) {
   const int64_t panel = row / PANEL;
   const int column = row % PANEL;
-  const uint8_t* units = matrix.nibbles + panel * (matrix.num_in / UNIT) * UNIT_BYTES;
-  for (int k = 0; k < matrix.num_in; ++k) {
-    uint16_t word;
-    memcpy(&word, units + k / UNIT * UNIT_BYTES + 2 * (2 * column + k % 2), sizeof word);
-    const int number = word >> (4 * (k % UNIT / 2)) & 15;
-    const bf16* scales = group_of_panel(matrix, panel, k / matrix.group_size) + column;
-    const float value = wide_of(scales[PANEL]) + static_cast<float>(number) * wide_of(scales[0]);
-    store(out + k, broadcast(value), first_lanes(1));
+  const int num_units = matrix.num_in / UNIT;
+  const uint8_t* words = matrix.nibbles + panel * num_units * UNIT_BYTES + column * sizeof(uint32_t);
+  alignas(64) float values[LANES] = {};
+  for (int unit = 0; unit < num_units; ++unit, words += UNIT_BYTES) {
+    uint32_t both;  // the first word is the lower one
+    memcpy(&both, words, sizeof both);
+    const bf16* scales = group_of_panel(matrix, panel, unit * UNIT / matrix.group_size) + column;
+    const float scale = wide_of(scales[0]), least = wide_of(scales[PANEL]);
+    for (int k = 0; k < UNIT; ++k) {
+      const uint32_t number = both >> (k % 2 * 16 + k / 2 * 4) & 15;
+      values[k] = least + static_cast<float>(number) * scale;
+    }
+    store(out + unit * UNIT, load(values), first_lanes(UNIT));
   }
 }
 

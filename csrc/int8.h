@@ -9,7 +9,34 @@
 
 namespace disagg {
 
-constexpr int STRIP = 512;  // numbers of a row of `x` that are widened at a time
+constexpr int STRIP = 512;  // numbers of each row that are multiplied at a time
+
+// Some numbers of each row in float32.
+#ifdef __AVX512BF16__
+
+template <int num_rows>
+struct WideRows {
+  alignas(64) float numbers[num_rows * STRIP];
+  static constexpr int64_t stride = STRIP;
+
+  WideRows(const Activation* x, int64_t length, int count) {
+    for (int r = 0; r < num_rows; ++r)
+      for (int k = 0; k < count; k += LANES)
+        store(numbers + r * STRIP + k, load(x + r * length + k, first_lanes(count - k)));
+  }
+};
+
+#else
+
+template <int>
+struct WideRows {
+  const float* numbers;
+  int64_t stride;
+
+  WideRows(const Activation* x, int64_t length, int) : numbers(x), stride(length) {}
+};
+
+#endif
 
 inline Floats widened(const int8_t* from) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
@@ -25,12 +52,12 @@ inline const bf16* group_scales(const Matrix& matrix, int64_t panel, int group) 
 // passed to `take(row, vector, sums)`. They include the scales of groups; `finished` multiplies by the
 // scales of whole rows.
 template <int num_rows, int num_vectors, class Take>
-inline void int8_tile(const Matrix& matrix, int panel, int offset, const bf16* x, Take&& take) {
+inline void int8_tile(const Matrix& matrix, int panel, int offset, const Activation* x,
+                      Take&& take) {
   const int num_in = matrix.num_in;
   const int group_size = matrix.group_size == 0 ? num_in : matrix.group_size;
   const int8_t* columns = matrix.numbers + int64_t(panel) * num_in * PANEL + offset;
   alignas(64) float totals[num_rows][num_vectors][LANES] = {};
-  alignas(64) float wide[num_rows][STRIP];
   for (int begin = 0, group = 0; begin < num_in; ++group) {
     const int group_end = num_in - begin < group_size ? num_in : begin + group_size;
     Floats sums[num_rows][num_vectors];
@@ -40,9 +67,7 @@ inline void int8_tile(const Matrix& matrix, int panel, int offset, const bf16* x
       for (int v = 0; v < num_vectors; ++v) sums[r][v] = zeros();
     while (begin < group_end) {
       const int left = group_end - begin, size = left < STRIP ? left : STRIP;
-      for (int r = 0; r < num_rows; ++r)
-        for (int k = 0; k < size; k += LANES)
-          store(wide[r] + k, load(x + int64_t(r) * num_in + begin + k, first_lanes(size - k)));
+      const WideRows<num_rows> rows(x + begin, num_in, size);
       for (int k = 0; k < size; ++k, columns += PANEL) {
         _mm_prefetch(reinterpret_cast<const char*>(columns) + PREFETCHED, _MM_HINT_T0);
         Floats numbers[num_vectors];
@@ -50,7 +75,7 @@ inline void int8_tile(const Matrix& matrix, int panel, int offset, const bf16* x
         for (int v = 0; v < num_vectors; ++v) numbers[v] = widened(columns + v * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; ++r) {
-          const Floats some = broadcast(wide[r][k]);
+          const Floats some = broadcast(rows.numbers[r * rows.stride + k]);
 #pragma GCC unroll 4
           for (int v = 0; v < num_vectors; ++v)
             sums[r][v] = fma(numbers[v], some, sums[r][v]);
@@ -78,8 +103,8 @@ inline void int8_tile(const Matrix& matrix, int panel, int offset, const bf16* x
 
 // As `product`, for an 8-bit weight.
 template <int num_vectors, class Take>
-inline void int8_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
-                         Take&& take) {
+inline void int8_product(const Matrix& matrix, int panel, int part, const Activation* x,
+                         int num_rows, Take&& take) {
   const int offset = part * num_vectors * LANES;
   in_tiles(num_rows, [&](int, int begin, auto size) {
     constexpr int AT_ONCE = vectors_at_once(size(), num_vectors);

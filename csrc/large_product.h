@@ -80,8 +80,9 @@ struct BlockRows {
   static constexpr int64_t stride = BLOCK_DEPTH;
 
   BlockRows(const PlainRows& x, int64_t row, int num_rows, int first_pair, int num_pairs) {
-    widen_rows(reinterpret_cast<const bf16*>(x.pairs(row) + first_pair), x.num_filled_columns(),
-               num_rows, 2 * num_pairs, numbers);
+    const bf16* from = x.at(row, 2 * first_pair);
+    for (int r = 0; r < num_rows; ++r)
+      copy_row(from + r * x.num_filled_columns(), 2 * num_pairs, numbers + r * BLOCK_DEPTH);
   }
 };
 

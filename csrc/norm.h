@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "block_tile.h"
 #include "vectors.h"
 
 namespace disagg {
@@ -16,14 +17,14 @@ inline float inverse_rms(const bf16* x, int size, float eps) {
   return 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + eps);
 }
 
-// `place(i)` is the address for 16 numbers, from the `i`th on.
+// `place(i)` is the address for 16 numbers of bfloat16 or float32, from the `i`th on.
 template <class Place>
 inline void rms_norm(const bf16* x, const bf16* weight, int size, float eps, Place&& place) {
   const Floats inverse = broadcast(inverse_rms(x, size, eps));
   for (int i = 0; i < size; i += LANES) {
     const Mask mask = first_lanes(size - i);
     const Floats some = load(x + i, mask) * inverse;
-    store(place(i), some * load(weight + i, mask), mask);
+    store_rounded(place(i), some * load(weight + i, mask), mask);
   }
 }
 

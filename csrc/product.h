@@ -46,65 +46,59 @@ struct Matrix {
 
 constexpr int tiles_of(int num_rows) { return (num_rows + MOST_ROWS - 1) / MOST_ROWS; }
 
-// Sums of `num_rows` rows and `num_vectors` * 16 columns, which are passed to
-// `take(row, vector, sums)`. `fetch(k, columns, vector, count)` may prefetch what is read after the
-// `k`th pair of `count` vectors from `vector` on.
-#ifdef __AVX512F__
-
+// Where all columns are multiplied at once, the sums stay in registers.
 template <int num_rows, int num_vectors, class Fetch, class Take>
-inline void tile(const uint32_t* weight, const uint32_t* x, int num_pairs, Fetch&& fetch,
-                 Take&& take) {
+inline void whole_tile(const uint32_t* weight, const Number* x, int64_t stride, int num_pairs,
+                       Fetch&& fetch, Take&& take) {
   Floats sums[num_rows][num_vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < num_vectors; ++v) sums[r][v] = zeros();
-  for (int k = 0; k < num_pairs; ++k) {
-    const uint32_t* column = weight + int64_t(k) * PANEL;
-    Words columns[num_vectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v) columns[v] = load_words(column + v * LANES);
-    fetch(k, column, 0, std::integral_constant<int, num_vectors>());
-#pragma GCC unroll 8
-    for (int r = 0; r < num_rows; ++r) {
-      const Words row = broadcast_word(x[int64_t(r) * num_pairs + k]);
-#pragma GCC unroll 4
-      for (int v = 0; v < num_vectors; ++v) sums[r][v] = dot_pairs(sums[r][v], columns[v], row);
-    }
-  }
+  auto fetch_all = [&](int k, const uint32_t* columns) __attribute__((always_inline)) {
+    fetch(k, columns, 0, std::integral_constant<int, num_vectors>());
+  };
+  add_panel(weight, x, stride, num_pairs, sums, fetch_all);
 #pragma GCC unroll 8
   for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < num_vectors; ++v) take(r, v, sums[r][v]);
 }
 
-#else
-
-// Not inlined, so that it can use all registers.
+// Else the columns are multiplied some at a time, over so many numbers of them that they stay in the
+// L1 cache. Not inlined, so that it can use all registers.
 template <int num_rows, int num_vectors, class Fetch, class Take>
-[[gnu::noinline]] void tile(const uint32_t* weight, const uint32_t* x, int num_pairs,
-                            Fetch&& fetch, Take&& take) {
+[[gnu::noinline]] void tile_in_parts(const uint32_t* weight, const Number* x, int64_t stride,
+                                     int num_pairs, Fetch&& fetch, Take&& take) {
   constexpr int DEPTH = BLOCK_DEPTH / 2;
   constexpr int AT_ONCE = vectors_at_once(num_rows, num_vectors);
   alignas(64) float sums[num_rows * PANEL] = {};
-  alignas(64) float wide[num_rows * BLOCK_DEPTH];
   for (int k = 0; k < num_pairs; k += DEPTH) {
     const int count = num_pairs - k < DEPTH ? num_pairs - k : DEPTH;
-    widen_rows(reinterpret_cast<const bf16*>(x + k), 2 * int64_t(num_pairs), num_rows, 2 * count,
-               wide);
     for (int v = 0; v < num_vectors; v += AT_ONCE) {
-      auto fetch_more = [&](int i, const uint32_t* columns) {
+      auto fetch_more = [&](int i, const uint32_t* columns) __attribute__((always_inline)) {
         fetch(k + i, columns, v, std::integral_constant<int, AT_ONCE>());
       };
-      block_tile<num_rows, AT_ONCE>(weight + int64_t(k) * PANEL + v * LANES, wide, BLOCK_DEPTH,
-                                    count, sums + v * LANES, fetch_more);
+      block_tile<num_rows, AT_ONCE>(weight + int64_t(k) * PANEL + v * LANES,
+                                    x + int64_t(k) * NUMBERS_OF_PAIR, stride, count,
+                                    sums + v * LANES, fetch_more);
     }
   }
   for (int r = 0; r < num_rows; ++r)
     for (int v = 0; v < num_vectors; ++v) take(r, v, load(sums + r * PANEL + v * LANES));
 }
 
-#endif
+// Sums of `num_rows` rows and `num_vectors` * 16 columns, which are passed to
+// `take(row, vector, sums)`. Rows are `stride` numbers apart. `fetch(k, columns, vector, count)` may
+// prefetch what is read after the `k`th pair of `count` vectors from `vector` on.
+template <int num_rows, int num_vectors, class Fetch, class Take>
+inline void tile(const uint32_t* weight, const Number* x, int64_t stride, int num_pairs,
+                 Fetch&& fetch, Take&& take) {
+  if constexpr (vectors_at_once(num_rows, num_vectors) == num_vectors)
+    whole_tile<num_rows, num_vectors>(weight, x, stride, num_pairs, fetch, take);
+  else
+    tile_in_parts<num_rows, num_vectors>(weight, x, stride, num_pairs, fetch, take);
+}
 
 // Cuts rows into as few tiles as possible, of sizes that differ by one at most, and calls
 // `run(tile, first row, number of rows)` for each. The number is a type, so that the compiler makes
@@ -129,25 +123,28 @@ inline void in_tiles(int num_rows, Run&& run) {
 // sums)` gets rows and columns of the whole product. `next` is the memory that this thread will
 // probably read afterwards. Later tiles find this panel in the cache and have time to prefetch `next`.
 template <int num_vectors, class Take>
-inline void product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
+inline void product(const Matrix& matrix, int panel, int part, const Activation* x, int num_rows,
                     const uint32_t* next, Take&& take) {
   const int num_pairs = matrix.num_pairs(), num_tiles = tiles_of(num_rows);
   const uint32_t* weight = matrix.panel(panel) + part * num_vectors * LANES;
   const int first_column = panel * PANEL + part * num_vectors * LANES;
-  const auto* pairs = reinterpret_cast<const uint32_t*>(x);
+  const Number* numbers = numbers_of(x);
+  const int64_t stride = int64_t(num_pairs) * NUMBERS_OF_PAIR;
   const int step = num_tiles < 4 ? 2 : 1;  // of the 4 lines that a pair has in a panel
   in_tiles(num_rows, [&](int i, int begin, auto size) {
     const bool has_time = num_vectors == 4 && num_tiles > 1 && i * step < 4;
     const uint32_t* ahead = has_time ? next + int64_t(i) * step * num_pairs * LANES : weight;
-    // Two lines of `ahead` for each pair, `step` lines further each time.
-    auto fetch = [&](int k, const uint32_t* columns, int vector, auto count) {
+    // Two lines of `ahead` for each pair, `step` lines further each time. Always inlined, because gcc
+    // omits calls of functions that only prefetch.
+    auto fetch = [&](int k, const uint32_t* columns, int vector,
+                     auto count) __attribute__((always_inline)) {
       for (int v = 0; v < count(); ++v)
         _mm_prefetch(reinterpret_cast<const char*>(columns + v * LANES) + PREFETCHED, _MM_HINT_T0);
       const uint32_t* lines = ahead + (int64_t(k) * step + vector / 2) * LANES;
       _mm_prefetch(reinterpret_cast<const char*>(lines), _MM_HINT_T1);
       if (count() == 4) _mm_prefetch(reinterpret_cast<const char*>(lines + LANES), _MM_HINT_T1);
     };
-    tile<size(), num_vectors>(weight, pairs + int64_t(begin) * num_pairs, num_pairs, fetch,
+    tile<size(), num_vectors>(weight, numbers + begin * stride, stride, num_pairs, fetch,
                               [&](int r, int v, Floats sums) {
                                 take(begin + r, first_column + v * LANES, sums);
                               });
@@ -161,6 +158,12 @@ inline Floats finished(const Matrix& matrix, int column, Floats sums) {
     sums = sums * load(matrix.scales + column, mask);
   if (matrix.bias != nullptr) sums = sums + load(matrix.bias + column, mask);
   return sums;
+}
+
+// out: [rows, num_out].
+inline void store_finished(const Matrix& matrix, int row, int column, Floats sums, bf16* out) {
+  store(out + int64_t(row) * matrix.num_out + column, finished(matrix, column, sums),
+        first_lanes(matrix.num_out - column));
 }
 
 }  // namespace disagg

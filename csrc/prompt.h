@@ -24,7 +24,7 @@ constexpr float HEADROOM = 8.0f;  // weights are at most 2 to the power of this
 // The memory of one thread. A row is a query of one head; `depth` is a head's size, padded with zeros
 // to a multiple of TILE_DEPTH.
 struct PromptScratch {
-  Buffer<bf16> queries;     // [ROWS_OF_ITEM, depth]
+  Buffer<Activation> queries;  // [ROWS_OF_ITEM, depth]
   Buffer<float> sums;       // [ROWS_OF_ITEM, head_dim], of weighted values
   Buffer<float> peaks;      // [ROWS_OF_ITEM]: scores times log2(e) that weigh 1
   Buffer<float> totals;     // [ROWS_OF_ITEM, LANES], of weights
@@ -40,7 +40,7 @@ struct PromptScratch {
         !keys.hold(depth / 2 * KEY_TILE) || !values.hold(num_panels * KEY_PAIRS * PANEL) ||
         !widened.hold(KEY_TILE * dim))
       return false;
-    memset(queries.get(), 0, sizeof(bf16) * filled_rows(num_rows) * depth);
+    memset(queries.get(), 0, sizeof(Activation) * filled_rows(num_rows) * depth);
     memset(keys.get(), 0, sizeof(uint32_t) * depth / 2 * KEY_TILE);
     return true;
   }
@@ -129,8 +129,7 @@ class PromptAttention {
     for (int i = 0; i < num_queries; ++i) {
       const bf16* query = prompts_.qkv + (span.begin + i) * stride + kv_head * size;
       for (int g = 0; g < group(); ++g)
-        memcpy(own.queries.get() + int64_t(i * group() + g) * depth(), query + g * dim,
-               sizeof(bf16) * dim);
+        copy_row(query + g * dim, dim, own.queries.get() + int64_t(i * group() + g) * depth());
     }
     memset(own.sums.get(), 0, sizeof(float) * num_queries * size);
     memset(own.totals.get(), 0, sizeof(float) * num_queries * group() * LANES);
@@ -180,7 +179,7 @@ class PromptAttention {
     // Rows before `first` see none of these keys, and do not change.
     for (int begin = first / TILE_ROWS * TILE_ROWS; begin < end; begin += TILE_ROWS) {
       alignas(64) float scores[TILE_ROWS][KEY_TILE];
-      alignas(64) uint32_t weights[TILE_ROWS][KEY_PAIRS];
+      alignas(64) Activation weights[TILE_ROWS][KEY_TILE];
       const int num_rows = end - begin < TILE_ROWS ? end - begin : TILE_ROWS;
       score(own, begin, num_rows, scores);
       if (cache_.scales_offset != 0) scale_scores(own, num_rows, scores);
@@ -208,10 +207,9 @@ class PromptAttention {
   }
 
   // Weights times values, added to the rows' sums.
-  void add(PromptScratch& own, int begin, int, const uint32_t (*weights)[KEY_PAIRS]) {
+  void add(PromptScratch& own, int begin, int, const Activation (*weights)[KEY_TILE]) {
     const int dim = prompts_.head_dim;
-    const TileRows rows{reinterpret_cast<const bf16*>(weights[0]), sizeof weights[0], KEY_TILE,
-                        nullptr};
+    const TileRows rows{weights[0], sizeof weights[0], KEY_TILE, nullptr};
     in_panels(own, [&](int d, const uint32_t* columns, auto num_vectors) {
       tile_product<num_vectors(), true>(rows, near_columns<num_vectors()>(columns),
                                         own.sums.get() + int64_t(begin) * dim + d,
@@ -221,21 +219,22 @@ class PromptAttention {
 #else
   void score(PromptScratch& own, int begin, int num_rows, float (*scores)[KEY_TILE]) {
     const int num_pairs = depth() / 2;
-    const auto* queries = reinterpret_cast<const uint32_t*>(own.queries.get());
     in_tiles(num_rows, [&](int, int first, auto size) {
-      tile<size(), 4>(own.keys.get(), queries + int64_t(begin + first) * num_pairs, num_pairs,
-                      no_fetch, [&](int r, int v, Floats sums) {
+      const Number* queries = numbers_of(own.queries.get() + int64_t(begin + first) * depth());
+      tile<size(), 4>(own.keys.get(), queries, num_pairs * NUMBERS_OF_PAIR, num_pairs, no_fetch,
+                      [&](int r, int v, Floats sums) {
                         store(&scores[first + r][v * LANES], sums);
                       });
     });
   }
 
-  void add(PromptScratch& own, int begin, int num_rows, const uint32_t (*weights)[KEY_PAIRS]) {
+  void add(PromptScratch& own, int begin, int num_rows, const Activation (*weights)[KEY_TILE]) {
     in_panels(own, [&](int d, const uint32_t* columns, auto num_vectors) {
       in_tiles(num_rows, [&](int, int first, auto size) {
         float* sums = own.sums.get() + int64_t(begin + first) * prompts_.head_dim + d;
         tile<size(), num_vectors()>(
-            columns, weights[first], KEY_PAIRS, no_fetch, [&](int r, int v, Floats some) {
+            columns, numbers_of(weights[first]), KEY_PAIRS * NUMBERS_OF_PAIR, KEY_PAIRS, no_fetch,
+            [&](int r, int v, Floats some) {
               float* at = sums + int64_t(r) * prompts_.head_dim + v * LANES;
               store(at, load(at) + some);
             });
@@ -285,10 +284,10 @@ class PromptAttention {
     }
   }
 
-  // Weights 2^(score * scale - peak) of up to 16 rows, as pairs of bfloat16. A row's peak follows its
+  // Weights 2^(score * scale - peak) of up to 16 rows, rounded to bfloat16. A row's peak follows its
   // largest score only when that is HEADROOM above it, so sums are rarely rescaled.
   void weigh(PromptScratch& own, int begin, int num_rows, const float (*scores)[KEY_TILE],
-             uint32_t (*weights)[KEY_PAIRS]) {
+             Activation (*weights)[KEY_TILE]) {
     constexpr float LOWEST = -std::numeric_limits<float>::infinity();
     const Floats scale = broadcast(LOG2_E / std::sqrt(static_cast<float>(prompts_.head_dim)));
     float* peaks = own.peaks.get() + begin;
@@ -303,7 +302,6 @@ class PromptAttention {
     }
     const bool has_scales = cache_.scales_offset != 0;
     for (int r = 0; r < num_rows; ++r) {
-      auto* to = reinterpret_cast<bf16*>(weights[r]);
       // A row that has seen no key yet has scores of -infinity, and weights of 0.
       const Floats less_peak = broadcast(peaks[r] == LOWEST ? 0.0f : -peaks[r]);
       float* totals = own.totals.get() + int64_t(begin + r) * LANES;
@@ -313,7 +311,7 @@ class PromptAttention {
         Floats some = power_of_two(fma(load(scores[r] + k), scale, less_peak));
         total = total + some;
         if (has_scales) some = some * load(own.value_scales + k);
-        store(to + k, some);
+        store_rounded(weights[r] + k, some);
       }
       store(totals, total);
     }

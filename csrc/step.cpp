@@ -22,7 +22,7 @@ namespace {
 
 // The memory of one thread.
 struct Own {
-  Buffer<bf16> normed;  // [num_rows, hidden]
+  Buffer<Activation> normed;  // [num_rows, hidden]
   Buffer<float> gates;  // [num_rows, PANEL]
   Buffer<bf16> queries;
   Buffer<float> scores;
@@ -110,7 +110,7 @@ class Step {
     bool is_normed = false;
     multiply(member, layer.qkv, layer.output, [&] { return normed(member, layer.input_norm, is_normed); },
              [&](int row, int column, Floats sums) {
-               store_row(qkv_.get(), layer.qkv, row, column, sums);
+               store_finished(layer.qkv, row, column, sums, qkv_.get());
              });
     attend(member, index);
     multiply(member, layer.output, layer.gate, [&] { return attended_.get(); },
@@ -123,8 +123,8 @@ class Step {
 
   // Normalises all rows into this thread's own memory. Each thread does it, because that takes less
   // time than waiting for another thread.
-  const bf16* normed(Member& member, const bf16* weight, bool& is_done) {
-    bf16* out = own_[member.id].normed.get();
+  const Activation* normed(Member& member, const bf16* weight, bool& is_done) {
+    Activation* out = own_[member.id].normed.get();
     if (!is_done) {
       for (int row = 0; row < batch_.num_rows; ++row) {
         const int64_t begin = int64_t(row) * model_.hidden;
@@ -143,7 +143,7 @@ class Step {
     const int num_panels = matrix.num_panels(), num_rows = batch_.num_rows;
     const int num_parts = parts_of_panel(member, num_panels);
     member.phase(num_panels * num_parts, [&](int item) {
-      const bf16* x = input();
+      const Activation* x = input();
       const int panel = item / num_parts, part = item % num_parts;
       const uint32_t* next = panel_after(member, matrix, panel, following);
       if (num_parts == 1)
@@ -165,11 +165,6 @@ class Step {
     if (next < matrix.num_panels()) return matrix.panel(next);
     const int begin = next - matrix.num_panels(), last = following.num_panels() - 1;
     return following.panel(begin < last ? begin : last);
-  }
-
-  void store_row(bf16* to, const Matrix& matrix, int row, int column, Floats sums) {
-    store(to + int64_t(row) * matrix.num_out + column, finished(matrix, column, sums),
-          first_lanes(matrix.num_out - column));
   }
 
   void add(const Matrix& matrix, int row, int column, Floats sums) {
@@ -194,7 +189,7 @@ class Step {
 
   template <int num_vectors>
   void compute_gated(Member& member, const Layer& layer, int panel, int part, bool& is_normed) {
-    const bf16* x = normed(member, layer.post_norm, is_normed);
+    const Activation* x = normed(member, layer.post_norm, is_normed);
     float* gates = own_[member.id].gates.get();
     auto open = [&](int row, int column, Floats sums) {
       store(gates + row * PANEL + column % PANEL, silu(finished(layer.gate, column, sums)));
@@ -205,8 +200,8 @@ class Step {
     auto times = [&](int row, int column, Floats sums) {
       const Floats gate = load(gates + row * PANEL + column % PANEL);
       const Floats up = finished(layer.up, column, sums);
-      store(inner_.get() + int64_t(row) * model_.inner + column, gate * up,
-            first_lanes(model_.inner - column));
+      store_rounded(inner_.get() + int64_t(row) * model_.inner + column, gate * up,
+                    first_lanes(model_.inner - column));
     };
     any_product<num_vectors>(layer.up, panel, part, x, batch_.num_rows, next, times);
   }
@@ -272,7 +267,8 @@ class Step {
   Batch batch_{};
   KVPages cache_{};
   PerThread<Own> own_;
-  Buffer<bf16> hidden_, qkv_, attended_, inner_;
+  Buffer<bf16> hidden_, qkv_;
+  Buffer<Activation> attended_, inner_;
   Buffer<float> partials_;
   ChunkLists chunks_;
   Buffer<std::atomic<int>> arrived_;  // chunks that are done, [num_rows, num_kv_heads]
@@ -305,7 +301,7 @@ struct Steps {
 extern "C" {
 
 // The version, which must change with the structures.
-int32_t disagg_step_version() { return 8; }
+int32_t disagg_step_version() { return 9; }
 
 // Whether this process may use the registers that the code needs. Must be called first.
 int32_t disagg_step_may_run() { return disagg::may_use_tiles(); }
@@ -332,6 +328,9 @@ int32_t disagg_step_run(void* step, const disagg::Batch* batch, const disagg::KV
 // Whether products use AMX.
 int32_t disagg_step_has_tiles() { return disagg::HAS_TILES; }
 
+// Whether products use instructions for bfloat16.
+int32_t disagg_step_has_bf16() { return disagg::HAS_BF16; }
+
 // As `disagg_step_run`, for tokens of any sequences, up to the hidden states after the last norm.
 int32_t disagg_step_run_large(void* step, const disagg::Tokens* tokens,
                               const disagg::KVPages* cache, int32_t num_threads) {
@@ -357,10 +356,11 @@ int32_t disagg_step_prompts_run(void* attention, const disagg::Prompts* prompts,
 }
 
 // Some panels of x W^T + b with a weight of 8 or 4 bits, or without AMX of 16: x [num_rows, num_in],
-// out [num_rows, num_out].
-void disagg_step_narrow_rows(const disagg::Matrix* matrix, const disagg::bf16* x, int32_t num_rows,
-                             int32_t first_panel, int32_t end_panel, disagg::bf16* out) {
-  disagg::narrow_rows(*matrix, x, num_rows, first_panel, end_panel, out);
+// out [num_rows, num_out]. Returns a `Status`.
+int32_t disagg_step_narrow_rows(const disagg::Matrix* matrix, const disagg::bf16* x,
+                                int32_t num_rows, int32_t first_panel, int32_t end_panel,
+                                disagg::bf16* out) {
+  return disagg::narrow_rows(*matrix, x, num_rows, first_panel, end_panel, out);
 }
 }
 #pragma GCC visibility pop

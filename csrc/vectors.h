@@ -22,7 +22,13 @@ constexpr int vectors_at_once(int num_rows, int num_vectors) {
 inline Floats low_of(Words pairs) { return as_floats(shift_left(pairs, 16)); }
 inline Floats high_of(Words pairs) { return as_floats(pairs & broadcast_word(0xFFFF0000)); }
 
-#ifndef __AVX512BF16__
+// Rounded to bfloat16.
+#ifdef __AVX512BF16__
+inline Floats rounded(Floats values) {
+  return as_floats(shift_left(from_halves(narrowed(values)), 16));
+}
+#else
+inline Floats rounded(Floats values) { return high_of(rounded_up(values)); }
 
 // acc + the dot products of neighbouring pairs.
 template <class Pairs>
@@ -32,10 +38,6 @@ inline Floats dot_pairs(Floats acc, Pairs left, Words right) {
 }
 
 #endif
-
-inline Floats rounded(Floats values) {
-  return as_floats(shift_left(from_halves(narrowed(values)), 16));
-}
 
 // The first `count` of 16 lanes: all for a larger count, none for one below 0.
 inline Mask first_lanes(int count) {

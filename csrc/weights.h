@@ -5,14 +5,15 @@
 #include "buffer.h"
 #include "int4.h"
 #include "int8.h"
+#include "model.h"
 #include "product.h"
 #include "widened.h"
 
 namespace disagg {
 
 template <int num_vectors, class Take>
-inline void any_product(const Matrix& matrix, int panel, int part, const bf16* x, int num_rows,
-                        const uint32_t* next, Take&& take) {
+inline void any_product(const Matrix& matrix, int panel, int part, const Activation* x,
+                        int num_rows, const uint32_t* next, Take&& take) {
   if (matrix.nibbles != nullptr)
     int4_product<num_vectors>(matrix, panel, part, x, num_rows, take);
   else if (matrix.numbers != nullptr)
@@ -33,34 +34,48 @@ inline void any_row(const Matrix& matrix, int64_t row, bf16* out) {
     int8_row(matrix, row, out);
 }
 
-constexpr int FEW_ROWS = 16;  // with more rows, AMX multiplies with numbers that were widened before
+constexpr int FEW_ROWS = 16;      // with more rows, AMX multiplies with numbers that were widened before
+constexpr int ROWS_AT_ONCE = 96;  // few enough to stay in a cache while they are multiplied
 
-// Some panels of a product with a weight of 8 or 4 bits, or without AMX also of 16 bits, for rows of
-// prompts; out is [num_rows, num_out]. With more than FEW_ROWS rows, it reads rows of `x` up to a
-// multiple of TILE_ROWS.
-inline void narrow_rows(const Matrix& matrix, const bf16* x, int num_rows, int first_panel,
-                        int end_panel, bf16* out) {
-  auto take = [&](int row, int column, Floats sums) {
-    store(out + int64_t(row) * matrix.num_out + column, finished(matrix, column, sums),
-          first_lanes(matrix.num_out - column));
-  };
+// Rows of bfloat16 as products read them; `memory` is used where they must be widened. Returns null if
+// there is not enough memory.
+inline const Activation* activations(const bf16* x, int64_t size, Buffer<Activation>& memory) {
+  if constexpr (HAS_BF16) return reinterpret_cast<const Activation*>(x);
+  if (!memory.hold(size)) return nullptr;
+  copy_row(x, size, memory.get());
+  return memory.get();
+}
+
+// The panels `first_panel` to `end_panel` of x W^T + b, for products that are called one by one; out is
+// [num_rows, num_out]. With AMX the weight has 8 or 4 bits, and if there are more than FEW_ROWS rows,
+// rows of `x` up to a multiple of TILE_ROWS are read.
+inline Status narrow_rows(const Matrix& matrix, const bf16* x, int num_rows, int first_panel,
+                          int end_panel, bf16* out) {
 #ifdef __AMX_BF16__
-  Buffer<uint32_t> wide;
-  const int64_t size = int64_t(matrix.num_filled_pairs()) * PANEL;
-  if (num_rows > FEW_ROWS && wide.hold(size)) {
+  if (num_rows > FEW_ROWS) {
+    Buffer<uint32_t> wide;
+    if (!wide.hold(int64_t(matrix.num_filled_pairs()) * PANEL)) return NO_MEMORY;
     const Tiles tiles;
     for (int panel = first_panel; panel < end_panel; ++panel)
-      widened_product(matrix, panel, x, num_rows, wide.get(), take);
-    return;
+      widened_product(matrix, panel, x, num_rows, wide.get(), [&](int row, int column, Floats sums) {
+        store_finished(matrix, row, column, sums, out);
+      });
+    return DONE;
   }
 #endif
-  for (int panel = first_panel; panel < end_panel; ++panel)
-    if (matrix.nibbles != nullptr)
-      int4_product<4>(matrix, panel, 0, x, num_rows, take);
-    else if (matrix.numbers != nullptr)
-      int8_product<4>(matrix, panel, 0, x, num_rows, take);
-    else
-      product<4>(matrix, panel, 0, x, num_rows, matrix.panel(panel), take);
+  Buffer<Activation> memory;
+  for (int begin = 0; begin < num_rows; begin += ROWS_AT_ONCE) {
+    const int count = num_rows - begin < ROWS_AT_ONCE ? num_rows - begin : ROWS_AT_ONCE;
+    const bf16* from = x + int64_t(begin) * matrix.num_in;
+    const Activation* rows = activations(from, int64_t(count) * matrix.num_in, memory);
+    if (rows == nullptr) return NO_MEMORY;
+    for (int panel = first_panel; panel < end_panel; ++panel)
+      any_product<4>(matrix, panel, 0, rows, count, matrix.panel(panel),
+                     [&](int row, int column, Floats sums) {
+                       store_finished(matrix, begin + row, column, sums, out);
+                     });
+  }
+  return DONE;
 }
 
 }  // namespace disagg

@@ -26,6 +26,9 @@ def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
     Args:
         library: the one that `cpu_library.find_step` loaded.
         matrix: a weight of 8 or 4 bits; also of 16 bits if the library is for CPUs without bf16.
+
+    Raises:
+        MemoryError: there is not enough memory to widen the rows.
     """
     num_rows = x.shape[0]
     out = torch.empty(num_rows, matrix.num_out, dtype=x.dtype)
@@ -37,7 +40,7 @@ def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
     ends = [num_panels * part // num_parts for part in range(num_parts + 1)]
 
     def some(part: int) -> None:
-        library.disagg_step_narrow_rows(
+        status = library.disagg_step_narrow_rows(
             byref(matrix),
             c_void_p(x.data_ptr()),
             c_int32(num_rows),
@@ -45,6 +48,8 @@ def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
             c_int32(ends[part + 1]),
             c_void_p(out.data_ptr()),
         )
+        if status:
+            raise MemoryError(f"there is not enough memory for a product of {num_rows} rows")
 
     waits = [_threads().submit(some, part) for part in range(1, num_parts)]
     some(0)

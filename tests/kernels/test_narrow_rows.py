@@ -20,15 +20,16 @@ class FakeLibrary:
 
     def __init__(self, has_tiles: bool, num_read: int) -> None:
         self._has_tiles, self._num_read = has_tiles, num_read
-        self.address, self.read = 0, b""
+        self.address, self.read, self.status = 0, b"", 0
 
     def disagg_step_has_tiles(self) -> int:
         return self._has_tiles
 
-    def disagg_step_narrow_rows(self, matrix: Any, x: ctypes.c_void_p, *_: Any) -> None:
+    def disagg_step_narrow_rows(self, matrix: Any, x: ctypes.c_void_p, *_: Any) -> int:
         assert x.value is not None
         self.address = x.value
         self.read = ctypes.string_at(x.value, self._num_read * NUM_IN * 2)
+        return self.status
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,14 @@ def test_rows_are_padded_only_if_whole_tiles_are_read(
     padded = functional.pad(x, (0, 0, 0, num_read - num_rows))
     assert library.read == padded.view(torch.uint8).numpy().tobytes()
     assert (library.address == x.data_ptr()) == (num_read == num_rows)
+
+
+def test_no_memory_is_an_error() -> None:
+    library = FakeLibrary(has_tiles=False, num_read=3)
+    library.status = 1
+    with pytest.raises(MemoryError, match="a product of 3 rows"):
+        narrow_rows(
+            cast(ctypes.CDLL, library),
+            CpuMatrix(num_out=4, num_in=NUM_IN),
+            torch.randn(3, NUM_IN).bfloat16(),
+        )
