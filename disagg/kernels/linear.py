@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.cpu_library import AVX2_STEP, PLAIN_STEP, find_library, find_step
+from disagg.kernels.cpu_library import find_step
 from disagg.kernels.cpu_matrix import PANEL, CpuMatrix
 from disagg.kernels.narrow_rows import narrow_rows
 
@@ -241,8 +241,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> Linear:
 def _multiplies_panels() -> ctypes.CDLL | None:
     """The compiled program, if oneDNN multiplies bfloat16 slowly on this CPU; else None."""
     library = find_step().loaded
-    without_bf16 = (find_library(each).loaded for each in (PLAIN_STEP, AVX2_STEP))
-    return library if library is not None and library in without_bf16 else None
+    return None if library is None or library.disagg_step_has_bf16() else library
 
 
 def _prefers_float32(dtype: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from disagg.kernels import cpu_step as cpu_step_module
 from disagg.kernels import linear as linear_module
-from disagg.kernels.cpu_library import AVX2_STEP, PLAIN_STEP, Found
+from disagg.kernels.cpu_library import Found
 from disagg.kernels.dispatch import Quantization
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
@@ -46,8 +46,7 @@ def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def new_decoder(step: Found, monkeypatch: pytest.MonkeyPatch) -> NewDecoder:
     """Makes decoders in bfloat16, which have the compiled step."""
     monkeypatch.setattr(cpu_step_module, "find_step", lambda: step)
-    if step.sentence in (PLAIN_STEP.sentence, AVX2_STEP.sentence):
-        monkeypatch.setattr(linear_module, "_multiplies_panels", lambda: step.loaded)
+    monkeypatch.setattr(linear_module, "find_step", lambda: step)
 
     def new(
         config: ModelConfig,
