@@ -76,7 +76,8 @@ class BlockNames(Protocol):
         """
 
     def match(self, names: Sequence[BlockHash], alive: int) -> LeadingNames:
-        """Find how many leading names each worker in the mask `alive` has.
+        """Find how many leading names each worker in the mask `alive` has. The result holds until
+        the next call.
 
         The leading names that any of them has count as looked up.
         """
@@ -300,6 +301,8 @@ class CompiledNames:
         if not self._table:
             raise MemoryError("no memory for an empty prefix index")
         self._reserve(1024)
+        self._depths: Any = (c_uint32 * 0)()  # results of `match`
+        self._places: Any = (c_uint32 * 0)()
 
     def __del__(self) -> None:
         if getattr(self, "_table", None):
@@ -328,10 +331,12 @@ class CompiledNames:
             raise MemoryError("no memory for one more set of workers in the prefix index")
 
     def match(self, names: Sequence[BlockHash], alive: int) -> LeadingNames:
-        mask, size = _bytes_of(alive), alive.bit_length()
-        depths: Any = (c_uint32 * size)()
-        places: Any = (c_uint32 * size)()
-        joined = _joined(names)
+        mask = _bytes_of(alive)
+        num_places = 8 * len(mask)
+        if num_places > len(self._depths):
+            self._depths, self._places = (c_uint32 * num_places)(), (c_uint32 * num_places)()
+        depths, places, joined = self._depths, self._places, _joined(names)
+        ctypes.memset(depths, 0, ctypes.sizeof(depths))
         number = self._call.match(self._table, joined, len(names), mask, len(mask), depths, places)
         return LeadingNames(depths, places, number)
 

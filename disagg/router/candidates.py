@@ -8,7 +8,7 @@ pull its cached prefix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ from disagg.router.costs import (
 )
 from disagg.router.pull_times import UNMEASURED_S_PER_BYTE
 from disagg.router.route import Candidate
-from disagg.router.worker_view import WorkerView, host_id
+from disagg.router.slack import AddedStream
+from disagg.router.worker_view import WorkerView
 
 NUM_PER_SIDE = 4  # cheapest prefill and decode workers of which all pairs are compared
 NUM_PREFIX_PULLERS = 2  # cheapest workers for which a prefix pull is considered
@@ -46,11 +47,9 @@ class Slos(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """The prompt as costs see it. held: leading cached tokens by worker; num_at_source: those of
-    `prefix_source`."""
+    """The prompt as costs see it. num_at_source: leading tokens that `prefix_source` has cached."""
 
     num_tokens: int
-    held: Mapping[str, int]
     prefix_source: WorkerView | None
     num_at_source: int
     now: float
@@ -58,31 +57,24 @@ class Prompt(NamedTuple):
 
 
 class ComputingPool(NamedTuple):
-    """Workers that may compute a prompt. The fields from `num_behind` on are arguments of
-    `costs.prefill_cost`."""
+    """Workers that may compute a prompt. The fields are those of `shortlist.Side`, and from
+    `num_behind` on arguments of `costs.prefill_cost`."""
 
     workers: Sequence[WorkerView]
-    num_held: Sequence[int]  # leading tokens of the prompt, by worker
-    num_behind: Sequence[float]  # by worker
+    num_held: Sequence[int]  # by worker, as the next two
+    num_in_host: Sequence[int]
+    num_behind: Sequence[float]
     num_held_once: tuple[int, int]
     spares_decodes: bool
 
 
 def prefill_costs(pool: ComputingPool, prompt: Prompt) -> list[PrefillCost]:
-    workers, by_worker, num_behind, num_held_once, spares_decodes = pool
-    num_tokens, held, now = prompt.num_tokens, prompt.held, prompt.now
+    num_tokens, now = prompt.num_tokens, prompt.now
+    once, spares = pool.num_held_once, pool.spares_decodes
+    each = zip(pool.workers, pool.num_held, pool.num_in_host, pool.num_behind, strict=True)
     return [
-        prefill_cost(
-            worker,
-            num_tokens,
-            num_held,
-            behind,
-            num_held_once,
-            spares_decodes,
-            in_host(worker, held),
-            now,
-        )
-        for worker, num_held, behind in zip(workers, by_worker, num_behind, strict=True)
+        prefill_cost(worker, num_tokens, num_held, num_behind, once, spares, num_in_host, now)
+        for worker, num_held, num_in_host, num_behind in each
     ]
 
 
@@ -159,18 +151,13 @@ def remote_routes(
 ) -> list[Candidate]:
     sources = sorted(costs, key=_total_s)[:NUM_PER_SIDE]
     best_goals = sorted(goals, key=_arrival_s)[:NUM_PER_SIDE]
-    pairs = (
+    pairs = [
         _remote(prompt, source, goal)
         for source in sources
         for goal in best_goals
         if source.worker is not goal.worker
-    )
-    return [pair for pair in pairs if math.isfinite(pair.total_s)]
-
-
-def in_host(worker: WorkerView, held: Mapping[str, int]) -> int:
-    """Leading tokens in the host memory behind a worker's cache."""
-    return held.get(host_id(worker.worker_id), 0) if worker.host is not None else 0
+    ]
+    return [pair for pair in pairs if pair.total_s < math.inf]
 
 
 def _arrival_s(goal: DecodeCost) -> float:
@@ -187,51 +174,59 @@ def local_route(
     prompts."""
     own_s = source.own_s + pull_s
     wait_s = source.queue_s + source.beside_s + goal.place_s
-    late_s = _missed_s(prompt, goal, own_s + wait_s, 0.0)
+    total_s = own_s + wait_s + source.harm_s + goal.decode_s
+    if goal.added is not None:
+        total_s += _missed_s(prompt, goal.added, own_s + wait_s, 0.0)
     return Candidate(
         None,
         goal.worker.worker_id,
         own_s,
         wait_s,
         own_s + wait_s,
-        own_s + wait_s + source.harm_s + goal.decode_s + late_s,
+        total_s,
         source.num_cached_tokens,
         source.prefix_source,
         source.beside_s,
     )
 
 
-def _missed_s(prompt: Prompt, goal: DecodeCost, first_token_s: float, gap_s: float) -> float:
+def _missed_s(prompt: Prompt, added: AddedStream, first_token_s: float, gap_s: float) -> float:
     """The price of the SLOs that would be missed; and the time that a gap after the first token
     takes from prompts where the SLO is tight, because steps make up for it."""
-    if goal.added is None:
-        return 0.0
-    num_missed = goal.added.num_others_missed + (first_token_s > prompt.slos.ttft_s)
+    num_missed = added.num_others_missed + (first_token_s > prompt.slos.ttft_s)
     if not prompt.slos.has_tpot:
         return num_missed * prompt.slos.miss_s
-    num_missed += goal.added.is_missed(gap_s)
-    lost_s = gap_s if goal.added.is_tight else 0.0
+    num_missed += added.is_missed(gap_s)
+    lost_s = gap_s if added.is_tight else 0.0
     return lost_s + num_missed * prompt.slos.miss_s
 
 
 def _remote(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candidate:
     """Remote prefill: the wait for a place in the decode batch overlaps with prefill and
     transfer."""
-    num_moved = max(0, prompt.num_tokens - goal.num_held_tokens)
-    move_s = transfer_s(source.worker, goal.worker, num_moved)
-    first_token_s = source.first_token_s
-    queue_s = max(source.queue_s, goal.place_s)
-    wait_s = max(source.queue_s + source.beside_s, goal.place_s)
-    # It waits for a step to end before its KV is pulled, and for another before it is part of one.
-    gap_s = move_s + NUM_STEPS_JOINING * goal.worker.backlog.under_way_s
-    late_s = _missed_s(prompt, goal, first_token_s, gap_s)
+    num_moved = prompt.num_tokens - goal.num_held_tokens
+    move_s = transfer_s(source.worker, goal.worker, num_moved if num_moved > 0 else 0)
+    queue_s, place_s = source.queue_s, goal.place_s
+    wait_s = queue_s + source.beside_s
+    first_token_s = source.own_s + wait_s
+    arrival_s = first_token_s + move_s
+    if place_s > queue_s:
+        queue_s = place_s
+        wait_s = place_s if place_s > wait_s else wait_s
+        arrival_s = place_s if place_s > arrival_s else arrival_s
+    total_s = arrival_s + source.harm_s + goal.decode_s
+    if goal.added is not None:
+        # It waits for a step to end before its KV is pulled, and for another before it is part of
+        # one.
+        gap_s = move_s + NUM_STEPS_JOINING * goal.worker.backlog.under_way_s
+        total_s += _missed_s(prompt, goal.added, first_token_s, gap_s)
     return Candidate(
         source.worker.worker_id,
         goal.worker.worker_id,
         source.own_s,
         wait_s,
         first_token_s,
-        max(first_token_s + move_s, goal.place_s) + source.harm_s + goal.decode_s + late_s,
+        total_s,
         source.num_cached_tokens,
         source.prefix_source,
         wait_s - queue_s,

@@ -23,6 +23,7 @@ import msgspec
 
 from disagg.messages import HostCounts
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS
+from disagg.router.running_streams import RunningStreams
 from disagg.router.slack import AddedStream, added_stream, first_stream_s
 from disagg.router.worker_view import WorkerView
 from disagg.time_model import CHUNK_TOKENS
@@ -96,25 +97,27 @@ def prefill_cost(
         num_in_host: leading tokens in the host tier behind the worker's cache.
         now: on the fleet's clock, for the rest of the running step.
     """
-    times = worker.times
     num_cached = num_held_tokens if num_held_tokens < num_tokens else num_tokens - 1
     load_s = 0.0
     if num_in_host > num_cached and worker.host is not None:
         num_cached, load_s = _with_host(worker, worker.host, num_tokens, num_cached, num_in_host)
     num_new = num_tokens - num_cached
-    work_s = times.prompts_s(num_new, num_cached)
+    per_step_s, per_token_s, per_attended_s, _, _, per_prompt_step_s = worker.times.coefficients
+    # As `StepTimeModel.prompts_s`; a decision computes it for dozens of workers.
+    work_s = num_new * (per_token_s + per_attended_s * (num_cached + 0.5 * (num_new + 1)))
     num_steps = num_new / CHUNK_TOKENS if num_new > CHUNK_TOKENS else 1.0
-    per_step_s, _, _, _, _, per_prompt_step_s = times.coefficients
     alone_s = work_s + num_steps * (per_step_s + per_prompt_step_s)
     backlog = worker.backlog
-    num_own = -(-num_new // backlog.num_at_once)
-    steps_s = num_own * backlog.step_s
+    num_at_once, step_s = backlog.num_at_once, backlog.step_s
+    num_own = -(-num_new // num_at_once)
+    steps_s = num_own * step_s
     own_s = load_s + work_s + steps_s
-    beside_s = _beside_later_s(worker, num_new, work_s, steps_s)
+    beside_s = 0.0
+    if worker.streams is not None:
+        beside_s = _beside_later_s(worker.streams, num_new, work_s, steps_s)
     wait_s = _rest_s(worker, now) + backlog.later_s
     if backlog.num_later:
-        num_more = -(-(backlog.num_later + num_new) // backlog.num_at_once) - num_own
-        wait_s += num_more * backlog.step_s
+        wait_s += (-(-(backlog.num_later + num_new) // num_at_once) - num_own) * step_s
     queue_s = harm_s = 0.0
     if worker.num_uncomputed_tokens:
         queue_s = wait_s
@@ -138,7 +141,7 @@ def prefill_cost(
     return PrefillCost(worker, num_cached, own_s, queue_s, beside_s, harm_s, total_s)
 
 
-def _beside_later_s(worker: WorkerView, num_new: int, work_s: float, steps_s: float) -> float:
+def _beside_later_s(streams: RunningStreams, num_new: int, work_s: float, steps_s: float) -> float:
     """By how much the streams that are to come lengthen a prompt's steps.
 
     Prompts that are queued here, or computed elsewhere for this worker, decode here before a long
@@ -148,8 +151,7 @@ def _beside_later_s(worker: WorkerView, num_new: int, work_s: float, steps_s: fl
     Args:
         steps_s: what these steps take beside the streams that run now.
     """
-    streams = worker.streams
-    if streams is None or not streams.num or streams.room_s <= 0.0:
+    if not streams.num or streams.room_s <= 0.0:
         return 0.0
     return max(0.0, streams.beside_s(num_new, work_s) - steps_s)
 

@@ -54,12 +54,12 @@ class FleetView(msgspec.Struct, frozen=True):
 class Reservation:
     """A claim of one request on one worker. Opaque to its owner."""
 
-    __slots__ = ("load", "seen_after", "worker_id")
+    __slots__ = ("load", "num_until_seen", "worker_id")
 
     def __init__(self, worker_id: str, load: RequestLoad) -> None:
         self.worker_id = worker_id
         self.load = load
-        self.seen_after: int | None = None  # the number of the status that must include it
+        self.num_until_seen: int | None = None  # statuses of its worker; None: it is not sent yet
 
 
 class Reservations:
@@ -73,7 +73,6 @@ class Reservations:
         self._reservations: dict[str, set[Reservation]] = {}
         # Their sums: a burst reserves for hundreds of requests, and asks for it with each.
         self._loads: dict[str, RequestLoad] = {}
-        self._num_statuses: dict[str, int] = {}
 
     def reserve(self, worker_id: str, load: RequestLoad) -> Reservation:
         reservation = Reservation(worker_id, load)
@@ -83,8 +82,7 @@ class Reservations:
 
     def sent(self, reservation: Reservation) -> None:
         """The request was sent to the worker."""
-        heard = self._num_statuses.get(reservation.worker_id, 0)
-        reservation.seen_after = heard + NUM_STATUSES_UNTIL_SEEN
+        reservation.num_until_seen = NUM_STATUSES_UNTIL_SEEN
 
     def release(self, reservation: Reservation) -> bool:
         """End a reservation; returns whether it still counted. May be repeated."""
@@ -101,16 +99,15 @@ class Reservations:
 
     def on_status(self, worker_id: str) -> None:
         """The worker has sent a status."""
-        number = self._num_statuses.get(worker_id, 0) + 1
-        self._num_statuses[worker_id] = number
         for reservation in list(self._reservations.get(worker_id, ())):
-            if reservation.seen_after is not None and number >= reservation.seen_after:
-                self.release(reservation)
+            if reservation.num_until_seen is not None:
+                reservation.num_until_seen -= 1
+                if reservation.num_until_seen == 0:
+                    self.release(reservation)
 
     def drop(self, worker_id: str) -> None:
         self._reservations.pop(worker_id, None)
         self._loads.pop(worker_id, None)
-        self._num_statuses.pop(worker_id, None)
 
     def coming_to(self, worker_id: str) -> RequestLoad:
         return self._loads.get(worker_id, _NOTHING)
@@ -198,6 +195,17 @@ def _scaled(known: StepTimeModel, own: StepTimeModel, its: StepTimeModel) -> Ste
     return StepTimeModel((*others, max(0.0, prompt_step_s - others[0])))
 
 
+class _Heard:
+    """What was last heard of a worker. began_s: start of its running step, as far as known."""
+
+    __slots__ = ("began_s", "record", "status")
+
+    def __init__(self, record: WorkerRecord, status: WorkerStatus, began_s: float) -> None:
+        self.record = record
+        self.status = status
+        self.began_s = began_s
+
+
 class Fleet:
     """Keeps the view and the prefix index current. It is the `LinkObserver` of an ingress.
 
@@ -218,12 +226,10 @@ class Fleet:
         self._ingress_id = ingress_id
         self.index = index if index is not None else PrefixIndex()
         self._now = now
-        self._began_s: dict[str, float] = {}  # start of each worker's running step, as far as known
         self._ledger = Reservations()
         self._times = PoolTimes()
         self._probes = Probes()
-        self._records: dict[str, WorkerRecord] = {}
-        self._statuses: dict[str, WorkerStatus] = {}
+        self._heard: dict[str, _Heard] = {}
         self._views: dict[str, WorkerView] = {}  # current at all times: no decision waits for one
         self.answers = OutputLengths()
         self.delays = LatenessFactors()
@@ -239,22 +245,23 @@ class Fleet:
         """All routable workers now."""
         probed = self._probes.next(self._views, self._now())
         if probed is not None:
-            self._refresh_view(probed)
+            self._refresh_view(self._heard[probed])
         return self._view
 
     def reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
         """The last report of every worker."""
-        return [(record, self._statuses[name]) for name, record in self._records.items()]
+        return [(worker.record, worker.status) for worker in self._heard.values()]
 
     def reserve(self, worker_id: str, load: RequestLoad) -> Reservation:
         """Count `load` from now on. Raises `KeyError` for a worker that is not in the view."""
-        status = self._statuses[worker_id]
+        worker = self._heard[worker_id]
+        status = worker.status
         is_idle = not status.num_running and not status.num_uncomputed_tokens
         if is_idle and self._ledger.coming_to(worker_id) is _NOTHING:
-            self._began_s[worker_id] = self._now()  # with this request
+            worker.began_s = self._now()  # with this request
         self._probes.reserved()
         reservation = self._ledger.reserve(worker_id, load)
-        self._refresh_view(worker_id)
+        self._refresh_view(worker)
         return reservation
 
     def sent(self, reservation: Reservation) -> None:
@@ -263,7 +270,7 @@ class Fleet:
     def release(self, reservation: Reservation) -> None:
         """Stop counting a reservation. May be repeated."""
         if self._ledger.release(reservation):
-            self._refresh_view(reservation.worker_id)
+            self._refresh_view(self._heard[reservation.worker_id])
 
     # links.client.LinkObserver
 
@@ -274,82 +281,77 @@ class Fleet:
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
     ) -> None:
         self._leave_pool(record.worker_id)  # of what had that name before
-        self._records[record.worker_id] = record
-        self._statuses[record.worker_id] = status
-        self._began_s[record.worker_id] = self._now()
-        self._probes.on_status(record, status.step_costs, self._now())
+        worker = self._heard[record.worker_id] = _Heard(record, status, self._now())
+        self._probes.on_status(record, status.step_costs, worker.began_s)
         self.index.snapshot(record.worker_id, block_hashes)
         if status.host is not None:
             self.index.snapshot(host_id(record.worker_id), ())
         else:
             self.index.drop(host_id(record.worker_id))
         # After the index, which gives it new bits.
-        for name in (record.worker_id, *self._times.on_status(record, status.step_costs)):
-            self._refresh_view(name)
+        self._refresh_views(worker)
         if status.accepting:
             self._tell_available(record.model)
 
     def worker_stepped(
         self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus | None
     ) -> None:
-        record = self._records.get(worker_id)
-        if record is None:
+        worker = self._heard.get(worker_id)
+        if worker is None:
             return
-        before = self._statuses[worker_id]
+        before = worker.status
         if status is not None:
-            self._apply_status(record, status)
+            worker.status, worker.began_s = status, self._now()  # it reports between two steps
+            self._ledger.on_status(worker_id)
+            self._probes.on_status(worker.record, status.step_costs, worker.began_s)
+            self._refresh_views(worker)
         if kv_events:
             self.index.apply(worker_id, [each for each in kv_events if each.tier == "cache"])
-        if (status or before).host is not None and kv_events:
+        if worker.status.host is not None and kv_events:
             in_host = [each for each in kv_events if each.tier == "host"]
             self.index.apply(host_id(worker_id), in_host)
         if status is not None and status.accepting and not before.accepting:
-            self._tell_available(record.model)
-
-    def _apply_status(self, record: WorkerRecord, status: WorkerStatus) -> None:
-        worker_id = record.worker_id
-        self._statuses[worker_id] = status
-        self._began_s[worker_id] = self._now()  # it reports between two steps
-        self._ledger.on_status(worker_id)
-        self._probes.on_status(record, status.step_costs, self._now())
-        for name in (worker_id, *self._times.on_status(record, status.step_costs)):
-            self._refresh_view(name)
+            self._tell_available(worker.record.model)
 
     def worker_lost(self, worker_id: str) -> None:
         self._leave_pool(worker_id)
-        record = self._records.pop(worker_id, None)
-        if record is None:
+        worker = self._heard.pop(worker_id, None)
+        if worker is None:
             return
-        del self._statuses[worker_id], self._began_s[worker_id]
         self._views.pop(worker_id, None)
         self._times.drop(worker_id)
-        self._probes.drop(record)
+        self._probes.drop(worker.record)
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)
         self.index.drop(host_id(worker_id))
 
     def _leave_pool(self, worker_id: str) -> None:
-        record = self._records.get(worker_id)
-        if record is not None:
-            self._pools[record.model].drop(worker_id)
+        worker = self._heard.get(worker_id)
+        if worker is not None:
+            self._pools[worker.record.model].drop(worker_id)
 
     def _tell_available(self, model: str) -> None:
         for tell in self.on_available:
             tell(model)
 
-    def _refresh_view(self, worker_id: str) -> None:
-        """Update the view of a worker that has changed."""
-        record, status = self._records[worker_id], self._statuses[worker_id]
+    def _refresh_views(self, worker: _Heard) -> None:
+        """Update the views that a status of `worker` changes."""
+        untried = self._times.on_status(worker.record, worker.status.step_costs)
+        self._refresh_view(worker)
+        for name in untried:
+            self._refresh_view(self._heard[name])
+
+    def _refresh_view(self, worker: _Heard) -> None:
+        record, status = worker.record, worker.status
+        worker_id = record.worker_id
         times = self._probes.assumed(worker_id, self._times.of(record, status.step_costs))
-        coming = self._ledger.coming_to(worker_id)
-        began_s = self._began_s[worker_id]
         tpot_slo_s = self._tpot_slo_s.get(record.model, math.inf)
         view = WorkerView.from_status(
             record,
             status,
-            coming,
+            self._ledger.coming_to(worker_id),
             times,
-            began_s,
+            worker.began_s,
             tpot_slo_s,
             self._ingress_id,
             self._views.get(worker_id),
@@ -358,5 +360,4 @@ class Fleet:
         pools = self._pools.get(record.model)
         if pools is None:
             pools = self._pools[record.model] = ModelPools(is_shared=tpot_slo_s != math.inf)
-        names = (worker_id,) if status.host is None else (worker_id, host_id(worker_id))
-        pools.put(view, self.index.places(*names))
+        pools.put(view, self.index)

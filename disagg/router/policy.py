@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from operator import attrgetter
 from typing import Protocol
 
@@ -28,7 +28,6 @@ from disagg.router.candidates import (
     ComputingPool,
     Prompt,
     Slos,
-    in_host,
     local_route,
     local_routes,
     prefill_costs,
@@ -102,13 +101,13 @@ def choose_route(
 def _candidates(
     request: GenerateRequest, fleet: FleetView, looked_at: Shortlist, now: float
 ) -> list[Candidate]:
-    prefills, decodes, held, holder = looked_at
+    prefills, decodes, holder, num_at_holder = looked_at
     num_tokens = len(request.token_ids)
     usual = fleet.answers.usual(request.model)
     num_output = expected_output(request, usual)
     slos = _slos(request, decodes.workers[0].tpot_slo_s, num_output)
-    prefix_source = _prefix_source(holder, held, num_tokens)
-    prompt = Prompt(num_tokens, held, *prefix_source, now, slos)
+    prefix_source = _prefix_source(holder, num_at_holder, num_tokens)
+    prompt = Prompt(num_tokens, *prefix_source, now, slos)
     goals = [
         decode_cost(worker, num_tokens, num_held, num_output, usual)
         for worker, num_held in zip(decodes.workers, decodes.num_held, strict=True)
@@ -119,6 +118,7 @@ def _candidates(
     pool = ComputingPool(
         decodes.workers,
         decodes.num_held,
+        decodes.num_in_host,
         requests_behind(decodes.workers, decodes.num_prompts, decodes.num_workers, num_queued),
         decodes.held_once if has_once else (0, 0),
         prefills is not None,
@@ -131,6 +131,7 @@ def _candidates(
         pool = ComputingPool(
             prefills.workers,
             prefills.num_held,
+            prefills.num_in_host,
             requests_behind(
                 prefills.workers, prefills.num_prompts, prefills.num_workers, num_queued
             ),
@@ -157,17 +158,17 @@ def choose_decode(
 
     Raises what `choose_route` raises.
     """
-    _, decodes, held, _ = shortlist(request, fleet, index, now, rng, exclude)
+    _, decodes, _, _ = shortlist(request, fleet, index, now, rng, exclude)
     source = fleet.workers.get(source_id)
     num_tokens = len(request.token_ids)
     usual = fleet.answers.usual(request.model)
     num_output = expected_output(request, usual)
     slos = _slos(request, decodes.workers[0].tpot_slo_s, num_output)._replace(ttft_s=math.inf)
-    prompt = Prompt(num_tokens, held, None, 0, now, slos)
+    prompt = Prompt(num_tokens, None, 0, now, slos)
     candidates = []
-    for worker, num_held in zip(decodes.workers, decodes.num_held, strict=True):
+    each = zip(decodes.workers, decodes.num_held, decodes.num_in_host, strict=True)
+    for worker, num_held, num_in_host in each:
         goal = decode_cost(worker, num_tokens, num_held, num_output, usual)
-        num_in_host = in_host(worker, held)
         own = prefill_cost(worker, num_tokens, num_held, num_in_host=num_in_host, now=now)
         local = local_route(prompt, own, goal)
         if source is not None and num_kv_tokens > num_held:
@@ -192,7 +193,7 @@ def _slos(request: GenerateRequest, usual_tpot_slo_s: float, num_output_tokens: 
 
 
 def _prefix_source(
-    holder: WorkerView | None, held: Mapping[str, int], num_tokens: int
+    holder: WorkerView | None, num_at_holder: int, num_tokens: int
 ) -> tuple[WorkerView | None, int]:
     """The worker with the longest cached prefix, and the prefix's usable length.
 
@@ -202,7 +203,7 @@ def _prefix_source(
         return None, 0
     block_size = holder.record.block_size
     most = (num_tokens - 1) // block_size * block_size
-    num_at_source = min(held[holder.worker_id], most)
+    num_at_source = min(num_at_holder, most)
     return (holder, num_at_source) if num_at_source else (None, 0)
 
 
@@ -219,39 +220,37 @@ def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
     is_local = best[0].prefill is None
     equals = [c for c in best if c.total_s <= limit and (c.prefill is None) == is_local]
     chosen = rng.choice(equals)
-    if all((each.prefill is None) == is_local for each in best):  # what else could be done
-        best += [each for each in candidates if (each.prefill is None) != is_local][:1]
+    # The best of the other kind: what else could be done.
+    other = next((each for each in candidates if (each.prefill is None) != is_local), None)
+    if other is not None and other.total_s > best[-1].total_s:
+        best.append(other)
     return Route(
         chosen.prefill,
         chosen.decode,
         chosen.first_token_s,
         chosen.num_cached_tokens,
         tuple(best),
-        _reason(chosen, candidates),
+        _reason(chosen, other),
         chosen.prefix_source,
-        _cause(chosen, candidates),
+        _cause(chosen, other),
     )
 
 
-def _reason(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
-    local = chosen.prefill is None
-    others = [c.total_s for c in candidates if (c.prefill is None) != local]
-    kind, other = "local prefill", "remote prefill"
-    if not local:
-        kind, other = other, kind
-    if not others:
-        return f"{kind}: {other} is not available"
-    return f"{kind}: {min(others) - chosen.total_s:.4f} s cheaper than {other}"
+def _reason(chosen: Candidate, other: Candidate | None) -> str:
+    kind, other_kind = "local prefill", "remote prefill"
+    if chosen.prefill is not None:
+        kind, other_kind = other_kind, kind
+    if other is None:
+        return f"{kind}: {other_kind} is not available"
+    return f"{kind}: {other.total_s - chosen.total_s:.4f} s cheaper than {other_kind}"
 
 
-def _cause(chosen: Candidate, candidates: Sequence[Candidate]) -> Cause:
-    """Why the chosen route is better than the best of the other kind. `candidates`: cheapest first.
+def _cause(chosen: Candidate, other: Candidate | None) -> Cause:
+    """Why the chosen route is better than `other`, the best of the other kind.
 
     A long queue also delays the requests behind it: it is named as the cause if it makes up a
     quarter of the advantage or more.
     """
-    local = chosen.prefill is None
-    other = next((c for c in candidates if (c.prefill is None) != local), None)
     if other is None:
         return "other_unavailable"
     compute_s, queue_s = other.own_s - chosen.own_s, other.wait_s - chosen.wait_s

@@ -94,7 +94,7 @@ class PrefixIndex:
         return {workers[place]: depths[place] for place in places[:number]}
 
     def find(self, block_hashes: Sequence[BlockHash]) -> LeadingNames:
-        """As `match`, but by `places` of workers. The result holds until the index changes."""
+        """As `match`, but by `places` of workers. The result holds until the next call."""
         return self._names.match(block_hashes, self._alive)
 
     def deepest(self, found: LeadingNames, among: int, turn: float, most: int) -> list[int]:

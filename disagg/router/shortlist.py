@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ class Side(NamedTuple):
 
     workers: the workers that the decision compares.
     num_held: leading tokens of the prompt that each of these has cached.
+    num_in_host: the same for the host memory behind its cache.
     held_once: how many leading tokens at least two workers of the whole pool have cached, and how
         many at least one has.
     num_prompts, num_workers: of the whole pool.
@@ -42,6 +43,7 @@ class Side(NamedTuple):
 
     workers: Sequence[WorkerView]
     num_held: Sequence[int]
+    num_in_host: Sequence[int]
     held_once: tuple[int, int]
     num_prompts: int
     num_workers: int
@@ -52,14 +54,14 @@ class Shortlist(NamedTuple):
 
     prefills: for remote prefill; None: there is no worker for it. It is `decodes` if every worker
         may do both.
-    held: leading tokens by name in the index, of the workers above and of some others.
     holder: the worker with the longest cached prefix; None: none has cached any.
+    num_at_holder: leading tokens that it has cached.
     """
 
     prefills: Side | None
     decodes: Side
-    held: Mapping[str, int]
     holder: WorkerView | None
+    num_at_holder: int
 
     @property
     def is_shared(self) -> bool:
@@ -164,14 +166,20 @@ def _of_all(
         prefills = _rotated(prefills, rng)
         other = _whole(prefills, held)
         workers = [*prefills, *decodes]
-    holder = _holder(fleet, (each.worker_id for each in workers), held)
-    return Shortlist(other if prefills else None, side, held, holder)
+    holder = max(workers, key=lambda worker: held.get(worker.worker_id, 0))
+    num_at_holder = held.get(holder.worker_id, 0)
+    return Shortlist(
+        other if prefills else None, side, holder if num_at_holder else None, num_at_holder
+    )
 
 
 def _whole(workers: Sequence[WorkerView], held: Mapping[str, int]) -> Side:
     num_held = [held.get(worker.worker_id, 0) for worker in workers]
+    num_in_host = [
+        0 if worker.host is None else held.get(host_id(worker.worker_id), 0) for worker in workers
+    ]
     num_prompts = sum([worker.backlog.num_prompts for worker in workers])
-    return Side(workers, num_held, _held_once(num_held), num_prompts, len(workers))
+    return Side(workers, num_held, num_in_host, _held_once(num_held), num_prompts, len(workers))
 
 
 def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
@@ -181,16 +189,10 @@ def _rotated(workers: list[WorkerView], rng: random.Random) -> list[WorkerView]:
     return workers[start:] + workers[:start]
 
 
-def _held_once(num_held: Iterable[int]) -> tuple[int, int]:
+def _held_once(num_held: Sequence[int]) -> tuple[int, int]:
     """How many leading tokens at least two workers have cached, and how many at least one."""
-    *_, second, most = sorted([0, 0, *num_held])
+    second, most = sorted((0, 0, *num_held))[-2:]
     return second, most
-
-
-def _holder(fleet: FleetView, names: Iterable[str], held: Mapping[str, int]) -> WorkerView | None:
-    """The worker with the longest cached prefix."""
-    longest = max(names, key=lambda name: held.get(name, 0), default="")
-    return fleet.workers[longest] if held.get(longest) else None
 
 
 def _of_some(
@@ -203,9 +205,8 @@ def _of_some(
 ) -> Shortlist | None:
     """The shortlist of a large fleet; None: all workers found of some pool are excluded."""
     prefill, decode = pools.prefill, pools.decode
-    block_size = (decode.workers or prefill.workers)[0].view.record.block_size  # one per model
     names = () if request.scores_prompt else request.block_hashes
-    some = _Some(index, names, len(request.token_ids), block_size, rng, exclude)
+    some = _Some(index, names, len(request.token_ids), rng, exclude)
     prefills: Side | None
     if prefill is decode:
         decodes = prefills = some.of(decode)
@@ -215,16 +216,15 @@ def _of_some(
         decodes, prefills = some.of(decode), some.of(prefill) if len(prefill) else None
     if not decodes.workers or (prefills is not None and not prefills.workers):
         return None
-    return Shortlist(prefills, decodes, some.held, _holder(fleet, some.holders, some.held))
+    holder = some.holder.view if some.holder is not None else None
+    return Shortlist(prefills, decodes, holder, some.num_at_holder)
 
 
 class _Some:
     """Finds the workers that one decision looks at, pool by pool.
 
     Attributes:
-        held: leading tokens by name in the index, of the workers with most of the prompt and of
-                all compared ones.
-        holders: workers of these pools with most of the prompt, in their cache or in host memory.
+        holder, num_at_holder: of these pools; see `Shortlist`.
     """
 
     def __init__(
@@ -232,22 +232,21 @@ class _Some:
         index: PrefixIndex,
         block_hashes: Sequence[BlockHash],
         num_tokens: int,
-        block_size: int,
         rng: random.Random,
         exclude: Collection[str],
     ) -> None:
         self._index = index
         self._found = index.find(block_hashes)
         self._num_tokens = num_tokens
-        self._block_size = block_size
         self._rng = rng
         self._exclude = exclude
-        self.held: dict[str, int] = {}
-        self.holders: list[str] = []
+        self.holder: PooledWorker | None = None
+        self.num_at_holder = 0
 
     def of(self, pool: WorkerPool) -> Side:
-        rng, held, exclude = self._rng, self.held, self._exclude
-        hits = self._hits(pool)
+        rng, depths, exclude = self._rng, self._found.depths, self._exclude
+        block_size = pool.workers[0].view.record.block_size  # one per model
+        hits = self._hits(pool, block_size)
         found = self._cheapest_hits(hits)
         found += islice(hits, NUM_DEEPEST)
         for ranking in pool.rankings_for(self._num_tokens):
@@ -256,24 +255,29 @@ class _Some:
         looked_at = dict.fromkeys(found)
         if exclude:
             looked_at = dict.fromkeys(each for each in found if each.name not in exclude)
-        num_held = [self._held_by(each) for each in looked_at]
-        others = [held[w.name] for w in hits if w not in looked_at and w.name in held]
-        once = _held_once([*num_held, *others])
+        num_held = [depths[each.in_index] * block_size for each in looked_at]
+        num_in_host = [
+            depths[each.host_in_index] * block_size if each.host_in_index >= 0 else 0
+            for each in looked_at
+        ]
+        others = [depths[w.in_index] * block_size for w in hits if w not in looked_at]
         workers = [each.view for each in looked_at]
-        return Side(workers, num_held, once, pool.num_prompts, len(pool))
+        once = _held_once(num_held + others)
+        return Side(workers, num_held, num_in_host, once, pool.num_prompts, len(pool))
 
-    def _hits(self, pool: WorkerPool) -> Mapping[PooledWorker, int]:
+    def _hits(self, pool: WorkerPool, block_size: int) -> Mapping[PooledWorker, int]:
         """Leading tokens of those workers with most of the prompt, in their cache or in their host
         memory; most come first."""
         hits: dict[PooledWorker, int] = {}
-        depths, turn = self._found.depths, self._rng.random()
+        depths, exclude, turn = self._found.depths, self._exclude, self._rng.random()
         for place in self._index.deepest(self._found, pool.index_bits, turn, NUM_HITS_SEEN):
-            worker, num_tokens = pool.by_index_place[place], depths[place] * self._block_size
-            is_cache = place == worker.index_places[0]
-            self.held[worker.name if is_cache else host_id(worker.name)] = num_tokens
-            if worker.name not in self._exclude:
-                hits.setdefault(worker, num_tokens)
-        self.holders += [each.name for each in hits]
+            worker = pool.by_index_place[place]
+            if worker in hits or worker.name in exclude:
+                continue
+            hits[worker] = depths[place] * block_size
+            num_cached = depths[worker.in_index] * block_size
+            if num_cached > self.num_at_holder:
+                self.holder, self.num_at_holder = worker, num_cached
         return hits
 
     def _cheapest_hits(self, hits: Mapping[PooledWorker, int]) -> list[PooledWorker]:
@@ -281,11 +285,3 @@ class _Some:
             return worker.any_s + worker.token_s * (self._num_tokens - hits[worker])
 
         return sorted(hits, key=prefill_s)[:NUM_HITS]
-
-    def _held_by(self, worker: PooledWorker) -> int:
-        """Leading tokens in a worker's cache. Also looks up those in its host memory."""
-        depths, (place, *in_host) = self._found.depths, worker.index_places
-        for each in in_host:
-            self.held[host_id(worker.name)] = depths[each] * self._block_size
-        num_tokens = self.held[worker.name] = depths[place] * self._block_size
-        return num_tokens

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 from disagg.router.costs import decode_cost, prefill_estimate
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS
-from disagg.router.worker_view import WorkerView
+from disagg.router.prefix_index import PrefixIndex
+from disagg.router.worker_view import WorkerView, host_id
 from disagg.time_model import CHUNK_TOKENS
 
 NUM_ALL_LOOKED_AT = 32  # workers of a model up to which decisions compare all of them
@@ -102,17 +103,18 @@ class PooledWorker:
 
     Attributes:
         view: its latest.
-        index_places: in the prefix index, of its cache and of its host memory if it has some.
+        in_index, host_in_index: places in the prefix index, of its cache and of its host memory;
+            -1: it has none.
         any_s, token_s: in a ranked pool, `costs.prefill_estimate`.
     """
 
-    __slots__ = ("any_s", "index_places", "name", "place", "token_s", "view")
+    __slots__ = ("any_s", "host_in_index", "in_index", "name", "place", "token_s", "view")
 
     def __init__(self, view: WorkerView, place: int) -> None:
         self.name = view.worker_id
         self.view = view
         self.place = place  # in `WorkerPool.workers`
-        self.index_places: tuple[int, ...] = ()
+        self.in_index = self.host_in_index = -1
         self.any_s = self.token_s = 0.0
 
 
@@ -147,26 +149,31 @@ class WorkerPool:
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
 
-    def put(self, view: WorkerView, index_places: tuple[int, ...]) -> None:
+    def put(self, view: WorkerView, index: PrefixIndex) -> PooledWorker:
+        """Store a worker's latest view. Before its next snapshot it is dropped."""
         worker = self._by_name.get(view.worker_id)
-        if worker is None:
-            worker = self._by_name[view.worker_id] = PooledWorker(view, len(self.workers))
-            self.workers.append(worker)
-        else:
-            self.num_prompts -= worker.view.backlog.num_prompts
+        if worker is not None:
+            self.num_prompts += view.backlog.num_prompts - worker.view.backlog.num_prompts
+            worker.view = view
+            return worker
+        name = view.worker_id
+        worker = self._by_name[name] = PooledWorker(view, len(self.workers))
+        self.workers.append(worker)
         self.num_prompts += view.backlog.num_prompts
-        worker.view = view
-        if index_places != worker.index_places:
-            self._move(worker, index_places)
+        in_index, host_in_index, *_ = (*index.places(name, host_id(name)), -1, -1)
+        self._move(worker, in_index, host_in_index)
+        return worker
 
-    def _move(self, worker: PooledWorker, index_places: tuple[int, ...]) -> None:
-        for place in worker.index_places:
-            del self.by_index_place[place]
-            self.index_bits ^= 1 << place
-        for place in index_places:
-            self.by_index_place[place] = worker
-            self.index_bits ^= 1 << place
-        worker.index_places = index_places
+    def _move(self, worker: PooledWorker, in_index: int, host_in_index: int) -> None:
+        for place in (worker.in_index, worker.host_in_index):
+            if place >= 0:
+                del self.by_index_place[place]
+                self.index_bits ^= 1 << place
+        for place in (in_index, host_in_index):
+            if place >= 0:
+                self.by_index_place[place] = worker
+                self.index_bits ^= 1 << place
+        worker.in_index, worker.host_in_index = in_index, host_in_index
 
     def drop(self, name: str) -> None:
         worker, last = self._by_name.pop(name), self.workers.pop()
@@ -174,14 +181,13 @@ class WorkerPool:
             self.workers[worker.place] = last
             last.place = worker.place
         self.num_prompts -= worker.view.backlog.num_prompts
-        self._move(worker, ())
+        self._move(worker, -1, -1)
         for ranking in self.rankings.values():
             if worker in ranking.bucket_of:
                 ranking.drop(worker)
 
-    def rank(self, name: str, spares_decodes: bool) -> None:
+    def rank(self, worker: PooledWorker, spares_decodes: bool) -> None:
         """`spares_decodes`: as of `costs.prefill_cost`."""
-        worker = self._by_name[name]
         any_s, token_s = prefill_estimate(worker.view, spares_decodes)
         worker.any_s, worker.token_s = any_s, token_s
         cost_s: dict[Part, float] = {
@@ -215,6 +221,7 @@ class ModelPools:
 
     Attributes:
         prefill, decode: by role, or the same pool twice if every worker may do both.
+        num_workers: of both.
         is_large: whether the pools are ranked, and decisions leave workers out.
     """
 
@@ -223,39 +230,40 @@ class ModelPools:
             self.prefill = self.decode = WorkerPool("short", "long", "decode", "both")
         else:
             self.prefill, self.decode = WorkerPool("both"), WorkerPool("decode", "both")
-        self._workers: dict[str, WorkerView] = {}
+        self.num_workers = 0
         self.is_large = False
         self._has_both = False
 
-    @property
-    def num_workers(self) -> int:
-        return len(self._workers)
-
-    def put(self, worker: WorkerView, index_places: tuple[int, ...]) -> None:
+    def put(self, view: WorkerView, index: PrefixIndex) -> None:
         """Store a worker's latest view, or remove a worker that no longer takes requests.
 
         Args:
-            index_places: in the prefix index, of its cache and of its host memory if it has some.
+            index: gives places to workers that were not in a pool.
         """
-        name = worker.worker_id
-        if not worker.accepting:
-            self.drop(name)
+        if not view.accepting:
+            self.drop(view.worker_id)
             return
-        self._workers[name] = worker
-        self._of(worker).put(worker, index_places)
-        is_large, self.is_large = self.is_large, len(self._workers) > NUM_ALL_LOOKED_AT
+        worker = (self.decode if view.record.role == "decode" else self.prefill).put(view, index)
+        is_large = self.is_large
+        self._count()
         if self._has_divided() or not is_large:
-            self._rank(self._workers.values())
-        else:
-            self._rank((worker,))
+            self._rank_all()
+        elif self.is_large:
+            self._rank(worker)
 
     def drop(self, name: str) -> None:
-        worker = self._workers.pop(name, None)
-        if worker is not None:
-            self._of(worker).drop(name)
-            self.is_large = len(self._workers) > NUM_ALL_LOOKED_AT
+        pool = self.decode if name in self.decode else self.prefill
+        if name in pool:
+            pool.drop(name)
+            self._count()
             if self._has_divided():
-                self._rank(self._workers.values())
+                self._rank_all()
+
+    def _count(self) -> None:
+        self.num_workers = len(self.decode)
+        if self.prefill is not self.decode:
+            self.num_workers += len(self.prefill)
+        self.is_large = self.num_workers > NUM_ALL_LOOKED_AT
 
     def _has_divided(self) -> bool:
         """Whether there are workers of both roles now and were not before, or the other way round.
@@ -269,10 +277,19 @@ class ModelPools:
         self.prefill.rank_by(*(("short", "long") if has_both else ("both",)))
         return True
 
-    def _rank(self, workers: Iterable[WorkerView]) -> None:
+    def _rank_all(self) -> None:
         if self.is_large:
-            for worker in workers:
-                self._of(worker).rank(worker.worker_id, spares_decodes=self._has_both)
+            for worker in self._all():
+                self._rank(worker)
+
+    def _rank(self, worker: PooledWorker) -> None:
+        pool = self.decode if worker.view.record.role == "decode" else self.prefill
+        pool.rank(worker, spares_decodes=self._has_both)
+
+    def _all(self) -> list[PooledWorker]:
+        if self.prefill is self.decode:
+            return self.decode.workers
+        return [*self.prefill.workers, *self.decode.workers]
 
     def likely_soonest(self) -> tuple[list[WorkerView], list[WorkerView]]:
         """Workers among which one computes a prompt soonest, and workers for places to decode.
@@ -281,7 +298,7 @@ class ModelPools:
         """
         if not self.is_large:
             decodes = [each.view for each in self.decode.workers]
-            workers = list(self._workers.values())
+            workers = [each.view for each in self._all()]
             return workers, decodes or workers
         decodes = self._cheapest(self.decode)
         if self.prefill is self.decode:
@@ -293,6 +310,3 @@ class ModelPools:
         """The workers of a ranked pool on which some part of a request costs least."""
         found = (each for by in pool.rankings.values() for each in by.cheapest(NUM_SOONEST))
         return [each.view for each in dict.fromkeys(found)]
-
-    def _of(self, worker: WorkerView) -> WorkerPool:
-        return self.decode if worker.record.role == "decode" else self.prefill

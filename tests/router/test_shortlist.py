@@ -66,7 +66,7 @@ def test_routes_cost_no_more_than_if_all_workers_were_looked_at(
         for name in rng.sample([*fleet.view().workers], 5):
             num_held = rng.randrange(len(request.block_hashes) + 1)
             stored = KVEvent("stored", request.block_hashes[:num_held])
-            fleet.worker_stepped(name, [stored], fleet._statuses[name])
+            fleet.worker_stepped(name, [stored], None)
         cost_s += choose(fleet, request, turn).chosen.total_s
         least_s += choose(fleet, request, turn, at_all=True).chosen.total_s
         load(fleet, rng.choice([*fleet.view().workers]), rng)
@@ -133,15 +133,20 @@ def test_the_holder_of_the_prompt_is_found_however_busy(tpot_slo_s: float) -> No
     )
     for name in [*fleet.view().workers][100:200]:  # a system prompt
         stored = KVEvent("stored", request.block_hashes[:4])
-        fleet.worker_stepped(name, [stored], fleet._statuses[name])
+        fleet.worker_stepped(name, [stored], None)
     seen = shortlist(request, fleet.view(), fleet.index, 0.0, rng)
     assert seen.holder is not None and seen.holder.worker_id == "d7"
     assert "d7" in [worker.worker_id for worker in seen.decodes.workers]
     assert seen.decodes.held_once == (64, 8000)
+    held = {
+        name: 16 * num_blocks
+        for name, num_blocks in fleet.index.match(request.block_hashes).items()
+    }
     assert all(
-        seen.held[each.worker_id] == num_held
+        held.get(each.worker_id, 0) == num_held
         for each, num_held in zip(seen.decodes.workers, seen.decodes.num_held, strict=True)
     )
+    assert seen.num_at_holder == held["d7"] == 8000
 
 
 @pytest.mark.parametrize("few, many", ["pd", "dp"])

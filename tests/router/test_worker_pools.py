@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from disagg.messages import StepCosts
 from disagg.router.fleet import Fleet, Reservation
+from disagg.router.prefix_index import PrefixIndex
 from disagg.router.worker_pools import BUCKETS_PER_OCTAVE, NUM_ALL_LOOKED_AT, Ranking, WorkerPool
 from disagg.router.worker_view import RequestLoad, WorkerView
 from tests.router.fakes import COSTS, make_record, make_status
@@ -73,8 +74,7 @@ def assert_is_current(pool: WorkerPool, members: Sequence[WorkerView], is_alone:
     """Estimates and rankings are those of a pool which sees its workers for the first time."""
     fresh = WorkerPool(*pool.rankings)
     for worker in members:
-        fresh.put(worker, ())
-        fresh.rank(worker.worker_id, spares_decodes=not is_alone)
+        fresh.rank(fresh.put(worker, PrefixIndex()), spares_decodes=not is_alone)
     estimates = [
         {each.name: (each.any_s, each.token_s) for each in its.workers} for its in (pool, fresh)
     ]
