@@ -24,6 +24,15 @@ class Load(msgspec.Struct, frozen=True):
     speed: float = 1.0
     from_zero: bool = False
 
+    def repeated(self, times: int) -> list[TraceRequest]:
+        """The requests, so many times one after the other."""
+        lasts_s = self.requests[-1].arrival_s - self.requests[0].arrival_s + 1.0
+        return [
+            msgspec.structs.replace(each, arrival_s=each.arrival_s + number * lasts_s)
+            for number in range(times)
+            for each in self.requests
+        ]
+
 
 def made_up(speed: float) -> list[Load]:
     """A flash crowd, a day of 20 minutes, and load that comes and goes.

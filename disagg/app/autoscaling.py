@@ -6,14 +6,16 @@ of one application share a `Scaler`. So autoscaling needs no extra process, port
 not delay requests. Serve's own request counters are not used, because requests go over our links,
 and its delays are 0: only `router/autoscale.py` decides when to scale.
 
-If reports stop, for example because an ingress is gone, pools keep their size.
+If reports stop, for example because an ingress is gone, pools keep their size. All times are of one
+steady clock of this process: clocks of nodes differ, and may be set while we run.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 INGRESS = "Ingress"
 POLICY = "disagg.app.pool_policy:PoolPolicy"
 PERIOD_S = 1.0  # between reports, and between decisions
-STALE_S = 5.0  # older reports are ignored
+STALE_S = 5.0  # an ingress that has said nothing new for so long is ignored
 
 
 def is_scaled(config: ServeConfig) -> bool:
@@ -68,10 +70,20 @@ def serve_options(config: ServeConfig, least: int, first: int, most: int) -> Ser
 
 
 class Scaler:
-    """Decides for one application. The policies of all its deployments call it."""
+    """Decides for one application. The policies of all its deployments call it.
 
-    def __init__(self, tiers: Iterable[TierConfig], max_num_workers: int | None) -> None:
+    Args:
+        clock: seconds, steady.
+    """
+
+    def __init__(
+        self,
+        tiers: Iterable[TierConfig],
+        max_num_workers: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._tiers = tuple(tiers)
+        self._clock = clock
         self._pools: dict[str, Pool] = {
             deployment_name(tier.name, role): (tier.name, role)
             for tier in self._tiers
@@ -85,16 +97,19 @@ class Scaler:
         }
         self._autoscaler = Autoscaler(self._tiers, max_num_workers)
         self._reports: dict[str, dict[str, float]] = {}  # the last report of each ingress
-        self._newest_report_s = self._decided_s = 0.0
+        # By ingress: the time on its last report, by its own clock, and when that was new here.
+        self._heard: dict[str, tuple[float, float]] = {}
+        self._decided_s: float | None = None
+        self._is_silent = False
         self._targets: dict[Pool, PoolTarget] = {}
         self._lacks: dict[Pool, str] = {}
 
     def num_wanted(self, context: AutoscalingContext) -> int:
         """Replicas of the deployment that Serve asks about."""
         pool = self._pools.get(context.deployment_name)
-        now = context.current_time
         if pool is None:  # the ingress
-            if now - self._decided_s >= PERIOD_S:
+            now = self._clock()
+            if self._decided_s is None or now - self._decided_s >= PERIOD_S:
                 self._read_reports(context, now)
             return int(context.target_num_replicas)
         self._num_present[pool] = int(context.target_num_replicas)
@@ -103,20 +118,36 @@ class Scaler:
 
     def _read_reports(self, context: AutoscalingContext, now: float) -> None:
         """Read the ingresses' latest reports, and decide if any is new."""
-        reports: dict[str, dict[str, float]] = {}
-        newest_s = 0.0
+        series: dict[str, dict[str, Any]] = {}
         for name, by_replica in context.raw_metrics.items():
-            for replica, series in by_replica.items():
-                if series and series[-1].timestamp > now - STALE_S:
-                    reports.setdefault(str(replica), {})[name] = series[-1].value
-                    newest_s = max(newest_s, series[-1].timestamp)
-        if newest_s > self._newest_report_s:
-            self._newest_report_s = newest_s
+            for replica, points in by_replica.items():
+                if points:
+                    series.setdefault(str(replica), {})[name] = points[-1]
+        heard: dict[str, tuple[float, float]] = {}
+        reports: dict[str, dict[str, float]] = {}
+        for ingress, last in series.items():
+            newest = max(point.timestamp for point in last.values())
+            before = self._heard.get(ingress, (0.0, 0.0))
+            heard[ingress] = before if before[0] == newest else (newest, now)
+            if heard[ingress][1] > now - STALE_S:
+                reports[ingress] = {
+                    name: point.value
+                    for name, point in last.items()
+                    if point.timestamp > newest - STALE_S
+                }
+        self._heard = heard
+        if any(heard_s == now for _, heard_s in heard.values()):
+            self._is_silent = False
             self.decide(now, reports)
+        elif not reports and self._targets and not self._is_silent:
+            self._is_silent = True
+            logger.warning(
+                "No ingress has reported its load for %g s. Pools keep their sizes.", STALE_S
+            )
 
     def decide(self, now: float, reports: dict[str, dict[str, float]]) -> Mapping[Pool, PoolTarget]:
         """Decide the size of each pool from the reports of the ingresses."""
-        seconds = now - self._decided_s if self._decided_s else PERIOD_S
+        seconds = PERIOD_S if self._decided_s is None else now - self._decided_s
         self._decided_s = now
         for tier in self._tiers:
             demand = RequestTotals()

@@ -136,10 +136,11 @@ class Autoscaler:
         )
         most = limits.max_replicas
         # As many as serve 95 % in time in the long run, but no more than the present load needs.
-        need = max(min(goal.need(most), lately.need(most)), goal.at_least(limits))
+        enough = goal.need(most)
+        need = max(min(enough, lately.need(most)), goal.at_least(limits))
         # Workers that exist when the autoscaler starts count as needed.
         needs = self._needs.setdefault((tier.name, role), _Needs(now, state.num_workers))
-        need = needs.kept(now, need, limits)
+        need = needs.kept(now, need, enough, limits)
         number = min(max(limits.min_replicas, need) + pool.num_standby, _most(pool))
         if need == 0 and limits.min_replicas == 0:
             number = 0
@@ -160,27 +161,30 @@ class _Needs:
     """The sizes that one pool has needed, and how many of its workers are kept because of them."""
 
     def __init__(self, now: float, number: int) -> None:
-        self._recent = deque([(now, number)])
+        self._recent = deque([(now, number, number)])  # when, needed, enough for the long window
         self._kept = number
         self._rises: deque[tuple[float, int, int]] = deque()  # when, from what, to what
 
-    def kept(self, now: float, number: int, limits: AutoscalingConfig) -> int:
+    def kept(self, now: float, number: int, enough: int, limits: AutoscalingConfig) -> int:
         """The size to keep if `number` is needed now.
 
-        What was needed within `down_after_s`. A worker that was needed, not needed for that long
-        and then needed again, all within `look_back_s`, also stays through the next pause.
+        What was needed within `down_after_s`, or within `start_s` if that is longer: a worker that
+        leaves before it has started was paid for nothing. A worker that was needed, not needed for
+        that long and then needed again, all within `look_back_s`, also stays through the next
+        pause, except where fewer are `enough` to serve 95 % of `look_back_s` in time.
         """
-        self._recent.append((now, number))
-        while self._recent[0][0] < now - limits.down_after_s:
+        self._recent.append((now, number, enough))
+        while self._recent[0][0] < now - max(limits.down_after_s, limits.start_s):
             self._recent.popleft()
-        before, self._kept = self._kept, max(each for _, each in self._recent)
+        before, self._kept = self._kept, max(needed for _, needed, _ in self._recent)
         if self._kept > before:
             self._rises.append((now, before, self._kept))
         while self._rises and self._rises[0][0] < now - limits.look_back_s:
             self._rises.popleft()
         levels = sorted(level for _, low, high in self._rises for level in range(low, high))
         again = [level + 1 for level, after in pairwise(levels) if level == after]
-        return max([self._kept, *again])
+        most = max(enough for _, _, enough in self._recent)
+        return max([self._kept, *(min(level, most) for level in again)])
 
 
 class _Goal(msgspec.Struct, frozen=True):

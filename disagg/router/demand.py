@@ -14,9 +14,18 @@ class RequestTotals(NamedTuple):
     num_prompt_tokens: float = 0.0
     num_cached_tokens: float = 0.0  # of these, cached on the chosen worker
     num_output_tokens: float = 0.0  # expected: each answer counts with the usual length
+    num_squared_tokens: float = 0.0  # sum of the squares of the prompts' lengths
 
     def plus(self, other: RequestTotals) -> RequestTotals:
         return RequestTotals(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+    @property
+    def length_variability(self) -> float:
+        """Variance of the prompts' lengths over their squared mean."""
+        mean = self.num_prompt_tokens / self.num_requests if self.num_requests else 0.0
+        if not mean:
+            return 0.0
+        return max(0.0, self.num_squared_tokens / self.num_requests / mean**2 - 1.0)
 
     def since(self, before: RequestTotals) -> RequestTotals:
         return RequestTotals(*(now - then for now, then in zip(self, before, strict=True)))
@@ -33,7 +42,8 @@ class Demand:
 
     def arrived(self, model: str, num_prompt_tokens: int, usual_output_tokens: float) -> None:
         """Count a request, whether it is served or refused."""
-        one = RequestTotals(1.0, num_prompt_tokens, 0.0, usual_output_tokens)
+        squared = float(num_prompt_tokens) ** 2
+        one = RequestTotals(1.0, num_prompt_tokens, 0.0, usual_output_tokens, squared)
         self._asked[model] = self.of(model).plus(one)
 
     def hit(self, model: str, num_cached_tokens: int) -> None:

@@ -22,6 +22,10 @@ from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 # A queue of prompts of unlike lengths: variance of their seconds over the squared mean.
 VARIABILITY = 1.0
 
+# A refused prompt is longer than the mean, because short ones still fit: by this share of the
+# variability of lengths. Compared with a queue of single requests in docs/notebook/autoscaling.md.
+REFUSED_LONGER = 1 / 3
+
 # A rate counts as steady after so long. That of the first second would often be several times the
 # usual one, by chance.
 STEADY_S = 30.0
@@ -49,6 +53,7 @@ def prefill_ttft_s(
     if num_workers <= 0.0:
         return math.inf if any(each.asked.num_requests for each in slices) else 0.0
     backlog_s = work_s = lasted_s = num_requests = 0.0
+    longer = 1.0 + REFUSED_LONGER * sum_of(slices).length_variability
     seen: list[tuple[float, float]] = []
     own: list[tuple[float, float]] = []
     for each in slices:
@@ -61,11 +66,12 @@ def prefill_ttft_s(
             num_refused = 0.0
             if backlog_s > longest_s:
                 # Of prompts that are cached, nothing is to be computed, and they would wait too.
-                num_refused = number
-                if number * own_s > backlog_s - longest_s:
-                    num_refused = (backlog_s - longest_s) / own_s
+                num_refused, refused_s = number, number * own_s
+                if refused_s > backlog_s - longest_s:
+                    refused_s = backlog_s - longest_s
+                    num_refused = refused_s / (longer * own_s)
                 seen.append((USUAL_DELAY * backlog_s / num_workers, num_refused))
-                backlog_s -= num_refused * own_s  # what was admitted before stays
+                backlog_s -= refused_s  # what was admitted before stays
             waited_s = max(0.0, max(before_s, backlog_s) / num_workers - own_s)
             seen.append((waited_s + own_s, number - num_refused))
             own.append((own_s, number))
@@ -78,6 +84,11 @@ def prefill_ttft_s(
     offered = work_s / max(lasted_s, STEADY_S)
     by_chance_s = wait_s(num_workers, offered, mean_s, VARIABILITY)
     return max(quantile(seen), by_chance_s + quantile(own))
+
+
+def sum_of(slices: Sequence[Slice]) -> RequestTotals:
+    """The requests of all slices together."""
+    return RequestTotals(*map(sum, zip(*(each.asked for each in slices), strict=True)))
 
 
 def decode_tpot_s(slices: Sequence[Slice], state: PoolState, num_workers: float) -> float:

@@ -43,18 +43,28 @@ def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], float]:
     return seen
 
 
-def asked(deployment: str, now: float, target: int, reports: dict[str, dict[str, float]]) -> Any:
-    """Serve's question, with reports that are as old as their names say."""
+class Clock:
+    """A steady clock; the wall clocks of the controller and of the ingresses are told apart."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def asked(
+    deployment: str, said_at: float, target: int, reports: dict[str, dict[str, float]]
+) -> Any:
+    """Serve's question, with reports that were made at `said_at` by the clocks of the ingresses."""
     raw: dict[str, dict[str, list[Any]]] = {}
     for ingress, its in reports.items():
-        timestamp = now - float(ingress.partition("@")[2] or 0.0)
         for name, value in its.items():
-            point = SimpleNamespace(timestamp=timestamp, value=value)
+            point = SimpleNamespace(timestamp=said_at, value=value)
             raw.setdefault(name, {})[ingress] = [point]
     return SimpleNamespace(
         app_name="app",
         deployment_name=deployment,
-        current_time=now,
         target_num_replicas=target,
         raw_metrics=raw,
     )
@@ -82,17 +92,21 @@ class Ingresses:
         }
 
 
+@pytest.mark.parametrize("ahead_s", [0.0, 60.0, -60.0])
 def test_load_that_ingresses_report_grows_the_pool_and_no_load_shrinks_it(
-    gauges: dict[tuple[str, str], float],
+    gauges: dict[tuple[str, str], float], ahead_s: float
 ) -> None:
-    scaler, ingresses, now = Scaler([TIER], None), Ingresses(), 1000.0
+    """Also if the clocks of the ingresses' nodes are ahead of the controller's or behind it."""
+    clock, ingresses = Clock(), Ingresses()
+    scaler = Scaler([TIER], None, clock)
     size, seen = 1, []
     for second in range(60):
         ingresses.ask(30 if second < 20 else 0)
-        now += 1.0
-        assert scaler.num_wanted(asked(INGRESS, now, 2, ingresses.say())) == 2
-        size = scaler.num_wanted(asked("toy-prefill", now, size, {}))
-        assert scaler.num_wanted(asked("toy-decode", now, 2, {})) == 2
+        clock.now += 1.0
+        said = asked(INGRESS, clock.now + ahead_s, 2, ingresses.say())
+        assert scaler.num_wanted(said) == 2
+        size = scaler.num_wanted(asked("toy-prefill", 0.0, size, {}))
+        assert scaler.num_wanted(asked("toy-decode", 0.0, 2, {})) == 2
         seen.append(size)
     assert max(seen[:5]) > 1  # within a few seconds
     assert seen[19] >= 3
@@ -102,31 +116,64 @@ def test_load_that_ingresses_report_grows_the_pool_and_no_load_shrinks_it(
 
 
 def test_prompts_that_wait_in_ingresses_are_helped_although_nobody_asks_any_more() -> None:
-    scaler, ingresses, now = Scaler([TIER], None), Ingresses(), 1000.0
+    clock, ingresses = Clock(), Ingresses()
+    scaler = Scaler([TIER], None, clock)
     sizes = []
     # 10 s of work in each ingress. Until help comes, one worker does 5 s of it, and four others do
     # the rest in as long.
     for num_tokens in (0, 100_000, 0):
         ingresses.num_waiting_tokens = num_tokens
-        now += 10.0
-        scaler.num_wanted(asked(INGRESS, now, 2, ingresses.say()))
-        sizes.append(scaler.num_wanted(asked("toy-prefill", now, 1, {})))
+        clock.now += 10.0
+        scaler.num_wanted(asked(INGRESS, clock.now, 2, ingresses.say()))
+        sizes.append(scaler.num_wanted(asked("toy-prefill", 0.0, 1, {})))
     assert sizes == [1, 5, 1]
 
 
-def test_old_reports_change_nothing() -> None:
-    scaler, ingresses, now = Scaler([TIER], None), Ingresses(), 1000.0
+def test_reports_that_stop_change_nothing_and_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Serve goes on to show the last ones. When they go on, what was asked meanwhile is not taken
+    for the load of one second."""
+    clock, ingresses = Clock(), Ingresses()
+    scaler = Scaler([TIER], None, clock)
     for _ in range(10):
         ingresses.ask(30)
-        now += 1.0
-        scaler.num_wanted(asked(INGRESS, now, 2, ingresses.say()))
-    before = scaler.num_wanted(asked("toy-prefill", now, 1, {}))
+        clock.now += 1.0
+        scaler.num_wanted(asked(INGRESS, clock.now, 2, ingresses.say()))
+    before = scaler.num_wanted(asked("toy-prefill", 0.0, 1, {}))
     assert before > 1
-    old = {f"{name}@60": its for name, its in ingresses.say().items()}
+    last, said_at = ingresses.say(), clock.now
     for _ in range(120):
-        now += 1.0
-        scaler.num_wanted(asked(INGRESS, now, 2, old))
-        assert scaler.num_wanted(asked("toy-prefill", now, before, {})) == before
+        ingresses.ask(30)
+        clock.now += 1.0
+        scaler.num_wanted(asked(INGRESS, said_at, 2, last))
+        assert scaler.num_wanted(asked("toy-prefill", 0.0, before, {})) == before
+    assert caplog.text.count("No ingress has reported") == 1
+    for _ in range(20):
+        ingresses.ask(30)
+        clock.now += 1.0
+        scaler.num_wanted(asked(INGRESS, clock.now, 2, ingresses.say()))
+    assert abs(scaler.num_wanted(asked("toy-prefill", 0.0, before, {})) - before) <= 1
+
+
+@pytest.mark.parametrize("by_s", [3600.0, -3600.0])
+def test_a_wall_clock_that_is_set_changes_no_size(by_s: float) -> None:
+    clock, ingresses = Clock(), Ingresses()
+    scaler = Scaler([TIER], None, clock)
+    size, sizes = 1, []
+    for second in range(60):
+        ingresses.ask(30)
+        clock.now += 1.0
+        wall = clock.now + (by_s if second >= 30 else 0.0)
+        scaler.num_wanted(asked(INGRESS, wall, 2, ingresses.say()))
+        size = scaler.num_wanted(asked("toy-prefill", 0.0, size, {}))
+        sizes.append(size)
+    assert len(set(sizes[25:])) == 1 and size > 1
+    for _ in range(60):  # and nothing is remembered from a time that never was
+        clock.now += 1.0
+        scaler.num_wanted(asked(INGRESS, clock.now + by_s, 2, ingresses.say()))
+        size = scaler.num_wanted(asked("toy-prefill", 0.0, size, {}))
+    assert size == 1
 
 
 def test_the_past_of_a_new_ingress_is_not_taken_for_load() -> None:
@@ -154,7 +201,7 @@ def test_policies_of_one_application_share_their_knowledge() -> None:
     kwargs = options.policy.policy_kwargs
     assert "key" not in str(kwargs)  # the cluster's key is nobody's business there
     first, second = PoolPolicy(**kwargs), PoolPolicy(**kwargs)
-    number, state = first(asked("toy-prefill", 1000.0, 4, {}))
+    number, state = first(asked("toy-prefill", 0.0, 4, {}))
     assert (number, state) == (4, {})  # nothing is known yet
     assert scaler_of("app", first._config) is scaler_of("app", second._config)
     renewed = {**kwargs["config"], "max_num_workers": 5}

@@ -30,10 +30,11 @@ async def test_requests_and_what_they_hit_are_counted() -> None:
     usual = fleet.answers.usual("toy")
     ours = dispatcher(fleet)
     await collect(ours, request)
-    assert ours.demand.of("toy") == RequestTotals(1.0, 100.0, 32.0, usual)
+    assert ours.demand.of("toy") == RequestTotals(1.0, 100.0, 32.0, usual, 100.0**2)
     await collect(ours, make_request(50, request_id="other"))
     assert ours.demand.of("toy").num_requests == 2.0
     assert ours.demand.of("toy").num_prompt_tokens == 150.0
+    assert ours.demand.of("toy").length_variability == pytest.approx(1 / 9)  # 75 +- 25 tokens
     assert ours.demand.of("nobody") == RequestTotals()
 
 

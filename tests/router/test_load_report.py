@@ -36,7 +36,7 @@ def test_a_report_says_what_it_was_made_of() -> None:
     states = states_of(reports())  # type: ignore[arg-type]
     said = report(demand, {"toy": 0, "idle": 0}, states)
     assert all(isinstance(value, float) for value in said.values())
-    assert asked_in(said, "toy") == RequestTotals(1.0, 100.0, 64.0, 20.0)
+    assert asked_in(said, "toy") == RequestTotals(1.0, 100.0, 64.0, 20.0, 100.0**2)
     assert asked_in(said, "idle") == RequestTotals()
     for (model, role), state in states.items():
         expected = PoolState(
