@@ -273,6 +273,17 @@ async def test_what_claude_code_sends_beside_a_chat_is_accepted() -> None:
     assert grammar is not None and json.loads(grammar.source)["properties"] == schema["properties"]
 
 
+async def test_the_prompts_of_claude_code_share_their_prefix() -> None:
+    generate = FakeGenerate()
+    for number in range(2):
+        bill = {"type": "text", "text": f"x-anthropic-billing-header: cch={number};"}
+        system = [bill, {"type": "text", "text": "help"}]
+        messages = [*ASKED["messages"], {"role": "system", "content": "be brief"}]
+        await post(generate, turns_template(""), system=system, messages=messages)
+    said = {TOKENIZER.decode(list(request.token_ids)) for request in generate.requests}
+    assert said == {"system(help)user(hi)system(be brief)"}
+
+
 async def test_a_last_message_of_the_assistant_is_continued() -> None:
     generate = FakeGenerate()
     messages = [*ASKED["messages"], {"role": "assistant", "content": "one, two,"}]

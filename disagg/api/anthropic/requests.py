@@ -63,7 +63,7 @@ _BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinkin
 
 
 class Message(msgspec.Struct):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]  # system: reminders of Claude Code
     content: str | Annotated[list[Block], Meta(min_length=1)]
 
 
@@ -240,11 +240,22 @@ def _choice(choice: MessagesToolChoice) -> ToolChoice:
 
 def _messages(request: MessagesPrompt) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
-    if request.system:
-        messages.append(ChatMessage("system", _text(request.system)))
+    system = _system(request.system or "")
+    if system:
+        messages.append(ChatMessage("system", system))
     for index, message in enumerate(request.messages):
         messages += _as_chat_messages(message, f"messages[{index}]")
     return messages
+
+
+def _system(content: str | Sequence[TextBlock]) -> str:
+    """The system prompt without the text that Claude Code changes with each request.
+
+    It would begin the prompt, and no request would find the cached prefix of another.
+    """
+    if isinstance(content, str):
+        return content
+    return _text([block for block in content if not block.text.startswith(_OF_BILLING)])
 
 
 def _as_chat_messages(message: Message, path: str) -> list[ChatMessage]:
@@ -287,6 +298,7 @@ def _as_chat_messages(message: Message, path: str) -> list[ChatMessage]:
     return [*results, own]
 
 
+_OF_BILLING = "x-anthropic-billing-header"
 _ROLES: dict[type, str] = {ToolUse: "assistant", ToolResult: "user"}
 
 
