@@ -21,6 +21,7 @@ BENCHES = (
     "api_tokens",
     "autoscale",
     "cascade",
+    "cells",
     "drafts",
     "engine",
     "grammar",
