@@ -26,6 +26,7 @@ _SETTINGS = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }
 _SECRETS = {"DISAGG_CLUSTER_KEY": "cluster-key", "DISAGG_API_KEY": "api-key"}
