@@ -61,6 +61,12 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr("disagg.cli.process_tree.temporary_directory", lambda: tmp_path)
     logs = log_directory(None, 8000)
     assert logs.parent == tmp_path / f"disagg-logs-{os.getuid()}" and logs.is_dir()
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    (planted / f"disagg-logs-{os.getuid()}").symlink_to(tmp_path)  # by another user of the machine
+    monkeypatch.setattr("disagg.cli.process_tree.temporary_directory", lambda: planted)
+    with pytest.raises(StartupError, match="--log-dir"):
+        log_directory(None, 8000)
     with pytest.raises(StartupError, match="XDG_CACHE_HOME"):
         cached_file("smollm2")
     assert find_token()[0] == ""

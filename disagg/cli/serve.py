@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def log_directory(log_dir: str | None, port: int) -> Path:
     now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     name = f"serve-{now}-{port}-{os.getpid()}"
     for base in bases:
-        if _is_made(base / name):
+        if (base != elsewhere or _is_private(base)) and _is_made(base / name):
             for old in sorted(base.glob("serve-*"))[:-NUM_KEPT_LOGS]:
                 shutil.rmtree(old, ignore_errors=True)
             return base / name
@@ -126,6 +127,16 @@ def log_directory(log_dir: str | None, port: int) -> Path:
         " directory with --log-dir.",
         param="log_dir",
     )
+
+
+def _is_private(directory: Path) -> bool:
+    """Make a directory of this user alone where all users may, who could have made it before."""
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def _is_made(directory: Path) -> bool:
