@@ -5,6 +5,7 @@ Unknown keys are refused. "auto" is resolved where the machine is known: in the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -31,7 +32,7 @@ Signal: TypeAlias = Literal["minimum", "mean", "margin"]
 
 MAX_PRIORITY = 1000
 CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS = 64, 1024  # of a step on a CPU, unless set
-DEFAULT_TPOT_GOAL_S = 0.2
+DEFAULT_TTFT_SLO_S, DEFAULT_TPOT_GOAL_S = 30.0, 0.2
 AUTO = "auto"  # the model that clients name to have the cascade choose one
 
 
@@ -125,9 +126,21 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     chat_template: str | None = None  # a path; the model's own when absent
     tool_call_parser: str = ""  # format of tool calls; "": recognised from its chat template
     reasoning_parser: str = ""  # format of reasoning; "": recognised from its chat template
-    ttft_slo_s: Annotated[float, Meta(gt=0)] = 30.0  # requests that would wait longer are refused
+    # Requests that would wait longer are refused. None: no request is refused for this.
+    ttft_slo_s: Annotated[float, Meta(gt=0)] | None = DEFAULT_TTFT_SLO_S
     # TPOT. None: requests have no TPOT SLO, unless they set one; roles are then fixed.
     tpot_slo_s: Annotated[float, Meta(gt=0)] | None = None
+
+    @property
+    def ttft_limit_s(self) -> float:
+        """The TTFT SLO; inf: none."""
+        return self.ttft_slo_s or math.inf
+
+    @property
+    def ttft_goal_s(self) -> float:
+        """The TTFT for sizing pools, and the shortest that requests may ask for: the SLO, or the
+        usual one."""
+        return self.ttft_slo_s or DEFAULT_TTFT_SLO_S
 
     @property
     def tpot_goal_s(self) -> float:

@@ -56,6 +56,18 @@ def pool_size(text: str) -> PoolSize:
     return PoolSize(int(match[1]), int(match[2] or match[1]))
 
 
+def seconds_or_none(text: str) -> float | None:
+    """Parse `2.5` or `none`. Raises `argparse.ArgumentTypeError`."""
+    if text in ("none", "inf"):
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of seconds, such as 2.5, nor none"
+        ) from None
+
+
 def origins(text: str) -> tuple[str, ...]:
     """Parse a JSON list or names separated by commas. Raises `argparse.ArgumentTypeError`."""
     if not text.startswith("["):
@@ -174,10 +186,11 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--ttft-slo-s",
-        type=float,
+        type=seconds_or_none,
         default=30.0,
         help="TTFT SLO in seconds; a request is refused if its first token is predicted to come"
-        " later (default: 30)",
+        " later (default: 30). none refuses no request for this, for benchmarks that send all their"
+        " requests at once",
     )
     group.add_argument(
         "--revision",

@@ -180,8 +180,8 @@ class AdmissionQueue:
         num_uncomputed_tokens = len(request.token_ids) - route.num_cached_tokens
         item = WaitingRequest(request, set_out, self._now(), len(queue), num_uncomputed_tokens)
         waiter = self._waiter(request, charge, item)
-        line.expect(1.0 / self._num_workers(request.model), charge.cost_s)
-        item.predicted_s = line.seconds(queue.ahead_s(waiter))
+        line.starts_waiting()
+        item.predicted_s = line.seconds(queue.ahead_s(waiter), self._num_workers(request.model))
         may_wait_s = self._check_time(request, route, item.predicted_s)
         self._make_room(queue, waiter, item.predicted_s)
         queue.push(waiter)
@@ -238,7 +238,7 @@ class AdmissionQueue:
             if last is None or taken <= mine:
                 raise _full(self._max_nbytes, wait_s)
             line = self._queues[model]
-            gone_s = line.seconds(line.queue.ahead_s(last))
+            gone_s = line.seconds(line.queue.ahead_s(last), self._num_workers(model))
             line.queue.remove(last)
             self._count(model, line.queue)
             if not last.item.turn.done():
@@ -259,7 +259,8 @@ class AdmissionQueue:
         return model, largest, most
 
     def _too_late(self, line: ModelQueue, waiter: Waiter[WaitingRequest]) -> Overloaded:
-        wait_s = line.seconds(line.queue.ahead_s(waiter))
+        num_workers = self._num_workers(waiter.item.request.model)
+        wait_s = line.seconds(line.queue.ahead_s(waiter), num_workers)
         return Overloaded(
             "All workers were busy for as long as this request could wait."
             f" Try again in {max(1, math.ceil(wait_s))} s.",
@@ -299,8 +300,12 @@ class AdmissionQueue:
 
     def _release_waiting(self) -> None:
         """Send requests from the head of each queue as long as workers have room."""
+        assert self._timer is not None
+        late_s = asyncio.get_running_loop().time() - self._timer.when()
         self._timer = None
         for model, line in self._queues.items():
+            if late_s > POLL_S:
+                line.pause(late_s)
             while self._release_head(line):
                 self._count(model, line.queue)
         if any(line.queue for line in self._queues.values()):
@@ -326,7 +331,8 @@ class AdmissionQueue:
             turn.set_exception(error)
             return True
         line.queue.serve(waiter)
-        line.moved(waiter.cost_s, self._now())
+        num_workers = self._num_workers(waiter.item.request.model)
+        line.moved(waiter.cost_s, self._now(), num_workers)
         turn.set_result(None)
         self._record_wait(waiter.item, queued)
         return True

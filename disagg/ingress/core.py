@@ -105,7 +105,7 @@ class IngressCore:
         self._models = served_models(config)
         rng = random.Random(ingress_id)
         self._slo_s = {
-            tier.name: (tier.ttft_slo_s, tier.tpot_slo_s or 0.0) for tier in config.tiers
+            tier.name: (tier.ttft_limit_s, tier.tpot_slo_s or 0.0) for tier in config.tiers
         }
         tpot_slo_s = {tier.name: tier.tpot_slo_s for tier in config.tiers if tier.tpot_slo_s}
         index = PrefixIndex(config.prefix_index_nbytes)
@@ -117,9 +117,9 @@ class IngressCore:
             observer=standby,
             rng=rng,
         )
-        ttft_slo_s = {tier.name: tier.ttft_slo_s for tier in config.tiers}
+        ttft_slo_s = {tier.name: tier.ttft_limit_s for tier in config.tiers}
         metrics = self._metrics = ApiMetrics(
-            slo_s={tier.name: (tier.ttft_slo_s, tier.tpot_goal_s) for tier in config.tiers}
+            slo_s={tier.name: (tier.ttft_limit_s, tier.tpot_goal_s) for tier in config.tiers}
         )
         self._index_room = IndexRoom(index, metrics.registry)
         metrics.registry.register(
@@ -367,7 +367,7 @@ def _served_model(tier: TierConfig) -> ServedModel:
         reasoning_parser=tier.reasoning_parser,
         created_unix_s=int(time.time()),
     )
-    slo_s = (tier.ttft_slo_s, tier.tpot_goal_s)
+    slo_s = (tier.ttft_goal_s, tier.tpot_goal_s)
     return dataclasses.replace(model, slo_s=slo_s, full_name=tier.full_name)
 
 

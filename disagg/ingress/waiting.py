@@ -11,8 +11,9 @@ import msgspec
 from disagg.messages import GenerateRequest
 from disagg.router.fair_queue import FairQueue
 
-PACE_MEMORY = 64.0  # number of requests that left a queue from which its speed is learned
-PACE_PRIOR = 4.0  # number of requests for which the prior speed counts
+# The speed of a queue is learned from about so many requests that left it, and from as many more as
+# left within so many seconds.
+PACE_MEMORY, PACE_MEMORY_S = 64.0, 10.0
 
 
 class Queued(msgspec.Struct, frozen=True):
@@ -45,33 +46,39 @@ class WaitingRequest:
 
 
 class ModelQueue:
-    """The waiting requests of one model, and the learned speed at which they leave."""
+    """The waiting requests of one model, and the learned speed at which they leave.
+
+    The speed is that of the last requests that left, over some seconds: what is predicted are
+    seconds, too. While clients send many requests at once, the machine reads them, and those few
+    that leave meanwhile say little about the rest. Before any has left, workers are assumed to take
+    as long as the time model says.
+    """
 
     def __init__(self, weight: Callable[[str], float]) -> None:
         self.queue: FairQueue[WaitingRequest] = FairQueue(weight)
-        self._seconds = 0.0
-        self._cost_s = 0.0
+        self._seconds = PACE_MEMORY_S
+        self._work_s = PACE_MEMORY_S  # done in these seconds by each worker, as predicted
         self._since: float | None = None  # time of the last departure; None if the queue was empty
 
-    def expect(self, pace: float, cost_s: float) -> None:
-        """A request starts to wait.
-
-        Until a speed is learned it is `pace`, in seconds of waiting per second of work.
-        """
+    def starts_waiting(self) -> None:
+        """A request is about to wait."""
         if not self.queue:
             self._since = None
-        if not self._cost_s:
-            self._cost_s = PACE_PRIOR * cost_s
-            self._seconds = pace * self._cost_s
 
-    def moved(self, cost_s: float, now: float) -> None:
+    def pause(self, seconds: float) -> None:
+        """For so long this process was busy or not running, and no worker got a request."""
+        if self._since is not None:
+            self._since += seconds
+
+    def moved(self, cost_s: float, now: float, num_workers: int) -> None:
         """A request of `cost_s` seconds of work was sent to a worker."""
         if self._since is not None:
-            keep = 1.0 - 1.0 / PACE_MEMORY
-            self._seconds = keep * self._seconds + (now - self._since)
-            self._cost_s = keep * self._cost_s + cost_s
+            took_s = max(0.0, now - self._since)
+            keep = 1.0 - min(1.0 / PACE_MEMORY, took_s / PACE_MEMORY_S)
+            self._seconds = keep * self._seconds + took_s
+            self._work_s = keep * self._work_s + cost_s / num_workers
         self._since = now if self.queue else None
 
-    def seconds(self, cost_s: float) -> float:
+    def seconds(self, cost_s: float, num_workers: int) -> float:
         """Predicted time until `cost_s` of waiting work has gone to the workers."""
-        return cost_s * self._seconds / self._cost_s if self._cost_s else 0.0
+        return cost_s / num_workers * self._seconds / self._work_s

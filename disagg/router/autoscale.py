@@ -244,7 +244,7 @@ def _goal(
     slo_fraction: float,
     num_helping: float,
 ) -> _Goal:
-    ttft_slo_s, tpot_slo_s = slo_fraction * tier.ttft_slo_s, slo_fraction * tier.tpot_goal_s
+    ttft_slo_s, tpot_slo_s = slo_fraction * tier.ttft_goal_s, slo_fraction * tier.tpot_goal_s
     is_asked = any(each.asked.num_requests for each in slices)
     is_asked |= state.num_queued_tokens + state.num_decoding > 0
     times = state.times or StepTimeModel()
@@ -266,7 +266,7 @@ def _goal(
         return _Goal(state, ttft_slo_s, lambda number: 0.0, is_asked, 0.0, keeps_up)
 
     def ttft_s(number: float) -> float:
-        return prefill_ttft_s(slices, times, number, tier.ttft_slo_s)
+        return prefill_ttft_s(slices, times, number, tier.ttft_goal_s)
 
     if role == "prefill":
         return _Goal(

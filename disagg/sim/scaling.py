@@ -28,10 +28,10 @@ DRAIN_S = 60.0
 def check_slos(tier: TierConfig, prefill: StepTimeModel, decode: StepTimeModel) -> None:
     """Raise `RequestError` if not even a short request on an idle worker meets the SLOs."""
     first_s = prefill.prefill_s(1)
-    if first_s > tier.ttft_slo_s:
+    if first_s > tier.ttft_limit_s:
         raise RequestError(
             f"A prompt of one token takes {first_s:.4f} s, which is longer than the TTFT SLO of"
-            f" {tier.ttft_slo_s:g} s, so no number of workers is enough. Raise ttft_slo_s.",
+            f" {tier.ttft_limit_s:g} s, so no number of workers is enough. Raise ttft_slo_s.",
             param="ttft_slo_s",
         )
     lacks = lacks_tpot(tier, decode)

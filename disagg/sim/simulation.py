@@ -97,7 +97,7 @@ class _Ingress:
         slo_s = {tier.name: tpot_slo_s for tier in tiers}
         self.fleet = _WatchedFleet(slo_s, workers, ingress_id_of(number))
         self.reports = SimulatedReports(loop, self.fleet, interval_s)
-        ttft_slo_s = {tier.name: tier.ttft_slo_s for tier in tiers}
+        ttft_slo_s = {tier.name: tier.ttft_limit_s for tier in tiers}
         allowed_s = ttft_slo_s if config.fair_queue else {}
         self.queue = AdmissionQueue(self.fleet, now=loop.time, ttft_slo_s=allowed_s)
         self.dispatcher = Dispatcher(

@@ -144,8 +144,8 @@ def test_no_prompt_is_refused_because_many_wait(
     file.write_text(GOOD)
     assert calibrate(file) != 0
     (config,) = asked
-    slowest_s = 60.0 + TierConfig(model="demo-small").ttft_slo_s
-    assert all(tier.ttft_slo_s > 10 * slowest_s for tier in config.tiers)
+    slowest_s = 60.0 + TierConfig(model="demo-small").ttft_limit_s
+    assert all(tier.ttft_limit_s > 10 * slowest_s for tier in config.tiers)
 
 
 def test_a_threshold_that_is_given_is_kept(tmp_path: Path) -> None:

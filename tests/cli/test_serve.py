@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -127,6 +129,18 @@ def test_a_number_that_is_not_valid_is_reported_with_its_flag(
     assert main(["serve", "demo-small", f"{flag}={value}"]) == 2
     output = capsys.readouterr().err
     assert "is not valid: Expected " in output and output.endswith(f" ({flag})\n")
+
+
+def test_no_request_is_late_without_a_ttft_slo(capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of("demo-small", "--ttft-slo-s", "none")
+    sent = msgspec.json.decode(msgspec.json.encode(config), type=ServeConfig)  # to the server
+    (tier,) = sent.tiers
+    assert (tier.ttft_slo_s, tier.ttft_limit_s, tier.ttft_goal_s) == (None, math.inf, 30.0)
+    (tier,) = config_of("demo-small").tiers
+    assert (tier.ttft_slo_s, tier.ttft_limit_s, tier.ttft_goal_s) == (30.0, 30.0, 30.0)
+    with pytest.raises(SystemExit):
+        config_of("demo-small", "--ttft-slo-s", "never")
+    assert "'never' is neither a number" in capsys.readouterr().err
 
 
 def test_tenants_are_read_from_a_file(tmp_path: Path) -> None:

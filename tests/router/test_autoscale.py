@@ -315,7 +315,7 @@ def test_the_prediction_is_of_the_number_that_is_granted() -> None:
     free_wish = free.decide(60.0, states)[PREFILL]  # type: ignore[arg-type, index]
     bound_wish = bound.decide(60.0, states)[PREFILL]  # type: ignore[arg-type, index]
     assert bound_wish.num_workers < free_wish.num_workers
-    assert free_wish.predicted_s <= config.ttft_slo_s < bound_wish.predicted_s
+    assert free_wish.predicted_s <= config.ttft_limit_s < bound_wish.predicted_s
 
 
 @pytest.mark.parametrize(("num_prompt", "num_saved"), [(100.0, 1), (3000.0, 0)])
