@@ -18,6 +18,8 @@ Triton's interpreter.
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any
 
 import triton
@@ -25,6 +27,9 @@ from torch import Tensor
 
 _ALIGNMENT = 16  # Triton specialises tensors whose address is a multiple of so many bytes
 _INT32 = range(-(1 << 31), 1 << 31)
+SLOW_S = 0.1  # loading compiled code from Triton's cache takes less
+
+log = logging.getLogger(__name__)
 
 
 def next_power_of_2(number: int) -> int:
@@ -102,7 +107,11 @@ class KernelLauncher:
             return
         found = self._compiled.get(tuple(key))
         if found is None:
+            began_s = time.perf_counter()
             compiled = self._kernel[grid](*arguments, **constants)
+            took_s = time.perf_counter() - began_s
+            if took_s > SLOW_S:  # while requests run, all of them waited for it
+                log.info("Kernel %s was compiled in %.1f s.", self._kernel.fn.__name__, took_s)
             given = tuple(constants[name] for name in self._constant_names)
             self._compiled[tuple(key)] = compiled, given
             return

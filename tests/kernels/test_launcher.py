@@ -73,7 +73,10 @@ def test_each_launch_is_the_one_that_triton_makes(recorder: RecordingDriver) -> 
         recorder.launches = []
 
 
-def test_each_device_has_its_own_code(recorder: RecordingDriver) -> None:
+def test_each_device_has_its_own_code(
+    recorder: RecordingDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "disagg.kernels.launcher")
     launcher, x = KernelLauncher(_kernel), torch.zeros(16)
     for device, stream in ((2000, 1), (2001, 2), (2000, 3), (2001, 4)):
         recorder.device, recorder.stream = device, stream
@@ -81,6 +84,7 @@ def test_each_device_has_its_own_code(recorder: RecordingDriver) -> None:
     handles = [handle for handle, *_ in recorder.launches]
     assert handles[0] != handles[1]
     assert handles == handles[:2] * 2
+    assert "Kernel _kernel was compiled" in caplog.text
 
 
 def _layer(ops: TritonOps, inputs: PagedInputs) -> None:
