@@ -143,6 +143,29 @@ def assembled(said: str) -> tuple[int, int]:
     return max(map(int, registers)), sum(int(count) for pair in found for count in pair)
 
 
+def early_loads(compiled: Any) -> list[str]:
+    """Loads of a sum from a B200's tensor memory in front of the barrier of the product before.
+
+    In a loop that adds several products to one sum, Triton before 3.8 may put them in this order
+    (triton-lang/triton#10821): the sum is read too early, and every result is wrong.
+    """
+    found = []
+    barriers: dict[str, str] = {}  # of the products in this part of a loop, by their sum
+    for line in map(str.strip, compiled.asm["ttgir"].splitlines()):
+        product = re.match(
+            r"ttng\.tc_gen5_mma \S+, \S+, (%[\w#]+).*, (%[\w#]+)\[\S+ {is_async", line
+        )
+        if "scf.for" in line or "scf.yield" in line:
+            barriers = {}
+        elif product is not None:
+            barriers[product[1]] = product[2]
+        elif waited := re.match(r"ttng\.wait_barrier (%[\w#]+)", line):
+            barriers = {each: name for each, name in barriers.items() if name != waited[1]}
+        elif (loaded := re.search(r"= ttng\.tmem_load (%[\w#]+)", line)) and loaded[1] in barriers:
+            found.append(line)
+    return found
+
+
 def check_attention(
     assembler: Assembler,
     arch: int,
@@ -176,6 +199,7 @@ def check_attention(
     print(registers, "registers,", compiled.metadata.shared, "bytes shared")  # pytest -rP shows it
     assert spilled_nbytes <= SPILLED_NBYTES[arch]
     assert compiled.metadata.shared <= SHARED_NBYTES[arch]
+    assert not early_loads(compiled)
     # Two or more tiles of keys lie in shared memory: one is used while the next one comes. They
     # lie there as they are stored: nothing is widened before it is needed.
     kinds = {"bf16": "bf16", "int8": "i8", "int4": "i8", "fp8": "f8E4M3FN"}
@@ -212,6 +236,7 @@ def check_latent_attention(
     print(registers, "registers,", compiled.metadata.shared, "bytes shared,", spilled_nbytes)
     assert spilled_nbytes <= SPILLED_NBYTES[arch]
     assert compiled.metadata.shared <= SHARED_NBYTES[arch]
+    assert not early_loads(compiled)
     assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
 
 

@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 
 from disagg.kernels import held_rows, route, triton_experts
 from disagg.kernels.triton_experts import FLOATS, MXFP4, WIDTH, launch_options
-from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler
+from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler, early_loads
 from tests.kernels.compiling_packed import Format
 
 INTEGERS = {"order_ptr": "*i64", "starts_ptr": "*i32", "chosen_ptr": "*i32"}
@@ -86,6 +86,7 @@ def check_products(
         print(registers, "registers,", compiled.metadata.shared, "bytes shared,", spilled_nbytes)
         assert compiled.metadata.shared <= SHARED_NBYTES[arch]
         assert spilled_nbytes <= SPILLED_NBYTES[arch]
+        assert not early_loads(compiled)
         assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
 
 

@@ -13,7 +13,7 @@ from disagg.kernels import packed_linear
 from disagg.kernels.packed_linear import BAND, tile_sizes
 from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.packed_tile import format_constants, launch_options, max_rows
-from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler
+from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler, early_loads
 
 
 class Format(NamedTuple):
@@ -83,6 +83,7 @@ def check_packed(
     print(registers, "registers,", compiled.metadata.shared, "bytes shared,", spilled_nbytes)
     assert compiled.metadata.shared <= SHARED_NBYTES[arch]
     assert spilled_nbytes <= SPILLED_NBYTES[arch]
+    assert not early_loads(compiled)
     ptx = compiled.asm["ptx"]
     assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", ptx)
     # What was stored comes into registers in units, and e4m3 without a GPU that knows it.

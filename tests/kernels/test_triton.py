@@ -3,11 +3,15 @@
 For one architecture, each kernel with each format of KV. `grid/` has all sizes and architectures.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import triton
+import triton.language as tl
 
 from disagg.kernels import kv_write
 from tests.kernels.compiling import (
@@ -19,6 +23,7 @@ from tests.kernels.compiling import (
     check_mixed_cut,
     check_without_spills,
     compile_for,
+    early_loads,
     page_constants,
 )
 
@@ -60,6 +65,28 @@ def test_attention_with_wide_heads_or_a_cap_compiles(
 @pytest.mark.parametrize("rows", [16, 64])
 def test_latent_attention_compiles(rows: int, assembler: Assembler) -> None:
     check_latent_attention(assembler, SM, rows, block_size=64)
+
+
+@triton.jit
+def _two_products(
+    a_ptr, b_ptr, c_ptr, d_ptr, out_ptr, SIZE: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr
+):
+    side, depth = tl.arange(0, SIDE), tl.arange(0, DEPTH)
+    total = tl.zeros([SIDE, SIDE], tl.float32)
+    for start in range(0, SIZE, DEPTH):
+        rows = side[:, None] * SIZE + start + depth[None, :]
+        columns = (start + depth)[:, None] * SIDE + side[None, :]
+        total = tl.dot(tl.load(a_ptr + rows), tl.load(b_ptr + columns), total)
+        total = tl.dot(tl.load(c_ptr + rows), tl.load(d_ptr + columns), total)
+    tl.store(out_ptr + side[:, None] * SIDE + side[None, :], total)
+
+
+def test_sums_that_a_b200_would_read_too_early_are_noticed() -> None:
+    """No kernel here has any (`grid/`). This one has, as Triton is before 3.8."""
+    sizes = {"SIZE": 4096, "SIDE": 64, "DEPTH": 64}
+    compiled = compile_for(_two_products, 100, sizes, num_warps=4, num_stages=3)
+    is_mended = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+    assert bool(early_loads(compiled)) != is_mended
 
 
 def test_e4m3_needs_an_sm_89() -> None:
