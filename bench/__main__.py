@@ -39,6 +39,7 @@ BENCHES = (
     "sampler_law",
     "scale",
     "scheduler",
+    "serving_floor",
     "serving_path",
     "sim",
     "stalls",

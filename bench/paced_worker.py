@@ -51,9 +51,11 @@ class PacedRunner:
         is_next = now < self._next_s + STEP_S / 2
         self._next_s = (self._next_s if is_next else now) + STEP_S
         self._sleep(self._next_s - now)
-        return [
+        num_decodes = plan.num_decodes
+        chunks = zip(plan.sequences[num_decodes:], plan.query_lens[num_decodes:], strict=True)
+        return [self._token_id] * num_decodes + [
             self._token_id if num_tokens == sequence.num_uncomputed else None
-            for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True)
+            for sequence, num_tokens in chunks
         ]
 
 

@@ -12,6 +12,10 @@ the application of an older commit takes turns, too, in a cluster of its own.
 after the other, and include the cost of requests. CPU time is user and system time, in microseconds
 for each token that arrived at the clients. The clients' own time is not counted. TARGET_US is the
 goal for our application behind HAProxy.
+
+First it measures what the same processes take while nothing is asked: Ray, Serve and health checks
+go on, so with few streams a good part of a token's cost has nothing to do with it. `idle us` is
+that cost divided by the tokens of so many streams. `bench.serving_floor` has the system calls.
 """
 
 from __future__ import annotations
@@ -129,6 +133,16 @@ def engine_thread_s(processes: list[psutil.Process]) -> float:
     return total
 
 
+def measure_idle(where: Cluster, way: Way, window_s: float) -> dict[str, float]:
+    """Milliseconds of CPU a second for each part, while nothing is asked."""
+    parts = where.processes_of(way)
+    before = {part: cpu_s(processes) for part, processes in parts.items()}
+    time.sleep(window_s)
+    spent = {part: cpu_s(processes) - before[part] for part, processes in parts.items()}
+    figures = {part: 1e3 * each / window_s for part, each in spent.items()}
+    return {**figures, "sum": sum(figures.values())}
+
+
 async def measure(
     where: Cluster, way: Way, num_streams: int, num_tokens: int, window_s: float
 ) -> dict[str, float]:
@@ -181,6 +195,10 @@ def measure_mode(
         if older is not None:
             then = clusters.enter_context(cluster(haproxy, older))
             contenders.append((then, replace(WAYS[0], name="before")))
+        for where, way in contenders:
+            idle = measure_idle(where, way, window_s)
+            us = {f"idle us, {num}": 1e3 * idle["sum"] * STEP_S / num for num in streams}
+            print_table([{"way": way.name, "unit": "CPU ms/s", **idle, **us}])
         for num_streams in streams:
             for num_tokens in lengths:
                 taken: dict[str, list[dict[str, float]]] = {way.name: [] for _, way in contenders}

@@ -52,6 +52,7 @@ def test_named_benches_run_one_after_another() -> None:
         "sampler_law",
         "scale",
         "scheduler",
+        "serving_floor",
         "sim",
         "stalls",
         "strangers",
@@ -75,6 +76,8 @@ def test_named_benches_run_one_after_another() -> None:
     (alone,) = results["ingress_alone"]["rows"]
     assert min(alone["us/token"], alone["us/request"], alone["requests/s"]) > 0
     assert all(row["us a step"] > 0 for row in results["scheduler"]["rows"])
+    (floor,) = results["serving_floor"]["rows"]
+    assert min(floor["proxy"], floor["ingress"], floor["worker"]) > 0
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
     whole, changed = results["scale"]["rows"][:2]
     assert 0 < changed["bytes"] < 0.2 * whole["bytes"]
