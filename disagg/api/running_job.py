@@ -140,7 +140,10 @@ class Answer:
         if syntax is not None:
             tail = prompt_tail(tokenizer, request.token_ids)
             self._reader = AnswerReader(syntax, request.request_id, tail)
-        self._num_deltas = 0
+        self._has_begun = False
+        # Whether a token is shown as its text and nothing else, unless it is the first or the last.
+        parses = syntax is not None or bool(spec.stops)
+        self._is_plain = not (parses or spec.only_echo or spec.return_token_ids)
         self.num_cached_tokens = 0
         self.decision: CascadeDecision | None = None
         self._last: ChoiceDelta | None = None
@@ -154,10 +157,12 @@ class Answer:
             return self._last
         if delta.error is not None:
             raise delta.error.to_error()
-        if self._num_deltas == 0:
+        if not self._has_begun:
+            self._has_begun = True
             self.num_cached_tokens = delta.num_cached_tokens
             self.decision = self._explain(self.request.request_id)
-        self._num_deltas += 1
+        elif self._is_plain and _is_one_token(delta):
+            return ChoiceDelta(self.index, "", self._detokenizer.push(delta.token_ids[0]), 1)
         piece = ChoiceDelta(self.index, prompt_logprobs=delta.prompt_logprobs)
         if self._only_echo:
             piece.finish_reason = "length"
@@ -231,6 +236,12 @@ class Answer:
             and bool(delta.token_ids)
             and delta.token_ids[-1] in self.request.sampling.stop_token_ids
         )
+
+
+def _is_one_token(delta: TokenDelta) -> bool:
+    """Whether `delta` is a token without log-probabilities in the middle of an answer."""
+    is_last = delta.finish_reason is not None
+    return len(delta.token_ids) == 1 and delta.logprobs is None and not is_last
 
 
 class RunningJob:

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from disagg.app.haproxy_launcher import socket_of
-from disagg.app.request_heads import BoundedHeads
+from disagg.app.http_protocol import IngressProtocol
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ async def _start_http(start: Any, app: Any, options: Any, **others: Any) -> Any:
     if options.host in _ALL_INTERFACES:
         options = options.model_copy(update={"host": ray.util.get_node_ip_address()})
     task, server = await start(app, options, **others)
-    server.config.http = BoundedHeads  # the server reads it when its task begins
+    server.config.http = IngressProtocol  # the server reads it when its task begins
     # The socket is bound now, because HAProxy looks for it as soon as it knows the port.
     near = _bound(socket_of(options.port))
     if near is not None:

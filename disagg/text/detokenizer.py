@@ -37,15 +37,22 @@ class TextStream:
             skip_special_tokens = False
             self._skipped = tokenizer.special_ids.difference(kept)
         self._skip = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._whole_texts = tokenizer.whole_texts
+        # The library's stream; None: it has not seen `_settled`, which needed no stream.
+        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._settled: list[int] = []  # ids of the last text, the context of pending ids
         self._pending: list[int] = []  # ids whose text was not returned yet
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; empty while a code point is incomplete."""
+        if not self._pending and (whole := self._whole_texts[token_id]):
+            self._settled, self._stream = [token_id], None
+            return whole
         if token_id in self._skipped:
             return ""
         self._pending.append(token_id)
+        if self._stream is None:
+            self._stream = DecodeStream(self._settled, self._skip)
         try:
             text = self._stream.step(self._tokenizer.core, token_id)
         except Exception:  # the library raises it if a token changes text that was returned

@@ -31,16 +31,45 @@ CUT_NUM_TOKENS = 64
 SHIELDED_NUM_CHARS = 1 << 18  # longest text that is shielded without letting other threads run
 FEW_IDS = 4096  # so few ids are decoded in less than a millisecond
 
+REPLACEMENT = "\ufffd"  # stands for bytes that are not text
+
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
+class WholeTexts(dict[int, str]):
+    """Token id -> its text, if that does not depend on the tokens around it; else "".
+
+    It is filled as tokens are used. Only byte-level tokenizers have such tokens: their decoder only
+    joins bytes, so a token of whole code points always has the same text.
+    """
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._core = core
+        self._added_ids = frozenset(core.get_added_tokens_decoder())
+        self._joins_bytes = isinstance(core.decoder, tokenizers.decoders.ByteLevel)
+
+    def __missing__(self, token_id: int) -> str:
+        text = ""
+        if self._joins_bytes and token_id not in self._added_ids:
+            text = self._core.decode([token_id], skip_special_tokens=False)
+        self[token_id] = text = "" if REPLACEMENT in text else text
+        return text
+
+
 class Tokenizer:
+    """
+    Attributes:
+        whole_texts: shared by all streams of text.
+    """
+
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         core.no_truncation()
         core.no_padding()
         if hasattr(core.model, "_resize_cache"):  # the library has no public method for this
             core.model._resize_cache(NUM_WORDS_KEPT)
         self.core = core
+        self.whole_texts = WholeTexts(core)
         vocab = core.get_vocab(with_added_tokens=True)
         added = core.get_added_tokens_decoder()
         self.num_ids = max(vocab.values(), default=-1) + 1

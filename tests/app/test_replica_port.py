@@ -1,4 +1,5 @@
-"""The HTTP port of an ingress, as Serve starts it: where it listens, and the heads it awaits."""
+"""The HTTP port of an ingress, as Serve starts it: where it listens, the heads it awaits, and how
+parts of a stream are written at once."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from disagg.app import haproxy_launcher, replica_port, request_heads
+from disagg.app import haproxy_launcher, http_protocol, replica_port
+from disagg.token_fast_path import WRITE_NOW
 from tests.links.fakes import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own import
@@ -25,7 +27,7 @@ HELD: list[asyncio.Event] = []
 async def echo(scope: Any, receive: Any, send: Any) -> None:
     """Answers with the request's body, when all of it is there.
 
-    `/slow`: when its event of `HELD` is set; `/hold`: never.
+    `/slow`: when its event of `HELD` is set; `/hold`: never. `/stream`: answers with `stream`.
     """
     body, more = b"", True
     while more:
@@ -36,9 +38,29 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     if scope["path"] == "/slow":
         HELD.append(asyncio.Event())
         await HELD[-1].wait()
+    if scope["path"] == "/stream":
+        await stream(scope["extensions"][WRITE_NOW], send)
+        return
     length = (b"content-length", b"%d" % len(body))
     await send({"type": "http.response.start", "status": 200, "headers": [length]})
     await send({"type": "http.response.body", "body": body})
+
+
+async def stream(extension: Any, send: Any) -> None:
+    """Writes the numbers from 0 on, one a line, until a write has to wait, and then one more."""
+    assert extension["loop"] is asyncio.get_running_loop()
+    write_now = extension["write"]
+    assert not write_now(b"early"), "the reply has not begun"
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    number = 0
+    while write_now(b"%d%b\n" % (number, b" " * 10_000)):
+        number += 1
+        await asyncio.sleep(0)
+    last = {"type": "http.response.body", "body": b"%d\n" % number}
+    await send({**last, "more_body": True})  # waits for the client
+    assert write_now(b"now"), "the client reads again"
+    await send({"type": "http.response.body"})
+    assert not write_now(b"late"), "the next reply of this connection is not its own"
 
 
 @pytest.fixture
@@ -107,7 +129,7 @@ async def test_a_head_that_does_not_end_is_given_up(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, before: bytes, head: bytes
 ) -> None:
     """The first of a connection, and one after an answer. A body may take longer."""
-    monkeypatch.setattr(request_heads, "HEAD_S", 0.5)
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.5)
     answer = await talk(address, *([before] if before else []), head)
     assert answer.count(b"HTTP/1.1 200") == bool(before)
     slow = await talk(address, HEAD + b"Connection: close\r\n\r\n", b"bo", *[b""] * 12, b"dy")
@@ -117,8 +139,8 @@ async def test_a_head_that_does_not_end_is_given_up(
 async def test_a_head_that_is_too_long_is_given_up(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_heads, "HEAD_S", 600.0)
-    monkeypatch.setattr(request_heads, "MAX_HEAD_NBYTES", 4096)
+    monkeypatch.setattr(http_protocol, "HEAD_S", 600.0)
+    monkeypatch.setattr(http_protocol, "MAX_HEAD_NBYTES", 4096)
     line = b"x-much: " + b"a" * 1000 + b"\r\n"
     assert await talk(address, HEAD, *[line] * 5) == b""
     whole = await talk(address, HEAD, *[line] * 3, b"Connection: close\r\n\r\nbody")
@@ -128,7 +150,7 @@ async def test_a_head_that_is_too_long_is_given_up(
 async def test_a_head_behind_a_running_answer_is_no_longer_than_others(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_heads, "MAX_HEAD_NBYTES", 4096)
+    monkeypatch.setattr(http_protocol, "MAX_HEAD_NBYTES", 4096)
     line = b"x-much: " + b"a" * 1000 + b"\r\n"
     body = [b"a" * 2000] * 4
     assert await talk(address, _LONG % b"/hold", *body, HEAD, *[line] * 5) == b""
@@ -144,7 +166,7 @@ async def test_a_line_end_behind_a_body_is_no_head(
     writer.write(b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody")
     await until(lambda: HELD)
     with monkeypatch.context() as impatient:
-        impatient.setattr(request_heads, "HEAD_S", 0.1)
+        impatient.setattr(http_protocol, "HEAD_S", 0.1)
         writer.write(b"\r\n")
         await asyncio.sleep(0.5)
     writer.write(HEAD + b"Connection: close\r\n\r\nbody")
@@ -153,6 +175,26 @@ async def test_a_line_end_behind_a_body_is_no_head(
         answers = await reader.read()
     writer.close()
     assert answers.count(b"HTTP/1.1 200") == 2
+
+
+async def test_parts_of_a_stream_are_written_at_once_until_the_client_is_too_slow(
+    address: tuple[str, int],
+) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"POST /stream HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody")
+    await asyncio.sleep(0.2)  # in which it is too slow
+    chunks = []
+    async with asyncio.timeout(60):
+        assert b"transfer-encoding: chunked" in await reader.readuntil(b"\r\n\r\n")
+        while nbytes := int(await reader.readline(), 16):
+            chunks.append(await reader.readexactly(nbytes))
+            await reader.readexactly(2)
+        writer.write(HEAD + b"Connection: close\r\n\r\nbody")
+        assert (await reader.read()).endswith(b"\r\n\r\nbody")
+    writer.close()
+    *numbers, last = chunks
+    assert last == b"now" and len(numbers) > 1
+    assert list(map(int, numbers)) == list(range(len(numbers)))
 
 
 _LONG = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 8000\r\n\r\n"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.decoders import DecodeStream
 
 from disagg.text.detokenizer import Detokenizer, StopStrings, TextStream
 from disagg.text.tokenizer import Tokenizer
@@ -85,6 +86,20 @@ def test_byte_fallback_never_fails_and_loses_no_word(token_ids: list[int]) -> No
     assert text.count("hello") == whole.count("hello")
     if "\ufffd" not in text + whole:
         assert text == whole
+
+
+@given(ANY_IDS, st.booleans())
+def test_each_push_gives_what_the_stream_of_the_library_gives(
+    token_ids: list[int], skip: bool
+) -> None:
+    """Although tokens of whole code points do not go through it."""
+    ours, theirs = TextStream(TOKENIZER, skip_special_tokens=skip), DecodeStream([], skip)
+    for token_id in token_ids:
+        try:
+            expected = theirs.step(TOKENIZER.core, token_id) or ""
+        except Exception:  # a token changes text that was returned: the library cannot go on
+            return
+        assert ours.push(token_id) == expected
 
 
 def test_output_that_never_becomes_text_is_not_held_for_ever() -> None:

@@ -170,7 +170,7 @@ class HttpApp:
     async def _serve_untraced(self, request: HttpRequest, send: Send) -> int:
         """Returns the status that was sent, or 499 if the client disconnected before."""
         self._cors.add_headers(request)
-        writer = Writer(send, request.reply_headers)
+        writer = Writer(send, request.reply_headers, request.extensions)
         work = asyncio.create_task(self._answer(request, writer))
         if request.path not in OPEN_PATHS:
             self._running.add(work)

@@ -291,6 +291,10 @@ class RequestTimer:
             num_tokens += piece.num_tokens
             if piece.finish_reason is not None:
                 self._metrics.of(self._metrics.success, self._model, piece.finish_reason).inc()
+        self.gained(num_tokens)
+
+    def gained(self, num_tokens: int) -> None:
+        """Observe new tokens that have arrived together and do not end a choice."""
         if num_tokens == 0:
             return
         now = self._metrics.clock()

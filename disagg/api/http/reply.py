@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from disagg.api.apis import error_body
@@ -13,7 +21,7 @@ from disagg.api.http.request import HttpRequest
 from disagg.api.openai.frames import PING
 from disagg.api.refusals import error_headers
 from disagg.errors import DisaggError
-from disagg.token_fast_path import Taken, begun
+from disagg.token_fast_path import WRITE_NOW, Taken, WriteNow, begun
 
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -49,11 +57,26 @@ class Stream(NamedTuple):
 
 
 class Writer:
-    """Writes one reply, and knows how much of it is written."""
+    """Writes one reply, and knows how much of it is written.
 
-    def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    Args:
+        headers: sent with every reply, also with errors.
+        extensions: the ASGI extensions of the server.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        headers: Sequence[tuple[bytes, bytes]],
+        extensions: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._send = send
-        self._headers = headers  # sent with every reply, also with errors
+        self._write_now: WriteNow | None = None
+        extension = extensions.get(WRITE_NOW)
+        # Serve may run the application on another loop than its server.
+        if extension is not None and extension["loop"] is asyncio.get_running_loop():
+            self._write_now = extension["write"]
+        self._headers = headers
         self.status: int | None = None
         self.streaming: Stream | None = None  # the stream that has begun and not ended
         self.num_begun = 0  # writes that have begun; more than `num_written` while one blocks
@@ -93,6 +116,10 @@ class Writer:
 
     def write_now(self, body: bytes) -> Taken:
         """Write from another task. Returns what the request's own task must wait for."""
+        if self._write_now is not None and self._write_now(body):
+            self.num_begun += 1
+            self.num_written += 1
+            return True
         return begun(self.write(body))
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:

@@ -30,7 +30,7 @@ async def stream_events(
     """
 
     def write(piece: ChoiceDelta) -> Taken:
-        timer.observe((piece,))
+        timer.gained(piece.num_tokens)
         events = frames.piece(piece)
         return writer.write_now(events) if events else True
 

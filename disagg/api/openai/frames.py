@@ -99,9 +99,9 @@ class OpenAIFrames(ABC):
         self._tail = tail
         self._plain_end = b',"logprobs":null,"finish_reason":null}]' + tail
 
+    @abstractmethod
     def _gain(self, piece: ChoiceDelta) -> bytes:
         """The JSON value of the key `gain` for `piece`."""
-        return self._text(piece.text)
 
     def _prompt_token_ids(self, index: int) -> bytes:
         """The field with the prompt's token ids, if they were requested."""
@@ -167,7 +167,7 @@ class ChatFrames(OpenAIFrames):
     def _gain(self, piece: ChoiceDelta) -> bytes:
         """The delta for `piece`. Most pieces have only one of reasoning, text and calls."""
         if not (piece.reasoning or piece.calls):
-            return self._text(piece.text)
+            return b'{"content":' + _to_json(piece.text) + b"}"
         if not (piece.reasoning or piece.text):
             return b"{" + _call_deltas(piece.calls) + b"}"
         parts = []
@@ -206,6 +206,9 @@ class CompletionFrames(OpenAIFrames):
             for index in indices
         )
         return b"".join(events)
+
+    def _gain(self, piece: ChoiceDelta) -> bytes:
+        return _to_json(piece.text)
 
     def _text(self, text: str) -> bytes:
         return _to_json(text)

@@ -18,10 +18,12 @@ from disagg.api.http import request
 from disagg.api.http.app import AsgiApp, Readiness
 from disagg.api.running_job import RunningJob
 from disagg.config import HttpConfig
+from disagg.token_fast_path import WRITE_NOW, begun
 from tests.api.apps import URL, Exchange, http_client, make_app, never, until
 from tests.api.fakes import FakeGenerate, served_model
 from tests.contract.contract import CHAT
 
+PART = {"type": "http.response.body", "more_body": True}
 OPEN = ["/health", "/live", "/ready", "/ping", "/version", "/metrics"]
 KEYED = [
     ("POST", "/v1/chat/completions"),
@@ -300,28 +302,41 @@ async def test_over_sockets() -> None:
         await until(lambda: generate.num_open == 0)  # the client has closed its socket
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-async def test_events_are_the_same_whichever_way_tokens_come(is_slow: bool) -> None:
-    """Also for a client that makes each write wait."""
+@pytest.mark.parametrize("client", ["fast", "slow", "sometimes slow", "on another loop"])
+async def test_events_are_the_same_whichever_way_tokens_come(client: str) -> None:
+    """Also for a client that makes each write wait, and through the server's `WRITE_NOW`."""
+    written_now: list[bytes] = []
 
-    def slowed(app: AsgiApp) -> AsgiApp:
+    def served_to(app: AsgiApp) -> AsgiApp:
         async def served(scope: Any, receive: Any, send: Any) -> None:
             async def send_later(message: Any) -> None:
-                await asyncio.sleep(0.001 * is_slow)
+                await asyncio.sleep(0.001)
                 await send(message)
 
-            await app(scope, receive, send_later if is_slow else send)
+            def write_now(body: bytes) -> bool:
+                written_now.append(body)
+                if len(written_now) % 3 == 0:
+                    return False
+                return begun(send({**PART, "body": body})) is True
+
+            if client == "sometimes slow":
+                loop = asyncio.get_running_loop()
+                scope["extensions"] = {WRITE_NOW: {"loop": loop, "write": write_now}}
+            elif client == "on another loop":
+                scope["extensions"] = {WRITE_NOW: {"loop": object(), "write": write_now}}
+            await app(scope, receive, send_later if client == "slow" else send)
 
         return served
 
     bodies = []
     for directly in (False, True):
         generate = FakeGenerate("the quick brown fox jumps " * 3, directly=directly)
-        async with http_client(slowed(make_app(generate))) as client:
-            reply = await client.post(URL, json=CHAT | {"stream": True, "max_tokens": 50})
+        async with http_client(served_to(make_app(generate))) as http:
+            reply = await http.post(URL, json=CHAT | {"stream": True, "max_tokens": 50})
         bodies.append(reply.text)
     assert bodies[0] == bodies[1]
     assert bodies[0].count("data: ") > 10 and bodies[0].endswith("data: [DONE]\n\n")
+    assert bool(written_now) == (client == "sometimes slow")
 
 
 async def test_what_a_stream_held_goes_with_its_end() -> None:

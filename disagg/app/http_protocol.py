@@ -1,24 +1,28 @@
-"""Limits request heads on the HTTP port of an ingress, which only HAProxy should use.
+"""What uvicorn does not have: limits of request heads, and a short way for events of a stream.
 
-HAProxy sends complete heads only. But a client that connects to the port directly reaches uvicorn,
-which waits for the end of a head without a time limit and stores all of it.
+Only HAProxy should use the HTTP port of an ingress, and it sends complete heads only. But a client
+that connects to the port directly reaches uvicorn, which waits for the end of a head without a time
+limit and stores all of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from disagg.app.haproxy_launcher import HEAD_S
+from disagg.token_fast_path import WRITE_NOW
 
 MAX_HEAD_NBYTES = 128 << 10  # four times the limit in `api/http/request.py`
 
 
-class BoundedHeads(HttpToolsProtocol):
+class IngressProtocol(HttpToolsProtocol):
     """Closes a connection if a head does not end within `HEAD_S` or is too long.
 
     It does so also while an answer runs, because the head of the next request may arrive then.
+    Requests have the ASGI extension `WRITE_NOW`.
     """
 
     _timer: asyncio.TimerHandle | None = None  # runs while a head is incomplete
@@ -47,7 +51,11 @@ class BoundedHeads(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop()
         self._is_in_head = False
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:  # its task begins later
+            write = partial(_write_now, self.cycle)
+            self.cycle.scope["extensions"] = {WRITE_NOW: {"loop": self.loop, "write": write}}
 
     def on_message_complete(self) -> None:
         self._is_in_head, self._nbytes = True, 0
@@ -60,3 +68,13 @@ class BoundedHeads(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _write_now(cycle: RequestResponseCycle, body: bytes) -> bool:
+    """What `cycle.send` does with a part of a streamed body, if the client reads fast enough."""
+    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
+        return False
+    if not (cycle.chunked_encoding and body):  # not begun, or nothing, which would end the reply
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True
