@@ -17,6 +17,7 @@ from disagg.text.tool_parsers.registry import NAMES as TOOL_CALL_PARSERS
 DEFAULT_MODEL = "demo-large"
 # Flags of vLLM that disagg does not have, and what to do instead.
 NOT_SUPPORTED = {
+    "--model": "give the model as an argument: disagg serve MODEL",
     "--pipeline-parallel-size": "use --tensor-parallel-size for a model that does not fit one"
     " device, and --nnodes to spread it over several nodes",
     "--data-parallel-size": "set the number of workers with --prefill and --decode",
@@ -25,6 +26,14 @@ NOT_SUPPORTED = {
     "--cpu-offload-gb": "use --quantization for smaller weights, or --tensor-parallel-size",
     "--kv-transfer-config": "disagg transfers KV without it; --transport and --transfer-interface"
     " choose how",
+    "--generation-config": "set sampling parameters in each request; their defaults come from the"
+    " model's generation_config.json",
+    "--override-generation-config": "set sampling parameters in each request; their defaults come"
+    " from the model's generation_config.json",
+    "--hf-token": "set the environment variable HF_TOKEN",
+    "--download-dir": "set the environment variable HF_HOME",
+    "--distributed-executor-backend": "each rank has a process; Ray starts them",
+    "--root-path": "let the proxy in front remove the prefix from paths",
     "--seed": "set seed in each request",
     "--enable-lora": "merge the adapter into its model first (merge_and_unload() of PEFT)",
 }
@@ -32,6 +41,8 @@ NOT_SUPPORTED = {
 NOT_NEEDED = {
     "--enable-auto-tool-choice": "tool calls are always found in answers to requests with tools",
     "--trust-remote-code": "disagg has its own code for each model and runs none of a checkpoint's",
+    "--enable-reasoning": "reasoning is recognised from the chat template",
+    "--disable-log-stats": "statistics are metrics, at GET /metrics",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--async-scheduling": "GPU workers always use it",
     "--disable-log-requests": "the text of requests is never logged",

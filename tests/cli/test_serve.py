@@ -210,6 +210,8 @@ def test_whole_experts_are_asked_for_as_in_vllm() -> None:
         (["--pipeline-parallel-size=2"], "--nnodes"),
         (["--data-parallel-size", "2"], "--prefill and --decode"),
         (["--enable-lora"], "merge_and_unload"),
+        (["--model", "demo-large"], "disagg serve MODEL"),
+        (["--generation-config", "vllm"], "in each request"),
         (["--enable-lora", "--no-redis"], "merge_and_unload"),
     ],
 )
