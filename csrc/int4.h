@@ -44,10 +44,34 @@ inline const bf16* group_of_panel(const Matrix& matrix, int64_t panel, int group
   return matrix.scales + (panel * matrix.num_groups() + group) * 2 * PANEL;
 }
 
+// Adds to `sums` the products of `num_pairs` pairs of each row and of `num_vectors` * 16 columns.
+template <int num_rows, int num_vectors>
+[[gnu::always_inline]] inline void add_units(const Nibbles& nibbles, const uint8_t* units,
+                                             const Number* x, int64_t stride, int num_pairs,
+                                             Floats (&sums)[num_rows][num_vectors]) {
+  for (int k = 0; k < num_pairs; k += UNIT_PAIRS, units += UNIT_BYTES) {
+    Words words[num_vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < num_vectors; ++v) {
+      words[v] = load_words(units + v * VECTOR_BYTES);
+      _mm_prefetch(reinterpret_cast<const char*>(units + v * VECTOR_BYTES) + PREFETCHED, _MM_HINT_T0);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < UNIT_PAIRS; ++i) {
+      NibblePairs columns[num_vectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < num_vectors; ++v) columns[v] = nibbles.pairs(words[v], 4 * i);
+      add_pairs(columns, x + int64_t(k + i) * NUMBERS_OF_PAIR, stride, sums);
+    }
+  }
+}
+
 // Sums of `num_rows` rows and `num_vectors` * 16 columns from column `offset` of a panel on, which are
-// passed to `take(row, vector, sums)`.
+// passed to `take(row, vector, sums)`. The columns of a group are multiplied some at a time, while the
+// group is in the L1 cache.
 template <int num_rows, int num_vectors, class Take>
 inline void int4_tile(const Matrix& matrix, int panel, int offset, const Number* x, Take&& take) {
+  constexpr int AT_ONCE = vectors_at_once(num_rows, num_vectors);
   const int num_pairs = matrix.num_pairs(), group_pairs = matrix.group_size / 2;
   const int64_t stride = int64_t(num_pairs) * NUMBERS_OF_PAIR;
   const uint8_t* units = matrix.nibbles + int64_t(panel) * (num_pairs / UNIT_PAIRS) * UNIT_BYTES +
@@ -56,44 +80,31 @@ inline void int4_tile(const Matrix& matrix, int panel, int offset, const Number*
   alignas(64) float totals[num_rows][num_vectors][LANES] = {};
   for (int begin = 0, group = 0; begin < num_pairs; begin += group_pairs, ++group) {
     const int left = num_pairs - begin, size = left < group_pairs ? left : group_pairs;
-    Floats sums[num_rows][num_vectors];
-#pragma GCC unroll 8
-    for (int r = 0; r < num_rows; ++r)
-#pragma GCC unroll 4
-      for (int v = 0; v < num_vectors; ++v) sums[r][v] = zeros();
-    for (int k = begin; k < begin + size; k += UNIT_PAIRS, units += UNIT_BYTES) {
-      Words words[num_vectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < num_vectors; ++v) {
-        words[v] = load_words(units + v * VECTOR_BYTES);
-        _mm_prefetch(reinterpret_cast<const char*>(units + v * VECTOR_BYTES) + PREFETCHED,
-                     _MM_HINT_T0);
-      }
-#pragma GCC unroll 4
-      for (int i = 0; i < UNIT_PAIRS; ++i) {
-        NibblePairs columns[num_vectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < num_vectors; ++v)
-          columns[v] = nibbles.pairs(words[v], 4 * i);
-        add_pairs(columns, x + int64_t(k + i) * NUMBERS_OF_PAIR, stride, sums);
-      }
-    }
+    const Number* numbers = x + int64_t(begin) * NUMBERS_OF_PAIR;
+    float of_x[num_rows];
+    for (int r = 0; r < num_rows; ++r) of_x[r] = sum_of_pairs(numbers + r * stride, size);
     const bf16* scales = group_of_panel(matrix, panel, group) + offset;
-    for (int r = 0; r < num_rows; ++r) {
-      const Number* numbers = x + r * stride + int64_t(begin) * NUMBERS_OF_PAIR;
-      const Floats of_x = broadcast(sum_of_pairs(numbers, size));
+    for (int first = 0; first < num_vectors; first += AT_ONCE, scales += AT_ONCE * LANES) {
+      Floats sums[num_rows][AT_ONCE];
+#pragma GCC unroll 8
+      for (int r = 0; r < num_rows; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < num_vectors; ++v) {
-        Floats total = load(totals[r][v]);
-        total = fma(sums[r][v], load(scales + v * LANES), total);
-        total = fma(of_x, load(scales + PANEL + v * LANES), total);
-        store(totals[r][v], total);
+        for (int v = 0; v < AT_ONCE; ++v) sums[r][v] = zeros();
+      add_units(nibbles, units + first * VECTOR_BYTES, numbers, stride, size, sums);
+#pragma GCC unroll 4
+      for (int v = 0; v < AT_ONCE; ++v) {
+        const Floats scale = load(scales + v * LANES), least = load(scales + PANEL + v * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < num_rows; ++r) {
+          float* total = totals[r][first + v];
+          const Floats scaled = fma(sums[r][v], scale, load(total));
+          store(total, fma(broadcast(of_x[r]), least, scaled));
+        }
       }
     }
+    units += int64_t(size / UNIT_PAIRS) * UNIT_BYTES;
   }
-#pragma GCC unroll 8
   for (int r = 0; r < num_rows; ++r)
-#pragma GCC unroll 4
     for (int v = 0; v < num_vectors; ++v) take(r, v, load(totals[r][v]));
 }
 
@@ -103,12 +114,10 @@ inline void int4_product(const Matrix& matrix, int panel, int part, const Activa
                          int num_rows, Take&& take) {
   const int offset = part * num_vectors * LANES;
   in_tiles(num_rows, [&](int, int begin, auto size) {
-    constexpr int AT_ONCE = vectors_at_once(size(), num_vectors);
     const Number* rows = numbers_of(x + int64_t(begin) * matrix.num_in);
-    for (int column = offset; column < offset + num_vectors * LANES; column += AT_ONCE * LANES)
-      int4_tile<size(), AT_ONCE>(matrix, panel, column, rows, [&](int r, int v, Floats sums) {
-        take(begin + r, panel * PANEL + column + v * LANES, sums);
-      });
+    int4_tile<size(), num_vectors>(matrix, panel, offset, rows, [&](int r, int v, Floats sums) {
+      take(begin + r, panel * PANEL + offset + v * LANES, sums);
+    });
   });
 }
 
