@@ -77,8 +77,8 @@ class StepFeatures:
     Args:
         num_new_tokens: prompt tokens computed in the step.
         num_attended: for these, the sum of the positions each attends to.
-        num_decoding: sequences that gained one token.
-        num_decode_context: the sum of their lengths.
+        num_decoding: sequences that gained one token, and tokens of their drafts.
+        num_decode_context: the sum of the lengths of these sequences.
     """
 
     num_new_tokens: int = 0

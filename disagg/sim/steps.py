@@ -109,7 +109,8 @@ class StepRun:
 def num_alike(engine: Engine) -> int:
     """The number of further steps that would do the same as the last one."""
     scheduler = engine.scheduler
-    if scheduler.waiting or scheduler.imported or engine.last_plan.features.num_new_tokens:
+    plan = engine.last_plan
+    if scheduler.waiting or scheduler.imported or plan.features.num_new_tokens or plan.num_ahead:
         return 0
     least = 1 << 62
     for sequence in scheduler.running:

@@ -61,6 +61,9 @@ class Chunks:
     def step_plan(self, decodes: list[Sequence], starts: list[int] | None = None) -> StepPlan:
         """The plan: `decodes`, with one token each, then the sequences that were added.
 
+        For the time model, a token of a draft is one more sequence that decodes, and no prompt
+        token: it takes about as long.
+
         Args:
             starts: positions of the decodes, for a step that is planned ahead; their tokens are
                 not read yet.
@@ -69,24 +72,34 @@ class Chunks:
         sequences: list[Sequence] = []
         sizes: list[int] = []
         chunk_starts: list[int] = []
-        num_attended, num_context = 0, self._num_context
+        num_prompt_tokens = num_attended = num_drafting = 0
+        num_context = self._num_context
         for sequence, num_before, num_tokens in self._sizes:
-            if num_tokens == 1 == len(sequence.tokens) - num_before:
+            decodes_here = len(sequence.tokens) - num_before == 1
+            if decodes_here:
+                num_context += num_before + 1
+            if decodes_here and num_tokens == 1:
                 decodes.append(sequence)
                 if starts is not None:
                     starts.append(num_before)
-                num_context += num_before + 1
+                continue
+            sequences.append(sequence)
+            sizes.append(num_tokens)
+            chunk_starts.append(num_before)
+            if decodes_here:
+                num_drafting += num_tokens
             else:
-                sequences.append(sequence)
-                sizes.append(num_tokens)
-                chunk_starts.append(num_before)
+                num_prompt_tokens += num_tokens
                 num_attended += num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
-        num_decodes, num_chunk_tokens = len(decodes), sum(sizes)
+        num_decodes = len(decodes)
+        features = StepFeatures(
+            num_prompt_tokens, num_attended, num_decodes + num_drafting, num_context
+        )
         return StepPlan(
             decodes + sequences,
             [1] * num_decodes + sizes,
             num_decodes,
-            StepFeatures(num_chunk_tokens, num_attended, num_decodes, num_context),
+            features,
             self._num_ahead,
             () if starts is None else starts + chunk_starts,
             num_unread,

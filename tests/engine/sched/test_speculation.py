@@ -14,6 +14,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import MAX_AHEAD, DraftedSequence, rows, usable
 from disagg.engine.sched.step import SampledToken, TokenEvent, Work
 from disagg.messages import TokenLogprobs
+from disagg.time_model import StepFeatures, StepTimeFit
 from tests.engine.fake_runner import draft_of, expected_tokens
 from tests.engine.workload import ROOT, Driver, Workload, new_engine, new_sequence, workloads
 
@@ -50,6 +51,24 @@ def drafted(
     return new_sequence(
         PROMPT, BLOCK_SIZE, max_tokens, stop_ids=stop_ids, hand_over=hand_over, draft=draft
     )
+
+
+def test_a_draft_in_a_decode_step_is_no_prompt_for_the_time_model() -> None:
+    """Otherwise a worker that speculates seems to compute prompts all the time, and fast."""
+    engine, _ = new_engine(16, BLOCK_SIZE, max_num_batched_tokens=64)
+    drafting, other = drafted(0), new_sequence(PROMPT, BLOCK_SIZE, 12, stop_ids=NEVER)
+    engine.submit(drafting)
+    engine.submit(other)
+    engine.step()
+    drafting.draft = draft_of(PROMPT, 4, 1)[1:]
+    engine.scheduler._has_drafts = True
+    engine.step()
+    plan = engine.last_plan
+    assert plan.num_ahead == 4
+    assert plan.features == StepFeatures(0, 0, 2 + 4, 2 * (len(PROMPT) + 1))
+    fit = StepTimeFit()
+    fit.observe(plan.features, 1e-3)
+    assert fit.to_costs().num_prompts == 0
 
 
 @pytest.mark.parametrize(("num_right", "num_wrong"), [(0, 3), (5, 3), (5, 0), (11, 0), (20, 0)])
