@@ -251,7 +251,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_body_nbytes: Positive = 16 << 20
     max_num_requests: Positive = 4096  # in flight in one ingress
     max_requests_nbytes: Positive = 256 << 20  # their bodies
-    max_queue_nbytes: Positive = 64 << 20  # waiting requests in one ingress
+    max_queue_nbytes: Positive = 256 << 20  # waiting requests in one ingress
     default_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
 
     def named_keys(self) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ POLL_S = 0.01  # between two checks for room; a tenth of `LEAST_AHEAD_S`
 # Memory per token of a waiting request: an integer, its slot, its share of a block's hash.
 TOKEN_NBYTES = 40
 REQUEST_NBYTES = 1024
-DEFAULT_MAX_NBYTES = 64 << 20
+DEFAULT_MAX_NBYTES = 256 << 20
 
 
 class Charge(msgspec.Struct, frozen=True):

@@ -102,6 +102,15 @@ async def test_several_choices_have_seeds_of_their_own_and_share_the_prompt() ->
     assert len({request.request_id for request in generate.requests}) == 6
 
 
+async def test_as_many_choices_as_openai_allows() -> None:
+    """As estimates of pass@k ask for."""
+    async with openai_client(make_app(FakeGenerate(TEXT))) as client:
+        answer = await client.chat.completions.create(model="tiny", messages=HI, n=128)
+        with pytest.raises(openai.BadRequestError, match="n"):
+            await client.chat.completions.create(model="tiny", messages=HI, n=129)
+    assert [choice.index for choice in answer.choices] == list(range(128))
+
+
 async def test_streamed_choices_interleave_and_each_ends_once() -> None:
     async with openai_client(make_app(FakeGenerate(TEXT))) as client:
         stream = await client.chat.completions.create(model="tiny", messages=HI, n=3, stream=True)

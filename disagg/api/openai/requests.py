@@ -72,7 +72,7 @@ class SamplingFields(AnswerFields, kw_only=True):
     """More fields that chat completions and text completions have in common."""
 
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=16)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
