@@ -17,7 +17,6 @@ from disagg.ingress.core import IngressCore
 from disagg.messages import WorkerRecord
 
 READY_WAIT_S = 30.0
-END_WAIT_S = 30.0  # from the end of a drain to the end of this process; Serve needs a few seconds
 
 
 class Ingress:
@@ -58,14 +57,8 @@ class Ingress:
         self._loop.call_soon_threadsafe(self._core.update, records)
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
-        """Call `HttpApp.drain`. Whoever calls this is to end the application next.
-
-        If that does not happen, because the command was killed meanwhile, requests are accepted
-        again.
-        """
-        drained = await self._core.app.drain(timeout_s)
-        self._loop.call_later(END_WAIT_S, self._core.app.serve_again)
-        return drained
+        """Call `HttpApp.drain`."""
+        return await self._core.app.drain(timeout_s)
 
     async def serve_again(self) -> None:
         """Call `HttpApp.serve_again`: whoever called `drain` has changed their mind."""

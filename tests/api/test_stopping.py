@@ -8,6 +8,7 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from disagg.api.http import app as http_app
 from disagg.api.http.app import AsgiApp
 from tests.api.apps import URL, Exchange, http_client, make_app, never, until
 from tests.api.fakes import FakeGenerate
@@ -85,6 +86,23 @@ async def test_a_server_that_is_not_ended_after_all_serves_again(is_over: bool) 
     async with http_client(app) as client:
         assert (await client.get("/ready")).status_code == 200
         assert (await client.post(URL, json=CHAT)).status_code == 200
+
+
+async def test_a_server_whose_end_does_not_come_serves_again_unless_it_drains_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = make_app()
+    monkeypatch.setattr(http_app, "END_WAIT_S", 0.0)
+    await app.drain(0.0)
+    monkeypatch.setattr(http_app, "END_WAIT_S", 600.0)
+    await app.drain(0.0)
+    await asyncio.sleep(0.01)  # until after the end that the first one expected
+    async with http_client(app) as client:
+        assert (await client.get("/ready")).status_code == 503
+        monkeypatch.setattr(http_app, "END_WAIT_S", 0.0)
+        await app.drain(0.0)
+        await asyncio.sleep(0.01)
+        assert (await client.get("/ready")).status_code == 200
 
 
 async def test_an_idle_server_has_drained_at_once() -> None:

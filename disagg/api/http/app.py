@@ -45,6 +45,7 @@ OPEN_PATHS = frozenset(["/health", "/live", "/ready", "/ping", "/version", "/met
 
 SCORE_NBYTES = 32  # size of a log-probability and its token in JSON
 CUT_TIMEOUT_S = 1.0  # time to write the error to clients that may read slowly
+END_WAIT_S = 30.0  # from the end of a drain to the end of the process; Serve needs a few seconds
 
 logger = logging.getLogger("disagg.api")
 
@@ -219,26 +220,32 @@ class HttpApp:
         """Refuse new requests, and wait for running ones.
 
         Requests that still run after `timeout_s` end with an error, as a reply or as the last
-        event of a stream. `serve_again` ends the drain.
+        event of a stream. `serve_again` ends the drain. Whoever calls this is to end the process
+        next: if that does not happen, because the caller was killed, requests are accepted again.
         """
         self._stopping = stopping = Unavailable(_STOPPING)  # an object of each drain's own
         running = {work for work in self._running if not work.done()}
         if running and timeout_s > 0:
             await asyncio.wait(running, timeout=timeout_s)
         cut = {work for work in running if not work.done()}
-        if self._stopping is not stopping:  # it serves again
+        if self._stopping is not stopping:  # it serves again, or another drain goes on
             return Drained(len(running) - len(cut), 0)
         self._is_cutting = True
         for work in cut:
             work.cancel(CUT_BY_DRAIN)
         if cut:
             await asyncio.wait(cut, timeout=CUT_TIMEOUT_S)
+        asyncio.get_running_loop().call_later(END_WAIT_S, self._was_not_ended, stopping)
         return Drained(len(running) - len(cut), len(cut))
 
     def serve_again(self) -> None:
         """Accept requests again after a drain, or while one waits."""
         self._stopping = None
         self._is_cutting = False
+
+    def _was_not_ended(self, stopping: Unavailable) -> None:
+        if self._stopping is stopping:  # a later drain has its own time
+            self.serve_again()
 
     async def _dispatch(self, request: HttpRequest) -> Reply | Stream:
         method, endpoint = self._route(request)
