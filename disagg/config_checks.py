@@ -184,7 +184,7 @@ def check_secrets(config: ServeConfig, host: str | None = None) -> None:
             " --insecure (insecure: true).",
             param="allowed_origins",
         )
-    if host is None or _is_loopback(host):
+    if host is None or is_loopback(host):
         return
     if config.http.is_open:
         raise StartupError(
@@ -210,7 +210,8 @@ def _named_keys(http: HttpConfig) -> Iterator[tuple[str, str]]:
         yield ("api_keys" if name else "api_key"), key
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address or a name of a host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import ipaddress
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from disagg.cli.engine_arguments import number
+from disagg.config_checks import is_loopback
 from disagg.errors import DisaggError, StartupError, Unavailable
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
@@ -146,8 +146,9 @@ class Server:
             raise StartupError(f"{url!r} is not a URL like http://127.0.0.1:8000.", param="url")
         path = parts.path.rstrip("/").removesuffix("/v1")
         self._prefix = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}"
+        is_here = is_loopback(parts.hostname) or parts.hostname in ("0.0.0.0", "::")
         self._open = urllib.request.build_opener(
-            urllib.request.ProxyHandler({} if _is_here(parts.hostname) else None)
+            urllib.request.ProxyHandler({} if is_here else None)
         ).open
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
@@ -212,15 +213,6 @@ class Server:
                 f"Cannot reach {self.url} ({reason}); start a server with `disagg serve`, or give"
                 " the server's address with --url."
             ) from error
-
-
-def _is_here(host: str) -> bool:
-    """Whether a host of a URL is this machine's own loopback, which no proxy reaches."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return address.is_loopback or address.is_unspecified
 
 
 def _refusal(reply: urllib.error.HTTPError) -> DisaggError:
