@@ -238,11 +238,14 @@ def test_the_service_of_systemd() -> None:
     assert verb == "serve"
     assert parser.parse_args(words).drain_s < float(service["TimeoutStopSec"])
     assert service["KillMode"] == "mixed"
-    # A user without a home has places for logs and models.
-    places = dict(each.split("=") for each in service["Environment"].split())
+    # A user without a home has places for logs, models and compiled kernels.
+    lines = (DEPLOY / "systemd" / "disagg.service").read_text().splitlines()
+    words = [line.partition("=")[2] for line in lines if line.startswith("Environment=")]
+    places = dict(each.split("=") for each in " ".join(words).split())
     assert places["XDG_STATE_HOME"] + "/" + service["StateDirectory"] == "/var/lib/disagg"
     assert places["XDG_CACHE_HOME"] + "/" + service["CacheDirectory"] == "/var/cache/disagg"
-    assert places["HF_HOME"].startswith("/var/cache/disagg/")
+    for name in ("HF_HOME", "TRITON_CACHE_DIR"):
+        assert places[name].startswith("/var/cache/disagg/")
 
 
 @pytest.mark.parametrize("key", ["short", "change-me-at-the-first-start"])
