@@ -130,7 +130,7 @@ def log_directory(log_dir: str | None, port: int) -> Path:
 
 
 def _is_private(directory: Path) -> bool:
-    """Make a directory of this user alone where all users may, who could have made it before."""
+    """Make a directory for this user alone, and check that no other user had made it before."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
