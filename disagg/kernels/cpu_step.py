@@ -166,8 +166,8 @@ class CpuStep:
             embedding=table.data_ptr() if isinstance(table, Tensor) else None,
             rope=model.rope.data_ptr(),
             norm=model.norm.data_ptr(),
-            head=_matrix(model.head),
-            table=CpuMatrix() if isinstance(table, Tensor) else _matrix(table),
+            head=model.head.described(),
+            table=CpuMatrix() if isinstance(table, Tensor) else table.described(),
             layers=layers,
         )
         self._step = library.disagg_step_new(byref(described))
@@ -342,25 +342,12 @@ def _layer(layer: DenseLayer) -> _LayerPointers:
         input_norm=layer.input_norm.data_ptr(),
         qk_norm=None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),
-        qkv=_matrix(layer.qkv),
-        output=_matrix(layer.output),
-        gate=_matrix(gate),
-        up=_matrix(up),
-        down=_matrix(layer.down),
+        qkv=layer.qkv.described(),
+        output=layer.output.described(),
+        gate=gate.described(),
+        up=up.described(),
+        down=layer.down.described(),
         window=layer.window or 0,
-    )
-
-
-def _matrix(linear: _Matrix) -> CpuMatrix:
-    if not isinstance(linear, PackedLinear):
-        return linear.described()
-    bias = None if linear.bias is None else linear.bias.data_ptr()
-    return CpuMatrix(
-        panels=linear.panels,
-        panel_width=linear.panel_width,
-        bias=bias,
-        num_out=linear.num_out,
-        num_in=linear.num_in,
     )
 
 

@@ -96,6 +96,10 @@ class PackedLinear:
     def plus(self, x: Tensor, summand: Tensor) -> Tensor:
         return self._two(x, summand, "add")
 
+    def described(self) -> CpuMatrix:
+        """The structure in which compiled code reads this weight."""
+        return _in_panels(self)
+
     def _one(self, x: Tensor, then: str, algorithm: str = "") -> Tensor:
         filled = _filled(x)
         result: Tensor = self._unary(filled, self._weight, self.bias, then, [], algorithm)
@@ -147,13 +151,7 @@ class PanelLinear(PlainLinear):
         self._panels = panels.transpose(1, 2).contiguous()
         self.panels, self.panels_nbytes = self._panels.data_ptr(), self._panels.nbytes
         self.panel_width = PANEL
-        self._described = CpuMatrix(
-            panels=self.panels,
-            bias=None if bias is None else bias.data_ptr(),
-            num_out=self.num_out,
-            num_in=self.num_in,
-            panel_width=PANEL,
-        )
+        self._described = _in_panels(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         return narrow_rows(self._library, self._described, x)
@@ -161,6 +159,16 @@ class PanelLinear(PlainLinear):
     def described(self) -> CpuMatrix:
         """The structure in which compiled code reads this weight."""
         return self._described
+
+
+def _in_panels(linear: PackedLinear | PanelLinear) -> CpuMatrix:
+    return CpuMatrix(
+        panels=linear.panels,
+        panel_width=linear.panel_width,
+        bias=None if linear.bias is None else linear.bias.data_ptr(),
+        num_out=linear.num_out,
+        num_in=linear.num_in,
+    )
 
 
 class HalfLinear:
