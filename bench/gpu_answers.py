@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,15 @@ def answers(device: str, settings: dict[str, Any], tiny: bool) -> list[list[int]
     return found
 
 
+@cache
+def cpu_answers(dtype: str, tiny: bool) -> list[list[int]]:
+    """Computed once for all cases with this dtype."""
+    return answers("cpu", {"dtype": dtype}, tiny)
+
+
 def compare(device: str, settings: dict[str, Any], tiny: bool) -> dict[str, Any]:
     """Raises `ArithmeticError` if too many answers differ."""
-    on_cpu = answers("cpu", {"dtype": settings["dtype"]}, tiny)
+    on_cpu = cpu_answers(settings["dtype"], tiny)
     here = answers(device, settings, tiny)
     num_equal = sum(map(list.__eq__, here, on_cpu))
     found = {"answers": len(on_cpu), "equal": num_equal}
@@ -94,12 +100,10 @@ def copies(device: torch.device) -> dict[str, Any]:
     """Saves blocks, loads them elsewhere and reads evicted ones, beside kernels that write."""
     from disagg.engine.device.stream_copier import BlockReader, StreamCopier
 
-    cache = torch.randn(3 * NUM_COPIED, BLOCK_NBYTES // 4, device=device)
-    expected, work = (
-        cache[:NUM_COPIED].cpu().clone(),
-        torch.randn(NUM_WORK, NUM_WORK, device=device),
-    )
-    copier, reader = StreamCopier(cache, NUM_COPIED), BlockReader(cache, NUM_COPIED)
+    slab = torch.randn(3 * NUM_COPIED, BLOCK_NBYTES // 4, device=device)
+    expected = slab[:NUM_COPIED].cpu().clone()
+    work = torch.randn(NUM_WORK, NUM_WORK, device=device)
+    copier, reader = StreamCopier(slab, NUM_COPIED), BlockReader(slab, NUM_COPIED)
     blocks = random.Random(1).sample(range(NUM_COPIED), NUM_COPIED)
 
     def compute() -> None:
@@ -113,12 +117,12 @@ def copies(device: torch.device) -> dict[str, Any]:
     torch.cuda.synchronize(device)
     if copier.take_saved() != 1:
         raise RuntimeError("a copy that has ended is not reported")
-    cache[:NUM_COPIED].fill_(-1.0)  # they belong to others now
+    slab[:NUM_COPIED].fill_(-1.0)  # they belong to others now
     copier.load([(slot, 2 * NUM_COPIED + block) for slot, block in enumerate(blocks)])
     compute()
     torch.cuda.synchronize(device)
     (load_s,) = copier.take_loaded()
-    if not torch.equal(cache[2 * NUM_COPIED :].cpu(), expected):
+    if not torch.equal(slab[2 * NUM_COPIED :].cpu(), expected):
         raise ArithmeticError("blocks came back from host memory with other bytes")
     for block, take in zip(blocks, late, strict=True):
         read = torch.frombuffer(bytearray(take()), dtype=torch.float32)
