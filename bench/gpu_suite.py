@@ -311,7 +311,7 @@ def _cause(said: str, ended: Sequence[str]) -> str:
     last = max((place for place, each in enumerate(lines) if each.startswith(rows)), default=-1)
     lines = lines[last + 1 :]
     if TRACEBACK in lines:
-        after = lines[-lines[::-1].index(TRACEBACK) :]  # of the last one
+        after = lines[len(lines) - lines[::-1].index(TRACEBACK) :]  # of the last one
         lines = [each for each in after if not each[0].isspace()][:1]
     return "".join(f": {each[:300]}" for each in lines[-1:])
 

@@ -276,6 +276,10 @@ def test_a_process_that_raises_is_quoted(tmp_path: Path, run_stages: Any) -> Non
     assert start["failed"] == "its process ended with status 1: LookupError: the device is gone"
 
 
+def test_a_process_that_ends_within_a_traceback_is_not_quoted() -> None:
+    assert not gpu_suite._cause(f"loading\n{gpu_suite.TRACEBACK}\n", [])
+
+
 SLOW = """
     import time
     from bench.gpu_rows import Row, parser_of, run_part
