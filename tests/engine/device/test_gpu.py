@@ -20,6 +20,7 @@ from disagg.engine.device.gpu import GpuMemory, check_gpu
 from disagg.engine.device.memory_plan import MemoryPlan
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels import devices
+from disagg.kernels.launcher import find_driver
 from disagg.models.description import describe_model
 from disagg.planner.shapes import shape_of
 from disagg.planner.step_sizes import step_sizes
@@ -42,7 +43,7 @@ class Gpu:
         )
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: self.properties)
         monkeypatch.setattr(choices, "has_driver", lambda: True)
-        monkeypatch.setattr(module, "_begin_triton", lambda: None)
+        monkeypatch.setattr("disagg.kernels.launcher.find_driver", lambda: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.own)
@@ -194,17 +195,21 @@ def test_an_engine_is_not_begun_on_a_gpu_that_cannot_run_the_kernels(
 
 
 def test_triton_without_a_compiler_is_refused_before_a_weight_is_read(
-    monkeypatch: pytest.MonkeyPatch,
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def begin() -> int:
         raise RuntimeError("Failed to find C compiler")
 
+    def load(*arguments: object) -> Any:
+        raise AssertionError("weights are read")
+
     active = SimpleNamespace(get_current_device=begin)
+    monkeypatch.setattr("disagg.kernels.launcher.find_driver", find_driver)
     monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=active))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(StartupError) as refused:
-        module._begin_triton()
+        build_engine(EngineConfig(), describe_model(write_tiny_model(tmp_path)), load=load)
     said = refused.value.message
     assert "Failed to find C compiler. It needs a C compiler (gcc or clang)" in said
 
