@@ -192,8 +192,9 @@ class ModelRunner:
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Run a prompt of `num_tokens` and a step of `num_seqs` decodes over unused blocks.
 
-        This compiles or picks every kernel and allocates the largest step's memory before the first
-        request. It overwrites blocks, so nothing may be in the cache yet.
+        This compiles or picks kernels and allocates the largest step's memory before the first
+        request. It overwrites blocks, so nothing may be in the cache yet. `warm_up_tiles` compiles
+        what else a GPU needs.
         """
         block_size = self.kv_cache.block_size
         num_tokens = min(num_tokens, self.kv_cache.num_blocks * block_size)
