@@ -232,7 +232,8 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
     Raises:
         InvalidRequest: has the JSON path of the first invalid field as `param`.
     """
-    return read_struct(body, kind, _check_text if kind is CompletionRequest else _check_chat)
+    checks = {ChatRequest: _check_chat, CompletionRequest: _check_text}
+    return read_struct(body, kind, checks.get(kind, refuse_unsupported))
 
 
 def _check_text(raw: dict[str, Any]) -> None:

@@ -190,6 +190,9 @@ async def test_tokenize_and_back() -> None:
         of_chats = {"continue_final_message": True, "chat_template_kwargs": {"a": 1}}
         again = await client.post("/tokenize", json={"prompt": text} | of_chats)
         assert again.json() == found
+        for special in (True, False):
+            fields = {"prompt": text, "add_special_tokens": special}
+            assert (await client.post("/tokenize", json=fields)).json() == found
         for wrong in ([-1], [2**40], [1.5], [10**6]):
             assert (await client.post("/detokenize", json={"tokens": wrong})).status_code == 400
 
