@@ -170,6 +170,30 @@ def test_a_grammar_may_have_the_notation_of_vllm_s_examples(
         assert re.fullmatch(r"SELECT c[12] from t( where c[12] = [0-9]{1,3})?", answer)
 
 
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        (r'"\u00e9ab"', "éab"),
+        (r'"\U0001f600a"', "😀a"),
+        (r"[\u00e9]", "é"),
+        (r'"\u0022\u005c"', '"\\'),
+        (r'"\\u00e9"', r"\u00e9"),
+        (r"[\u005d]", "]"),
+    ],
+)
+def test_escapes_of_gbnf_are_one_character(
+    tokenizer_text: str, grammars: Grammars, source: str, answer: str
+) -> None:
+    grammar = Grammar("lark", f"root ::= {source}")
+    assert text(tokenizer_text, walk(grammars, grammar, 0, [])) == answer
+
+
+@pytest.mark.parametrize("escape", [r"\ud83d", r"\U00110000"])
+def test_escapes_of_gbnf_that_are_no_character_are_refused(grammars: Grammars, escape: str) -> None:
+    with pytest.raises(GrammarError, match="not valid GBNF"):
+        grammars.follow(Grammar("lark", f'root ::= "{escape}"'), 0)
+
+
 def test_the_end_is_allowed_exactly_where_the_answer_is_complete(
     tokenizer_text: str, grammars: Grammars
 ) -> None:
