@@ -8,6 +8,7 @@ limit and stores all of it.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from functools import partial
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -54,7 +55,7 @@ class IngressProtocol(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:  # its task begins later
-            write = partial(_write_now, self.cycle)
+            write = partial(_write_now, weakref.ref(self.cycle))  # which has the scope
             self.cycle.scope["extensions"] = {WRITE_NOW: {"loop": self.loop, "write": write}}
 
     def on_message_complete(self) -> None:
@@ -70,9 +71,10 @@ class IngressProtocol(HttpToolsProtocol):
             self._timer = None
 
 
-def _write_now(cycle: RequestResponseCycle, body: bytes) -> bool:
-    """What `cycle.send` does with a part of a streamed body, if the client reads fast enough."""
-    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
+def _write_now(of: weakref.ref[RequestResponseCycle], body: bytes) -> bool:
+    """What `send` does with a part of a streamed body, if the client reads fast enough."""
+    cycle = of()
+    if cycle is None or cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
         return False
     if not (cycle.chunked_encoding and body):  # not begun, or nothing, which would end the reply
         return False

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from disagg.app import haproxy_launcher, http_protocol, replica_port
 from disagg.token_fast_path import WRITE_NOW
@@ -198,6 +200,20 @@ async def test_parts_of_a_stream_are_written_at_once_until_the_client_is_too_slo
     *numbers, last = chunks
     assert last == b"now" and num_at_once > 0
     assert list(map(int, numbers)) == list(range(num_at_once + 1))
+
+
+async def test_what_a_request_held_goes_with_its_connection(address: tuple[str, int]) -> None:
+    """And does not wait for the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        assert await talk(address, HEAD + b"Connection: close\r\n\r\nbody")
+        for _ in range(10):  # of the loop, in which tasks end
+            await asyncio.sleep(0)
+        left = [each for each in gc.get_objects() if isinstance(each, RequestResponseCycle)]
+    finally:
+        gc.enable()
+    assert not left
 
 
 _LONG = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 8000\r\n\r\n"
