@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.api.http import app as http_app
 from disagg.api.http.app import AsgiApp
+from disagg.api.http.request import HttpRequest
 from tests.api.apps import URL, Exchange, http_client, make_app, never, until
 from tests.api.fakes import FakeGenerate
 from tests.contract.contract import CHAT
@@ -66,6 +68,27 @@ async def test_what_takes_too_long_ends_with_an_error(stream: bool) -> None:
     error = json.loads(exchange.text.rstrip().removeprefix("data: ").split("data: ")[-1])["error"]
     assert error["code"] == "unavailable" and "stopped" in error["message"]
     assert await failures(app) == {"unavailable": 1.0}
+
+
+async def test_refused_requests_are_not_held() -> None:
+    app = make_app()
+    await app.drain(0)
+    gc.collect()
+    gc.disable()
+    before = requests()
+    try:
+        async with http_client(app) as client:
+            for _ in range(3):
+                assert (await client.post(URL, json=CHAT)).status_code == 503
+        for _ in range(10):  # of the loop, in which tasks end
+            await asyncio.sleep(0)
+        assert not [each for each in requests() if each not in before]
+    finally:
+        gc.enable()
+
+
+def requests() -> list[HttpRequest]:
+    return [each for each in gc.get_objects() if isinstance(each, HttpRequest)]
 
 
 @pytest.mark.parametrize("is_over", [False, True])

@@ -49,7 +49,6 @@ END_WAIT_S = 30.0  # from the end of a drain to the end of the process; Serve ne
 
 logger = logging.getLogger("disagg.api")
 
-_STOPPING = "This server is stopping and takes no new requests; try again."
 _CUT = Unavailable("The server stopped before this answer was complete; try again.")
 
 
@@ -118,7 +117,7 @@ class HttpApp:
         self._cors = Cors(config.allowed_origins)
         self._quota = quota or Quota.unlimited(metrics.clock)
         self._running: set[asyncio.Task[None]] = set()  # requests, except those of open paths
-        self._stopping: Unavailable | None = None  # the error for new requests while stopping
+        self._stopping: object | None = None  # the drain that runs or is over, of several the last
         self._is_cutting = False
         self._bodies = Bodies(config.max_requests_nbytes)
         metrics.body_nbytes.set_function(lambda: self._bodies.nbytes)
@@ -205,16 +204,21 @@ class HttpApp:
             if not self._is_cutting:
                 raise
             await writer.fail(_CUT, request.path, close=True)
-        except Exception as problem:  # the one place where errors become replies
-            error = as_disagg_error(problem, request.request_id)
-            if error is not problem:
-                logger.exception("request %s failed", request.request_id)
-            if isinstance(error, Overloaded):
-                tenant = self._quota.tenant_class(request.tenant)
-                self._metrics.refused.labels(request.route, error.reason, tenant).inc()
-                self._quota.say(request)
-            close = not request.body_is_read
-            await writer.fail(error, request.path, close=close)
+        except Exception as problem:
+            # A method, because a local variable here would be in a cycle with its traceback, which
+            # has the request's body.
+            await self._fail(problem, request, writer)
+
+    async def _fail(self, problem: Exception, request: HttpRequest, writer: Writer) -> None:
+        """The one place where errors become replies."""
+        error = as_disagg_error(problem, request.request_id)
+        if error is not problem:
+            logger.exception("request %s failed", request.request_id)
+        if isinstance(error, Overloaded):
+            tenant = self._quota.tenant_class(request.tenant)
+            self._metrics.refused.labels(request.route, error.reason, tenant).inc()
+            self._quota.say(request)
+        await writer.fail(error, request.path, close=not request.body_is_read)
 
     async def drain(self, timeout_s: float) -> Drained:
         """Refuse new requests, and wait for running ones.
@@ -223,7 +227,7 @@ class HttpApp:
         event of a stream. `serve_again` ends the drain. Whoever calls this is to end the process
         next: if that does not happen, because the caller was killed, requests are accepted again.
         """
-        self._stopping = stopping = Unavailable(_STOPPING)  # an object of each drain's own
+        self._stopping = stopping = object()
         running = {work for work in self._running if not work.done()}
         if running and timeout_s > 0:
             await asyncio.wait(running, timeout=timeout_s)
@@ -243,7 +247,7 @@ class HttpApp:
         self._stopping = None
         self._is_cutting = False
 
-    def _was_not_ended(self, stopping: Unavailable) -> None:
+    def _was_not_ended(self, stopping: object) -> None:
         if self._stopping is stopping:  # a later drain has its own time
             self.serve_again()
 
@@ -255,7 +259,7 @@ class HttpApp:
         if request.path not in OPEN_PATHS:
             self._key_check(request)
             if self._stopping is not None:
-                raise self._stopping
+                raise Unavailable("This server is stopping and takes no new requests; try again.")
         elif request.path == "/metrics":
             self._key_check.of_metrics(request)
         if endpoint is None:
