@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain, groupby, pairwise
 
 import tokenizers
@@ -43,10 +43,10 @@ class WholeTexts(dict[int, str]):
     joins bytes, so a token of whole code points always has the same text.
     """
 
-    def __init__(self, core: tokenizers.Tokenizer) -> None:
+    def __init__(self, core: tokenizers.Tokenizer, added_ids: Collection[int]) -> None:
         super().__init__()
         self._core = core
-        self._added_ids = frozenset(core.get_added_tokens_decoder())
+        self._added_ids = added_ids
         self._joins_bytes = isinstance(core.decoder, tokenizers.decoders.ByteLevel)
 
     def __missing__(self, token_id: int) -> str:
@@ -69,13 +69,13 @@ class Tokenizer:
         if hasattr(core.model, "_resize_cache"):  # the library has no public method for this
             core.model._resize_cache(NUM_WORDS_KEPT)
         self.core = core
-        self.whole_texts = WholeTexts(core)
         vocab = core.get_vocab(with_added_tokens=True)
         added = core.get_added_tokens_decoder()
         self.num_ids = max(vocab.values(), default=-1) + 1
         self.longest_num_chars = max(map(len, vocab), default=1)
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._added_ids = frozenset(added)
+        self.whole_texts = WholeTexts(core, self._added_ids)
         self._byte_level = "ByteLevel" in str(core.decoder)
         controls = [token.content for token in added.values() if token.special]
         self._control_start = re.compile(_starts_of(controls))

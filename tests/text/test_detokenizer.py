@@ -102,6 +102,13 @@ def test_each_push_gives_what_the_stream_of_the_library_gives(
         assert ours.push(token_id) == expected
 
 
+def test_tokens_of_whole_code_points_of_byte_level_tokenizers_are_remembered() -> None:
+    texts = TOKENIZER.whole_texts
+    assert [texts[each] for each in TOKENIZER.encode(" fox", add_special_tokens=False)] == [" fox"]
+    added = next(iter(TOKENIZER.special_ids))
+    assert (texts[added], texts[ID_OF_BYTE[0xFF]], texts[TOKENIZER.num_ids]) == ("", "", "")
+
+
 def test_output_that_never_becomes_text_is_not_held_for_ever() -> None:
     stream = TextStream(TOKENIZER)
     pieces = [stream.push(ID_OF_BYTE[0xFF]) for _ in range(1000)]

@@ -294,7 +294,7 @@ class RequestTimer:
         self.gained(num_tokens)
 
     def gained(self, num_tokens: int) -> None:
-        """Observe new tokens that have arrived together and do not end a choice."""
+        """Observe new tokens that have arrived together. It counts no ends of choices."""
         if num_tokens == 0:
             return
         now = self._metrics.clock()

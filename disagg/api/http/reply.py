@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from disagg.api.apis import error_body
@@ -65,10 +57,7 @@ class Writer:
     """
 
     def __init__(
-        self,
-        send: Send,
-        headers: Sequence[tuple[bytes, bytes]],
-        extensions: Mapping[str, Any] = MappingProxyType({}),
+        self, send: Send, headers: Sequence[tuple[bytes, bytes]], extensions: Mapping[str, Any]
     ) -> None:
         self._send = send
         self._write_now: WriteNow | None = None

@@ -82,7 +82,7 @@ class HttpRequest:
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
-        self.extensions: dict[str, Any] = scope.get("extensions", {})
+        self.extensions: dict[str, Any] = scope.get("extensions") or {}  # servers may say None
         self.route = ""
         self.rest = ""
         self.tenant = ""
