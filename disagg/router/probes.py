@@ -67,7 +67,7 @@ class Probes:
             self._prompts_s[worker_id] = now
         elif report.num_observed == num_observed:
             return
-        if costs is not None:
+        if costs is not None and num_observed:  # else nobody has measured them
             self._compare(record, costs.coefficients)
         if report is None:
             return

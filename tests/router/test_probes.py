@@ -189,3 +189,15 @@ def test_when_the_fastest_leaves_or_slows_down_the_others_are_the_yardstick() ->
     speak(fleet, 101, "p1", "p2", "d0")
     reserve(fleet, NUM_PER_PROBE)
     assert believed(fleet, "p0") == COSTS.coefficients
+
+
+def test_a_prior_is_no_yardstick() -> None:
+    """A new worker reports what was predicted for it; its pool has measured something else."""
+    clock = Clock()
+    fleet = fleet_of(clock)
+    prior = tuple(0.1 * each for each in COSTS.coefficients)
+    fleet.worker_synced(make_record("p3"), [], make_status(step_costs=StepCosts(prior, 0, 0.0)))
+    clock.now_s += SILENT_S
+    speak(fleet, 101, "p1", "p2", "d0")
+    reserve(fleet, NUM_PER_PROBE)
+    assert believed(fleet, "p0") == COSTS.coefficients
