@@ -222,7 +222,7 @@ def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
     chosen = rng.choice(equals)
     # The best of the other kind: what else could be done.
     other = next((each for each in candidates if (each.prefill is None) != is_local), None)
-    if other is not None and other.total_s > best[-1].total_s:
+    if other is not None and other not in best:
         best.append(other)
     return Route(
         chosen.prefill,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest, HostCounts, KVEvent, TransferFigure
 from disagg.router.fleet import Fleet
-from disagg.router.policy import choose_decode, choose_route
+from disagg.router.policy import NUM_CANDIDATES_KEPT, _choose, choose_decode, choose_route
 from disagg.router.pull_times import UNMEASURED_LATENCY_S, UNMEASURED_S_PER_BYTE
-from disagg.router.route import Route
+from disagg.router.route import Candidate, Route
 from disagg.router.worker_view import RequestLoad
 from tests.router.fakes import far_from, make_fleet, make_record, make_request, make_status
 
@@ -383,3 +383,10 @@ def test_no_fleet_leads_to_a_worker_that_cannot_serve(
     assert route.decode.startswith("d") or not any(name.startswith("d") for name in able)
     assert route.predicted_s > 0
     assert 0 <= route.num_cached_tokens < num_tokens
+
+
+def test_a_route_tells_the_best_of_the_other_kind_even_if_it_costs_the_same() -> None:
+    """The admission queue takes it when the workers of the chosen kind are full."""
+    equal = [Candidate(None, f"d{n}", 0.1, 0.0, 0.1, 1.0, 0) for n in range(NUM_CANDIDATES_KEPT)]
+    other = Candidate("p0", "d0", 0.1, 0.0, 0.1, 1.0, 0)
+    assert other in _choose([*equal, other], random.Random(0)).candidates
