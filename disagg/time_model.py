@@ -321,7 +321,7 @@ class StepTimeFit:
         return self._costs
 
 
-MAX_FIGURES = 64  # of a worker's sources in a report, which routing decisions go through
+MAX_FIGURES = 64  # of a worker's sources in a report; ingresses keep those of all workers
 
 
 class TransferTimeModel:

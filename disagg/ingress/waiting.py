@@ -11,8 +11,8 @@ import msgspec
 from disagg.messages import GenerateRequest
 from disagg.router.fair_queue import FairQueue
 
-# The speed of a queue is learned from about so many requests that left it, and from as many more as
-# left within so many seconds.
+# The speed of a queue is learned from about the last so many requests that left it, or from those
+# of the last so many seconds if these are more.
 PACE_MEMORY, PACE_MEMORY_S = 64.0, 10.0
 
 
@@ -48,10 +48,10 @@ class WaitingRequest:
 class ModelQueue:
     """The waiting requests of one model, and the learned speed at which they leave.
 
-    The speed is that of the last requests that left, over some seconds: what is predicted are
-    seconds, too. While clients send many requests at once, the machine reads them, and those few
-    that leave meanwhile say little about the rest. Before any has left, workers are assumed to take
-    as long as the time model says.
+    It is learned over some seconds, because waits of seconds are predicted from it. While clients
+    send many requests at once, the machine reads them, and those few that leave meanwhile say
+    little about the rest. Before any has left, workers are assumed to take as long as the time
+    model says.
     """
 
     def __init__(self, weight: Callable[[str], float]) -> None:
