@@ -332,7 +332,7 @@ class AdmissionQueue:
             return True
         line.queue.serve(waiter)
         num_workers = self._num_workers(waiter.item.request.model)
-        line.moved(waiter.cost_s, self._now(), num_workers)
+        line.moved(waiter.cost_s, asyncio.get_running_loop().time(), num_workers)
         turn.set_result(None)
         self._record_wait(waiter.item, queued)
         return True

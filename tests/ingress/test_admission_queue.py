@@ -329,3 +329,16 @@ def test_a_worker_without_a_queue_has_room_for_a_prompt_that_streams_make_longer
     route = Route(None, "d0", 0.9, 0, ways, "")
     has_room = Ingress().admission_queue.with_room("toy", route) is route
     assert has_room == (beside_s > 0.0), "0.4 s of other prompts are a queue"
+
+
+async def test_a_wall_clock_that_is_set_does_not_make_a_queue_slow() -> None:
+    ingress = Ingress(slo_s=6000.0)
+    ingress.load(busy=True)
+    tasks = [ingress.ask("first", num_tokens=8000), ingress.ask("second")]
+    await ingress.until_waiting(2)
+    ingress.load(busy=False)
+    await ingress.until_waiting(1)  # the first one fills the worker
+    ingress.now += 3600.0
+    await asyncio.gather(*tasks)
+    assert ingress.served == ["first", "second"]
+    assert ingress.admission_queue._queues["toy"].seconds(1.0, 1) < 2.0
