@@ -46,8 +46,8 @@ MAX_BYTES_PER_S = 1e13
 PRIOR_SOURCE = "prior"  # stands for every source in figures that were measured before serving
 
 # Decode steps come fast and are all alike: once so many are known, one in a few is learned from,
-# and those that took longer or shorter than predicted. Learning from each costs 20 us, as much as
-# scheduling 20 sequences (docs/notebook/cpu-step.md).
+# and those that took longer or shorter than predicted. That takes 4 us a step on average, and
+# learning from each took 17 (docs/notebook/cpu-step.md).
 NUM_DECODES_ALL_LEARNED = 64
 DECODES_PER_LEARNED = 8
 SURPRISE = 0.15
