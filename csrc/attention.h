@@ -6,7 +6,6 @@
 #include <cmath>
 #include <limits>
 
-#include "block_tile.h"
 #include "kv_format.h"
 #include "vectors.h"
 

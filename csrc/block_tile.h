@@ -51,22 +51,6 @@ template <int which, class Pairs>
 
 inline const Number* numbers_of(const Activation* x) { return reinterpret_cast<const Number*>(x); }
 
-// Stores numbers that are rounded to bfloat16.
-inline void store_rounded(bf16* to, Floats values) { store(to, values); }
-inline void store_rounded(bf16* to, Floats values, Mask mask) { store(to, values, mask); }
-inline void store_rounded(float* to, Floats values) { store(to, rounded(values)); }
-inline void store_rounded(float* to, Floats values, Mask mask) { store(to, rounded(values), mask); }
-
-// Copies some numbers of a row for products to read.
-inline void copy_row(const bf16* from, int count, bf16* to) {
-  memcpy(to, from, sizeof(bf16) * count);
-}
-inline void copy_row(const bf16* from, int count, float* to) {
-  int i = 0;
-  for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
-  for (; i < count; ++i) to[i] = wide_of(from[i]);
-}
-
 // Adds to `own` one part of each pair.
 template <int which, int num_rows, int num_vectors, class Pairs>
 [[gnu::always_inline]] inline void add_products(const Pairs (&pairs)[num_vectors], const Number* x,

@@ -5,7 +5,7 @@
 // Panels have 64 columns (rows of the checkpoint's weight). For each 8 numbers of these columns, a
 // panel has 4 vectors of 16 columns, in which a column has two words of 16 bits: the first has the
 // numbers 0, 2, 4 and 6 from its lowest bits on, and the second has 1, 3, 5 and 7. So a shift and a
-// table of 16 numbers make the pairs that `dot_pairs` needs.
+// table of 16 numbers make the pairs that `add_pairs` needs.
 #pragma once
 
 #include "product.h"

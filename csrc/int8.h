@@ -20,9 +20,7 @@ struct WideRows {
   static constexpr int64_t stride = STRIP;
 
   WideRows(const Activation* x, int64_t length, int count) {
-    for (int r = 0; r < num_rows; ++r)
-      for (int k = 0; k < count; k += LANES)
-        store(numbers + r * STRIP + k, load(x + r * length + k, first_lanes(count - k)));
+    for (int r = 0; r < num_rows; ++r) copy_row(x + r * length, count, numbers + r * STRIP);
   }
 };
 

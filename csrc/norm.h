@@ -3,7 +3,6 @@
 
 #include <cmath>
 
-#include "block_tile.h"
 #include "vectors.h"
 
 namespace disagg {

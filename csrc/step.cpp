@@ -99,9 +99,8 @@ class Step {
     const Matrix& head = model_.head;
     multiply(member, head, head, [&] { return normed(member, model_.norm, is_normed); },
              [&](int row, int column, Floats sums) {
-               const Floats logits = rounded(finished(head, column, sums));
-               store(batch_.logits + int64_t(row) * head.num_out + column, logits,
-                     first_lanes(head.num_out - column));
+               store_rounded(batch_.logits + int64_t(row) * head.num_out + column,
+                             finished(head, column, sums), first_lanes(head.num_out - column));
              });
   }
 

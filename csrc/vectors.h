@@ -31,8 +31,7 @@ inline Floats rounded(Floats values) {
 inline Floats rounded(Floats values) { return high_of(rounded_up(values)); }
 
 // acc + the dot products of neighbouring pairs.
-template <class Pairs>
-inline Floats dot_pairs(Floats acc, Pairs left, Words right) {
+inline Floats dot_pairs(Floats acc, Words left, Words right) {
   acc = fma(low_of(left), low_of(right), acc);
   return fma(high_of(left), high_of(right), acc);
 }
@@ -43,6 +42,22 @@ inline Floats dot_pairs(Floats acc, Pairs left, Words right) {
 inline Mask first_lanes(int count) {
   if (count >= LANES) return 0xFFFF;
   return count <= 0 ? 0 : Mask((1u << count) - 1);
+}
+
+// Stores numbers that are rounded to bfloat16.
+inline void store_rounded(bf16* to, Floats values) { store(to, values); }
+inline void store_rounded(bf16* to, Floats values, Mask mask) { store(to, values, mask); }
+inline void store_rounded(float* to, Floats values) { store(to, rounded(values)); }
+inline void store_rounded(float* to, Floats values, Mask mask) { store(to, rounded(values), mask); }
+
+// Copies the numbers of a row, and widens them if `to` is float32.
+inline void copy_row(const bf16* from, int count, bf16* to) {
+  memcpy(to, from, sizeof(bf16) * count);
+}
+inline void copy_row(const bf16* from, int count, float* to) {
+  int i = 0;
+  for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = wide_of(from[i]);
 }
 
 // e^x within two units in the last place, with correct results of 0, infinity and NaN.
