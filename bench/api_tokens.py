@@ -121,7 +121,8 @@ def measure(num_tokens: int, rounds: int) -> list[dict[str, Any]]:
     contenders = {}
     for case in cases():
         deltas = deltas_of(case, num_tokens)
-        fields = {"max_tokens": len(deltas), "max_output_tokens": len(deltas), "stream": True}
+        limit = "max_output_tokens" if case.path == "/v1/responses" else "max_tokens"
+        fields = {limit: len(deltas), "stream": True}
         body = json.dumps({**case.fields, **fields}).encode()
         app = app_of(case, deltas)
         contenders[case.path, case.says] = partial(

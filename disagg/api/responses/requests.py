@@ -22,6 +22,7 @@ from disagg.api.openai.requests import (
     Count,
     FunctionCall,
     Label,
+    SamplingFields,
     TemplateArguments,
     ToolCall,
     refuse_unsupported,
@@ -119,7 +120,15 @@ _UNSUPPORTED = {
     "prompt": "This server stores no prompts: send the text as input.",
     "top_logprobs": "Use /v1/chat/completions for log-probabilities.",
     "max_tool_calls": "The client executes all calls, so it can limit their number.",
+    "max_tokens": "Here its name is max_output_tokens.",
+    "response_format": "Here its name is text.format.",
 }
+# `stream_options` has other fields here, which change no answer.
+_OF_COMPLETIONS = [
+    name
+    for name in SamplingFields.__struct_fields__
+    if name not in (*AnswerFields.__struct_fields__, *_UNSUPPORTED, "stream_options")
+]
 
 
 def read_response_request(body: bytes) -> ResponsesRequest:
@@ -132,6 +141,9 @@ def _check(raw: dict[str, Any]) -> None:
     for name, why in _UNSUPPORTED.items():
         if raw.get(name):
             raise unsupported(name, why)
+    for name in _OF_COMPLETIONS:
+        if raw.get(name):
+            raise unsupported(name, "Use /v1/chat/completions, which supports it.")
     items = raw.get("input")
     for index, item in enumerate(items if isinstance(items, list) else ()):
         kind = item.setdefault("type", "message") if isinstance(item, dict) else None
