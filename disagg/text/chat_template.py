@@ -1,8 +1,8 @@
 """Renders messages to a prompt text with the model's Jinja template, in a sandbox.
 
 It provides the same filters and globals as transformers' `apply_chat_template`. The template comes
-from the operator's model directory, never from a request. The sandbox limits the time and the size
-of all intermediate texts, so a bad template fails only the request that uses it.
+from the operator's model directory, never from a request. The sandbox limits its time, so a bad
+template fails only the request that uses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jinja2.nodes
 import jinja2.parser
 
 from disagg.errors import InvalidRequest, ModelError
-from disagg.text.template_sandbox import MAX_NUM_CHARS, Sandbox, check_form, check_json
+from disagg.text.template_sandbox import MAX_NUM_CHARS, Sandbox
 
 RENDER_LIMIT_S = 10.0
 PROBE_LIMIT_S = 1.0
@@ -103,13 +103,13 @@ class ChatTemplate:
     ) -> None:
         environment = self._environment = Sandbox(
             timer,
+            {"tojson": _to_json},
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, jinja2.ext.loopcontrols],
         )
-        environment.filters["tojson"] = environment.watched(_to_json)
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: now().strftime(check_form(form))
+        environment.globals["strftime_now"] = lambda form: now().strftime(form)
         try:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
@@ -126,14 +126,16 @@ class ChatTemplate:
     def call_shape(self) -> CallShape:
         """How the template expects earlier messages with tool calls.
 
-        Some templates fail on a shape or leave the calls out, so each shape is tried.
+        Some templates fail on a shape, leave the calls out or write "None" for null, so each shape
+        is tried.
         """
-        for shape in _SHAPES:
+        fitting: list[tuple[int, int]] = []
+        for index, shape in enumerate(_SHAPES):
             with suppress(InvalidRequest):
                 shown = self.render(_calling(shape), tools=[_PROBE_TOOL], limit_s=PROBE_LIMIT_S)
                 if all(word in shown for word in (_PROBE_NAME, _PROBE_KEY)):
-                    return shape
-        return _SHAPES[0]
+                    fitting.append((shown.count("None"), index))
+        return _SHAPES[min(fitting)[1] if fitting else 0]
 
     def render(
         self,
@@ -201,7 +203,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """The filter `tojson`. Unlike Jinja's own filter it does not escape for HTML."""
-    check_json(value, indent, separators)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

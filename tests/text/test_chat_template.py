@@ -175,6 +175,20 @@ def test_a_template_takes_earlier_calls_in_the_shape_that_it_was_written_for(
     assert template.call_shape == shape
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{ message.content }}",  # GLM-4.6 and MiniMax-M2
+        "{{ 'None: ' ~ message.content }}",
+        "{% if message.content is string %}{{ message.content }}{% else %}"
+        "{{ message.content | string }}{% endif %}",
+    ],
+)
+def test_a_message_without_text_is_not_the_word_none(content: str) -> None:
+    source = f"{{% for message in messages %}}{content}{CALL}{AS_JSON}{{% endfor %}}{{% endfor %}}"
+    assert ChatTemplate(source, {}).call_shape == CallShape(no_content="")
+
+
 def test_a_template_without_calls_gets_the_usual_shape() -> None:
     for source in ("{{ raise_exception('no') }}", "{% for m in 5 %}{% endfor %}"):
         assert ChatTemplate(source, {}).call_shape == CallShape()
