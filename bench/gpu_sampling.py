@@ -11,6 +11,7 @@ the time until the host has given it.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from functools import partial
 from typing import Any
@@ -20,9 +21,10 @@ import torch
 from bench.gpu_device import eager_seconds, launch_seconds
 from bench.gpu_rows import Row, parser_of, run_part
 from bench.sampler import FAMILIES, new_sequences
-from disagg.engine.device.sampler import Sampler
+from disagg.engine.device.sampler import Chosen, Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
+from disagg.errors import InvalidLogits
 from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.torch_sampling import TorchSampling
 from disagg.kernels.triton_sampling import TritonSampling
@@ -31,6 +33,7 @@ EVERY = {
     "temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.02,
     "repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": -0.2,
 }  # fmt: skip
+GREEDY = {"temperature": 0.0}
 NUM_ROWS, NUM_STEPS, CONTEXT = 32, 8, 300
 CPU_ROWS, CPU_STEPS, CPU_VOCAB = 6, 3, 1357  # what the interpreter can bear
 # Of a thousand tokens one may be another: logarithms may differ in their last bit.
@@ -57,10 +60,17 @@ class Chooser:
 
     def choose(self, logits: torch.Tensor, position: int) -> list[int]:
         """Tokens; does not go on with them. `logits` are not consumed."""
+        return [each.token_id for each in self._sample(logits, position).read()]
+
+    def has_none(self, logits: torch.Tensor, position: int) -> list[bool]:
+        """The rows from which no token can be chosen."""
+        chosen = self._sample(logits, position).sampled()
+        return [isinstance(each, InvalidLogits) for each in chosen]
+
+    def _sample(self, logits: torch.Tensor, position: int) -> Chosen:
         positions = torch.full((len(self.sequences),), position, device=self.device)
         own = logits.to(self.device, torch.float32, copy=True)
-        chosen = self.sampler.sample(own, self.sequences, positions).read()
-        return [each.token_id for each in chosen]
+        return self.sampler.sample(own, self.sequences, positions)
 
 
 def compare(device: torch.device, vocab_size: int, params: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +94,24 @@ def compare(device: torch.device, vocab_size: int, params: dict[str, Any]) -> di
     if num_tokens - num_equal > num_tokens * MOST_DIFFERENT:
         raise ArithmeticError(f"{num_equal} of {num_tokens} tokens are those that a CPU chooses")
     return {"tokens": num_tokens, "equal": num_equal}
+
+
+def find_invalid(device: torch.device, vocab_size: int, params: dict[str, Any]) -> dict[str, Any]:
+    """Rows with NaN or infinity at one place or at all, each beside a sound one.
+
+    The interpreter has another `argmax` than the compiler, so only a GPU shows that this holds.
+    """
+    places = {"first": slice(0, 1), "last": slice(vocab_size - 1, vocab_size), "all": slice(None)}
+    kinds = [(strange, at) for strange in (math.nan, math.inf) for at in places.values()]
+    kinds.append((-math.inf, slice(None)))
+    logits = torch.randn(2 * len(kinds), vocab_size)
+    for row, (strange, place) in enumerate(kinds):
+        logits[2 * row, place] = strange
+    chooser = Chooser(TritonSampling(), device, len(logits), vocab_size, params)
+    found = chooser.has_none(logits, CONTEXT - 1)
+    if found != [True, False] * len(kinds):
+        raise ArithmeticError(f"of rows of which every other is invalid, these are: {found}")
+    return {"invalid": len(kinds)}
 
 
 def measure(
@@ -118,8 +146,13 @@ def rows_of(arguments: argparse.Namespace) -> list[Row]:
         Row(f"tokens, {name}", partial(compare, device, *each), 60.0)
         for name, each in cases.items()
     ]
+    vocab, _ = cases["every parameter"]
+    rows += [
+        Row(f"invalid logits, {name}", partial(find_invalid, device, vocab, params), 60.0)
+        for name, params in (("greedy", GREEDY), ("every parameter", EVERY))
+    ]
     if arguments.tiny:
-        return rows[-1:]
+        return rows[-3:]
     rows += [
         Row(f"step of {num}, {name}", partial(measure, device, 2 if is_cpu else num, *each))
         for num in TIMED_ROWS

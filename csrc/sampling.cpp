@@ -25,6 +25,7 @@ namespace {
 constexpr int64_t GROUP = 256;
 constexpr int LANES = 16;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
+constexpr int64_t NONE = -1;  // instead of a token id
 constexpr uint64_t FIRST_GROUP_COUNTER = uint64_t(1) << 32;
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, MIX_1 = 0xBF58476D1CE4E5B9;
 constexpr uint64_t MIX_2 = 0x94D049BB133111EB;
@@ -79,12 +80,13 @@ INLINE float exp_below(float x) {
 }
 
 // The index of the largest number, where NaN is larger than all; the first one if several are equal.
+// NONE if the largest is not finite.
 int64_t most_likely(const float* x, int64_t size) {
   int64_t place = 0;
   float largest = x[0];
   for (int64_t i = 1; i < size && !std::isnan(largest); i++)
     if (!(x[i] <= largest)) largest = x[i], place = i;
-  return place;
+  return std::isfinite(largest) ? place : NONE;
 }
 
 // Divides a row in place, and finds the largest number of each group; NaN if any is NaN.
@@ -138,8 +140,9 @@ class Row {
   int64_t draw(const int64_t* numbers, int64_t position) {
     peaks_.resize(num_groups_);
     scale(x_, vocab_, float(float_of(numbers, TEMPERATURE)), peaks_.data());
-    peak_ = peaks_[most_likely(peaks_.data(), num_groups_)];
-    if (!std::isfinite(peak_)) return most_likely(x_, vocab_);  // there is nothing to draw from
+    const int64_t highest = most_likely(peaks_.data(), num_groups_);
+    if (highest == NONE) return NONE;
+    peak_ = peaks_[highest];
     const float floor = floor_of(numbers);
     const uint64_t key = mix(uint64_t(numbers[SEED]) + uint64_t(position) * GOLDEN);
     int64_t group = 0;
@@ -249,7 +252,7 @@ class Row {
 
 #define PUBLIC extern "C" __attribute__((visibility("default")))
 
-PUBLIC int32_t disagg_sampling_version() { return 1; }
+PUBLIC int32_t disagg_sampling_version() { return 2; }
 
 // As `SamplingOps.adjust_`, for `num` rows.
 PUBLIC void disagg_sampling_adjust(float* logits, const Tables* tables, const int64_t* slots,
@@ -272,7 +275,7 @@ PUBLIC void disagg_sampling_adjust(float* logits, const Tables* tables, const in
     if (positions[row] >= numbers[MIN_TOKENS]) continue;
     const int32_t* stop_ids = tables->stop_ids + slot * tables->num_stop_ids;
     for (int64_t each = 0; each < tables->num_stop_ids; each++) {
-      if (stop_ids[each] >= 0 && stop_ids[each] < vocab) x[stop_ids[each]] = NEVER;
+      if (stop_ids[each] >= 0 && stop_ids[each] < vocab) x[stop_ids[each]] += NEVER;
     }
   }
 }
@@ -280,17 +283,17 @@ PUBLIC void disagg_sampling_adjust(float* logits, const Tables* tables, const in
 // As `SamplingOps.choose`, for rows [first, end). Returns 1 if there is not enough memory.
 PUBLIC int32_t disagg_sampling_choose(float* logits, const Tables* tables, const int64_t* slots,
                                       const int64_t* positions, int64_t first, int64_t end,
-                                      int64_t* token_ids) {
+                                      int64_t* token_ids, int64_t* has_none) {
   try {
     std::vector<float> peaks, some;
     for (int64_t row = first; row < end; row++) {
       const int64_t* numbers = tables->numbers + slots[row] * NUM_COLUMNS;
       float* x = logits + row * tables->vocab;
-      if (float_of(numbers, TEMPERATURE) > 0.0) {
-        token_ids[row] = Row(x, tables->vocab, peaks, some).draw(numbers, positions[row]);
-      } else {
-        token_ids[row] = most_likely(x, tables->vocab);
-      }
+      const int64_t chosen = float_of(numbers, TEMPERATURE) > 0.0
+                                 ? Row(x, tables->vocab, peaks, some).draw(numbers, positions[row])
+                                 : most_likely(x, tables->vocab);
+      has_none[row] = chosen == NONE;
+      token_ids[row] = chosen == NONE ? 0 : chosen;
     }
   } catch (const std::bad_alloc&) {
     return 1;

@@ -17,7 +17,9 @@
     ├── DeadlineExceeded        the request's deadline has passed
     ├── WorkerLost              a worker died or hung up; the request moves elsewhere
     ├── TransferFailed          KV did not arrive intact; it is computed instead
-    └── EngineFailed            a bug or a device failure inside an engine
+    ├── EngineFailed            a bug or a device failure inside an engine
+    └── RequestFailed           this request alone failed, and would fail on any worker
+        └── InvalidLogits       the model gave no numbers from which a token can be chosen
 
 Messages are sentences for the person who gets them: what happened, why, what to do.
 Errors cross processes as (code, message, param), see `messages.WireError`.
@@ -155,6 +157,23 @@ class TransferFailed(DisaggError):
 
 class EngineFailed(DisaggError):
     code = "engine_failed"
+
+
+class RequestFailed(DisaggError):
+    """The request's own numbers broke a worker's code. It is never sent to a second worker."""
+
+    code = "request_failed"
+
+
+def request_failed(cause: Exception) -> RequestFailed:
+    """The error that ends a request on which a worker's code failed."""
+    error = RequestFailed(f"The worker failed on this request: {cause}.")
+    error.__cause__ = cause
+    return error
+
+
+class InvalidLogits(RequestFailed):
+    code = "invalid_logits"
 
 
 def error_from_code(code: str, message: str, param: str | None = None) -> DisaggError:

@@ -178,3 +178,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     num_prefilling: int = 0  # of those that run, with prompt tokens to compute
     num_leaving: int = 0  # of these, to decode on another worker
     home_ingress: str = ""  # which prefers this worker among equal ones; "": all do
+    num_corrupted: Annotated[
+        int,
+        counter(
+            "corrupted_requests",
+            "Requests that a worker ended because the model's logits were NaN or infinite",
+        ),
+    ] = 0

@@ -33,7 +33,7 @@ from disagg.decode_worker.kv_source import KVSource, KVTier, TicketSource, Trans
 from disagg.decode_worker.pull_tally import PullTally
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
-from disagg.errors import DisaggError, EngineFailed, TransferFailed
+from disagg.errors import DisaggError, TransferFailed, request_failed
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone, Transport
 from disagg.messages import Prefetch
@@ -376,8 +376,7 @@ def enter_or_end(engine: Engine, sequence: Sequence, enter: Callable[[Sequence],
         if sequence in engine.scheduler:
             raise
         if not isinstance(error, DisaggError):
-            log.exception("A sequence could not enter the engine.")
-            error = EngineFailed(f"The worker failed on this request: {error}.")
+            error = request_failed(error)
         engine.pool.release(sequence.block_ids)
         sequence.block_ids, sequence.num_computed = [], 0
         engine.end(sequence, error)

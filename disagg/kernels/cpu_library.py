@@ -64,7 +64,7 @@ AMX_STEP = Library(
 )
 STEPS = AMX_STEP, STEP, PLAIN_STEP, AVX2_STEP  # the best first
 SAMPLING = Library(
-    "sampling", Path(__file__).parent / "_sampling.so", version=1, needed=(), sentence="compiled"
+    "sampling", Path(__file__).parent / "_sampling.so", version=2, needed=(), sentence="compiled"
 )
 BLOCK_NAMES = Library(
     "block_names",

@@ -43,7 +43,7 @@ class CpuSampling:
         adjust, choose = library.disagg_sampling_adjust, library.disagg_sampling_choose
         remember = library.disagg_sampling_remember
         adjust.argtypes = [pointer, tables, pointer, pointer, number, pointer]
-        choose.argtypes = [pointer, tables, pointer, pointer, number, number, pointer]
+        choose.argtypes = [pointer, tables, pointer, pointer, number, number, pointer, pointer]
         remember.argtypes = [tables, pointer, pointer, pointer, number]
         adjust.restype, choose.restype, remember.restype = None, c_int32, None
         self._library = library
@@ -66,13 +66,14 @@ class CpuSampling:
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
     ) -> Tensor:
         num_rows, vocab_size = logits.shape
-        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        chosen = torch.empty(2, num_rows, dtype=torch.int64)
+        token_ids, has_none = (part.data_ptr() for part in chosen)
         described = _described(tables, vocab_size)
         given = logits.data_ptr(), described, rows.slots.data_ptr(), positions.data_ptr()
 
         def choose(first: int, end: int) -> int:
             found: int = self._library.disagg_sampling_choose(
-                *given, first, end, token_ids.data_ptr()
+                *given, first, end, token_ids, has_none
             )
             return found
 
@@ -84,7 +85,7 @@ class CpuSampling:
         failed = choose(0, ends[1]) + sum(other.result() for other in others)
         if failed:
             raise MemoryError(f"there is not enough memory to choose tokens for {num_rows} rows")
-        return token_ids
+        return chosen
 
     def remember(
         self, tables: SamplingTables, slots: Tensor, token_ids: Tensor, rows: Tensor

@@ -100,6 +100,8 @@ class SamplingOps(Protocol):
     ) -> None:
         """Apply penalties in place, and rule out stop tokens before `min_tokens`.
 
+        NaN stays NaN, and an infinite logit stays one or becomes NaN, so that `choose` sees it.
+
         The repetition penalty (Keskar et al., 2019) is for tokens of prompt and output. Presence
         and frequency penalties, as OpenAI defines them, are for tokens of the output.
 
@@ -112,7 +114,14 @@ class SamplingOps(Protocol):
     def choose(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
     ) -> Tensor:
-        """Choose the next token of each row, int64 [num_rows]. Overwrites the logits.
+        """Choose the next token of each row. Overwrites the logits.
+
+        There is none if a logit, divided by the temperature, is NaN or infinite, or if all are
+        -inf. A single -inf only rules out its token.
+
+        Returns:
+            int64 [2, num_rows]: the token ids, and whether there is none. The token id is then 0,
+            because the step after this one may be launched before the host knows.
 
         Args: see `adjust_`.
         """

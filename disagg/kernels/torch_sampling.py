@@ -63,19 +63,22 @@ class TorchSampling:
         stop_ids = tables.stop_ids[slots].long()
         # A client may name any token id, also one that is not in the vocabulary.
         is_banned = is_early.unsqueeze(1) & (stop_ids >= 0) & (stop_ids < vocab_size)
-        flat[(stop_ids + (rows.adjusted * vocab_size).unsqueeze(1))[is_banned]] = -torch.inf
+        flat[(stop_ids + (rows.adjusted * vocab_size).unsqueeze(1))[is_banned]] += -torch.inf
 
     def choose(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
     ) -> Tensor:
-        drawn = rows.drawn
+        drawn, numbers = rows.drawn, tables.numbers[rows.slots]
+        temperatures = numbers[:, TEMPERATURE].view(torch.float64).float()
+        peaks = logits.amax(dim=-1)  # NaN if any is
+        has_none = ~torch.where(temperatures > 0, peaks / temperatures, peaks).isfinite()
         if drawn.shape[0] == logits.shape[0]:
-            return _draw(logits, tables.numbers[rows.slots], rows, positions)
-        token_ids = most_likely(logits)
-        if drawn.shape[0]:
-            numbers = tables.numbers[rows.slots[drawn]]
-            token_ids[drawn] = _draw(logits[drawn], numbers, rows, positions[drawn])
-        return token_ids
+            token_ids = _draw(logits, numbers, rows, positions)
+        else:
+            token_ids = most_likely(logits)
+            if drawn.shape[0]:
+                token_ids[drawn] = _draw(logits[drawn], numbers[drawn], rows, positions[drawn])
+        return torch.stack((token_ids.masked_fill_(has_none, 0), has_none.long()))
 
     def remember(
         self,

@@ -43,6 +43,14 @@ def float_of(numbers, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def safe(x):
+    """-inf for NaN and infinity, for which Triton defines no order: a compiled `argmax` may choose
+    a place in the padding. `choose` reports such rows, and what is found for them does not matter.
+    """
+    return tl.where(x < float("inf"), x, float("-inf"))
+
+
+@triton.jit
 def _key(x):
     """Map a float32 to an int64 with the same order."""
     bits = x.to(tl.int32, bitcast=True)
@@ -82,7 +90,7 @@ def _groups_kernel(
         columns = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
         inside = columns < vocab_size
         x = tl.load(logits_ptr + row * vocab_size + columns, mask=inside, other=float("-inf"))
-        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+        x = safe(tl.div_rn(x, tl.zeros_like(x) + temperature))
         peak = tl.max(x, axis=1)
         base = tl.where(peak > float("-inf"), peak, 0.0)
         total = tl.sum(tl.exp(x - base[:, None]), axis=1)
@@ -119,7 +127,8 @@ def _select_kernel(
         peaks = tl.load(peaks_ptr + row * num_groups + places, mask=inside, other=float("-inf"))
         sums = tl.load(sums_ptr + row * num_groups + places, mask=inside, other=0.0)
         peak = tl.max(peaks, axis=0)
-        total = tl.sum(sums.to(tl.float64) * tl.exp(peaks - peak).to(tl.float64), axis=0)
+        base = tl.where(peak > float("-inf"), peak, 0.0)
+        total = tl.sum(sums.to(tl.float64) * tl.exp(peaks - base).to(tl.float64), axis=0)
         low = _key(peak - reach.to(tl.float32))
         if top_k < num_groups:  # `top_k` groups have a token at least as large as this:
             low = tl.maximum(low, _kth_largest(peaks, top_k, low, _key(peak) + 1))
@@ -259,6 +268,7 @@ def _look(
     """int64 [_WAYS]: for each bound, the number of tokens in the chosen groups whose keys are at
     least the bound, or the sum of their probabilities as integers."""
     found = tl.zeros((_WAYS,), tl.int64)
+    base = tl.where(peak > float("-inf"), peak, 0.0)
     places = tl.arange(0, TILE * _GROUP)
     for begin in range(0, num_chosen, TILE):
         index = begin + places // _GROUP
@@ -266,10 +276,10 @@ def _look(
         columns = group * _GROUP + places % _GROUP
         inside = (index < num_chosen) & (columns < vocab_size)
         x = tl.load(logits + columns, mask=inside, other=float("-inf"))
-        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+        x = safe(tl.div_rn(x, tl.zeros_like(x) + temperature))
         weight = inside.to(tl.int64)
         if BY_MASS:
-            weight = (tl.exp(x - peak).to(tl.float64) * _ONE).to(tl.int64)
+            weight = (tl.exp(x - base).to(tl.float64) * _ONE).to(tl.int64)
         is_above = (_key(x)[None, :] >= bounds[:, None]) & inside[None, :]
         found += tl.sum(tl.where(is_above, weight[None, :], 0), axis=1)
     return found

@@ -21,6 +21,7 @@ from disagg.kernels.triton_floors import (
     FloorBuffers,
     find_floors,
     float_of,
+    safe,
 )
 
 _NUM_COLUMNS = tl.constexpr(sampling_rows.NUM_COLUMNS)
@@ -100,13 +101,23 @@ def _adjust_kernel(
         places = tl.arange(0, STOPS)
         named = places < num_stop_ids
         ids = tl.load(stop_ids_ptr + slot * num_stop_ids + places, mask=named, other=-1)
-        tl.store(logits + ids, float("-inf"), mask=(ids >= 0) & (ids < vocab_size))
+        is_banned = (ids >= 0) & (ids < vocab_size)
+        score = tl.load(logits + ids, mask=is_banned, other=0.0)
+        banned = tl.where(score < float("inf"), float("-inf"), score)
+        tl.store(logits + ids, banned, mask=is_banned)
 
 
 @triton.jit
-def _kept(x, temperature, floors_ptr, row):
-    """Scaled logits of a row; -inf for tokens that are no candidates."""
-    x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+def _scaled(x, temperature):
+    """The logits that are compared: in a greedy row as they are, else divided."""
+    if temperature > 0.0:
+        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+    return x
+
+
+@triton.jit
+def _kept(x, floors_ptr, row):
+    """Scaled logits of a row that is drawn; -inf for tokens that are no candidates."""
     if floors_ptr is not None:
         x = tl.where(x >= tl.load(floors_ptr + row), x, float("-inf"))
     return x
@@ -124,7 +135,10 @@ def _score_kernel(
     num_groups,
     TILE: tl.constexpr,
 ):
-    """Score each group: log probability plus noise; in a greedy row the largest logit."""
+    """Score each group: log probability plus noise; in a greedy row the largest logit.
+
+    No score is NaN, and it is infinite only if a logit of the group is NaN or infinite.
+    """
     row = tl.program_id(0).to(tl.int64)
     numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
     temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
@@ -132,8 +146,11 @@ def _score_kernel(
     columns = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = columns < vocab_size
     x = tl.load(logits_ptr + row * vocab_size + columns, mask=inside, other=float("-inf"))
+    x = _scaled(x, temperature)
+    is_invalid = tl.max(tl.where(x < float("inf"), 0, 1), axis=1) > 0
+    x = safe(x)
     if temperature > 0.0:
-        x = _kept(x, temperature, floors_ptr, row)
+        x = _kept(x, floors_ptr, row)
         peak = tl.max(x, axis=1)
         base = tl.where(peak > float("-inf"), peak, 0.0)
         total = tl.log(tl.maximum(tl.sum(tl.exp(x - base[:, None]), axis=1), 1e-30))
@@ -142,6 +159,7 @@ def _score_kernel(
         score = weight + _gumbel(key, groups.to(tl.int64) + _FIRST_GROUP_COUNTER)
     else:
         score = tl.max(x, axis=1).to(tl.float64)
+    score = tl.where(is_invalid, float("inf"), score)
     tl.store(scores_ptr + row * num_groups + groups, score, mask=groups < num_groups)
 
 
@@ -153,28 +171,33 @@ def _pick_kernel(
     positions_ptr,
     floors_ptr,
     scores_ptr,
-    token_ids_ptr,
+    chosen_ptr,
     vocab_size,
     num_groups,
     BLOCK: tl.constexpr,
 ):
-    """Choose the best token of the best group of each row."""
+    """Choose the best token of the best group of each row; see `SamplingOps.choose`."""
     row = tl.program_id(0).to(tl.int64)
     numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
     temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
     places = tl.arange(0, BLOCK)
     inside = places < num_groups
     scores = tl.load(scores_ptr + row * num_groups + places, mask=inside, other=float("-inf"))
+    best = tl.max(scores, axis=0)
+    has_none = (best == float("inf")) | (best == float("-inf"))
     group = tl.argmax(scores, axis=0).to(tl.int64)
     columns = group * _GROUP + tl.arange(0, _GROUP)
     inside = columns < vocab_size
     x = tl.load(logits_ptr + row * vocab_size + columns, mask=inside, other=float("-inf"))
+    x = safe(_scaled(x, temperature))
     score = x.to(tl.float64)
     if temperature > 0.0:
-        x = _kept(x, temperature, floors_ptr, row)
+        x = _kept(x, floors_ptr, row)
         key = _noise_key(tl.load(numbers + _SEED), tl.load(positions_ptr + row))
         score = x.to(tl.float64) + _gumbel(key, columns)
-    tl.store(token_ids_ptr + row, group * _GROUP + tl.argmax(score, axis=0))
+    token_id = group * _GROUP + tl.argmax(score, axis=0)
+    tl.store(chosen_ptr + row, tl.where(has_none, 0, token_id))
+    tl.store(chosen_ptr + tl.num_programs(0) + row, has_none.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=_ANY_SIZE, do_not_specialize_on_alignment=_ANY_ADDRESS)
@@ -252,14 +275,14 @@ class TritonSampling:
             floors = find_floors(logits, tables, rows, buffers)
         num_rows, vocab_size = logits.shape
         num_groups = -(-vocab_size // GROUP_SIZE)
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        chosen = torch.empty(2, num_rows, dtype=torch.int64, device=logits.device)
         row = (logits, tables.numbers, rows.slots, positions, floors, buffers.scores)
         tile = NUM_GROUPS_AT_ONCE
         grid = (num_rows, -(-num_groups // tile))
         _score(grid, *row, vocab_size, num_groups, TILE=tile)
         block = next_power_of_2(num_groups)
-        _pick((num_rows,), *row, token_ids, vocab_size, num_groups, BLOCK=block)
-        return token_ids
+        _pick((num_rows,), *row, chosen, vocab_size, num_groups, BLOCK=block)
+        return chosen
 
     def remember(
         self,

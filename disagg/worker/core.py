@@ -17,7 +17,7 @@ from disagg.decode_worker.kv_import import KVImport
 from disagg.engine.engine_thread import StepResult
 from disagg.engine.sched.limits import check_room, rename_blocks
 from disagg.engine.sched.sequence import Sequence
-from disagg.errors import DisaggError, EngineFailed, TransferFailed
+from disagg.errors import DisaggError, TransferFailed, request_failed
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.messages import KVEvent, Prefetch, Start, TokenDelta, WireError, WorkerStatus
@@ -232,9 +232,7 @@ class WorkerCore:
         except DisaggError as error:
             self._engine.end(sequence, error)
         except Exception as error:
-            extra = {"request_id": sequence.request_id}
-            log.exception("A request failed at its start because of a bug.", extra=extra)
-            self._engine.end(sequence, EngineFailed(f"The worker failed on this request: {error}."))
+            self._engine.end(sequence, request_failed(error))
 
     def _cancel(self, name: str) -> None:
         self._streams.close(name)

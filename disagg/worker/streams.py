@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from disagg.engine.sched.limits import TOKEN_NBYTES
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
-from disagg.errors import DisaggError, EngineFailed
+from disagg.errors import DisaggError, RequestFailed, request_failed
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import Start, TokenDelta, WireError
 from disagg.worker.phases import Phases
@@ -26,8 +26,12 @@ GiveUp = Callable[[Sequence], None]
 
 @dataclass(slots=True)
 class WorkerStream:
-    """One request of one link while it is on this worker."""
+    """One request of one link while it is on this worker.
 
+    request_id: the client's, for the log; that of `sequence` is the worker's own.
+    """
+
+    request_id: str
     link_id: LinkId
     stream_id: int
     sequence: Sequence
@@ -71,7 +75,8 @@ class Streams:
         num_tokens = len(sequence.tokens) + len(start.request.draft_token_ids)
         grammar = sequence.sampling.grammar
         nbytes = TOKEN_NBYTES * num_tokens + (0 if grammar is None else len(grammar.source))
-        stream = WorkerStream(link_id, start.stream_id, sequence, phases, nbytes)
+        request_id = start.request.request_id
+        stream = WorkerStream(request_id, link_id, start.stream_id, sequence, phases, nbytes)
         self._by_sequence[sequence.request_id] = stream
         self.nbytes += nbytes
         self._queued[sequence.request_id] = stream
@@ -126,11 +131,12 @@ class Streams:
                 else:
                     delta = TokenDelta(stream.stream_id, event.token_ids)
                 stream.phases.gained(now, event)
+                if isinstance(event.error, RequestFailed):
+                    _log_failed(stream, event.error)
             except Exception as error:
-                extra = {"request_id": event.sequence.request_id}
-                log.exception("A request failed because of a bug; it is ended.", extra=extra)
+                failed = request_failed(error)
+                _log_failed(stream, failed)
                 give_up(event.sequence)
-                failed = EngineFailed(f"The worker failed on this request: {error}.")
                 delta = TokenDelta(stream.stream_id, (), error=WireError.from_error(failed))
                 is_last = True
             deltas.setdefault(stream.link_id, []).append(delta)
@@ -158,6 +164,11 @@ class Streams:
         admitted = [name for name, each in self._queued.items() if each.sequence.was_admitted]
         for name in admitted:
             self._queued.pop(name).phases.admitted(step_began_s)
+
+
+def _log_failed(stream: WorkerStream, error: RequestFailed) -> None:
+    extra = {"request_id": stream.request_id}
+    log.error("A request is ended: %s", error.message, exc_info=error.__cause__, extra=extra)
 
 
 def _delta(

@@ -39,6 +39,7 @@ STATUS = WorkerStatus(
     num_accepted=6,
     host=HostCounts(nbytes=8192, num_saved=4, num_torn=1, num_loaded=3, load_s=0.25),
     num_preempted=5,
+    num_corrupted=2,
     holds=HoldCounts(num_released=11, num_expired=12, num_broken=13, num_unknown=14),
     pulls=(PullCounts("cuda_ipc", num_ok=2, nbytes=640, seconds=0.5), PullCounts("", num_torn=3)),
 )
@@ -73,6 +74,7 @@ def test_a_worker_is_shown_with_all_that_it_says() -> None:
         "draft_tokens_total": 9,
         "accepted_draft_tokens_total": 6,
         "preemptions_total": 5,
+        "corrupted_requests_total": 2,
         "host_tier_bytes": 8192,
         "host_tier_load_seconds_total": 0.25,
     }

@@ -6,9 +6,13 @@ Run by `test_interpreted.py`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from triton.runtime.interpreter import ReduceOps
 
 from disagg.kernels import torch_sampling
 from disagg.kernels.sampling_rows import TEMPERATURE
@@ -19,6 +23,7 @@ from tests.kernels.sampling_cases import (
     PLAIN,
     VOCAB_SIZE,
     check_greedy_and_unlikely_rows,
+    check_rows_without_a_token,
     check_step_after_step,
     logits_of,
     rows_of,
@@ -58,3 +63,35 @@ def test_tokens(seed: int) -> None:
 
 def test_greedy_and_unlikely_rows() -> None:
     check_greedy_and_unlikely_rows(TritonSampling())
+
+
+def _compiled_argmax(x: NDArray[Any], axis: int | None, keepdims: bool) -> NDArray[np.int32]:
+    """Triton's `_argmax_combine` from left to right, as a compiled kernel has it. NaN compares as
+    false, so what is right of a NaN wins over it, and a NaN wins over what is left of it."""
+    moved = np.moveaxis(x, axis or 0, 0)
+    value, index = moved[0], np.zeros(moved.shape[1:], np.int32)
+    for place in range(1, len(moved)):
+        stays = value >= moved[place]  # greater, or equal and further left
+        value, index = np.where(stays, value, moved[place]), np.where(stays, index, place)
+    return np.expand_dims(index, axis or 0) if keepdims else index
+
+
+@pytest.fixture(params=["numpy's argmax", "the compiled one"])
+def _argmax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "numpy's argmax":
+        return
+    take = ReduceOps.min_max
+
+    def min_max(self: ReduceOps, value: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        assert idx_reduce_op in (None, np.argmax)
+        return take(self, value, val_reduce_op, idx_reduce_op and _compiled_argmax)
+
+    monkeypatch.setattr(ReduceOps, "min_max", min_max)
+    # The emulation would show the mistake: all are NaN, and the answer is in the padding.
+    row = np.array([math.nan] * 6 + [-math.inf] * 2)
+    assert _compiled_argmax(row, 0, False) == 6 and np.argmax(row) == 0
+
+
+@pytest.mark.usefixtures("_argmax")
+def test_rows_without_a_token() -> None:
+    check_rows_without_a_token(TritonSampling())

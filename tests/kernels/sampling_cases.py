@@ -17,6 +17,7 @@ from disagg.kernels.sampling_rows import (
 )
 from disagg.kernels.torch_sampling import TorchSampling
 
+STRANGE = (math.nan, math.inf)
 OFF = 1 << 31
 PLAIN = Numbers(7, OFF, 0, 1.0, math.inf, math.inf, 1.0, 0.0, 0.0)
 VOCAB_SIZE = 5 * 256 + 77
@@ -117,10 +118,10 @@ def check_step_after_step(ops: SamplingOps, seed: int) -> None:
             ops.adjust_(logits, ours, rows, positions)
             plain.adjust_(expected, theirs, rows, positions)
         assert torch.equal(logits, expected)
-        found = ops.choose(logits, ours, rows, positions)
-        assert torch.equal(found, plain.choose(expected, theirs, rows, positions))
-        ops.remember(ours, rows.slots, found, rows.remembered)
-        plain.remember(theirs, rows.slots, found, rows.remembered)
+        chosen = ops.choose(logits, ours, rows, positions)
+        assert torch.equal(chosen, plain.choose(expected, theirs, rows, positions))
+        ops.remember(ours, rows.slots, chosen[0], rows.remembered)
+        plain.remember(theirs, rows.slots, chosen[0], rows.remembered)
         assert torch.equal(ours.counts, theirs.counts)
         assert torch.equal(ours.num_seen, theirs.num_seen)
         for slot, num_seen in enumerate(ours.num_seen.tolist()):
@@ -135,4 +136,40 @@ def check_greedy_and_unlikely_rows(ops: SamplingOps) -> None:
     logits[1, 1280] = logits[2, 1300] = -5.0
     tables, rows = tables_of(numbers, VOCAB_SIZE), rows_of(numbers)
     found = ops.choose(logits, tables, rows, torch.zeros(3, dtype=torch.int64))
-    assert found.tolist() == [70, 1280, 1300]
+    assert found.tolist() == [[70, 1280, 1300], [0, 0, 0]]
+
+
+def check_rows_without_a_token(ops: SamplingOps) -> None:
+    """Every other row of a broken model has none, whatever its parameters; the rest do not care.
+
+    A token that may not end the answer yet hides nothing.
+    """
+    kinds = [PLAIN, PLAIN._replace(temperature=0.0), PLAIN._replace(temperature=1e-3, reach=2.0)]
+    kinds += [PLAIN._replace(top_k=5), PLAIN._replace(top_p=0.9), PLAIN._replace(min_tokens=9)]
+    kinds += [PLAIN._replace(top_k=300, top_p=0.7, repetition_penalty=1.3)]
+    numbers = [kind for kind in kinds for _ in ("broken", "sound")]
+    tables, rows = tables_of(numbers, VOCAB_SIZE), rows_of(numbers)
+    tables.stop_ids[:] = 700
+    positions = torch.zeros(len(numbers), dtype=torch.int64)
+    sound = logits_of(len(numbers), 1.0)
+    sound[1::2, [3, 500, 501, VOCAB_SIZE - 1]] = -math.inf  # of single tokens, which is allowed
+    some_groups = sound[1::2, 256:512]
+    some_groups[:] = -math.inf
+
+    def choose(logits: torch.Tensor) -> list[list[int]]:
+        ops.adjust_(logits, tables, rows, positions)
+        chosen: list[list[int]] = ops.choose(logits, tables, rows, positions).tolist()
+        return chosen
+
+    expected, has_none = choose(sound.clone())
+    assert not any(has_none)
+    for strange, places in (
+        *((strange, [place]) for strange in STRANGE for place in (0, 700, VOCAB_SIZE - 1)),
+        *((strange, range(VOCAB_SIZE)) for strange in (*STRANGE, -math.inf)),
+    ):
+        logits = sound.clone()
+        logits[::2, list(places)] = strange
+        token_ids, has_none = choose(logits)
+        assert has_none == [1, 0] * len(kinds), (strange, places)
+        assert token_ids[1::2] == expected[1::2]
+        assert not any(token_ids[::2])

@@ -18,6 +18,7 @@ from tests.kernels.sampling_cases import (
     PLAIN,
     VOCAB_SIZE,
     check_greedy_and_unlikely_rows,
+    check_rows_without_a_token,
     check_step_after_step,
     logits_of,
     rows_of,
@@ -57,19 +58,8 @@ def test_greedy_and_unlikely_rows(library: ctypes.CDLL) -> None:
     check_greedy_and_unlikely_rows(CpuSampling(library))
 
 
-@pytest.mark.parametrize("strange", [math.nan, math.inf])
-def test_logits_of_a_broken_model(strange: float, library: ctypes.CDLL) -> None:
-    """Whatever the parameters: the first that is no number, or infinite; else the first."""
-    cuts = [PLAIN, PLAIN._replace(temperature=0.0), PLAIN._replace(reach=2.0)]
-    cuts += [PLAIN._replace(top_k=top_k, top_p=top_p) for top_k, top_p in CUTS]
-    tables, rows = tables_of(cuts, VOCAB_SIZE), rows_of(cuts)
-    positions = torch.zeros(len(cuts), dtype=torch.int64)
-    some, all_of_them = logits_of(len(cuts), 1.0), torch.full((len(cuts), VOCAB_SIZE), strange)
-    some[:, [600, 700, 1281]] = strange
-    for logits, expected in ((some, 600), (all_of_them, 0), (-all_of_them.abs(), 0)):
-        found = CpuSampling(library).choose(logits.clone(), tables, rows, positions)
-        assert found.tolist() == [expected] * len(cuts)
-        assert torch.equal(found, TorchSampling().choose(logits, tables, rows, positions))
+def test_rows_without_a_token(library: ctypes.CDLL) -> None:
+    check_rows_without_a_token(CpuSampling(library))
 
 
 def test_threads_share_the_rows(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

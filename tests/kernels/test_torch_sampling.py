@@ -10,7 +10,13 @@ from torch import Tensor
 
 from disagg.kernels import torch_sampling
 from disagg.kernels.sampling_rows import Numbers
-from tests.kernels.sampling_cases import OFF, PLAIN, rows_of, tables_of
+from tests.kernels.sampling_cases import (
+    OFF,
+    PLAIN,
+    check_rows_without_a_token,
+    rows_of,
+    tables_of,
+)
 
 
 def random_row(vocab_size: int, scale: float) -> Tensor:
@@ -85,3 +91,7 @@ def test_the_first_of_several_largest_is_the_most_likely(shape: tuple[int, int])
     logits[-1] = -math.inf
     assert torch.equal(torch_sampling.most_likely(logits), logits.argmax(dim=-1))
     assert torch.equal(torch_sampling.most_likely(logits.round()), logits.round().argmax(dim=-1))
+
+
+def test_rows_without_a_token() -> None:
+    check_rows_without_a_token(torch_sampling.TorchSampling())

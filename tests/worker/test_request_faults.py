@@ -26,7 +26,7 @@ async def others_go_on(r: Rig, unlucky: asyncio.Task[Any]) -> None:
     """Before, during and after the one that fails."""
     during = asyncio.create_task(r.all("decode", make_request(30)))
     *_, end = await unlucky
-    assert end.error is not None and end.error.code == "engine_failed"
+    assert end.error is not None and end.error.code == "request_failed"
     assert "planted" in end.error.message
     assert tokens(await during) == answer_to(make_request(30))
     assert r.workers["decode"]._thread.failed is None

@@ -25,7 +25,7 @@ from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued, rows
 from disagg.engine.sched.step import Results, Sampled, SampledToken, StepPlan
-from disagg.errors import DisaggError
+from disagg.errors import DisaggError, InvalidLogits, ModelError
 from disagg.kernels.attention_work import MIN_SPLIT_KEYS
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.batch import Batch
@@ -162,18 +162,21 @@ class ModelRunner:
         sampled: list[Sampled] = []
         for each in continued:
             some = [next(tokens) for _ in each]
-            if len(some) < 2:
+            if len(some) < 2 or isinstance(some[0], DisaggError):
                 sampled.append(some[0] if some else None)
                 continue
-            with_logprobs = (SampledToken(one) if isinstance(one, int) else one for one in some)
-            # A draft's rows have no errors, because sequences with a grammar have no drafts.
-            sampled.append(tuple(one for one in with_logprobs if isinstance(one, SampledToken)))
+            verified: list[SampledToken] = []
+            for one in some:
+                if isinstance(one, DisaggError):
+                    break  # it counts only if the draft before it is right; the next step shows it
+                verified.append(SampledToken(one) if isinstance(one, int) else one)
+            sampled.append(tuple(verified))
         return sampled
 
     def _sample(
         self, logits: Tensor, sequences: SequenceOf[Continued], positions: Tensor
     ) -> SequenceOf[int | SampledToken | DisaggError]:
-        """The next token of each sequence, or the error if its grammar allows none."""
+        """The next token of each sequence, or the error if its grammar or its logits allow none."""
         bound = [
             row
             for row, each in enumerate(sequences)
@@ -195,14 +198,23 @@ class ModelRunner:
         This compiles or picks kernels and allocates the largest step's memory before the first
         request. It overwrites blocks, so nothing may be in the cache yet. `warm_up_tiles` compiles
         what else a GPU needs.
+
+        Raises:
+            ModelError: the model's first answers are no tokens.
         """
         block_size = self.kv_cache.block_size
         num_tokens = min(num_tokens, self.kv_cache.num_blocks * block_size)
         prompt = _scratch_sequence(num_tokens, list(range(-(-num_tokens // block_size))))
-        self.run(StepPlan((prompt,), (num_tokens,), 0, StepFeatures()))
+        answers = self.run(StepPlan((prompt,), (num_tokens,), 0, StepFeatures()))
         num_seqs = min(num_seqs, self.kv_cache.num_blocks)
         decodes = [_scratch_sequence(1, [i]) for i in range(num_seqs)]
-        self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, StepFeatures()))
+        answers += self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, StepFeatures()))
+        for answer in answers:
+            if isinstance(answer, InvalidLogits):
+                raise ModelError(
+                    f"The model cannot be served: it fails on a prompt of {num_tokens} tokens. "
+                    + answer.message
+                )
 
     def warm_up_tiles(self, max_model_len: int) -> None:
         """Compile attention for few tokens of a sequence, and the sums of its pieces.

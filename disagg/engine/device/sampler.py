@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from itertools import compress
 from typing import Any
 
 import torch
@@ -30,10 +31,16 @@ from disagg.engine.device.slots import Slots
 from disagg.engine.device.token_masks import TokenMasks
 from disagg.engine.sched.speculation import Continued
 from disagg.engine.sched.step import SampledToken
+from disagg.errors import InvalidLogits
 from disagg.kernels.dispatch import sampling_ops_for
 from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.uploads import upload
 from disagg.messages import TokenLogprobs
+
+_NONE = (
+    "The model gave logits from which no token can be chosen: some are NaN or infinite, or all that"
+    " the request allows are -inf. The weights may be damaged, or a number may have overflowed."
+)
 
 
 class Sampler:
@@ -72,7 +79,7 @@ class Sampler:
                 because the results of the step before are not read yet.
         """
         if not sequences:
-            return Chosen(positions, None)
+            return Chosen(positions.new_empty(2, 0), None)
         state, ops = self._state, self._ops
         step = state.step(sequences, num_unread)
         scores = _Scores.gather(logits, step, sequences, num_unread)
@@ -86,9 +93,9 @@ class Sampler:
             ops.adjust_(logits, state.tables, step.rows, positions)
             if drafts is not None:
                 drafts.apply_(logits, state.tables)
-        token_ids = ops.choose(logits, state.tables, step.rows, positions)
-        state.remember(step, token_ids)
-        return Chosen(token_ids, scores)
+        chosen = Chosen(ops.choose(logits, state.tables, step.rows, positions), scores)
+        state.remember(step, chosen.token_ids)
+        return chosen
 
 
 class _Scores:
@@ -132,30 +139,40 @@ class _Scores:
 class Chosen:
     """A step's chosen tokens, on the device and while they are copied to the host.
 
-    token_ids: int64 [num_sequences].
+    Args:
+        chosen: the result of `SamplingOps.choose`.
+
+    Attributes:
+        token_ids: int64 [num_sequences], valid also where there is no token.
     """
 
-    def __init__(self, token_ids: Tensor, scores: _Scores | None) -> None:
-        self.token_ids = token_ids
+    def __init__(self, chosen: Tensor, scores: _Scores | None) -> None:
+        self.token_ids = chosen[0]
         self._wanted = scores.wanted if scores else []
-        self._read = _reader([token_ids, *(scores.tensors(token_ids) if scores else ())])
+        self._read = _reader([chosen, *(scores.tensors(self.token_ids) if scores else ())])
 
     def read(self) -> list[SampledToken]:
-        """As `sampled`, but every item is a `SampledToken`."""
-        tokens = self.sampled()
-        return [SampledToken(each) if isinstance(each, int) else each for each in tokens]
+        """As `sampled`, but every item is a `SampledToken`. Raises the first error."""
+        tokens: list[SampledToken] = []
+        for each in self.sampled():
+            if isinstance(each, InvalidLogits):
+                raise each
+            tokens.append(SampledToken(each) if isinstance(each, int) else each)
+        return tokens
 
-    def sampled(self) -> list[int | SampledToken]:
+    def sampled(self) -> list[int | SampledToken | InvalidLogits]:
         """The tokens. Waits for them, but not for work that was launched after them."""
-        token_ids, *scores = self._read()
-        sampled: list[int | SampledToken] = token_ids
-        if not scores:
-            return sampled
-        tops: list[Any] = [()] * len(self._wanted)
-        if len(scores) > 1:
-            tops = [tuple(zip(*pair, strict=True)) for pair in zip(*scores[:0:-1], strict=True)]
-        for (row, num_top), chosen, top in zip(self._wanted, scores[0], tops, strict=True):
-            sampled[row] = SampledToken(token_ids[row], TokenLogprobs(chosen, top[:num_top]))
+        (token_ids, has_none), *scores = self._read()
+        sampled: list[int | SampledToken | InvalidLogits] = token_ids
+        if scores:
+            tops: list[Any] = [()] * len(self._wanted)
+            if len(scores) > 1:
+                tops = [tuple(zip(*pair, strict=True)) for pair in zip(*scores[:0:-1], strict=True)]
+            for (row, num_top), chosen, top in zip(self._wanted, scores[0], tops, strict=True):
+                sampled[row] = SampledToken(token_ids[row], TokenLogprobs(chosen, top[:num_top]))
+        if any(has_none):
+            for row in compress(range(len(sampled)), has_none):
+                sampled[row] = InvalidLogits(_NONE)
         return sampled
 
 

@@ -137,6 +137,15 @@ class BlockPool:
         self._block_of[block_hash] = block_id
         self._record("stored", block_hash)
 
+    def uncache(self, block_ids: Iterable[int]) -> None:
+        """Forget the hashes of these held blocks, so that no other sequence finds their content."""
+        for block_id in block_ids:
+            block_hash = self._hash_of[block_id]
+            if block_hash is not None:
+                self._hash_of[block_id] = None
+                del self._block_of[block_hash]
+                self._record("removed", block_hash)
+
     def take_events(self) -> tuple[KVEvent, ...]:
         """KV events since the last call, in order: blocks cached and evicted."""
         events = tuple(KVEvent(kind, tuple(hashes)) for kind, hashes in self._events)

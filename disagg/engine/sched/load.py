@@ -26,4 +26,5 @@ def load_of(scheduler: Scheduler) -> WorkerStatus:
         num_preempted=scheduler.num_preempted,
         num_prefilling=len(prefills),
         num_leaving=sum([each.hand_over for each in prefills]),
+        num_corrupted=scheduler.num_corrupted,
     )

@@ -41,7 +41,7 @@ from disagg.engine.sched.step import (
     plain_first,
 )
 from disagg.engine.sched.step_budget import StepBudget
-from disagg.errors import DisaggError
+from disagg.errors import DisaggError, InvalidLogits
 from disagg.messages import TokenLogprobs
 
 
@@ -80,6 +80,7 @@ class Scheduler:
         self.queues = queues = Queues()
         self.running, self.imported, self.waiting = queues.running, queues.imported, queues.waiting
         self.num_preempted = 0  # preemptions since the start
+        self.num_corrupted = 0  # sequences that ended with `InvalidLogits` since the start
         self.num_drafted = 0  # draft tokens that were verified since the start
         self.num_accepted = 0  # draft tokens that were right since the start
         self._has_drafts = False  # whether some sequence may have a draft
@@ -325,6 +326,12 @@ class Scheduler:
         self, sequence: Sequence, num_tokens: int, result: Sampled
     ) -> tuple[TokenEvent, ...]:
         """Advance a sequence by a result of any kind: one token, several, none, or an error."""
+        if isinstance(result, DisaggError):
+            if isinstance(result, InvalidLogits):
+                self.num_corrupted += 1
+                self.pool.uncache(sequence.block_ids)  # another request with its KV might fail too
+            self.remove(sequence.request_id)
+            return (TokenEvent(sequence, error=result),)
         num_before = sequence.num_computed
         if isinstance(result, tuple):
             token_ids, logprobs = gain(self.pool, sequence, result)
@@ -346,12 +353,9 @@ class Scheduler:
             logprobs = None if result.logprobs is None else (result.logprobs,)
             return (self._gained(sequence, (token_id,), logprobs),)
         self.queues.advance(num_tokens, 0)
-        if not isinstance(result, DisaggError):
-            if sequence.num_uncomputed == 1:
-                self.milestones.set(sequence)
-            return ()
-        self.remove(sequence.request_id)
-        return (TokenEvent(sequence, error=result),)
+        if sequence.num_uncomputed == 1:
+            self.milestones.set(sequence)
+        return ()
 
     def _gained(
         self,

@@ -76,7 +76,8 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 
 # The result of a step for one sequence: a token id; a token with its log-probabilities if they were
 # requested; None if the chunk ends before the sequence's last token; several tokens if a draft was
-# verified, each as if the draft before it were right. An error ends only that sequence.
+# verified, each as if the draft before it were right. An error ends only that sequence, without the
+# token that the step should have given it.
 Sampled: TypeAlias = int | SampledToken | tuple[SampledToken, ...] | DisaggError | None
 
 

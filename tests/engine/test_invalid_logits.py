@@ -1,0 +1,114 @@
+"""A model that gives NaN or infinity to one sequence ends that sequence, at that token, alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from disagg.engine.device.runner import ModelRunner
+from disagg.engine.device.sampler import Chosen, Sampler
+from disagg.engine.engine import Engine
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.speculation import Continued
+from disagg.errors import InvalidLogits, ModelError
+from tests.engine.test_launching import DRAWN, GREEDY, LateRunner, build, sequences
+from tests.tiny_model import write_tiny_model
+
+NUM_SOUND = 4  # tokens of the answer before the broken ones
+MIXTURES: dict[str, list[dict[str, object]]] = {
+    "greedy": [GREEDY, GREEDY, DRAWN],
+    "drawn": [DRAWN, {**DRAWN, "top_k": 30, "seed": 8}, GREEDY],
+    "penalised": [{**GREEDY, "repetition_penalty": 1.3, "logprobs": 2}, DRAWN, GREEDY],
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("invalid"))
+
+
+def break_logits(
+    monkeypatch: pytest.MonkeyPatch, request_id: str, from_position: int, strange: float
+) -> None:
+    """One sequence's logits are no numbers from this position on."""
+    sample = Sampler.sample
+
+    def broken(
+        self: Sampler,
+        logits: Tensor,
+        sequences: SequenceOf[Continued],
+        positions: Tensor,
+        *args: Any,
+        **named: Any,
+    ) -> Chosen:
+        for row, (each, position) in enumerate(zip(sequences, positions.tolist(), strict=True)):
+            sequence = each if isinstance(each, Sequence) else each.sequence
+            if sequence.request_id == request_id and position >= from_position:
+                logits[row, 77] = strange
+        return sample(self, logits, sequences, positions, *args, **named)
+
+    monkeypatch.setattr(Sampler, "sample", broken)
+
+
+def play(engine: Engine, mixture: str, draft: tuple[int, ...] = ()) -> dict[str, list[Any]]:
+    """The tokens of each request, and the error that ended it, if one did."""
+    outputs: dict[str, list[Any]] = {}
+    first, *others = sequences(5, MIXTURES[mixture])
+    first.draft = draft
+    for each in (first, *others):
+        engine.submit(each)
+    while engine.has_work:
+        for event in engine.step():
+            told = outputs.setdefault(event.sequence.request_id, [])
+            told.extend(event.token_ids)
+            if event.error is not None:
+                told.append(event.error)
+        engine.check()
+    assert engine.pool.num_free == engine.pool.num_blocks
+    return outputs
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf])
+@pytest.mark.parametrize("how", ["in order", "ahead", "drafted"])
+@pytest.mark.parametrize("mixture", sorted(MIXTURES))
+def test_one_sequence_ends_at_its_token(
+    mixture: str, how: str, strange: float, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(directory, num_blocks=60, max_num_seqs=4)
+    expected = play(engine, mixture)
+    assert len(expected["0"]) > NUM_SOUND + 1
+    engine = build(directory, num_blocks=60, max_num_seqs=4)
+    if how == "ahead":
+        assert isinstance(engine.runner, LateRunner)
+        engine.launcher = engine.runner
+    broken, *_ = sequences(5, MIXTURES[mixture])
+    break_logits(monkeypatch, "0", broken.num_prompt_tokens + NUM_SOUND - 1, strange)
+    draft = tuple(expected["0"][: NUM_SOUND + 3]) if how == "drafted" else ()
+    found = play(engine, mixture, draft)
+    *tokens, error = found.pop("0")
+    assert tokens == expected.pop("0")[:NUM_SOUND]
+    assert isinstance(error, InvalidLogits) and "NaN" in error.message and not error.retryable
+    assert found == expected
+    assert engine.status().num_corrupted == 1
+    assert not engine.pool.match(broken.block_hashes), "its KV may be why"
+
+
+@pytest.mark.parametrize("strange", [math.nan, -math.inf])
+def test_a_model_that_cannot_answer_does_not_start(
+    strange: float, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward: Callable[..., tuple[Tensor, Tensor]] = ModelRunner._forward
+
+    def broken(self: ModelRunner, *args: Any) -> tuple[Tensor, Tensor]:
+        logits, positions = forward(self, *args)
+        return logits.fill_(strange), positions
+
+    monkeypatch.setattr(ModelRunner, "_forward", broken)
+    with pytest.raises(ModelError, match=r"cannot be served.*no token can be chosen"):
+        build(directory, num_blocks=60, max_num_seqs=4)

@@ -1,0 +1,81 @@
+"""A request that its model or a bug cannot serve ends alone, on the worker that has it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from torch import Tensor
+
+from disagg.engine.device.sampler import Chosen, Sampler
+from disagg.engine.sched.speculation import Continued
+from disagg.local import LocalCluster
+from tests.test_local import body, chat, cluster, until_empty
+from tests.tiny_model import write_tiny_model
+
+UNLUCKY_SEED = 666
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+async def fails_alone(
+    running: LocalCluster,
+    client: httpx.AsyncClient,
+    caplog: pytest.LogCaptureFixture,
+    code: str,
+    **unlucky: Any,
+) -> str:
+    """Other requests have the answers that they had before; returns the message of this one."""
+    content = "others go on"
+    alone = [await chat(client, content, 40, temperature=1, seed=seed) for seed in range(3)]
+    asked = [chat(client, content, 40, temperature=1, seed=seed) for seed in range(3)]
+    others = asyncio.gather(*asked)
+    failed = await client.post("/v1/chat/completions", json=body("what fails", **unlucky))
+    for answer, expected in zip(await others, alone, strict=True):
+        assert answer["choices"] == expected["choices"]
+    error = failed.json()["error"]
+    assert (failed.status_code, error["code"]) == (500, code), failed.text
+    request_id = f"chatcmpl-{failed.headers['x-request-id']}"
+    logged = [each for each in caplog.records if each.name == "disagg.worker.streams"]
+    assert [getattr(each, "request_id", "") for each in logged] == [request_id]
+    told = (await client.get(f"/debug/requests/{request_id}")).json()
+    assert len(told["routes"]) == 1, "it was sent to a second worker"
+    for worker in running.workers:
+        assert worker._thread.failed is None
+        await until_empty(worker)
+    message: str = error["message"]
+    return message
+
+
+async def test_a_request_whose_logits_are_nan(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of its answer, beside others; and each such request is counted."""
+    sample = Sampler.sample
+
+    def broken(
+        self: Sampler, logits: Tensor, sequences: SequenceOf[Continued], *args: Any, **named: Any
+    ) -> Chosen:
+        for row, each in enumerate(sequences):
+            if each.sampling.seed == UNLUCKY_SEED and each.num_output_tokens == 3:
+                logits[row, 5] = math.nan
+        return sample(self, logits, sequences, *args, **named)
+
+    monkeypatch.setattr(Sampler, "sample", broken)
+    async with cluster(model, num_prefill=0, num_decode=2) as (running, client):
+        message = await fails_alone(running, client, caplog, "invalid_logits", seed=UNLUCKY_SEED)
+        assert "NaN" in message
+        counted = [
+            line.split()[-1]
+            for line in (await client.get("/metrics")).text.splitlines()
+            if line.startswith("disagg_worker_corrupted_requests_total{")
+        ]
+        assert sorted(counted) == ["0.0", "1.0"]
