@@ -18,6 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from disagg import semconv
+from disagg.errors import DisaggError
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span as OtelSpan
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 Value: TypeAlias = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes: TypeAlias = Mapping[str, Value]
 Kind: TypeAlias = Literal["internal", "server", "client"]
+
+CANCELLED = "disagg.cancelled"  # nobody waited for the rest of the work
 
 _log = logging.getLogger(__name__)
 _EXIT_TIMEOUT_S = 2.0
@@ -96,8 +101,15 @@ class _Tracing:
     def fail(self, span: OtelSpan, error: BaseException | str) -> None:
         if isinstance(error, BaseException):
             span.record_exception(error)
-            span.set_attribute("error.type", type(error).__qualname__)
+        span.set_attribute(semconv.ERROR_TYPE, error_type(error))
         span.set_status(self._trace.StatusCode.ERROR, str(error))
+
+
+def error_type(error: BaseException | str) -> str:
+    """The name of a kind of errors: the code that clients see, or the class of a bug."""
+    if isinstance(error, DisaggError):
+        return error.code
+    return semconv.OTHER if isinstance(error, str) else type(error).__qualname__
 
 
 _tracing: _Tracing | None = None
@@ -117,10 +129,19 @@ class Span:
         if self._span is not None:
             self._span.set_attribute(key, value)
 
+    def set_all(self, attributes: Attributes) -> None:
+        if self._span is not None:
+            self._span.set_attributes(attributes)
+
     def fail(self, error: BaseException | str) -> None:
         """Mark the work as failed. An `Exception` that leaves the `with` block does it as well."""
         if self._tracing is not None and self._span is not None:
             self._tracing.fail(self._span, error)
+
+    def end(self) -> None:
+        """End work that does not fit into a `with` block."""
+        if self._span is not None:
+            self._span.end()
 
     def __enter__(self) -> Span:
         return self
@@ -131,13 +152,14 @@ class Span:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._span is None:
-            return
         if isinstance(error, Exception):
             self.fail(error)
         elif error is not None:  # a cancelled task or a closed generator: the client went away
-            self.set("cancelled", True)
-        self._span.end()
+            self.set(CANCELLED, True)
+        self.end()
+
+
+NO_SPAN = Span(None, None, "")
 
 
 def span(

@@ -45,6 +45,7 @@ LAYERS = {
     "host": -1,  # what this machine has
     "imports": -1,  # how libraries are imported
     "metric": -1,  # names of figures
+    "semconv": -1,  # names of OpenTelemetry
     "telemetry": 0,
     "logs": 0,
 }

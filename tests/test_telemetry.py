@@ -9,8 +9,9 @@ from types import FrameType
 
 import pytest
 
-from disagg import telemetry
-from disagg.telemetry import TraceParent, parse_traceparent, record_span, span
+from disagg import semconv, telemetry
+from disagg.errors import DeadlineExceeded
+from disagg.telemetry import TraceParent, error_type, parse_traceparent, record_span, span
 from tests.otlp_collector import OtlpCollector
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -184,7 +185,7 @@ def test_failures_show(collector: OtlpCollector) -> None:
     assert by_name["raises"].event_names == ("exception",)
     assert by_name["says"].failed and by_name["says"].status_message == "worker went away"
     assert by_name["recorded"].failed
-    assert not by_name["cancelled"].failed and by_name["cancelled"].attributes["cancelled"]
+    assert not by_name["cancelled"].failed and by_name["cancelled"].attributes["disagg.cancelled"]
 
 
 def test_many_threads_record_at_once(collector: OtlpCollector) -> None:
@@ -258,3 +259,27 @@ def test_off_costs_a_handful_of_calls() -> None:
     finally:
         sys.setprofile(None)
     assert len(calls) <= 10, calls
+
+
+def test_names_are_those_of_the_conventions() -> None:
+    """As the installed package has them, whose GenAI part is older than its own repository."""
+    import importlib
+    import pkgutil
+
+    from opentelemetry.semconv._incubating import attributes
+
+    known = {
+        value
+        for module in pkgutil.iter_modules(attributes.__path__)
+        for value in vars(importlib.import_module(f"{attributes.__name__}.{module.name}")).values()
+        if isinstance(value, str)
+    }
+    used = [value for value in vars(semconv).values() if isinstance(value, str) and "." in value]
+    names = {name for name in used if name.partition(".")[0] in ("error", "http", "gen_ai", "url")}
+    assert len(names) > 20 and names <= known, names - known
+
+
+def test_errors_are_named_as_clients_see_them() -> None:
+    assert error_type(DeadlineExceeded("late")) == "deadline_exceeded"
+    assert error_type(KeyError("x")) == "KeyError"
+    assert error_type("a sentence") == "_OTHER"

@@ -67,6 +67,7 @@ class Api(Generic[ApiRequest]):
         frames: makes the events of a streamed response.
         body: makes the body of a response that is not streamed.
         error_body: makes the body of an error response.
+        operation: what OpenTelemetry calls it.
     """
 
     id_prefix: str
@@ -75,6 +76,7 @@ class Api(Generic[ApiRequest]):
     frames: Callable[[Job], Frames]
     body: Callable[[RunningJob, Sequence[ChoiceDelta]], bytes]
     error_body: Callable[[DisaggError], bytes] = error_json
+    operation: str = "chat"
 
 
 CHAT = Api(
@@ -90,6 +92,7 @@ COMPLETIONS = Api(
     understand_completion,
     frames.CompletionFrames,
     responses.completion_body,
+    operation="text_completion",
 )
 RESPONSES = Api(
     "resp_",

@@ -21,7 +21,6 @@ class Caller(msgspec.Struct, frozen=True):
 
     request_id: str
     tenant: str = ""
-    traceparent: str = ""
     waited_s: float = 0.0  # time since the request arrived
     min_priority: int = 0  # lowest priority number that the request may set
     slo: RequestSlo = RequestSlo()  # SLOs from the request's headers
@@ -33,6 +32,7 @@ def name_choices(
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     caller: Caller,
+    traceparent: str = "",
     *,
     slo: RequestSlo = RequestSlo(),  # noqa: B008 - it is frozen
     created_unix_s: float,
@@ -57,7 +57,7 @@ def name_choices(
             deadline_unix_s=deadline_unix_s,
             tenant=caller.tenant,
             priority=spec.priority,
-            traceparent=caller.traceparent,
+            traceparent=traceparent,
             cache_salt=spec.cache_salt,
             ttft_slo_s=slo.ttft_s,
             tpot_slo_s=slo.tpot_s,

@@ -148,6 +148,10 @@ class Answer:
         self.decision: CascadeDecision | None = None
         self._last: ChoiceDelta | None = None
 
+    @property
+    def finish_reason(self) -> str | None:
+        return None if self._last is None else self._last.finish_reason
+
     def advance(self, delta: TokenDelta) -> ChoiceDelta:
         """The piece that `delta` adds. Raises the error in `delta`.
 
@@ -166,6 +170,7 @@ class Answer:
         piece = ChoiceDelta(self.index, prompt_logprobs=delta.prompt_logprobs)
         if self._only_echo:
             piece.finish_reason = "length"
+            self._last = piece
             return piece
         detokenizer, reader = self._detokenizer, self._reader
         scores = delta.logprobs or ()
@@ -281,6 +286,11 @@ class RunningJob:
     def decisions(self) -> list[CascadeDecision | None]:
         """The cascade's decision for each choice; None before its start or without a cascade."""
         return [answer.decision for answer in self._answers]
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        """Why each choice ended; None for those that have not."""
+        return [answer.finish_reason for answer in self._answers]
 
     @property
     def model_name(self) -> str:

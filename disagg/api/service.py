@@ -75,8 +75,19 @@ class Service:
         self._random_bits = random_bits
         self._grammar_checks = GrammarChecks()
 
-    async def prepare(self, api: Api[ApiRequest], body: bytes, caller: Caller) -> RunningJob:
-        """Check a request and make it ready to run. Raises `RequestError`."""
+    async def prepare(
+        self,
+        api: Api[ApiRequest],
+        body: bytes,
+        caller: Caller,
+        begin: Callable[[RequestSpec], str] = lambda spec: "",
+    ) -> RunningJob:
+        """Check a request and make it ready to run. Raises `RequestError`.
+
+        Args:
+            begin: called as soon as it is known what the request asks for. Returns the traceparent
+                of all work for it.
+        """
         now = self._clock()
 
         def understand() -> RequestSpec:
@@ -84,6 +95,7 @@ class Service:
             return api.understand(request, self.model(request.model), caller.min_priority)
 
         spec = await off_loop(len(body), understand)
+        traceparent = begin(spec)
         of_model = RequestSlo(*spec.model.slo_s)
         slo = agreed(spec.slo, caller.slo, caller.least_slo, of_model)
         timeout_s = min(spec.timeout_s or self._default_timeout_s, self._default_timeout_s)
@@ -91,7 +103,7 @@ class Service:
         next_step = PROMPT
         try:
             async with asyncio.timeout(deadline_unix_s - self._clock()):
-                with telemetry.span("tokenize", caller.traceparent) as span:
+                with telemetry.span("tokenize", traceparent) as span:
                     most = truncated_to(spec)
                     prompts = await tokenise(spec.prompts, spec.model, len(body), most)
                     span.set("disagg.num_prompt_tokens", sum(map(len, prompts)))
@@ -106,6 +118,7 @@ class Service:
             prompts,
             replace(sampling, seed=seed),
             caller,
+            traceparent,
             slo=slo,
             created_unix_s=now,
             deadline_unix_s=deadline_unix_s,

@@ -77,6 +77,7 @@ def describe(route: Route, because: str, span: telemetry.Span) -> None:
     span.set("disagg.route.prefix_source", route.prefix_source or "")
     span.set("disagg.route.predicted_s", route.predicted_s)
     span.set("disagg.route.num_cached_tokens", route.num_cached_tokens)
+    span.set("disagg.route.cause", "moved" if because else route.cause)
     span.set("disagg.route.reason", route.reason)
     span.set("disagg.route.moved_because", because)
     span.set(

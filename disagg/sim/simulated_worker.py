@@ -162,7 +162,7 @@ class SimulatedWorker:
                 yield delta
         finally:
             if self._streams.pop(name, None) is not None:
-                self._post(lambda now: self._core.cancel(LINK, stream_id))
+                self._post(lambda now: self._core.cancel(LINK, stream_id, now))
 
     def _start(self, start: Start, now: float) -> None:
         self._core.start(LINK, start, now)

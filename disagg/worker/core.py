@@ -111,9 +111,9 @@ class WorkerCore:
             leave_by_s,
         )
 
-    def cancel(self, link_id: LinkId, stream_id: int) -> None:
+    def cancel(self, link_id: LinkId, stream_id: int, now: float) -> None:
         """Cancel a stream and its sequence in any state. No delta follows."""
-        self._cancel(sequence_id(link_id, stream_id))
+        self._cancel(sequence_id(link_id, stream_id), now)
 
     def release(self, ticket_id: str) -> None:
         """Free the blocks of a ticket of this worker that will not be used."""
@@ -122,7 +122,7 @@ class WorkerCore:
     def close_link(self, link_id: LinkId, now: float) -> None:
         """Cancel all streams of a link. Its tickets may be lost, so their holds are shortened."""
         for name in self._streams.of_link(link_id):
-            self._cancel(name)
+            self._cancel(name, now)
         self._kv_export.hurry(lambda ticket_id: is_of_link(ticket_id, link_id), now)
 
     def add_peers(self, peers: Iterable[Peer]) -> None:
@@ -170,7 +170,7 @@ class WorkerCore:
         deltas = self._streams.deltas(
             result.events,
             lambda sequence: self._kv_export.leave(sequence, now),
-            lambda sequence: self._cancel(sequence.request_id),
+            lambda sequence: self._cancel(sequence.request_id, now),
             now,
             result.seconds,
         )
@@ -234,8 +234,8 @@ class WorkerCore:
         except Exception as error:
             self._engine.end(sequence, request_failed(error))
 
-    def _cancel(self, name: str) -> None:
-        self._streams.close(name)
+    def _cancel(self, name: str, now: float) -> None:
+        self._streams.cancel(name, now)
         if not self._kv_import.cancel(name) and self._engine.abort(name) is None:
             self._kv_export.release(name)  # only its ticket is left, and will not be used
 

@@ -64,6 +64,13 @@ class Phases:
             attributes = {"disagg.num_tokens": self._num_tokens} if self._num_tokens else {}
             self._end(now, attributes, event.error)
 
+    def cancelled(self, now: float) -> None:
+        """Record that nobody waits for the request any more."""
+        self._end(now, {telemetry.CANCELLED: True, "disagg.num_tokens": self._num_tokens})
+
+    def failed(self, now: float, error: Exception) -> None:
+        self._end(now, None, error)
+
     def _end(
         self,
         now: float,

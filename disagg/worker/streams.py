@@ -82,8 +82,14 @@ class Streams:
         self._queued[sequence.request_id] = stream
         return sequence
 
-    def close(self, name: str) -> None:
-        """Forget a stream that was cancelled or has had its last delta."""
+    def cancel(self, name: str, now: float) -> None:
+        """Forget a stream that nobody waits for any more, if it is open."""
+        stream = self._by_sequence.get(name)
+        if stream is not None:
+            stream.phases.cancelled(now)
+            self._close(name)
+
+    def _close(self, name: str) -> None:
         stream = self._by_sequence.pop(name, None)
         if stream is not None:
             self.nbytes -= stream.nbytes
@@ -136,12 +142,14 @@ class Streams:
             except Exception as error:
                 failed = request_failed(error)
                 _log_failed(stream, failed)
+                stream.phases.failed(now, failed)
+                self._close(event.sequence.request_id)
                 give_up(event.sequence)
                 delta = TokenDelta(stream.stream_id, (), error=WireError.from_error(failed))
                 is_last = True
             deltas.setdefault(stream.link_id, []).append(delta)
             if is_last:
-                self.close(event.sequence.request_id)
+                self._close(event.sequence.request_id)
         return deltas
 
     def early_delta(self, sequence: Sequence, ticket: KVTicket) -> tuple[LinkId, TokenDelta]:

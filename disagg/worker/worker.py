@@ -244,7 +244,7 @@ class Worker:
             case Prefetch():
                 post(lambda: core.prefetch(message, self._clock()))
             case Cancel(stream_id=stream_id):
-                post(lambda: core.cancel(link_id, stream_id))
+                post(lambda: core.cancel(link_id, stream_id, self._clock()))
             case Release(ticket_id=ticket_id):
                 post(lambda: core.release(ticket_id))
             case Peers(peers=peers, gone=gone):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -75,7 +75,9 @@ async def until(condition: Callable[[], bool]) -> None:
 class Exchange:
     """One raw ASGI exchange whose client can go away, which `httpx` cannot play."""
 
-    def __init__(self, app: AsgiApp, body: dict[str, Any]) -> None:
+    def __init__(
+        self, app: AsgiApp, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    ) -> None:
         self.sent: list[MutableMapping[str, Any]] = []
         self.arrived = asyncio.Event()
         self._incoming: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
@@ -85,7 +87,14 @@ class Exchange:
             "http_version": "1.1",
             "method": "POST",
             "path": URL,
-            "headers": [(b"host", b"test"), (b"content-type", b"application/json")],
+            "headers": [
+                (b"host", b"test"),
+                (b"content-type", b"application/json"),
+                *(
+                    (name.lower().encode(), value.encode())
+                    for name, value in (headers or {}).items()
+                ),
+            ],
         }
         self.done = asyncio.create_task(self._run(app, scope))
 

@@ -20,7 +20,7 @@ from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.description import GenerationDefaults, describe_model
 from tests.api.fakes import CHATML, END, TOKENIZER, FakeGenerate, byte_level_core, served_model
 
-CALLER = Caller("id", tenant="t", traceparent="trace")
+CALLER = Caller("id", tenant="t")
 
 
 def service(*models: ServedModel, seed: int = 0) -> Service:
@@ -37,7 +37,7 @@ def service(*models: ServedModel, seed: int = 0) -> Service:
 
 async def chat_request(chat: Service, **fields: Any) -> GenerateRequest:
     raw = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
-    run = await chat.prepare(CHAT, raw, CALLER)
+    run = await chat.prepare(CHAT, raw, CALLER, lambda spec: "trace")
     return run.job.requests[0]
 
 

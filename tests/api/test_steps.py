@@ -182,7 +182,8 @@ def test_every_choice_has_an_id_and_a_seed_and_shares_its_prompts_blocks() -> No
         spec,
         [[5] * 9, [6] * 4],
         sampling,
-        Caller("id", "t", "trace"),
+        Caller("id", "t"),
+        "trace",
         created_unix_s=8.5,
         deadline_unix_s=20.0,
     )

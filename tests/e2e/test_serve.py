@@ -31,8 +31,10 @@ from tests.otlp_collector import OtlpCollector, ReceivedSpan
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
+HTTP, ANSWER = "POST /v1/chat/completions", "chat tiny"
 SPANS = {
-    "http",
+    HTTP,
+    ANSWER,
     "tokenize",
     "route",
     "prefill.queue",
@@ -223,9 +225,11 @@ def test_a_trace_goes_through_all_processes(server: Command, collector: OtlpColl
     spans: dict[str, ReceivedSpan] = until(
         through_all, why=lambda: f"{sorted({span.name for span in collector.spans})}"
     )
-    assert spans["http"].parent_id == "b7ad6b7169203331"
-    for name in SPANS - {"http"}:
-        assert spans[name].parent_id == spans["http"].span_id, name
+    server_span, answer = spans[HTTP], spans[ANSWER]
+    assert server_span.parent_id == "b7ad6b7169203331"
+    assert answer.parent_id == server_span.span_id
+    for name in SPANS - {HTTP, ANSWER}:
+        assert spans[name].parent_id == answer.span_id, name
     pull = spans["kv.pull"].attributes
     assert pull["disagg.kv.num_blocks"] > 0 and pull["disagg.kv.nbytes"] > 0
     assert len({json.dumps(span.resource, sort_keys=True) for span in spans.values()}) == 3

@@ -279,7 +279,7 @@ class Fleet:
         worker, link_id, stream_id = journey.place
         del self._serving[journey.place]
         journey.place = None
-        self.members[worker].core.cancel(link_id, stream_id)
+        self.members[worker].core.cancel(link_id, stream_id, self.world.now)
         self.members[worker].core.check()
         return True
 

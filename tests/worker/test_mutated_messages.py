@@ -91,7 +91,7 @@ class Pair:
             case Prefetch():
                 core.prefetch(message, self._world.now)
             case Cancel(stream_id=stream_id):
-                core.cancel(self.link_id, stream_id)
+                core.cancel(self.link_id, stream_id, self._world.now)
             case Release(ticket_id=ticket_id):
                 core.release(ticket_id)
             case Peers(peers=peers, gone=gone):

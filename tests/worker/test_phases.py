@@ -113,6 +113,20 @@ def test_an_error_belongs_to_the_stage_that_it_ended(spans: list[Span], stage: s
     assert [span[0] for span in spans].count(stage) == 1
 
 
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_one_that_is_cancelled_shows_how_far_it_came(spans: list[Span], num_tokens: int) -> None:
+    player = Player(with_ticket=True)
+    player.sequence.was_admitted = num_tokens > 0
+    for _ in range(num_tokens):
+        player.step(12.0, 7)
+    player.streams.cancel(player.sequence.request_id, 15.0)
+    player.streams.cancel(player.sequence.request_id, 16.0)
+    stage, attributes = spans[-1][0], spans[-1][3]
+    assert (stage, spans[-1][2]) == ("decode" if num_tokens else "decode.queue", 15.0)
+    assert attributes == {"disagg.cancelled": True, "disagg.num_tokens": num_tokens}
+    assert len(spans) == (2 if num_tokens else 1) and not player.streams.num_open
+
+
 @pytest.mark.parametrize("error", [None, "the source used the blocks again"])
 def test_a_pull_is_a_span(spans: list[Span], error: str | None) -> None:
     record_pull(PARENT, PullDone(1, error, 4, 2_000_000_000, 0.5, "cma"), 20.0)

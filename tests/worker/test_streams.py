@@ -74,8 +74,8 @@ def test_nobody_hears_of_a_closed_stream() -> None:
     other = streams.open(2, start(1), 0.0)
     assert streams.of_link(1) == [sequence.request_id for sequence in sequences]
     for name in streams.of_link(1):
-        streams.close(name)
-        streams.close(name)
+        streams.cancel(name, 0.5)
+        streams.cancel(name, 0.5)
     left: list[Sequence] = []
     events = tuple(TokenEvent(sequence, (3,), left=True) for sequence in (*sequences, other))
 
@@ -107,8 +107,8 @@ def test_bytes_of_prompts_come_back_however_streams_end() -> None:
     take(streams, TokenEvent(first, (10,)))
     assert streams.nbytes == 3 * 3 * TOKEN_NBYTES, "it goes on"
     take(streams, TokenEvent(first, (11,), finish_reason="stop"))
-    streams.close(second.request_id)
-    streams.close(second.request_id)
+    streams.cancel(second.request_id, 0.5)
+    streams.cancel(second.request_id, 0.5)
     assert streams.nbytes == 3 * TOKEN_NBYTES
     take(streams, TokenEvent(third, error=Overloaded("planted")))
     assert streams.nbytes == 0

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from disagg import logs, telemetry
+from disagg import logs
 from disagg.api import openapi
 from disagg.api.apis import BY_PATH, Api, ApiRequest
 from disagg.api.choices import Caller
@@ -28,6 +28,7 @@ from disagg.api.http.metrics import CONTENT_TYPE, CUT_BY_DRAIN, ApiMetrics, Requ
 from disagg.api.http.quota import Quota
 from disagg.api.http.reply import Receive, Reply, Send, Stream, Writer, answer_lifespan, watch
 from disagg.api.http.request import Bodies, HttpRequest
+from disagg.api.http.request_spans import shown_tenant
 from disagg.api.http.stream_events import stream_events
 from disagg.api.off_loop import off_loop
 from disagg.api.openai import responses
@@ -161,11 +162,14 @@ class HttpApp:
         if request.path in OPEN_PATHS:
             await self._serve_untraced(request, send)
             return
-        attributes = {"http.request.method": request.method, "url.path": request.path[:128]}
-        with telemetry.span("http", request.traceparent, attributes, "server") as span:
-            request.traceparent = span.traceparent
-            logs.set_request(request.request_id, request.traceparent)
-            span.set("http.response.status_code", await self._serve_untraced(request, send))
+        self._route(request)  # the span's name has the route
+        request.traceparent = request.spans.open(request)
+        logs.set_request(request.request_id, request.traceparent)
+        status = None
+        try:
+            status = await self._serve_untraced(request, send)
+        finally:
+            request.spans.close(status)
 
     async def _serve_untraced(self, request: HttpRequest, send: Send) -> int:
         """Returns the status that was sent, or 499 if the client disconnected before."""
@@ -180,6 +184,7 @@ class HttpApp:
         finally:  # also if this task is cancelled: Ray Serve does so when a client disconnects
             if not work.done():
                 self._metrics.disconnects.inc()
+                request.spans.abandoned()
             status = writer.status or 499
             answered = self._metrics.http_requests
             self._metrics.of(answered, request.route or "other", str(status)).inc()
@@ -203,6 +208,7 @@ class HttpApp:
         except asyncio.CancelledError:
             if not self._is_cutting:
                 raise
+            request.spans.failed(_CUT)
             await writer.fail(_CUT, request.path, close=True)
         except Exception as problem:
             # A method, because a local variable here would be in a cycle with its traceback, which
@@ -214,6 +220,7 @@ class HttpApp:
         error = as_disagg_error(problem, request.request_id)
         if error is not problem:
             logger.exception("request %s failed", request.request_id)
+        request.spans.failed(error)
         if isinstance(error, Overloaded):
             tenant = self._quota.tenant_class(request.tenant)
             self._metrics.refused.labels(request.route, error.reason, tenant).inc()
@@ -298,13 +305,15 @@ class HttpApp:
         caller = Caller(
             api.id_prefix + request.own_id,
             request.tenant,
-            request.traceparent,
             waited_s=read_s - arrived_s,
             min_priority=self._quota.min_priority(request.tenant),
             slo=in_headers(request.headers),
             least_slo=self._quota.least_slo(request.tenant),
         )
-        run = await self._service.prepare(api, body, caller)
+        tenant = shown_tenant(request.tenant, self._quota.tenant_class)
+        begin = partial(request.spans.begin, api.operation, caller.request_id, tenant)
+        run = await self._service.prepare(api, body, caller, begin)
+        request.spans.runs(run)
         self._begin(request, run, arrived_s, read_s)
         if run.job.spec.stream:
             frames = api.frames(run.job)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from disagg.api.http.request_spans import RequestSpans
 from disagg.api.refusals import RequestTimeout, UnsupportedMediaType
 from disagg.errors import InvalidRequest, Overloaded, RequestError, RequestTooLarge
 from disagg.telemetry import parse_traceparent
@@ -19,7 +20,7 @@ MAX_NUM_HEADERS = 100
 MAX_HEADERS_NBYTES = 32 << 10
 
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
-_HOST = re.compile(rb"[\w.\-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
+_HOST = re.compile(rb"([\w.\-]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _JSON_TYPE = re.compile(rb"application/(json|[\w.-]+\+json)\s*(;.*)?", re.IGNORECASE)
 
 
@@ -86,6 +87,7 @@ class HttpRequest:
         self.route = ""
         self.rest = ""
         self.tenant = ""
+        self.spans = RequestSpans()
         self.num_output_tokens: Callable[[], int] | None = None
         self.num_body_bytes = 0
         self.own_id = new_id()
@@ -96,6 +98,25 @@ class HttpRequest:
             self.reply_headers.append((b"x-request-id", self.request_id.encode()))
         trace = self.headers.get(b"traceparent", b"").decode("latin-1")
         self.traceparent = trace if parse_traceparent(trace) is not None else ""
+
+    @property
+    def scheme(self) -> str:
+        scheme: str = self._scope.get("scheme", "http")
+        return scheme
+
+    @property
+    def http_version(self) -> str:
+        http_version: str = self._scope.get("http_version", "1.1")
+        return http_version
+
+    @property
+    def authority(self) -> tuple[str, int | None]:
+        """Host and port as the client calls them; empty and None if it sends none that is valid."""
+        host = _HOST.fullmatch(self.headers.get(b"host", b""))
+        if host is None:
+            return "", None
+        name, port = host.groups()
+        return name.decode(), None if port is None else int(port)
 
     @property
     def body_is_read(self) -> bool:
@@ -115,7 +136,7 @@ class HttpRequest:
                 f" {MAX_HEADERS_NBYTES} bytes in total."
             )
         host = self.headers.get(b"host")
-        modern = self._scope.get("http_version", "1.1") == "1.1"
+        modern = self.http_version == "1.1"
         if (host is None and modern) or (host is not None and not _HOST.fullmatch(host)):
             raise InvalidRequest("The Host header is missing or malformed.", code="invalid_host")
 

@@ -1,0 +1,314 @@
+"""What requests leave in a collector of traces, from the HTTP request to the last token."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from disagg import local, telemetry
+from disagg.api.http.request_spans import shown_tenant
+from disagg.config import (
+    CascadeConfig,
+    HttpConfig,
+    PoolConfig,
+    ServeConfig,
+    TenantConfig,
+    TierConfig,
+)
+from disagg.errors import EngineFailed
+from disagg.local import LocalCluster
+from tests.api.apps import Exchange, http_client, make_app
+from tests.api.fakes import FakeGenerate
+from tests.contract.contract import CHAT
+from tests.links.fakes import until
+from tests.otlp_collector import OtlpCollector, ReceivedSpan
+from tests.test_local import ENGINE, LONG, body, has_stepped
+from tests.tiny_model import tiny_parts, write_tiny_model
+
+URL = "/v1/chat/completions"
+PAGE = Path(__file__).parent.parent / "docs" / "debugging.md"
+# In the tree: attributes whose values are the same each time.
+SHOWN = (
+    "http.response.status_code",
+    "gen_ai.response.model",
+    "gen_ai.response.finish_reasons",
+    "error.type",
+    "disagg.cancelled",
+    "disagg.cascade.model",
+)
+KEYS = {each: f"the-key-of-{each}-alone" for each in ("ours", "theirs")}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    place = tmp_path_factory.mktemp("models")
+    return [write_tiny_model(place / name) for name in ("tiny", "larger")]
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpCollector]:
+    with OtlpCollector() as running:
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", running.endpoint)
+        assert telemetry.setup("disagg-test")
+        yield running
+        telemetry.shutdown()
+
+
+@asynccontextmanager
+async def served(
+    *models: Path, num_prefill: int = 1, num_decode: int = 1
+) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
+    """A fleet of tiers of these models, with a cascade if there are two; it is never sure."""
+    tiers = tuple(
+        TierConfig(
+            model=str(each),
+            engine=ENGINE,
+            prefill=PoolConfig(num_replicas=num_prefill),
+            decode=PoolConfig(num_replicas=num_decode),
+        )
+        for each in models
+    )
+    config = ServeConfig(
+        tiers=tiers,
+        cascade=CascadeConfig(thresholds=(0.0,), num_judged_tokens=2) if models[1:] else None,
+        transport="local",
+        cluster_key="key",
+        http=HttpConfig(api_keys={**KEYS}),
+        tenants={"ours": TenantConfig(min_ttft_slo_s=1e-6)},
+    )
+    async with (
+        local.running(config, tiny_parts()) as running,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(running.ingress.app),
+            base_url="http://fleet:8000",
+            timeout=60,
+            headers=authorization("ours"),
+        ) as client,
+    ):
+        yield running, client
+
+
+def authorization(tenant: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[tenant]}"}
+
+
+@dataclass
+class Trace:
+    """The spans of one request."""
+
+    spans: list[ReceivedSpan]
+
+    def __getitem__(self, name: str) -> ReceivedSpan:
+        return next(span for span in self.spans if span.name == name)
+
+    @property
+    def answer(self) -> ReceivedSpan:
+        return next(span for span in self.spans if "gen_ai.operation.name" in span.attributes)
+
+    def tree(self) -> str:
+        """Names, in the order in which they began, with some attributes."""
+        (root,) = (span for span in self.spans if not span.parent_id)
+        return "\n".join([_line(root), *self._below(root, "")])
+
+    def _below(self, parent: ReceivedSpan, indent: str) -> Iterator[str]:
+        children = [span for span in self.spans if span.parent_id == parent.span_id]
+        children.sort(key=lambda span: (span.start_unix_s, span.end_unix_s))
+        # A prompt's KV is pulled in one or several parts, which begin before, in or after a queue.
+        pulls = [span for span in children if span.name == "kv.pull"]
+        children = [span for span in children if span.name != "kv.pull"] + pulls[:1]
+        for child in children:
+            is_last = child is children[-1]
+            yield f"{indent}{'└── ' if is_last else '├── '}{_line(child)}"
+            yield from self._below(child, indent + ("    " if is_last else "│   "))
+
+
+def _line(span: ReceivedSpan) -> str:
+    shown = [f"{key}={span.attributes[key]}" for key in SHOWN if key in span.attributes]
+    if span.attributes.get("disagg.route.cause") == "moved":
+        shown.append("disagg.route.cause=moved")
+    return "  ".join([span.name, *shown]).replace("'", "")
+
+
+class Traces:
+    """Takes the traces that a collector has received, each of them once."""
+
+    def __init__(self, collector: OtlpCollector) -> None:
+        self._collector = collector
+        self._seen: set[str] = set()
+
+    async def next(self) -> Trace:
+        """The trace of the last request since the last call."""
+        await asyncio.sleep(0.1)  # workers end their spans after the answer
+        assert telemetry.flush(30)
+        new = [span for span in self._collector.spans if span.trace_id not in self._seen]
+        self._seen |= {span.trace_id for span in new}
+        last = max((span for span in new if not span.parent_id), key=lambda span: span.start_unix_s)
+        return Trace([span for span in new if span.trace_id == last.trace_id])
+
+
+async def remote_prefill(traces: Traces, models: list[Path]) -> Trace:
+    async with served(models[0]) as (_, client):
+        asked = body(LONG, 8, ignore_eos=True, seed=3, stop=["never"])
+        reply = await client.post(URL, json=asked, headers={"user-agent": "tester"})
+        trace = await traces.next()
+    assert trace.answer.attributes["gen_ai.response.id"] == reply.json()["id"]
+    return trace
+
+
+async def escalation(traces: Traces, models: list[Path]) -> Trace:
+    async with served(*models, num_prefill=0) as (_, client):
+        await client.post(URL, json=body(LONG, 8, ignore_eos=True) | {"model": "auto"})
+        return await traces.next()
+
+
+async def refusal(traces: Traces, models: list[Path]) -> Trace:
+    """While a worker is busy with other prompts, one comes that has no time to wait for them."""
+    async with served(models[0], num_prefill=0) as (running, client):
+        go_on = threading.Event()
+
+        def hold() -> None:
+            assert go_on.wait(60)
+
+        running.workers[0]._thread.post(hold)
+        asking = [asyncio.create_task(client.post(URL, json=body(LONG, 1))) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        reply = await client.post(URL, json=body("soon"), headers={"x-slo-ttft-ms": "0.01"})
+        go_on.set()
+        await asyncio.gather(*asking)
+    assert reply.status_code == 429
+    return await traces.next()
+
+
+async def moved_stream(traces: Traces, models: list[Path]) -> Trace:
+    async with served(models[0], num_prefill=0, num_decode=2) as (running, client):
+        asked = body(LONG, 100, stream=True, ignore_eos=True)
+        asking = asyncio.create_task(client.post(URL, json=asked))
+        await until(lambda: any(map(has_stepped, running.workers)), 30)
+        await running.stop_worker(next(filter(has_stepped, running.workers)))
+        assert "[DONE]" in (await asking).text
+        return await traces.next()
+
+
+async def left_stream(traces: Traces, models: list[Path]) -> Trace:
+    async with served(models[0], num_prefill=0) as (running, _):
+        asked = body(LONG, 200, stream=True, ignore_eos=True)
+        stream = Exchange(running.ingress.app, asked, authorization("theirs"))
+        await until(lambda: len(stream.sent) > 3, 60)
+        stream.hang_up()
+        await stream.done
+        return await traces.next()
+
+
+PLAYS = {
+    "a chat that a prefill worker computed": remote_prefill,
+    "a cascade that escalated": escalation,
+    "a refusal": refusal,
+    "a stream whose worker died": moved_stream,
+    "a stream whose client left": left_stream,
+}
+
+
+async def test_the_page_shows_what_requests_leave(
+    models: list[Path], collector: OtlpCollector
+) -> None:
+    traces = Traces(collector)
+    found = {title: await play(traces, models) for title, play in PLAYS.items()}
+    printed = "\n\n".join(f"# {title}\n{trace.tree()}" for title, trace in found.items())
+    print(printed)  # for the page, when it is to change
+    assert f"```\n{printed}\n```" in PAGE.read_text()
+
+
+async def test_a_trace_is_found_by_answer_model_tenant_and_cause(
+    models: list[Path], collector: OtlpCollector
+) -> None:
+    """And a tool for GenAI reads what was asked and answered; not the words of either."""
+    trace = await remote_prefill(Traces(collector), models)
+    answer_id = trace.answer.attributes.pop("gen_ai.response.id")
+    assert answer_id.startswith("chatcmpl-")
+    assert trace.answer.attributes == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "disagg",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.request.max_tokens": 8,
+        "gen_ai.request.seed": 3,
+        "gen_ai.request.stop_sequences": ["never"],
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.frequency_penalty": 0.0,
+        "gen_ai.request.presence_penalty": 0.0,
+        "gen_ai.response.model": "tiny",
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.usage.input_tokens": trace["tokenize"].attributes["disagg.num_prompt_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.usage.output_tokens": 8,
+        "gen_ai.usage.reasoning.output_tokens": 0,
+        "disagg.tenant": "ours",
+    }
+    assert trace["route"].attributes["disagg.route.cause"] == "transfer_or_decode"
+    http = trace["POST /v1/chat/completions"]
+    assert (http.kind, trace.answer.kind) == ("SERVER", "INTERNAL")
+    assert http.attributes == {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "url.path": "/v1/chat/completions",
+        "url.scheme": "http",
+        "network.protocol.version": "1.1",
+        "server.address": "fleet",
+        "server.port": 8000,
+        "user_agent.original": "tester",
+    }
+
+
+def test_only_configured_tenants_are_named() -> None:
+    def tenant_class(tenant: str) -> str:
+        return tenant if tenant == "ours" else "default"
+
+    assert shown_tenant("ours", tenant_class) == "ours"
+    assert shown_tenant("", tenant_class) == "default", "without keys there is one tenant"
+    hashed = [shown_tenant(each, tenant_class) for each in ("jane@example.org", "x")]
+    assert len({*hashed, "jane@example.org", "x", "default"}) == 5
+    assert all(len(each) == 16 for each in hashed)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "name", "error"),
+    [
+        ("GET", "/v1/models/tiny", 200, "GET /v1/models/{id}", None),
+        ("GET", "/v1/models/none", 404, "GET /v1/models/{id}", "model_not_found"),
+        ("GET", "/secret/of/someone", 404, "GET", "unknown_url"),
+        ("BREW", "/v1/chat/completions", 405, "HTTP /v1/chat/completions", "method_not_supported"),
+        ("POST", "/v1/chat/completions", 400, "POST /v1/chat/completions", "invalid_json"),
+    ],
+)
+async def test_spans_are_named_by_routes_and_not_by_what_clients_send(
+    method: str, path: str, status: int, name: str, error: str | None, collector: OtlpCollector
+) -> None:
+    async with http_client(make_app()) as client:
+        headers = {"content-type": "application/json"}
+        reply = await client.request(method, path, content=b"{", headers=headers)
+    assert reply.status_code == status
+    assert telemetry.flush(30)
+    (span,) = collector.spans
+    assert (span.name, span.failed) == (name, False), "the client's errors are not the server's"
+    assert span.attributes.get("error.type") == error
+
+
+async def test_an_error_of_the_server_is_one_of_its_span(collector: OtlpCollector) -> None:
+    async with http_client(make_app(FakeGenerate(fail_after=0, error=EngineFailed("planted")))) as client:
+        assert (await client.post(URL, json=CHAT)).status_code == 500
+    assert telemetry.flush(30)
+    assert [(span.name, span.failed) for span in collector.spans] == [
+        ("tokenize", False),
+        ("chat tiny", True),
+        ("POST /v1/chat/completions", True),
+    ]
+    assert {span.attributes["error.type"] for span in collector.spans[1:]} == {"engine_failed"}
