@@ -79,10 +79,14 @@ async def fit(
 
 def check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
     """Raises `InvalidRequest` if a token id is not in the model's vocabulary."""
-    if token_ids and max(token_ids) >= model.vocab_size:
+    if token_ids and (largest := max(token_ids)) >= model.vocab_size:
+        # A tokenizer may have added tokens that the model does not have.
+        tokenizer = model.tokenizer
+        is_known = largest < tokenizer.num_ids
+        named = f" ({tokenizer.token_text(largest)[:64]!r})" if is_known else ""
         raise invalid_value(
             param,
-            f"token id {max(token_ids)} is not below {model.vocab_size}, the vocabulary size of"
+            f"token id {largest}{named} is not below {model.vocab_size}, the vocabulary size of"
             f" {model.name!r}.",
         )
 
@@ -90,11 +94,13 @@ def check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
 def _tokens_of_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
     """The token sequences of bad words, both with and without a space before the word.
 
-    A sequence that ends with a token that is forbidden by itself is left out.
+    Left out are a sequence that ends with a token that is forbidden by itself, and one that the
+    model cannot write: a tokenizer may have tokens, such as an added [PAD], that the model has not.
     """
     encode = model.tokenizer.encode
     texts = [text for word in words for text in (word, f" {word}")]
-    found = {tuple(encode(text, add_special_tokens=False)) for text in texts} - {()}
+    encoded = {tuple(encode(text, add_special_tokens=False)) for text in texts} - {()}
+    found = {word for word in encoded if max(word) < model.vocab_size}
     single = {word[0] for word in found if len(word) == 1}
     return tuple(sorted(word for word in found if len(word) == 1 or word[-1] not in single))
 

@@ -18,14 +18,20 @@ def thinking_of(
     """The reasoning settings of a request with the prompt `token_ids`; None if there are none.
 
     Raises:
-        InvalidRequest: the request has a budget, but the model's marks are ordinary text, so that
-            no budget can be enforced.
+        InvalidRequest: the request has a budget, but the model's marks are ordinary text or tokens
+            that the model does not have, so that no budget can be enforced.
     """
     reasoning = spec.syntax.reasoning if spec.syntax else None
     budget = spec.thinking_token_budget
     if reasoning is None or (grammar is None and budget is None):
         return None
     model = spec.model
+    marks = reasoning.ends[:1]
+    if reasoning.is_harmony:
+        marks = (*marks, reasoning.forced_end, FINAL_THEN)
+    if any(token_id >= model.vocab_size for mark in marks for token_id in _ids(model, mark)):
+        _refuse_budget(spec, "with a token that its weights do not have")
+        return None
     if reasoning.is_harmony:
         return Thinking(
             starts=(_ids(model, ANALYSIS),),
@@ -37,13 +43,8 @@ def thinking_of(
         )
     end = _ids(model, reasoning.ends[0])
     if len(end) > 1:  # a model may write the same text with other tokens
-        if budget is None:
-            return None
-        raise unsupported(
-            "thinking_token_budget",
-            f"The model {model.name!r} ends its reasoning with ordinary text instead of a special"
-            " token.",
-        )
+        _refuse_budget(spec, "with ordinary text instead of a special token")
+        return None
     tail = prompt_tail(model.tokenizer, token_ids)
     if grammar is not None and reasoning.is_closed(tail):
         return None  # the answer starts at once, without reasoning
@@ -54,6 +55,13 @@ def thinking_of(
         is_open=reasoning.is_open(tail),
         budget=budget,
     )
+
+
+def _refuse_budget(spec: RequestSpec, ends: str) -> None:
+    if spec.thinking_token_budget is not None:
+        raise unsupported(
+            "thinking_token_budget", f"The model {spec.model.name!r} ends its reasoning {ends}."
+        )
 
 
 def _starts(reasoning: ReasoningFormat, model: ServedModel) -> tuple[tuple[int, ...], ...]:

@@ -166,7 +166,9 @@ class GrammarChecks:
         grammars = self._of_models.get(model.name)
         if grammars is None:
             core, ends = model.tokenizer.core, model.eos_token_ids
-            grammars = Grammars(core.to_str, ends, max_compile_s=MAX_COMPILE_S)
+            grammars = Grammars(
+                core.to_str, ends, vocab_size=model.vocab_size, max_compile_s=MAX_COMPILE_S
+            )
             self._of_models[model.name] = grammars
         try:
             await _done(grammars.compile(grammar))

@@ -93,7 +93,10 @@ def build_engine(
     generations = new_generations(num_blocks)
     if followers is not None:
         followers.allocate(num_blocks, memory.max_num_seqs)
-    grammars = Grammars(description.read_tokenizer, description.eos_token_ids)
+    vocab_size = description.config.vocab_size
+    grammars = Grammars(
+        description.read_tokenizer, description.eos_token_ids, vocab_size=vocab_size
+    )
     runner = ModelRunner(decoder, kv_cache, grammars, memory.max_num_seqs, followers)
     progress(StartStep("warm_up"))
     _warm_up(runner, plan)
@@ -102,7 +105,7 @@ def build_engine(
         max_num_seqs=memory.max_num_seqs,
         max_num_batched_tokens=memory.max_num_batched_tokens,
         max_model_len=max_model_len,
-        vocab_size=description.config.vocab_size,
+        vocab_size=vocab_size,
         enable_prefix_caching=config.enable_prefix_caching,
         prompt_lookup=_prompt_lookup(config),
     )

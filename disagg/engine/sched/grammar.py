@@ -81,6 +81,7 @@ class Grammars:
     Args:
         read_tokenizer: returns the text of the model's tokenizer.json; called when first needed.
         eos_token_ids: the only tokens that may follow a complete answer.
+        vocab_size: the model has no tokens from here on, so no mask needs them.
         max_compile_s: seconds of CPU time; a grammar that takes longer is refused.
         timer: returns the CPU seconds of the calling thread.
         max_nbytes: memory of all compiled grammars; a new one waits until there is room.
@@ -91,12 +92,14 @@ class Grammars:
         read_tokenizer: Callable[[], str],
         eos_token_ids: Sequence[int],
         *,
+        vocab_size: int = 1 << 31,
         max_compile_s: float = math.inf,
         timer: Callable[[], float] = time.thread_time,
         max_nbytes: int = MAX_NBYTES,
     ) -> None:
         self._read_tokenizer = read_tokenizer
         self._eos_token_ids = list(eos_token_ids)
+        self._vocab_size = vocab_size
         self._max_compile_s = max_compile_s
         self._timer = timer
         self._max_nbytes = max_nbytes
@@ -204,7 +207,9 @@ class Grammars:
                 "Structured output needs the package llguidance, which this server does not have."
             ) from error
         if self._tokenizer is None:
-            self._tokenizer = _load_tokenizer(self._read_tokenizer, self._eos_token_ids)
+            self._tokenizer = _load_tokenizer(
+                self._read_tokenizer, self._eos_token_ids, self._vocab_size
+            )
         tokenizer, began_s = self._tokenizer, self._timer()
         limits = LLParserLimits(**_LIMITS)
         matcher = LLMatcher(tokenizer, _grammar_text(grammar), log_level=0, limits=limits)
@@ -359,11 +364,26 @@ def _deep_thread() -> ThreadPoolExecutor:
     return executor
 
 
-def _load_tokenizer(read: Callable[[], str], eos_token_ids: list[int]) -> LLTokenizer:
+def _without_beyond(tokenizer_text: str, vocab_size: int) -> str:
+    """A tokenizer.json without the added tokens that the model does not have.
+
+    The model can write their text, such as "[PAD]", in other tokens, which a mask must allow.
+    """
+    tokenizer = json.loads(tokenizer_text)
+    added = tokenizer.get("added_tokens") or []
+    if all(token["id"] < vocab_size for token in added):
+        return tokenizer_text
+    tokenizer["added_tokens"] = [token for token in added if token["id"] < vocab_size]
+    return json.dumps(tokenizer)
+
+
+def _load_tokenizer(
+    read: Callable[[], str], eos_token_ids: list[int], vocab_size: int
+) -> LLTokenizer:
     from llguidance import LLTokenizer
 
     try:
-        return LLTokenizer(read(), eos_token=eos_token_ids)
+        return LLTokenizer(_without_beyond(read(), vocab_size), eos_token=eos_token_ids)
     except Exception as error:  # the library raises nothing narrower
         raise GrammarError(
             f"This model's tokenizer cannot follow a grammar: {_first_line(str(error))}."
