@@ -10,17 +10,21 @@ from __future__ import annotations
 import gzip
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from disagg import telemetry
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,19 @@ class OtlpCollector:
                 for scope_spans in resource_spans.scope_spans:
                     self._spans += [_received(span, resource) for span in scope_spans.spans]
             self._changed.notify_all()
+
+
+@contextmanager
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpCollector]:
+    """A collector to which this process sends its spans."""
+    with OtlpCollector() as collector:
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        assert telemetry.setup("disagg-test")
+        try:
+            yield collector
+        finally:
+            telemetry.shutdown()
 
 
 def _received(span: Span, resource: dict[str, Any]) -> ReceivedSpan:

@@ -5,24 +5,32 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client import Metric
+from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from disagg import local
+from disagg import local, telemetry
+from disagg.api.http.metrics import ApiMetrics
 from disagg.config import PoolConfig, ServeConfig, TenantConfig, TierConfig
+from tests.otlp_collector import OtlpCollector, traced
 from tests.test_local import ENGINE, LONG, body
 from tests.tiny_model import tiny_parts, write_tiny_model
 
 # Beyond those of a histogram's buckets.
 BOUNDED = {
     "model_name", "role", "worker_id", "source_id", "tenant", "lane", "outcome", "reason", "place",
-    "state", "stage", "route", "code", "finish_reason", "le", "slo",
+    "state", "stage", "route", "code", "finish_reason", "le", "slo", "gen_ai_operation_name",
+    "gen_ai_provider_name", "gen_ai_request_model", "gen_ai_response_model", "error_type",
 }  # fmt: skip
+PROMETHEUS_ACCEPTS = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
 STAGES = (
     "receive", "tokenize", "queue", "prefill_queue", "prefill_compute", "kv_pull", "decode_queue",
     "decode_first_step",
@@ -32,6 +40,12 @@ STAGES = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpCollector]:
+    with traced(monkeypatch) as collector:
+        yield collector
 
 
 @pytest.fixture
@@ -57,6 +71,11 @@ async def client(model: Path) -> AsyncIterator[httpx.AsyncClient]:
 async def metrics_of(client: httpx.AsyncClient) -> dict[str, Metric]:
     text = (await client.get("/metrics")).text
     return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def open_metrics(text: str) -> dict[str, Metric]:
+    families = openmetrics_parser.text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
+    return {family.name: family for family in families}
 
 
 def total(family: Metric, suffix: str = "_total", **labels: str) -> float:
@@ -107,7 +126,7 @@ async def test_names_and_texts_stand_for_themselves(client: httpx.AsyncClient) -
     shown = await metrics_of(client)
     for name, family in shown.items():
         assert not name.endswith("_created"), "a second series for each"
-        assert name.startswith("disagg_"), name
+        assert name.startswith(("disagg_", "gen_ai_server_")), name
         assert family.type in ("counter", "gauge", "histogram"), name
         assert len(family.documentation) >= 30, f"{name}: {family.documentation!r}"
         assert not re.search(r"[Oo]f these|[Bb]eside these", family.documentation.split(".")[0])
@@ -118,3 +137,38 @@ async def test_names_and_texts_stand_for_themselves(client: httpx.AsyncClient) -
             assert name.endswith("_seconds"), name
     texts = [family.documentation for family in shown.values()]
     assert len(set(texts)) == len(texts), "two have the same text"
+
+
+async def test_who_asks_for_openmetrics_gets_the_same_in_its_format(
+    client: httpx.AsyncClient, collector: OtlpCollector
+) -> None:
+    """With exemplars, which lead to the span of an answer."""
+    await client.post("/v1/chat/completions", json=body(LONG, 4, ignore_eos=True))
+    plain = await metrics_of(client)
+    reply = await client.get("/metrics", headers={"accept": PROMETHEUS_ACCEPTS})
+    assert reply.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    shown = open_metrics(reply.text)
+    assert shown.keys() == plain.keys()
+    assert telemetry.flush(30)
+    (span,) = collector.named("chat tiny")
+    for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
+        family = shown[f"gen_ai_server_{name}_seconds"]
+        assert (
+            total(family, "_count", gen_ai_request_model="tiny", gen_ai_provider_name="disagg") == 1
+        )
+        (exemplar,) = (each.exemplar for each in family.samples if each.exemplar is not None)
+        assert exemplar.labels == {"trace_id": span.trace_id, "span_id": span.span_id}
+        assert not any(each.exemplar for each in plain[family.name].samples)
+
+
+async def test_there_is_no_exemplar_without_a_trace(client: httpx.AsyncClient) -> None:
+    sampled = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    await client.post("/v1/chat/completions", json=body("short", 4), headers=sampled)
+    text = (await client.get("/metrics", headers={"accept": PROMETHEUS_ACCEPTS})).text
+    assert "gen_ai_server_request_duration_seconds_count{" in text and " # {" not in text
+
+
+def test_metrics_of_another_process_are_translated() -> None:
+    beside = b'# HELP other_total Others\n# TYPE other_total counter\nother_total{a="b"} 3\n'
+    other = open_metrics(ApiMetrics().expose_open(beside).decode())["other"]
+    assert (other.type, total(other, a="b")) == ("counter", 3)

@@ -266,12 +266,13 @@ def test_names_are_those_of_the_conventions() -> None:
     import importlib
     import pkgutil
 
-    from opentelemetry.semconv._incubating import attributes
+    from opentelemetry.semconv._incubating import attributes, metrics
 
     known = {
         value
-        for module in pkgutil.iter_modules(attributes.__path__)
-        for value in vars(importlib.import_module(f"{attributes.__name__}.{module.name}")).values()
+        for package in (attributes, metrics)
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        for value in vars(importlib.import_module(module.name)).values()
         if isinstance(value, str)
     }
     used = [value for value in vars(semconv).values() if isinstance(value, str) and "." in value]

@@ -28,7 +28,7 @@ from tests.api.apps import Exchange, http_client, make_app
 from tests.api.fakes import FakeGenerate
 from tests.contract.contract import CHAT
 from tests.links.fakes import until
-from tests.otlp_collector import OtlpCollector, ReceivedSpan
+from tests.otlp_collector import OtlpCollector, ReceivedSpan, traced
 from tests.test_local import ENGINE, LONG, body, has_stepped
 from tests.tiny_model import tiny_parts, write_tiny_model
 
@@ -54,12 +54,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpCollector]:
-    with OtlpCollector() as running:
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", running.endpoint)
-        assert telemetry.setup("disagg-test")
-        yield running
-        telemetry.shutdown()
+    with traced(monkeypatch) as collector:
+        yield collector
 
 
 @asynccontextmanager
@@ -303,7 +299,9 @@ async def test_spans_are_named_by_routes_and_not_by_what_clients_send(
 
 
 async def test_an_error_of_the_server_is_one_of_its_span(collector: OtlpCollector) -> None:
-    async with http_client(make_app(FakeGenerate(fail_after=0, error=EngineFailed("planted")))) as client:
+    async with http_client(
+        make_app(FakeGenerate(fail_after=0, error=EngineFailed("planted")))
+    ) as client:
         assert (await client.post(URL, json=CHAT)).status_code == 500
     assert telemetry.flush(30)
     assert [(span.name, span.failed) for span in collector.spans] == [

@@ -24,7 +24,14 @@ from disagg.api.apis import BY_PATH, Api, ApiRequest
 from disagg.api.choices import Caller
 from disagg.api.http.cors import Cors
 from disagg.api.http.keys import KeyCheck
-from disagg.api.http.metrics import CONTENT_TYPE, CUT_BY_DRAIN, ApiMetrics, RequestTimer
+from disagg.api.http.metrics import (
+    CONTENT_TYPE,
+    CUT_BY_DRAIN,
+    OPEN_METRICS,
+    OPEN_METRICS_CONTENT_TYPE,
+    ApiMetrics,
+    RequestTimer,
+)
 from disagg.api.http.quota import Quota
 from disagg.api.http.reply import Receive, Reply, Send, Stream, Writer, answer_lifespan, watch
 from disagg.api.http.request import Bodies, HttpRequest
@@ -317,10 +324,10 @@ class HttpApp:
         self._begin(request, run, arrived_s, read_s)
         if run.job.spec.stream:
             frames = api.frames(run.job)
-            timer = self._timer(request, run, arrived_s)
+            timer = self._timer(api, request, run, arrived_s)
             events = partial(stream_events, run, frames, timer, partial(_say_why, run, request))
             return Stream(events, frames.error)
-        answers = await self._collect(request, run, arrived_s)
+        answers = await self._collect(request, run, self._timer(api, request, run, arrived_s))
         nbytes = SCORE_NBYTES * run.job.num_prompt_scores
         return Reply(await off_loop(nbytes, lambda: api.body(run, answers)))
 
@@ -333,17 +340,20 @@ class HttpApp:
         metrics.staged(model, "tokenize", metrics.clock() - read_s)
         self._quota.take_prompt(request, run)
 
-    def _timer(self, request: HttpRequest, run: RunningJob, arrived_s: float) -> RequestTimer:
+    def _timer(
+        self, api: Api[ApiRequest], request: HttpRequest, run: RunningJob, arrived_s: float
+    ) -> RequestTimer:
         tenant = self._quota.tenant_class(request.tenant)
-        return RequestTimer(self._metrics, run, arrived_s, tenant)
+        spans = request.spans
+        return RequestTimer(self._metrics, run, arrived_s, api.operation, spans, tenant)
 
     async def _collect(
-        self, request: HttpRequest, run: RunningJob, arrived_s: float
+        self, request: HttpRequest, run: RunningJob, timer: RequestTimer
     ) -> list[ChoiceDelta]:
         """The complete answers of all choices. If one choice fails, the whole request fails."""
         answers = [ChoiceDelta(index) for index in range(len(run.job.requests))]
         async with aclosing(run.batches()) as batches:
-            with self._timer(request, run, arrived_s) as timer:
+            with timer:
                 async for batch in batches:
                     timer.observe(batch)
                     for piece in batch:
@@ -382,7 +392,11 @@ class HttpApp:
     async def _show_metrics(self, request: HttpRequest) -> Reply:
         more = await asyncio.to_thread(self._beside)
         self._refresh()
-        return Reply(self._metrics.expose() + more, headers=[(b"content-type", CONTENT_TYPE)])
+        if OPEN_METRICS in request.headers.get(b"accept", b""):
+            body, content_type = self._metrics.expose_open(more), OPEN_METRICS_CONTENT_TYPE
+        else:
+            body, content_type = self._metrics.expose() + more, CONTENT_TYPE
+        return Reply(body, headers=[(b"content-type", content_type)])
 
     async def _debug_request(self, request: HttpRequest) -> Reply:
         found = self._explain(request.rest, request.tenant)

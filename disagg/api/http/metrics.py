@@ -1,26 +1,32 @@
 """Prometheus metrics of requests, with vLLM's names and the prefix `disagg_`.
 
-The buckets are those of OpenTelemetry's GenAI conventions.
+Latencies also have the names of OpenTelemetry's GenAI conventions, with exemplars: traces of
+requests that took so long. The buckets are those of these conventions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Literal, TypeAlias, TypeVar, cast
+from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
+    Metric,
     disable_created_metrics,
     generate_latest,
 )
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 
+from disagg import semconv
+from disagg.api.http.request_spans import RequestSpans
 from disagg.api.http.token_latency import TokenLatency
 from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.api.slo import RequestSlo
@@ -34,6 +40,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 LabelledMetric = TypeVar("LabelledMetric", bound=MetricWrapperBase)
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS = b"application/openmetrics-text"  # in the `Accept` of those who ask for exemplars
+OPEN_METRICS_CONTENT_TYPE = openmetrics.CONTENT_TYPE_LATEST.encode()
 CUT_BY_DRAIN = "the server stopped"  # message of the cancellation of a request that ran too long
 
 _TTFT_S = (
@@ -230,6 +238,42 @@ class ApiMetrics:
             "model_name",
             "stage",
         )
+        self._add_conventional_histograms()
+
+    def _add_conventional_histograms(self) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *more: str) -> Histogram:
+            labels = [
+                semconv.GEN_AI_OPERATION_NAME,
+                semconv.GEN_AI_PROVIDER_NAME,
+                semconv.GEN_AI_REQUEST_MODEL,
+                semconv.GEN_AI_RESPONSE_MODEL,
+                *more,
+            ]
+            return Histogram(
+                f"{_underscored(name)}_seconds",
+                text,
+                list(map(_underscored, labels)),
+                buckets=buckets,
+                registry=self.registry,
+            )
+
+        self.gen_ai_ttft = histogram(
+            semconv.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN,
+            "TTFT of requests that succeeded, from the arrival of a request's headers",
+            _TTFT_S,
+        )
+        self.gen_ai_tpot = histogram(
+            semconv.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN,
+            "Mean time between tokens of each request that succeeded, without its first token",
+            _TPOT_S,
+        )
+        self.gen_ai_duration = histogram(
+            semconv.GEN_AI_SERVER_REQUEST_DURATION,
+            "Time from the arrival of a request's headers to its last token or failure. Requests"
+            " that were refused or whose client disconnected do not count",
+            _DURATION_S,
+            semconv.ERROR_TYPE,
+        )
 
     def of(self, metric: LabelledMetric, *labels: str) -> LabelledMetric:
         """`metric.labels(*labels)`, cached: a request needs a dozen of them, 0.8 us each."""
@@ -250,6 +294,27 @@ class ApiMetrics:
     def expose(self) -> bytes:
         return generate_latest(self.registry)
 
+    def expose_open(self, more: bytes) -> bytes:
+        """All metrics and `more`, which is in Prometheus's format, in OpenMetrics' format."""
+        others = _Families(tuple(text_string_to_metric_families(more.decode())))
+        own: bytes = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
+        beside: bytes = openmetrics.generate_latest(others)  # type: ignore[no-untyped-call]
+        return own.removesuffix(b"# EOF\n") + beside
+
+
+class _Families(NamedTuple):
+    """Metrics that are collected already."""
+
+    families: tuple[Metric, ...]
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families
+
+
+def _underscored(name: str) -> str:
+    """A name of OpenTelemetry as Prometheus writes it."""
+    return name.replace(".", "_")
+
 
 def _failure_code(error: BaseException | None) -> str | None:
     """The error code that a client sees; None if the answer is complete or the client has left."""
@@ -266,14 +331,24 @@ class RequestTimer:
     Use it as a context manager around the iteration of the run's batches.
 
     Args:
+        operation: what OpenTelemetry calls the API of the request.
+        spans: the request's spans, to which exemplars lead.
         tenant: the tenant's label in metrics.
     """
 
     def __init__(
-        self, metrics: ApiMetrics, run: RunningJob, arrived_s: float, tenant: str = DEFAULT_TENANT
+        self,
+        metrics: ApiMetrics,
+        run: RunningJob,
+        arrived_s: float,
+        operation: str,
+        spans: RequestSpans,
+        tenant: str = DEFAULT_TENANT,
     ) -> None:
         self._metrics = metrics
         self._run = run
+        self._operation = operation
+        self._spans = spans
         self._tenant = tenant
         self._model = run.job.model.name
         self._num_choices = len(run.job.requests)
@@ -322,6 +397,8 @@ class RequestTimer:
         metrics.of(metrics.prompt_tokens, model, self._tenant).inc(run.job.num_prompt_tokens)
         metrics.of(metrics.cached_tokens, model, self._tenant).inc(run.num_cached_tokens)
         metrics.of(metrics.generation_tokens, model, self._tenant).inc(run.num_completion_tokens)
+        if error is None or failure is not None:
+            self._observe_as_conventional(failure or "")
         if model in metrics.slo_s and (error is None or failure is not None):
             slo = RequestSlo(run.job.requests[0].ttft_slo_s, run.job.requests[0].tpot_slo_s)
             ttft_slo_s, tpot_slo_s = metrics.slo_s[model]
@@ -333,7 +410,28 @@ class RequestTimer:
     def _is_in_time(self, ttft_slo_s: float, tpot_slo_s: float) -> bool:
         if self._first_s is None:
             return True  # an answer without tokens
-        num_following = self._run.num_completion_tokens - self._num_choices
-        decode_s = (self._last_s - self._first_s) * self._num_choices
         is_early = self._first_s - self._arrived_s <= ttft_slo_s
-        return is_early and decode_s <= tpot_slo_s * max(0, num_following)
+        return is_early and self._decode_s <= tpot_slo_s * self._num_following
+
+    @property
+    def _num_following(self) -> int:
+        """Number of tokens after the first one of each choice."""
+        return max(0, self._run.num_completion_tokens - self._num_choices)
+
+    @property
+    def _decode_s(self) -> float:
+        """Seconds from the first to the last token, added up over the choices."""
+        return 0.0 if self._first_s is None else (self._last_s - self._first_s) * self._num_choices
+
+    def _observe_as_conventional(self, failure: str) -> None:
+        metrics, exemplar = self._metrics, self._spans.exemplar
+        labels = (self._operation, semconv.PROVIDER, self._model, self._run.model_name)
+        duration_s = metrics.clock() - self._arrived_s
+        metrics.of(metrics.gen_ai_duration, *labels, failure).observe(duration_s, exemplar)
+        if failure or self._first_s is None:
+            return
+        ttft_s = self._first_s - self._arrived_s
+        metrics.of(metrics.gen_ai_ttft, *labels).observe(ttft_s, exemplar)
+        if self._num_following:
+            tpot_s = self._decode_s / self._num_following
+            metrics.of(metrics.gen_ai_tpot, *labels).observe(tpot_s, exemplar)

@@ -66,6 +66,14 @@ class RequestSpans:
         """Take the counts of `run` when the spans end."""
         self._run = run
 
+    @property
+    def exemplar(self) -> dict[str, str] | None:
+        """The labels that lead from a metric to the span of the answer; None if it is not kept."""
+        parsed = telemetry.parse_traceparent(self._inference.traceparent)
+        if not telemetry.enabled() or parsed is None or not parsed.sampled:
+            return None
+        return {"trace_id": f"{parsed.trace_id:032x}", "span_id": f"{parsed.span_id:016x}"}
+
     def failed(self, error: DisaggError) -> None:
         """The request is refused or fails. Does not keep `error`, whose traceback has the body."""
         self._inference.fail(error)
