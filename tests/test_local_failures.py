@@ -12,6 +12,7 @@ import httpx
 import pytest
 from torch import Tensor
 
+from disagg.engine.device.logit_edits import LogitEdits
 from disagg.engine.device.sampler import Chosen, Sampler
 from disagg.engine.sched.speculation import Continued
 from disagg.local import LocalCluster
@@ -53,6 +54,29 @@ async def fails_alone(
         await until_empty(worker)
     message: str = error["message"]
     return message
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+async def test_a_request_whose_numbers_break_a_step(
+    num_before: int,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With its first step, or in the middle of its answer. Its worker goes on."""
+    edits_of = LogitEdits.apply_
+
+    def breaks(self: LogitEdits, logits: Tensor, sequences: SequenceOf[Continued]) -> None:
+        for each in sequences:
+            if each.sampling.seed == UNLUCKY_SEED and each.num_output_tokens == num_before:
+                raise IndexError("planted")
+        edits_of(self, logits, sequences)
+
+    monkeypatch.setattr(LogitEdits, "apply_", breaks)
+    unlucky = {"seed": UNLUCKY_SEED, "logit_bias": {"5": 1.0}}
+    async with cluster(model, num_prefill=0, num_decode=2) as (running, client):
+        message = await fails_alone(running, client, caplog, "request_failed", **unlucky)
+        assert "planted" in message
 
 
 async def test_a_request_whose_logits_are_nan(

@@ -14,8 +14,15 @@ from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.load import load_of
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import AsyncRunner, Results, Runner, StepPlan, TokenEvent
-from disagg.errors import DeadlineExceeded, DisaggError
+from disagg.engine.sched.step import (
+    AsyncRunner,
+    Results,
+    Runner,
+    SequencesFailed,
+    StepPlan,
+    TokenEvent,
+)
+from disagg.errors import DeadlineExceeded, DisaggError, request_failed
 from disagg.messages import WorkerStatus
 from disagg.time_model import StepFeatures
 
@@ -86,13 +93,35 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Plan and run one step. Returns its events; empty if there is nothing to report."""
         ended, self._ended = self._ended, []
+        try:
+            return ended + self._step()
+        except SequencesFailed as failed:  # no sequence has advanced: the others are planned again
+            self.last_plan = _IDLE
+            self._end_broken(failed)
+            return ended
+
+    def _step(self) -> list[TokenEvent]:
         step = self._under_way or self._begin(self.scheduler.plan())
         self.last_plan = plan = step.plan
         self.is_stuck = self.scheduler.has_work and not plan.sequences
         if not plan.sequences:
-            return ended
-        self._under_way = self._begin_following(plan) if step.may_be_followed else None
-        return ended + self.scheduler.apply(plan, step.results())
+            return []
+        self._under_way, failed = None, None
+        if step.may_be_followed:
+            try:
+                self._under_way = self._begin_following(plan)
+            except SequencesFailed as error:
+                self.scheduler.drop_following()
+                failed = error
+        events = self.scheduler.apply(plan, step.results())
+        if failed is not None:  # not before, since `plan` has tokens for them
+            self._end_broken(failed)
+        return events
+
+    def _end_broken(self, failed: SequencesFailed) -> None:
+        for sequence, error in failed.errors.items():
+            if sequence in self.scheduler:
+                self.end(sequence, request_failed(error))
 
     def _begin(self, plan: StepPlan) -> _Step:
         self._give_up_evicted()

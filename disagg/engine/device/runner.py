@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from disagg.engine.device.batching import Batching, StepInputs
+from disagg.engine.device.blame import find_broken
 from disagg.engine.device.followers import Followers, rank_step
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.prompt_scores import ScoredRows, forward_scored, scored_rows
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.device.step_threads import CONTEXT, StepThreads
-from disagg.engine.device.token_masks import token_masks
+from disagg.engine.device.token_masks import bound_rows, token_masks
 from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued, rows
-from disagg.engine.sched.step import Results, Sampled, SampledToken, StepPlan
+from disagg.engine.sched.step import Results, Sampled, SampledToken, SequencesFailed, StepPlan
 from disagg.errors import DisaggError, InvalidLogits, ModelError
 from disagg.kernels.attention_work import MIN_SPLIT_KEYS
 from disagg.messages import GenerateRequest, SamplingParams
@@ -69,9 +70,13 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Results:
         """As `run`, for plans for which `can_follow` is true. On a GPU it returns at once."""
-        step, entered = self._inputs(plan)
-        self._send_to_followers(step, shares_tokens=True)
-        return self._launch(plan, step, entered)
+        try:
+            step, entered = self._inputs(plan)
+            self._send_to_followers(step, shares_tokens=True)
+            return self._launch(plan, step, entered)
+        except Exception as error:
+            self._blame(plan, error)
+            raise
 
     def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[int]]:
         """The numbers to upload, and the slots that have new owners."""
@@ -119,9 +124,35 @@ class ModelRunner:
         """Whether the device needs the host to choose this sequence's next token."""
         return sequence.needs_host
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
-        """Execute a plan. Returns one result per sequence; see `engine.sched.step.Sampled`."""
+        """Execute a plan. Returns one result per sequence; see `engine.sched.step.Sampled`.
+
+        Raises:
+            SequencesFailed: the step failed because of some sequences. It can be planned again.
+        """
+        try:
+            return self._run(plan)
+        except Exception as error:
+            self._blame(plan, error)
+            raise
+
+    def _blame(self, plan: StepPlan, cause: Exception) -> None:
+        """Raise `SequencesFailed` if some sequences made the step fail.
+
+        Otherwise the device or this code is broken. So it is also if there are other ranks: they
+        may be in the middle of the step, and would take the next one for the rest of it.
+        """
+        if self.followers is not None:
+            return
+        self.slots.leave(plan.sequences)  # what the step has written for them may be incomplete
+        vocab_size, block_size = self.decoder.config.vocab_size, self.kv_cache.block_size
+        max_num_blocks = -(-self.decoder.config.max_model_len // block_size)
+        broken = find_broken(plan, block_size, max_num_blocks, vocab_size, self.grammars)
+        if broken:
+            raise SequencesFailed(broken) from cause
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> list[Sampled]:
         self.threads.use_for(plan.features)
         step, entered = self._inputs(plan)
         scored = scored_rows(plan)
@@ -177,11 +208,7 @@ class ModelRunner:
         self, logits: Tensor, sequences: SequenceOf[Continued], positions: Tensor
     ) -> SequenceOf[int | SampledToken | DisaggError]:
         """The next token of each sequence, or the error if its grammar or its logits allow none."""
-        bound = [
-            row
-            for row, each in enumerate(sequences)
-            if each.sampling.grammar is not None or each.sampling.thinking is not None
-        ]
+        bound = bound_rows(sequences)
         if not bound:
             return self.sampler.sample(logits, sequences, positions).sampled()
         # On a GPU the host fills the masks while the logits are computed.

@@ -39,6 +39,10 @@ class Slots:
             self._owners[slot] = ref(sequence)
         return entered
 
+    def leave(self, sequences: SequenceOf[Sequence]) -> None:
+        """Take the sequences' slots, so that they enter anew with their next step."""
+        self._take([sequence.slot for sequence in sequences if sequence.slot != NO_SLOT])
+
     def _reclaim(self, sequences: SequenceOf[Sequence]) -> None:
         """Make at least one slot free; `sequences` keep their slots."""
         self._take([slot for slot, owner in enumerate(self._owners) if not owner or not owner()])

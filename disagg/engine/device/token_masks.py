@@ -52,6 +52,15 @@ class TokenMasks:
         logits.index_add_(0, self._rows, functional.pad(biases, (0, num_missing), value=-math.inf))
 
 
+def bound_rows(sequences: SequenceOf[Continued]) -> list[int]:
+    """The rows of the sequences that have a grammar, or whose reasoning is checked."""
+    return [
+        row
+        for row, each in enumerate(sequences)
+        if each.sampling.grammar is not None or each.sampling.thinking is not None
+    ]
+
+
 def token_masks(
     sequences: SequenceOf[Continued],
     rows: list[int],
@@ -62,7 +71,7 @@ def token_masks(
 
     Args:
         sequences: row i belongs to sequences[i], whose tokens all have been computed.
-        rows: rows of the sequences that have a grammar, or whose reasoning is checked.
+        rows: see `bound_rows`.
     """
     filled: dict[int, Tensor] = {}
     failed: dict[int, DisaggError] = {}

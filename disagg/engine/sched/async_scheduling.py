@@ -186,6 +186,10 @@ class AsyncScheduling:
         """Record that a step was planned ahead."""
         self._num_planned += 1
 
+    def drop(self) -> None:
+        """Record that the step that was planned last is not launched."""
+        self._num_planned -= 1
+
     def watch_thinking(self, sequence: Sequence) -> None:
         """Check the reasoning budget of a sequence. Called once per block (see `Sequence`).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from disagg.blocks import hash_blocks
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import ContextLengthExceeded, Overloaded, RequestError, StartupError
+from disagg.messages import SamplingParams
 
 # Bytes per token of a waiting request: an integer, its place in a list, and its share of a block
 # hash. Measured: 39.7.
@@ -55,6 +56,26 @@ def rename_blocks(sequence: Sequence, named_by: int, block_size: int) -> None:
     """
     if named_by not in (0, block_size):
         sequence.block_hashes = hash_blocks(sequence.hash_root, sequence.tokens, block_size)
+
+
+def check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
+    """Check the tokens whose logits a request changes.
+
+    A step has the logits of many requests in one tensor, so another token id would change those of
+    another request, or be outside of it, which ends the whole worker on a GPU.
+
+    Raises:
+        RequestError: one is not in the vocabulary.
+    """
+    for param, token_ids in (
+        ("logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("bad_words", [token_id for word in sampling.bad_words_token_ids for token_id in word]),
+    ):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise RequestError(
+                f"{param} has a token id that is not between 0 and {vocab_size - 1}.", param=param
+            )
 
 
 def token_limit(

@@ -25,7 +25,7 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import disown, extend, give_back, grow, publish, watch_blocks
 from disagg.engine.sched.chunks import Chunks
 from disagg.engine.sched.engine_admission import EngineAdmission
-from disagg.engine.sched.limits import check_step_size, token_limit
+from disagg.engine.sched.limits import check_step_size, check_token_ids, token_limit
 from disagg.engine.sched.milestones import Milestones
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.queues import Queues
@@ -244,6 +244,10 @@ class Scheduler:
         self._async_scheduling.begin()
         return following
 
+    def drop_following(self) -> None:
+        """Forget the plan of `plan_following`, which could not be launched."""
+        self._async_scheduling.drop()
+
     def _propose_drafts(self) -> None:
         if self.prompt_lookup is not None and self.prompt_lookup.propose(self.running):
             self._has_drafts = True
@@ -379,6 +383,7 @@ class Scheduler:
 
     def _accept(self, sequence: Sequence) -> None:
         self.queues.check_new(sequence)
+        check_token_ids(sequence.sampling, self.vocab_size)
         sequence.max_num_tokens = token_limit(
             sequence,
             max_model_len=self.max_model_len,

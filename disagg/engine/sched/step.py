@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol, TypeAlias, TypeGuard
 
@@ -113,6 +113,17 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_last(self) -> bool:
         return self.left or self.finish_reason is not None or self.error is not None
+
+
+class SequencesFailed(Exception):
+    """A step failed because of some of its sequences; without them it can be planned again.
+
+    errors: what each of them raised.
+    """
+
+    def __init__(self, errors: Mapping[Sequence, Exception]) -> None:
+        super().__init__(f"a step failed because of {', '.join(map(repr, errors))}")
+        self.errors = errors
 
 
 class Runner(Protocol):
