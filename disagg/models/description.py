@@ -198,18 +198,31 @@ class ModelDescription:
         """The Jinja source of the chat template; None if there is none.
 
         It is in `chat_template.jinja`, or else in `tokenizer_config.json`, or else in
-        `chat_template.json`, which older models that read images have.
+        `chat_template.json`, which older models that read images have. A second template for
+        conversations with tools becomes a part of it.
         """
-        template = self._files.read("chat_template.jinja")
-        if template is not None:
-            return template
+        named = {name: self._files.read(file) for name, file in TEMPLATE_FILES.items()}
+        if named["default"] is None:
+            named |= self._configured_templates()
+        default, with_tools = named["default"], named["tool_use"]
+        if default is None or with_tools is None:
+            return default
+        default, with_tools = default.removesuffix("\n"), with_tools.removesuffix("\n")
+        return f"{{% if tools +%}}{with_tools}{{%+ else +%}}{default}{{%+ endif %}}"
+
+    def _configured_templates(self) -> dict[str, str]:
+        """The named templates of the configuration; a single one is named "default"."""
         found = self._tokenizer_config.get("chat_template")
         if found is None:
             found = self._optional_json("chat_template.json").get("chat_template")
-        if isinstance(found, list):  # named templates, [{"name": ..., "template": ...}]
-            named = [each for each in found if isinstance(each, dict)]
-            found = next((e.get("template") for e in named if e.get("name") == "default"), None)
-        return found if isinstance(found, str) else None
+        if not isinstance(found, list):  # [{"name": ..., "template": ...}]
+            found = [{"name": "default", "template": found}]
+        pairs = [(e.get("name"), e.get("template")) for e in found if isinstance(e, dict)]
+        return {
+            name: source
+            for name, source in pairs
+            if name in TEMPLATE_FILES and isinstance(source, str)
+        }
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -273,6 +286,13 @@ class ModelDescription:
     def _wrong(self, name: str, what: str) -> ModelError:
         return ModelError(f"{self._files.named(name)} is wrong: {what}")
 
+
+# Chat templates by transformers' names. "tool_use" is used if there are tools. The server has no
+# use for others, such as "rag".
+TEMPLATE_FILES = {
+    "default": "chat_template.jinja",
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+}
 
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "temperature": ("0 or more", lambda value: value >= 0),

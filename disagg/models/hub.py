@@ -28,7 +28,7 @@ from disagg.models.checkpoint import (
     indexed_files,
     read_text,
 )
-from disagg.models.description import describe_model
+from disagg.models.description import TEMPLATE_FILES, describe_model
 from disagg.models.fetched import MIB, NUM_PROGRESS_LINES, Say
 
 DEFAULT_REVISION = "main"
@@ -45,8 +45,8 @@ _SETTINGS = frozenset(
         "generation_config.json",
         _TOKENIZER,
         "tokenizer_config.json",
-        "chat_template.jinja",
         "chat_template.json",
+        *TEMPLATE_FILES.values(),
     }
 )
 _SAY_AGAIN_S = 0.5  # least time between two looks at the sizes on the disk

@@ -5,18 +5,28 @@ from __future__ import annotations
 import ast
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from disagg.api.served_model import ServedModel
 from disagg.errors import ModelError
 from disagg.models.description import describe_model
 from disagg.planner.shapes import read_shape
+from tests.api.fakes import byte_level_core
 from tests.api.test_service import model_directory
 from tests.models.test_damaged_checkpoints import POINTER
 
+TOOL_USE = """
+{%- macro show(items) %}
+    {%- if items %}{{ items[0].name }}{{ show(items[1:]) }}{% endif %}
+{%- endmacro %}
+
+  tool: {{ show(tools) }}
+"""
 PACKAGE = Path(__file__).parents[2] / "disagg"
 READERS = (
     "models/description.py",
@@ -86,15 +96,22 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         "bos_token": {"content": "<s>", "special": True},
         "eos_token": "</s>",
         "chat_template": [
-            {"name": "tool_use", "template": "tools"},
+            {"name": "rag", "template": "documents"},
+            {"name": "tool_use", "template": TOOL_USE},
             {"name": "default", "template": "{{ bos_token }}config"},
         ],
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert describe_model(directory).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert rendered(directory) == "<s>config"
+    assert rendered(directory, tools=[{"name": "look"}]) == "\n  tool: look"
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}file")
     assert rendered(directory) == "<s>file"
+    assert rendered(directory, tools=[{"name": "look"}]) == "<s>file"  # the file counts alone
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].name }}")
+    assert rendered(directory) == "<s>file"
+    assert rendered(directory, tools=[{"name": "look"}]) == "look"
     (tmp_path / "mine.jinja").write_text("mine")
     assert rendered(directory, str(tmp_path / "mine.jinja")) == "mine"
     with pytest.raises(ModelError, match=r"Cannot read the chat template .*: No such file"):
@@ -107,12 +124,35 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         rendered(directory)
 
 
-def rendered(directory: Path, chat_template: str | None = None) -> str:
+def rendered(
+    directory: Path, chat_template: str | None = None, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
     model = ServedModel.from_description(
         describe_model(directory), name="m", block_size=16, chat_template=chat_template
     )
     assert model.template is not None
-    return model.template.render([])
+    return model.template.render([], tools=tools)
+
+
+@pytest.mark.parametrize("tools", [(), [{"name": "look"}, {"name": "rest"}]])
+@pytest.mark.parametrize(
+    "default", ["  {{ bos_token }}  \n\n", "{% set show = 'a' %}\n {{ show }} "]
+)
+def test_named_templates_are_transformers(
+    tmp_path: Path, default: str, tools: list[dict[str, Any]]
+) -> None:
+    """White space at both ends, and macros that call themselves, as in Hermes-2-Pro."""
+    directory = model_directory(tmp_path)
+    named = {"tool_use": TOOL_USE, "default": default}
+    config = [{"name": name, "template": source} for name, source in named.items()]
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "chat_template": config})
+    )
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_level_core(), bos_token="<s>")
+    reference.chat_template = named
+    hello = [{"role": "user", "content": "hello"}]
+    expected = reference.apply_chat_template(hello, tools=tools or None, tokenize=False)
+    assert rendered(directory, tools=tools) == expected
 
 
 def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
