@@ -135,8 +135,11 @@ def _call_schema(
 
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:
-    """The schema of a function's arguments, always strict; without one a function has none."""
-    return strict(function.parameters or {"type": "object", "properties": {}})
+    """The schema of a function's arguments, always strict; without one a function has none.
+
+    They are an object, also where the schema leaves the type out or allows others, such as null.
+    """
+    return strict({**(function.parameters or {"properties": {}}), "type": "object"})
 
 
 def _grammar(schema: dict[str, Any]) -> Grammar:
