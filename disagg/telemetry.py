@@ -4,7 +4,8 @@ Tracing is off, and then nearly free, unless the standard variable OTEL_EXPORTER
 OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set when `setup` runs; the SDK reads the other OTEL_*
 variables itself. A span's parent is a W3C `traceparent` that travels in our messages, because
 requests cross threads and processes that share no context variable. Nothing here blocks a caller or
-fails a request: a bad header starts a new trace, an unreachable collector loses spans.
+fails a request: a bad header starts a new trace, an unreachable collector loses spans, and they are
+counted (`num_dropped`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 _TRACEPARENT_LEN = 55
 _MAX_HEADER_LEN = 512
 _SAMPLED = 0x01
+_MAX_NUM_WAITING = 2048  # the SDK's default
 
 
 class TraceParent(NamedTuple):
@@ -63,14 +65,44 @@ def parse_traceparent(header: str) -> TraceParent | None:
     return parent if parent.trace_id and parent.span_id else None
 
 
+class _Backlog:
+    """Spans that have ended and are not exported yet, and those that were lost. For any thread.
+
+    The limit is here and not in the SDK's queue, which loses spans without a count.
+    """
+
+    def __init__(self, max_num: int) -> None:
+        self.max_num = max_num
+        self.num_dropped = 0
+        self._num_waiting = 0
+        self._lock = threading.Lock()
+
+    def add(self) -> bool:
+        """Whether there is room for one more; otherwise it is lost."""
+        with self._lock:
+            has_room = self._num_waiting < self.max_num
+            if has_room:
+                self._num_waiting += 1
+            else:
+                self.num_dropped += 1
+            return has_room
+
+    def exported(self, num: int, *, has_arrived: bool) -> None:
+        with self._lock:
+            self._num_waiting -= num
+            if not has_arrived:
+                self.num_dropped += num
+
+
 class _Tracing:
     """What exists only while tracing is on."""
 
-    def __init__(self, provider: TracerProvider) -> None:
+    def __init__(self, provider: TracerProvider, backlog: _Backlog) -> None:
         from opentelemetry import trace
         from opentelemetry.context import Context
 
         self.provider = provider
+        self.backlog = backlog
         self.tracer: Tracer = provider.get_tracer("disagg")
         self._trace = trace
         self._new_trace = Context()
@@ -97,6 +129,10 @@ class _Tracing:
         return self.tracer.start_span(
             name, under, self._kinds[kind], attributes, start_time=start_ns
         )
+
+    def end(self, span: OtelSpan, end_ns: int | None = None) -> None:
+        if span.is_recording() and self.backlog.add():
+            span.end(end_ns)
 
     def fail(self, span: OtelSpan, error: BaseException | str) -> None:
         if isinstance(error, BaseException):
@@ -140,8 +176,8 @@ class Span:
 
     def end(self) -> None:
         """End work that does not fit into a `with` block."""
-        if self._span is not None:
-            self._span.end()
+        if self._tracing is not None and self._span is not None:
+            self._tracing.end(self._span)
 
     def __enter__(self) -> Span:
         return self
@@ -196,7 +232,7 @@ def record_span(
     done = tracing.start(name, parent, attributes, "internal", int(start_unix_s * 1e9))
     if error is not None:
         tracing.fail(done, error)
-    done.end(int(max(start_unix_s, end_unix_s) * 1e9))
+    tracing.end(done, int(max(start_unix_s, end_unix_s) * 1e9))
     return _format(done.get_span_context())
 
 
@@ -208,7 +244,10 @@ def setup(service_name: str, attributes: Attributes | None = None) -> bool:
     """
     global _tracing
     if _tracing is None and _wanted():
-        _tracing = _Tracing(_provider({"service.name": service_name, **(attributes or {})}))
+        size = os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "").strip()
+        backlog = _Backlog(int(size) if size.isdigit() else _MAX_NUM_WAITING)
+        named = {"service.name": service_name, **(attributes or {})}
+        _tracing = _Tracing(_provider(named, backlog), backlog)
         atexit.register(shutdown)
     return _tracing is not None
 
@@ -216,6 +255,11 @@ def setup(service_name: str, attributes: Attributes | None = None) -> bool:
 def enabled() -> bool:
     """Whether spans go anywhere; for callers whose attributes are costly to compute."""
     return _tracing is not None
+
+
+def num_dropped() -> int:
+    """Number of spans that were lost, because the collector is slow, away or refuses them."""
+    return 0 if _tracing is None else _tracing.backlog.num_dropped
 
 
 def flush(timeout_s: float = _EXIT_TIMEOUT_S) -> bool:
@@ -254,16 +298,25 @@ def _wanted() -> bool:
     return True
 
 
-def _provider(attributes: Attributes) -> TracerProvider:
+def _provider(attributes: Attributes, backlog: _Backlog) -> TracerProvider:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+
+    class Exporter(OTLPSpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            result = SpanExportResult.FAILURE
+            try:
+                result = super().export(spans)
+                return result
+            finally:
+                backlog.exported(len(spans), has_arrived=result is SpanExportResult.SUCCESS)
 
     resource = Resource.create(attributes).merge(OTELResourceDetector().detect())
     # The SDK's own exit hook may wait for half a minute; ours is bounded.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(BatchSpanProcessor(Exporter(), max_queue_size=backlog.max_num))
     return provider
 
 

@@ -185,3 +185,11 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
             "Requests that a worker ended because the model's logits were NaN or infinite",
         ),
     ] = 0
+    num_spans_dropped: Annotated[
+        int,
+        counter(
+            "trace_spans_dropped",
+            "Spans of traces that a worker lost, because the collector was slow, away or refused"
+            " them",
+        ),
+    ] = 0

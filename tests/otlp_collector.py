@@ -8,6 +8,7 @@ with OtlpCollector() as collector:
 from __future__ import annotations
 
 import gzip
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -135,6 +136,22 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpCollector]:
             yield collector
         finally:
             telemetry.shutdown()
+
+
+@contextmanager
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A collector that accepts connections and never answers. Turns tracing off at its end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
+        yield
+        telemetry.shutdown(timeout_s=0.05)
+    for thread in threading.enumerate():
+        if thread.name == "telemetry-flush":  # it ends when its export has failed
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def _received(span: Span, resource: dict[str, Any]) -> ReceivedSpan:

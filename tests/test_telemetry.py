@@ -12,7 +12,7 @@ import pytest
 from disagg import semconv, telemetry
 from disagg.errors import DeadlineExceeded
 from disagg.telemetry import TraceParent, error_type, parse_traceparent, record_span, span
-from tests.otlp_collector import OtlpCollector
+from tests.otlp_collector import OtlpCollector, silent
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -215,20 +215,11 @@ def test_shutdown_sends_what_is_queued_and_setup_works_again(collector: OtlpColl
 
 
 def test_a_collector_that_never_answers_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
+    with silent(monkeypatch):
         telemetry.setup("test")
         record_span("one", "", 1.0, 2.0)
         assert not telemetry.flush(timeout_s=0.05)
         assert not telemetry.shutdown(timeout_s=0.05)
-        leftover = [t for t in threading.enumerate() if t.name == "telemetry-flush"]
-    for thread in leftover:
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 def test_a_refusing_collector_costs_only_spans(
@@ -237,10 +228,29 @@ def test_a_refusing_collector_costs_only_spans(
     with OtlpCollector(status=400) as refusing:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", refusing.endpoint)
         telemetry.setup("test")
-        record_span("one", "", 1.0, 2.0)
+        for _ in range(3):
+            record_span("one", "", 1.0, 2.0)
+        record_span("not sampled", UNSAMPLED, 1.0, 2.0)
+        assert telemetry.flush(timeout_s=60)
+        assert (telemetry.num_dropped(), refusing.spans) == (3, [])
         assert telemetry.shutdown(timeout_s=60)
-        assert refusing.spans == []
     assert "400" in caplog.text
+
+
+def test_spans_for_which_there_is_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "16")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    with silent(monkeypatch):
+        telemetry.setup("test")
+        threads = [
+            threading.Thread(target=lambda: [record_span("a", "", 1.0, 2.0) for _ in range(10)])
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert telemetry.num_dropped() == 40 - 16, "also those that are being sent take room"
 
 
 def test_off_costs_a_handful_of_calls() -> None:

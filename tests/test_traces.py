@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,9 @@ from tests.api.apps import Exchange, http_client, make_app
 from tests.api.fakes import FakeGenerate
 from tests.contract.contract import CHAT
 from tests.links.fakes import until
-from tests.otlp_collector import OtlpCollector, ReceivedSpan, traced
-from tests.test_local import ENGINE, LONG, body, has_stepped
+from tests.otlp_collector import OtlpCollector, ReceivedSpan, silent, traced
+from tests.test_local import ENGINE, LONG, body, chat, has_stepped, text
+from tests.test_metrics import metrics_of, total
 from tests.tiny_model import tiny_parts, write_tiny_model
 
 URL = "/v1/chat/completions"
@@ -310,3 +311,31 @@ async def test_an_error_of_the_server_is_one_of_its_span(collector: OtlpCollecto
         ("POST /v1/chat/completions", True),
     ]
     assert {span.attributes["error.type"] for span in collector.spans[1:]} == {"engine_failed"}
+
+
+@pytest.mark.parametrize("collector", ["frozen", "dead"])
+async def test_streams_do_not_notice_a_collector_that_is_gone(
+    collector: str, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its spans are lost, and counted."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "16")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
+    contents = [f"{number}: {LONG}" for number in range(6)]
+    async with served(models[0]) as (_, client), asyncio.timeout(60):
+        wanted = [text(await chat(client, content)) for content in contents]
+        assert total((await metrics_of(client))["disagg_trace_spans_dropped"]) == 0
+        with ExitStack() as stack:
+            stack.enter_context(silent(monkeypatch))
+            if collector == "dead":  # nobody listens on port 1
+                monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+            assert telemetry.setup("disagg-test")
+            answers = await asyncio.gather(*(chat(client, content) for content in contents))
+            assert [text(answer) for answer in answers] == wanted
+            while True:
+                shown = await metrics_of(client)
+                if total(shown["disagg_trace_spans_dropped"]) > 0:
+                    break
+                await chat(client, LONG)
+            await chat(client, LONG)  # after which workers report once more
+            shown = await metrics_of(client)
+            assert total(shown["disagg_worker_trace_spans_dropped"], role="decode") > 0

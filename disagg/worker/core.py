@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from disagg import telemetry
 from disagg.blocks import BlockHash
 from disagg.decode_worker.kv_import import KVImport
 from disagg.engine.engine_thread import StepResult
@@ -205,6 +206,7 @@ class WorkerCore:
             holds=self._kv_export.counts,
             pulls=self._kv_import.pulls.counts,
             home_ingress=home_ingress,
+            num_spans_dropped=telemetry.num_dropped(),
         )
 
     def check(self) -> None:

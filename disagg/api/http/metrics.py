@@ -21,11 +21,13 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
-from disagg import semconv
+from disagg import semconv, telemetry
 from disagg.api.http.request_spans import RequestSpans
 from disagg.api.http.token_latency import TokenLatency
 from disagg.api.running_job import ChoiceDelta, RunningJob
@@ -89,6 +91,7 @@ class ApiMetrics:
         self._add_gauges()
         self._add_counters()
         self._add_histograms()
+        self.registry.register(_DroppedSpans())
 
     def _add_gauges(self) -> None:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
@@ -300,6 +303,16 @@ class ApiMetrics:
         own: bytes = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
         beside: bytes = openmetrics.generate_latest(others)  # type: ignore[no-untyped-call]
         return own.removesuffix(b"# EOF\n") + beside
+
+
+class _DroppedSpans(Collector):
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "disagg_trace_spans_dropped",
+            "Number of spans of traces that this ingress lost, because the collector was slow, away"
+            " or refused them",
+            telemetry.num_dropped(),
+        )
 
 
 class _Families(NamedTuple):
