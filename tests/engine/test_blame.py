@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch import Tensor
@@ -161,17 +162,9 @@ def test_with_other_ranks_the_engine_fails(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be in the middle of the step, and must not take the next one for its rest."""
-
-    class Deaf(Followers):
-        def __init__(self) -> None:
-            pass
-
-        def follow(self, message: object) -> None:
-            pass
-
     engine = engine_of(directory)
     assert isinstance(engine.runner, LateRunner)
-    engine.runner.followers = Deaf()
+    engine.runner.followers = Mock(Followers)
     break_edits(monkeypatch, 0)
     engine.submit(sequences(6, SAMPLINGS)[0])
     with pytest.raises(IndexError, match="planted"):
