@@ -41,7 +41,7 @@ def _route_kernel(
         logits = tl.where(experts == expert, float("-inf"), logits)
     weights = tl.exp(largest - peak)
     if NORMALIZED:
-        total = tl.sum(weights, axis=0)
+        total = tl.sum(weights, axis=0) + (total - total)  # NaN if any score is
     target = weights_ptr + token * NUM_CHOSEN + places
     tl.store(target, weights / total, mask=places < NUM_CHOSEN)
 
@@ -120,6 +120,7 @@ def _route_groups_kernel(
             is_chosen = is_chosen | (groups == one)
             best = tl.where(groups == one, float("-inf"), best)
         ranked = tl.where(is_chosen[:, None], ranked, float("-inf"))
+    is_nan = tl.max(tl.max(tl.where(inside & (scores != scores), 1, 0), axis=1), axis=0) > 0
     weights = tl.zeros([CHOSEN], dtype=tl.float32)
     for place in tl.static_range(NUM_CHOSEN):
         value = tl.max(tl.max(ranked, axis=1), axis=0)
@@ -133,6 +134,7 @@ def _route_groups_kernel(
         ranked = tl.where(is_one, float("-inf"), ranked)
     if NORMALIZED:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    weights = tl.where(is_nan, float("nan"), weights)  # such a score was never the largest
     target = weights_ptr + token * NUM_CHOSEN + places
     tl.store(target, weights * scale, mask=places < NUM_CHOSEN)
 

@@ -187,9 +187,9 @@ def _gate_up_kernel(
             bias_ptrs = bias_ptr + expert * (2 * INNER) + own
             acc += tl.load(bias_ptrs, mask=column < INNER, other=0.0).to(tl.float32)[None, :]
         gate, up = tl.split(tl.reshape(acc, [ROWS, WIDTH // 2, 2]))
-        if CLAMPED:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        if CLAMPED:  # NaN must stay, and would become the limit
+            gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
             made = up * gate / (1.0 + tl.exp(-alpha * gate))
         else:
             made = up * gate / (1.0 + tl.exp(-gate))

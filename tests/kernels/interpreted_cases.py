@@ -301,6 +301,25 @@ def test_a_nan_reaches_the_scale(name: str) -> None:
     assert scales.isnan().tolist() == [[False, False], [False, True]]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of casts and of inf - inf
+@pytest.mark.parametrize("name", ["", *WITH_SCALES])
+@pytest.mark.parametrize("row", [3, 4, 5], ids=["in pieces", "a draft", "a prompt"])
+def test_nan_of_a_sequence_stays_and_is_its_own(row: int, name: str) -> None:
+    """Beside sequences with which it shares tiles, pieces and blocks of the cache."""
+    inputs = paged_inputs(MIXED, group=2, format=FORMATS[name] if name else None)
+    _onto_grid(inputs)
+    expected = inputs.expected(None)
+    first, end = inputs.query_start[row : row + 2].tolist()
+    inputs.qkv[first:end, -4:] = torch.nan  # its keys and values
+    kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
+    work = plan_work(inputs.query_lens, inputs.context_lens_host, 2, None, 2, CPU)
+    step = inputs.block_tables, inputs.query_start, inputs.context_lens
+    out = paged_attention(inputs.qkv, inputs.kv_cache, LAYER, *step, work)
+    assert out[first:end].isnan().all()
+    for others in (slice(first), slice(end, None)):
+        _assert_close(out[others], expected[others], SINGLE)
+
+
 def test_a_decoder_on_the_kernels_equals_one_on_torch() -> None:
     weights = random_weights(SMALL, torch.float32, CPU, seed=2)
     results = []

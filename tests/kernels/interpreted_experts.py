@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -305,3 +306,22 @@ def test_a_decoder_with_experts_on_the_kernels_equals_one_on_torch() -> None:
         run_step(decoder, slab, [(tokens, 1)], 8)
         results.append(torch.stack(tokens.logits))
     torch.testing.assert_close(results[0], results[1], atol=SINGLE, rtol=SINGLE)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of -inf - -inf
+@pytest.mark.parametrize("kind", ["plain", "clamped", "mxfp4", "grouped", "grouped, sigmoid"])
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_nan_of_a_token_stays_and_is_its_own(kind: str, is_normalized: bool) -> None:
+    """In what the experts get, or in the router's score of one expert or of all."""
+    torch.manual_seed(3)
+    stored = kind if kind in ("clamped", "mxfp4") else "plain"
+    experts = _experts(6, 2, 96, 64, stored, torch.float32)
+    grouping = Grouping(3, 2, "sigmoid" in kind, 1.0) if "grouped" in kind else None
+    experts = replace(experts, is_normalized=is_normalized, grouping=grouping)
+    x, logits = torch.randn(8, 96), torch.randn(8, 6)
+    sound = TritonExperts(experts)(x, logits)
+    x[1], logits[3], logits[5, 4] = math.nan, math.nan, math.nan
+    found = TritonExperts(experts)(x, logits)
+    assert found.isnan().all(1).tolist() == [False, True, False, True, False, True, False, False]
+    others = [0, 2, 4, 6, 7]
+    torch.testing.assert_close(found[others], sound[others], atol=SINGLE, rtol=SINGLE)

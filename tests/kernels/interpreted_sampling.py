@@ -6,18 +6,16 @@ Run by `test_interpreted.py`.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from triton.runtime.interpreter import ReduceOps
 
 from disagg.kernels import torch_sampling
 from disagg.kernels.sampling_rows import TEMPERATURE
 from disagg.kernels.triton_floors import FloorBuffers, find_floors
 from disagg.kernels.triton_sampling import TritonSampling
+from tests.kernels.compiled_order import argmax
 from tests.kernels.sampling_cases import (
     CUTS,
     PLAIN,
@@ -65,33 +63,10 @@ def test_greedy_and_unlikely_rows() -> None:
     check_greedy_and_unlikely_rows(TritonSampling())
 
 
-def _compiled_argmax(x: NDArray[Any], axis: int | None, keepdims: bool) -> NDArray[np.int32]:
-    """Triton's `_argmax_combine` from left to right, as a compiled kernel has it. NaN compares as
-    false, so what is right of a NaN wins over it, and a NaN wins over what is left of it."""
-    moved = np.moveaxis(x, axis or 0, 0)
-    value, index = moved[0], np.zeros(moved.shape[1:], np.int32)
-    for place in range(1, len(moved)):
-        stays = value >= moved[place]  # greater, or equal and further left
-        value, index = np.where(stays, value, moved[place]), np.where(stays, index, place)
-    return np.expand_dims(index, axis or 0) if keepdims else index
+def test_the_interpreter_has_the_compiled_argmax() -> None:
+    """Of a row of NaN the answer is in the padding: this is what kernels must be safe from."""
+    assert argmax(np.array([math.nan] * 6 + [-math.inf] * 2), 0, False) == 6
 
 
-@pytest.fixture(params=["numpy's argmax", "the compiled one"])
-def _argmax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "numpy's argmax":
-        return
-    take = ReduceOps.min_max
-
-    def min_max(self: ReduceOps, value: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-        assert idx_reduce_op in (None, np.argmax)
-        return take(self, value, val_reduce_op, idx_reduce_op and _compiled_argmax)
-
-    monkeypatch.setattr(ReduceOps, "min_max", min_max)
-    # The emulation would show the mistake: all are NaN, and the answer is in the padding.
-    row = np.array([math.nan] * 6 + [-math.inf] * 2)
-    assert _compiled_argmax(row, 0, False) == 6 and np.argmax(row) == 0
-
-
-@pytest.mark.usefixtures("_argmax")
 def test_rows_without_a_token() -> None:
     check_rows_without_a_token(TritonSampling())
