@@ -63,7 +63,7 @@ class AnswerFields(msgspec.Struct, kw_only=True):
     slo_ttft_ms: Milliseconds | None = None
     slo_tpot_ms: Milliseconds | None = None
     structured_outputs: StructuredOutputs | None = None
-    cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}\Z")] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     user: Label | None = None
     metadata: Metadata | None = None
 

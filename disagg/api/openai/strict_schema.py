@@ -8,50 +8,84 @@ no limits: a string that is cut at a limit would look complete.
 
 from __future__ import annotations
 
+from collections.abc import Container
+from functools import partial
 from typing import Any
+
+from disagg.engine.sched.json_schema import Part, mapped, resolved
 
 LARGEST = 10**18  # llguidance needs bounds that a float represents exactly
 
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # have schemas as members
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum",
            "const")  # fmt: skip
 _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+_MAX_PARTS = 32  # of one object; more are left open
 
 
-def strict(schema: dict[str, Any]) -> dict[str, Any]:
+def strict(schema: Part) -> Part:
     """A strict copy of `schema`.
 
-    Objects stay open if the schema has an `allOf`, because each of its parts names only some of the
-    properties of an object.
+    If an object must match several schemas, each names only some of its properties. So those stay
+    open, and the whole is closed with the properties of all.
     """
-    closed: dict[str, Any] = _strict(schema, can_close=not _has_key(schema, "allOf"))
+    open_ids: set[int] = set()
+
+    def note(copied: Part, original: Part) -> Part:
+        open_ids.update(map(id, _joined(original, schema)))
+        return copied
+
+    mapped(schema, note)
+    closed: Part = mapped(schema, partial(_strict, root=schema, open_ids=open_ids))
     return closed
 
 
-def _strict(schema: Any, *, can_close: bool) -> Any:
-    if isinstance(schema, list):
-        return [_strict(each, can_close=can_close) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kinds = schema.get("type")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
-            found[key] = {name: _strict(each, can_close=can_close) for name, each in value.items()}
-        elif key in ("enum", "const", "default", "examples"):
-            found[key] = value
-        else:
-            found[key] = _strict(value, can_close=can_close)
-    has_members = "object" in kinds and isinstance(schema.get("properties"), dict)
-    if can_close and has_members and not any(key in schema for key in _OPEN):
-        found["additionalProperties"] = False
-    if "integer" in kinds and not any(key in schema for key in _BOUNDS):
-        found |= {"minimum": -LARGEST, "maximum": LARGEST}
-    return found
+def _strict(part: Part, original: Part, root: Part, open_ids: Container[int]) -> Part:
+    if id(original) not in open_ids:
+        names = _property_names(original, root)
+        if names is not None:
+            own = part.get("properties", {})
+            part["properties"] = own | {name: True for name in names if name not in own}
+            part["additionalProperties"] = False
+    if "integer" in _kinds(original) and not any(key in original for key in _BOUNDS):
+        part |= {"minimum": -LARGEST, "maximum": LARGEST}
+    return part
 
 
-def _has_key(value: Any, key: str) -> bool:
-    if isinstance(value, dict):
-        return key in value or any(_has_key(each, key) for each in value.values())
-    return isinstance(value, list) and any(_has_key(each, key) for each in value)
+def _property_names(part: Part, root: Part) -> list[str] | None:
+    """The properties of an object that may be closed; None if it may not, or is no object."""
+    parts = [part, *_joined(part, root)]
+    named = [each["properties"] for each in parts if _has_members(each)]
+    is_object = any("object" in _kinds(each) for each in parts)
+    if not named or not is_object or len(parts) > _MAX_PARTS:
+        return None
+    if any(key in each for each in parts for key in _OPEN):
+        return None
+    return [name for properties in named for name in properties]
+
+
+def _joined(part: Part, root: Part) -> list[Part]:
+    """The further schemas that an object of `part` must match, if several name its properties."""
+    parts: dict[int, Part] = {}
+    waiting = [part]
+    while waiting and len(parts) <= _MAX_PARTS:
+        for each in _further(waiting.pop(), root):
+            if id(each) not in parts:
+                parts[id(each)] = each
+                waiting.append(each)
+    found = list(parts.values())
+    return found if sum(map(_has_members, [part, *found])) > 1 else []
+
+
+def _further(part: Part, root: Part) -> list[Part]:
+    listed = part.get("allOf")
+    parts = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    return [*parts[:_MAX_PARTS], resolved(part, root)] if "$ref" in part else parts[:_MAX_PARTS]
+
+
+def _has_members(part: Part) -> bool:
+    return isinstance(part.get("properties"), dict)
+
+
+def _kinds(part: Part) -> list[Any]:
+    kinds = part.get("type")
+    return kinds if isinstance(kinds, list) else [kinds]

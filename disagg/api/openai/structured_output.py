@@ -43,6 +43,7 @@ class JsonSchemaFormat(msgspec.Struct):
 class ResponseFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None  # of `json_object`, as llama.cpp and others have it
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,7 +97,10 @@ def requested_grammar(
 def _requested(request: GrammarFields) -> dict[str, Grammar]:
     grammars: dict[str, Grammar] = {}
     form = request.response_format
-    if form is not None and form.type == "json_object":
+    if form is not None and form.type == "json_object" and form.schema is not None:
+        param = "response_format.schema"
+        grammars[param] = Grammar("json", _json_text(strict(form.schema), param))
+    elif form is not None and form.type == "json_object":
         grammars["response_format"] = ANY_OBJECT
     elif form is not None and form.type == "json_schema":
         if form.json_schema is None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from disagg.engine.sched.gbnf import as_lark
+from disagg.engine.sched.json_schema import followable
 from disagg.errors import GrammarError, Overloaded, Unavailable
 from disagg.messages import Grammar
 
@@ -43,6 +44,12 @@ LEXER_STATE_NBYTES = 1200
 NBYTES_PER_SOURCE_BYTE = 110
 NUM_PROBES = 3
 OUT_OF_STATES = "too many states"  # in llguidance's error message
+_WORDS = {
+    "coerce_one_of": "oneOf is supported only if its alternatives exclude each other, as objects do"
+    " that have a property with different constants; use anyOf instead",
+    "NoExtension": "an answer could begin in a way that nothing may follow, as where two"
+    " patternProperties, or one and a property, exclude each other",
+}
 # Recursion over a source of the largest size took 22 MB. Only pages that are touched take memory.
 STACK_NBYTES = 128 << 20
 # Between tokens of JSON: nothing, one space, or a new line and its indentation. Without a bound, a
@@ -339,7 +346,7 @@ def _grammar_text(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json":
-            schema = _loaded(grammar.source)
+            schema = followable(_loaded(grammar.source))
             schema.pop("x-guidance", None)  # clients must not set the library's options
             overrides: Any = {"whitespace_pattern": WHITE_SPACE}
             return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
@@ -412,7 +419,15 @@ def _probe(matcher: LLMatcher) -> None:
 
 def _refuse_error(matcher: LLMatcher) -> None:
     if matcher.is_error():
-        raise GrammarError(f"The grammar cannot be followed: {_first_line(matcher.get_error())}.")
+        raise GrammarError(f"The grammar cannot be followed: {_in_words(matcher.get_error())}.")
+
+
+def _in_words(error: str) -> str:
+    """An error of the library as clients understand it, who know neither its options nor names."""
+    for name, words in _WORDS.items():
+        if name in error:
+            return words
+    return _first_line(error)
 
 
 def _first_line(text: str) -> str:

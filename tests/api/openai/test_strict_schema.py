@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -50,7 +51,12 @@ def test_what_is_left_open_is_closed(schema: Any, expected: Any) -> None:
         {"type": "integer", "maximum": 7},
         {"enum": [{"type": "integer"}]},
         {"const": {"type": "object", "properties": {}}},
-        {"allOf": [{"type": "object", "properties": {}}]},
+        {
+            "allOf": [
+                {"type": "object", "properties": {}, "patternProperties": {}},
+                {"type": "object", "properties": {}},
+            ]
+        },
         {"type": "string"},
     ],
 )
@@ -65,6 +71,43 @@ def test_long_integers_can_be_written_and_endless_ones_cannot() -> None:
         token_ids = TOKENIZER.encode(f'{{"n":{number}}}', add_special_tokens=False)
         matcher = compiled.matcher()
         assert matcher.consume_tokens(token_ids) is fits, number
+
+
+A_AND_B: dict[str, Any] = {
+    "allOf": [{"$ref": "#/$defs/A"}, {"type": "object", "properties": {"b": {"type": "null"}}}],
+    "$defs": {"A": {"type": "object", "properties": {"a": {"type": "null"}}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "does_not_fit"),
+    [
+        (A_AND_B, '{"a":null,"b":null}', '{"c":null}'),
+        ({"allOf": [{"allOf": [A_AND_B["allOf"][0]]}, A_AND_B["allOf"][1]],
+          "$defs": A_AND_B["$defs"]}, '{"a":null,"b":null}', '{"a":null,"c":null}'),
+        ({"properties": {"c": {"type": "null"}}} | A_AND_B, '{"c":null,"a":null}', '{"d":null}'),
+        ({"$ref": "#/$defs/A", "properties": {"c": {"type": "null"}}, "$defs": A_AND_B["$defs"]},
+         '{"a":null,"c":null}', '{"d":null}'),
+        ({"allOf": [OPEN], "description": "of old pydantic"}, '{"n":1}', '{"x":1}'),
+        ({"allOf": [A_AND_B["allOf"][0], {"required": ["a"]}], "$defs": A_AND_B["$defs"]},
+         '{"a":null}', '{"a":null,"x":1}'),
+    ],
+)  # fmt: skip
+def test_objects_of_several_schemas_are_closed_with_all_their_properties(
+    schema: dict[str, Any], fits: str, does_not_fit: str
+) -> None:
+    grammars = Grammars(TOKENIZER.core.to_str, [END])
+    compiled = grammars.compile(Grammar("json", json.dumps(strict(schema)))).result()
+    for text, is_taken in ((fits, True), (does_not_fit, False)):
+        token_ids = TOKENIZER.encode(text, add_special_tokens=False)
+        assert compiled.matcher().consume_tokens(token_ids) is is_taken, text
+
+
+def test_a_schema_of_many_parts_is_closed_soon() -> None:
+    chain = {str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 9} for i in range(5000)}
+    began = time.process_time()
+    strict({"$ref": "#/$defs/0", "properties": {}, "$defs": chain})
+    assert time.process_time() - began < 5
 
 
 async def test_schemas_are_closed_unless_clients_want_them_open() -> None:

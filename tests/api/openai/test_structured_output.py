@@ -59,6 +59,7 @@ TAKEN: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": None, "structured_outputs": None, "guided_json": None}, None),
     ({"response_format": {"type": "json_object"}}, Grammar("json", '{"type":"object"}')),
+    ({"response_format": {"type": "json_object", "schema": CLOSED}}, Grammar("json", CLOSED_TEXT)),
     (form(CLOSED), Grammar("json", CLOSED_TEXT)),
     (form(CLOSED, strict=True, description="A thing."), Grammar("json", CLOSED_TEXT)),
     (form(SCHEMA, strict=False), Grammar("json", SCHEMA_TEXT)),
