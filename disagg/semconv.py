@@ -26,7 +26,9 @@ HTTP_METHODS: Final = frozenset(
     ["CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"]
 )
 
+GEN_AI_INPUT_MESSAGES: Final = "gen_ai.input.messages"
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
+GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
 GEN_AI_REQUEST_CHOICE_COUNT: Final = "gen_ai.request.choice.count"
 GEN_AI_REQUEST_FREQUENCY_PENALTY: Final = "gen_ai.request.frequency_penalty"

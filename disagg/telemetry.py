@@ -36,6 +36,7 @@ CANCELLED = "disagg.cancelled"  # nobody waited for the rest of the work
 _log = logging.getLogger(__name__)
 _EXIT_TIMEOUT_S = 2.0
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_CAPTURE_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _TRACEPARENT_LEN = 55
 _MAX_HEADER_LEN = 512
@@ -103,6 +104,8 @@ class _Tracing:
 
         self.provider = provider
         self.backlog = backlog
+        captured = os.environ.get(_CAPTURE_VARIABLE, "").strip().lower()
+        self.captures_content = captured in ("true", "span_only", "span_and_event")
         self.tracer: Tracer = provider.get_tracer("disagg")
         self._trace = trace
         self._new_trace = Context()
@@ -255,6 +258,11 @@ def setup(service_name: str, attributes: Attributes | None = None) -> bool:
 def enabled() -> bool:
     """Whether spans go anywhere; for callers whose attributes are costly to compute."""
     return _tracing is not None
+
+
+def captures_content() -> bool:
+    """Whether prompts and answers are to be in spans, which only an explicit setting says."""
+    return _tracing is not None and _tracing.captures_content
 
 
 def num_dropped() -> int:

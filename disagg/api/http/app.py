@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from importlib.metadata import version
@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from disagg import logs
+from disagg import logs, telemetry
 from disagg.api import openapi
 from disagg.api.apis import BY_PATH, Api, ApiRequest
 from disagg.api.choices import Caller
+from disagg.api.http.captured import CapturedFrames
 from disagg.api.http.cors import Cors
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import (
@@ -320,14 +321,17 @@ class HttpApp:
         tenant = shown_tenant(request.tenant, self._quota.tenant_class)
         begin = partial(request.spans.begin, api.operation, caller.request_id, tenant)
         run = await self._service.prepare(api, body, caller, begin)
-        request.spans.runs(run)
+        answers = [ChoiceDelta(index) for index in range(len(run.job.requests))]
+        request.spans.runs(run, answers)
         self._begin(request, run, arrived_s, read_s)
         if run.job.spec.stream:
             frames = api.frames(run.job)
+            if telemetry.captures_content():
+                frames = CapturedFrames(frames, answers)
             timer = self._timer(api, request, run, arrived_s)
             events = partial(stream_events, run, frames, timer, partial(_say_why, run, request))
             return Stream(events, frames.error)
-        answers = await self._collect(request, run, self._timer(api, request, run, arrived_s))
+        await self._collect(request, run, answers, self._timer(api, request, run, arrived_s))
         nbytes = SCORE_NBYTES * run.job.num_prompt_scores
         return Reply(await off_loop(nbytes, lambda: api.body(run, answers)))
 
@@ -348,10 +352,13 @@ class HttpApp:
         return RequestTimer(self._metrics, run, arrived_s, api.operation, spans, tenant)
 
     async def _collect(
-        self, request: HttpRequest, run: RunningJob, timer: RequestTimer
-    ) -> list[ChoiceDelta]:
-        """The complete answers of all choices. If one choice fails, the whole request fails."""
-        answers = [ChoiceDelta(index) for index in range(len(run.job.requests))]
+        self,
+        request: HttpRequest,
+        run: RunningJob,
+        answers: Sequence[ChoiceDelta],
+        timer: RequestTimer,
+    ) -> None:
+        """Complete the answers of all choices. If one choice fails, the whole request fails."""
         async with aclosing(run.batches()) as batches:
             with timer:
                 async for batch in batches:
@@ -359,7 +366,6 @@ class HttpApp:
                     for piece in batch:
                         answers[piece.index].extend(piece)
         _say_why(run, request)
-        return answers
 
     # Other endpoints
 

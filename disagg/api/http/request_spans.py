@@ -3,18 +3,20 @@
     POST /v1/chat/completions
     └── chat MODEL                  parent of what ingress and workers do for the answer
 
-All attributes of requests are made here. Neither prompts nor answers are among them.
+All attributes of requests are made here. Prompts and answers are among them only if the server
+was told to capture them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from disagg import semconv, telemetry
+from disagg.api.http.captured import input_messages, output_messages
 from disagg.api.request_spec import RequestSpec
-from disagg.api.running_job import RunningJob
+from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.errors import DisaggError
 
 MAX_TEXT_LEN = 128  # of texts that clients choose
@@ -44,6 +46,7 @@ class RequestSpans:
     def __init__(self) -> None:
         self._server = self._inference = telemetry.NO_SPAN
         self._run: RunningJob | None = None
+        self._answers: Sequence[ChoiceDelta] = ()
 
     def open(self, head: Head) -> str:
         """Start the server's span. Returns its traceparent."""
@@ -58,13 +61,16 @@ class RequestSpans:
         attributes = None
         if telemetry.enabled():
             attributes = _of_inference(operation, answer_id, spec) | {"disagg.tenant": tenant}
+            if telemetry.captures_content():
+                attributes[semconv.GEN_AI_INPUT_MESSAGES] = input_messages(spec.prompts)
         name = f"{operation} {spec.model.name}"
         self._inference = telemetry.span(name, self._server.traceparent, attributes)
         return self._inference.traceparent
 
-    def runs(self, run: RunningJob) -> None:
-        """Take the counts of `run` when the spans end."""
+    def runs(self, run: RunningJob, answers: Sequence[ChoiceDelta]) -> None:
+        """Take the counts of `run` when the spans end, and `answers` if they are to be captured."""
         self._run = run
+        self._answers = answers
 
     @property
     def exemplar(self) -> dict[str, str] | None:
@@ -90,6 +96,9 @@ class RequestSpans:
         """End the spans. `status` is None if no reply began and the client did not leave."""
         if self._run is not None and telemetry.enabled():
             self._inference.set_all(_of_answer(self._run))
+            if telemetry.captures_content():
+                shown = output_messages(self._answers)
+                self._inference.set(semconv.GEN_AI_OUTPUT_MESSAGES, shown)
         if status is not None:
             self._server.set(semconv.HTTP_RESPONSE_STATUS_CODE, status)
         self._inference.end()
