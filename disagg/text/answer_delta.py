@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from itertools import groupby
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -14,6 +14,8 @@ from msgspec.structs import replace
 from disagg.text.incoming import Take
 
 CallIdStyle: TypeAlias = Literal["openai", "mistral"]
+# Name of an offered function -> JSON schema of its parameters.
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 class CallDelta(msgspec.Struct, frozen=True, gc=False):
@@ -57,20 +59,27 @@ class Sink:
 
     Args:
         answer_id: seeds the ids of calls, which must differ within a conversation.
+        tools: the offered functions.
         call_id_style: the kind of ids that the model's template accepts in later turns.
         parallel: whether an answer may have several calls; otherwise only the first one counts.
         is_reasoning: whether the answer begins with reasoning.
+
+    Attributes:
+        closing: what ends the JSON of the open call if nothing else follows.
     """
 
     def __init__(
         self,
         answer_id: str,
+        tools: Tools,
         *,
         call_id_style: CallIdStyle = "openai",
         parallel: bool = True,
         is_reasoning: bool = False,
     ) -> None:
+        self.tools = tools
         self.is_reasoning = is_reasoning
+        self.closing = ""
         self.num_calls = 0  # calls that have begun
         self.is_full = False  # whether the only allowed call is complete
         self._answer_id = answer_id
@@ -95,13 +104,19 @@ class Sink:
         if not self.is_full:
             self._text += text
 
-    def begin_call(self, name: str, call_id: str = "") -> None:
-        """Begin a call.
+    def begin_call(self, name: str, call_id: str = "") -> bool:
+        """Begin a call, which ends the reasoning.
 
         Args:
             call_id: the id that the model gives to the call, if it does.
+
+        Returns:
+            False if no such function was offered: then it is no call, and its text stays text.
         """
+        if name not in self.tools:
+            return False
         self.end_call()
+        self.is_reasoning = False
         if not self.is_full:
             if self._arguments:
                 self._give_arguments()
@@ -109,6 +124,7 @@ class Sink:
             number, self._has_arguments = self.num_calls, False
             self.num_calls += 1
             self._calls.append(CallDelta(number, "", call_id or self._new_id(number), name))
+        return True
 
     def arguments(self, text: str) -> None:
         """Add JSON to the arguments of the call that has begun."""
@@ -130,8 +146,8 @@ class Sink:
         if not self._is_open:
             return
         self._is_open = False
-        if not self._has_arguments:
-            self.arguments("{}")
+        self.arguments(self.closing if self._has_arguments else "{}")
+        self.closing = ""
         self.is_full = not self._parallel
 
     def end(self) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disagg.text.answer_delta import AnswerDelta, CallIdStyle, Sink
+from disagg.text.answer_delta import AnswerDelta, CallIdStyle, Sink, Tools
 from disagg.text.incoming import Incoming, Reading
 from disagg.text.reasoning import ReasoningFormat, read_reasoning
-from disagg.text.tool_parsers.format import Reader, ToolFormat, Tools, read_text
+from disagg.text.tool_parsers.format import Marked, Reader, ToolFormat, read_text
 from disagg.text.tool_parsers.harmony import read_harmony
 from disagg.text.tool_parsers.registry import HARMONY
 
@@ -73,6 +73,7 @@ class AnswerReader:
         self._text = Incoming()
         self._sink = Sink(
             answer_id,
+            syntax.tools,
             call_id_style=syntax.call_id_style,
             parallel=syntax.parallel,
             is_reasoning=is_open,
@@ -105,14 +106,12 @@ class AnswerReader:
 def read_arguments_of(function: str) -> Reader:
     """A reader for answers that consist of the arguments of one function."""
 
-    def read(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
+    def read(text: Incoming, sink: Sink) -> Reading[None]:
         text.record()
-        is_call = (yield from text.spaces()) == "{"
+        is_call = (yield from text.spaces()) == "{" and sink.begin_call(function)
         before = text.recorded()
-        if is_call:
-            sink.begin_call(function)
-            if (yield from text.json_value(sink.arguments)):
-                sink.end_call()
+        if is_call and (yield from text.json_value(sink.arguments)):
+            sink.end_call()
         yield from read_text(text, sink, "" if is_call else before)
 
     return read
@@ -121,11 +120,16 @@ def read_arguments_of(function: str) -> Reader:
 def _read(text: Incoming, sink: Sink, syntax: AnswerSyntax, is_open: bool) -> Reading[None]:
     reasoning, read_calls = syntax.reasoning, syntax.read_calls
     if reasoning is not None and reasoning.is_harmony:
-        yield from read_harmony(text, sink, syntax.tools, read_calls)
+        yield from read_harmony(text, sink, read_calls)
         return
-    if reasoning is not None:
-        yield from read_reasoning(text, sink, reasoning, is_open=is_open)
-    if read_calls is None:
-        yield from read_text(text, sink)
+    dropped: tuple[str, ...] = ()
+    if reasoning is not None and (
+        yield from read_reasoning(text, sink, reasoning, read_calls, is_open=is_open)
+    ):
+        dropped = reasoning.ends
+    if isinstance(read_calls, Marked):
+        yield from read_calls(text, sink, dropped)
+    elif read_calls is not None:
+        yield from read_calls(text, sink)
     else:
-        yield from read_calls(text, sink, syntax.tools)
+        yield from read_text(text, sink)

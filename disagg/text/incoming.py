@@ -10,7 +10,7 @@ linear in the length of the answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -83,9 +83,9 @@ class Incoming:
         self._at = 0
         self._is_over = is_end
 
-    def record(self) -> None:
-        """Start to record the text that is read."""
-        self._record = []
+    def record(self, before: str = "") -> None:
+        """Start to record the text that is read, after `before`."""
+        self._record = [before]
 
     def recorded(self) -> str:
         """The text that was read since `record`."""
@@ -133,6 +133,13 @@ class Incoming:
         if is_next:
             self._read(self._at + len(mark))
         return is_next
+
+    def skip_one(self, marks: Iterable[str]) -> Reading[str]:
+        """Read the first of `marks` that comes next; returns it, "" if none does."""
+        for mark in marks:
+            if (yield from self.skip(mark)):
+                return mark
+        return ""
 
     def until(self, marks: Marks, take: Take) -> Reading[str]:
         """Pass text to `take` up to the first of `marks`, and read the mark.

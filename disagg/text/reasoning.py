@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from disagg.text.answer_delta import Sink, Trimmed
-from disagg.text.incoming import Incoming, Marks, Reading
-from disagg.text.tool_parsers.format import choose_format
+from disagg.text.incoming import Incoming, Reading
+from disagg.text.tool_parsers.format import Marked, Reader, choose_format, marks_of
 from disagg.text.tool_parsers.harmony import FINAL, FORCE_FINAL
 from disagg.text.tool_parsers.harmony import MARKS as HARMONY_MARKS
 
@@ -105,31 +105,41 @@ def reasoning_format_of(template_source: str, name: str = "") -> ReasoningFormat
 
 
 def read_reasoning(
-    text: Incoming, sink: Sink, reasoning: ReasoningFormat, *, is_open: bool
-) -> Reading[None]:
-    """Read up to the end of the reasoning.
+    text: Incoming,
+    sink: Sink,
+    reasoning: ReasoningFormat,
+    read_calls: Reader | None,
+    *,
+    is_open: bool,
+) -> Reading[bool]:
+    """Read up to the end of the reasoning, which a call ends too: models forget the mark before it.
 
     Args:
         is_open: whether the answer begins inside the reasoning.
+
+    Returns:
+        Whether a call has ended it.
     """
     text.record()
     yield from text.spaces()
-    has_mark = False
-    for start in reasoning.starts:
-        has_mark = has_mark or (yield from text.skip(start))
+    has_mark = bool((yield from text.skip_one(reasoning.starts)))
     before = text.recorded()
     if not (is_open or has_mark):
         text.give_back(before)
-        return
+        return False
     sink.is_reasoning = True
     yield from text.spaces()
     trimmed = Trimmed(sink.reasoning)
-    if (yield from text.until(_marks(reasoning.ends), trimmed)):
+    if isinstance(read_calls, Marked):
+        mark = yield from read_calls.until_call(text, sink, trimmed, reasoning.ends)
+    else:
+        mark = yield from text.until(marks_of(reasoning.ends), trimmed)
+    if not mark:
+        trimmed.flush()
+    elif mark in reasoning.ends:
         sink.is_reasoning = False
         yield from text.word(_LINE_BREAK)
-    else:
-        trimmed.flush()
+    return bool(mark) and mark not in reasoning.ends
 
 
-_marks = functools.cache(lambda ends: Marks(*ends))
 _LINE_BREAK = re.compile(r"\n")

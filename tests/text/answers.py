@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from disagg.text.answer_delta import Tools
 from disagg.text.answer_reader import AnswerReader, AnswerSyntax
 from disagg.text.reasoning import reasoning_format_of
-from disagg.text.tool_parsers.format import Tools
 from disagg.text.tool_parsers.registry import tool_format_of
 
 TOOLS: Tools = {

@@ -13,6 +13,7 @@ from disagg.text.tool_parsers.registry import NAMES
 from tests.text.answers import Found, cut, read, syntax_of
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"where": "here"}}\n</tool_call>'
+WALK = CALL.replace("look", "walk")
 LOOK = ("look", '{"where": "here"}')
 OPEN = "<|im_start|>assistant\n<think>\n"
 CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -27,11 +28,16 @@ THINK = [
     ("", " \n Hi", Found(text=" \n Hi")),
     ("", "I <think> so</think>", Found(text="I <think> so</think>")),
     (OPEN, "So.", Found("So.")),
+    # Models forget the end of the reasoning before a call. A call of no offered function is none.
+    (OPEN, f"So. \n{CALL}", Found("So.", calls=(LOOK,))),
+    (OPEN, f"So. \n{CALL} And so", Found("So.", " And so", (LOOK,))),
+    (OPEN, f"So. \n{CALL}\n</think>\n\n", Found("So.", calls=(LOOK,))),
+    (OPEN, f"<tool_call> or {WALK} is how</think>Hi", Found(f"<tool_call> or {WALK} is how", "Hi")),
     (OPEN, "So. </thi", Found("So. </thi")),
     (
         OPEN,
         f"Shall I {CALL}?</think>\n\nWell.\n{CALL}",
-        Found(f"Shall I {CALL}?", "Well.", (LOOK,)),
+        Found("Shall I", "?\n\nWell.", (LOOK, LOOK)),  # a call ends the reasoning
     ),
     ("", f"<think></think>{CALL}", Found(calls=(LOOK,))),
     ("", CALL, Found(calls=(LOOK,))),
@@ -55,6 +61,11 @@ HARMONY = [
     ("<|channel|>analysis<|message|>So.<|channel|>final<|message|>Hi", Found("So.", "Hi")),
     ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", Found(text="{}")),
     ("Hi there", Found(text="Hi there")),
+    ("<|end|>assistant<|channel|>final<|message|>Hi", Found(text="Hi")),
+    ("<|channel|>analysis<|message|>So.<|end|>\nassistant\n<|channel|>final<|message|>Hi",
+     Found("So.", "Hi")),
+    ("assistants help", Found(text="assistants help")),
+    ("<|channel|>commentary to=functions.walk<|message|>{}", Found(text="{}")),  # nobody offered it
     ("<|channel|>analysis<|mess", Found()),
 ]  # fmt: skip
 
@@ -136,7 +147,7 @@ def test_one_call_is_all_where_one_is_wanted() -> None:
     assert delta.text == "" and len(delta.calls) == 1 and reader.is_done
     assert reader.push(f" {CALL}", is_end=True) == AnswerDelta("", "", [])
     unclosed = AnswerReader(syntax_of("qwen3_coder", parallel=False), "answer")
-    delta = unclosed.push("<function=rest> and more <function=rest>", is_end=False)
+    delta = unclosed.push("<function=rest></function> and more <function=rest>", is_end=False)
     assert delta.text == "" and unclosed.is_done
     assert [call.arguments for call in delta.calls] == ["{}"]
     both = '[{"name": "rest"}, {"name": "rest"}]'
@@ -153,7 +164,7 @@ def test_one_call_is_all_where_one_is_wanted() -> None:
     ],
 )
 def test_an_answer_may_be_the_arguments_of_one_function(answer: str, found: Found) -> None:
-    syntax = AnswerSyntax(read_calls=read_arguments_of("f"))
+    syntax = AnswerSyntax(read_calls=read_arguments_of("f"), tools={"f": {}})
     assert read(syntax, [answer]) == found
     assert read(syntax, list(answer)) == found
 

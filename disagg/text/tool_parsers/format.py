@@ -1,22 +1,20 @@
 """The common parts of tool call parsers.
 
-A parser is a generator function that reads an answer after its reasoning, and puts text and calls
-into a sink. A call is put there while it is generated. If it turns out not to be a call before its
-name is known, it stays text.
+A parser reads an answer after its reasoning, and puts text and calls into a sink. A call is put
+there while it is generated. What turns out not to be a call of an offered function stays text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from disagg.text.answer_delta import CallIdStyle, Sink, Trimmed
 from disagg.text.incoming import Incoming, Marks, Reading
 
-# Name of an offered function -> JSON schema of its parameters.
-Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
-Reader: TypeAlias = Callable[[Incoming, Sink, Tools], Reading[None]]
+Reader: TypeAlias = Callable[[Incoming, Sink], Reading[None]]
 
 
 @dataclass(frozen=True)
@@ -59,27 +57,51 @@ def choose_format(formats: Iterable[Named], template_source: str, name: str) -> 
     return None
 
 
-def read_marked(
-    text: Incoming, sink: Sink, begin: Marks, read_calls: Callable[[str], Reading[bool]]
-) -> Reading[None]:
-    """Read text with calls that follow marks.
+@dataclass(frozen=True)
+class Marked:
+    """Reads calls that begin with a mark, anywhere in an answer.
 
-    Args:
-        read_calls: reads what follows the given mark; returns whether a call has begun. If not,
-            the mark and the text that was read stay text.
+    Attributes:
+        begins: the marks.
+        read_call: reads what follows the given mark; returns whether that was calls. If it was not,
+            or not to its end, what was recorded meanwhile is text.
     """
-    trimmed = Trimmed(sink.text)
-    while mark := (yield from text.until(begin, trimmed)):
-        text.record()
-        is_call = yield from read_calls(mark)
-        read = text.recorded()
-        if is_call:
+
+    begins: tuple[str, ...]
+    read_call: Callable[[Incoming, Sink, str], Reading[bool]]
+
+    def __call__(self, text: Incoming, sink: Sink, dropped: tuple[str, ...] = ()) -> Reading[None]:
+        """Read the rest of an answer. `dropped` are marks that are not part of its text."""
+        trimmed = Trimmed(sink.text)
+        while (yield from self.until_call(text, sink, trimmed, dropped)):
+            pass
+        if sink.num_calls:
             trimmed.drop()
-        else:
-            trimmed(mark + read)
-    if sink.num_calls:
-        trimmed.drop()
-    trimmed.flush()
+        trimmed.flush()
+
+    def until_call(
+        self, text: Incoming, sink: Sink, take: Trimmed, ends: tuple[str, ...]
+    ) -> Reading[str]:
+        """Pass text to `take` up to a call, which is read, or up to one of `ends`.
+
+        Returns the mark that was found; "" at the end of the answer.
+        """
+        while mark := (yield from text.until(marks_of(self.begins + ends), take)):
+            if mark in ends:
+                return mark
+            num_calls = sink.num_calls
+            text.record(mark)
+            is_whole = yield from self.read_call(text, sink, mark)
+            rest = "" if is_whole else text.recorded()
+            if sink.num_calls > num_calls:
+                take.drop()
+                sink.text(rest)
+                return mark
+            take(rest)
+        return ""
+
+
+marks_of = functools.cache(lambda marks: Marks(*marks))
 
 
 def read_text(text: Incoming, sink: Sink, before: str = "") -> Reading[None]:
@@ -90,7 +112,4 @@ def read_text(text: Incoming, sink: Sink, before: str = "") -> Reading[None]:
     """
     take = Trimmed(sink.text) if sink.num_calls else sink.text
     take(before)
-    yield from text.until(_NOTHING, take)
-
-
-_NOTHING = Marks()
+    yield from text.until(marks_of(()), take)

@@ -11,7 +11,7 @@ import re
 
 from disagg.text.answer_delta import Sink
 from disagg.text.incoming import Incoming, Marks, Reading
-from disagg.text.tool_parsers.format import Reader, Tools
+from disagg.text.tool_parsers.format import Reader
 
 MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>",
          "<|constrain|>")  # fmt: skip
@@ -27,9 +27,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-def read_harmony(
-    text: Incoming, sink: Sink, tools: Tools, read_final: Reader | None
-) -> Reading[None]:
+def read_harmony(text: Incoming, sink: Sink, read_final: Reader | None) -> Reading[None]:
     """Read an answer.
 
     Args:
@@ -38,42 +36,39 @@ def read_harmony(
     sink.is_reasoning = False
     mark = ""  # the mark that ended the previous message
     while (yield from text.more()):
-        header = mark if mark in _HEADER_BEGINS else ""
+        header, before = mark if mark in _HEADER_BEGINS else "", ""
         if not header:
             yield from text.spaces()
-            header = yield from _skip_one(text, _HEADER_BEGINS)
+            text.record()
+            yield from text.skip(
+                "assistant"
+            )  # after <|start|>, which is in the prompt or forgotten
+            yield from text.spaces()
+            header = yield from text.skip_one(_HEADER_BEGINS)
+            before = text.recorded()
         if not header:  # without a header it is a message to the user
+            sink.text(before)
             mark = yield from text.until(_MESSAGE_END, sink.text)
             continue
         rest, mark = yield from text.collect(_HEADER_END)
         if mark == "<|message|>":
-            mark = yield from _read_message(text, sink, header + rest, tools, read_final)
-
-
-def _skip_one(text: Incoming, marks: tuple[str, ...]) -> Reading[str]:
-    for mark in marks:
-        if (yield from text.skip(mark)):
-            return mark
-    return ""
+            mark = yield from _read_message(text, sink, header + rest, read_final)
 
 
 def _read_message(
-    text: Incoming, sink: Sink, header: str, tools: Tools, read_final: Reader | None
+    text: Incoming, sink: Sink, header: str, read_final: Reader | None
 ) -> Reading[str]:
     """Read a message after its header. Returns the mark that ends it."""
     channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-    to = recipient[1] if recipient else ""
-    name = to.removeprefix("functions.")
-    if to and (name != to or name in tools):
-        sink.begin_call(name)
+    if recipient and sink.begin_call(recipient[1].removeprefix("functions.")):
         mark = yield from text.until(_MESSAGE_END, sink.arguments)
         if mark:
             sink.end_call()
         return mark
-    if not to and (channel is None or channel[1] in ("final", "commentary")):
+    if channel is None or channel[1] in ("final", "commentary"):
         if read_final is None or channel is None or channel[1] != "final":
             return (yield from text.until(_MESSAGE_END, sink.text))
-        yield from read_final(text, sink, tools)
+        yield from read_final(text, sink)
         return ""
     sink.is_reasoning = True
     mark = yield from text.until(_MESSAGE_END, sink.reasoning)

@@ -1,67 +1,152 @@
-"""Calls as JSON objects with a name and arguments, or as lists of them, as in most formats."""
+"""Calls whose arguments are JSON: of Hermes, Llama 3, Granite, Mistral, DeepSeek, Kimi K2.
+
+Most are JSON objects with a name and arguments, or lists of them. Others have the name before the
+arguments, between marks. White space between marks is ignored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
+import re
 
 from disagg.text.answer_delta import Sink
-from disagg.text.incoming import Incoming, Marks, Reading, Take, ignore
-from disagg.text.tool_parsers.format import Tools, read_marked, read_text
+from disagg.text.incoming import Incoming, Reading, Take, ignore
+from disagg.text.tool_parsers.format import Marked, read_text
 
 _PYTHON_TAG = "<|python_tag|>"  # Llama's, before some calls
+_NAME = re.compile(r"[A-Za-z0-9_.-]")
+_LINE = re.compile(r"[^\n<]")
+_NUMBER = re.compile(r"[:_]\d+$")
 
 
-def read_llama3_json(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
+def read_llama3_json(text: Incoming, sink: Sink) -> Reading[None]:
     """Read the calls of Llama 3.1 and later, or of any model whose answer a grammar restricts.
 
-    An answer that begins with the JSON of a call of an offered function has calls; any other is
-    text.
+    An answer that begins with the JSON of a call has calls; any other is text.
     """
     text.record()
     yield from text.spaces()
     yield from text.skip(_PYTHON_TAG)
-    is_call = yield from read_json_calls(text, sink, tools)
-    read = text.recorded()
-    yield from read_text(text, sink, "" if is_call else read)
+    is_whole = yield from _read_json_calls(text, sink)
+    yield from read_text(text, sink, "" if is_whole else text.recorded())
 
 
-def read_hermes(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
-    """Read calls between `<tool_call>` and `</tool_call>`: Hermes, Qwen2.5, Qwen3, Granite 4."""
-
-    def calls(mark: str) -> Reading[bool]:
-        return (yield from read_json_calls(text, sink, end="</tool_call>"))
-
-    yield from read_marked(text, sink, _HERMES, calls)
+def _marked_json(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
+    return (yield from _read_json_calls(text, sink, end=_ENDS[mark]))
 
 
-def read_granite(text: Incoming, sink: Sink, tools: Tools) -> Reading[None]:
-    """Read a list of calls after a mark: Granite 3, Phi-4-mini."""
-
-    def calls(mark: str) -> Reading[bool]:
-        return (yield from read_json_calls(text, sink, end=_GRANITE_ENDS[mark]))
-
-    yield from read_marked(text, sink, _GRANITE, calls)
+_ENDS = {"<|tool_call|>": "<|/tool_call|>", "<tool_call>": "</tool_call>"}
+# Hermes, Qwen2.5, Qwen3, Granite 4.
+read_hermes = Marked(("<tool_call>",), _marked_json)
+# A list of calls after a mark: Granite 3, Phi-4-mini.
+read_granite = Marked(tuple(_ENDS), _marked_json)
 
 
-_HERMES = Marks("<tool_call>")
-_GRANITE_ENDS = {"<|tool_call|>": "<|/tool_call|>", "<tool_call>": "</tool_call>"}
-_GRANITE = Marks(*_GRANITE_ENDS)
+def _mistral(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
+    """Earlier models write `[TOOL_CALLS][{...}, ...]`, later ones `[TOOL_CALLS]name[ARGS]{...}`."""
+    if (yield from text.spaces()) in ("[", "{"):
+        return (yield from _read_json_calls(text, sink))
+    name = yield from text.word(_NAME)
+    call_id = ""
+    yield from text.spaces()
+    if (yield from text.skip("[CALL_ID]")):
+        yield from text.spaces()
+        call_id = yield from text.word(_NAME)
+        yield from text.spaces()
+    yield from text.skip("[ARGS]")
+    if (yield from text.spaces()) != "{" or not sink.begin_call(name, call_id):
+        return False
+    yield from _read_object(text, sink)
+    return True
 
 
-def read_json_calls(
-    text: Incoming, sink: Sink, names: Container[str] | None = None, end: str = ""
-) -> Reading[bool]:
-    """Read one call, several, or a list of them; returns whether one has begun.
+read_mistral = Marked(("[TOOL_CALLS]",), _mistral)
+
+
+# Marks of a section of calls: around the section, around a call, between its head and arguments.
+DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>", "<｜tool▁sep｜>")  # fmt: skip
+KIMI_K2 = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+           "<|tool_call_end|>", "<|tool_call_argument_begin|>")  # fmt: skip
+
+
+def _deepseek(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
+    """V3 and R1 write the name after the separator, and JSON in a code block; V3.1 writes the name
+    before the separator."""
+    name = yield from _read_head(text, mark, DEEPSEEK)
+    if name and (yield from text.spaces()) != "{":
+        name = (yield from text.word(_LINE)).strip()
+        yield from text.spaces()
+        yield from text.skip("```json")
+        yield from text.spaces()
+    if not sink.begin_call(name):
+        return False
+    yield from _read_object(text, sink)
+    yield from text.spaces()
+    yield from text.skip("```")
+    yield from _read_tail(text, DEEPSEEK)
+    return True
+
+
+def _kimi_k2(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
+    """The head of a call is its id, `functions.NAME:NUMBER`; models also write it with `_`."""
+    head = yield from _read_head(text, mark, KIMI_K2)
+    name = head.removeprefix("functions.").removeprefix("functions_")
+    if not (
+        sink.begin_call(head)
+        or sink.begin_call(name)
+        or sink.begin_call(_NUMBER.sub("", name), call_id=head)
+    ):
+        return False
+    yield from text.spaces()
+    yield from _read_object(text, sink)
+    yield from _read_tail(text, KIMI_K2)
+    return True
+
+
+def _read_head(text: Incoming, mark: str, marks: tuple[str, ...]) -> Reading[str]:
+    """Read up to the separator; "" if there is none."""
+    section, _, call, _, separator = marks
+    yield from text.spaces()
+    if mark == section:
+        if not (yield from text.skip(call)):
+            return ""
+        yield from text.spaces()
+    head = (yield from text.word(_LINE)).strip()
+    yield from text.spaces()
+    return head if (yield from text.skip(separator)) else ""
+
+
+def _read_tail(text: Incoming, marks: tuple[str, ...]) -> Reading[None]:
+    """Read the marks at the end, which models may forget."""
+    _, section_end, _, call_end, _ = marks
+    for mark in (call_end, section_end):
+        yield from text.spaces()
+        yield from text.skip(mark)
+
+
+read_deepseek = Marked((DEEPSEEK[0], DEEPSEEK[2]), _deepseek)
+read_kimi_k2 = Marked((KIMI_K2[0], KIMI_K2[2]), _kimi_k2)
+
+
+def _read_object(text: Incoming, sink: Sink) -> Reading[None]:
+    """Read the arguments of the open call, if there are any."""
+    if (yield from text.next()) != "{" or (yield from text.json_value(sink.arguments)):
+        sink.end_call()
+
+
+def _read_json_calls(text: Incoming, sink: Sink, end: str = "") -> Reading[bool]:
+    """Read one call, several, or a list of them; returns whether there was nothing else.
 
     Args:
-        names: names of the functions; JSON with another name is not a call. None allows any name.
         end: the mark after the calls, which models may forget.
     """
     is_call = is_list = False
     while char := (yield from text.spaces()):
         if char == "{":
-            if not (yield from _read_call(text, sink, names)):
-                return is_call
+            if is_call:
+                text.record()
+            if not (yield from _read_call(text, sink)):
+                return False
             is_call = True
         elif char == "[" and not (is_list or is_call):
             is_list = yield from text.skip("[")
@@ -77,8 +162,11 @@ def read_json_calls(
     return is_call
 
 
-def _read_call(text: Incoming, sink: Sink, names: Container[str] | None) -> Reading[bool]:
-    """Read a call, whose keys may come in any order. It begins when its name is known."""
+def _read_call(text: Incoming, sink: Sink) -> Reading[bool]:
+    """Read a call, whose keys may come in any order; returns whether it was one.
+
+    It begins when its name is known.
+    """
     yield from text.skip("{")
     name: str | None = None
     early: list[str] | None = None  # arguments that arrived before the name
@@ -94,7 +182,7 @@ def _read_call(text: Incoming, sink: Sink, names: Container[str] | None) -> Read
         yield from text.spaces()
         if key == "name" and name is None:
             name = yield from text.json_string()
-            if name is None or (names is not None and name not in names):
+            if name is None or name not in sink.tools:
                 return False
             if early is not None:
                 sink.begin_call(name)

@@ -43,6 +43,7 @@ class NamedArguments:
         """
         self._sink.arguments(("{" if self._is_empty else ", ") + _to_json(name) + ": ")
         self._is_empty = False
+        self._sink.closing = ""  # an answer that ends inside a value stays as it is
         self._types = types_of(self._properties.get(name))
         if is_text or (is_text is None and self._types == {"string"}):
             self._value = None
@@ -62,12 +63,11 @@ class NamedArguments:
             self._sink.arguments('"')
         else:
             self._sink.arguments(json_of("".join(self._value), self._types))
+        self._sink.closing = "}"
 
-    def close(self) -> None:
-        """End the arguments and the call."""
-        if not self._is_empty:
-            self._sink.arguments("}")
-        self._sink.end_call()
+    def may_be(self, name: str) -> bool:
+        """Whether the function may have an argument with this name."""
+        return name in self._properties or not self._properties
 
 
 def types_of(schema: Any) -> frozenset[str]:

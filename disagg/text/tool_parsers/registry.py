@@ -6,15 +6,20 @@ import functools
 from functools import partial
 
 from disagg.text.tool_parsers.format import ToolFormat, choose_format
-from disagg.text.tool_parsers.glm45 import read_glm45
 from disagg.text.tool_parsers.harmony import MARKS as HARMONY_MARKS
 from disagg.text.tool_parsers.harmony import read_harmony
-from disagg.text.tool_parsers.json_calls import read_granite, read_hermes, read_llama3_json
-from disagg.text.tool_parsers.minimax_m2 import SECTION, SECTION_END, read_minimax_m2
-from disagg.text.tool_parsers.mistral import read_mistral
+from disagg.text.tool_parsers.json_calls import (
+    DEEPSEEK,
+    KIMI_K2,
+    read_deepseek,
+    read_granite,
+    read_hermes,
+    read_kimi_k2,
+    read_llama3_json,
+    read_mistral,
+)
 from disagg.text.tool_parsers.pythonic import read_pythonic
-from disagg.text.tool_parsers.qwen3_coder import read_qwen3_coder
-from disagg.text.tool_parsers.sections import DEEPSEEK, KIMI_K2, read_deepseek, read_kimi_k2
+from disagg.text.tool_parsers.tags import read_glm45, read_minimax_m2, read_qwen3_coder
 
 HARMONY = ToolFormat(
     ("openai",), partial(read_harmony, read_final=None), ("<|channel|>",), HARMONY_MARKS
@@ -27,8 +32,8 @@ LLAMA3_JSON = ToolFormat(
 # The first format whose texts a template has is used, so texts of several formats come later.
 FORMATS = (
     HARMONY,
-    ToolFormat(("deepseek_v3", "deepseek_v31"), read_deepseek, (DEEPSEEK.call_begin,), DEEPSEEK),
-    ToolFormat(("kimi_k2",), read_kimi_k2, (KIMI_K2.call_begin,), KIMI_K2),
+    ToolFormat(("deepseek_v3", "deepseek_v31"), read_deepseek, (DEEPSEEK[2],), DEEPSEEK),
+    ToolFormat(("kimi_k2",), read_kimi_k2, (KIMI_K2[2],), KIMI_K2),
     ToolFormat(
         ("qwen3_coder", "qwen3_xml"), read_qwen3_coder, ("<function=",),
         ("<tool_call>", "</tool_call>"),
@@ -37,7 +42,10 @@ FORMATS = (
         ("glm45", "glm47"), read_glm45, ("<arg_key>",),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
-    ToolFormat(("minimax_m2",), read_minimax_m2, (SECTION,), (SECTION, SECTION_END)),
+    ToolFormat(
+        ("minimax_m2",), read_minimax_m2, ("<minimax:tool_call>",),
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
     ToolFormat(
         ("granite", "phi4_mini_json"), read_granite, ("<|tool_call|>",),
         ("<|tool_call|>", "<tool_call>", "</tool_call>", "<|/tool_call|>"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,9 @@ OTHER = '{"name": "rest", "parameters": {"a": "ü \\"}"}}'
 LOOK = ("look", ARGUMENTS)
 REST = ("rest", '{"a": "ü \\"}"}')
 BOTH = (LOOK, REST)
+
+
+Called: TypeAlias = tuple[str, dict[str, Any]]
 
 
 def called(**arguments: Any) -> tuple[str, str]:
@@ -100,6 +104,13 @@ DEEPSEEK = [
     ("<｜tool▁call▁begin｜>no<｜", Found(text="<｜tool▁call▁begin｜>no<｜")),
 ]  # fmt: skip
 KIMI_K2 = [
+    *(
+        (f"<|tool_call_begin|>{call_id}\n<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>",
+         Found(calls=(LOOK,)))
+        for call_id in ("\nfunctions.look:0", "functions_look_0", "look:3", "look")
+    ),
+    ("<|tool_call_begin|>call_12ab<|tool_call_argument_begin|>{}",
+     Found(text="<|tool_call_begin|>call_12ab<|tool_call_argument_begin|>{}")),
     ("Well.<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
      f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.rest:1"
      "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
@@ -125,9 +136,20 @@ QWEN3_CODER = [
         ("look", '{"where": "Par'),))),
     ("<tool_call>\n<function=look>\n<parameter=n>\nsome\n</parameter>\n</function>",
      Found(calls=(called(n="some"),))),  # not of its type: the function will say so
-    ("<function=look> hello <function=look>\n</function>",  # what is no argument ends a call
-     Found(text="hello", calls=(called(), called()))),
-    ("<function=rest><tool_call><function=rest>", Found(calls=(("rest", "{}"), ("rest", "{}")))),
+    ("<function=look> hello <function=look>\n</function>",
+     Found(text="<function=look> hello", calls=(called(),))),
+    ("<function=look>\n<parameter=where>\n<parameter=z>\n</parameter></function>",
+     Found(calls=(called(where="<parameter=z>"),))),
+    ("<function=look>\n<parameter=n>\n4\n</parameter></function>no</function>",
+     Found(text="no</function>", calls=(called(n=4),))),
+    ("<function=rest><tool_call><function=rest></function>",
+     Found(calls=(("rest", "{}"), ("rest", "{}")))),
+    ("<function=look>\n<parameter=where>\n<p></parameter>\n</p>\n</parameter>\n"
+     "<parameter=n>\n4\n</parameter>\n</function>",
+     Found(calls=(called(where="<p></parameter>\n</p>", n=4),))),
+    # Functionary's: another format.
+    ('<function=look>{"where": "a"}</function>',
+     Found(text='<function=look>{"where": "a"}</function>')),
     ("a <tool_call> b", Found(text="a <tool_call> b")),
     ("<function=", Found(text="<function=")),
 ]  # fmt: skip
@@ -160,7 +182,7 @@ PYTHONIC = [
     ("[1, 2]", Found(text="[1, 2]")),
     ("[look('a')]", Found(text="[look('a')]")),
     ("[walk(where='a')]", Found(text="[walk(where='a')]")),  # nobody offered it
-    ("[look(where=\"a\")] Done.", Found(text=" Done.", calls=(called(where="a"),))),
+    ("[look(where=\"a\")] Done.", Found(text="Done.", calls=(called(where="a"),))),
 ]  # fmt: skip
 MINIMAX_M2 = [
     ('I look.\n<minimax:tool_call>\n<invoke name="look">\n<parameter name="where">Paris'
@@ -198,6 +220,103 @@ def test_calls_are_found_wherever_an_answer_is_cut(
     syntax = syntax_of(name)
     assert read(syntax, cut(answer, places)) == found
     assert read(syntax, [*answer[:500], answer[500:]]) == found
+
+
+def _json(calls: list[Called], between: str) -> str:
+    return between.join(json.dumps({"name": n, "arguments": a}) for n, a in calls)
+
+
+def _tags(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# How models write calls, in pieces between which there may be white space.
+WRITERS: dict[str, Callable[[Called], list[str]]] = {
+    "hermes": lambda c: ["<tool_call>", _json([c], ""), "</tool_call>"],
+    "llama3_json": lambda c: [_json([c], ""), ";"],
+    "mistral": lambda c: ["[TOOL_CALLS]", c[0], "[ARGS]", json.dumps(c[1])],
+    "granite": lambda c: ["<|tool_call|>", "[", _json([c, c], ", "), "]"],
+    "deepseek_v3": lambda c: [
+        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", SEP, c[0], "\n```json\n",
+        json.dumps(c[1]), "\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    ],
+    "deepseek_v31": lambda c: [
+        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", c[0], SEP, json.dumps(c[1]),
+        "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    ],
+    "kimi_k2": lambda c: [
+        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", f"functions.{c[0]}:0",
+        "<|tool_call_argument_begin|>", json.dumps(c[1]), "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    ],
+    "qwen3_coder": lambda c: [
+        "<tool_call>", f"<function={c[0]}>",
+        *(f"<parameter={k}>\n{_tags(v)}\n</parameter>" for k, v in c[1].items()),
+        "</function>", "</tool_call>",
+    ],
+    "glm45": lambda c: [
+        f"<tool_call>{c[0]}",
+        *(piece for k, v in c[1].items()
+          for piece in (f"<arg_key>{k}</arg_key>", f"<arg_value>{_tags(v)}</arg_value>")),
+        "</tool_call>",
+    ],
+    "minimax_m2": lambda c: [
+        "<minimax:tool_call>", f'<invoke name="{c[0]}">',
+        *(f'<parameter name="{k}">{_tags(v)}</parameter>' for k, v in c[1].items()),
+        "</invoke>", "</minimax:tool_call>",
+    ],
+    "pythonic": lambda c: [
+        "[", c[0] + "(", ", ".join(f"{k}={v!r}" for k, v in c[1].items()), ")", "]",
+    ],
+}  # fmt: skip
+TEXTS = st.lists(
+    st.sampled_from(["a", "ü", "\n", " ", '"', "{", "<b>", "</b>", "</parameter>", "</arg_value>",
+                     "<tool_call>", "</tool>", "<|x|>", "\\", "}", "]", "'"]), max_size=8
+).map("".join)  # fmt: skip
+CALLS = st.tuples(
+    st.just("look"),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "where": TEXTS, "n": st.integers(-9, 99), "deep": st.booleans(),
+            "tags": st.lists(TEXTS, max_size=2),
+            "place": st.dictionaries(st.sampled_from("ab"), TEXTS, max_size=2),
+        },
+    ),
+)  # fmt: skip
+SPACES = st.sampled_from(["", "", " ", "\n", "\n\n", "\r\n", "\t"])
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=80, deadline=None)
+@given(call=CALLS, data=st.data(), places=st.lists(st.integers(0, 400), max_size=8))
+def test_what_models_write_is_read(
+    name: str, call: Called, data: st.DataObject, places: list[int]
+) -> None:
+    """Whatever white space is between the marks, and whatever marks are in values."""
+    answer = "".join(data.draw(SPACES) + piece for piece in WRITERS[name](call))
+    found = read(syntax_of(name), cut(answer, places))
+    assert not found.text
+    assert {name for name, _ in found.calls} == {"look"}
+    assert all(json.loads(arguments) == call[1] for _, arguments in found.calls)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@given(call=CALLS, places=st.lists(st.integers(0, 400), max_size=8))
+@settings(max_examples=20, deadline=None)
+def test_a_call_of_a_function_that_was_not_offered_is_text(
+    name: str, call: Called, places: list[int]
+) -> None:
+    answer = "".join(WRITERS[name](("walk", call[1])))
+    assert read(syntax_of(name), cut(answer, places)) == Found(text=answer)
+
+
+@pytest.mark.parametrize("name", sorted({*WRITERS} - {"llama3_json", "pythonic"}))
+def test_a_call_ends_reasoning_that_has_no_end(name: str) -> None:
+    answer = "<think>So I look.\n" + "".join(WRITERS[name](("look", {"where": "here"})))
+    found = read(syntax_of(name, "qwen3"), list(answer))
+    assert (found.reasoning, found.text) == ("So I look.", "")
+    assert json.loads(found.calls[0][1]) == {"where": "here"}
 
 
 @pytest.mark.parametrize("name", [
