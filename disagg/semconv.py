@@ -1,6 +1,6 @@
 """Names of OpenTelemetry's semantic conventions, as far as spans and metrics here use them.
 
-HTTP and errors: semantic-conventions 1.44.0. GenAI: semantic-conventions-genai 0.1.0, which are in
+HTTP and errors: version 1.44.0 (`SCHEMA_URL`). GenAI: semantic-conventions-genai 0.1.0, which is in
 development, so that a later version may rename some (https://opentelemetry.io/docs/specs/semconv).
 What they do not name has the prefix `disagg.`.
 """
@@ -8,6 +8,8 @@ What they do not name has the prefix `disagg.`.
 from __future__ import annotations
 
 from typing import Final
+
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
 
 ERROR_TYPE: Final = "error.type"
 OTHER: Final = "_OTHER"  # an error type or HTTP method without a name of its own

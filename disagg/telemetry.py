@@ -106,7 +106,7 @@ class _Tracing:
         self.backlog = backlog
         captured = os.environ.get(_CAPTURE_VARIABLE, "").strip().lower()
         self.captures_content = captured in ("true", "span_only", "span_and_event")
-        self.tracer: Tracer = provider.get_tracer("disagg")
+        self.tracer: Tracer = provider.get_tracer("disagg", schema_url=semconv.SCHEMA_URL)
         self._trace = trace
         self._new_trace = Context()
         self._kinds = {

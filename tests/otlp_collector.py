@@ -42,6 +42,7 @@ class ReceivedSpan:
     status_message: str
     event_names: tuple[str, ...]
     resource: dict[str, Any] = field(repr=False)
+    schema_url: str = ""  # the version of the conventions for its names
 
     @property
     def traceparent(self) -> str:
@@ -121,7 +122,8 @@ class OtlpCollector:
             for resource_spans in request.resource_spans:
                 resource = _attributes(resource_spans.resource.attributes)
                 for scope_spans in resource_spans.scope_spans:
-                    self._spans += [_received(span, resource) for span in scope_spans.spans]
+                    url = scope_spans.schema_url
+                    self._spans += [_received(span, resource, url) for span in scope_spans.spans]
             self._changed.notify_all()
 
 
@@ -154,7 +156,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             assert not thread.is_alive()
 
 
-def _received(span: Span, resource: dict[str, Any]) -> ReceivedSpan:
+def _received(span: Span, resource: dict[str, Any], schema_url: str) -> ReceivedSpan:
     return ReceivedSpan(
         name=span.name,
         trace_id=span.trace_id.hex(),
@@ -168,6 +170,7 @@ def _received(span: Span, resource: dict[str, Any]) -> ReceivedSpan:
         status_message=span.status.message,
         event_names=tuple(event.name for event in span.events),
         resource=resource,
+        schema_url=schema_url,
     )
 
 

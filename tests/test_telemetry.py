@@ -132,6 +132,7 @@ def test_children_reach_the_collector_beneath_their_parents(collector: OtlpColle
     assert (pull.start_unix_s, pull.end_unix_s) == (1000.25, 1001.5)
     assert root.resource["service.name"] == "disagg-test"
     assert root.resource["disagg.role"] == "decode"
+    assert root.schema_url == semconv.SCHEMA_URL
 
 
 def test_the_environment_names_the_service(
