@@ -225,6 +225,8 @@ def _rules(num_of_one: int) -> str:
         "tcp-request connection track-sc0 src",
         f"tcp-request connection reject if {{ sc0_conn_cur gt {num_of_one} }}",
         *removed,
+        # `OPTIONS *` would have no route, which looks as if no ingress could be reached.
+        "http-request set-uri / if { url -m str * }",
         "http-request del-header x-request-id if { req.fhdr_cnt(x-request-id) gt 1 } ||"
         " { req.fhdr(x-request-id) -m found }"
         f" !{{ req.fhdr(x-request-id) -m reg '{_REQUEST_ID}' }}",

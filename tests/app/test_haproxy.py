@@ -358,6 +358,11 @@ def test_request_ids(proxy: Proxy, headers: bytes, is_kept: bool) -> None:
     assert (b"x-request-id" in proxy.ask("/", headers).lower()) == is_kept
 
 
+def test_a_question_about_the_whole_server_reaches_the_ingress(proxy: Proxy) -> None:
+    asked = request("*").replace(b"GET", b"OPTIONS")
+    assert b"OPTIONS / HTTP/1.1" in talk(proxy.connect(), asked)
+
+
 def test_many_headers_reach_the_ingress_which_refuses_them_in_json(proxy: Proxy) -> None:
     """HAProxy itself takes 101 without a setting, and answers more with its own text."""
     headers = b"".join(b"x-%d: 1\r\n" % number for number in range(900))

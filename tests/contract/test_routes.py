@@ -9,7 +9,7 @@ import pytest
 
 from disagg.config import HttpConfig
 from tests.api.apps import http_client, make_app
-from tests.contract.contract import KEY, routes
+from tests.contract.contract import KEY, TEXT, routes
 
 ROUTES = routes()
 SECURITY_PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -26,12 +26,33 @@ def test_there_are_no_others() -> None:
 async def test_without_a_key(path: str) -> None:
     app = make_app(config=HttpConfig(api_key=KEY))
     async with http_client(app) as client:
-        for url in (path, path + "x" if path.endswith("/") else path + "?a=1"):
+        for url in (
+            path,
+            f"http://test/{path}/",
+            path + "x" if path[1:].endswith("/") else path + "?a=1",
+        ):
             reply = await client.request(ROUTES[path]["method"], url)
             assert (reply.status_code == 401) == (ROUTES[path]["who"] == "key")
 
 
+async def test_the_first_page_names_paths_that_there_are() -> None:
+    async with http_client(make_app()) as client:
+        reply = await client.get("/")
+    assert reply.headers["content-type"].startswith("text/plain")
+    named = re.findall(r"(/[\w./]+)", reply.text)
+    assert {"/v1", "/metrics", "/ready", "/openapi.json"} <= set(named)
+    assert set(named) - {"/v1"} <= set(ROUTES)
+
+
+async def test_slashes_around_a_path_are_ignored() -> None:
+    async with http_client(make_app()) as client:
+        for url in ("/v1/models/", "http://test//v1/models", "/v1/models/tiny/"):
+            assert (await client.get(url)).status_code == 200, url
+        for url in ("http://test//v1/completions", "/v1/completions/"):
+            assert (await client.post(url, json=TEXT)).status_code == 200, url
+
+
 def test_the_page_names_the_open_ones() -> None:
     (row,) = re.findall(r"\| clients \|.*", SECURITY_PAGE.read_text())
-    named = set(re.findall(r"`(/\w+)`", row))
+    named = set(re.findall(r"`(/\w*)`", row))
     assert named == {path for path, of in ROUTES.items() if of["who"] == "everybody"}

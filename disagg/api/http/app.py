@@ -50,7 +50,15 @@ from disagg.errors import Overloaded, Unavailable
 Scope: TypeAlias = MutableMapping[str, Any]
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset(["/health", "/live", "/ready", "/ping", "/version", "/metrics"])
+OPEN_PATHS = frozenset(["/", "/health", "/live", "/ready", "/ping", "/version", "/metrics"])
+
+PLACES = b"""This is disagg, a server of language models.
+
+/v1            the API of OpenAI and Anthropic, such as /v1/chat/completions and /v1/models
+/openapi.json  all its requests
+/ready         whether it can serve now
+/metrics       Prometheus metrics
+"""
 
 SCORE_NBYTES = 32  # size of a log-probability and its token in JSON
 CUT_TIMEOUT_S = 1.0  # time to write the error to clients that may read slowly
@@ -142,6 +150,7 @@ class HttpApp:
             "/v1/embeddings": ("POST", partial(self._answer_at_once, service.embeddings)),
             "/tokenize": ("POST", partial(self._answer_at_once, service.tokenize)),
             "/detokenize": ("POST", partial(self._answer_at_once, service.detokenize)),
+            "/": ("GET", self._show_places),
             "/openapi.json": ("GET", self._show_openapi),
             "/health": ("GET", self._ready),
             "/ready": ("GET", self._ready),
@@ -379,6 +388,9 @@ class HttpApp:
         self, answer: Callable[[bytes], Awaitable[bytes]], request: HttpRequest
     ) -> Reply:
         return Reply(await answer(await self._read_json(request)))
+
+    async def _show_places(self, request: HttpRequest) -> Reply:
+        return Reply(PLACES, headers=[(b"content-type", b"text/plain; charset=utf-8")])
 
     async def _show_openapi(self, request: HttpRequest) -> Reply:
         return Reply(openapi.document())

@@ -81,7 +81,7 @@ class HttpRequest:
         self._receive = receive
         self._read = asyncio.Event()
         self.method: str = scope["method"]
-        self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        self.path = _plain(scope["path"].removeprefix(scope.get("root_path", "")))
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self.extensions: dict[str, Any] = scope.get("extensions") or {}  # servers may say None
         self.route = ""
@@ -190,6 +190,14 @@ class HttpRequest:
         await self._read.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+
+def _plain(path: str) -> str:
+    """`path` without slashes that clients add where they join it to an address.
+
+    It is served as it is meant: a client that is redirected may not send its body again.
+    """
+    return f"/{path.strip('/')}" if path.startswith("/") else path
 
 
 def _too_large(max_nbytes: int) -> RequestTooLarge:
