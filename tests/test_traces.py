@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import httpx
 import pytest
@@ -35,6 +37,7 @@ from tests.tiny_model import tiny_parts, write_tiny_model
 
 URL = "/v1/chat/completions"
 PAGE = Path(__file__).parent.parent / "docs" / "debugging.md"
+TRACING = ("telemetry.py", "request_spans.py", "captured.py")
 # In the tree: attributes whose values are the same each time.
 SHOWN = (
     "http.response.status_code",
@@ -339,3 +342,31 @@ async def test_streams_do_not_notice_a_collector_that_is_gone(
             await chat(client, LONG)  # after which workers report once more
             shown = await metrics_of(client)
             assert total(shown["disagg_worker_trace_spans_dropped"], role="decode") > 0
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+async def test_tokens_cost_no_tracing(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long answer calls no more of it than a short one."""
+    calls: list[str] = []
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith(TRACING):
+            calls.append(frame.f_code.co_name)
+
+    async def num_calls(num_tokens: int) -> int:
+        generate = FakeGenerate(finish=False, directly=True)
+        asked = CHAT | {"max_tokens": num_tokens, "stream": True}
+        async with http_client(make_app(generate)) as client:
+            calls.clear()
+            sys.setprofile(count)
+            try:
+                reply = await client.post(URL, json=asked)
+            finally:
+                sys.setprofile(None)
+        assert reply.text.count("data: ") > num_tokens
+        return len(calls)
+
+    with ExitStack() as stack:
+        if is_on:
+            stack.enter_context(traced(monkeypatch))
+        assert 0 < await num_calls(4) == await num_calls(40)
