@@ -112,8 +112,10 @@ def assert_as_close(truth: Tensor, own: Tensor, other: Tensor) -> None:
     """`own` is as close to the truth as `other`."""
     own_error, other_error = ((each - truth).square().mean() for each in (own, other))
     assert truth.abs().max() > 0.5
-    assert own_error <= 2 * other_error  # of so few values; a wrong one is off by far more
-    assert (own - truth).abs().max() <= 2 * (other - truth).abs().max()
+    # Both are random, and another processor rounds the other one differently. The logarithm of such
+    # a ratio has a standard deviation of about 0.35: four of them. A wrong one is off by far more.
+    assert own_error <= 4 * other_error
+    assert (own - truth).abs().max() <= 4 * (other - truth).abs().max()
 
 
 def assert_as_close_as_torch(
