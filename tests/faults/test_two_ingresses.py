@@ -134,7 +134,8 @@ async def test_prompts_go_where_their_prefix_is(system: System, asker: Asker) ->
     cached = [await ask(prefix) for prefix in prefixes]
     hits = sum(cached) / (NUM_ASKED_TWICE * PREFIX_TOKENS)
     print(f"{hits:.1%} of the tokens that could be were cached")
-    assert hits > 0.9, cached
+    # By chance 13 of 15 or more are hit in 0.4 % of runs; a busy machine may miss two.
+    assert hits > 0.8, cached
 
 
 async def test_an_ingress_that_is_killed_under_load_soon_knows_again(
