@@ -16,7 +16,7 @@ MODELS := tests/engine tests/kernels tests/models \
 	$(patsubst %,tests/test_%.py,real_model kv_formats moves local_experts)
 TOGETHER := tests/sim $(filter-out $(MODELS),$(wildcard tests/test_*.py))
 # Not for every change: `make test-bench`.
-BENCH := tests/bench tests/scripts tests/kernels/grid
+BENCH := tests/bench tests/scripts tests/kernels/grid $(wildcard tests/*/test_planted_*.py)
 FAMILIES := tests/families
 FETCHED := $(VENV)/.families
 
@@ -61,8 +61,8 @@ chat: $(READY)
 # Tests of the running system wait more than they compute. Without ARGS four parts run at a time: two of
 # these, as more starts of Ray at once would take longer than the 30 s that Ray gives its node, and two
 # that give way to them. What fails there runs once more alone, and then it must pass. Each part ends
-# with its 15 slowest tests. Those of `bench/` and `scripts/`, and kernels for all GPUs, are
-# `make test-bench`.
+# with its 15 slowest tests. Those of `bench/` and `scripts/`, kernels for all GPUs, and
+# whether tests notice planted bugs are `make test-bench`.
 ifeq ($(ARGS),)
 test: style
 	@echo "All tests, for 10 to 15 minutes: tail -f $(VENV)/parts/*/out"; \
@@ -84,14 +84,15 @@ test-models test-together test-parts: NICELY = nice -n 10 env
 # Shown when all of a part have run, as several write at a time.
 $(PARTS): $(MODEL)
 	@into=$(VENV)/parts/$@ && mkdir -p $$into && touch $$into/failed && \
-	$(NICELY) $(PYTEST) -o cache_dir=$$into/cache $(FILES) >$$into/out 2>&1; status=$$?; \
+	DISAGG_TEST_TIMES=$$into/times $(NICELY) $(PYTEST) -o cache_dir=$$into/cache $(FILES) >$$into/out 2>&1; status=$$?; \
 	case $$status in 0) rm $$into/failed ;; 1) ;; *) rm -rf $$into/cache ;; esac; \
 	echo "$@:"; cat $$into/out; exit $$status
 
 # pytest ends with 1 when it has run all tests and some failed: these run again. A part that ended
 # otherwise, killed or interrupted, has not run them all: none is run again, and it fails.
 test-again: types
-	@for each in $(VENV)/parts/*/failed; do \
+	@$(BIN)/python -m tests.beside $(VENV)/parts; \
+	for each in $(VENV)/parts/*/failed; do \
 		echo "Failed beside others, and now alone ($$each):"; \
 		$(PYTEST) -x --last-failed --last-failed-no-failures=none -o cache_dir=$$(dirname $$each)/cache -v || exit 1; \
 	done

@@ -58,7 +58,7 @@ def installed_nbytes(directory: Path) -> int:
 def serving(python: Path, home: Path) -> Iterator[str]:
     """The URL of a `disagg serve` that is ready."""
     port = free_port()
-    command = [python, "-m", "disagg.cli.main", "serve", "--port", str(port)]
+    command = [str(python), "-m", "disagg.cli.main", "serve", "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=home) as process:
         assert process.stdout is not None
         try:

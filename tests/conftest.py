@@ -5,16 +5,29 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests import beside
+
 # No time limit for an example: machines are shared and tests must not measure them. In CI the
 # examples are the same each time, so that a red run is always the change's; elsewhere they explore.
 settings.register_profile("disagg", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("disagg")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Notes when each test ran, for `tests.beside`."""
+    began_s = time.monotonic()
+    done = yield
+    if file := os.environ.get(beside.TIMES):
+        beside.note(file, item.nodeid, began_s, time.monotonic())
+    return done
 
 
 def pytest_collection() -> None:
