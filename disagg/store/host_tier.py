@@ -103,6 +103,15 @@ class HostTier:
             if block_hash in self._slot_of:
                 self._slot_of.move_to_end(block_hash)
 
+    def forget(self, hashes: Sequence[BlockHash]) -> None:
+        """Remove blocks whose content may be wrong, except those that are being loaded."""
+        for block_hash in hashes:
+            slot = self._slot_of.get(block_hash)
+            if slot is not None and not self._num_readers[slot]:
+                del self._slot_of[block_hash]
+                self._free.append(slot)
+                self._record("removed", block_hash)
+
     def save(self, blocks: Sequence[tuple[int, BlockHash]]) -> None:
         """Start to copy cached blocks, given with their hashes, to host memory."""
         saves: list[_Save] = []

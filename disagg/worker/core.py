@@ -166,7 +166,7 @@ class WorkerCore:
         """Turn the result of a step into deltas by link. Updates the time model."""
         if result.features is not None:
             self._step_times.observe(result.features, result.seconds)
-        ended = (event.sequence for event in result.events if event.is_last)
+        ended = (event for event in result.events if event.is_last)
         self._offload.save(result.kv_events, ended)
         deltas = self._streams.deltas(
             result.events,

@@ -10,7 +10,8 @@ from collections.abc import Sequence as SequenceOf
 
 from disagg.blocks import BlockHash
 from disagg.engine.engine import Engine
-from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import TokenEvent
+from disagg.errors import InvalidLogits
 from disagg.messages import KVEvent
 from disagg.store.cold_tier import ColdTier
 from disagg.store.host_tier import HostTier
@@ -39,20 +40,22 @@ class KVOffload:
         if host is not None or cold is not None:
             engine.save_evicted = self.save_evicted
 
-    def save(self, events: Iterable[KVEvent], ended: Iterable[Sequence]) -> None:
+    def save(self, events: Iterable[KVEvent], ended: Iterable[TokenEvent]) -> None:
         """Copy the blocks that a step has added to the cache.
 
         Args:
-            ended: sequences that have ended. Their blocks become the most recently used in host
-                memory, and the first block of each the most recent one.
+            ended: the last events of sequences. Their blocks become the most recently used in
+                host memory, and the first block of each the most recent one. The blocks of one with
+                `InvalidLogits` may be the reason, so they are forgotten.
         """
         if self._host is None:
             return
         stored = [name for event in events if event.kind == "stored" for name in event.block_hashes]
         match = self._engine.pool.match
         self._host.save([(block_id, name) for name in stored for block_id in match((name,))])
-        for sequence in ended:
-            self._host.touch(sequence.block_hashes)
+        for event in ended:
+            is_bad = isinstance(event.error, InvalidLogits)
+            (self._host.forget if is_bad else self._host.touch)(event.sequence.block_hashes)
 
     def save_evicted(self, evicted: list[tuple[int, BlockHash]]) -> None:
         """Save blocks that are about to be overwritten. The engine calls it.

@@ -160,3 +160,20 @@ def test_it_closes_its_copier() -> None:
     fixture = Tier(2)
     fixture.tier.close()
     assert fixture.copies.closed
+
+
+def test_what_may_be_wrong_is_forgotten() -> None:
+    """It is not stored elsewhere either, and its slots are used again."""
+    fixture = Tier(3)
+    tier = fixture.tier
+    fixture.save(b"abc")
+    tier.take_events()
+    load = tier.load(names(b"c"), [7])
+    tier.forget(names(b"abcx"))
+    assert [b"a" in tier, b"b" in tier, b"c" in tier] == [False, False, True]
+    assert [(event.kind, event.block_hashes) for event in tier.take_events()] == [
+        ("removed", (b"a", b"b"))
+    ]
+    fixture.save(b"de")
+    assert tier.match(names(b"de")) == 2 and load.done
+    assert not fixture.displaced
