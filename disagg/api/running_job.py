@@ -25,7 +25,7 @@ from disagg.messages import (
     TokenLogprobs,
 )
 from disagg.router.cascade import CascadeDecision
-from disagg.text.answer_delta import CallDelta
+from disagg.text.answer_delta import AnswerDelta, CallDelta
 from disagg.text.answer_reader import AnswerReader
 from disagg.text.detokenizer import Detokenizer
 from disagg.text.reasoning import prompt_tail
@@ -141,6 +141,7 @@ class Answer:
             tail = prompt_tail(tokenizer, request.token_ids)
             self._reader = AnswerReader(syntax, request.request_id, tail)
         self._has_begun = False
+        self._has_called = False
         # Whether a token is shown as its text and nothing else, unless it is the first or the last.
         parses = syntax is not None or bool(spec.stops)
         self._is_plain = not (parses or spec.only_echo or spec.return_token_ids)
@@ -183,11 +184,10 @@ class Answer:
                 piece.scored.append(ScoredToken(token_id, scores[position], offset))
             piece.num_tokens += 1
             if position < num_shown:
-                text = detokenizer.push(token_id)
                 if reader is None:
-                    piece.text += text
+                    piece.text += detokenizer.push(token_id)
                 else:
-                    self._read(piece, reader, text)
+                    self._read(piece, reader, detokenizer.decode(token_id))
             if detokenizer.found is not None or (reader is not None and reader.is_done):
                 piece.finish_reason = "stop"
                 break
@@ -205,32 +205,32 @@ class Answer:
         read = reader.push(text)
         if was_reasoning and reader.is_reasoning:  # the mark that ends reasoning does not count
             piece.num_reasoning_tokens += 1
+        self._add(piece, read)
+
+    def _add(self, piece: ChoiceDelta, read: AnswerDelta) -> None:
+        """Add what was read. Stop strings apply to its text, not to reasoning and calls."""
         if read.reasoning and self._include_reasoning:
             piece.reasoning += read.reasoning
         if read.text:
-            piece.text += read.text
-        if read.calls:
+            piece.text += self._detokenizer.until_stop(read.text)
+        if read.calls and self._detokenizer.found is None:
+            self._has_called = True
             piece.calls += read.calls
 
     def _end(self, piece: ChoiceDelta) -> None:
         """Add the text that was still held back to the last piece."""
         self._last = piece
         detokenizer, reader = self._detokenizer, self._reader
-        rest = ""
-        if detokenizer.found is None and not (reader is not None and reader.is_done):
-            rest = detokenizer.finish()
+        if detokenizer.found is None and reader is None:
+            piece.text += detokenizer.finish()
+        elif detokenizer.found is None and reader is not None:
+            rest = "" if reader.is_done else detokenizer.decode(None)
+            is_cut = piece.finish_reason != "stop"
+            self._add(piece, reader.push(rest, is_end=True, is_cut=is_cut))
+            piece.text += detokenizer.held()
         if detokenizer.found is not None:
             piece.finish_reason, piece.stop_string = "stop", detokenizer.found
-        if reader is None:
-            piece.text += rest
-            return
-        is_cut = piece.finish_reason != "stop"
-        read = reader.push(rest, is_end=True, is_cut=is_cut)
-        if self._include_reasoning:
-            piece.reasoning += read.reasoning
-        piece.text += read.text
-        piece.calls += read.calls
-        if reader.has_called and piece.finish_reason == "stop":
+        if self._has_called and piece.finish_reason == "stop":
             piece.finish_reason = "tool_calls"
 
     def _ends_unseen(self, delta: TokenDelta) -> bool:

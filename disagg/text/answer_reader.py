@@ -82,10 +82,6 @@ class AnswerReader:
         self.is_reasoning = is_open
         self.is_done = False
 
-    @property
-    def has_called(self) -> bool:
-        return self._sink.num_calls > 0
-
     def push(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> AnswerDelta:
         """Add the next piece of the answer; returns the new parts.
 

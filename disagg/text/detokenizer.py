@@ -146,23 +146,28 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that can be shown after one more token."""
-        self.num_tokens += 1
-        text = self._text.push(token_id)
-        self.num_chars += len(text)
-        if self._stops is None or self.num_tokens <= self._num_unchecked:
-            return text
-        return self._shown(self._stops, text)
+        return self.until_stop(self.decode(token_id))
 
     def finish(self) -> str:
         """The rest of the text at the end of the answer. It may still find a stop string."""
-        text = self._text.flush()
-        self.num_chars += len(text)
-        if self._stops is None:
-            return text
-        shown = self._shown(self._stops, text)
-        return shown if self.found is not None else shown + self._stops.flush()
+        return self.until_stop(self.decode(None)) + self.held()
 
-    def _shown(self, stops: StopStrings, text: str) -> str:
-        shown = stops.push(text)
-        self.found = stops.found
+    def decode(self, token_id: int | None) -> str:
+        """The text that one more token adds, or the end of the answer, also if it has a stop
+        string."""
+        self.num_tokens += token_id is not None
+        text = self._text.flush() if token_id is None else self._text.push(token_id)
+        self.num_chars += len(text)
+        return text
+
+    def until_stop(self, text: str) -> str:
+        """The part of the next text that can be shown. It may set `found`."""
+        if self._stops is None or self.num_tokens <= self._num_unchecked:
+            return text
+        shown = self._stops.push(text)
+        self.found = self._stops.found
         return shown
+
+    def held(self) -> str:
+        """The text that was held back, at the end of the answer."""
+        return self._stops.flush() if self._stops is not None else ""

@@ -58,7 +58,6 @@ def read(syntax: AnswerSyntax, pieces: Sequence[str], prompt_tail: str = "") -> 
                 calls.append((call.name, ""))
             assert call.number == len(calls) - 1 and bool(call.id) == bool(call.name)
             calls[-1] = (calls[-1][0], calls[-1][1] + call.arguments)
-        assert reader.has_called == bool(calls)
     return Found(reasoning, text, tuple(calls))
 
 

@@ -85,6 +85,40 @@ async def test_a_stream_adds_up_to_the_answer(per_delta: int) -> None:
     assert choices[-1].finish_reason == whole.finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("per_delta", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("says", "stop", "reasoning", "content", "has_call", "reason"),
+    [
+        ("So, yes.\n</think>\nHi all, bye", ["yes", "bye"], "So, yes.", "Hi all, ", False, "stop"),
+        ("So, yes.\n</think>\nHi", [".", "i"], "So, yes.", "H", False, "stop"),
+        (f"So.</think>\n{CALL}", ["here", "}", "call"], "So.", None, True, "tool_calls"),
+        (f"So.</think>\nI do{CALL} so it is", ["it"], "So.", "I do so ", True, "tool_calls"),
+        (f"So.</think>\nI do{CALL}", ["do"], "So.", "I ", False, "stop"),
+        ("So.</think>\nI d", ["do"], "So.", "I d", False, "stop"),  # held back to the end
+    ],
+)
+async def test_stop_strings_end_what_is_said_only(
+    says: str,
+    stop: list[str],
+    reasoning: str,
+    content: str | None,
+    has_call: bool,
+    reason: str,
+    per_delta: int,
+) -> None:
+    serving, _ = app(says, OPEN, per_delta)
+    async with openai_client(serving) as client:
+        answer = await client.chat.completions.create(
+            model="tiny", messages=HI, tools=[LOOK], stop=stop, max_tokens=400
+        )
+    (choice,) = answer.choices
+    message: Any = choice.message
+    assert (message.reasoning_content, message.content) == (reasoning, content)
+    assert (bool(message.tool_calls), choice.finish_reason) == (has_call, reason)
+    for call in message.tool_calls or []:
+        assert json.loads(call.function.arguments) == {"where": "here"}
+
+
 async def test_an_answer_that_is_cut_while_thinking_says_nothing() -> None:
     serving, _ = app("So, yes and no and yes", OPEN)
     async with openai_client(serving) as client:
