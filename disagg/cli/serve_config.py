@@ -287,11 +287,29 @@ def _new_key() -> str:
     return secrets.token_hex(32)
 
 
+def _yaml_documents(text: str) -> list[Any]:
+    """The documents of a YAML file. Of a key that is there twice, PyYAML would take the last."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            seen = set()
+            for key, _ in node.value:
+                if (key.tag, str(key.value)) in seen:
+                    raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is there twice",
+                                               problem_mark=key.start_mark)  # fmt: skip
+                seen.add((key.tag, str(key.value)))
+            return node
+
+    return list(yaml.load_all(text, Loader))
+
+
 def _read_config_file(path: Path, param: str = "config") -> dict[str, Any]:
     import yaml
 
     try:
-        documents = list(yaml.safe_load_all(path.read_text()))
+        documents = _yaml_documents(path.read_text())
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise StartupError(
             f"Cannot read the configuration {path}: {error}.", param=param

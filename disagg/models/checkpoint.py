@@ -25,6 +25,7 @@ _LFS_POINTER = b"version https://git-lfs"
 # Errors that an invalid header raises; ArithmeticError is raised for infinite numbers.
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
 
+_COMPARED_NBYTES = 1 << 24  # of two tensors, at a time
 _FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPE_NBYTES: Mapping[str, int] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -65,6 +66,21 @@ class StoredTensor:
         with _reading(self.file), self.file.open("rb") as opened:
             opened.seek(self.begin)
             return not any(opened.read(self.end - self.begin))
+
+    def is_equal(self, other: StoredTensor) -> bool:
+        """Whether both hold the same values in the same type; reads them. Raises `ModelError`."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        with _reading(self.file), self.file.open("rb") as one, other.file.open("rb") as another:
+            one.seek(self.begin)
+            another.seek(other.begin)
+            left = self.end - self.begin
+            while left > 0:
+                size = min(left, _COMPARED_NBYTES)
+                if one.read(size) != another.read(size):
+                    return False
+                left -= size
+        return True
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ from disagg.models.text_part import text_config, text_name
 
 _SAMPLE_NBYTES = 1024
 _ADAPTER = "adapter_config.json"
+_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,6 @@ class ModelDescription:
 
     Attributes:
         source: the model's path, for messages.
-        config: the numbers of its decoder.
         reads_images: whether it is the text part of a model that also reads images, whose other
             parts are left out.
     """
@@ -103,7 +104,7 @@ class ModelDescription:
         reads_images: bool = False,
     ) -> None:
         self.source = str(files.place)
-        self.config = config
+        self._stated_config = config
         self.reads_images = reads_images
         self._files = files
         self._raw = raw
@@ -111,6 +112,44 @@ class ModelDescription:
     @property
     def name(self) -> str:
         return self._files.name
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The numbers of its decoder."""
+        stated = self._stated_config
+        return replace(stated, tie_word_embeddings=False) if self._has_own_head else stated
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on what is read otherwise than its files say, for whoever serves it."""
+        remarks = []
+        if self.reads_images:
+            remarks.append(
+                f"Only the text part of {self.name} is served: images in requests are refused."
+            )
+        if self._has_own_head:
+            remarks.append(
+                f"{self.name} has {_HEAD} that differs from its embeddings, so it is used, although"
+                " tie_word_embeddings is true in its config.json."
+            )
+        beyond = [str(each) for each in self._stated_ends if each >= self.config.vocab_size]
+        if beyond:
+            remarks.append(
+                f"The end token {', '.join(beyond)} of {self.name} is ignored, because it is not"
+                f" below {self.config.vocab_size}, its vocabulary size."
+            )
+        return remarks
+
+    @cached_property
+    def _has_own_head(self) -> bool:
+        """Whether the weights contradict `tie_word_embeddings`. They win, as in transformers."""
+        if not self._stated_config.tie_word_embeddings or not self._files.has_weights:
+            return False
+        with suppress(ModelError):  # a damaged file is refused by who reads weights
+            embedding, head = map(self.tensors.get, ("model.embed_tokens.weight", _HEAD))
+            if isinstance(embedding, StoredTensor) and isinstance(head, StoredTensor):
+                return not head.is_equal(embedding)
+        return False
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -127,7 +166,7 @@ class ModelDescription:
                         " only one checkpoint"
                     )
                 tensors[name] = tensor
-        quantized = self.config.quantized
+        quantized = self._stated_config.quantized
         return tensors if quantized is None else as_floats(tensors, quantized)
 
     def _of_text(self, header: Header) -> Iterable[tuple[str, StoredTensor]]:
@@ -236,12 +275,17 @@ class ModelDescription:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer, from generation_config.json, or else config.json."""
+        """The tokens that end an answer, without those that the model does not have."""
+        return tuple(each for each in self._stated_ends if each < self.config.vocab_size)
+
+    @property
+    def _stated_ends(self) -> tuple[int, ...]:
+        """The end tokens of generation_config.json, or else of config.json."""
         key, name = "eos_token_id", "generation_config.json"
         value = self._generation.get(key)
         if value is None:
             name = "config.json"
-            value = self._raw.get(key, FAMILIES[self.config.family].defaults[key])
+            value = self._raw.get(key, FAMILIES[self._stated_config.family].defaults[key])
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
             raise self._wrong(name, f"{key} must be a token id, or a list of them, not {value!r}")

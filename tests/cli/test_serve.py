@@ -47,6 +47,28 @@ def test_a_file_need_not_name_a_cluster_key(tmp_path: Path, line: str, is_drawn:
     assert len(key) == 64 if is_drawn else key == "mine"
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("tiers: [{model: demo-small, decode: {}, 'decode': {num_replicas: 2}}]", "decode"),
+        ("tiers: [{model: demo-small}]\nhttp: {}\ntiers: []", "tiers"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str, key: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(StartupError, match=f"the key '{key}' is there twice") as refused:
+        config_of("--config", str(file))
+    assert "line " in refused.value.message
+
+
+def test_a_key_that_replaces_a_merged_one_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    pools = "prefill: &one {num_replicas: 1}, decode: {<<: *one, num_replicas: 2}"
+    file.write_text(f"tiers: [{{model: demo-small, {pools}}}]")
+    assert config_of("--config", str(file)).tiers[0].decode.num_replicas == 2
+
+
 def test_a_cascade_is_a_flag_with_or_without_a_file(tmp_path: Path) -> None:
     models = ("demo-small", "demo-large")
     assert config_of(*models).cascade is None

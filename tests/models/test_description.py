@@ -124,6 +124,15 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         rendered(directory)
 
 
+def test_an_end_token_that_the_model_does_not_have_is_ignored(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [399, 400, 128009]}')
+    model = describe_model(directory)
+    assert model.eos_token_ids == (399,)
+    (remark,) = model.remarks
+    assert "The end token 400, 128009" in remark and "not below 400" in remark
+
+
 def rendered(
     directory: Path, chat_template: str | None = None, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from disagg.errors import ModelError
 from disagg.models.checkpoint import checkpoint_files
@@ -187,3 +188,21 @@ def test_a_bad_index_is_refused(tmp_path: Path, index: object, words: str) -> No
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=words):
         checkpoint_files(tmp_path)
+
+
+def test_an_output_matrix_that_differs_is_used_although_it_is_said_to_be_tied(
+    tmp_path: Path,
+) -> None:
+    """As in transformers, which warns."""
+    written = write_checkpoint(tmp_path, "qwen3", tie_word_embeddings=False)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = written.model.lm_head.weight
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight, head)
+    assert torch.equal(_load(tmp_path).lm_head, head)
+    (remark,) = describe_model(tmp_path).remarks
+    assert "lm_head.weight that differs" in remark
+    _edit(tmp_path, {"lm_head.weight": written.model.model.embed_tokens.weight.detach().clone()})
+    loaded = _load(tmp_path)
+    assert loaded.lm_head is loaded.embedding
+    assert describe_model(tmp_path).remarks == []

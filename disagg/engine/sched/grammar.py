@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -371,26 +372,25 @@ def _deep_thread() -> ThreadPoolExecutor:
     return executor
 
 
-def _without_beyond(tokenizer_text: str, vocab_size: int) -> str:
-    """A tokenizer.json without the added tokens that the model does not have.
-
-    The model can write their text, such as "[PAD]", in other tokens, which a mask must allow.
-    """
-    tokenizer = json.loads(tokenizer_text)
-    added = tokenizer.get("added_tokens") or []
-    if all(token["id"] < vocab_size for token in added):
-        return tokenizer_text
-    tokenizer["added_tokens"] = [token for token in added if token["id"] < vocab_size]
-    return json.dumps(tokenizer)
-
-
 def _load_tokenizer(
     read: Callable[[], str], eos_token_ids: list[int], vocab_size: int
 ) -> LLTokenizer:
+    """The tokens that the tokenizer and the model both have.
+
+    The model can write the text of an added token that it lacks, such as "[PAD]", in other tokens,
+    which a mask must allow. An end token that the tokenizer lacks cannot be in a mask.
+    """
     from llguidance import LLTokenizer
 
     try:
-        return LLTokenizer(_without_beyond(read(), vocab_size), eos_token=eos_token_ids)
+        tokenizer = json.loads(read())
+        added = tokenizer.get("added_tokens") or []
+        tokenizer["added_tokens"] = added = [each for each in added if each["id"] < vocab_size]
+        vocab = tokenizer["model"]["vocab"]  # a list, or ids by text
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        num_ids = 1 + max(chain(ids, (each["id"] for each in added)))
+        ends = [each for each in eos_token_ids if each < num_ids]
+        return LLTokenizer(json.dumps(tokenizer), eos_token=ends)
     except Exception as error:  # the library raises nothing narrower
         raise GrammarError(
             f"This model's tokenizer cannot follow a grammar: {_first_line(str(error))}."

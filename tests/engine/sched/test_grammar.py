@@ -353,6 +353,14 @@ def test_a_tokenizer_that_cannot_be_used_ends_requests_and_nothing_else() -> Non
         broken.compile(Grammar("regex", "a")).result()
 
 
+def test_an_end_token_that_the_tokenizer_lacks_is_left_out(tokenizer_text: str) -> None:
+    grammars = Grammars(lambda: tokenizer_text, [*EOS_IDS, 1 << 20])
+    assert grammars.compile(Grammar("regex", "a")).result()
+    without_end = Grammars(lambda: tokenizer_text, [1 << 20])
+    with pytest.raises(GrammarError, match="tokenizer"):
+        without_end.compile(Grammar("regex", "a")).result()
+
+
 def test_few_grammars_are_kept(grammars: Grammars) -> None:
     first = Grammar("regex", "first")
     compiled = grammars.compile(first).result()
