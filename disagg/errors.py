@@ -27,7 +27,7 @@ Errors cross processes as (code, message, param), see `messages.WireError`.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 
 class DisaggError(Exception):
@@ -102,6 +102,11 @@ class RequestTooLarge(RequestError):
     code = "request_too_large"
 
 
+RefusalReason: TypeAlias = Literal[  # a label in metrics
+    "predicted_late", "became_late", "queue_full", "no_room", "tenant_limit"
+]
+
+
 class Overloaded(DisaggError):
     """Refused before any work was done. `retry_after_s` is the predicted wait in seconds."""
 
@@ -109,7 +114,7 @@ class Overloaded(DisaggError):
     error_type = "rate_limit_error"
     code = "overloaded"
     retryable = True
-    reason: str = "no_room"  # for metrics
+    reason: RefusalReason = "no_room"
 
     def __init__(
         self,
@@ -117,7 +122,7 @@ class Overloaded(DisaggError):
         *,
         param: str | None = None,
         retry_after_s: float = 1.0,
-        reason: str | None = None,
+        reason: RefusalReason | None = None,
     ) -> None:
         super().__init__(message, param=param)
         self.retry_after_s = retry_after_s

@@ -56,6 +56,8 @@ async def test_every_query_asks_for_what_is_there(client: httpx.AsyncClient) -> 
         if labels:  # else nothing of it has happened yet
             assert _asked_labels(query) <= labels, f"{_asked_labels(query) - labels} in {query}"
     assert num_names > 30
+    for name in ("disagg_request_refused", "disagg_request_moves"):
+        assert shown[name].samples and not sum(each.value for each in shown[name].samples)
 
 
 def test_rules_can_be_read_by_whoever_is_woken() -> None:

@@ -119,7 +119,8 @@ class IngressCore:
         )
         ttft_slo_s = {tier.name: tier.ttft_limit_s for tier in config.tiers}
         metrics = self._metrics = ApiMetrics(
-            slo_s={tier.name: (tier.ttft_limit_s, tier.tpot_goal_s) for tier in config.tiers}
+            slo_s={tier.name: (tier.ttft_limit_s, tier.tpot_goal_s) for tier in config.tiers},
+            tenants={DEFAULT_TENANT, *config.tenants},
         )
         self._index_room = IndexRoom(index, metrics.registry)
         metrics.registry.register(
@@ -144,7 +145,7 @@ class IngressCore:
             now=now,
             rng=rng,
             ttft_slo_s=ttft_slo_s,
-            metrics=RequestMetrics(metrics),
+            metrics=RequestMetrics(metrics, [tier.name for tier in config.tiers]),
             admission_queue=self.admission_queue,
             wakes=self._may_be_empty,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from prometheus_client import Counter
@@ -16,9 +17,10 @@ class RequestMetrics:
 
     Args:
         api: metrics of the API, whose registry and histogram of stages are used.
+        models: those whose moves are counted from 0.
     """
 
-    def __init__(self, api: ApiMetrics | None = None) -> None:
+    def __init__(self, api: ApiMetrics | None = None, models: Iterable[str] = ()) -> None:
         self._api = api or ApiMetrics()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -30,6 +32,8 @@ class RequestMetrics:
             " because a worker or a transfer failed. A request may move several times",
             "model_name",
         )
+        for model in models:
+            self._moves.labels(model)
         self._prefix_pulls = counter(
             "prefix_pulls",
             "Number of prefixes that a worker was to pull from another worker's cache. outcome:"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from types import MappingProxyType, TracebackType
-from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -28,12 +29,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from disagg import semconv, telemetry
+from disagg.api.apis import BY_PATH
 from disagg.api.http.request_spans import RequestSpans
 from disagg.api.http.token_latency import TokenLatency
 from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.api.slo import RequestSlo
 from disagg.api_keys import DEFAULT_TENANT
-from disagg.errors import DisaggError, Overloaded, Unavailable
+from disagg.errors import DisaggError, Overloaded, RefusalReason, Unavailable
 from disagg.router.cascade import CascadeDecision
 
 # By default there is a second series with the creation time of each counter and histogram.
@@ -75,6 +77,8 @@ class ApiMetrics:
         registry: the registry that `/metrics` shows; other modules add their metrics to it.
         clock: returns monotonic seconds.
         slo_s: TTFT and TPOT SLO by model, in seconds; models without SLOs are missing.
+        tenants: labels of tenants, whose refusals are counted from 0. A rate needs that: it does
+            not see the first refusal of a series that begins with it.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class ApiMetrics:
         *,
         clock: Callable[[], float] = time.monotonic,
         slo_s: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+        tenants: Iterable[str] = (DEFAULT_TENANT,),
     ) -> None:
         self.registry = registry or CollectorRegistry()
         self.clock = clock
@@ -92,6 +97,8 @@ class ApiMetrics:
         self._add_counters()
         self._add_histograms()
         self.registry.register(_DroppedSpans())
+        for labels in product(BY_PATH, get_args(RefusalReason), tenants):
+            self.refused.labels(*labels)
 
     def _add_gauges(self) -> None:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
