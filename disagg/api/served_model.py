@@ -56,8 +56,7 @@ class ServedModel:
     @property
     def tool_format(self) -> ToolFormat | None:
         """The format of its tool calls; None if unknown."""
-        source = self.template.source if self.template else ""
-        return tool_format_of(source, self.tool_call_parser)
+        return tool_format_of(self.template, self.tool_call_parser)
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
@@ -92,7 +91,7 @@ class ServedModel:
         source = model.chat_template if chat_template is None else _read(chat_template)
         template = None if source is None else ChatTemplate(source, model.special_tokens)
         if template is not None:
-            _ = template.call_shape  # computed now, so that no request waits for it
+            _ = tool_format_of(template)  # computed now, so that no request waits for it
         limit = model.config.max_model_len
         return cls(
             name=name,

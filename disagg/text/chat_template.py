@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -29,6 +31,9 @@ PROBE_LIMIT_S = 1.0
 _OWN = ("messages", "tools", "documents", "add_generation_prompt")
 
 
+_UP_TO_A_MARK = re.compile(r".*[>\]\n]", re.DOTALL)
+
+
 class CallShape(NamedTuple):
     """How a template expects earlier tool calls.
 
@@ -42,7 +47,8 @@ class CallShape(NamedTuple):
 
 
 _SHAPES = (CallShape(), CallShape(no_content=""), CallShape(True), CallShape(True, ""))
-_PROBE_NAME, _PROBE_KEY = "name_of_a_function", "name_of_an_argument"
+PROBE_NAME, _PROBE_KEY = "name_of_a_function", "name_of_an_argument"
+PROBE_ARGUMENTS = {_PROBE_KEY: "a"}
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -53,17 +59,21 @@ _PROBE_TOOL = {
 }
 
 
-def _calling(shape: CallShape) -> list[dict[str, Any]]:
+# Mistral's templates take ids of nine characters only; Kimi-K2's show the id, not the name.
+_PROBE_IDS = ("call00001", f"functions.{PROBE_NAME}:0")
+
+
+def _calling(shape: CallShape, call_id: str = _PROBE_IDS[0]) -> list[dict[str, Any]]:
     """A conversation with a tool call."""
-    arguments: Any = {_PROBE_KEY: "a"}
+    arguments: Any = PROBE_ARGUMENTS
     if shape.has_text_arguments:
         arguments = json.dumps(arguments)
-    function = {"name": _PROBE_NAME, "arguments": arguments}
-    call = {"id": "call00001", "type": "function", "function": function}
+    function = {"name": PROBE_NAME, "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
     return [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": shape.no_content, "tool_calls": [call]},
-        {"role": "tool", "content": "a", "tool_call_id": "call00001"},
+        {"role": "tool", "content": "a", "tool_call_id": call_id},
     ]
 
 
@@ -133,9 +143,34 @@ class ChatTemplate:
         for index, shape in enumerate(_SHAPES):
             with suppress(InvalidRequest):
                 shown = self.render(_calling(shape), tools=[_PROBE_TOOL], limit_s=PROBE_LIMIT_S)
-                if all(word in shown for word in (_PROBE_NAME, _PROBE_KEY)):
+                if all(word in shown for word in (PROBE_NAME, _PROBE_KEY)):
                     fitting.append((shown.count("None"), index))
         return _SHAPES[min(fitting)[1] if fitting else 0]
+
+    @functools.cached_property
+    def shown_calls(self) -> tuple[str, ...]:
+        """Answers with a call as the template shows them in later turns, without the part that its
+        prompts end with; none if it fails on them or leaves calls out."""
+        found = []
+        for call_id in _PROBE_IDS:
+            question, called, _ = _calling(self.call_shape, call_id)
+            with suppress(InvalidRequest):
+                prompt, shown = (
+                    self.render(
+                        messages,
+                        tools=[_PROBE_TOOL],
+                        add_generation_prompt=not messages[1:],
+                        limit_s=PROBE_LIMIT_S,
+                    )
+                    for messages in ([question], [question, called])
+                )
+                alike = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, shown, strict=False))
+                # Different marks may begin alike: <think> and <tool_call>.
+                marks = _UP_TO_A_MARK.match(shown[: sum(1 for _ in alike)])
+                answer = shown[marks.end() :] if marks else shown
+                if _PROBE_KEY in answer:
+                    found.append(answer)
+        return tuple(found)
 
     def render(
         self,

@@ -38,7 +38,7 @@ class Found(NamedTuple):
 def syntax_of(
     tool_parser: str = "", reasoning_parser: str = "", *, parallel: bool = True
 ) -> AnswerSyntax:
-    form = tool_format_of("", tool_parser) if tool_parser else None
+    form = tool_format_of(None, tool_parser) if tool_parser else None
     reasoning = reasoning_format_of("", reasoning_parser) if reasoning_parser else None
     return AnswerSyntax.from_formats(reasoning, form, TOOLS, parallel=parallel)
 

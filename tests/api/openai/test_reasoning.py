@@ -270,8 +270,12 @@ LOOKED: Any = {
 
 async def test_harmony_takes_reasoning_and_text_beside_a_call() -> None:
     """GPT-OSS's template refuses both, and tools without a description."""
-    template = SHOWS_CALLS + (
-        HARMONY + "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}<|channel|>commentary"
+        " to=functions.{{ c.function.name }}<|message|>{{ c.function.arguments | tojson }}"
+        "<|call|>{% endfor %}{% endfor %}"
+        + HARMONY
+        + "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
         "{{ raise_exception('both') }}{% endif %}{{ m.thinking or '' }}{% endfor %}"
         "{% for tool in tools %}{{ '|' + tool.function.description }}{% endfor %}"
     )

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.text.chat_template import ChatTemplate
 from disagg.text.tool_parsers.named_arguments import types_of
 from disagg.text.tool_parsers.registry import tool_format_of
 from tests.text.answers import Found, cut, read, syntax_of
@@ -341,6 +342,13 @@ def test_nonsense_reads_the_same_however_it_is_cut(
         assert found.text == whole
 
 
+SHOWN = (
+    "{%% for m in messages %%}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{%% for call in m.tool_calls or [] %%}{%% set c = call.function %%}%s{%% endfor %%}<|end|>"
+    "{%% endfor %%}{%% if add_generation_prompt %%}<|assistant|><think>{%% endif %%}"
+)
+
+
 @pytest.mark.parametrize(
     ("source", "name"),
     [
@@ -353,10 +361,25 @@ def test_nonsense_reads_the_same_however_it_is_cut(
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek_v3"),
         ("<|start|>assistant<|channel|>", "openai"),
         ("{{ messages }}", ""),
+        # What it shows counts, if it shows calls.
+        (SHOWN % "<tool_call>{{ c | tojson }}</tool_call>", "hermes"),
+        (SHOWN % '[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}', "mistral"),
+        (SHOWN % """{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}""",
+         "llama3_json"),
+        # Functionary's, Command-R's and Apriel's: of no format, although they have texts of some.
+        (SHOWN % "<function={{ c.name }}>{{ c.arguments | tojson }}</function>", ""),
+        (SHOWN % '[{"tool_name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}]', ""),
+        ("{# <tool_call> #}" + SHOWN % "<tool_calls>[{{ c | tojson }}]</tool_calls>", ""),
+        # Llama 4's tells the model another format than it shows.
+        ("[func_name1(" + SHOWN % '{"name": "{{ c.name }}", "parameters": {{ c.arguments }}}',
+         "pythonic"),
+        # Kimi-K2's shows the id of a call, which has the name.
+        (SHOWN % "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+         "{{ c.arguments | tojson }}<|tool_call_end|>", "kimi_k2"),
     ],
-)
+)  # fmt: skip
 def test_the_template_says_how_calls_are_written(source: str, name: str) -> None:
-    form = tool_format_of(source)
+    form = tool_format_of(ChatTemplate(source, {}))
     assert (form.names[0] if form else "") == name
 
 
