@@ -20,6 +20,8 @@ from pathlib import Path
 DIRECTORY = "DISAGG_LOG_DIR"  # variable; without it lines go to standard error
 LEVEL = "DISAGG_LOG_LEVEL"  # variable: a name that `logging` knows
 MAX_FILE_NBYTES = 64 << 20
+RECENT_S = 120.0  # Serve may take so long to end a worker whose engine failed
+TAIL_NBYTES = 1 << 16  # in which `last_error` looks
 
 # Request id and trace id, "" where there is none.
 about: ContextVar[tuple[str, str]] = ContextVar("about", default=("", ""))
@@ -50,6 +52,7 @@ class JsonLines(logging.Formatter):
             "time": time.isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "process": self._process,
+            "pid": os.getpid(),
             "logger": record.name,
             "message": record.getMessage(),
             "request_id": getattr(record, "request_id", request_id),
@@ -75,3 +78,19 @@ def setup(process: str, environment: Mapping[str, str] = os.environ) -> None:
     logger.propagate = False
     level = environment.get(LEVEL, "INFO").upper()
     logger.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+
+
+def last_error(pid: int, environment: Mapping[str, str] = os.environ) -> str:
+    """The last error that a process wrote to its file within `RECENT_S`; "" if there is none."""
+    since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=RECENT_S)
+    found = (since.isoformat(timespec="milliseconds"), "")
+    directory = environment.get(DIRECTORY)
+    for file in Path(directory).glob("*.log") if directory else ():
+        with contextlib.suppress(OSError), file.open("rb") as opened:
+            opened.seek(max(0, file.stat().st_size - TAIL_NBYTES))
+            for raw in opened.read().splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    line = json.loads(raw)
+                    if (line["pid"], line["level"]) == (pid, "ERROR"):
+                        found = max(found, (line["time"], line["message"]))
+    return found[1]

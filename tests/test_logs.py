@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,3 +68,27 @@ def test_a_directory_that_is_not_there_is_no_reason_to_fail(
     logging.getLogger("disagg.worker").info("not this")
     logging.getLogger("disagg.worker").warning("but this")
     assert "but this" in capsys.readouterr().err
+
+
+def test_the_last_error_of_a_process_is_found(tmp_path: Path) -> None:
+    environment = {logs.DIRECTORY: str(tmp_path)}
+    assert logs.last_error(os.getpid(), {}) == logs.last_error(os.getpid(), environment) == ""
+    logs.setup("worker", environment)
+    logger = logging.getLogger("disagg.worker")
+    for message in ("The first.", "x" * logs.TAIL_NBYTES, "The engine failed."):
+        logger.error(message)
+    logger.info("not an error")
+    (tmp_path / "server.log").write_text('no JSON\n5\n{"pid": 1}\n')
+    (tmp_path / "ray").mkdir()
+    assert logs.last_error(os.getpid(), environment) == "The engine failed."
+    assert logs.last_error(1, environment) == ""
+
+
+def test_an_old_error_is_not_why_a_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {logs.DIRECTORY: str(tmp_path)}
+    logs.setup("worker", environment)
+    logging.getLogger("disagg.worker").error("A link broke.")
+    monkeypatch.setattr(logs, "RECENT_S", -1.0)
+    assert logs.last_error(os.getpid(), environment) == ""

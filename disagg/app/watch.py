@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from disagg import logs
 from disagg.app.haproxy import HAProxyWatch
 from disagg.app.probe import ask_here
 from disagg.app.processes import runs
@@ -104,9 +105,9 @@ class Watch:
             if process not in after and runs(process):  # its title was just being changed
                 after[process] = name
             elif process not in after:
-                self._say(
-                    "process_ended", f"{name} ended (process {process.pid}).", pid=process.pid
-                )
+                why = logs.last_error(process.pid)
+                sentence = f"{name} ended (process {process.pid})." + (f" {why}" if why else "")
+                self._say("process_ended", sentence, pid=process.pid)
         for process, name in after.items():
             if process not in before:
                 self._say(

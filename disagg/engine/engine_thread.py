@@ -8,6 +8,7 @@ requests, so that none waits for ever.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -25,6 +26,8 @@ STALLED_WAIT_S = 0.005  # while sequences wait for blocks that other parts hold
 IDLE_WAIT_S = 0.25  # while idle; a healthy thread iterates at least this often
 
 Message = Callable[[], None]
+
+log = logging.getLogger(__name__)
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -112,6 +115,8 @@ class EngineThread:
             self.engine.end_all(WorkerLost("The worker stopped before the request was done."))
             self._publish_result(self.engine.step(), 0.0)
         except Exception as error:
+            # Serve only tells its controller why it replaces the worker.
+            log.error("The engine failed, and its worker ends: %r.", error, exc_info=True)
             self.failed = error
             self._refuse_all(error)
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from disagg import logs
 from disagg.app import watch
 from disagg.app.watch import Watch
 
@@ -28,10 +29,13 @@ def test_who_has_no_title_for_a_moment_has_not_ended(
     monkeypatch.setattr(watch, "PROCESSES_PERIOD_S", 1e9)  # this test looks
     titles = {child.pid: "A worker of it"}
     monkeypatch.setattr(watch, "_name", lambda process: titles.get(process.pid, ""))
+    monkeypatch.setattr(logs, "last_error", lambda pid: f"The engine of {pid} failed.")
     events: list[str] = []
+    said: list[str] = []
 
     def say(event: str, sentence: str, **fields: Any) -> None:
         events.append(event)
+        said.append(sentence)
 
     node = SimpleNamespace(dead_processes=list)
     looking = Watch(node, None, "", say, threading.Event())
@@ -45,3 +49,5 @@ def test_who_has_no_title_for_a_moment_has_not_ended(
     looking._look_at_processes()
     looking._look_at_processes()
     assert events == ["process_ended"]
+    pid = child.pid
+    assert said == [f"A worker of it ended (process {pid}). The engine of {pid} failed."]

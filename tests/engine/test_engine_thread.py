@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from disagg.engine.engine import Engine
 from disagg.engine.engine_thread import EngineThread, StepResult
 from disagg.engine.sched.sequence import Sequence
@@ -165,7 +167,9 @@ class BrokenRunner:
         raise RuntimeError("device on fire")
 
 
-def test_a_failure_ends_every_request_also_those_that_come_later() -> None:
+def test_a_failure_ends_every_request_also_those_that_come_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine, _ = new_engine(8, 4)
     engine.runner = BrokenRunner()
     with started(engine) as (thread, inbox):
@@ -179,6 +183,8 @@ def test_a_failure_ends_every_request_also_those_that_come_later() -> None:
         (event,) = inbox.events_of(second)
         assert isinstance(event.error, EngineFailed)
         assert all(result.failure is not None for result in inbox.seen[-2:])
+    (record,) = (each for each in caplog.records if each.levelname == "ERROR")
+    assert "device on fire" in record.getMessage() and record.exc_info
 
 
 def test_a_failure_between_steps_is_told_even_if_nothing_runs() -> None:
