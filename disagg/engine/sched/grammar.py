@@ -427,7 +427,10 @@ def _in_words(error: str) -> str:
     for name, words in _WORDS.items():
         if name in error:
             return words
-    return _first_line(error)
+    # The pattern and what is wrong with it are on different lines.
+    _, is_pattern, rest = error.partition("regex parse error:")
+    _, _, problem = rest.partition("error: ")
+    return f"regex parse error: {_first_line(problem)}" if is_pattern else _first_line(error)
 
 
 def _first_line(text: str) -> str:

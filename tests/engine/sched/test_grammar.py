@@ -353,6 +353,14 @@ def test_a_tokenizer_that_cannot_be_used_ends_requests_and_nothing_else() -> Non
         broken.compile(Grammar("regex", "a")).result()
 
 
+@pytest.mark.parametrize(
+    "grammar", [Grammar("regex", "("), json_grammar({"type": "string", "pattern": "("})]
+)
+def test_what_is_wrong_with_a_pattern_is_said(grammars: Grammars, grammar: Grammar) -> None:
+    with pytest.raises(GrammarError, match=r"regex parse error: unclosed group\.$"):
+        grammars.compile(grammar).result()
+
+
 def test_an_end_token_that_the_tokenizer_lacks_is_left_out(tokenizer_text: str) -> None:
     grammars = Grammars(lambda: tokenizer_text, [*EOS_IDS, 1 << 20])
     assert grammars.compile(Grammar("regex", "a")).result()
