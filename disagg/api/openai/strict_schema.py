@@ -8,7 +8,7 @@ no limits: a string that is cut at a limit would look complete.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,22 +64,29 @@ def _property_names(part: Part, root: Part) -> list[str] | None:
 
 
 def _joined(part: Part, root: Part) -> list[Part]:
-    """The further schemas that an object of `part` must match, if several name its properties."""
-    parts: dict[int, Part] = {}
-    waiting = [part]
-    while waiting and len(parts) <= _MAX_PARTS:
-        for each in _further(waiting.pop(), root):
-            if id(each) not in parts:
-                parts[id(each)] = each
-                waiting.append(each)
-    found = list(parts.values())
+    """The further schemas that an object of `part` must match, if several name its properties.
+
+    Alternatives count only beside properties of the whole; otherwise each is closed by itself.
+    """
+    found = _reached(part, root, ["allOf"])
+    if any(map(_has_members, [part, *found])):
+        found = _reached(part, root, ["allOf", "anyOf", "oneOf"])
     return found if sum(map(_has_members, [part, *found])) > 1 else []
 
 
-def _further(part: Part, root: Part) -> list[Part]:
-    listed = part.get("allOf")
-    parts = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
-    return [*parts[:_MAX_PARTS], resolved(part, root)] if "$ref" in part else parts[:_MAX_PARTS]
+def _reached(part: Part, root: Part, keys: Sequence[str]) -> list[Part]:
+    """The schemas to which `$ref` and the lists at `keys` lead, from one to the next."""
+    parts: dict[int, Part] = {}
+    waiting = [part]
+    while waiting and len(parts) <= _MAX_PARTS:
+        each = waiting.pop()
+        lists = [each[key][:_MAX_PARTS] for key in keys if isinstance(each.get(key), list)]
+        further = [one for listed in lists for one in listed if isinstance(one, dict)]
+        for one in [*further, resolved(each, root)]:
+            if id(one) not in parts and one is not part:
+                parts[id(one)] = one
+                waiting.append(one)
+    return list(parts.values())
 
 
 def _has_members(part: Part) -> bool:
