@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from disagg.kernels.attention_work import split_keys, split_queries
+from disagg.kernels.attention_work import cut
 from disagg.kernels.decode_inputs import DecodeInputs
 from disagg.kernels.fixed_mixed_work import MAX_SHORT_QUERIES, FixedMixedWork
 from disagg.kernels.fixed_work import FixedWork
@@ -92,7 +93,7 @@ def check_cuts(device: torch.device) -> dict[str, int]:
         few = [(i, *pair) for i, pair in enumerate(lens) if pair[0] <= MAX_SHORT_QUERIES]
         many = [(i, *pair) for i, pair in enumerate(lens) if pair[0] > MAX_SHORT_QUERIES]
         found[f"mixed, window {window}"] = _compare(short, few, window)
-        pieces = split_queries(many, window, KEY_TILE, long.rows // GROUP)
+        pieces, _ = cut(many, window, KEY_TILE, 1, long.rows // GROUP, least_keys=1 << 20)
         wanted = {(p.sequence, p.first_query, p.num_queries, p.start, p.end) for p in pieces}
         is_idle = num_seqs
         made = {tuple(piece[:5]) for piece in long.pieces.tolist() if piece[0] != is_idle}
@@ -103,9 +104,9 @@ def check_cuts(device: torch.device) -> dict[str, int]:
 
 def _compare(launch: Launch, rows: Sequence[tuple[int, int, int]], window: int | None) -> int:
     """Returns the number of pieces."""
-    pieces, reductions = split_keys(rows, window, KEY_TILE, NUM_PROGRAMS)
+    pieces, reductions = cut(rows, window, KEY_TILE, NUM_PROGRAMS, MAX_SHORT_QUERIES)
     wanted = [[p.sequence, 0, p.num_queries, p.start, p.end, p.partial] for p in pieces]
-    merged = [[r.sequence, r.first_partial, r.num_partials, r.num_queries] for r in reductions]
+    merged = [list(astuple(reduction)) for reduction in reductions]
     if launch.pieces.tolist()[: len(wanted)] != wanted:
         raise ArithmeticError(f"pieces differ with a window of {window}")
     if launch.reductions.tolist()[: len(merged)] != merged:

@@ -1,15 +1,16 @@
 """Cuts a step's attention into pieces of similar size, before any layer runs.
 
-A piece is (some queries of one sequence) x (some of its keys). Few queries over many keys are cut
-along the keys, so that one long sequence fills a whole device; many queries are cut along the
-queries. So one kernel computes skewed batches, single tokens, verification of drafts, and prompts
-over a cached prefix. This is pure arithmetic on the host, without tensors or devices.
+A piece is (some queries of one sequence) x (some of its keys). A sequence is first cut into tiles
+of queries, as many as the kernel computes together, and then along its keys, until the pieces fill
+the device. So one kernel computes skewed batches, single tokens, verification of drafts, and a few
+new tokens over a long cached prefix. This is pure arithmetic on the host, without tensors or
+devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIN_SPLIT_KEYS = 256  # a partial result costs about as much memory traffic as a few keys
 # Query heads of a program of latent attention. A matrix product needs at least so many rows, and
@@ -31,61 +32,59 @@ class AttentionPiece:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The partial results [first_partial, first_partial + num_partials) belong to one sequence."""
+    """The partial results [first_partial, first_partial + num_partials) of the same queries."""
 
     sequence: int
+    first_query: int
+    num_queries: int
     first_partial: int
     num_partials: int
-    num_queries: int
 
 
-def split_keys(
-    rows: Sequence[tuple[int, int, int]], window: int | None, tile: int, num_pieces: int
+def cut(
+    rows: Sequence[tuple[int, int, int]],
+    window: int | None,
+    tile: int,
+    num_pieces: int,
+    queries_per_piece: int = 1,
+    least_keys: int = MIN_SPLIT_KEYS,
 ) -> tuple[list[AttentionPiece], list[Reduction]]:
-    """Cut sequences with few queries along their keys.
+    """Cut sequences into pieces of similar size.
 
     Args:
         rows: (sequence, query_len, context_len) of each sequence.
         window: number of positions that a token sees; None: all.
         tile: keys per inner step of the kernel; cuts are at its multiples.
         num_pieces: how many pieces would fill the device.
+        queries_per_piece: most queries of a piece.
+        least_keys: a piece with fewer is not worth its partial result.
     """
-    spans = []
+    whole = []
     for sequence, query_len, context_len in rows:
-        oldest = 0 if window is None else max(context_len - query_len - window + 1, 0)
-        spans.append((sequence, query_len, oldest // tile * tile, context_len))
-    num_keys = sum(end - start for *_, start, end in spans)
-    size = max(-(-num_keys // max(num_pieces, 1)), MIN_SPLIT_KEYS)
+        for first_query in range(0, query_len, queries_per_piece):
+            num_queries = min(queries_per_piece, query_len - first_query)
+            first = context_len - query_len + first_query
+            oldest = 0 if window is None else max(first - window + 1, 0)
+            start, end = oldest // tile * tile, first + num_queries
+            whole.append(AttentionPiece(sequence, first_query, num_queries, start, end, -1))
+    num_keys = sum(piece.end - piece.start for piece in whole)
+    size = max(-(-num_keys // max(num_pieces, 1)), least_keys)
     size = -(-size // tile) * tile
     pieces, reductions = [], []
     num_partials = 0
-    for sequence, query_len, start, end in spans:
-        count = -(-(end - start) // size)
-        if count == 1:
-            pieces.append(AttentionPiece(sequence, 0, query_len, start, end, -1))
+    for piece in whole:
+        starts = range(piece.start, piece.end, size)
+        if len(starts) == 1:
+            pieces.append(piece)
             continue
-        for index in range(count):
-            first = start + index * size
-            last = min(first + size, end)
-            pieces.append(AttentionPiece(sequence, 0, query_len, first, last, num_partials + index))
-        reductions.append(Reduction(sequence, num_partials, count, query_len))
-        num_partials += count
+        pieces += [
+            replace(piece, start=start, end=min(start + size, piece.end), partial=partial)
+            for partial, start in enumerate(starts, num_partials)
+        ]
+        queries = piece.sequence, piece.first_query, piece.num_queries
+        reductions.append(Reduction(*queries, num_partials, len(starts)))
+        num_partials += len(starts)
     return _largest_first(pieces), reductions
-
-
-def split_queries(
-    rows: Sequence[tuple[int, int, int]], window: int | None, tile: int, queries_per_piece: int
-) -> list[AttentionPiece]:
-    """Cut sequences with many queries along their queries. Arguments: see `split_keys`."""
-    pieces = []
-    for sequence, query_len, context_len in rows:
-        cached = context_len - query_len
-        for first in range(0, query_len, queries_per_piece):
-            count = min(queries_per_piece, query_len - first)
-            oldest = 0 if window is None else max(cached + first - window + 1, 0)
-            end = cached + first + count
-            pieces.append(AttentionPiece(sequence, first, count, oldest // tile * tile, end, -1))
-    return _largest_first(pieces)
 
 
 def _largest_first(pieces: list[AttentionPiece]) -> list[AttentionPiece]:

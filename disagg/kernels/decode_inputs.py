@@ -1,7 +1,7 @@
 """Builds the input tensors of a decode step on the device from the numbers that the host uploaded.
 
 One kernel launch builds them. The tensors keep their addresses, so that a captured graph can read
-them. Rows beyond the step's sequences write no KV. The reference is
+them. Rows beyond the step's sequences write no KV and have token 0. The reference is
 `engine.device.batching.Batching.batch`.
 """
 
@@ -43,6 +43,7 @@ def _fill_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row >= num_seqs:
         tl.store(kv_slots_ptr + row, -1)
+        tl.store(token_ids_ptr + row, 0)  # all the same, which go to the same experts
     else:
         slot = tl.load(numbers_ptr + row)
         tl.store(positions_ptr + row, tl.load(numbers_ptr + num_seqs + row))

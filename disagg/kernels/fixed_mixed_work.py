@@ -3,7 +3,8 @@
 This works like `fixed_work` for decodes: the buffers have the size of the worst case, the device
 itself cuts the step, a piece without queries ends at once, and tokens without a sequence have
 pieces without keys, which write zeros. Sequences with few queries are split along their keys, as in
-`attention_work.split_keys`, and the others along their queries. These are two launches.
+`attention_work.cut`, and the others along their queries alone: a prompt over a long context has no
+graph (`mixed_graphs.MAX_CONTEXT`). These are two launches.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -132,7 +133,7 @@ class FixedMixedWork:
         short = split_keys(num_seqs, num_programs, self._short_queries * group, device)
         long = Launch(
             pieces=zeros(num_long, 6),
-            reductions=zeros(0, 4),
+            reductions=zeros(0, 5),
             num_partials=0,
             rows=long_rows,
             num_merged_rows=0,

@@ -5,7 +5,7 @@ of pieces has room for the worst case, and unused pieces are empty: a piece with
 ends at once and writes nothing. A row without a sequence has a piece without keys, which writes
 zeros.
 
-The split is the same as in `attention_work.split_keys`, against which it is tested. Every program
+The split is the same as in `attention_work.cut`, against which it is tested. Every program
 computes the sizes of all pieces, which are a few sums over the step's sequences, and writes its own
 pieces.
 """
@@ -89,18 +89,19 @@ def cut_keys(
     partial = tl.where(count > 1, first_partial + num_whole, -1)
     is_one = tl.sum(has_last.to(tl.int32) * is_own) > 0
     store_piece(pieces_ptr, place, own, 0, num_queries, last, last + num_left, partial, is_one)
-    reduction_ptr = reductions_ptr + tl.sum(is_cut * is_before) * 4
+    reduction_ptr = reductions_ptr + tl.sum(is_cut * is_before) * 5
     tl.store(reduction_ptr, own, mask=count > 1)
-    tl.store(reduction_ptr + 1, first_partial, mask=count > 1)
-    tl.store(reduction_ptr + 2, count, mask=count > 1)
-    tl.store(reduction_ptr + 3, num_queries, mask=count > 1)
+    tl.store(reduction_ptr + 1, 0, mask=count > 1)
+    tl.store(reduction_ptr + 2, num_queries, mask=count > 1)
+    tl.store(reduction_ptr + 3, first_partial, mask=count > 1)
+    tl.store(reduction_ptr + 4, count, mask=count > 1)
 
     num_used = tl.sum(tl.where(has_piece, tl.maximum(counts, 1), 0))
     place = num_used + own + index * tl.num_programs(0)
     store_piece(pieces_ptr, place, 0, 0, 0, 0, 0, -1, place < num_pieces)
     place = tl.sum(is_cut) + own
-    for field in tl.static_range(4):
-        tl.store(reductions_ptr + place * 4 + field, 0, mask=place < num_reductions)
+    for field in tl.static_range(5):
+        tl.store(reductions_ptr + place * 5 + field, 0, mask=place < num_reductions)
 
 
 @triton.jit(
@@ -155,7 +156,7 @@ def split_keys(num_seqs: int, num_programs: int, num_rows: int, device: torch.de
     num_reductions = min(num_seqs, num_programs)
     return Launch(
         pieces=zeros(num_seqs + num_programs, 6),
-        reductions=zeros(num_reductions, 4),
+        reductions=zeros(num_reductions, 5),
         num_partials=num_reductions + num_programs,
         rows=max(16, next_power_of_2(num_rows)),
         num_merged_rows=num_rows,

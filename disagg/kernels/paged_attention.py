@@ -184,11 +184,11 @@ def _reduce_kernel(
     Each program has one query and head. It loads all its partial results at once, because a chain
     of loads would take as long as the attention itself if one sequence fills the device.
     """
-    reduction_ptr = reductions_ptr + tl.program_id(0) * 4
+    reduction_ptr = reductions_ptr + tl.program_id(0) * 5
     head, row = tl.program_id(1), tl.program_id(2)
     sequence = tl.load(reduction_ptr)
-    first_partial, num_partials = tl.load(reduction_ptr + 1), tl.load(reduction_ptr + 2)
-    num_queries = tl.load(reduction_ptr + 3)
+    first_query, num_queries = tl.load(reduction_ptr + 1), tl.load(reduction_ptr + 2)
+    first_partial, num_partials = tl.load(reduction_ptr + 3), tl.load(reduction_ptr + 4)
     if row < num_queries * GROUP:
         columns = tl.arange(0, BLOCK_D)
         acc = tl.zeros([BLOCK_D], dtype=tl.float32)
@@ -212,7 +212,7 @@ def _reduce_kernel(
             acc = acc * decay + tl.sum(pieces * gain[:, None], axis=0)
             total = total * decay + tl.sum(gain, axis=0)
             peak = new_peak
-        token = (tl.load(query_start_ptr + sequence) + row // GROUP).to(tl.int64)
+        token = (tl.load(query_start_ptr + sequence) + first_query + row // GROUP).to(tl.int64)
         query_head = head * GROUP + row % GROUP
         target = (token * (NUM_KV_HEADS * GROUP) + query_head) * HEAD_DIM + columns
         result = (acc / total).to(out_ptr.dtype.element_ty)

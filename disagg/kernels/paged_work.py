@@ -8,13 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.kernels.attention_work import AttentionPiece, Reduction, split_keys, split_queries
+from disagg.kernels.attention_work import MIN_SPLIT_KEYS, AttentionPiece, Reduction, cut
 from disagg.kernels.launcher import next_power_of_2
 from disagg.kernels.uploads import upload
 
 KEY_TILE = 64
-MAX_SHORT_ROWS = 64  # with at most so many packed query rows, keys are cut, otherwise queries
+MAX_SHORT_ROWS = 64  # of the packed queries of one sequence; a sequence with more is in tiles
 LONG_ROWS = 128
+# Of a partial result each row is written and read in float32, which is as much memory traffic as
+# two keys and their values in 16 bits. A piece has twice as many keys.
+KEYS_PER_ROW = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Launch:
     """
 
     pieces: Tensor  # int32 [num_pieces, 6]
-    reductions: Tensor  # int32 [num_reductions, 4]
+    reductions: Tensor  # int32 [num_reductions, 5]
     num_partials: int
     rows: int
     num_merged_rows: int
@@ -70,13 +73,19 @@ def plan_work(
     launches = []
     if short:
         num_rows = max(row[1] for row in short) * group
-        pieces, reductions = split_keys(short, window, KEY_TILE, num_programs)
         height = max(16, next_power_of_2(num_rows))
+        pieces, reductions = cut(short, window, KEY_TILE, num_programs, height // group)
         launches.append(_launch(pieces, reductions, height, num_rows, device))
     if long:
         height = max(long_rows, next_power_of_2(group))
-        pieces = split_queries(long, window, KEY_TILE, height // group)
-        launches.append(_launch(pieces, [], height, 0, device))
+        num_queries = height // group
+        # Partial results are as large as the tiles: only a device that has too few tiles gets some.
+        num_tiles = sum(-(-row[1] // num_queries) for row in long)
+        least_keys = max(MIN_SPLIT_KEYS, KEYS_PER_ROW * height)
+        if num_tiles >= num_programs:
+            least_keys = max(row[2] for row in long)
+        pieces, reductions = cut(long, window, KEY_TILE, num_programs, num_queries, least_keys)
+        launches.append(_launch(pieces, reductions, height, num_queries * group, device))
     return PagedWork(tuple(launches), window)
 
 
@@ -91,12 +100,12 @@ def _launch(
     for p in pieces:
         numbers += (p.sequence, p.first_query, p.num_queries, p.start, p.end, p.partial)
     for r in reductions:
-        numbers += (r.sequence, r.first_partial, r.num_partials, r.num_queries)
+        numbers += (r.sequence, r.first_query, r.num_queries, r.first_partial, r.num_partials)
     uploaded = upload(numbers, torch.int32, device)
     num_first = len(pieces) * 6
     return Launch(
         pieces=uploaded[:num_first].view(-1, 6),
-        reductions=uploaded[num_first:].view(-1, 4),
+        reductions=uploaded[num_first:].view(-1, 5),
         num_partials=sum(merge.num_partials for merge in reductions),
         rows=rows,
         num_merged_rows=num_merged_rows,

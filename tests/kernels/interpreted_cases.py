@@ -138,6 +138,14 @@ def test_a_long_context_cut_into_many_pieces(window: int | None) -> None:
     )
 
 
+@pytest.mark.parametrize("window", [None, 200])
+def test_a_prompt_over_a_long_context_is_cut_along_its_keys_too(window: int | None) -> None:
+    cut, expected = _attend([(50, 1500), (45, 1100)], window, num_programs=64, group=3)
+    _assert_close(cut, expected, SINGLE)
+    (launch,) = plan_work([50, 45], [1500, 1100], 3, window, 64, CPU).launches
+    assert bool(launch.num_partials) == (window is None)
+
+
 @pytest.mark.parametrize("window", [None, 50, 70])
 def test_whole_prompts_by_torch_beside_others_by_pages(
     window: int | None, monkeypatch: pytest.MonkeyPatch

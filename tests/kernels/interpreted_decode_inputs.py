@@ -54,6 +54,7 @@ def test_the_kernel_makes_the_batches_that_torch_makes(data: st.DataObject, size
         assert torch.equal(found_slots, expected_slots)
         assert kernel.decode_inputs is not None
         assert (kernel.decode_inputs.slots[num:] == -1).all(), "nobody is there to be written"
+        assert (kernel.decode_inputs.token_ids[num:] == 0).all(), "experts would be read for them"
         chosen = torch.arange(num) + 50 * step
         torch_ops.remember(expected_slots, chosen)
         kernel.remember(found_slots, chosen)

@@ -3,13 +3,14 @@ interpreter."""
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from itertools import accumulate
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.kernels.attention_work import split_keys
+from disagg.kernels.attention_work import cut
 from disagg.kernels.fixed_mixed_work import MAX_SHORT_QUERIES, FixedMixedWork
 from disagg.kernels.paged_work import KEY_TILE
 
@@ -41,15 +42,15 @@ def test_every_query_sees_its_keys_once(
 
     rows = [(i, *pair) for i, pair in enumerate(zip(query_lens, context_lens, strict=True))]
     few = [row for row in rows if row[1] <= MAX_SHORT_QUERIES]
-    pieces, merges = split_keys(few, window, KEY_TILE, num_programs)
+    pieces, merges = cut(few, window, KEY_TILE, num_programs, MAX_SHORT_QUERIES)
     wanted = [[p.sequence, 0, p.num_queries, p.start, p.end, p.partial] for p in pieces]
     found = short.pieces.tolist()
     assert found[: len(wanted)] == wanted
     assert all(piece == NO_PIECE for piece in found[len(wanted) :])
-    wanted = [[r.sequence, r.first_partial, r.num_partials, r.num_queries] for r in merges]
+    wanted = [list(astuple(merge)) for merge in merges]
     found = short.reductions.tolist()
     assert found[: len(wanted)] == wanted
-    assert all(reduction == [0, 0, 0, 0] for reduction in found[len(wanted) :])
+    assert all(reduction == [0, 0, 0, 0, 0] for reduction in found[len(wanted) :])
     assert sum(r.num_partials for r in merges) <= short.num_partials
 
     seen: dict[int, list[int]] = {}

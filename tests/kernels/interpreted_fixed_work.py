@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.kernels.attention_work import split_keys
+from disagg.kernels.attention_work import cut
 from disagg.kernels.fixed_work import FixedWork
 from disagg.kernels.paged_work import KEY_TILE
 
 CPU = torch.device("cpu")
-NO_PIECE, NO_REDUCTION = [0, 0, 0, 0, 0, -1], [0, 0, 0, 0]
+NO_PIECE, NO_REDUCTION = [0, 0, 0, 0, 0, -1], [0, 0, 0, 0, 0]
 
 
 @settings(deadline=None, max_examples=25)
@@ -34,13 +36,13 @@ def test_all_pieces_fit_and_idle_rows_become_zeros(
     fixed.cut(slots, torch.tensor([*contexts, *left], dtype=torch.int32))
 
     rows = [(row, 1, context) for row, context in enumerate(contexts)]
-    pieces, reductions = split_keys(rows, window, KEY_TILE, num_programs)
+    pieces, reductions = cut(rows, window, KEY_TILE, num_programs)
     wanted = [[p.sequence, 0, 1, p.start, p.end, p.partial] for p in pieces]
     wanted += [[row, 0, 1, 0, 0, -1] for row in range(len(contexts), num_seqs)]
     found = launch.pieces.tolist()
     assert found[: len(wanted)] == wanted
     assert all(piece == NO_PIECE for piece in found[len(wanted) :])
-    merges = [[r.sequence, r.first_partial, r.num_partials, 1] for r in reductions]
+    merges = [list(astuple(reduction)) for reduction in reductions]
     found = launch.reductions.tolist()
     assert found[: len(merges)] == merges
     assert all(reduction == NO_REDUCTION for reduction in found[len(merges) :])
@@ -57,6 +59,6 @@ def test_a_large_step_is_cut_as_the_host_would() -> None:
     slots = torch.where(torch.arange(80) < len(contexts), 0, -1)
     fixed.cut(slots, torch.tensor([*contexts, 9, 9, 9, 9], dtype=torch.int32))
     rows = [(row, 1, context) for row, context in enumerate(contexts)]
-    pieces, _ = split_keys(rows, None, KEY_TILE, 49)
+    pieces, _ = cut(rows, None, KEY_TILE, 49)
     wanted = [[p.sequence, 0, 1, p.start, p.end, p.partial] for p in pieces]
     assert launch.pieces.tolist()[: len(wanted)] == wanted

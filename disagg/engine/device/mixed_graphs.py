@@ -16,6 +16,7 @@ from torch import Tensor
 
 from disagg.engine.device.decode_graphs import Record, capture_sizes
 from disagg.engine.sched.speculation import MAX_AHEAD
+from disagg.kernels.fixed_mixed_work import MAX_SHORT_QUERIES
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.triton_ops import TritonOps
 from disagg.models.batch import Batch
@@ -24,6 +25,10 @@ from disagg.models.decoder import Decoder
 # With more tokens the device needs longer to compute than the host to launch. Not yet measured.
 MAX_PROMPT_TOKENS = 256
 TOKENS_APART = 32
+# A prompt over a longer context is faster without a graph, because only then its keys are cut: in a
+# graph, 16 tokens over 30,000 keys are one program. A program needs about 1 us for 64 keys of a
+# layer, and the host 5 us for each of a layer's 11 launches. Not yet measured.
+MAX_CONTEXT = 4096
 
 
 class MixedSize(NamedTuple):
@@ -50,6 +55,12 @@ def mixed_sizes(max_num_seqs: int, with_drafts: bool) -> list[MixedSize]:
     if with_drafts:
         sizes += [MixedSize(n, n) for n in _nums_tokens(max_num_seqs + MAX_AHEAD)]
     return sorted(sizes)
+
+
+def has_long_prompt(batch: Batch) -> bool:
+    """Whether a prompt of the step has a context that a graph's pieces are too few for."""
+    lens = zip(batch.query_lens, batch.context_lens_host, strict=True)
+    return any(new > MAX_SHORT_QUERIES and context > MAX_CONTEXT for new, context in lens)
 
 
 def _nums_tokens(most: int) -> list[int]:
@@ -102,7 +113,7 @@ class MixedGraphs:
 
         The logits are overwritten by the next step.
         """
-        if len(batch.query_lens) > self._max_num_seqs:
+        if len(batch.query_lens) > self._max_num_seqs or has_long_prompt(batch):
             return None
         for size, graph in zip(self._sizes, self._graphs, strict=True):
             if size.holds(batch):
@@ -133,7 +144,9 @@ class MixedGraphs:
         own.token_ids[:num_tokens].copy_(batch.token_ids)
         own.positions[:num_tokens].copy_(batch.positions)
         own.slots[:num_tokens].copy_(batch.slots)
-        own.slots[num_tokens : size.num_tokens].fill_(-1)  # from an earlier step
+        # From an earlier step: nothing is written, and equal tokens go to the same experts.
+        own.slots[num_tokens : size.num_tokens].fill_(-1)
+        own.token_ids[num_tokens : size.num_tokens].fill_(0)
         own.query_start[: num_seqs + 1].copy_(batch.query_start)
         own.query_start[num_seqs + 1].fill_(size.num_tokens)
         own.context_lens[:num_seqs].copy_(batch.context_lens)

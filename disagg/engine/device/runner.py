@@ -27,7 +27,6 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued, rows
 from disagg.engine.sched.step import Results, Sampled, SampledToken, SequencesFailed, StepPlan
 from disagg.errors import DisaggError, InvalidLogits, ModelError
-from disagg.kernels.attention_work import MIN_SPLIT_KEYS
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
@@ -244,19 +243,20 @@ class ModelRunner:
                 )
 
     def warm_up_tiles(self, max_model_len: int) -> None:
-        """Compile attention for few tokens of a sequence, and the sums of its pieces.
+        """Compile attention for few tokens over many, and the sums of its pieces.
 
         The height of a tile follows from the number of tokens, and each height is another kernel. A
         kernel that a request compiled would stop the engine for seconds, so that it seems to hang.
         Overwrites blocks too.
         """
-        from disagg.kernels.paged_work import MAX_SHORT_ROWS
+        from disagg.kernels.paged_work import KEYS_PER_ROW, LONG_ROWS, MAX_SHORT_ROWS
 
         block_size, num_blocks = self.kv_cache.block_size, self.kv_cache.num_blocks
-        num_tokens = min(2 * MIN_SPLIT_KEYS, max_model_len, num_blocks * block_size)
+        many = 2 * KEYS_PER_ROW * LONG_ROWS  # so that also those of a prompt's tile are cut
+        num_tokens = min(many, max_model_len, num_blocks * block_size)
         blocks = list(range(-(-num_tokens // block_size)))
         num_new = 1
-        while num_new <= min(MAX_SHORT_ROWS, num_tokens):
+        while num_new <= min(2 * MAX_SHORT_ROWS, num_tokens):
             sequence = _scratch_sequence(num_tokens, blocks)
             sequence.num_computed = num_tokens - num_new
             self.run(StepPlan((sequence,), (num_new,), 0, StepFeatures()))
