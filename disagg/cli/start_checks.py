@@ -24,6 +24,7 @@ from disagg.router.autoscale import pools
 _EVERY_ADDRESS = "0.0.0.0", "::"
 MIN_OPEN_FILES = 1024  # the largest process of Ray and Serve opens some hundreds of files
 MIN_SHARED_MEMORY_NBYTES = 64 << 20  # Docker's default for a container
+MIN_ADDRESS_SPACE_NBYTES = 4 << 30  # torch alone maps 2.7 GB, and Ray its objects beside it
 MIN_DISK_NBYTES = 256 << 20  # for the logs and sockets of Ray; KV is never on disk
 
 
@@ -153,7 +154,10 @@ def check_certificate(http: HttpConfig) -> None:
 
 
 def check_machine(directory: Path) -> None:
-    """Check open files, shared memory and disk; Ray fails late and unclearly without them."""
+    """Check open files, address space, shared memory and disk.
+
+    Ray fails late and unclearly without them.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES <= hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # child processes inherit it
@@ -161,6 +165,13 @@ def check_machine(directory: Path) -> None:
         raise StartupError(
             f"The limit of open files is {soft}, but Ray needs {MIN_OPEN_FILES}; raise it with"
             f" `ulimit -n {4 * MIN_OPEN_FILES}`."
+        )
+    space_nbytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space_nbytes != resource.RLIM_INFINITY and space_nbytes < MIN_ADDRESS_SPACE_NBYTES:
+        raise StartupError(
+            f"A process may have only {space_nbytes >> 20} MiB of address space, too little for"
+            " Ray and the workers; lift the limit with `ulimit -v unlimited` (systemd:"
+            " LimitAS=infinity)."
         )
     free_nbytes = shutil.disk_usage(directory).free
     if free_nbytes < MIN_DISK_NBYTES:

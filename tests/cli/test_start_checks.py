@@ -45,12 +45,23 @@ def test_few_open_files_are_raised_where_the_system_allows_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     limits, asked = (256, 4096), []
-    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    unlimited = (resource.RLIM_INFINITY,) * 2
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda what: limits if what == resource.RLIMIT_NOFILE else unlimited
+    )
     monkeypatch.setattr(resource, "setrlimit", lambda what, both: asked.append(both))
     start_checks.check_machine(tmp_path)
     assert asked == [(4096, 4096)]
     limits = (256, 512)
     with pytest.raises(StartupError, match="open files is 256"):
+        start_checks.check_machine(tmp_path)
+
+
+def test_a_limit_of_address_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`ulimit -v 3000000`, with which Ray's start comes to a standstill."""
+    limit = {resource.RLIMIT_AS: (3_000_000 << 10,) * 2}
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limit.get(what, (1 << 20,) * 2))
+    with pytest.raises(StartupError, match="only 2929 MiB of address space"):
         start_checks.check_machine(tmp_path)
 
 
