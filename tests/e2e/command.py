@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -183,7 +184,7 @@ class Command:
         """No process, port, directory or shared memory."""
         until(lambda: not self._processes(), LEFT_TIMEOUT_S, self.left)
         until(lambda: _dead_runs() <= self._runs, LEFT_TIMEOUT_S, self.left)
-        until(lambda: _shared_memory() <= self._shared_memory, LEFT_TIMEOUT_S, self.left)
+        until(lambda: not self._left_memory(), LEFT_TIMEOUT_S, self.left)
         until(self._has_free_port, LEFT_TIMEOUT_S, self.left)
 
     def _has_free_port(self) -> bool:
@@ -200,8 +201,12 @@ class Command:
 
     def left(self) -> str:
         """What is left, for a failure's message."""
-        shared = _shared_memory() - self._shared_memory
-        return f"{self._processes()} {_dead_runs() - self._runs} {shared}"
+        return f"{self._processes()} {_dead_runs() - self._runs} {self._left_memory()}"
+
+    def _left_memory(self) -> set[str]:
+        """New shared memory that nobody uses: other programs of this machine make some, too."""
+        new = _shared_memory() - self._shared_memory
+        return new - _used_memory() if new else set()
 
 
 class Streams:
@@ -315,6 +320,15 @@ def _environment(process: psutil.Process) -> str | None:
 
 def _shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _used_memory() -> set[str]:
+    """Shared memory that a process has mapped."""
+    used: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            used.update(re.findall(r" /dev/shm/(\S+)", maps.read_text()))
+    return used
 
 
 def _dead_runs() -> set[Path]:
