@@ -200,7 +200,7 @@ def test_a_prompt_over_a_long_context_has_no_graph(
 ) -> None:
     """A decode over it has one: its keys are cut in graphs too."""
     monkeypatch.setattr(mixed_graphs, "MAX_CONTEXT", LONG)
-    prompt = make_batch([(mixed.sequences[0], 9), (mixed.sequences[1], 1)], BLOCK_SIZE)
+    prompt = make_batch([(mixed.sequences[1], 1), (mixed.sequences[0], 9)], BLOCK_SIZE)
     decode = make_batch([(mixed.sequences[0], 1), (mixed.sequences[3], 9)], BLOCK_SIZE)
     assert mixed.graphs.forward(prompt) is None
     assert mixed.graphs.forward(decode) is not None

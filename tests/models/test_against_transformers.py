@@ -172,7 +172,7 @@ def _theirs(family: str, changes: dict[str, Any]) -> _Read:
     qkv = getattr(own, "q_proj", None) or own.qkv_proj
     slides_everywhere = config.sliding_window if is_mistral else None
     mlp = model.model.layers[0].mlp
-    eos = config.eos_token_id
+    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     frequencies, factor = _their_rope(model.model.rotary_emb)
     has_cap = hasattr(type(config), "final_logit_softcapping")
     return _Read(
@@ -190,7 +190,8 @@ def _theirs(family: str, changes: dict[str, Any]) -> _Read:
         windows=tuple(
             getattr(each, "sliding_window", None) or slides_everywhere for each in attention
         ),
-        eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        # Families' own end tokens are beyond the small vocabularies here, and never chosen.
+        eos=tuple(each for each in eos if each is not None and each < config.vocab_size),
         frequencies=tuple(each for part in frequencies for each in part.tolist()),
         attention_factor=factor,
         caps=(
