@@ -28,7 +28,7 @@ from bench.faults_gates import row
 from tests.e2e.command import Command
 from tests.faults.faults import Killed, suffered
 
-FLAGS = "demo-small --decode 2 --dtype float32 --num-threads 1"
+FLAGS = "demo-small --decode 2 --dtype float32 --num-threads 1 --no-restart"
 RATE = 10.0  # requests a second
 SETTLE_S = 3.0
 HEAL_S = 12.0  # of load after a fault that heals: five periods of Serve's health checks and more

@@ -91,8 +91,8 @@ class Watch:
         dead = [kind for kind in ("raylet", "gcs_server") if kind in dead]
         if dead:
             self.broken = (
-                f"Ray's {dead[0]} process died, and all workers end with it; start the server"
-                " again. The output of the process is in the log directory."
+                f"Ray's {dead[0]} process died, and all workers end with it. The output of the"
+                " process is in the log directory."
             )
             self._stop.set()
 

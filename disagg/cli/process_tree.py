@@ -206,6 +206,13 @@ def keep_logs(directory: Path, log_directory: Path) -> None:
         shutil.copytree(session, log_directory / "ray", symlinks=True, dirs_exist_ok=True)
 
 
+def set_logs_aside(log_directory: Path) -> None:
+    """Keep the copy of Ray's logs from the server before this one, which may show why it broke."""
+    shutil.rmtree(log_directory / "ray-before", ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (log_directory / "ray").rename(log_directory / "ray-before")
+
+
 def _is_dead(directory: Path) -> bool:
     """Whether no process holds the lock of a run. Raises `OSError` if there was no run."""
     descriptor = os.open(directory / _LOCK, os.O_RDWR)

@@ -10,11 +10,15 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from disagg.cli import process_tree
 from disagg.cli.lines import Lines
 from disagg.cli.reports import Order
+from disagg.cli.restarts import Ended, keep_serving
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments, raw_config
 from disagg.cli.supervisor import Signals, Supervisor
@@ -31,7 +35,10 @@ __all__ = ["add_arguments", "config_from_arguments", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start everything, print one ready line, serve until SIGINT or SIGTERM, stop everything."""
+    """Start everything, print a ready line, serve until SIGINT or SIGTERM, stop everything.
+
+    A server that breaks meanwhile is started again.
+    """
     signals = Signals()
     raw = raw_config(arguments)
     config = parse_config(raw)
@@ -48,23 +55,33 @@ def run(arguments: argparse.Namespace) -> int:
         lines.say("logs", f"logs: {logs}", directory=str(logs))
         if not _fetch_models(config, lines.say, lambda: signals.num > 0):
             return 0
-        directory, alive = new_run()
-        try:
-            order = Order(
-                config=config,
-                raw_config=raw,
-                directory=str(directory),
-                log_directory=str(logs),
-                ray_address=arguments.ray_address,
-                haproxy=arguments.haproxy,
-                replace=arguments.replace,
-            )
-            supervisor = Supervisor(order, lines, signals)
-            supervisor.when_ready = lambda: lines.say("example", f"\n  {_example(config)}\n")
-            return supervisor.run()
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-            os.close(alive)
+        order = Order(
+            config=config,
+            raw_config=raw,
+            directory="",  # each start has its own
+            log_directory=str(logs),
+            ray_address=arguments.ray_address,
+            haproxy=arguments.haproxy,
+            replace=arguments.replace,
+        )
+        serve_once = partial(_serve_once, order, lines, signals)
+        # A cluster of others keeps the application when this command fails.
+        if arguments.restart and order.ray_address is None:
+            return keep_serving(serve_once, lines, lambda: signals.num > 0)
+        return serve_once().status
+
+
+def _serve_once(order: Order, lines: Lines, signals: Signals) -> Ended:
+    """Start a server, and return when it and all its processes have ended."""
+    directory, alive = new_run()
+    try:
+        supervisor = Supervisor(replace(order, directory=str(directory)), lines, signals)
+        supervisor.when_ready = lambda: lines.say("example", f"\n  {_example(order.config)}\n")
+        status = supervisor.run()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(alive)
+    return Ended(status, supervisor.served_s)
 
 
 def _fetch_models(config: ServeConfig, say: Say, is_stopped: Callable[[], bool]) -> bool:

@@ -271,6 +271,13 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         help="seconds that running requests have to finish after SIGINT or SIGTERM (default: 60)",
     )
     group.add_argument(
+        "--no-restart",
+        dest="restart",
+        action="store_false",
+        help="exit when the server breaks, for example because Ray's raylet died, and let a"
+        " supervisor start it (default: start it again, and exit after three failed starts)",
+    )
+    group.add_argument(
         "--log-dir",
         help="directory for logs (default: a new directory in ~/.local/state/disagg, which keeps"
         " the logs of the last ten runs)",

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
-from disagg.config import ASSETS, EngineConfig, ServeConfig
+from disagg.config import ASSETS, CascadeConfig, EngineConfig, ServeConfig
 from disagg.config_checks import filled_in, parse_config
 from disagg.doctor.findings import DoctorReport
 from disagg.errors import StartupError
@@ -28,7 +28,9 @@ OF_AN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 HTTP_OPTIONS = {"host", "port"}
 
 # Flags of the command itself rather than of the deployment; --config allows these beside it.
-OF_THE_COMMAND = ("config", "ray_address", "replace", "haproxy", "log_dir", "log_format")
+OF_THE_COMMAND = (
+    *("config", "ray_address", "replace", "haproxy", "restart", "log_dir", "log_format"),
+)
 
 
 def _store_nbytes(configured: int | None) -> int:
@@ -265,8 +267,9 @@ def _cascade_section(file: str | None, models: list[str]) -> Any:
     if file is None:
         return None
     if not file:
-        # The bundled prompt judge was trained for these two models only.
-        return bundled_cascade() if models == list(BUNDLED) else {}
+        if models == list(BUNDLED):  # the bundled prompt judge was trained for these two only
+            return bundled_cascade()
+        return {"thresholds": CascadeConfig().thresholds * max(1, len(models) - 1)}
     if not Path(file).is_file():
         raise StartupError(
             f"There is no file {file}. The word after --cascade names a file; if {file} is a model,"

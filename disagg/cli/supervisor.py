@@ -82,7 +82,8 @@ class Supervisor:
         self._ends_by_s = 0.0  # deadline, set when the server process is told to stop
         self._refused: StartRefused | None = None
         self._broken: Broken | None = None
-        self.ready: Ready | None = None
+        self._ready_at_s: float | None = None
+        self.served_s: float | None = None  # after the run: how long the server was ready, if ever
         self.when_ready: Callable[[], None] = lambda: None
 
     def run(self) -> int:
@@ -100,13 +101,15 @@ class Supervisor:
             self._process = process
             for report in self._reports(reports):
                 self._take(report, began_s)
-            status = self._status()
+            if self._ready_at_s is not None:
+                self.served_s = time.monotonic() - self._ready_at_s
         if self._refused is not None:
             raise StartupError(self._refused.message, param=self._refused.param)
-        return status
+        return self._status()
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+        process_tree.set_logs_aside(Path(self._order.log_directory))
         read, write = os.pipe()
         output = Path(self._order.log_directory) / "server.log"
         try:
@@ -154,6 +157,7 @@ class Supervisor:
                     *lines, buffer = (buffer + piece).split(b"\n")
                     yield from map(read_report, lines)
                     if not piece:
+                        self._process.wait()  # otherwise it may be killed before it has its status
                         return
                 process_tree.reap(besides=self._process.pid)
 
@@ -190,7 +194,7 @@ class Supervisor:
     def _begin_stop(self, now_s: float) -> bool:
         """React to the first signal. Returns True if there is nothing to wait for."""
         name = signal.Signals(self._signals.last).name
-        if self.ready is None:
+        if self._ready_at_s is None:
             self._lines.say(
                 "stopping", f"{name}: stopping before the server is ready.", signal=name
             )
@@ -232,11 +236,11 @@ class Supervisor:
                     for line in self._log.news(report.pools):
                         self._lines.say("progress", line)
             case Ready():
-                self.ready = report
+                self._ready_at_s = time.monotonic()
                 self._lines.show("")
                 self._lines.say(
                     "ready",
-                    ready_line(report, time.monotonic() - began_s),
+                    ready_line(report, self._ready_at_s - began_s),
                     url=report.url,
                     pools=report.body["pools"],
                 )
@@ -258,10 +262,8 @@ class Supervisor:
                 self._broken = report
 
     def _status(self) -> int:
-        """Print how the run ended; returns the exit status."""
+        """Print how the run ended, after it has; returns the exit status."""
         assert self._process is not None
-        if self._refused is not None:
-            return 2
         if self._signals.num > 1:
             self._lines.say("stopped", "Stopped at once because of a second signal.")
             return 128 + self._signals.last
@@ -271,11 +273,10 @@ class Supervisor:
         if self._signals.num:
             self._lines.say("stopped", "Stopped.")
             return 0
-        status = self._process.wait()
         self._lines.say(
             "broken",
-            f"The server process ended unexpectedly ({_how(status)}); its output is in"
-            f" {self._order.log_directory}/server.log.",
+            f"The server process ended unexpectedly ({_how(self._process.returncode)}); its output"
+            f" is in {self._order.log_directory}/server.log.",
         )
         return 1
 

@@ -77,6 +77,9 @@ def test_a_cascade_is_a_flag_with_or_without_a_file(tmp_path: Path) -> None:
     assert bundled.thresholds == CascadeConfig().thresholds
     others = config_of("demo-small", "/some/model", "--cascade").cascade
     assert others == CascadeConfig(), "what was learned of the bundled models is for them alone"
+    (threshold,) = CascadeConfig().thresholds
+    of_three = config_of(*models, "/some/model", "--cascade").cascade
+    assert of_three is not None and of_three.thresholds == (threshold, threshold)
     file = tmp_path / "cascade.yaml"
     file.write_text("cascade: {signal: mean, num_judged_tokens: 4, thresholds: [-0.2]}\n")
     asked = config_of(*models, "--cascade", str(file)).cascade

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
+from disagg.app.processes import runs
 from disagg.cli import process_tree
 from disagg.cli.ports import free_port
 from tests import plain_http
@@ -305,7 +306,8 @@ def ask(url: str, model: str = "demo-small") -> httpx.Response:
 def is_named(process: psutil.Process, words: str) -> bool:
     """Whether it lives, and has this name or a title with these words."""
     with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-        return process.name() == words or words in " ".join(process.cmdline()[:1])
+        has_name = process.name() == words or words in " ".join(process.cmdline()[:1])
+        return has_name and runs(process)
     return False
 
 

@@ -58,7 +58,7 @@ def server(collector: OtlpCollector, directory: Path) -> Iterator[Command]:
     }
     command = Command(
         f"{SMALL} {LARGE} --cascade --prefill 0 --num-threads 1 --no-haproxy --no-redis"
-        " --host :: --insecure",
+        " --no-restart --host :: --insecure",
         directory,
         environment,
         mounts=f"mount -t tmpfs -o ro tmpfs {directory}/home",

@@ -42,7 +42,7 @@ def test_one_gpu_has_one_worker_that_does_both(tmp_path: Path) -> None:
     """A node that dies ends the command with a sentence: a raylet ends when its agent does."""
     opened = tmp_path / "opened"
     opened.mkdir()
-    flags = "demo-small --max-num-seqs 32 --num-threads 1 --no-redis --no-haproxy"
+    flags = "demo-small --max-num-seqs 32 --num-threads 1 --no-redis --no-haproxy --no-restart"
     command = Command(flags, tmp_path, {**machine(80), "DISAGG_TEST_OPENED": str(opened)})
     with command.killed_at_the_end():
         command.wait_ready()

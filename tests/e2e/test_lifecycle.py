@@ -158,6 +158,18 @@ def test_haproxy_that_dies_is_stood_in_for(served: Command) -> None:
     assert ask(served.url).status_code == 200
 
 
+@pytest.mark.parametrize("name", ["ray::RuntimeEnvAgent", "raylet"])
+def test_what_ends_everything_is_started_again(served: Command, name: str) -> None:
+    """A raylet ends when its agents do."""
+    num_ready = len(served.events("ready"))
+    served.one(name).kill()
+    served.wait_for("ready", num_ready + 1)
+    assert served.events("broken")[-1]["message"].startswith("Ray's raylet process died")
+    assert len(served.events("restarting")) == num_ready
+    assert ask(served.url).status_code == 200
+    assert (Path(served.events("logs")[0]["directory"]) / "ray-before").is_dir()
+
+
 def test_lines_are_json_and_logs_outlive_the_command(served: Command) -> None:
     (line,) = served.events("logs")
     files = {each.name for each in Path(line["directory"]).iterdir()}
