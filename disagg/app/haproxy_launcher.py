@@ -235,8 +235,31 @@ def _rules(num_of_one: int) -> str:
 
 
 def main() -> None:
+    """The program for RAY_SERVE_HAPROXY_BINARY_PATH of `disagg serve`.
+
+    Ray kills the process group of an actor that died. HAProxy leaves the group of Serve's manager,
+    so that it and its streams survive the manager. `disagg serve` ends all processes itself; on the
+    nodes of a cluster nobody would.
+    """
     haproxy, host, certificate, *arguments = sys.argv[1:]
+    os.setpgid(0, 0)
+    if "-f" in arguments:
+        file = arguments[arguments.index("-f") + 1]
+        if "-sf" not in arguments and (old := _survivor(file)):
+            arguments += ["-sf", old]  # it stops listening, and ends after its last stream
+        _replace(file + ".pid", str(os.getpid()))  # execv keeps it
     _run(haproxy, host, certificate, arguments)
+
+
+def _survivor(file: str) -> str:
+    """The id of the last HAProxy with this configuration, whose manager died; "" if it died too."""
+    with contextlib.suppress(OSError):
+        with open(file + ".pid") as opened:
+            pid = opened.read()
+        with open(f"/proc/{pid}/cmdline") as opened:
+            if file in opened.read().split("\0"):
+                return pid
+    return ""
 
 
 def main_on_a_node() -> None:

@@ -24,6 +24,7 @@ Say = Callable[..., None]  # takes an event's name, a sentence, and fields for p
 
 # Titles that Ray gives to Serve's processes. A replica's title ends with its current activity.
 _REPLICA = re.compile(r"ray::ServeReplica:[^:]*:([^.\s]+)")
+_AGENT = re.compile(r"ray::(DashboardAgent|RuntimeEnvAgent)")
 _CONTROLLER = re.compile(r"ray::ServeController")
 
 
@@ -57,6 +58,7 @@ class Watch:
         self._stop = stop
         self._closed = threading.Event()
         self._processes: dict[psutil.Process, str] = self._named() if node is not None else {}
+        self._agents = _agents() if node is not None else []
         self._answers = True
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -86,9 +88,11 @@ class Watch:
                 self._look_at_processes()
 
     def _look_at_ray(self) -> None:
-        """Check Ray's raylet and GCS. Without them workers end, or never start again."""
+        """Check Ray's raylet, its agents and GCS. Without them workers end, or never start."""
         dead = [kind for kind, _ in self._node.dead_processes()]
         dead = [kind for kind in ("raylet", "gcs_server") if kind in dead]
+        # The raylet ends all workers when an agent died, and may itself not end for minutes.
+        dead += [name for name, each in self._agents if not runs(each)]
         if dead:
             self.broken = (
                 f"Ray's {dead[0]} process died, and all workers end with it. The output of the"
@@ -136,6 +140,17 @@ class Watch:
                 self._say("answers_again", f"{self._url} answers again.")
             else:
                 self._say("no_answer", f"{self._url} no longer answers.")
+
+
+def _agents() -> list[tuple[str, psutil.Process]]:
+    """The raylet's agents, with their names."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            agent = _AGENT.match(" ".join(process.cmdline()[:1]))
+            if agent is not None:
+                found.append((agent[1], process))
+    return found
 
 
 def _name(process: psutil.Process) -> str:

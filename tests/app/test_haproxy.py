@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import socket
 import socketserver
@@ -209,6 +210,35 @@ def test_a_successor_has_the_routes_of_the_dead_one(
     assert has_routes(without), "a successor"
     assert not has_routes(without, "-sf", "7"), "the application was removed"
     assert not has_routes(without)
+
+
+def test_who_outlived_its_manager_is_replaced_without_a_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`-sf` has HAProxy let the old process end its streams."""
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda program, arguments: started.append(arguments))
+    monkeypatch.setattr("os.setpgid", lambda *_: None)
+    file = tmp_path / "haproxy.cfg"
+    file.write_text(serve_config(tmp_path, 18000))
+    words = ["-", "haproxy", "127.0.0.1", "", "-db", "-f", str(file)]
+
+    def last_arguments(*more: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        haproxy_launcher.main()
+        return started[-1][4:]
+
+    assert last_arguments() == []
+    saved = tmp_path / "haproxy.cfg.pid"
+    assert saved.read_text() == str(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", "input()", str(file)], stdin=-1) as old:
+        saved.write_text(str(old.pid))
+        assert last_arguments("-sf", "7") == ["-sf", "7"], "Serve reloads its own"
+        saved.write_text(str(old.pid))
+        assert last_arguments() == ["-sf", str(old.pid)]
+        old.kill()
+    saved.write_text(str(old.pid))
+    assert last_arguments() == []
 
 
 def events_of(directory: Path, *texts: str) -> list[str]:

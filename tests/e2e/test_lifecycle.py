@@ -22,6 +22,7 @@ import httpx
 import psutil
 import pytest
 
+from disagg.app.processes import runs
 from disagg.cli.ports import free_port
 from disagg.config import ASSETS
 from tests import plain_http
@@ -158,13 +159,30 @@ def test_haproxy_that_dies_is_stood_in_for(served: Command) -> None:
     assert ask(served.url).status_code == 200
 
 
+def test_haproxy_outlives_its_manager(served: Command) -> None:
+    """Ray kills the group of a process that died. No stream is cut, and somebody always listens;
+    the next HAProxy has no routes for a moment."""
+    old = served.one("haproxy")
+    streams = Streams(served.url, [SHORT] * NUM_STREAMS)
+    served.one("ray::HAProxyManager").kill()
+    assert streams.wait() == [DONE] * NUM_STREAMS
+
+    def is_replaced() -> bool:
+        answer = ask(served.url)
+        assert answer.status_code == 200 or answer.headers["retry-after"] == "1", answer.text
+        return not runs(old)
+
+    until(is_replaced, why=served.output)
+    until(lambda: ask(served.url).status_code == 200)
+
+
 @pytest.mark.parametrize("name", ["ray::RuntimeEnvAgent", "raylet"])
 def test_what_ends_everything_is_started_again(served: Command, name: str) -> None:
     """A raylet ends when its agents do."""
     num_ready = len(served.events("ready"))
     served.one(name).kill()
     served.wait_for("ready", num_ready + 1)
-    assert served.events("broken")[-1]["message"].startswith("Ray's raylet process died")
+    assert served.events("broken")[-1]["message"].startswith(f"Ray's {name.removeprefix('ray::')}")
     assert len(served.events("restarting")) == num_ready
     assert ask(served.url).status_code == 200
     assert (Path(served.events("logs")[0]["directory"]) / "ray-before").is_dir()
