@@ -29,7 +29,13 @@ HTTP_OPTIONS = {"host", "port"}
 
 # Flags of the command itself rather than of the deployment; --config allows these beside it.
 OF_THE_COMMAND = (
-    *("config", "ray_address", "replace", "haproxy", "restart", "log_dir", "log_format"),
+    "config",
+    "ray_address",
+    "replace",
+    "haproxy",
+    "restart",
+    "log_dir",
+    "log_format",
 )
 
 
