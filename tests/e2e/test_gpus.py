@@ -52,7 +52,7 @@ def test_one_gpu_has_one_worker_that_does_both(tmp_path: Path) -> None:
         command.one("ray::DashboardAgent").kill()
         assert command.ended() == 1
     (line,) = command.events("broken")
-    assert "Ray's DashboardAgent process died" in line["message"]
+    assert "process died, and all workers end with it" in line["message"]
     command.assert_only_own_lines()
 
 
