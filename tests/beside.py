@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TIMES = "DISAGG_TEST_TIMES"  # the variable that names the file of a part
+MOST_SHOWN = 12
 
 
 class Ran(NamedTuple):
@@ -28,7 +29,7 @@ def note(file: str, test: str, began_s: float, ended_s: float) -> None:
 
 
 def beside(parts: Path) -> list[tuple[Ran, list[Ran]]]:
-    """Each failed test, with those of other parts that ran meanwhile.
+    """Each failed test, with those of other parts that ran meanwhile, the longest first.
 
     Args:
         parts: a directory for each part, with its times and its cache of pytest.
@@ -42,21 +43,18 @@ def beside(parts: Path) -> list[tuple[Ran, list[Ran]]]:
         cache = part / "cache/v/cache/lastfailed"
         failed = json.loads(cache.read_text()) if cache.exists() else {}
         others = [test for other, tests in ran.items() if other != part for test in tests]
-        found += [
-            (
-                test,
-                [o for o in others if o.began_s < test.ended_s and test.began_s < o.ended_s],
-            )
-            for test in own
-            if test.test in failed
-        ]
+        others.sort(key=lambda test: test.began_s - test.ended_s)
+        for test in own:
+            if test.test in failed:
+                same = [o for o in others if o.began_s < test.ended_s and test.began_s < o.ended_s]
+                found.append((test, same))
     return found
 
 
 def main() -> None:
     for failed, others in beside(Path(sys.argv[1])):
-        print(f"{failed.test} failed in {failed.ended_s - failed.began_s:.1f} s, beside:")
-        for other in others:
+        print(f"{failed.test} failed in {failed.ended_s - failed.began_s:.1f} s, beside these:")
+        for other in others[:MOST_SHOWN]:
             print(f"    {other.test} ({other.ended_s - other.began_s:.1f} s)")
 
 

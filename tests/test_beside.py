@@ -24,4 +24,4 @@ def test_a_failed_test_is_shown_with_those_of_other_parts_that_ran_meanwhile(
     (cache / "lastfailed").write_text(json.dumps({"failed": True}))
     ((failed, others),) = beside(tmp_path)
     assert failed.test == "failed"
-    assert [other.test for other in others] == ["into", "within"]
+    assert [other.test for other in others] == ["into", "within"]  # the longest first
