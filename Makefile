@@ -30,8 +30,8 @@ QUIET := $(shell test -t 2 || echo --quiet)
 define install
 	@echo "Installing into $(VENV), which is done once: $(1)" >&2
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv || true
-	@$${PIP_FIND_LINKS:+env UV_FIND_LINKS="$$PIP_FIND_LINKS"} $(BIN)/uv pip install --python $(BIN)/python \
-		$(QUIET) -c constraints.txt $(1) || \
+	@env $${PIP_INDEX_URL:+UV_DEFAULT_INDEX="$$PIP_INDEX_URL"} $${PIP_FIND_LINKS:+UV_FIND_LINKS="$$PIP_FIND_LINKS"} \
+		$(BIN)/uv pip install --python $(BIN)/python $(QUIET) -c constraints.txt $(1) || \
 	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt $(1)
 endef
 
