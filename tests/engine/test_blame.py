@@ -20,7 +20,14 @@ from disagg.engine.sched.speculation import Continued
 from disagg.engine.sched.step import StepPlan
 from disagg.errors import RequestError, RequestFailed
 from disagg.models.decoder import Decoder
-from tests.engine.test_launching import DRAWN, GREEDY, LateRunner, build, sequences
+from tests.engine.test_launching import (
+    DRAWN,
+    GREEDY,
+    LateRunner,
+    build,
+    play_at_once,
+    sequences,
+)
 from tests.tiny_model import write_tiny_model
 
 UNLUCKY_SEED = 666
@@ -43,22 +50,6 @@ def engine_of(directory: Path, *, is_ahead: bool = False) -> Engine:
     engine.runner.is_late = False  # a failure of the host is not late
     engine.launcher = engine.runner if is_ahead else None
     return engine
-
-
-def play(engine: Engine, todo: list[Sequence]) -> dict[str, list[Any]]:
-    """The tokens of each request, and the error that ended it, if one did."""
-    outputs: dict[str, list[Any]] = {each.request_id: [] for each in todo}
-    for each in todo:
-        engine.submit(each)
-    while engine.has_work:
-        for event in engine.step():
-            told = outputs[event.sequence.request_id]
-            told.extend(event.token_ids)
-            if event.error is not None:
-                told.append(event.error)
-        engine.check()
-    assert engine.pool.num_free == engine.pool.num_blocks
-    return outputs
 
 
 def break_numbers(monkeypatch: pytest.MonkeyPatch, num_before: int) -> None:
@@ -106,17 +97,17 @@ def break_inputs(monkeypatch: pytest.MonkeyPatch, num_before: int) -> None:
 def test_others_go_on(
     break_: Any, num_before: int, is_ahead: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = play(engine_of(directory), sequences(6, SAMPLINGS))
+    expected = play_at_once(engine_of(directory), sequences(6, SAMPLINGS))
     engine = engine_of(directory, is_ahead=is_ahead)
     with monkeypatch.context() as patch:
         break_(patch, num_before)
-        found = play(engine, sequences(6, SAMPLINGS))
+        found = play_at_once(engine, sequences(6, SAMPLINGS))
     *tokens, error = found.pop("0")
     assert isinstance(error, RequestFailed) and not error.retryable
     assert tokens == expected["0"][: len(tokens)] and len(tokens) < len(expected["0"])
     assert len(tokens) >= num_before or break_ is break_numbers
     assert found == {name: told for name, told in expected.items() if name != "0"}
-    again = play(engine, sequences(6, SAMPLINGS))
+    again = play_at_once(engine, sequences(6, SAMPLINGS))
     assert again == expected, "nothing of the failed step is left"
 
 
@@ -124,12 +115,12 @@ def test_one_that_ends_before_it_is_blamed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step after its last token fails, which is launched before that token is read."""
-    expected = play(engine_of(directory), sequences(6, SAMPLINGS))["0"]
+    expected = play_at_once(engine_of(directory), sequences(6, SAMPLINGS))["0"]
     stop_id = expected[4]
     assert stop_id not in expected[:4]
     break_edits(monkeypatch, 4)
     stopping = [{**SAMPLINGS[0], "stop_token_ids": (stop_id,)}]
-    found = play(engine_of(directory, is_ahead=True), sequences(6, stopping))
+    found = play_at_once(engine_of(directory, is_ahead=True), sequences(6, stopping))
     assert found == {"0": expected[:5]}
 
 

@@ -13,11 +13,17 @@ from torch import Tensor
 
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.device.sampler import Chosen, Sampler
-from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued
 from disagg.errors import InvalidLogits, ModelError
-from tests.engine.test_launching import DRAWN, GREEDY, LateRunner, build, sequences
+from tests.engine.test_launching import (
+    DRAWN,
+    GREEDY,
+    LateRunner,
+    build,
+    play_at_once,
+    sequences,
+)
 from tests.tiny_model import write_tiny_model
 
 NUM_SOUND = 4  # tokens of the answer before the broken ones
@@ -56,24 +62,6 @@ def break_logits(
     monkeypatch.setattr(Sampler, "sample", broken)
 
 
-def play(engine: Engine, mixture: str, draft: tuple[int, ...] = ()) -> dict[str, list[Any]]:
-    """The tokens of each request, and the error that ended it, if one did."""
-    outputs: dict[str, list[Any]] = {}
-    first, *others = sequences(5, MIXTURES[mixture])
-    first.draft = draft
-    for each in (first, *others):
-        engine.submit(each)
-    while engine.has_work:
-        for event in engine.step():
-            told = outputs.setdefault(event.sequence.request_id, [])
-            told.extend(event.token_ids)
-            if event.error is not None:
-                told.append(event.error)
-        engine.check()
-    assert engine.pool.num_free == engine.pool.num_blocks
-    return outputs
-
-
 @pytest.mark.parametrize("strange", [math.nan, math.inf])
 @pytest.mark.parametrize("how", ["in order", "ahead", "drafted"])
 @pytest.mark.parametrize("mixture", sorted(MIXTURES))
@@ -81,16 +69,16 @@ def test_one_sequence_ends_at_its_token(
     mixture: str, how: str, strange: float, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(directory, num_blocks=60, max_num_seqs=4)
-    expected = play(engine, mixture)
+    expected = play_at_once(engine, sequences(5, MIXTURES[mixture]))
     assert len(expected["0"]) > NUM_SOUND + 1
     engine = build(directory, num_blocks=60, max_num_seqs=4)
     if how == "ahead":
         assert isinstance(engine.runner, LateRunner)
         engine.launcher = engine.runner
-    broken, *_ = sequences(5, MIXTURES[mixture])
+    broken, *others = sequences(5, MIXTURES[mixture])
     break_logits(monkeypatch, "0", broken.num_prompt_tokens + NUM_SOUND - 1, strange)
-    draft = tuple(expected["0"][: NUM_SOUND + 3]) if how == "drafted" else ()
-    found = play(engine, mixture, draft)
+    broken.draft = tuple(expected["0"][: NUM_SOUND + 3]) if how == "drafted" else ()
+    found = play_at_once(engine, [broken, *others])
     *tokens, error = found.pop("0")
     assert tokens == expected.pop("0")[:NUM_SOUND]
     assert isinstance(error, InvalidLogits) and "NaN" in error.message and not error.retryable
