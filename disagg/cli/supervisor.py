@@ -157,7 +157,9 @@ class Supervisor:
                     *lines, buffer = (buffer + piece).split(b"\n")
                     yield from map(read_report, lines)
                     if not piece:
-                        self._process.wait()  # otherwise it may be killed before it has its status
+                        # Otherwise it may be killed before it has its status.
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            self._process.wait(END_TIMEOUT_S)
                         return
                 process_tree.reap(besides=self._process.pid)
 
