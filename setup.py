@@ -49,8 +49,8 @@ class OfEveryPython(bdist_wheel):
 def step_libraries() -> dict[str, list[str]]:
     """The libraries of steps to build, name -> instruction sets.
 
-    All of them, as a wheel is installed on other CPUs too. With DISAGG_BUILD=this-cpu it is the one
-    that this CPU will take, in a quarter of the time.
+    All of them, as a wheel is installed on other CPUs too. With DISAGG_BUILD=this-cpu it is only
+    the one that this CPU will take: each of them keeps a core busy for about 15 seconds.
     """
     libraries = {
         "avx2": AVX2,

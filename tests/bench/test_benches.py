@@ -1,7 +1,8 @@
 """Every bench still runs: a rehearsal of each ends with a line of JSON that has its figures.
 
-`serving_path`, `peers.serving` and `peers.pair` have no rehearsal here: they start Ray clusters, as
-tests/e2e does already, and their parts (workers, servers, clients) are tested without one.
+`serving_path`, `first_minute`, `peers.serving` and `peers.pair` have no rehearsal here: they start
+Ray clusters, as tests/e2e does already, and their parts (workers, servers, clients) are tested
+without one.
 """
 
 from __future__ import annotations
