@@ -15,7 +15,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-# As `disagg.kernels.cpu_library` says; that is not there yet when a package is built.
+# As `disagg.kernels.cpu.library` says; that is not there yet when a package is built.
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
 AVX512_BF16 = [*AVX512, "-mavx512bf16"]
@@ -76,14 +76,14 @@ def extensions() -> list[Extension]:
     # A token must not depend on whether a processor fuses multiplying and adding.
     exact = ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
     sampling = Extension(
-        "disagg.kernels._sampling",
+        "disagg.kernels.cpu._sampling",
         sources=["csrc/sampling.cpp"],
         extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden", *exact],
         language="c++",
         optional=True,
     )
     block_names = Extension(
-        "disagg.kernels._block_names",
+        "disagg.kernels.cpu._block_names",
         sources=["csrc/block_names.cpp"],
         extra_compile_args=COMPILED,
         language="c++",
@@ -93,7 +93,7 @@ def extensions() -> list[Extension]:
         return [sampling, block_names]
     steps = [
         Extension(
-            f"disagg.kernels._step_{name}",
+            f"disagg.kernels.cpu._step_{name}",
             sources=["csrc/step.cpp"],
             depends=glob("csrc/*.h"),
             extra_compile_args=[*COMPILED, *SILENCED, *instructions],

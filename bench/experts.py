@@ -92,7 +92,7 @@ class Bench:
     def ops(self) -> Ops:
         if not self.is_interpreted:
             return ops_for(self.device, 1)
-        from disagg.kernels.triton_ops import TritonOps
+        from disagg.kernels.gpu.ops import TritonOps
 
         return TritonOps(1, 1)
 

@@ -23,12 +23,12 @@ from bench.gpu_device import UNCACHED_NBYTES, Ceilings, launch_seconds, seconds
 from bench.gpu_paged import INTERPRETED_DTYPE, LATENT, TINY, TINY_LATENT, Heads, Paged
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels.dispatch import ops_for
-from disagg.kernels.gated_mul import gated_mul
+from disagg.kernels.gpu.gated_mul import gated_mul
+from disagg.kernels.gpu.norm_rope import norm_rope_
+from disagg.kernels.gpu.paged_work import LONG_ROWS
+from disagg.kernels.gpu.rms_norm import add_rms_norm
 from disagg.kernels.kv_pages import FORMATS, format_of
-from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.ops import Ops
-from disagg.kernels.paged_work import LONG_ROWS
-from disagg.kernels.rms_norm import add_rms_norm
 
 TOLERANCE = 1.6e-2  # of the largest value
 

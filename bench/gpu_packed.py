@@ -25,9 +25,9 @@ from torch import Tensor
 from bench.gpu_device import UNCACHED_NBYTES, Ceilings, seconds
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels import reference
+from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.packed_sizes import BITS, UNIT_BITS, Kind, part_size
-from disagg.kernels.triton_ops import TritonOps
 
 TOLERANCE = 1.6e-2  # of the largest value
 NUM_CHECKED = 4  # rows of `x`

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import reference
+from disagg.kernels.gpu.ops import TritonOps, TritonPaging
+from disagg.kernels.gpu.paged_work import LONG_ROWS
 from disagg.kernels.kv_pages import KVFormat, KVPages, format_of, new_pages, pages_of
-from disagg.kernels.paged_work import LONG_ROWS
-from disagg.kernels.triton_ops import TritonOps, TritonPaging
 from disagg.models.batch import Batch
 
 INTERPRETED_MULTIPROCESSORS = 2

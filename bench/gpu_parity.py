@@ -19,10 +19,10 @@ from bench.gpu_paged import INTERPRETED_DTYPE, LATENT, TINY, TINY_LATENT, Heads,
 from bench.gpu_rows import Row, parser_of, run_part
 from bench.gpu_step_parity import check_cuts, check_decode_inputs
 from disagg.kernels import reference
-from disagg.kernels.gated_mul import gated_mul
+from disagg.kernels.gpu.gated_mul import gated_mul
+from disagg.kernels.gpu.norm_rope import norm_rope_
+from disagg.kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.kv_pages import FORMATS, KVFormat, format_of
-from disagg.kernels.norm_rope import norm_rope_
-from disagg.kernels.rms_norm import add_rms_norm, rms_norm
 
 SCALED = ("fp8", "int8", "int4")
 # A step of stored values, of the largest: at the middle between two, writing may go either way.

@@ -25,9 +25,9 @@ from disagg.engine.device.sampler import Chosen, Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import InvalidLogits
+from disagg.kernels.gpu.sampling import TritonSampling
 from disagg.kernels.sampling_rows import SamplingOps
-from disagg.kernels.torch_sampling import TorchSampling
-from disagg.kernels.triton_sampling import TritonSampling
+from disagg.kernels.torch.sampling import TorchSampling
 
 EVERY = {
     "temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.02,

@@ -9,11 +9,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from disagg.kernels.attention_work import cut
-from disagg.kernels.decode_inputs import DecodeInputs
-from disagg.kernels.fixed_mixed_work import MAX_SHORT_QUERIES, FixedMixedWork
-from disagg.kernels.fixed_work import FixedWork
-from disagg.kernels.paged_work import KEY_TILE, Launch
+from disagg.kernels.gpu.attention_work import cut
+from disagg.kernels.gpu.decode_inputs import DecodeInputs
+from disagg.kernels.gpu.fixed_mixed_work import MAX_SHORT_QUERIES, FixedMixedWork
+from disagg.kernels.gpu.fixed_work import FixedWork
+from disagg.kernels.gpu.paged_work import KEY_TILE, Launch
 
 NUM_SLOTS, NUM_SEQS, NUM_UNREAD, NUM_COLUMNS, MAX_NUM_BLOCKS = 40, 24, 10, 140, 200
 GROUP, NUM_PROGRAMS = 4, 49  # of Llama-3-8B, on an H200

@@ -41,7 +41,7 @@ class Host:
     """A runner whose device computes nothing. Times are in seconds, of all steps."""
 
     def __init__(self, max_num_seqs: int, block_size: int, vocab_size: int) -> None:
-        from disagg.kernels.triton_sampling import TritonSampling
+        from disagg.kernels.gpu.sampling import TritonSampling
 
         cpu = torch.device("cpu")
         self.batch_s = self.sampler_s = 0.0

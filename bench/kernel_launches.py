@@ -16,11 +16,11 @@ import torch
 
 from bench.gpu_paged import Heads, Paged
 from bench.report import print_table
-from disagg.kernels.gated_mul import gated_mul
+from disagg.kernels.gpu.gated_mul import gated_mul
+from disagg.kernels.gpu.launcher import KernelLauncher
+from disagg.kernels.gpu.norm_rope import norm_rope_
+from disagg.kernels.gpu.rms_norm import add_rms_norm
 from disagg.kernels.kv_pages import FORMATS
-from disagg.kernels.launcher import KernelLauncher
-from disagg.kernels.norm_rope import norm_rope_
-from disagg.kernels.rms_norm import add_rms_norm
 from tests.kernels.recording_driver import recording
 
 NUM_TOKENS, NUM_ROUNDS, NUM_LAYERS = 64, 15, 100

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.shapes import SHAPES, model_config, transformers_config
-from disagg.kernels.cpu_step import CpuStep
+from disagg.kernels.cpu.step import CpuStep
 from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder, random_decoder

@@ -114,7 +114,9 @@ class Stepping:
 @contextmanager
 def kernels_that_do_nothing() -> Iterator[list[str]]:
     """What the GPU's path launches, by name; results are whatever memory holds, and token 0."""
-    from disagg.kernels import decode_inputs, triton_floors, triton_sampling
+    from disagg.kernels.gpu import decode_inputs
+    from disagg.kernels.gpu import floors as triton_floors
+    from disagg.kernels.gpu import sampling as triton_sampling
 
     modules = {
         "_fill": decode_inputs,
@@ -140,7 +142,7 @@ def kernels_that_do_nothing() -> Iterator[list[str]]:
 
 def device_calls(sequences: list[Sequence], vocab_size: int) -> tuple[int, float, Counter[str]]:
     """Calls of a step on a GPU's path, the host's microseconds for them, and their names."""
-    from disagg.kernels.triton_sampling import TritonSampling
+    from disagg.kernels.gpu.sampling import TritonSampling
 
     with kernels_that_do_nothing() as launched:
         stepping = Stepping(sequences, vocab_size, TritonSampling())

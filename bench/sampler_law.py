@@ -33,11 +33,11 @@ from bench.report import finish, print_table
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
-from disagg.kernels import torch_sampling
-from disagg.kernels.cpu_library import SAMPLING, find_library
-from disagg.kernels.cpu_sampling import CpuSampling
+from disagg.kernels.cpu.library import SAMPLING, find_library
+from disagg.kernels.cpu.sampling import CpuSampling
 from disagg.kernels.sampling_rows import SampledRows, SamplingOps
-from disagg.kernels.torch_sampling import TorchSampling
+from disagg.kernels.torch import sampling as torch_sampling
+from disagg.kernels.torch.sampling import TorchSampling
 from disagg.messages import GenerateRequest, SamplingParams
 
 PROMPT, OUTPUT = (1, 2, 3, 3, 40), (3, 7, 7, 7, 9, 40, 2000)

@@ -1,7 +1,7 @@
 // Reads and writes keys and values in the layout of `disagg/kernels/kv_pages.py`. A page has the keys
 // or values of one head and one layer in one block. In formats with scales it ends with a float32
 // scale for each vector. A block has the pages of its first head in all layers, then those of the
-// second head. Numbers are rounded as in `disagg/kernels/torch_quantized.py`.
+// second head. Numbers are rounded as in `disagg/kernels/torch/quantized.py`.
 #pragma once
 
 #include "vectors.h"

@@ -1,5 +1,5 @@
-// The inputs of a step: weights, and the sequences of one step. `disagg/kernels/cpu_step.py` and
-// `cpu_prompts.py` have the same structures. The caller owns all memory.
+// The inputs of a step: weights, and the sequences of one step. `disagg/kernels/cpu/step.py` and
+// `prompts.py` have the same structures. The caller owns all memory.
 #pragma once
 
 #include "product.h"

@@ -1,6 +1,6 @@
 // Chooses the next token of each row of logits on a CPU. The twin is
-// disagg/kernels/torch_sampling.py, which is the specification; the tables and the columns of
-// `numbers` are those of disagg/kernels/sampling_rows.py. `disagg/kernels/cpu_sampling.py` calls the
+// disagg/kernels/torch/sampling.py, which is the specification; the tables and the columns of
+// `numbers` are those of disagg/kernels/sampling_rows.py. `disagg/kernels/cpu/sampling.py` calls the
 // plain C interface at the end. It needs no special instruction set: the compiler makes one version of
 // the loops for each generation of CPUs.
 

@@ -1,7 +1,7 @@
 // One decode step of a dense decoder (Llama, Mistral, Qwen2, Qwen3) on a CPU, in one call. It takes
 // one token of each sequence, writes its KV to the paged cache, and returns logits. The twin is
 // `Decoder.forward` (disagg/models/decoder.py), which also describes the weights. The plain C
-// interface is at the end; `disagg/kernels/cpu_step.py` calls it.
+// interface is at the end; `disagg/kernels/cpu/step.py` calls it.
 
 #include <algorithm>
 

@@ -28,9 +28,9 @@ from disagg.engine.device.build import build_engine
 from disagg.engine.device.kv_shape import choose_format
 from disagg.engine.engine import Engine
 from disagg.errors import StartupError, TransferFailed
-from disagg.kernels import torch_paging
 from disagg.kernels.kv_pages import FORMATS as FORMATS_BY_NAME
 from disagg.kernels.kv_pages import SCALE_NBYTES
+from disagg.kernels.torch import paging as torch_paging
 from disagg.kvtransfer.pulls import PullBook, describe
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps

@@ -42,6 +42,7 @@ LAYERS = {
     "kvtransfer": 0,
     "blocks": 0,
     "errors": -1,  # everybody may raise them
+    "devices": -1,  # the GPUs of this machine
     "host": -1,  # what this machine has
     "imports": -1,  # how libraries are imported
     "metric": -1,  # names of figures
@@ -54,6 +55,7 @@ LAYERS = {
 THIRD_PARTY = {
     "ray": ["app/"],
     "torch": [
+        "devices.py",
         "kernels/",
         "models/batch.py",
         "models/communicator.py",
@@ -156,6 +158,10 @@ def test_third_party_stays_in_its_room(source: Path) -> None:
 # What a room or a part of it must not import, besides what lies above it.
 PURE = {
     "router/": {"asyncio", "threading", "disagg.links"},  # decides; `ingress/` carries out
+    # One room for each device; `dispatch.py` alone knows them all.
+    "kernels/gpu/": {"disagg.kernels.cpu", "disagg.kernels.torch", "disagg.kernels.dispatch"},
+    "kernels/cpu/": {"disagg.kernels.gpu", "disagg.kernels.torch", "disagg.kernels.dispatch"},
+    "kernels/torch/": {"disagg.kernels.gpu", "disagg.kernels.dispatch"},
     "engine/sched/": {"torch", "disagg.engine.device", "disagg.models", "disagg.kernels"},
     "api/openai/": {"disagg.api.http"},
     "text/": {"disagg.api"},

@@ -16,13 +16,13 @@ from disagg.engine.device import check
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import check_quantization
 from disagg.errors import StartupError
+from disagg.kernels.cpu.int4_linear import Int4Linear
+from disagg.kernels.cpu.int8_linear import Int8Linear
 from disagg.kernels.dispatch import Quantization
-from disagg.kernels.int4_linear import Int4Linear
-from disagg.kernels.int8_linear import Int8Linear
-from disagg.kernels.packed_linear import PackedProduct
+from disagg.kernels.gpu.experts import TritonExperts
+from disagg.kernels.gpu.ops import TritonOps
+from disagg.kernels.gpu.packed_linear import PackedProduct
 from disagg.kernels.packed_sizes import Kind
-from disagg.kernels.triton_experts import TritonExperts
-from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.quantized_config import QuantizedFormat

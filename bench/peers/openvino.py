@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.peers.limits import MAX_SEQS
 from bench.peers.turns import Generate, answer
-from disagg.kernels.cpu_library import cpu_flags
+from disagg.kernels.cpu.library import cpu_flags
 
 
 def export(checkpoint: str, converted: Path) -> None:

@@ -25,8 +25,8 @@ from disagg.app.gpus import gpus_of_cluster, nodes_of_cluster
 from disagg.app.haproxy import HOST_FOR_SERVE, HAProxyWatch
 from disagg.app.watch import Say, Watch
 from disagg.config import HttpConfig, ServeConfig, url_of
+from disagg.devices import Gpus, see_only
 from disagg.errors import StartupError
-from disagg.kernels.devices import Gpus, see_only
 from disagg.messages import StartsByPool
 from disagg.planner.node_check import Node
 

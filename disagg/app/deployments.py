@@ -19,7 +19,7 @@ from disagg.app.rank_actors import RankActors
 from disagg.app.replica_port import bind_to_node
 from disagg.app.worker_environment import environment_of, with_threads
 from disagg.config import ServeConfig
-from disagg.kernels.devices import see_only
+from disagg.devices import see_only
 from disagg.messages import Role, StartStep
 from disagg.worker.parts import Parts, build_parts
 from disagg.worker.worker import Worker

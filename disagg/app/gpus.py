@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from disagg.kernels.devices import Device, Gpus
+from disagg.devices import Device, Gpus
 from disagg.planner.node_check import Node
 
 _KIND = "accelerator_type:"  # prefix of the name of a resource that each node with GPUs has

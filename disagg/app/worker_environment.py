@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from disagg.config import PoolConfig, ServeConfig, TierConfig
+from disagg.devices import VISIBLE
 from disagg.host import usable_cores
-from disagg.kernels.devices import VISIBLE
 from disagg.messages import Role
 from disagg.router.autoscale import pools
 

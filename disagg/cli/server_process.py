@@ -47,9 +47,9 @@ from disagg.cli.start_checks import (
     hold_port,
 )
 from disagg.config import EngineConfig, ServeConfig, TierConfig, url_of
+from disagg.devices import Gpus, gpus_here
 from disagg.errors import DisaggError, StartupError
 from disagg.imports import uncollected_imports
-from disagg.kernels.devices import Gpus, gpus_here
 from disagg.messages import StartsByPool
 from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
 from disagg.planner.node_check import check_nodes

@@ -5,8 +5,8 @@ Uses no GPU memory itself.
 
 from __future__ import annotations
 
+from disagg.devices import Device, Gpus, gpus_here, what_triton_needs
 from disagg.doctor.findings import Finding
-from disagg.kernels.devices import Device, Gpus, gpus_here, what_triton_needs
 
 BUSY_SHARE = 0.1  # share of a GPU's memory that other processes may use without a warning
 

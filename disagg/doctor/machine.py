@@ -19,7 +19,7 @@ import msgspec
 
 from disagg.doctor.findings import Finding, Status
 from disagg.host import read_memory, usable_cores
-from disagg.kernels.cpu_library import SAMPLING, Found, find_library, find_step
+from disagg.kernels.cpu.library import SAMPLING, Found, find_library, find_step
 
 GIB = 1 << 30
 LEAST_OPEN_FILES = 1024  # for a connection per client, and for Ray

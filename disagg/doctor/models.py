@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from disagg.config import TierConfig
+from disagg.devices import gpus_here
 from disagg.doctor.findings import Finding
 from disagg.engine.device.check import check_engine
 from disagg.errors import DisaggError, NotEnoughMemory
-from disagg.kernels.devices import gpus_here
 from disagg.models.description import describe_model
 from disagg.planner.shapes import shape_of
 from disagg.planner.step_sizes import largest_step

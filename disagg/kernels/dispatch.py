@@ -7,15 +7,15 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from disagg.kernels.cpu_library import SAMPLING, find_library, find_step
-from disagg.kernels.cpu_prompts import PromptAttention
-from disagg.kernels.cpu_sampling import CpuSampling
-from disagg.kernels.devices import LARGE_SHARED_NBYTES
+from disagg.devices import LARGE_SHARED_NBYTES
+from disagg.kernels.cpu.library import SAMPLING, find_library, find_step
+from disagg.kernels.cpu.prompts import PromptAttention
+from disagg.kernels.cpu.sampling import CpuSampling
 from disagg.kernels.ops import PLAIN_SCORES, Ops, Scores
 from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.sampling_rows import SamplingOps
-from disagg.kernels.torch_ops import TorchOps
-from disagg.kernels.torch_sampling import TorchSampling
+from disagg.kernels.torch.ops import TorchOps
+from disagg.kernels.torch.sampling import TorchSampling
 
 Quantization: TypeAlias = Kind | Literal["packed"]
 _BITS: dict[Quantization, Literal[4, 8]] = {"int8": 8, "int4": 4}  # on a CPU
@@ -57,7 +57,7 @@ def ops_for(
             prompts=_compiled_prompts(scores) if dtype == torch.bfloat16 else None,
             scores=scores,
         )
-    from disagg.kernels.triton_ops import TritonOps
+    from disagg.kernels.gpu.ops import TritonOps
 
     properties: Any = torch.cuda.get_device_properties(device)  # untyped
     shared_nbytes = getattr(properties, "shared_memory_per_block_optin", LARGE_SHARED_NBYTES)
@@ -90,6 +90,6 @@ def sampling_ops_for(device: torch.device) -> SamplingOps:
     if device.type != "cuda":
         library = find_library(SAMPLING).loaded if device.type == "cpu" else None
         return TorchSampling() if library is None else CpuSampling(library)
-    from disagg.kernels.triton_sampling import TritonSampling
+    from disagg.kernels.gpu.sampling import TritonSampling
 
     return TritonSampling()

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.cpu_step import cpu_step
+from disagg.kernels.cpu.int4_linear import Int4Linear
+from disagg.kernels.cpu.int8_linear import Int8Linear
+from disagg.kernels.cpu.step import cpu_step
 from disagg.kernels.dispatch import Quantization, ops_for
-from disagg.kernels.int4_linear import Int4Linear
-from disagg.kernels.int8_linear import Int8Linear
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Ops, Paging, Scores, Weight
 from disagg.kernels.packed_matrix import PackedMatrix

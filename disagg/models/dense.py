@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from disagg.kernels.cpu_step import DenseLayer, DenseModel
-from disagg.kernels.int4_linear import Int4Linear
-from disagg.kernels.int8_linear import Int8Linear
+from disagg.kernels.cpu.int4_linear import Int4Linear
+from disagg.kernels.cpu.int8_linear import Int8Linear
+from disagg.kernels.cpu.step import DenseLayer, DenseModel
 from disagg.kernels.ops import Weight
 from disagg.models.layers import Layer, Mlp
 from disagg.models.model_config import ModelConfig

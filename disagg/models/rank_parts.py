@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from disagg.kernels.int4_groups import num_groups
+from disagg.kernels.cpu.int4_groups import num_groups
 from disagg.kernels.packed_sizes import Kind, quantized_nbytes
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.experts_config import MXFP4_GROUP

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from disagg.config import ServeConfig, TierConfig
+from disagg.devices import Device, Gpus
 from disagg.errors import StartupError
-from disagg.kernels.devices import Device, Gpus
 from disagg.router.autoscale import pools
 
 _ROUNDING = 1e-6  # so that three shares of 0.333 and one of 0.001 fit on a GPU

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from disagg.blocks import HASH_NBYTES, BlockHash
-from disagg.kernels.cpu_library import BLOCK_NAMES, find_library
+from disagg.kernels.cpu.library import BLOCK_NAMES, find_library
 
 NUM_SHARDS = 256  # so that growing and purging touch few names at a time
 EVICTED_AT_ONCE = 1 / 64  # of a shard
@@ -265,7 +265,7 @@ class CompiledNames:
     If the system refuses memory, names are evicted although there is room for more.
 
     Args:
-        library: `cpu_library.BLOCK_NAMES`.
+        library: `kernels.cpu.library.BLOCK_NAMES`.
 
     Raises:
         MemoryError: there is none for an empty table.

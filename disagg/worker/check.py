@@ -9,7 +9,7 @@ from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import choose_device, choose_dtype, why_not_compiled
 from disagg.errors import StartupError
 from disagg.host import usable_cores
-from disagg.kernels.cpu_library import find_step
+from disagg.kernels.cpu.library import find_step
 from disagg.messages import Role
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.model_config import ModelConfig

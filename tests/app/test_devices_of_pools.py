@@ -9,7 +9,7 @@ import pytest
 from disagg.app import build as module
 from disagg.app import worker_environment
 from disagg.app.worker_environment import environment_of, with_threads
-from disagg.kernels.devices import VISIBLE, Device, Gpus
+from disagg.devices import VISIBLE, Device, Gpus
 
 
 def deployments_of(*tiers: dict[str, Any]) -> list[Any]:

@@ -15,8 +15,8 @@ from disagg.cli.plan_kuberay import RAY_VERSION
 from disagg.cli.plan_write import Written, write
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments
+from disagg.devices import Device, Gpus
 from disagg.errors import StartupError
-from disagg.kernels.devices import Device, Gpus
 from disagg.planner.device_plan import plan_devices
 from disagg.planner.gpus import CPU_CORE, GPUS
 from disagg.planner.load import Slo, Workload

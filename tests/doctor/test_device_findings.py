@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from disagg.devices import Device, Gpus
 from disagg.doctor.devices import check_devices, compiler
 from disagg.doctor.findings import Status
-from disagg.kernels.devices import Device, Gpus
 
 GIB = 1 << 30
 

@@ -14,7 +14,7 @@ import pytest
 
 from disagg.doctor import machine
 from disagg.doctor.findings import Finding, Status
-from disagg.kernels.cpu_library import Found
+from disagg.kernels.cpu.library import Found
 
 GIB = 1 << 30
 COMPILED = Found(ctypes.CDLL(None), "compiled")

@@ -29,10 +29,10 @@ from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
-from disagg.kernels.decode_inputs import DecodeInputs
+from disagg.kernels.gpu.decode_inputs import DecodeInputs
+from disagg.kernels.gpu.launcher import KernelLauncher
+from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.kv_pages import KVPages, format_of
-from disagg.kernels.launcher import KernelLauncher
-from disagg.kernels.triton_ops import TritonOps
 from disagg.models import decoder as decoder_module
 from disagg.models.decoder import Decoder
 from disagg.models.weights import random_weights

@@ -25,10 +25,10 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.scheduler import Scheduler
+from disagg.kernels.gpu.launcher import KernelLauncher
+from disagg.kernels.gpu.ops import TritonOps
+from disagg.kernels.gpu.sampling import TritonSampling
 from disagg.kernels.kv_pages import FORMATS
-from disagg.kernels.launcher import KernelLauncher
-from disagg.kernels.triton_ops import TritonOps
-from disagg.kernels.triton_sampling import TritonSampling
 from disagg.messages import SamplingParams
 from disagg.models import decoder as decoder_module
 from disagg.models.decoder import Decoder

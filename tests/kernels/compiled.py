@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from disagg.kernels.cpu_library import (
+from disagg.kernels.cpu.library import (
     AVX2_STEP,
     BLOCK_NAMES,
     PLAIN_STEP,
@@ -33,7 +33,7 @@ def _built(directory: Path, file: Path) -> Path:
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(directory)]
     command += ["--build-temp", str(directory / "objects")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found = directory / "disagg" / "kernels" / file.name
+    found = directory / "disagg" / "kernels" / "cpu" / file.name
     assert found.exists(), done.stdout + done.stderr
     return found
 

@@ -10,7 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from disagg.kernels import (
+from disagg.devices import LARGE_SHARED_NBYTES
+from disagg.kernels.gpu import (
     fixed_mixed_work,
     fixed_work,
     gated_mul,
@@ -20,10 +21,9 @@ from disagg.kernels import (
     paged_attention,
     rms_norm,
 )
-from disagg.kernels.attention_work import MIN_SPLIT_KEYS, latent_group
-from disagg.kernels.devices import LARGE_SHARED_NBYTES
+from disagg.kernels.gpu.attention_work import MIN_SPLIT_KEYS, latent_group
+from disagg.kernels.gpu.paged_work import KEY_TILE
 from disagg.kernels.kv_pages import FORMATS, KVFormat
-from disagg.kernels.paged_work import KEY_TILE
 
 # Registers of a thread, and bytes that went to memory for want of them, of what was compiled last.
 Assembler: TypeAlias = Callable[[], tuple[int, int]]

@@ -9,8 +9,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from disagg.kernels import held_rows, route, triton_experts
-from disagg.kernels.triton_experts import FLOATS, MXFP4, WIDTH, launch_options
+from disagg.kernels.gpu import experts as triton_experts
+from disagg.kernels.gpu import held_rows, route
+from disagg.kernels.gpu.experts import FLOATS, MXFP4, WIDTH, launch_options
 from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler, early_loads
 from tests.kernels.compiling_packed import Format
 

@@ -9,10 +9,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from disagg.kernels import packed_linear
-from disagg.kernels.packed_linear import BAND, tile_sizes
+from disagg.kernels.gpu import packed_linear
+from disagg.kernels.gpu.packed_linear import BAND, tile_sizes
+from disagg.kernels.gpu.packed_tile import format_constants, launch_options, max_rows
 from disagg.kernels.packed_sizes import Kind
-from disagg.kernels.packed_tile import format_constants, launch_options, max_rows
 from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler, early_loads
 
 

@@ -8,8 +8,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from disagg.kernels import triton_floors, triton_sampling
-from disagg.kernels.decode_inputs import _fill_kernel
+from disagg.kernels.gpu import floors as triton_floors
+from disagg.kernels.gpu import sampling as triton_sampling
+from disagg.kernels.gpu.decode_inputs import _fill_kernel
 
 POINTERS = {
     **dict.fromkeys(("numbers_ptr", "slots_ptr", "rows_ptr", "positions_ptr"), "*i64"),

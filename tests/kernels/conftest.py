@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from disagg.kernels import cpu_step as cpu_step_module
-from disagg.kernels import linear as linear_module
-from disagg.kernels.cpu_library import Found
+from disagg.kernels.cpu import linear as linear_module
+from disagg.kernels.cpu import step as cpu_step_module
+from disagg.kernels.cpu.library import Found
 from disagg.kernels.dispatch import Quantization
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig

@@ -7,19 +7,20 @@ from functools import partial
 import pytest
 import torch
 
-from disagg.kernels import reference, triton_ops
+from disagg.kernels import reference
 from disagg.kernels.activation import Activation
-from disagg.kernels.fixed_work import FixedWork
-from disagg.kernels.gated_mul import gated_mul
+from disagg.kernels.gpu import ops as triton_ops
+from disagg.kernels.gpu.fixed_work import FixedWork
+from disagg.kernels.gpu.gated_mul import gated_mul
+from disagg.kernels.gpu.kv_write import kv_write
+from disagg.kernels.gpu.norm_rope import norm_rope_
+from disagg.kernels.gpu.ops import TritonOps
+from disagg.kernels.gpu.paged_attention import paged_attention
+from disagg.kernels.gpu.paged_work import plan_work
+from disagg.kernels.gpu.rms_norm import add_rms_norm, rms_norm
+from disagg.kernels.gpu.sdpa_prompt import attend_prompt, whole_prompts
 from disagg.kernels.kv_pages import FORMATS, KVFormat
-from disagg.kernels.kv_write import kv_write
-from disagg.kernels.norm_rope import norm_rope_
 from disagg.kernels.ops import Scores
-from disagg.kernels.paged_attention import paged_attention
-from disagg.kernels.paged_work import plan_work
-from disagg.kernels.rms_norm import add_rms_norm, rms_norm
-from disagg.kernels.sdpa_prompt import attend_prompt, whole_prompts
-from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
 from disagg.models.weights import random_weights
 from tests.kernels.paged_inputs import LAYER, PagedInputs, copy_of, on_grid, paged_inputs

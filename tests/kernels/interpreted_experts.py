@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.kernels import reference, triton_experts
+from disagg.kernels import reference
+from disagg.kernels.gpu import experts as triton_experts
+from disagg.kernels.gpu.experts import TritonExperts
+from disagg.kernels.gpu.held_rows import sum_held
+from disagg.kernels.gpu.ops import TritonOps
+from disagg.kernels.gpu.paged_attention import paged_attention
+from disagg.kernels.gpu.paged_work import plan_work
+from disagg.kernels.gpu.route import choose_experts
 from disagg.kernels.grouping import Grouping
-from disagg.kernels.held_rows import sum_held
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.packed_sizes import Kind
-from disagg.kernels.paged_attention import paged_attention
-from disagg.kernels.paged_work import plan_work
-from disagg.kernels.route import choose_experts
-from disagg.kernels.torch_experts import TorchExperts
-from disagg.kernels.triton_experts import TritonExperts
-from disagg.kernels.triton_ops import TritonOps
+from disagg.kernels.torch.experts import TorchExperts
 from disagg.models.decoder import Decoder
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.weights import random_weights

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.kernels.attention_work import cut
-from disagg.kernels.fixed_mixed_work import MAX_SHORT_QUERIES, FixedMixedWork
-from disagg.kernels.paged_work import KEY_TILE
+from disagg.kernels.gpu.attention_work import cut
+from disagg.kernels.gpu.fixed_mixed_work import MAX_SHORT_QUERIES, FixedMixedWork
+from disagg.kernels.gpu.paged_work import KEY_TILE
 
 GROUP = 4
 NO_PIECE = [0, 0, 0, 0, 0, -1]

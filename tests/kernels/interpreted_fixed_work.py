@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.kernels.attention_work import cut
-from disagg.kernels.fixed_work import FixedWork
-from disagg.kernels.paged_work import KEY_TILE
+from disagg.kernels.gpu.attention_work import cut
+from disagg.kernels.gpu.fixed_work import FixedWork
+from disagg.kernels.gpu.paged_work import KEY_TILE
 
 CPU = torch.device("cpu")
 NO_PIECE, NO_REDUCTION = [0, 0, 0, 0, 0, -1], [0, 0, 0, 0, 0]

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from disagg.kernels import reference
-from disagg.kernels.attention_work import latent_group
+from disagg.kernels.gpu.attention_work import latent_group
+from disagg.kernels.gpu.kv_write import kv_write
+from disagg.kernels.gpu.latent_attention import LONG_ROWS, latent_attention
+from disagg.kernels.gpu.norm_rope import norm_rope_
+from disagg.kernels.gpu.ops import TritonOps
+from disagg.kernels.gpu.paged_work import plan_work
+from disagg.kernels.gpu.route import choose_grouped
 from disagg.kernels.grouping import Grouping
-from disagg.kernels.kv_write import kv_write
-from disagg.kernels.latent_attention import LONG_ROWS, latent_attention
-from disagg.kernels.norm_rope import norm_rope_
-from disagg.kernels.paged_work import plan_work
-from disagg.kernels.route import choose_grouped
-from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
 from disagg.models.weights import random_weights
 from tests.kernels.paged_inputs import LAYER, copy_of, paged_inputs

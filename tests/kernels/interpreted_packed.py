@@ -10,11 +10,12 @@ import pytest
 import torch
 import triton.language as tl
 
-from disagg.kernels import packed_tile, reference
-from disagg.kernels.packed_linear import PackedProduct, num_splits
+from disagg.kernels import reference
+from disagg.kernels.gpu import packed_tile
+from disagg.kernels.gpu.ops import TritonOps
+from disagg.kernels.gpu.packed_linear import PackedProduct, num_splits
 from disagg.kernels.packed_matrix import quantized
 from disagg.kernels.packed_sizes import Kind
-from disagg.kernels.triton_ops import TritonOps
 from disagg.models.decoder import Decoder
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.model_config import ModelConfig

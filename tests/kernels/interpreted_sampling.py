@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.kernels import torch_sampling
+from disagg.kernels.gpu.floors import FloorBuffers, find_floors
+from disagg.kernels.gpu.sampling import TritonSampling
 from disagg.kernels.sampling_rows import TEMPERATURE
-from disagg.kernels.triton_floors import FloorBuffers, find_floors
-from disagg.kernels.triton_sampling import TritonSampling
+from disagg.kernels.torch import sampling as torch_sampling
 from tests.kernels.compiled_order import argmax
 from tests.kernels.sampling_cases import (
     CUTS,

@@ -15,7 +15,7 @@ from disagg.kernels.sampling_rows import (
     SamplingOps,
     SamplingTables,
 )
-from disagg.kernels.torch_sampling import TorchSampling
+from disagg.kernels.torch.sampling import TorchSampling
 
 STRANGE = (math.nan, math.inf)
 OFF = 1 << 31

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.kernels.attention_work import MIN_SPLIT_KEYS, cut
-from disagg.kernels.paged_work import plan_work
+from disagg.kernels.gpu.attention_work import MIN_SPLIT_KEYS, cut
+from disagg.kernels.gpu.paged_work import plan_work
 
 TILE = 64
 lengths = st.tuples(st.integers(1, 300), st.integers(0, 3000)).map(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from disagg.kernels.cpu_library import STEPS
+from disagg.kernels.cpu.library import STEPS
 
 ROOT = Path(__file__).parents[2]
 # A fake object file has the instruction sets that it would be compiled for, and a library has what
@@ -49,7 +49,7 @@ def _built(directory: Path, machine: str, which: str = "") -> dict[str, str]:
     command = [sys.executable, "-c", FAKE_MACHINE, machine, "-q", "build_ext", "--parallel", "8"]
     command += ["--build-lib", str(directory / "out"), "--build-temp", str(directory / "objects")]
     subprocess.run(command, cwd=ROOT, env={**os.environ, **fake}, check=True)
-    return {file.stem: file.read_text() for file in directory.glob("out/disagg/kernels/*.so")}
+    return {file.stem: file.read_text() for file in directory.glob("out/disagg/kernels/cpu/*.so")}
 
 
 def test_libraries_of_one_source_are_built_beside_each_other(tmp_path: Path) -> None:

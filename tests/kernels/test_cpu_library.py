@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from disagg.kernels import cpu_library, cpu_step, dispatch
-from disagg.kernels.cpu_library import (
+from disagg.kernels import dispatch
+from disagg.kernels.cpu import library as cpu_library
+from disagg.kernels.cpu import step as cpu_step
+from disagg.kernels.cpu.library import (
     AMX_STEP,
     AVX2_STEP,
     CPU_KERNELS,
@@ -26,7 +28,7 @@ from disagg.kernels.cpu_library import (
     load,
 )
 from disagg.kernels.dispatch import Quantization
-from disagg.kernels.torch_sampling import TorchSampling
+from disagg.kernels.torch.sampling import TorchSampling
 from disagg.models.decoder import Decoder
 from disagg.models.weights import random_weights
 from tests.models.paging import SMALL, Tokens, make_batch, new_slab
@@ -126,7 +128,7 @@ def test_without_compiled_loops_tokens_are_chosen_by_torch(
 
 
 @pytest.mark.parametrize(
-    "module", ["disagg.kernels.cpu_library", "disagg.cli.serve", "disagg.cli.server_process"]
+    "module", ["disagg.kernels.cpu.library", "disagg.cli.serve", "disagg.cli.server_process"]
 )
 def test_a_start_needs_no_torch(module: str) -> None:
     """What cannot be served is refused before the seconds that torch takes to load."""

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from disagg.kernels import dispatch
-from disagg.kernels.cpu_library import Found
-from disagg.kernels.cpu_prompts import PromptAttention
+from disagg.kernels.cpu.library import Found
+from disagg.kernels.cpu.prompts import PromptAttention
 from disagg.kernels.kv_pages import FORMATS, KVFormat
-from disagg.kernels.torch_ops import TorchOps
+from disagg.kernels.torch.ops import TorchOps
 from tests.kernels.paged_inputs import LAYER, PagedInputs, paged_inputs
 
 CPU = torch.device("cpu")

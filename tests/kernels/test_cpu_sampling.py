@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
-from disagg.kernels import cpu_sampling, dispatch
-from disagg.kernels.cpu_library import CPU_KERNELS, Found, find_library
-from disagg.kernels.cpu_sampling import CpuSampling
-from disagg.kernels.torch_sampling import TorchSampling
+from disagg.kernels import dispatch
+from disagg.kernels.cpu import sampling as cpu_sampling
+from disagg.kernels.cpu.library import CPU_KERNELS, Found, find_library
+from disagg.kernels.cpu.sampling import CpuSampling
+from disagg.kernels.torch.sampling import TorchSampling
 from tests.kernels.compiled import compiled_sampling
 from tests.kernels.sampling_cases import (
     CUTS,

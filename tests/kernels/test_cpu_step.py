@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels import cpu_step as cpu_step_module
 from disagg.kernels import reference
-from disagg.kernels.cpu_library import AVX2_STEP, Found
+from disagg.kernels.cpu import step as cpu_step_module
+from disagg.kernels.cpu.library import AVX2_STEP, Found
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
-from disagg.kernels.torch_ops import TorchOps
+from disagg.kernels.torch.ops import TorchOps
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import random_weights

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.packed_matrix import PackedMatrix
-from disagg.kernels.torch_ops import TorchOps
+from disagg.kernels.torch.ops import TorchOps
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import DecoderWeights, random_weights

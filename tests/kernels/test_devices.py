@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from disagg.kernels import devices
-from disagg.kernels.devices import Device, gpus_here, see_only
+from disagg import devices
+from disagg.devices import Device, gpus_here, see_only
 
 MIB = 1 << 20
 TWO = """\
@@ -79,7 +79,7 @@ def test_a_start_without_a_driver_does_not_load_torch() -> None:
     program = """
 import sys
 from pathlib import Path
-from disagg.kernels import devices
+from disagg import devices
 devices.DRIVER = devices.AMD = Path("/nowhere")
 devices.DRIVER_FILE = "no-such-library.so"
 assert devices.gpus_here() == devices.Gpus()

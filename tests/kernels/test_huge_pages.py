@@ -6,7 +6,7 @@ import ctypes
 import mmap
 from pathlib import Path
 
-from disagg.kernels.huge_pages import HUGE_NBYTES, MADV_COLLAPSE, use_huge_pages
+from disagg.kernels.cpu.huge_pages import HUGE_NBYTES, MADV_COLLAPSE, use_huge_pages
 
 NBYTES = 8 * HUGE_NBYTES
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels.cpu_library import Found
-from disagg.kernels.cpu_matrix import PANEL
-from disagg.kernels.int4_groups import GROUP
-from disagg.kernels.int4_linear import LARGEST, Int4Linear
-from disagg.kernels.narrow_rows import FEW_ROWS
+from disagg.kernels.cpu.int4_groups import GROUP
+from disagg.kernels.cpu.int4_linear import LARGEST, Int4Linear
+from disagg.kernels.cpu.library import Found
+from disagg.kernels.cpu.matrix import PANEL
+from disagg.kernels.cpu.narrow_rows import FEW_ROWS
 from tests.kernels.test_int4_linear import SHAPES, packed_matrices, random_values
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.int4_groups import GROUP
-from disagg.kernels.int4_linear import LARGEST, Int4Linear, quantize
-from disagg.kernels.linear import PlainLinear
+from disagg.kernels.cpu.int4_groups import GROUP
+from disagg.kernels.cpu.int4_linear import LARGEST, Int4Linear, quantize
+from disagg.kernels.cpu.linear import PlainLinear
 from disagg.kernels.packed_matrix import PackedMatrix
 from tests.kernels.packed_cases import random_packed
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels.int8_linear import FEW_ROWS, LARGEST, Int8Linear, quantize
-from disagg.kernels.linear import PlainLinear
+from disagg.kernels.cpu.int8_linear import FEW_ROWS, LARGEST, Int8Linear, quantize
+from disagg.kernels.cpu.linear import PlainLinear
 from tests.kernels.packed_cases import random_packed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.kv_pages import FORMATS
-from disagg.kernels.launcher import KernelLauncher, next_power_of_2
-from disagg.kernels.triton_ops import TritonOps
 from tests.kernels.paged_inputs import PagedInputs, paged_inputs
 from tests.kernels.recording_driver import RecordingDriver, recording
 
@@ -76,8 +76,8 @@ def test_each_launch_is_the_one_that_triton_makes(recorder: RecordingDriver) -> 
 def test_each_device_has_its_own_code(
     recorder: RecordingDriver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO", "disagg.kernels.launcher")
-    monkeypatch.setattr("disagg.kernels.launcher.SLOW_S", -1.0)  # Triton may have it on disk
+    caplog.set_level("INFO", "disagg.kernels.gpu.launcher")
+    monkeypatch.setattr("disagg.kernels.gpu.launcher.SLOW_S", -1.0)  # Triton may have it on disk
     launcher, x = KernelLauncher(_kernel), torch.zeros(16)
     for device, stream in ((2000, 1), (2001, 2), (2000, 3), (2001, 4)):
         recorder.device, recorder.stream = device, stream

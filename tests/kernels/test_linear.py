@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.linear import (
+from disagg.kernels.cpu.linear import (
     ROWS_AT_ONCE,
     HalfLinear,
     PackedLinear,
@@ -128,7 +128,7 @@ def test_half_precision_is_computed_with_as_the_cpu_can(
     capability: str, dtype: torch.dtype, as_half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr("disagg.kernels.linear._multiplies_panels", lambda: None)
+    monkeypatch.setattr("disagg.kernels.cpu.linear._multiplies_panels", lambda: None)
     chosen = linear(_drawn(16, 8).bfloat16().to(dtype), None)
     assert isinstance(chosen, HalfLinear) == as_half
 

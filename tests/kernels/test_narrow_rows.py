@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from disagg.kernels.cpu_matrix import CpuMatrix
-from disagg.kernels.narrow_rows import narrow_rows
+from disagg.kernels.cpu.matrix import CpuMatrix
+from disagg.kernels.cpu.narrow_rows import narrow_rows
 
 NUM_IN = 8
 

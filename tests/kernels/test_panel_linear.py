@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from disagg.kernels.linear import PanelLinear, linear
+from disagg.kernels.cpu.linear import PanelLinear, linear
 from tests.kernels.compiled import compiled, plain_steps_here
 
 
@@ -64,7 +64,7 @@ def test_numbers_that_are_not_usual_stay_what_they_are(value: float, library: ct
 def test_only_a_weight_of_whole_pairs_is_laid_in_panels(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("disagg.kernels.linear._multiplies_panels", lambda: library)
+    monkeypatch.setattr("disagg.kernels.cpu.linear._multiplies_panels", lambda: library)
     assert isinstance(linear(torch.zeros(4, 6).bfloat16(), None), PanelLinear)
     odd = linear(torch.zeros(4, 7).bfloat16(), None)
     assert not isinstance(odd, PanelLinear)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from disagg.kernels.dispatch import PROMPT_ATTENTION, ops_for
-from disagg.kernels.sdpa_prompt import whole_prompts
+from disagg.kernels.gpu.sdpa_prompt import whole_prompts
 
 
 def test_an_unknown_way_of_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

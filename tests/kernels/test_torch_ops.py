@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels import linear, reference, torch_paging
+from disagg.kernels import reference
 from disagg.kernels.activation import Activation
+from disagg.kernels.cpu import linear
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.ops import Scores
-from disagg.kernels.torch_ops import TorchOps
+from disagg.kernels.torch import paging as torch_paging
+from disagg.kernels.torch.ops import TorchOps
 from tests.kernels.paged_inputs import LAYER, copy_of, paged_inputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels import torch_sampling
 from disagg.kernels.sampling_rows import Numbers
+from disagg.kernels.torch import sampling as torch_sampling
 from tests.kernels.sampling_cases import (
     OFF,
     PLAIN,

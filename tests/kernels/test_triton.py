@@ -13,7 +13,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from disagg.kernels import kv_write
+from disagg.kernels.gpu import kv_write
 from tests.kernels.compiling import (
     OTHERS,
     Assembler,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.kernels.triton_experts import MAX_ROWS, MIN_ROWS
+from disagg.kernels.gpu.experts import MAX_ROWS, MIN_ROWS
 from tests.kernels.compiling import Assembler
 from tests.kernels.compiling_experts import (
     DEEPSEEK_V3_OF_8,

@@ -20,10 +20,10 @@ from disagg.engine.device.check import choose
 from disagg.errors import ModelError
 from disagg.kernels import reference
 from disagg.kernels.activation import Activation
-from disagg.kernels.linear import PlainLinear
+from disagg.kernels.cpu.linear import PlainLinear
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
-from disagg.kernels.torch_ops import TorchOps
+from disagg.kernels.torch.ops import TorchOps
 from disagg.models import weights
 from disagg.models.communicator import Communicator
 from disagg.models.decoder import load_model

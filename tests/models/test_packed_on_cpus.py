@@ -18,8 +18,8 @@ from disagg.config import EngineConfig
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import check_quantization
 from disagg.errors import ModelError, StartupError
-from disagg.kernels.int4_linear import Int4Linear
-from disagg.kernels.int8_linear import Int8Linear
+from disagg.kernels.cpu.int4_linear import Int4Linear
+from disagg.kernels.cpu.int8_linear import Int8Linear
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model

@@ -17,14 +17,14 @@ from disagg.config import EngineConfig
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.communicator import TorchCommunicator
 from disagg.errors import StartupError
-from disagg.kernels.cpu_library import find_step
-from disagg.kernels.int4_linear import Int4Linear
-from disagg.kernels.int8_linear import Int8Linear
+from disagg.kernels.cpu.int4_linear import Int4Linear
+from disagg.kernels.cpu.int8_linear import Int8Linear
+from disagg.kernels.cpu.library import find_step
+from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import quantized
 from disagg.kernels.packed_sizes import Kind
-from disagg.kernels.torch_ops import TorchOps
-from disagg.kernels.triton_ops import TritonOps
+from disagg.kernels.torch.ops import TorchOps
 from disagg.models import weights
 from disagg.models.communicator import Communicator
 from disagg.models.decoder import Decoder, load_model

@@ -8,8 +8,8 @@ import pytest
 
 from disagg.config import EngineConfig, PoolConfig, ServeConfig
 from disagg.config_checks import parse_config
+from disagg.devices import Device, Gpus
 from disagg.errors import StartupError
-from disagg.kernels.devices import Device, Gpus
 from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
 
 GB = 10**9

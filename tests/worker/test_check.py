@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from disagg.config_checks import parse_config
-from disagg.kernels.cpu_library import Found
+from disagg.kernels.cpu.library import Found
 from disagg.worker import check
 from tests.models.popular import POPULAR
 

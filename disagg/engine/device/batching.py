@@ -28,7 +28,7 @@ from disagg.engine.sched.step import StepPlan
 from disagg.models.batch import Batch
 
 if TYPE_CHECKING:  # imports Triton, which a machine without a GPU may lack
-    from disagg.kernels.decode_inputs import DecodeInputs
+    from disagg.kernels.gpu.decode_inputs import DecodeInputs
 
 Ints: TypeAlias = SequenceOf[int] | NDArray[np.int64]
 
@@ -367,7 +367,7 @@ class Batching:
         self._cells, self._columns = self._tables.view(-1), self._tables[:, :0]
         self._chosen = torch.cat((self._chosen, self._chosen.new_zeros(missing)))
         if self._use_kernel:
-            from disagg.kernels.decode_inputs import DecodeInputs
+            from disagg.kernels.gpu.decode_inputs import DecodeInputs
 
             num_slots = self._slots.num_slots
             self.decode_inputs = DecodeInputs.empty(num_slots, self._max_num_blocks, self._device)

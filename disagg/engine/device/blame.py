@@ -16,7 +16,7 @@ from disagg.engine.device.token_masks import bound_rows, token_masks
 from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
-from disagg.kernels.torch_sampling import TorchSampling
+from disagg.kernels.torch.sampling import TorchSampling
 from disagg.time_model import StepFeatures
 
 _CPU = torch.device("cpu")

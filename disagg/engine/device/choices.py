@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from disagg.config import EngineConfig
+from disagg.devices import gpus_here, has_driver, why_no_gpu
 from disagg.errors import StartupError
-from disagg.kernels.cpu_library import cpu_flags, find_step
-from disagg.kernels.cpu_pages import LANES
-from disagg.kernels.devices import gpus_here, has_driver, why_no_gpu
+from disagg.kernels.cpu.library import cpu_flags, find_step
+from disagg.kernels.cpu.pages import LANES
 from disagg.models.families import FAMILIES
 from disagg.models.model_config import ModelConfig
 from disagg.models.not_compiled import not_compiled

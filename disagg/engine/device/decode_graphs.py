@@ -15,9 +15,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from disagg.kernels.decode_inputs import DecodeInputs
+from disagg.kernels.gpu.decode_inputs import DecodeInputs
+from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.triton_ops import TritonOps
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from disagg.config import EngineConfig
+from disagg.devices import LARGE_SHARED_NBYTES, what_triton_needs
 from disagg.errors import NotEnoughMemory, StartupError
-from disagg.kernels.devices import LARGE_SHARED_NBYTES, what_triton_needs
 from disagg.models.model_config import ModelConfig
 from disagg.models.share import Share
 
@@ -58,7 +58,7 @@ def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> N
 
 def _begin_triton() -> None:
     """Raise `StartupError` if Triton has no C compiler, or Python's headers are missing."""
-    from disagg.kernels.launcher import find_driver
+    from disagg.kernels.gpu.launcher import find_driver
 
     try:
         find_driver()

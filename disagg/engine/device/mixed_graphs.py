@@ -16,9 +16,9 @@ from torch import Tensor
 
 from disagg.engine.device.decode_graphs import Record, capture_sizes
 from disagg.engine.sched.speculation import MAX_AHEAD
-from disagg.kernels.fixed_mixed_work import MAX_SHORT_QUERIES
+from disagg.kernels.gpu.fixed_mixed_work import MAX_SHORT_QUERIES
+from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.triton_ops import TritonOps
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 

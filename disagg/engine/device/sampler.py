@@ -2,8 +2,8 @@
 
 The order is vLLM's: grammar, `LogitEdits` (bias, allowed tokens, bad words), penalties,
 temperature, min-p, top-k, top-p. Reported log-probabilities are those of the model, before any of
-these. The arithmetic is in `kernels/`: `triton_sampling.py` on a GPU, `cpu_sampling.py` (C++) or
-`torch_sampling.py` on a CPU. `SamplingState` keeps the parameters on the device.
+these. The arithmetic is in `kernels/`: `gpu/sampling.py` on a GPU, `cpu/sampling.py` (C++) or
+`torch/sampling.py` on a CPU. `SamplingState` keeps the parameters on the device.
 
 A token depends on its sequence's tokens and sampling parameters only. The noise of a candidate is a
 hash of (seed, position, token id), so the batch, the chunks and the worker do not change it, and a

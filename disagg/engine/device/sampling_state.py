@@ -5,7 +5,7 @@ updated on the device after each step, so that the next step can be launched bef
 read the token. Tokens that the device has not counted (of a new sequence, or an accepted draft) are
 counted first, so the counts always equal those of `tokens`, also for a rerouted or recomputed
 sequence. Applies no parameter itself: `engine/device/sampler.py` does, with the operations of
-`kernels/torch_sampling.py`, `triton_sampling.py` (GPUs) or `cpu_sampling.py` (C++).
+`kernels/torch/sampling.py`, `kernels/gpu/sampling.py` or `kernels/cpu/sampling.py` (C++).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from disagg.kernels.sampling_rows import (
     SamplingOps,
     SamplingTables,
 )
-from disagg.kernels.torch_sampling import mix, signed
+from disagg.kernels.torch.sampling import mix, signed
 from disagg.kernels.uploads import copied, upload
 from disagg.messages import SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from disagg.engine.sched.speculation import MAX_AHEAD
-from disagg.kernels.attention_work import latent_group
+from disagg.kernels.gpu.attention_work import latent_group
 from disagg.models.model_config import ModelConfig
 
 # Bytes per logit: float32, its token's count, the grammar's mask, its log-probability, and copies.

@@ -9,7 +9,7 @@ from bench.sampler import Calls, kernels_that_do_nothing
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.speculation import Continued, DraftedSequence
-from disagg.kernels.triton_sampling import TritonSampling
+from disagg.kernels.gpu.sampling import TritonSampling
 from tests.engine.device.test_sampler import VOCAB_SIZE, new_sequence, params, random_logits, sample
 from tests.engine.device.test_sampling_law import WAITING
 

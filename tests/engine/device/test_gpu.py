@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from disagg import devices
 from disagg.config import EngineConfig, TierConfig
 from disagg.engine.device import check, choices, memory_plan
 from disagg.engine.device import gpu as module
@@ -19,8 +20,7 @@ from disagg.engine.device.choices import choose_device
 from disagg.engine.device.gpu import GpuMemory, check_gpu
 from disagg.engine.device.memory_plan import MemoryPlan
 from disagg.errors import NotEnoughMemory, StartupError
-from disagg.kernels import devices
-from disagg.kernels.launcher import find_driver
+from disagg.kernels.gpu.launcher import find_driver
 from disagg.models.description import describe_model
 from disagg.planner.shapes import shape_of
 from disagg.planner.step_sizes import step_sizes
@@ -43,7 +43,7 @@ class Gpu:
         )
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: self.properties)
         monkeypatch.setattr(choices, "has_driver", lambda: True)
-        monkeypatch.setattr("disagg.kernels.launcher.find_driver", lambda: None)
+        monkeypatch.setattr("disagg.kernels.gpu.launcher.find_driver", lambda: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.own)
@@ -204,7 +204,7 @@ def test_triton_without_a_compiler_is_refused_before_a_weight_is_read(
         raise AssertionError("weights are read")
 
     active = SimpleNamespace(get_current_device=begin)
-    monkeypatch.setattr("disagg.kernels.launcher.find_driver", find_driver)
+    monkeypatch.setattr("disagg.kernels.gpu.launcher.find_driver", find_driver)
     monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=active))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)

@@ -13,7 +13,7 @@ from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import SampledToken
 from disagg.kernels.sampling_rows import GROUP_SIZE
-from disagg.kernels.torch_sampling import gumbel, mix, noise_keys, signed
+from disagg.kernels.torch.sampling import gumbel, mix, noise_keys, signed
 from disagg.messages import GenerateRequest, SamplingParams
 
 VOCAB_SIZE = 50

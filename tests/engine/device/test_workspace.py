@@ -27,9 +27,9 @@ from disagg.engine.device.workspace import (
     running_nbytes,
 )
 from disagg.engine.sched.step import StepPlan
+from disagg.kernels.gpu.packed_linear import MOST_SPLIT_ROWS, num_splits, tile_sizes
+from disagg.kernels.gpu.packed_tile import MAX_ROWS
 from disagg.kernels.kv_pages import FORMATS
-from disagg.kernels.packed_linear import MOST_SPLIT_ROWS, num_splits, tile_sizes
-from disagg.kernels.packed_tile import MAX_ROWS
 from disagg.messages import SamplingParams
 from disagg.models.qk_norm import mean_squares
 from disagg.time_model import StepFeatures

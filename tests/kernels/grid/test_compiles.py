@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from disagg.kernels.packed_tile import FEW_WARPS_ROWS
-from disagg.kernels.packed_tile import max_rows as packed_max_rows
-from disagg.kernels.triton_experts import MIN_ROWS, max_rows
+from disagg.kernels.gpu.experts import MIN_ROWS, max_rows
+from disagg.kernels.gpu.packed_tile import FEW_WARPS_ROWS
+from disagg.kernels.gpu.packed_tile import max_rows as packed_max_rows
 from tests.kernels.compiling import (
     OTHERS,
     SHARED_NBYTES,

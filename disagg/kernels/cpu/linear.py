@@ -1,0 +1,269 @@
+"""Matrix products with weights that are laid out once for the CPU's matrix units.
+
+oneDNN reads a weight in its own blocked layout. It converts a plain [out, in] tensor on every call,
+which with few rows costs as much as the product. Packing a weight once makes decode steps up to
+twice as fast, and lets oneDNN compute the activation or the residual sum while a result tile is
+still in cache.
+
+Weights that are stored in half precision and multiplied in float32 stay in half precision, and
+FBGEMM widens them in registers, so a decode step reads half the bytes. A CPU without instructions
+for half precision multiplies in float32, whatever the activations' dtype is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from disagg.kernels.cpu.library import find_step
+from disagg.kernels.cpu.matrix import PANEL, CpuMatrix
+from disagg.kernels.cpu.narrow_rows import narrow_rows
+
+ROWS_AT_ONCE = 64
+PANEL_WIDTHS = 64, 32  # rows of oneDNN's panels without and with AMX
+PANEL_COLUMNS = 32  # a panel's columns are padded to a multiple of this
+_MOST_LOST = 2.0**-21  # largest rounding error, as a share of the weight's norm
+_ROWS_COMPARED = 1024  # few enough for the CPU's cache, enough to hide the cost of calls
+
+_ops: Any = torch.ops.mkldnn
+
+
+class PlainLinear:
+    """Computes x W^T + b in torch, for devices and dtypes for which oneDNN packs no weights."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return functional.silu(self(x), inplace=True)
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return functional.gelu(self(x), approximate="tanh")
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        return self(x).mul_(factor)
+
+    def plus(self, x: Tensor, summand: Tensor) -> Tensor:
+        return self(x).add_(summand)
+
+
+class PackedLinear:
+    """The same products from a weight in oneDNN's own layout.
+
+    oneDNN generates code for every number of rows that it has not seen recently, which takes some
+    milliseconds, and prompts have all lengths. So many rows are padded to a multiple of
+    `ROWS_AT_ONCE`.
+
+    Attributes:
+        bias: [num_out], or None.
+        panels: the address of the packed weight.
+        panel_width: rows of the weight in each panel, as csrc/product.h describes panels; 0 if the
+            weight has another layout.
+        panels_nbytes: size of the packed weight.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = _ops._reorder_linear_weight(weight.contiguous())
+        self.bias = bias
+        self.num_out, self.num_in = weight.shape
+        self.panels = int(_ops.data_ptr(self._weight))
+        self.panels_nbytes = int(_ops._nbytes(self._weight))
+        widths = (width for width in PANEL_WIDTHS if self._is_in_panels(weight, width))
+        self.panel_width = next(widths, 0)
+        self._unary = _ops._linear_pointwise.default
+        self._binary = _ops._linear_pointwise.binary
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._one(x, "none")
+
+    def silu(self, x: Tensor) -> Tensor:
+        return self._one(x, "swish")
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return self._one(x, "gelu", "tanh")
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        return self._two(x, factor, "mul")
+
+    def plus(self, x: Tensor, summand: Tensor) -> Tensor:
+        return self._two(x, summand, "add")
+
+    def described(self) -> CpuMatrix:
+        """The structure in which compiled code reads this weight."""
+        return _in_panels(self)
+
+    def _one(self, x: Tensor, then: str, algorithm: str = "") -> Tensor:
+        filled = _filled(x)
+        result: Tensor = self._unary(filled, self._weight, self.bias, then, [], algorithm)
+        return result if filled is x else result[: x.shape[0]]
+
+    def _two(self, x: Tensor, other: Tensor, then: str) -> Tensor:
+        filled = _filled(x)
+        result: Tensor = self._binary(filled, _filled(other), self._weight, self.bias, then)
+        return result if filled is x else result[: x.shape[0]]
+
+    def _is_in_panels(self, weight: Tensor, width: int) -> bool:
+        """Whether the packed weight is in panels of `width` rows.
+
+        In such a panel the pairs of a column and the next one are adjacent, padded with zeros.
+        oneDNN documents no layout, so the first and the last panel are compared with the weight.
+        """
+        if weight.dtype != torch.bfloat16:
+            return False
+        num_panels = -(-self.num_out // width)
+        num_columns = -(-self.num_in // PANEL_COLUMNS) * PANEL_COLUMNS
+        panel_nbytes = width * num_columns * weight.itemsize
+        if self.panels_nbytes != num_panels * panel_nbytes:
+            return False
+        for panel in {0, num_panels - 1}:
+            rows = weight[panel * width : (panel + 1) * width]
+            filled = functional.pad(rows, (0, num_columns - self.num_in, 0, width - rows.shape[0]))
+            expected = filled.view(width, -1, 2).transpose(0, 1).contiguous().view(torch.uint8)
+            stored = ctypes.string_at(self.panels + panel * panel_nbytes, panel_nbytes)
+            if expected.numpy().tobytes() != stored:
+                return False
+        return True
+
+
+class PanelLinear(PlainLinear):
+    """The same products by the compiled program, for a CPU without bf16 instructions.
+
+    On such a CPU oneDNN does not pack a bfloat16 weight, and multiplies it at a fifth of the speed.
+    The attributes are those of `PackedLinear`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
+        self.num_out, self.num_in = weight.shape
+        self.bias = bias
+        self._library = library
+        more = -self.num_in % PANEL_COLUMNS, -self.num_out % PANEL
+        panels = functional.pad(weight, (0, more[0], 0, more[1])).view(
+            -1, PANEL, (self.num_in + more[0]) // 2, 2
+        )
+        self._panels = panels.transpose(1, 2).contiguous()
+        self.panels, self.panels_nbytes = self._panels.data_ptr(), self._panels.nbytes
+        self.panel_width = PANEL
+        self._described = _in_panels(self)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return narrow_rows(self._library, self._described, x)
+
+    def described(self) -> CpuMatrix:
+        """The structure in which compiled code reads this weight."""
+        return self._described
+
+
+def _in_panels(linear: PackedLinear | PanelLinear) -> CpuMatrix:
+    return CpuMatrix(
+        panels=linear.panels,
+        panel_width=linear.panel_width,
+        bias=None if linear.bias is None else linear.bias.data_ptr(),
+        num_out=linear.num_out,
+        num_in=linear.num_in,
+    )
+
+
+class HalfLinear:
+    """The same products in float32 from a weight kept as float16 in FBGEMM's layout.
+
+    `fits_half` must be true for the weight, because numbers beyond float16's range would be
+    clipped. Results have the dtype of `x`, and are rounded once.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        wide_bias = None if bias is None else bias.float()
+        self._weight = torch.ops.quantized.linear_prepack_fp16(weight.float(), wide_bias)
+        self._product = torch.ops.quantized.linear_dynamic_fp16.default._op
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._wide(x).to(x.dtype)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return functional.silu(self._wide(x), inplace=True).to(x.dtype)
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return functional.gelu(self._wide(x), approximate="tanh").to(x.dtype)
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        return self._wide(x).mul_(factor).to(x.dtype)
+
+    def plus(self, x: Tensor, summand: Tensor) -> Tensor:
+        return self._wide(x).add_(summand).to(x.dtype)
+
+    def _wide(self, x: Tensor) -> Tensor:
+        # Otherwise torch looks for the weight's __torch_function__, which takes 10 us, as long as a
+        # product.
+        with torch._C.DisableTorchFunctionSubclass():
+            result: Tensor = self._product(x.float(), self._weight)
+        return result
+
+
+Linear: TypeAlias = PlainLinear | PackedLinear | HalfLinear
+
+
+def fits_half(weight: Tensor) -> bool:
+    """Whether rounding `weight` to float16 loses no more than summing products in float32 does.
+
+    A sum of 768 products has an error of 5e-7, or 2^-21, of the result. bf16 weights of usual sizes
+    have a smaller error in float16: only weights below 2^-17 become subnormal numbers with too few
+    digits. Weights that use all digits of float32 have an error of 2^-12.
+    """
+    lost = kept = 0.0
+    for some in torch.split(weight, _ROWS_COMPARED):
+        rows = some.float()
+        lost += float((rows.half().float() - rows).square_().sum())
+        kept += float(rows.square().sum())
+    return lost <= kept * _MOST_LOST**2 and lost < math.inf
+
+
+def _filled(x: Tensor) -> Tensor:
+    """Pad `x` with rows of zeros to a multiple of `ROWS_AT_ONCE`; few rows are not padded."""
+    num_rows = x.shape[0]
+    num_more = -num_rows % ROWS_AT_ONCE
+    if num_rows < ROWS_AT_ONCE or not num_more:
+        return x
+    return functional.pad(x, (0, 0, 0, num_more))
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """Choose an implementation by the weight's dtype and values, and by this CPU's abilities."""
+    if weight.device.type == "cpu":
+        library = _multiplies_panels() if weight.dtype == torch.bfloat16 else None
+        if library is not None and weight.shape[1] % 2 == 0:
+            return PanelLinear(weight, bias, library)
+        if _prefers_float32(weight.dtype) and _has_fbgemm() and fits_half(weight):
+            return HalfLinear(weight, bias)
+        if torch._C._has_mkldnn and _onednn_packs(weight.dtype):
+            return PackedLinear(weight, bias)
+    return PlainLinear(weight, bias)
+
+
+def _multiplies_panels() -> ctypes.CDLL | None:
+    """The compiled program, if oneDNN multiplies bfloat16 slowly on this CPU; else None."""
+    library = find_step().loaded
+    return None if library is None or library.disagg_step_has_bf16() else library
+
+
+def _prefers_float32(dtype: torch.dtype) -> bool:
+    """Whether to multiply in float32: also for half precision if the CPU cannot multiply it."""
+    return dtype == torch.float32 or torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+def _has_fbgemm() -> bool:
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+def _onednn_packs(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return bool(_ops._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(_ops._is_mkldnn_fp16_supported())
+    return dtype == torch.float32

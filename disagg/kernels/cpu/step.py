@@ -1,0 +1,373 @@
+"""Steps as one call of a compiled program (`csrc/step.cpp`), for dense decoders in bf16.
+
+A step in torch has some hundred calls, and with few rows starting them takes as long as their work.
+The program reads weights in oneDNN's packed layout, or weights of 8 or 4 bits, so that torch can
+compute from the same copy. Steps with prompts are one call, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.cpu.huge_pages import use_huge_pages
+from disagg.kernels.cpu.int4_linear import Int4Linear
+from disagg.kernels.cpu.int8_linear import Int8Linear
+from disagg.kernels.cpu.library import find_step
+from disagg.kernels.cpu.linear import PackedLinear, PanelLinear
+from disagg.kernels.cpu.matrix import CpuMatrix
+from disagg.kernels.cpu.pages import FORMATS, LANES, PagesOfSlab
+from disagg.kernels.cpu.prompts import chunks_of
+from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.ops import PagedBatch, Weight
+
+# Most rows of a step with decodes only. The large step computes more rows, as it does prompts.
+MOST_ROWS = 256
+_UNKNOWN_TOKEN = 2  # `Status` of csrc/model.h
+_Matrix: TypeAlias = PackedLinear | PanelLinear | Int8Linear | Int4Linear
+_IN_PANELS = PackedLinear, PanelLinear  # weights of 16 bits
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """One layer's weights, packed by `TorchOps`."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Weight
+    qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
+    output: Weight
+    post_norm: Tensor  # [hidden]
+    gate_up: Weight
+    down: Weight
+    window: int | None  # number of positions that a token sees, including itself; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class DenseModel:
+    """All weights of a decoder without experts."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    embedding: Tensor | Int8Linear | Int4Linear  # [vocab, hidden]
+    rope: Tensor  # of `TorchOps.rope_table`
+    layers: Sequence[DenseLayer]
+    norm: Tensor  # [hidden]
+    head: Weight
+
+
+class StepBatch(PagedBatch, Protocol):
+    """The fields of `models.batch.Batch` that a step reads."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def logits_rows(self) -> Tensor: ...
+
+
+class _LayerPointers(Structure):
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("qk_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("qkv", CpuMatrix),
+        ("output", CpuMatrix),
+        ("gate", CpuMatrix),
+        ("up", CpuMatrix),
+        ("down", CpuMatrix),
+        ("window", c_int32),
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        ("num_layers", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("hidden", c_int32),
+        ("inner", c_int32),
+        ("vocab", c_int32),
+        ("eps", c_float),
+        ("embedding", c_void_p),
+        ("rope", c_void_p),
+        ("norm", c_void_p),
+        ("head", CpuMatrix),
+        ("table", CpuMatrix),
+        ("layers", POINTER(_LayerPointers)),
+    )
+
+
+class _Batch(Structure):
+    _fields_ = (
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("num_rows", c_int32),
+        ("logits", c_void_p),
+    )
+
+
+class _Tokens(Structure):
+    _fields_ = (
+        ("hidden", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("chunks", c_void_p),
+        ("logits_rows", c_void_p),
+        ("out", c_void_p),
+        ("num_tokens", c_int32),
+        ("num_chunks", c_int32),
+        ("num_logits", c_int32),
+    )
+
+
+class CpuStep:
+    """The compiled step of one model. Only one thread at a time may use it.
+
+    Args:
+        library: the one that `library.find_step` loaded.
+        model: the model whose weights it reads; kept alive.
+    """
+
+    def __init__(self, library: ctypes.CDLL, model: DenseModel) -> None:
+        library.disagg_step_new.restype = c_void_p
+        library.disagg_step_free.argtypes, library.disagg_step_free.restype = [c_void_p], None
+        for run in (library.disagg_step_run, library.disagg_step_run_large):
+            run.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
+        self._library = library
+        self._model = model
+        self._vocab_size = model.head.num_out
+        self.most_rows = MOST_ROWS
+        _lay_in_panels(_narrow(model), library)
+        table = model.embedding
+        layers = (_LayerPointers * len(model.layers))(*map(_layer, model.layers))
+        described = _Model(
+            num_layers=len(model.layers),
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            hidden=model.head.num_in,
+            inner=model.layers[0].down.num_in,
+            vocab=self._vocab_size,
+            eps=model.eps,
+            embedding=table.data_ptr() if isinstance(table, Tensor) else None,
+            rope=model.rope.data_ptr(),
+            norm=model.norm.data_ptr(),
+            head=model.head.described(),
+            table=CpuMatrix() if isinstance(table, Tensor) else table.described(),
+            layers=layers,
+        )
+        self._step = library.disagg_step_new(byref(described))
+        if not self._step:
+            raise MemoryError("there is not enough memory for a decode step")
+        self._pages = PagesOfSlab()
+
+    def __del__(self) -> None:
+        if getattr(self, "_step", None):
+            self._library.disagg_step_free(self._step)
+            self._step = None
+
+    def use_huge_pages(self) -> int:
+        """Move the weights into huge pages. Returns how many bytes are in huge pages now."""
+        return use_huge_pages(map(_region, _matrices(self._model)))
+
+    def takes(self, batch: StepBatch, kv_cache: KVPages) -> bool:
+        """Whether `run` supports this batch: it must be one token each of a few sequences."""
+        num_rows = len(batch.query_lens)
+        return (
+            0 < num_rows <= self.most_rows
+            and batch.num_decodes == num_rows
+            and batch.logits_rows.shape[0] == num_rows
+            and kv_cache.format.name in FORMATS
+        )
+
+    def run(self, batch: StepBatch, kv_cache: KVPages) -> Tensor:
+        """As `Decoder.forward`, for batches for which `takes` is true.
+
+        Raises:
+            IndexError: a token id is not in the vocabulary.
+            MemoryError: there is not enough memory for the step.
+        """
+        num_rows = len(batch.query_lens)
+        logits = torch.empty(num_rows, self._vocab_size)
+        tables = batch.block_tables
+        described = _Batch(
+            batch.token_ids.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slots.data_ptr(),
+            batch.context_lens.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            num_rows,
+            logits.data_ptr(),
+        )
+        status = self._library.disagg_step_run(
+            self._step, byref(described), byref(self._pages(kv_cache)), torch.get_num_threads()
+        )
+        if status == _UNKNOWN_TOKEN:
+            raise IndexError(f"a token id is not between 0 and {self._vocab_size - 1}")
+        if status:
+            raise MemoryError(
+                f"there is not enough memory for a decode step of {num_rows} sequences"
+            )
+        return logits
+
+    def takes_large(self, kv_cache: KVPages) -> bool:
+        """Whether `hidden` supports batches over this slab."""
+        return kv_cache.format.name in FORMATS
+
+    def hidden(self, batch: StepBatch, kv_cache: KVPages, embedded: Tensor) -> Tensor:
+        """As `Decoder.hidden`, for slabs for which `takes_large` is true.
+
+        Args:
+            embedded: [num_tokens, hidden_size], embeddings of the tokens. They may be overwritten.
+
+        Raises:
+            MemoryError: there is not enough memory for the step.
+        """
+        num_tokens, hidden_size = embedded.shape
+        embedded = embedded.contiguous()
+        num_logits = batch.logits_rows.shape[0]
+        out = torch.empty(num_logits, hidden_size, dtype=embedded.dtype)
+        prompts = chunks_of(batch, with_decodes=True)
+        described = _Tokens(
+            hidden=embedded.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slots.data_ptr(),
+            chunks=ctypes.addressof(prompts.chunks),
+            logits_rows=batch.logits_rows.data_ptr(),
+            out=out.data_ptr(),
+            num_tokens=num_tokens,
+            num_chunks=len(prompts.chunks),
+            num_logits=num_logits,
+        )
+        status = self._library.disagg_step_run_large(
+            self._step, byref(described), byref(self._pages(kv_cache)), torch.get_num_threads()
+        )
+        if status:
+            raise MemoryError(f"there is not enough memory for a step of {num_tokens} tokens")
+        return out
+
+
+def cpu_step(
+    model: DenseModel | None, why_none: str = "", *, is_rank: bool = False
+) -> tuple[CpuStep | None, str]:
+    """The compiled step of a model, or None; and a sentence that says what computes, and why.
+
+    Args:
+        model: the model; None if the step cannot compute it.
+        why_none: the features of the model that the step cannot compute.
+        is_rank: whether this is a rank's part of a model.
+    """
+    found = find_step()
+    if found.loaded is None:
+        return None, found.sentence
+    if is_rank:
+        return None, _compiled_products(model, found.loaded)
+    if model is None:
+        return None, f"torch, because the model has {why_none}"
+    problem = _problem(model, found.loaded)
+    if problem:
+        return None, f"torch, because {problem}"
+    return CpuStep(found.loaded, model), found.sentence
+
+
+def _compiled_products(model: DenseModel | None, library: ctypes.CDLL) -> str:
+    """Let compiled code multiply weights of 4 or 8 bits on a rank.
+
+    The whole step is not compiled, because it has sums over all ranks between the products.
+
+    Returns:
+        A sentence that says what computes the rank's steps, and why.
+    """
+    sentence = "torch, because the sum over ranks is not compiled"
+    if model is None or model.norm.device.type != "cpu" or model.norm.dtype != torch.bfloat16:
+        return sentence
+    linears = list(filter(_can_be_in_panels, _narrow(model)))
+    if not linears:
+        return sentence
+    _lay_in_panels(linears, library)
+    return f"{sentence}; products with weights of 4 or 8 bits are compiled"
+
+
+def _can_be_in_panels(linear: Int8Linear | Int4Linear) -> bool:
+    return isinstance(linear, Int8Linear) or linear.can_be_in_panels
+
+
+def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
+    """Why the compiled step does not compute this model; empty if it does."""
+    if model.norm.device.type != "cpu":
+        return "the model is not on a CPU"
+    if model.norm.dtype != torch.bfloat16:
+        return f"the model computes in {str(model.norm.dtype).removeprefix('torch.')}"
+    if model.head_dim % LANES:
+        return f"the head size {model.head_dim} is not a multiple of {LANES}"
+    matrices = _matrices(model)
+    if not all(map(_can_be_in_panels, _narrow(model))):
+        return "a 4-bit weight has rows whose length is no multiple of 8"
+    wide = [each for each in matrices if not isinstance(each, Int8Linear | Int4Linear)]
+    widths = {each.panel_width if isinstance(each, _IN_PANELS) else 0 for each in wide}
+    if not all(library.disagg_step_reads_panels(width) for width in widths):
+        return "oneDNN packs the weights in an unknown layout on this CPU"
+    if any(matrix.num_in % 2 for matrix in wide):
+        return "a weight has an odd number of columns"
+    return ""
+
+
+def _matrices(model: DenseModel) -> list[_Matrix]:
+    matrices = [model.head]
+    if not isinstance(model.embedding, Tensor) and model.embedding is not model.head:
+        matrices.append(model.embedding)
+    for layer in model.layers:
+        matrices += [layer.qkv, layer.output, *layer.gate_up, layer.down]
+    return matrices
+
+
+def _layer(layer: DenseLayer) -> _LayerPointers:
+    gate, up = layer.gate_up
+    return _LayerPointers(
+        input_norm=layer.input_norm.data_ptr(),
+        qk_norm=None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
+        post_norm=layer.post_norm.data_ptr(),
+        qkv=layer.qkv.described(),
+        output=layer.output.described(),
+        gate=gate.described(),
+        up=up.described(),
+        down=layer.down.described(),
+        window=layer.window or 0,
+    )
+
+
+def _narrow(model: DenseModel) -> list[Int8Linear | Int4Linear]:
+    return [each for each in _matrices(model) if isinstance(each, Int8Linear | Int4Linear)]
+
+
+def _lay_in_panels(linears: Sequence[Int8Linear | Int4Linear], library: ctypes.CDLL) -> None:
+    """Lay weights in panels, in one piece of memory, so that its huge pages hold nothing else."""
+    sizes = [each.panels_nbytes for each in linears]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    for linear, own in zip(linears, torch.split(memory, sizes), strict=True):
+        if isinstance(linear, Int4Linear):
+            linear.lay_in_panels(own, library)
+        else:
+            linear.lay_in_panels(own.view(torch.int8), library)
+
+
+def _region(linear: _Matrix) -> tuple[int, int]:
+    """The memory of a weight's numbers: its address and number of bytes."""
+    if isinstance(linear, _IN_PANELS):
+        return linear.panels, linear.panels_nbytes
+    return linear.numbers.data_ptr(), linear.numbers.nbytes

@@ -1,0 +1,400 @@
+"""A mixture of experts in Triton: one launch for gate and up of all experts, one for down.
+
+A row is a token with one of its experts. Rows are sorted by expert. A program multiplies up to ROWS
+rows of one expert with a tile of the expert's matrix, and finds out itself which rows these are:
+the grid is sized for the worst case, and programs without rows end at once. So the host does not
+wait for the router's choice, and one captured graph serves every choice. One program writes each
+row's result, and the results of a token are summed in the order of its choices, so a result does
+not depend on timing. If other ranks have some of the experts, the rows of these come before and
+after the rank's own rows and belong to no program, so they are neither computed nor summed.
+
+Packed matrices are widened in registers, as `packed_tile` does for dense layers; the rows of all
+experts are one matrix. MXFP4 weights are widened in registers too. The two values of a byte are in
+two separate products, as in `attention_tile`: the first values of all bytes are multiplied with the
+first half of `x`, whose columns were put in that order.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels.gpu.held_rows import sum_held
+from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.packed_tile import WARP_GROUPS, constants_of, packed_tile
+from disagg.kernels.gpu.packed_tile import launch_options as packed_launch_options
+from disagg.kernels.gpu.packed_tile import max_rows as packed_max_rows
+from disagg.kernels.gpu.route import choose_experts, choose_grouped
+from disagg.kernels.ops import Experts
+from disagg.kernels.packed_matrix import PackedMatrix
+
+MIN_ROWS, MAX_ROWS = 16, 128
+MAX_MXFP4_ROWS_OF_WARPS = 64  # on GPUs where single warps multiply, taller tiles spill registers
+WIDTH = 128  # rows of a matrix in a program: 64 each of gate and up
+_NOT_PACKED = dict.fromkeys(("BITS", "IS_FLOAT", "PART", "GROUP", "TOGETHER", "HAS_ZEROS"), 0)
+# A step of the inner loop has DEPTH values of a row, or DEPTH bytes of MXFP4 with two values each.
+FLOATS: Mapping[str, Any] = {**_NOT_PACKED, "MXFP4": False, "DEPTH": 64}
+MXFP4: Mapping[str, Any] = {**_NOT_PACKED, "MXFP4": True, "DEPTH": 32}
+
+
+@triton.jit
+def _own_rows(
+    starts_ptr, block, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+):
+    """The expert of a block, its first row and the end of its rows; 0 and 0: it has no rows."""
+    experts = tl.arange(0, EXPERTS)
+    begins = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+    ends = tl.load(starts_ptr + experts + 1, mask=experts < NUM_EXPERTS, other=0)
+    counts = tl.cdiv(ends - begins, ROWS)
+    before = tl.cumsum(counts, axis=0) - counts
+    is_own = (before <= block) & (block < before + counts)
+    first = tl.sum(tl.where(is_own, begins + (block - before) * ROWS, 0), axis=0)
+    end = tl.sum(tl.where(is_own, ends, 0), axis=0)
+    return tl.sum(tl.where(is_own, experts, 0), axis=0).to(tl.int64), first, end
+
+
+@triton.jit
+def _e2m1(bits):
+    """Convert 4-bit e2m1 numbers, whose magnitudes are 0 to 6, to floats in units of 0.5."""
+    exponent, fraction = (bits >> 1) & 3, bits & 1
+    halves = tl.where(exponent == 0, fraction, (2 + fraction) << tl.maximum(exponent - 1, 0))
+    return tl.where(bits >= 8, -halves, halves).to(tl.float32)
+
+
+@triton.jit
+def _product(
+    x_ptrs,
+    is_row,
+    matrix_ptr,
+    scales_ptr,
+    zeros_ptr,
+    expert,
+    own,
+    is_own,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_OUT: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    MXFP4: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+):
+    """Compute x W^T, [ROWS, WIDTH]. W is the rows `own` of an expert's NUM_OUT rows of SIZE values.
+    PART: numbers in a part of a packed matrix; 0: the matrix is not packed."""
+    depth = tl.arange(0, DEPTH)
+    acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    if PART:
+        num_chunks: tl.constexpr = (SIZE * BITS + PART * 16 - 1) // (PART * 16)
+        row = expert.to(tl.int32) * NUM_OUT + tl.minimum(own, NUM_OUT - 1)
+        sums = packed_tile(
+            x_ptrs, is_row[:, None], matrix_ptr, scales_ptr, zeros_ptr, row,
+            NUM_EXPERTS * NUM_OUT, SIZE, num_chunks, 0, num_chunks,
+            BITS, IS_FLOAT, PART, GROUP, TOGETHER, HAS_ZEROS, ROWS, WIDTH,
+        )  # fmt: skip
+        acc = tl.trans(sums)
+    elif MXFP4:
+        # Each byte has two values. The first values are multiplied with the first half of x.
+        half: tl.constexpr = SIZE // 2
+        w_ptrs = matrix_ptr + expert * (NUM_OUT * half) + own[:, None] * half
+        for start in range(0, half, DEPTH):
+            at = (start + depth)[None, :]
+            mask = is_own[:, None] & (at < half)
+            packed = tl.load(w_ptrs + at, mask=mask, other=0).to(tl.int32)
+            group = (start // 16 + tl.arange(0, DEPTH // 16))[None, :]
+            scale_rows = scales_ptr + expert * (NUM_OUT * SIZE // 32) + own[:, None] * (SIZE // 32)
+            mask = is_own[:, None] & (group < SIZE // 32)
+            exponents = tl.load(scale_rows + group, mask=mask, other=0).to(tl.int32)
+            scales = (exponents << 23).to(tl.float32, bitcast=True) * 0.5
+            scales = tl.broadcast_to(scales[:, :, None], [scales.shape[0], DEPTH // 16, 16])
+            scales = tl.reshape(scales, packed.shape)
+            seen = is_row[:, None] & (at < half)
+            x = tl.load(x_ptrs + at, mask=seen, other=0.0)
+            w = (_e2m1(packed & 15) * scales).to(x.dtype)
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+            x = tl.load(x_ptrs + half + at, mask=seen, other=0.0)
+            w = (_e2m1(packed >> 4) * scales).to(x.dtype)
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    else:
+        w_ptrs = matrix_ptr + expert * (NUM_OUT * SIZE) + own[:, None] * SIZE
+        for start in range(0, SIZE, DEPTH):
+            at = (start + depth)[None, :]
+            x = tl.load(x_ptrs + at, mask=is_row[:, None] & (at < SIZE), other=0.0)
+            w = tl.load(w_ptrs + at, mask=is_own[:, None] & (at < SIZE), other=0.0)
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,
+    order_ptr,
+    starts_ptr,
+    matrix_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    inner_ptr,
+    limit,
+    alpha,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    MXFP4: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+):
+    expert, first, end = _own_rows(starts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, ROWS)
+    if first < end:
+        rows = first + tl.arange(0, ROWS)
+        is_row = rows < end
+        tokens = tl.load(order_ptr + rows, mask=is_row, other=0) // NUM_CHOSEN
+        # Rows of gate and up alternate, so that pairs of results are adjacent.
+        places = tl.arange(0, WIDTH)
+        column = tl.program_id(1) * (WIDTH // 2) + places // 2
+        own = (places % 2) * INNER + column
+        acc = _product(
+            x_ptr + tokens[:, None] * HIDDEN, is_row, matrix_ptr, scales_ptr, zeros_ptr,
+            expert, own, column < INNER, NUM_EXPERTS, 2 * INNER, HIDDEN, ROWS, WIDTH, DEPTH,
+            MXFP4, BITS, IS_FLOAT, PART, GROUP, TOGETHER, HAS_ZEROS,
+        )  # fmt: skip
+        if HAS_BIAS:
+            bias_ptrs = bias_ptr + expert * (2 * INNER) + own
+            acc += tl.load(bias_ptrs, mask=column < INNER, other=0.0).to(tl.float32)[None, :]
+        gate, up = tl.split(tl.reshape(acc, [ROWS, WIDTH // 2, 2]))
+        if CLAMPED:  # NaN must stay, and would become the limit
+            gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
+            made = up * gate / (1.0 + tl.exp(-alpha * gate))
+        else:
+            made = up * gate / (1.0 + tl.exp(-gate))
+        column = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
+        target = column
+        if MXFP4:  # store it in the order in which the next product reads it
+            target = column % 2 * (INNER // 2) + column // 2
+        inner_ptrs = inner_ptr + rows.to(tl.int64)[:, None] * INNER + target[None, :]
+        mask = is_row[:, None] & (column < INNER)[None, :]
+        tl.store(inner_ptrs, made.to(inner_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _down_kernel(
+    inner_ptr,
+    order_ptr,
+    starts_ptr,
+    matrix_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    weights_ptr,
+    out_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    MXFP4: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    expert, first, end = _own_rows(starts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, ROWS)
+    if first < end:
+        rows = first + tl.arange(0, ROWS)
+        is_row = rows < end
+        column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        acc = _product(
+            inner_ptr + rows.to(tl.int64)[:, None] * INNER, is_row, matrix_ptr, scales_ptr,
+            zeros_ptr, expert, column, column < HIDDEN, NUM_EXPERTS, HIDDEN, INNER, ROWS, WIDTH,
+            DEPTH, MXFP4, BITS, IS_FLOAT, PART, GROUP, TOGETHER, HAS_ZEROS,
+        )  # fmt: skip
+        if HAS_BIAS:
+            bias_ptrs = bias_ptr + expert * HIDDEN + column
+            acc += tl.load(bias_ptrs, mask=column < HIDDEN, other=0.0).to(tl.float32)[None, :]
+        pairs = tl.load(order_ptr + rows, mask=is_row, other=0)
+        acc *= tl.load(weights_ptr + pairs, mask=is_row, other=0.0)[:, None]
+        out_ptrs = out_ptr + pairs[:, None] * HIDDEN + column[None, :]
+        mask = is_row[:, None] & (column < HIDDEN)[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+_gate_up = KernelLauncher(_gate_up_kernel)
+_down = KernelLauncher(_down_kernel)
+
+
+def launch_options(rows: int, *, is_packed: bool) -> dict[str, int]:
+    """Warps and pipeline depth for a tile of so many rows."""
+    if is_packed:
+        return packed_launch_options(rows)
+    return {"num_warps": 4 if rows < MAX_ROWS else 8, "num_stages": 4 if rows < MAX_ROWS else 3}
+
+
+def max_rows(is_mxfp4: bool, major: int) -> int:
+    """Most rows of a tile, if the matrix is not packed. major: of the compute capability."""
+    return MAX_MXFP4_ROWS_OF_WARPS if is_mxfp4 and major not in WARP_GROUPS else MAX_ROWS
+
+
+class _Matrix(NamedTuple):
+    """A matrix of all experts, as it is passed to a kernel.
+
+    Attributes:
+        pieces: numbers, scales, zeros.
+        constants: the kernel's constants for its format.
+        max_rows: most rows of a tile.
+        order: order of its columns, as in `PackedMatrix`.
+    """
+
+    pieces: tuple[Tensor, Tensor | None, Tensor | None]
+    constants: Mapping[str, Any]
+    max_rows: int
+    order: Tensor | None
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """Put the columns of x into the order of the matrix's columns."""
+        return x if self.order is None else x.index_select(1, self.order)
+
+
+def _matrix(stored: Tensor | PackedMatrix, scales: Tensor | None, major: int) -> _Matrix:
+    if isinstance(stored, PackedMatrix):
+        pieces = stored.units, stored.scales, stored.zeros
+        most = packed_max_rows(stored.kind, stored.group, major)
+        return _Matrix(pieces, {**FLOATS, **constants_of(stored)}, most, stored.order)
+    is_mxfp4 = scales is not None
+    constants = MXFP4 if is_mxfp4 else FLOATS
+    return _Matrix((stored, scales, None), constants, max_rows(is_mxfp4, major), None)
+
+
+class TritonExperts:
+    """The experts of a layer on a GPU, in the layout in which they are stored."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+        device = experts.gate_up.device
+        is_gpu = device.type == "cuda"
+        major = torch.cuda.get_device_capability(device)[0] if is_gpu else WARP_GROUPS[0]
+        self._gate_up = _matrix(experts.gate_up, experts.gate_up_scales, major)
+        self._down = _matrix(experts.down, experts.down_scales, major)
+        self._max_rows = min(self._gate_up.max_rows, self._down.max_rows)
+        self._held = held = experts.held
+        self._hidden = math.prod(experts.down.shape[:-1]) // len(held)
+        ends = held.start, held.stop + 1
+        self._numbers = torch.arange(*ends, dtype=torch.int32, device=device)
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """The properties that determine, with the number of tokens, the needed programs."""
+        experts = self._experts
+        numbers = experts.num_experts, experts.num_chosen, experts.limit is None
+        formats = (*self._gate_up.constants.values(), *self._down.constants.values())
+        pieces = (*self._gate_up.pieces, *self._down.pieces, experts.gate_up_bias)
+        types = (None if each is None else each.dtype for each in pieces)
+        return (*numbers, *formats, *types, *experts.gate_up.shape, *experts.down.shape)
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile the programs for all numbers of tokens, with activations of `dtype`."""
+        experts, rows = self._experts, MIN_ROWS
+        device = self._numbers.device
+        while rows <= self._max_rows:
+            num_tokens = -(-rows * experts.num_experts // experts.num_chosen)
+            x = torch.zeros(num_tokens, self._hidden, dtype=dtype, device=device)
+            self(x, x.new_zeros(num_tokens, experts.num_experts))
+            rows *= 2
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """See `Ops.mix_experts`."""
+        num_tokens, hidden = x.shape
+        if not num_tokens:
+            return x.clone()
+        experts = self._experts
+        how = experts.num_chosen, experts.is_normalized
+        if experts.grouping is None:
+            weights, chosen = choose_experts(logits, *how)
+        else:
+            weights, chosen = choose_grouped(logits, experts.score_bias, *how, experts.grouping)
+        by_expert, order = torch.sort(chosen.flatten(), stable=True)
+        starts = torch.searchsorted(by_expert, self._numbers, out_int32=True)
+        num_pairs, num_held = num_tokens * experts.num_chosen, len(self._held)
+        size = experts.inner
+        inner = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
+        out = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
+        usual = next_power_of_2(num_pairs // experts.num_experts)  # rows of an average expert
+        rows = max(MIN_ROWS, min(usual, self._max_rows))
+        num_hit = min(num_held, num_pairs)
+        # The worst case: each expert's last block is nearly empty, and all tokens go to experts of
+        # this rank.
+        num_blocks = (num_pairs + num_hit * (rows - 1)) // rows
+        sizes = {
+            "NUM_EXPERTS": num_held,
+            "EXPERTS": next_power_of_2(num_held),
+            "HIDDEN": hidden,
+            "INNER": size,
+            "ROWS": rows,
+            "WIDTH": WIDTH,
+        }
+        if self._gate_up.constants["MXFP4"]:
+            x = x.view(num_tokens, -1, 2).transpose(1, 2).reshape(num_tokens, hidden)
+        _gate_up(
+            (num_blocks, -(-size // (WIDTH // 2))),
+            self._gate_up.arranged(x),
+            order,
+            starts,
+            *self._gate_up.pieces,
+            experts.gate_up_bias,
+            inner,
+            experts.limit or 0.0,
+            experts.alpha,
+            NUM_CHOSEN=experts.num_chosen,
+            HAS_BIAS=experts.gate_up_bias is not None,
+            CLAMPED=experts.limit is not None,
+            **sizes,
+            **self._gate_up.constants,
+            **launch_options(rows, is_packed=self._gate_up.constants["PART"] > 0),
+        )
+        _down(
+            (num_blocks, -(-hidden // WIDTH)),
+            self._down.arranged(inner),
+            order,
+            starts,
+            *self._down.pieces,
+            experts.down_bias,
+            weights,
+            out,
+            HAS_BIAS=experts.down_bias is not None,
+            **sizes,
+            **self._down.constants,
+            **launch_options(rows, is_packed=self._down.constants["PART"] > 0),
+        )
+        if num_held < experts.num_experts:
+            return sum_held(out, chosen, self._held)
+        return out.view(num_tokens, -1, hidden).sum(1)

@@ -1,0 +1,324 @@
+"""The operations of a decoder on CUDA: cuBLAS for float matrices, Triton kernels for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from disagg.kernels.activation import Activation
+from disagg.kernels.gpu.attention_work import latent_group
+from disagg.kernels.gpu.experts import TritonExperts
+from disagg.kernels.gpu.fixed_mixed_work import FixedMixedWork
+from disagg.kernels.gpu.fixed_work import FixedWork
+from disagg.kernels.gpu.gated_mul import gated_mul
+from disagg.kernels.gpu.kv_write import kv_write
+from disagg.kernels.gpu.latent_attention import LONG_ROWS as LATENT_ROWS
+from disagg.kernels.gpu.latent_attention import MAX_TILE, MIN_TILE, latent_attention
+from disagg.kernels.gpu.norm_rope import norm_rope_
+from disagg.kernels.gpu.packed_linear import PackedProduct
+from disagg.kernels.gpu.paged_attention import paged_attention
+from disagg.kernels.gpu.paged_work import LONG_ROWS, PagedWork, plan_work
+from disagg.kernels.gpu.rms_norm import add_rms_norm, rms_norm
+from disagg.kernels.gpu.sdpa_prompt import attend_prompt, whole_prompts
+from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
+from disagg.kernels.packed_matrix import Largest, PackedMatrix, quantized
+from disagg.kernels.packed_sizes import Kind
+
+# A tile of a prompt has `LONG_ROWS` for heads of up to so many values, and fewer rows for larger
+# heads, because the sums of more rows do not fit into registers.
+_MOST_OF_LONG_ROWS, _ROWS_OF_WIDE_HEADS = 128, 64
+_PROGRAMS_PER_MULTIPROCESSOR = 3  # shared memory has room for 3 of the short-query kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight that is not packed."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPaging:
+    """The step's batch and, by window, its pieces of work and the prompts that torch computes."""
+
+    batch: PagedBatch
+    work: dict[int | None, PagedWork]
+    prompts: dict[int | None, dict[int, slice]] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPaging(TritonPaging):
+    """Paging that a captured graph reads: `cut` changes its pieces, and its shapes never change."""
+
+    fixed: tuple[FixedWork, ...]
+
+    def cut(self) -> None:
+        """Cut the step in the batch's tensors into pieces, on the device."""
+        for each in self.fixed:
+            each.cut(self.batch.slots, self.batch.context_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPaging(TritonPaging):
+    """As `FixedPaging`, for steps of some number of tokens."""
+
+    fixed: tuple[FixedMixedWork, ...]
+
+    def cut(self, num_seqs: int) -> None:
+        """Cut the step in the batch's tensors, which has so many sequences, into pieces."""
+        for each in self.fixed:
+            each.cut(self.batch.query_start, self.batch.context_lens, num_seqs)
+
+
+class TritonOps:
+    """`Ops` for CUDA devices.
+
+    Args:
+        num_heads: query heads of the model.
+        num_multiprocessors: multiprocessors of the device; decides how finely long contexts are
+            cut.
+        use_sdpa: whether torch computes the prompts that `sdpa_prompt` supports.
+        long_rows: rows of a prompt's tile, a power of two.
+        is_small: whether the device has less than `LARGE_SHARED_NBYTES` of shared memory for a
+            program.
+        major: major number of the device's compute capability.
+        quantization: how matrices are quantised when they are packed, also those of experts, but
+            not those that make logits or choose experts.
+        scores: how attention makes its scores.
+        dtype: dtype of activations, for which kernels of packed matrices and of experts are
+            compiled at packing, so that no request waits for it. None: they are compiled at their
+            first use.
+    """
+
+    keeps_packed: Literal["gpu", "cpu"] | None = "gpu"
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_multiprocessors: int,
+        *,
+        use_sdpa: bool = False,
+        long_rows: int = LONG_ROWS,
+        is_small: bool = False,
+        major: int = 9,
+        quantization: Kind | None = None,
+        dtype: torch.dtype | None = None,
+        scores: Scores = PLAIN_SCORES,
+    ) -> None:
+        self._scores = scores
+        self._use_sdpa = use_sdpa
+        self._long_rows = long_rows
+        self._latent_tile = MIN_TILE if is_small else MAX_TILE
+        self._num_heads = num_heads
+        self._num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+        self._major, self._quantization = major, quantization
+        self._dtype = dtype
+        self._compiled: set[tuple[object, ...]] = set()
+
+    def pack(
+        self, weight: Tensor | PackedMatrix, bias: Tensor | None, largest: Largest | None = None
+    ) -> Matrix | PackedProduct:
+        weight = self._quantized(weight, largest)
+        if isinstance(weight, Tensor):
+            return Matrix(weight, bias)
+        product = PackedProduct(weight, bias, self._num_programs, self._major)
+        self._compile(product)
+        return product
+
+    def _quantized(
+        self, weight: Tensor | PackedMatrix, largest: Largest | None = None
+    ) -> Tensor | PackedMatrix:
+        """Quantise the rows of a matrix, or of all experts' matrices [num_experts, out, in]."""
+        if self._quantization is None or isinstance(weight, PackedMatrix):
+            return weight
+        return quantized(weight.flatten(0, -2), self._quantization, largest)
+
+    def _compile(self, made: PackedProduct | TritonExperts) -> None:
+        """Compile the programs of a matrix, once for all layers that need the same ones."""
+        if self._dtype is not None and made.variant not in self._compiled:
+            made.compile(self._dtype)
+            self._compiled.add(made.variant)
+
+    def pack_table(
+        self, weight: Tensor | PackedMatrix, bias: Tensor | None = None
+    ) -> Matrix | PackedProduct:
+        return Matrix(weight, bias) if isinstance(weight, Tensor) else self.pack(weight, bias)
+
+    def pack_gated(
+        self, weight: Tensor | PackedMatrix, bias: Tensor | None
+    ) -> Matrix | PackedProduct:
+        return self.pack(weight, bias)
+
+    def pack_experts(self, experts: Experts) -> TritonExperts:
+        if experts.gate_up_scales is None:  # otherwise they have 4 bits already (MXFP4)
+            gate_up = self._quantized(experts.gate_up)
+            down = self._quantized(experts.down, experts.largest)
+            experts = replace(experts, gate_up=gate_up, down=down, largest=None)
+        made = TritonExperts(experts)
+        self._compile(made)
+        return made
+
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: TritonExperts) -> Tensor:
+        return experts(x, logits)
+
+    def project(self, x: Tensor, weight: Matrix | PackedProduct) -> Tensor:
+        return weight(x)
+
+    def project_gated(
+        self, x: Tensor, weight: Matrix | PackedProduct, activation: Activation = "silu"
+    ) -> Tensor:
+        return gated_mul(weight(x), activation)
+
+    def project_add_norm(
+        self, x: Tensor, weight: Matrix | PackedProduct, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(weight(x), residual, norm, eps)
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, norm, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def rope_table(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return float32 [num_positions, 2, rope_dim / 2]; `dtype` is that of the heads."""
+        return torch.stack((cos, sin), 1)
+
+    def norm_rope_(
+        self,
+        heads: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        rope_rows: Tensor,
+        mean_squares: Tensor | None = None,
+    ) -> None:
+        norm_rope_(heads, norm, eps, rope_rows, mean_squares)
+
+    def plan(
+        self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
+    ) -> TritonPaging:
+        group, num_groups = self._groups(kv_cache)
+        lens = batch.query_lens, batch.context_lens_host
+        has_keys = kv_cache.num_vectors == 2 and not kv_cache.format.has_scales
+        by_sdpa = self._use_sdpa and has_keys and self._scores.cap is None
+        prompts = {window: whole_prompts(*lens, window) if by_sdpa else {} for window in windows}
+        work = {
+            window: plan_work(
+                *lens,
+                group,
+                window,
+                max(self._num_programs // num_groups, 1),
+                kv_cache.values.device,
+                done_elsewhere=done_elsewhere,
+                long_rows=self._rows_of_prompts(kv_cache),
+            )
+            for window, done_elsewhere in prompts.items()
+        }
+        return TritonPaging(batch, work, prompts=prompts)
+
+    def plan_decodes(
+        self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
+    ) -> FixedPaging:
+        """As `plan`, for all steps in the tensors of `batch` with at most as many decodes."""
+        group, num_groups = self._groups(kv_cache)
+        fixed = tuple(
+            FixedWork(
+                len(batch.query_lens),
+                group,
+                window,
+                max(self._num_programs // num_groups, 1),
+                kv_cache.values.device,
+            )
+            for window in set(windows)
+        )
+        return FixedPaging(batch, {each.work.window: each.work for each in fixed}, fixed)
+
+    def plan_mixed(
+        self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
+    ) -> MixedPaging:
+        """As `plan`, for all steps in the tensors of `batch` with at most as many tokens.
+
+        They may have one sequence less than `batch`, because unused tokens belong to an additional
+        sequence.
+        """
+        group, num_groups = self._groups(kv_cache)
+        fixed = tuple(
+            FixedMixedWork(
+                batch.context_lens.shape[0] - 1,
+                batch.slots.shape[0],
+                group,
+                window,
+                max(self._num_programs // num_groups, 1),
+                kv_cache.values.device,
+                self._rows_of_prompts(kv_cache),
+            )
+            for window in set(windows)
+        )
+        return MixedPaging(batch, {each.work.window: each.work for each in fixed}, fixed)
+
+    def _groups(self, kv_cache: KVPages) -> tuple[int, int]:
+        """The number of query heads in a program of attention, and the number of such groups."""
+        if kv_cache.num_vectors == 1:
+            group = latent_group(self._num_heads)
+            return group, self._num_heads // group
+        num_kv_heads = kv_cache.values.shape[3]
+        return self._num_heads // num_kv_heads, num_kv_heads
+
+    def _rows_of_prompts(self, kv_cache: KVPages) -> int:
+        if kv_cache.num_vectors == 1:
+            return LATENT_ROWS
+        is_wide = kv_cache.head_dim > _MOST_OF_LONG_ROWS
+        return min(self._long_rows, _ROWS_OF_WIDE_HEADS) if is_wide else self._long_rows
+
+    def attention(
+        self,
+        qkv: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        window: int | None,
+        paging: TritonPaging,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        batch = paging.batch
+        kv_write(qkv, kv_cache, layer, batch.slots)
+        out = paged_attention(
+            qkv,
+            kv_cache,
+            layer,
+            batch.block_tables,
+            batch.query_start,
+            batch.context_lens,
+            paging.work[window],
+            sinks,
+            self._scores,
+        )
+        for rows in paging.prompts.get(window, {}).values():
+            attend_prompt(qkv[rows], kv_cache.values.shape[3], out[rows], self._scores.scale)
+        return out
+
+    def latent_attention(
+        self,
+        heads: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        paging: TritonPaging,
+        value_dim: int,
+        scale: float,
+    ) -> Tensor:
+        batch = paging.batch
+        kv_write(heads, kv_cache, layer, batch.slots)
+        step = batch.block_tables, batch.query_start, batch.context_lens
+        numbers = value_dim, scale, self._latent_tile
+        return latent_attention(heads, kv_cache, layer, step, paging.work[None], *numbers)

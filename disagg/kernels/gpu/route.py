@@ -1,0 +1,181 @@
+"""Chooses the experts of each token and their weights: one program per token."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.grouping import Grouping
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    weights_ptr,
+    chosen_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    experts, places = tl.arange(0, EXPERTS), tl.arange(0, CHOSEN)
+    inside = experts < NUM_EXPERTS
+    logits = tl.load(logits_ptr + token * NUM_EXPERTS + experts, mask=inside, other=float("-inf"))
+    logits = logits.to(tl.float32)
+    peak = tl.max(logits, axis=0)
+    total = tl.sum(tl.exp(logits - peak), axis=0)
+    largest = tl.full([CHOSEN], float("-inf"), tl.float32)
+    for place in tl.static_range(NUM_CHOSEN):
+        value = tl.max(logits, axis=0)
+        # Of equal scores, the first. NaN equals nothing; then the last expert is chosen.
+        expert = tl.min(tl.where(logits == value, experts, NUM_EXPERTS - 1), axis=0)
+        tl.store(chosen_ptr + token * NUM_CHOSEN + place, expert)
+        largest = tl.where(places == place, value, largest)
+        logits = tl.where(experts == expert, float("-inf"), logits)
+    weights = tl.exp(largest - peak)
+    if NORMALIZED:
+        total = tl.sum(weights, axis=0) + (total - total)  # NaN if any score is
+    target = weights_ptr + token * NUM_CHOSEN + places
+    tl.store(target, weights / total, mask=places < NUM_CHOSEN)
+
+
+_route = KernelLauncher(_route_kernel)
+
+
+def choose_experts(logits: Tensor, num_chosen: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+    """Return float32 weights and int32 experts, [num_tokens, num_chosen] each, largest first."""
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits.device)
+    if num_tokens:
+        _route(
+            (num_tokens,),
+            logits,
+            weights,
+            chosen,
+            NUM_EXPERTS=num_experts,
+            NUM_CHOSEN=num_chosen,
+            EXPERTS=next_power_of_2(num_experts),
+            CHOSEN=next_power_of_2(num_chosen),
+            NORMALIZED=is_normalized,
+            num_warps=1,
+        )
+    return weights, chosen
+
+
+@triton.jit
+def _route_groups_kernel(
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    chosen_ptr,
+    scale,
+    NUM_GROUPS: tl.constexpr,
+    NUM_CHOSEN_GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    groups, members, places = tl.arange(0, GROUPS), tl.arange(0, MEMBERS), tl.arange(0, CHOSEN)
+    experts = groups[:, None] * SIZE + members[None, :]
+    inside = (groups < NUM_GROUPS)[:, None] & (members < SIZE)[None, :]
+    last: tl.constexpr = NUM_GROUPS * SIZE - 1
+    logits = tl.load(
+        logits_ptr + token * (NUM_GROUPS * SIZE) + experts, mask=inside, other=float("-inf")
+    ).to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        scores = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
+        scores = scores / tl.sum(tl.sum(scores, axis=1), axis=0)
+    ranked = scores
+    if HAS_BIAS:
+        ranked += tl.load(bias_ptr + experts, mask=inside, other=0.0)
+    ranked = tl.where(inside, ranked, float("-inf"))
+    if NUM_GROUPS > 1:
+        best = tl.max(ranked, axis=1)
+        if SIGMOID:  # a group's score is the sum of its best two
+            is_best = ranked == best[:, None]
+            first = tl.min(tl.where(is_best, members[None, :], MEMBERS), axis=1)
+            others = tl.where(members[None, :] == first[:, None], float("-inf"), ranked)
+            best += tl.max(others, axis=1)
+        best = tl.where(groups < NUM_GROUPS, best, float("-inf"))
+        is_chosen = groups < 0
+        for _ in tl.static_range(NUM_CHOSEN_GROUPS):
+            value = tl.max(best, axis=0)
+            one = tl.min(tl.where(best == value, groups, NUM_GROUPS - 1), axis=0)
+            is_chosen = is_chosen | (groups == one)
+            best = tl.where(groups == one, float("-inf"), best)
+        ranked = tl.where(is_chosen[:, None], ranked, float("-inf"))
+    is_nan = tl.max(tl.max(tl.where(inside & (scores != scores), 1, 0), axis=1), axis=0) > 0
+    weights = tl.zeros([CHOSEN], dtype=tl.float32)
+    for place in tl.static_range(NUM_CHOSEN):
+        value = tl.max(tl.max(ranked, axis=1), axis=0)
+        # Of equal scores, the first. NaN equals nothing; then the last expert is chosen.
+        is_one = inside & (ranked == value)
+        expert = tl.min(tl.min(tl.where(is_one, experts, last), axis=1), axis=0)
+        is_one = inside & (experts == expert)
+        score = tl.sum(tl.sum(tl.where(is_one, scores, 0.0), axis=1), axis=0)
+        tl.store(chosen_ptr + token * NUM_CHOSEN + place, expert)
+        weights = tl.where(places == place, score, weights)
+        ranked = tl.where(is_one, float("-inf"), ranked)
+    if NORMALIZED:
+        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    weights = tl.where(is_nan, float("nan"), weights)  # such a score was never the largest
+    target = weights_ptr + token * NUM_CHOSEN + places
+    tl.store(target, weights * scale, mask=places < NUM_CHOSEN)
+
+
+_route_groups = KernelLauncher(_route_groups_kernel)
+
+
+def choose_grouped(
+    logits: Tensor,
+    bias: Tensor | None,
+    num_chosen: int,
+    is_normalized: bool,
+    grouping: Grouping,
+) -> tuple[Tensor, Tensor]:
+    """As `choose_experts`, with a `Grouping`.
+
+    Args:
+        bias: float32 [num_experts], added to the scores only for the choice; or None.
+    """
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits.device)
+    size = num_experts // grouping.num_groups
+    if num_tokens:
+        _route_groups(
+            (num_tokens,),
+            logits,
+            bias,
+            weights,
+            chosen,
+            grouping.scale,
+            NUM_GROUPS=grouping.num_groups,
+            NUM_CHOSEN_GROUPS=grouping.num_chosen_groups,
+            SIZE=size,
+            NUM_CHOSEN=num_chosen,
+            GROUPS=next_power_of_2(grouping.num_groups),
+            MEMBERS=next_power_of_2(size),
+            CHOSEN=next_power_of_2(num_chosen),
+            SIGMOID=grouping.is_sigmoid,
+            NORMALIZED=is_normalized,
+            HAS_BIAS=bias is not None,
+            num_warps=1,
+        )
+    return weights, chosen

@@ -1,0 +1,182 @@
+"""The operations of a decoder in plain torch, arranged for CPUs.
+
+Operations are one torch call where possible, because in a step with few tokens the calls take most
+of the time. Attention, with the block tables, is in `attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from disagg.kernels.activation import Activation
+from disagg.kernels.cpu.int4_linear import Int4Linear
+from disagg.kernels.cpu.int8_linear import Int8Linear
+from disagg.kernels.cpu.linear import Linear, linear
+from disagg.kernels.cpu.prompts import PromptAttention
+from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
+from disagg.kernels.packed_matrix import Largest, PackedMatrix
+from disagg.kernels.torch.attention import paged_attention
+from disagg.kernels.torch.experts import TorchExperts
+from disagg.kernels.torch.paging import TorchPaging, plan_paging
+
+_FEW_ROWS = 16
+
+
+class TorchOps:
+    """`Ops` for CPUs. Weights become oneDNN's packed matrices where that is possible.
+
+    Args:
+        bits: bits of the weights except for experts; with 8 or 4 they become `Int8Linear` or
+            `Int4Linear`.
+        keeps_packed: whether numbers of 4 or 8 bits stay as they are in a checkpoint.
+        dtype: dtype of the scales of these; by default float32.
+        prompts: compiled attention of prompts, for a model in bfloat16 with the usual `scores`;
+            None: torch computes it.
+        scores: how attention makes its scores.
+    """
+
+    keeps_packed: Literal["gpu", "cpu"] | None = None
+
+    def __init__(
+        self,
+        *,
+        bits: Literal[4, 8, 16] = 16,
+        keeps_packed: bool = False,
+        dtype: torch.dtype | None = None,
+        prompts: PromptAttention | None = None,
+        scores: Scores = PLAIN_SCORES,
+    ) -> None:
+        if keeps_packed:
+            self.keeps_packed = "cpu"
+        self._dtype = dtype or torch.float32
+        self._bits = bits
+        self._mirrors = {
+            dtype: torch.tensor([[1.0], [-1.0]], dtype=dtype)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        }
+        self._scratch = torch.empty(0, 0)
+        self._prompts = prompts
+        self._scores = scores
+
+    def pack(
+        self, weight: Tensor | PackedMatrix, bias: Tensor | None, largest: Largest | None = None
+    ) -> Linear:
+        if isinstance(weight, PackedMatrix):
+            of_packed = Int4Linear.of_packed if weight.kind == "int4" else Int8Linear.of_packed
+            return of_packed(weight, bias, self._dtype)
+        if self._bits == 8:
+            return Int8Linear(weight, bias, largest)
+        return Int4Linear(weight, bias) if self._bits == 4 else linear(weight, bias)
+
+    def pack_table(self, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Linear:
+        return self.pack(weight, bias)
+
+    def pack_gated(
+        self, weight: Tensor | PackedMatrix, bias: Tensor | None
+    ) -> tuple[Linear, Linear]:
+        half = weight.shape[0] // 2
+        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+        if isinstance(weight, PackedMatrix):
+            gate, up = weight.rows(0, half), weight.rows(half, 2 * half)
+            return self.pack(gate, gate_bias), self.pack(up, up_bias)
+        return self.pack(weight[:half], gate_bias), self.pack(weight[half:], up_bias)
+
+    def pack_experts(self, experts: Experts) -> TorchExperts:
+        return TorchExperts(experts)
+
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: TorchExperts) -> Tensor:
+        return experts(x, logits)
+
+    def project(self, x: Tensor, weight: Linear) -> Tensor:
+        return weight(x)
+
+    def project_gated(
+        self, x: Tensor, weight: tuple[Linear, Linear], activation: Activation = "silu"
+    ) -> Tensor:
+        gate, up = weight
+        return up.times(x, gate.silu(x) if activation == "silu" else gate.gelu_tanh(x))
+
+    def project_add_norm(
+        self, x: Tensor, weight: Linear, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = weight.plus(x, residual)
+        return total, self.rms_norm(total, norm, eps)
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return total, self.rms_norm(total, norm, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:
+            return self.rms_norm(x.float(), weight, eps).to(x.dtype)
+        size = x.shape[-1]
+        if x.dim() == 2 and x.shape[0] <= _FEW_ROWS:
+            # The mean of (x, -x) is 0, so its LayerNorm is the RMSNorm of x: two calls, not eight.
+            mirrored = x.unsqueeze(1) * self._mirrors[x.dtype]
+            return torch.layer_norm(mirrored, (2, size), None, None, eps)[:, 0] * weight
+        wide = x.to(torch.float32, copy=True)
+        inverse = torch.linalg.vector_norm(wide, 2, -1, True)
+        inverse.square_().div_(size).add_(eps).rsqrt_()
+        return wide.mul_(inverse).to(x.dtype).mul_(weight)
+
+    def rope_table(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [num_positions, 2, rope_dim]: cosines, and sines with the signs of both halves."""
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(dtype)
+
+    def norm_rope_(
+        self,
+        heads: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        rope_rows: Tensor,
+        mean_squares: Tensor | None = None,
+    ) -> None:
+        if norm is not None and mean_squares is not None:
+            inverse = mean_squares.add(eps).rsqrt_().unsqueeze(-1)
+            heads.copy_((heads * inverse).to(heads.dtype).mul_(norm))
+        elif norm is not None:
+            heads.copy_(self.rms_norm(heads, norm, eps))
+        cos, sin = rope_rows.unsqueeze(2).unbind(1)
+        rotated = heads[..., : cos.shape[-1]]
+        swapped = rotated.roll(cos.shape[-1] // 2, -1)
+        rotated.mul_(cos).addcmul_(swapped, sin)
+
+    def plan(
+        self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
+    ) -> TorchPaging:
+        is_compiled = self._prompts is not None and self._prompts.takes(kv_cache)
+        paging = plan_paging(batch, kv_cache, windows, self._scratch, is_compiled=is_compiled)
+        self._scratch = paging.scratch
+        return paging
+
+    def attention(
+        self,
+        qkv: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        window: int | None,
+        paging: TorchPaging,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        how = sinks, self._prompts, self._scores
+        return paged_attention(qkv, kv_cache, layer, window, paging, *how)
+
+    def latent_attention(
+        self,
+        heads: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        paging: TorchPaging,
+        value_dim: int,
+        scale: float,
+    ) -> Tensor:
+        # The rest of the vector is summed too: an eighth more work saves a copy of the values.
+        attended = paged_attention(heads, kv_cache, layer, None, paging, scores=Scores(scale))
+        return attended.view(len(heads), -1, heads.shape[2])[..., :value_dim]
