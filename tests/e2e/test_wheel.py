@@ -33,7 +33,7 @@ LONG = 1900  # tokens of a stream that is to be cut; the model takes 2048
 COMPILER = f"""#!/bin/sh
 while [ "$1" != -o ]; do shift; done
 case "$2" in
-  *.so) exec cp {ROOT}/disagg/kernels/"$(basename "$2")" "$2" ;;
+  *.so) exec cp {ROOT}/disagg/kernels/cpu/"$(basename "$2")" "$2" ;;
   *) exec touch "$2" ;;
 esac
 """
