@@ -133,5 +133,3 @@ def move_on(scheduler: Scheduler, num_steps: int) -> None:
     for sequence in scheduler.running:
         sequence.num_computed += num_steps
         sequence.tokens += sequence.tokens[:1] * num_steps
-    for sequence in scheduler.milestones.pass_step(num_steps):
-        scheduler.milestones.set(sequence)

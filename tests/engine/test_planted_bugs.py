@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import Phase, given, settings
 from msgspec.structs import replace
 
 from disagg.blocks import BlockHash, hash_block
-from disagg.engine.sched import async_scheduling, block_tables, scheduler
+from disagg.engine.sched import block_tables, scheduler
 from disagg.engine.sched.async_scheduling import AsyncScheduling, ProjectedPlan
 from disagg.engine.sched.block_pool import BlockPool
-from disagg.engine.sched.milestones import Milestones
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.engine.sched.step import SampledToken, StepPlan, TokenEvent
@@ -31,7 +30,6 @@ _plan = Scheduler.plan
 _plan_following = Scheduler.plan_following
 _after = ProjectedPlan.__init__
 _end = AsyncScheduling.end
-_set = Milestones.set
 
 
 def _hashes_without_chain(patch: pytest.MonkeyPatch) -> None:
@@ -148,14 +146,18 @@ def _overlapping_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "allocate", allocate)
 
 
-def _look_a_step_too_late(patch: pytest.MonkeyPatch) -> None:
-    def set_late(self: Milestones, sequence: EngineSequence) -> None:
-        self._step += 1
-        _set(self, sequence)
-        self._step -= 1
+def _grow_a_step_too_late(patch: pytest.MonkeyPatch) -> None:
+    """A decode writes the KV of its token behind its last block."""
 
-    patch.setattr(Milestones, "set", set_late)
-    patch.setattr(Milestones, "check", lambda *_: None)  # the answers show it, too
+    def plan(self: Scheduler) -> StepPlan:
+        for each in self.running:
+            each.num_slots += 1
+        planned = _plan(self)
+        for each in self.running:
+            each.num_slots -= 1
+        return planned
+
+    patch.setattr(Scheduler, "plan", plan)
 
 
 def _never_take_blocks_back(patch: pytest.MonkeyPatch) -> None:
@@ -191,23 +193,19 @@ def _begin_where_the_step_before_began(patch: pytest.MonkeyPatch) -> None:
 
 
 def _continue_whoever_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        async_scheduling,
-        "all_go_on",
-        lambda plan, reaching: plan.num_decodes == len(plan.sequences),
-    )
+    def init(self: ProjectedPlan, plan: StepPlan, gone: set[EngineSequence]) -> None:
+        _after(self, plan, gone)
+        ended = [each for each in plan.sequences[: plan.num_decodes] if each not in self.decodes]
+        self.decodes += [each for each in ended if each not in gone]
+
+    patch.setattr(ProjectedPlan, "__init__", init)
 
 
 def _plan_as_if_nothing_were_under_way(patch: pytest.MonkeyPatch) -> None:
     """Whoever is in the middle of a prompt computes the same chunk again."""
 
-    def init(
-        self: ProjectedPlan,
-        plan: StepPlan,
-        by_id: Mapping[str, EngineSequence],
-        reaching: Sequence[EngineSequence],
-    ) -> None:
-        _after(self, plan, by_id, reaching)
+    def init(self: ProjectedPlan, plan: StepPlan, gone: set[EngineSequence]) -> None:
+        _after(self, plan, gone)
         self.prefills = [(sequence, sequence.num_computed) for sequence, _ in self.prefills]
 
     patch.setattr(ProjectedPlan, "__init__", init)
@@ -234,7 +232,7 @@ PLANTS: list[Plant] = [
     _match_one_block_too_many,
     _forget_the_last_token_of_a_chunk,
     _overlapping_blocks,
-    _look_a_step_too_late,
+    _grow_a_step_too_late,
     _never_take_blocks_back,
 ]
 AHEAD: list[Plant] = [  # where steps are planned ahead, and nowhere else

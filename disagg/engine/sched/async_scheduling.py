@@ -12,10 +12,8 @@ and the blocks to which the row writes are freed when that step has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from itertools import compress
-from operator import attrgetter, is_
 from typing import NamedTuple
 
 from disagg.engine.sched.block_pool import BlockPool
@@ -30,68 +28,42 @@ from disagg.time_model import StepFeatures
 class ProjectedPlan:
     """The state of a plan's sequences after it is applied, if none of them ends early.
 
-    decodes, starts: sequences that will have one token to compute, which the plan samples; and the
-        position of that token.
+    decodes: sequences that will have one token to compute, which the plan samples.
     growing: the sequences of `decodes` that need a new block for that token.
     prefills: sequences in the middle of a prompt, with the position where they continue.
     num_here: number of the plan's sequences that are still here, including those that will have
         ended.
-    num_context: number of tokens of the decodes.
-    """
-
-    __slots__ = ("decodes", "growing", "num_context", "num_here", "prefills", "starts")
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        by_id: Mapping[str, Sequence] | None,
-        reaching: SequenceOf[Sequence],
-    ) -> None:
-        """
-        Args:
-            by_id: the sequences that have not ended while the plan ran; None: none has ended.
-            reaching: the sequences that reach a milestone with the plan if they decode in it.
-        """
-        is_here = [True] * len(plan.sequences)
-        if by_id is not None:
-            found = map(by_id.get, map(attrgetter("request_id"), plan.sequences))
-            is_here = [*map(is_, found, plan.sequences)]
-        self.num_here = sum(is_here)
-        decodes = [*compress(plan.sequences[: plan.num_decodes], is_here)]
-        if ending := set(filter(_ends_next, reaching)):
-            decodes = [each for each in decodes if each not in ending]
-        self.decodes = decodes
-        self.starts = [each.num_computed + 1 for each in decodes]
-        self.growing = growing_next(reaching)
-        self.prefills: list[tuple[Sequence, int]] = []
-        for i in range(plan.num_decodes, len(is_here)):
-            sequence = plan.sequences[i]
-            start = sequence.num_computed + plan.query_lens[i]
-            if not is_here[i]:
-                continue
-            if start < len(sequence.tokens):
-                self.prefills.append((sequence, start))
-            elif not _ends_next(sequence):
-                self.decodes.append(sequence)
-                self.starts.append(start)
-                if start == sequence.num_slots:
-                    self.growing.append(sequence)
-        self.num_context = sum(self.starts) + len(self.starts)
-
-
-def all_go_on(plan: StepPlan, reaching: SequenceOf[Sequence]) -> bool:
-    """Whether all sequences of a plan decode in this step and in the next.
-
-    The caller knows that none of them has ended.
 
     Args:
-        reaching: as for `ProjectedPlan`.
+        gone: the sequences that have ended while the plan ran.
     """
-    return plan.num_decodes == len(plan.sequences) and not any(map(_ends_next, reaching))
+
+    __slots__ = ("decodes", "growing", "num_here", "prefills")
+
+    def __init__(self, plan: StepPlan, gone: set[Sequence]) -> None:
+        self.num_here = len(plan.sequences) - len(gone.intersection(plan.sequences))
+        self.decodes: list[Sequence] = []
+        self.growing: list[Sequence] = []
+        self.prefills: list[tuple[Sequence, int]] = []
+        for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True):
+            if sequence in gone:
+                continue
+            end, num_known = sequence.num_computed + num_tokens, len(sequence.tokens)
+            if end < num_known:
+                self.prefills.append((sequence, end))
+            elif num_known + 1 < sequence.max_num_tokens and not sequence.hand_over:
+                self.decodes.append(sequence)
+                if num_known == sequence.num_slots:
+                    self.growing.append(sequence)
+
+    @property
+    def starts(self) -> list[int]:
+        """The position of each decode's next token."""
+        return [len(sequence.tokens) for sequence in self.decodes]
 
 
-def continued(plan: StepPlan) -> StepPlan:
-    """The step after a plan whose sequences all go on."""
+def _continued(plan: StepPlan) -> StepPlan:
+    """The step after a plan whose sequences all decode, and all go on."""
     num_seqs = plan.num_decodes
     num_context = plan.features.num_decode_context + num_seqs
     return StepPlan(
@@ -102,20 +74,6 @@ def continued(plan: StepPlan) -> StepPlan:
         num_unread=num_seqs,
         continues=True,
     )
-
-
-def growing_next(reaching: SequenceOf[Sequence]) -> list[Sequence]:
-    """The sequences that need a new block for the token after the next. Args: see `all_go_on`."""
-    return [
-        each
-        for each in reaching
-        if each.num_computed + 1 == each.num_slots and not _ends_next(each)
-    ]
-
-
-def _ends_next(sequence: Sequence) -> bool:
-    """Whether a sequence ends or is handed over with its next token, whichever token that is."""
-    return len(sequence.tokens) + 1 >= sequence.max_num_tokens or sequence.hand_over
 
 
 class LateBlocks(NamedTuple):
@@ -145,7 +103,6 @@ class AsyncScheduling:
         self,
         plan: StepPlan,
         queues: Queues,
-        reaching: list[Sequence],
         step_budget: StepBudget,
         needs_host: Callable[[Sequence], bool],
     ) -> tuple[StepPlan | None, list[Sequence], int]:
@@ -155,17 +112,14 @@ class AsyncScheduling:
         sequences that need a block for it, and the number of tokens that are left of its budget.
 
         Args:
-            reaching: as for `ProjectedPlan`.
             needs_host: whether a sequence that runs but is not part of `plan` needs the host.
         """
         if self._near_budget and not self._near_budget.isdisjoint(plan.sequences):
             return None, [], 0
         running = queues.running
-        is_whole = len(plan.sequences) == len(running) and not self._gone
-        if is_whole and all_go_on(plan, reaching):
-            num_left = step_budget.most - plan.num_decodes
-            return continued(plan), growing_next(reaching), num_left
-        after = ProjectedPlan(plan, queues.by_id if self._gone else None, reaching)
+        after = ProjectedPlan(plan, self._gone)
+        if len(after.decodes) == plan.num_decodes == len(plan.sequences) == len(running):
+            return _continued(plan), after.growing, step_budget.most - plan.num_decodes
         prefills = after.prefills
         if after.num_here < len(running):
             planned = set(map(id, plan.sequences))
@@ -176,11 +130,13 @@ class AsyncScheduling:
         if not (after.decodes or prefills):
             return None, [], 0
         num_before = prefills[0][1] if prefills else None
-        budget = step_budget.of_prompts(after.decodes, after.num_context, num_before)
-        chunks = Chunks(self._pool, budget, running, after.num_context)
+        starts = after.starts
+        num_context = sum(starts) + len(starts)
+        budget = step_budget.of_prompts(after.decodes, num_context, num_before)
+        chunks = Chunks(self._pool, budget, running, num_context)
         for sequence, start in prefills:
             chunks.add(sequence, start)
-        return chunks.step_plan(after.decodes, after.starts), after.growing, chunks.budget
+        return chunks.step_plan(after.decodes, starts), after.growing, chunks.budget
 
     def begin(self) -> None:
         """Record that a step was planned ahead."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import find_prefix, give_blocks
-from disagg.engine.sched.milestones import Milestones
 from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.sequence import Sequence
 
@@ -23,13 +22,10 @@ class EngineAdmission:
     short: the oldest waiting sequence that found too few blocks in the last plan.
     """
 
-    def __init__(
-        self, pool: BlockPool, queues: Queues, milestones: Milestones, max_num_seqs: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, queues: Queues, max_num_seqs: int) -> None:
         self.short: Sequence | None = None
         self._pool = pool
         self._queues = queues
-        self._milestones = milestones
         self._max_num_seqs = max_num_seqs
         self._refused = _NOBODY  # place of the oldest arrival that was refused since the last plan
         self._left_out: list[Sequence] = []  # found too few blocks in the last plan ...
@@ -80,7 +76,6 @@ class EngineAdmission:
             if not give_blocks(self._pool, imported[0], self.leaves_room, enable_prefix_caching):
                 break
             joined.append(self._queues.admit(imported))
-            self._milestones.set(joined[-1])
         return joined
 
     def admit(self, budget: int, enable_prefix_caching: bool) -> list[Sequence]:
@@ -100,8 +95,6 @@ class EngineAdmission:
                     break
                 continue
             admitted.append(queues.admit(queue))
-            if sequence.num_uncomputed == 1:
-                self._milestones.set(sequence)
             budget -= sequence.num_uncomputed
         return admitted
 

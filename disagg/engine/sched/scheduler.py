@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from itertools import compress
 
 from disagg.engine.sched.async_scheduling import AsyncScheduling
 from disagg.engine.sched.block_pool import BlockPool
@@ -26,20 +25,12 @@ from disagg.engine.sched.block_tables import disown, extend, give_back, grow, pu
 from disagg.engine.sched.chunks import Chunks
 from disagg.engine.sched.engine_admission import EngineAdmission
 from disagg.engine.sched.limits import check_step_size, check_token_ids, token_limit
-from disagg.engine.sched.milestones import Milestones
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.require import require
-from disagg.engine.sched.sequence import NO_MILESTONE, Sequence
+from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import gain, usable
-from disagg.engine.sched.step import (
-    Sampled,
-    SampledToken,
-    StepPlan,
-    TokenEvent,
-    are_plain,
-    plain_first,
-)
+from disagg.engine.sched.step import Sampled, SampledToken, StepPlan, TokenEvent
 from disagg.engine.sched.step_budget import StepBudget
 from disagg.errors import DisaggError, InvalidLogits
 from disagg.messages import TokenLogprobs
@@ -85,8 +76,7 @@ class Scheduler:
         self.num_accepted = 0  # draft tokens that were right since the start
         self._has_drafts = False  # whether some sequence may have a draft
         self._async_scheduling = AsyncScheduling(pool)
-        self.milestones = milestones = Milestones(pool.block_size)
-        self._admission = EngineAdmission(pool, queues, milestones, max_num_seqs)
+        self._admission = EngineAdmission(pool, queues, max_num_seqs)
 
     # Entering and leaving.
 
@@ -147,8 +137,6 @@ class Scheduler:
     def hand_over(self, sequence: Sequence) -> None:
         """Make a running or imported sequence leave with its next token."""
         sequence.hand_over = True
-        if sequence.milestone != NO_MILESTONE:
-            self.milestones.set(sequence)
 
     def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
         """As `BlockPool.release`, but after the last running step that may write to the blocks."""
@@ -157,14 +145,12 @@ class Scheduler:
     def abandon(self) -> list[Sequence]:
         """Remove all sequences without releasing their blocks. Only for a broken engine."""
         self._admission.short = None
-        self.milestones.clear()
         return self.queues.clear()
 
     def check(self) -> None:
         """Recount the queues. Raises an `AssertionError` that names the first difference."""
         require(len(self.running) <= self.max_num_seqs, "too many sequences run")
         self.queues.check(self.pool.block_size)
-        self.milestones.check(self.running, self.sequences())
 
     def __contains__(self, sequence: Sequence) -> bool:
         return self.queues.by_id.get(sequence.request_id) is sequence
@@ -235,7 +221,7 @@ class Scheduler:
         if self._has_drafts and any(sequence.draft for sequence in self.running):
             return None
         following, growing, num_left = self._async_scheduling.follow(
-            plan, self.queues, self.milestones.next, self.step_budget, needs_host
+            plan, self.queues, self.step_budget, needs_host
         )
         if following is None or self._admission.may_admit(num_left):
             return None
@@ -273,7 +259,6 @@ class Scheduler:
     def _preempt_latest(self) -> Sequence:
         """Preempt the latest sequence that owns blocks: free them, and move it to `waiting`."""
         victim = self.queues.pop_latest()
-        self.milestones.drop(victim)
         self.num_preempted += 1
         victim.draft = ()  # with a draft the sequence would need more room than before
         give_back(self.pool, victim)
@@ -288,78 +273,56 @@ class Scheduler:
 
         Sequences that have ended since the plan was made are skipped.
         """
-        sequences, query_lens, num_plain = plan.sequences, plan.query_lens, plan.num_decodes
-        if plan.is_ahead and (gone := self._async_scheduling.end()):
-            is_here = [sequence not in gone for sequence in sequences]
-            sequences = [*compress(sequences, is_here)]
-            query_lens = [*compress(query_lens, is_here)]
-            sampled, num_plain = [*compress(sampled, is_here)], sum(is_here[:num_plain])
-        if self._has_drafts:
-            num_plain = 0
-        plain = sampled[:num_plain]
-        if not are_plain(plain):  # the plain results do not depend on the others
-            order, plain = plain_first(sampled, num_plain)
-            sequences, query_lens = [sequences[i] for i in order], [query_lens[i] for i in order]
-            sampled, num_plain = [sampled[i] for i in order], len(plain)
-        events = self._apply_plain(sequences[:num_plain], plain)
-        for i in range(num_plain, len(sequences)):
-            events += self._apply_one(sequences[i], query_lens[i], sampled[i])
-        return events
-
-    def _apply_plain(
-        self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[int]
-    ) -> list[TokenEvent]:
-        """Advance decoding sequences without drafts by one token each."""
-        for sequence, token_id in zip(sequences, token_ids, strict=True):
-            sequence.tokens.append(token_id)
-            sequence.num_computed += 1
-        self.queues.advance(len(sequences), len(sequences))
-        events = [*map(TokenEvent, sequences, zip(token_ids, strict=False))]
-        last: dict[str, TokenEvent] = {}
-        reached = self.milestones.pass_step()
-        stopping = self.milestones.stopping(sequences, token_ids)
-        for sequence in dict.fromkeys(reached + stopping) if stopping else reached:
+        gone = self._async_scheduling.end() if plan.is_ahead else ()
+        events: list[TokenEvent] = []
+        num_computed = num_gained = 0
+        for sequence, num_tokens, result in zip(
+            plan.sequences, plan.query_lens, sampled, strict=True
+        ):
+            if sequence in gone:
+                continue
+            token_ids: tuple[int, ...] = ()
+            logprobs: tuple[TokenLogprobs, ...] | None = None
+            if isinstance(result, int):
+                token_ids = (result,)
+            elif isinstance(result, SampledToken):
+                token_ids = (result.token_id,)
+                logprobs = None if result.logprobs is None else (result.logprobs,)
+            elif isinstance(result, tuple):
+                events.append(self._verified(sequence, result))
+                continue
+            elif isinstance(result, DisaggError):
+                events.append(self._failed(sequence, result))
+                continue
+            num_computed += num_tokens
+            sequence.num_computed += num_tokens
+            sequence.tokens += token_ids
             if sequence.num_computed >= sequence.publish_at:
                 publish(self.pool, sequence)
-            event = self._gained(sequence, (sequence.tokens[-1],), None)
-            if event.is_last:
-                last[sequence.request_id] = event
-        return [last.get(e.sequence.request_id, e) for e in events] if last else events
+            if token_ids:
+                num_gained += 1
+                if sequence.draft:  # the step was launched before the draft was proposed
+                    sequence.draft = sequence.draft[1:] if sequence.draft[:1] == token_ids else ()
+                events.append(self._gained(sequence, token_ids, logprobs))
+        self.queues.advance(num_computed, num_gained)
+        return events
 
-    def _apply_one(
-        self, sequence: Sequence, num_tokens: int, result: Sampled
-    ) -> tuple[TokenEvent, ...]:
-        """Advance a sequence by a result of any kind: one token, several, none, or an error."""
-        if isinstance(result, DisaggError):
-            if isinstance(result, InvalidLogits):
-                self.num_corrupted += 1
-                self.pool.uncache(sequence.block_ids)  # another request with its KV might fail too
-            self.remove(sequence.request_id)
-            return (TokenEvent(sequence, error=result),)
+    def _verified(self, sequence: Sequence, verified: tuple[SampledToken, ...]) -> TokenEvent:
+        """Advance a sequence by the tokens of its draft that are right, and one token more."""
         num_before = sequence.num_computed
-        if isinstance(result, tuple):
-            token_ids, logprobs = gain(self.pool, sequence, result)
-            self.num_drafted += len(result) - 1
-            self.num_accepted += len(token_ids) - 1
-            self.queues.advance(sequence.num_computed - num_before, len(token_ids))
-            return (self._gained(sequence, token_ids, logprobs),)
-        sequence.num_computed += num_tokens
-        if sequence.num_computed >= sequence.publish_at:
-            publish(self.pool, sequence)
-        if isinstance(result, int):
-            result = SampledToken(result)
-        if isinstance(result, SampledToken):
-            token_id = result.token_id
-            sequence.tokens.append(token_id)
-            self.queues.advance(num_tokens, 1)
-            if sequence.draft:  # the step was launched before the draft was proposed
-                sequence.draft = sequence.draft[1:] if sequence.draft[0] == token_id else ()
-            logprobs = None if result.logprobs is None else (result.logprobs,)
-            return (self._gained(sequence, (token_id,), logprobs),)
-        self.queues.advance(num_tokens, 0)
-        if sequence.num_uncomputed == 1:
-            self.milestones.set(sequence)
-        return ()
+        token_ids, logprobs = gain(self.pool, sequence, verified)
+        self.num_drafted += len(verified) - 1
+        self.num_accepted += len(token_ids) - 1
+        self.queues.advance(sequence.num_computed - num_before, len(token_ids))
+        return self._gained(sequence, token_ids, logprobs)
+
+    def _failed(self, sequence: Sequence, error: DisaggError) -> TokenEvent:
+        """End a sequence that got an error instead of a token."""
+        if isinstance(error, InvalidLogits):
+            self.num_corrupted += 1
+            self.pool.uncache(sequence.block_ids)  # another request with its KV might fail too
+        self.remove(sequence.request_id)
+        return TokenEvent(sequence, error=error)
 
     def _gained(
         self,
@@ -370,7 +333,6 @@ class Scheduler:
         """The event of a sequence that has gained tokens, and may end or be handed over now."""
         reason = sequence.finish_reason()
         if reason is None and not sequence.hand_over:
-            self.milestones.set(sequence)  # the sequence is checked again there
             if sequence.thinking is not None:
                 self._async_scheduling.watch_thinking(sequence)
             return TokenEvent(sequence, token_ids, logprobs)
@@ -396,7 +358,6 @@ class Scheduler:
             self._has_drafts = True
         self.number(sequence)
         self.queues.by_id[sequence.request_id] = sequence
-        self.milestones.enter(sequence)
         if sequence.thinking is not None:
             self._async_scheduling.watch_thinking(sequence)
 
@@ -404,4 +365,3 @@ class Scheduler:
         self.queues.forget(sequence)
         self._async_scheduling.forget(sequence)
         self._admission.forget(sequence)
-        self.milestones.leave(sequence)

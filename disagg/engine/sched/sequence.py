@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from disagg.engine.sched.grammar import GrammarState
 
 NO_SLOT = -1
-NO_MILESTONE = -1
 
 
 @lru_cache(maxsize=64)
@@ -55,8 +54,6 @@ class Sequence:
     ngrams: the positions of its n-grams, for `prompt_lookup`.
     slot: its row in the runner's tensors of running sequences; see `slots`.
     max_num_tokens, stop_ids: when the sequence ends; set by the scheduler on submission.
-    milestone: while the sequence decodes, the number of the step that may end it or begin a block;
-        see `milestones`.
     stream_since: start of its TPOT, and its number of tokens then; None: it does not decode yet.
     """
 
@@ -71,7 +68,6 @@ class Sequence:
         "hand_over",
         "hash_root",
         "max_num_tokens",
-        "milestone",
         "min_num_tokens",
         "needs_host",
         "ngrams",
@@ -114,7 +110,6 @@ class Sequence:
         self.num_published = 0
         self.num_queued = 0  # its tokens in `Queues.num_queued_tokens`
         self.publish_at = 0  # num_computed at which the next block is full
-        self.milestone = NO_MILESTONE
         self.deadline_unix_s = request.deadline_unix_s
         self.arrival = (request.priority, -1)
         self.was_admitted = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol, TypeAlias, TypeGuard
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -79,21 +79,6 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 # verified, each as if the draft before it were right. An error ends only that sequence, without the
 # token that the step should have given it.
 Sampled: TypeAlias = int | SampledToken | tuple[SampledToken, ...] | DisaggError | None
-
-
-def are_plain(sampled: SequenceOf[Sampled]) -> TypeGuard[SequenceOf[int]]:
-    """Whether each result is a token id and nothing else."""
-    return set(map(type, sampled)) <= {int}
-
-
-def plain_first(sampled: SequenceOf[Sampled], num_decodes: int) -> tuple[list[int], list[int]]:
-    """Order a step's items so that plain results (a token id and nothing else) come first.
-
-    Only the first `num_decodes` items are reordered so. Returns the order and the plain token ids.
-    """
-    plain = {i: each for i, each in enumerate(sampled[:num_decodes]) if isinstance(each, int)}
-    others = [i for i in range(num_decodes) if i not in plain]
-    return [*plain, *others, *range(num_decodes, len(sampled))], [*plain.values()]
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
