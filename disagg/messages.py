@@ -93,6 +93,15 @@ class SamplingParams(
     grammar: Grammar | None = None
     thinking: Thinking | None = None  # if it has a budget, or a grammar begins behind it
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logit depends on how often it occurred."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
 
 # Checked wherever one comes in: workers publish the names that they were told, and a table of names
 # takes them without looking at each (`router/block_names.py`).

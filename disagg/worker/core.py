@@ -16,8 +16,7 @@ from disagg import telemetry
 from disagg.blocks import BlockHash
 from disagg.decode_worker.kv_import import KVImport
 from disagg.engine.engine_thread import StepResult
-from disagg.engine.sched.limits import check_room, rename_blocks
-from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence, rename_blocks
 from disagg.errors import DisaggError, TransferFailed, request_failed
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
@@ -28,7 +27,7 @@ from disagg.worker.draining import Draining, refusal
 from disagg.worker.offload import KVOffload
 from disagg.worker.parts import Parts
 from disagg.worker.phases import record_pull
-from disagg.worker.streams import LinkId, Streams, is_of_link, sequence_id
+from disagg.worker.streams import LinkId, Streams, check_room, is_of_link, sequence_id
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 from bench import sampler_before
@@ -123,6 +124,8 @@ def test_drafts(
 ) -> None:
     """Rows of a draft, and the steps after it, of which some of it came true."""
     stepped = Stepped()
+    none: dict[str, Any] = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    params = replace(params, repetition_penalty=1.0, **none)  # with penalties there are no drafts
     sequence = new_sequence(params, tuple(prompt))
     other = new_sequence(data.draw(PARAMS), (9, 8))
     sequence.draft = tuple(draft[:4])

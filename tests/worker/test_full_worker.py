@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from disagg.engine.sched.limits import TOKEN_NBYTES
 from disagg.messages import TokenDelta
+from disagg.worker.streams import TOKEN_NBYTES
 from tests.links.fakes import until
 from tests.worker.rig import Rig, rig
 from tests.worker.test_worker import PROMPT, answer_to, make_request, prefilled, tokens

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from disagg.engine.sched.limits import TOKEN_NBYTES
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import EngineFailed, Overloaded
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import StageTimes, Start, TokenDelta, TokenLogprobs
-from disagg.worker.streams import Streams
+from disagg.worker.streams import TOKEN_NBYTES, Streams
 from tests.worker.plays import Trip, request_of
 
 TICKET = KVTicket("1/1", "prefill", 1, "fake:4", 3, (0,), (5,))

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disagg.engine.device.draft_penalties import DraftPenalties
 from disagg.engine.device.sampling_state import SamplingState, Step
 from disagg.engine.device.slots import Slots
 from disagg.engine.device.token_masks import TokenMasks
@@ -89,10 +88,7 @@ class Sampler:
             step.edits.apply_(logits, sequences)
         positions = positions + 1
         if step.is_adjusted:
-            drafts = DraftPenalties(logits, sequences, step.drafted) if step.drafted else None
             ops.adjust_(logits, state.tables, step.rows, positions)
-            if drafts is not None:
-                drafts.apply_(logits, state.tables)
         chosen = Chosen(ops.choose(logits, state.tables, step.rows, positions), scores)
         state.remember(step, chosen.token_ids)
         return chosen

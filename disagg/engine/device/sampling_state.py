@@ -2,10 +2,10 @@
 
 Parameters are uploaded once, when a sequence is first sampled. The token counts for penalties are
 updated on the device after each step, so that the next step can be launched before the host has
-read the token. Tokens that the device has not counted (of a new sequence, or an accepted draft) are
-counted first, so the counts always equal those of `tokens`, also for a rerouted or recomputed
-sequence. Applies no parameter itself: `engine/device/sampler.py` does, with the operations of
-`kernels/torch/sampling.py`, `kernels/gpu/sampling.py` or `kernels/cpu/sampling.py` (C++).
+read the token. The tokens of a sequence that is new in its slot are counted first, so the counts
+always equal those of `tokens`, also for a rerouted or recomputed sequence. Applies no parameter
+itself: `engine/device/sampler.py` does, with the operations of `kernels/torch/sampling.py`,
+`kernels/gpu/sampling.py` (GPUs) or `kernels/cpu/sampling.py` (C++).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from disagg.engine.device.logit_edits import LogitEdits
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.speculation import Continued, DraftedSequence
+from disagg.engine.sched.speculation import Continued
 from disagg.kernels.sampling_rows import (
     FIRST_FLOAT,
     GREEDY_BELOW,
@@ -41,23 +41,14 @@ from disagg.messages import SamplingParams
 
 _OFF = 1 << 31  # a top-k that is larger than every vocabulary
 _UNKNOWN = -1
-_FEW = 16  # so many new tokens are counted one by one; if more, all are recounted on the host
 
 
 def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW
 
 
-def has_penalties(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-    )
-
-
 def is_adjusted(params: SamplingParams) -> bool:
-    return has_penalties(params) or params.min_tokens > 0
+    return params.has_penalties or params.min_tokens > 0
 
 
 def is_narrowed(params: SamplingParams) -> bool:
@@ -71,9 +62,7 @@ class Step:
     slots: the same as `rows.slots`, on the host.
     penalised: rows with penalties, so that their tokens are counted.
     scored: rows that may need log-probabilities.
-    drafted: rows of drafts with penalties, whose tokens are not in the tables.
     edits: logit bias, allowed tokens and bad words; None: no row has any.
-    has_drafts: whether some rows belong to drafts.
     is_adjusted: whether some rows are adjusted from the tables.
     """
 
@@ -81,9 +70,7 @@ class Step:
     rows: SampledRows
     penalised: list[int]
     scored: list[int]
-    drafted: list[int]
     edits: LogitEdits | None
-    has_drafts: bool
     is_adjusted: bool
 
 
@@ -140,9 +127,8 @@ class SamplingState:
         return step
 
     def remember(self, step: Step, token_ids: Tensor) -> None:
-        """Count the chosen tokens, [num_rows]. Those of drafts, which may be rejected, are not
-        counted."""
-        if step.has_drafts or not step.penalised:
+        """Count the chosen tokens, [num_rows], of sequences with penalties."""
+        if not step.penalised:
             return
         rows = step.rows
         self._ops.remember(self.tables, rows.slots, token_ids, rows.remembered)
@@ -158,11 +144,10 @@ class SamplingState:
 
     def _step_of(self, slots: list[int], sequences: SequenceOf[Continued]) -> Step:
         params = [sequence.sampling for sequence in sequences]
-        is_draft = [isinstance(sequence, DraftedSequence) for sequence in sequences]
         drawn = [row for row, each in enumerate(params) if not is_greedy(each)]
         narrowed = [place for place, row in enumerate(drawn) if is_narrowed(params[row])]
         adjusted = [row for row, each in enumerate(params) if is_adjusted(each)]
-        penalised = [row for row in adjusted if has_penalties(params[row])]
+        penalised = [row for row in adjusted if params[row].has_penalties]
         parts = (slots, drawn, narrowed, adjusted, penalised)
         packed = upload([*chain.from_iterable(parts)], torch.int64, self._device)
         tensors = torch.split(packed, [*map(len, parts)])
@@ -177,11 +162,9 @@ class SamplingState:
                 has_min_p=any(params[row].min_p > 0 for row in drawn),
                 largest_top_k=max((params[drawn[i]].top_k or _OFF for i in narrowed), default=0),
             ),
-            penalised=[row for row in penalised if not is_draft[row]],
+            penalised=penalised,
             scored=[row for row, each in enumerate(params) if each.logprobs is not None],
-            drafted=[row for row in penalised if is_draft[row]],
             edits=LogitEdits.from_params(params, self._vocab_size, self._device),
-            has_drafts=any(is_draft),
             is_adjusted=bool(adjusted),
         )
 
@@ -215,26 +198,8 @@ class SamplingState:
         behind = [each for each in sequences if known[each.slot] != each.num_tokens]
         if not behind:
             return
-        new: list[Continued] = []
-        few: list[Continued] = []
-        for each in behind:
-            num_known = known[each.slot]
-            is_few = num_known > 0 and 0 < each.num_tokens - num_known <= _FEW
-            (few if is_few else new).append(each)
-        if new:
-            self._count_anew(new)
-        while few:
-            slots = [each.slot for each in few]
-            tokens = [each.tokens[known[each.slot]] for each in few]
-            packed = upload([*slots, *tokens, *range(len(few))], torch.int64, self._device)
-            self._ops.remember(self.tables, *torch.split(packed, len(few)))
-            for slot in slots:
-                known[slot] += 1
-            few = [each for each in few if known[each.slot] < each.num_tokens]
-
-    def _count_anew(self, sequences: list[Continued]) -> None:
         places, counts, num_seen = array("q"), array("q"), array("q")
-        for each in sequences:
+        for each in behind:
             found = dict.fromkeys(each.tokens, 1)
             for token_id, count in Counter(each.tokens[each.num_prompt_tokens :]).items():
                 found[token_id] = 1 + count
@@ -242,7 +207,7 @@ class SamplingState:
             counts.extend(found.values())
             num_seen.append(len(found))
             self._num_known[each.slot] = each.num_tokens
-        slots = array("q", [each.slot for each in sequences])
+        slots = array("q", [each.slot for each in behind])
         packed = torch.frombuffer(slots + num_seen + places + counts, dtype=torch.int64)
         sizes = [len(slots), len(slots), len(places), len(places)]
         parts = torch.split(copied(packed, self._device), sizes)
@@ -260,7 +225,7 @@ class SamplingState:
         tables.numbers = _grown(tables.numbers, num_slots, NUM_COLUMNS, 0)
         stopping = (len(each.stop_ids) for each in new if each.sampling.min_tokens > 0)
         tables.stop_ids = _grown(tables.stop_ids, num_slots, max(stopping, default=1), -1)
-        penalised = [each for each in new if has_penalties(each.sampling)]
+        penalised = [each for each in new if each.sampling.has_penalties]
         if penalised:
             longest = max(max(each.max_num_tokens, each.num_tokens) for each in penalised)
             num_ids = min(longest, self._vocab_size) + 1  # writes to the last column are not kept

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -23,7 +24,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from disagg.engine.sched.gbnf import as_lark
 from disagg.engine.sched.json_schema import followable
 from disagg.errors import GrammarError, Overloaded, Unavailable
 from disagg.messages import Grammar
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 MAX_SCHEMA_NBYTES = 65_536  # of a JSON schema or a list of choices
 MAX_TEXT_NBYTES = 16_384  # of a regular expression or a Lark grammar
 MAX_SCHEMA_DEPTH = 64
+MAX_RULES = 500  # of a grammar in GBNF: the time of the converter may grow with their square
 MAX_PROPERTIES = 500  # of one object: the cost of compiling grows with their square
 MAX_WAITING = 64  # grammars that wait to be compiled
 MAX_WORN = 64  # grammars that ran out of lexer states and are remembered
@@ -57,6 +58,8 @@ STACK_NBYTES = 128 << 20
 # model may write white space until its tokens are used up.
 WHITE_SPACE = r" |\n[ \t]{0,32}"
 
+_GBNF_ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,  # at the default a{1000000} takes seconds
     "max_lexer_states": MAX_LEXER_STATES,  # of all answers that share a compiled grammar
@@ -358,7 +361,44 @@ def _grammar_text(grammar: Grammar) -> str:
             choices = " | ".join(json.dumps(choice) for choice in _loaded(grammar.source))
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case "lark":
-            return LLMatcher.grammar_from_lark(as_lark(grammar.source))
+            return LLMatcher.grammar_from_lark(_as_lark(grammar.source))
+
+
+def _as_lark(source: str) -> str:
+    """A grammar in Lark's notation, which llguidance reads. It ships a converter from GBNF.
+
+    GBNF (`root ::= "yes" | "no"`) is the notation of llama.cpp and of vLLM's examples.
+
+    Args:
+        source: the grammar, in GBNF if it has a rule `root ::= ...`, else in Lark's notation.
+
+    Raises:
+        GrammarError: the grammar is GBNF and invalid, or has too many rules.
+    """
+    if not _GBNF_ROOT.search(source):
+        return source
+    if source.count("::=") > MAX_RULES:
+        raise GrammarError(f"The grammar has more than {MAX_RULES} rules. Make it smaller.")
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(_GBNF_ESCAPE.sub(_written_out, source))
+    except Exception as error:  # the library raises nothing narrower
+        raise GrammarError(f"The grammar is not valid GBNF: {str(error)[:200]}.") from error
+
+
+def _written_out(escape: re.Match[str]) -> str:
+    """The character of an escape such as `\\u00e9`.
+
+    The converter (llguidance 1.9) drops the zeros, so that the next characters become digits.
+    """
+    digits = escape[1] or escape[2]
+    if digits is None:
+        return escape[0]
+    code = int(digits, 16)
+    if 0xD800 <= code < 0xE000:
+        raise ValueError(f"{escape[0]} is half a character")
+    return rf"\x{code:02x}" if code < 0x80 else chr(code)  # ASCII may have a meaning of its own
 
 
 def _deep_thread() -> ThreadPoolExecutor:

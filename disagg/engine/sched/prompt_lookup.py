@@ -8,9 +8,36 @@ They cost a dict look-up and need no draft model (prompt lookup decoding, Saxena
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
-from disagg.engine.sched.ngrams import Ngrams
 from disagg.engine.sched.sequence import Sequence
+
+MAX_INDEXED = 16_384  # only so many last tokens of a prompt are indexed; each takes 200 bytes
+
+
+class Ngrams:
+    """The last position at which each n-gram of `length` tokens ended in a growing sequence."""
+
+    __slots__ = ("_length", "_next_end", "_places")
+
+    def __init__(self, length: int, num_tokens: int) -> None:
+        self._length = length
+        self._next_end = max(length, num_tokens - MAX_INDEXED)
+        self._places: dict[tuple[int, ...], int] = {}
+
+    def take_in(self, tokens: list[int]) -> int | None:
+        """Index the new tokens.
+
+        Returns the position at which the last n-gram ended when it occurred before; None if it did
+        not occur before.
+        """
+        length, places, before = self._length, self._places, None
+        for end in range(self._next_end, len(tokens) + 1):
+            run = tuple(tokens[end - length : end])
+            before = places.get(run)
+            places[run] = end
+        self._next_end = max(self._next_end, len(tokens) + 1)
+        return before
 
 
 class PromptLookup:
@@ -24,6 +51,7 @@ class PromptLookup:
     def __init__(self, num_tokens: int, match_length: int) -> None:
         self._num_tokens = num_tokens
         self._match_length = match_length
+        self._ngrams = WeakKeyDictionary[Sequence, Ngrams]()
 
     def propose(self, running: Iterable[Sequence]) -> bool:
         """Propose drafts. Returns whether some sequence got one."""
@@ -39,9 +67,10 @@ class PromptLookup:
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         tokens = sequence.tokens
-        if sequence.ngrams is None:
-            sequence.ngrams = Ngrams(self._match_length, len(tokens))
-        place = sequence.ngrams.take_in(tokens)
+        ngrams = self._ngrams.get(sequence)
+        if ngrams is None:
+            self._ngrams[sequence] = ngrams = Ngrams(self._match_length, len(tokens))
+        place = ngrams.take_in(tokens)
         if place is None:
             return ()
         num_tokens = min(self._num_tokens, sequence.max_num_tokens - 1 - len(tokens))

@@ -24,15 +24,14 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import disown, extend, give_back, grow, publish, watch_blocks
 from disagg.engine.sched.chunks import Chunks
 from disagg.engine.sched.engine_admission import EngineAdmission
-from disagg.engine.sched.limits import check_step_size, check_token_ids, token_limit
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.require import require
-from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.sequence import Sequence, check_token_ids, token_limit
 from disagg.engine.sched.speculation import gain, usable
 from disagg.engine.sched.step import Sampled, SampledToken, StepPlan, TokenEvent
 from disagg.engine.sched.step_budget import StepBudget
-from disagg.errors import DisaggError, InvalidLogits
+from disagg.errors import DisaggError, InvalidLogits, StartupError
 from disagg.messages import TokenLogprobs
 
 
@@ -47,6 +46,9 @@ class Scheduler:
         vocab_size: token ids from here on are refused, since they would fail on a device.
         enable_prefix_caching: whether full blocks are cached and found by their hashes.
         prompt_lookup: proposes drafts for decoding sequences.
+
+    Raises:
+        StartupError: the token budget is smaller than the number of sequences.
     """
 
     def __init__(
@@ -60,7 +62,12 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         prompt_lookup: PromptLookup | None = None,
     ) -> None:
-        check_step_size(max_num_seqs, max_num_batched_tokens)
+        if max_num_batched_tokens < max_num_seqs:
+            raise StartupError(
+                f"max_num_batched_tokens is {max_num_batched_tokens}, but {max_num_seqs} sequences"
+                " may decode in one step; raise it, or lower max_num_seqs.",
+                param="max_num_batched_tokens",
+            )
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.step_budget = StepBudget(max_num_batched_tokens)

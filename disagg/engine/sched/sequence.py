@@ -10,9 +10,9 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from disagg.blocks import BlockHash
-from disagg.engine.sched.ngrams import Ngrams
+from disagg.blocks import BlockHash, hash_blocks
 from disagg.engine.sched.thinking import ThinkingState
+from disagg.errors import ContextLengthExceeded, RequestError
 from disagg.messages import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ class Sequence:
     prompt_logprobs: log-probabilities of the computed prompt tokens but the first, if they were
         requested and the answer has not begun; used by the runner. Until then no cached prefix is
         used.
-    ngrams: the positions of its n-grams, for `prompt_lookup`.
     slot: its row in the runner's tensors of running sequences; see `slots`.
     max_num_tokens, stop_ids: when the sequence ends; set by the scheduler on submission.
     stream_since: start of its TPOT, and its number of tokens then; None: it does not decode yet.
@@ -70,7 +69,6 @@ class Sequence:
         "max_num_tokens",
         "min_num_tokens",
         "needs_host",
-        "ngrams",
         "num_cached_tokens",
         "num_computed",
         "num_listed",
@@ -99,7 +97,6 @@ class Sequence:
         self.thinking: ThinkingState | None = None
         if sampling.thinking is not None:
             self.thinking = ThinkingState(sampling.thinking, request.num_prompt_tokens)
-        # In an answer under a grammar each token's mask depends on the tokens before it.
         self.draft: tuple[int, ...] = request.draft_token_ids if self.takes_drafts else ()
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed = 0
@@ -116,7 +113,6 @@ class Sequence:
         self.num_cached_tokens = 0
         self.hand_over = hand_over
         self.grammar_state: GrammarState | None = None
-        self.ngrams: Ngrams | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if request.scores_prompt else None
         self.needs_host = self._has_rules or self.thinking is not None
         self.slot = NO_SLOT
@@ -141,8 +137,12 @@ class Sequence:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether it can use drafts. It cannot if a token's mask depends on the tokens before."""
-        return self.sampling.grammar is None and self.thinking is None
+        """Whether it can use drafts.
+
+        It cannot if a token's mask or penalty depends on the tokens before.
+        """
+        sampling = self.sampling
+        return sampling.grammar is None and self.thinking is None and not sampling.has_penalties
 
     @property
     def _has_rules(self) -> bool:
@@ -185,3 +185,81 @@ class Sequence:
             f"Sequence({self.request_id!r}, {self.num_computed}/{len(self.tokens)} tokens,"
             f" {len(self.block_ids)} blocks)"
         )
+
+
+def rename_blocks(sequence: Sequence, named_by: int, block_size: int) -> None:
+    """Hash the full blocks again if they were hashed for another block size.
+
+    That happens while an update changes the block size. The new hashes match nothing elsewhere, but
+    they are valid: a hash covers all tokens up to the end of its block.
+
+    Args:
+        named_by: the block size for which the hashes were made; 0: `block_size`.
+    """
+    if named_by not in (0, block_size):
+        sequence.block_hashes = hash_blocks(sequence.hash_root, sequence.tokens, block_size)
+
+
+def check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
+    """Check the tokens whose logits a request changes.
+
+    A step has the logits of many requests in one tensor, so another token id would change those of
+    another request, or be outside of it, which ends the whole worker on a GPU.
+
+    Raises:
+        RequestError: one is not in the vocabulary.
+    """
+    for param, token_ids in (
+        ("logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("bad_words", [token_id for word in sampling.bad_words_token_ids for token_id in word]),
+    ):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise RequestError(
+                f"{param} has a token id that is not between 0 and {vocab_size - 1}.", param=param
+            )
+
+
+def token_limit(
+    sequence: Sequence, *, max_model_len: int, vocab_size: int, num_blocks: int, block_size: int
+) -> int:
+    """The number of tokens, prompt and output, at which the sequence ends.
+
+    Raises:
+        ContextLengthExceeded: there is no room for a single new token.
+        RequestError: the sequence is empty, a token is not in the vocabulary, nothing is left to
+            generate, the whole pool is too small, or the hashes were made for another block size.
+    """
+    num_tokens = len(sequence.tokens)
+    max_tokens = sequence.sampling.max_tokens
+    if num_tokens == 0:
+        raise RequestError("The prompt is empty; there is nothing to continue.", param="prompt")
+    if num_tokens >= max_model_len:
+        raise ContextLengthExceeded(
+            f"The request has {num_tokens} tokens. This worker allows {max_model_len} at most, and"
+            " at least one of these must be new. Shorten the prompt."
+        )
+    if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < vocab_size:
+        raise RequestError(f"Token ids must lie between 0 and {vocab_size - 1} for this model.")
+    limit = min(sequence.num_prompt_tokens + max_tokens, max_model_len)
+    if num_tokens >= limit:
+        raise RequestError(
+            f"max_tokens is {max_tokens}, and {sequence.num_output_tokens} tokens were generated"
+            " already; raise max_tokens.",
+            param="max_tokens",
+        )
+    num_needed = -(-(limit - 1) // block_size)  # the last token never needs KV
+    if num_needed > num_blocks:
+        raise RequestError(
+            f"{sequence.num_prompt_tokens} prompt tokens and max_tokens = {max_tokens} need"
+            f" {num_needed} KV blocks of {block_size} tokens; this worker has {num_blocks}."
+            " Lower max_tokens or shorten the prompt.",
+            param="max_tokens",
+        )
+    if len(sequence.block_hashes) > num_tokens // block_size:
+        raise RequestError(
+            f"The request has {len(sequence.block_hashes)} block hashes for {num_tokens} tokens,"
+            f" which is wrong for blocks of {block_size} tokens. All ingresses and workers of a"
+            " tier must use the same block_size."
+        )
+    return limit
