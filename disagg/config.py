@@ -325,7 +325,7 @@ class CascadeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         signal: the least or the mean log-probability of a token, or the least margin between it
             and the likeliest other token.
         thresholds: one for each tier but the last, in nats. The default is that of the two
-            bundled models.
+            bundled models, for each.
         leads: one for each tier but the last, in nats of log-odds. An answer is released after k
             tokens if its signal is above the threshold by a k-th of it; empty: never before
             all judged tokens.

@@ -41,7 +41,7 @@ PAIR = [{"model": "demo-small"}, {"model": "demo-large"}]
     ("tiers", "cascade", "reason"),
     [
         (PAIR[:1], {}, "at least two models"),
-        ([*PAIR, {"model": "x"}], {}, "3 models need 2 thresholds, .* 1 are given"),
+        ([*PAIR, {"model": "x"}], {"thresholds": [-1]}, "need 2 thresholds, .* 1 are given"),
         (PAIR, {"thresholds": []}, "2 models need 1 thresholds"),
         ([PAIR[0], {"model": "x", "served_model_name": "auto"}], {}, "may be named 'auto'"),
         (PAIR, {"signal": "entropy"}, "Invalid enum value 'entropy'"),

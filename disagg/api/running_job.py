@@ -122,6 +122,7 @@ class Answer:
     ) -> None:
         self.index = index
         self.request = request
+        self._model = spec.model
         self._include_stop = spec.include_stop
         self._only_echo = spec.only_echo
         self._return_token_ids = spec.return_token_ids
@@ -137,6 +138,7 @@ class Answer:
             num_unchecked=request.sampling.min_tokens,
         )
         self._reader = None
+        self._marks = syntax.marks if syntax is not None else ()
         if syntax is not None:
             tail = prompt_tail(tokenizer, request.token_ids)
             self._reader = AnswerReader(syntax, request.request_id, tail)
@@ -196,7 +198,7 @@ class Answer:
         if self._return_token_ids:
             piece.token_ids = list(delta.token_ids[: piece.num_tokens])
         if piece.finish_reason is not None:
-            self._end(piece)
+            self._end(piece, delta)
         return piece
 
     def _read(self, piece: ChoiceDelta, reader: AnswerReader, text: str) -> None:
@@ -217,21 +219,37 @@ class Answer:
             self._has_called = True
             piece.calls += read.calls
 
-    def _end(self, piece: ChoiceDelta) -> None:
-        """Add the text that was still held back to the last piece."""
+    def _end(self, piece: ChoiceDelta, delta: TokenDelta) -> None:
+        """Add the text that was still held back to the last piece.
+
+        A call that a stop token of the request cuts is not complete, unless the token is the mark
+        at its end.
+        """
         self._last = piece
         detokenizer, reader = self._detokenizer, self._reader
         if detokenizer.found is None and reader is None:
             piece.text += detokenizer.finish()
         elif detokenizer.found is None and reader is not None:
             rest = "" if reader.is_done else detokenizer.decode(None)
-            is_cut = piece.finish_reason != "stop"
+            stop = self._own_stop(delta)
+            if stop in self._marks and reader.is_calling and not self._include_stop:
+                rest += stop
+            is_cut = bool(stop) or piece.finish_reason != "stop"
             self._add(piece, reader.push(rest, is_end=True, is_cut=is_cut))
             piece.text += detokenizer.held()
         if detokenizer.found is not None:
             piece.finish_reason, piece.stop_string = "stop", detokenizer.found
-        if self._has_called and piece.finish_reason == "stop":
+        is_calling = reader is not None and reader.is_calling
+        if self._has_called and piece.finish_reason == "stop" and not is_calling:
             piece.finish_reason = "tool_calls"
+
+    def _own_stop(self, delta: TokenDelta) -> str:
+        """The text of the stop token that ended the answer; "" for the model's own end token."""
+        if delta.finish_reason != "stop" or not delta.token_ids:
+            return ""
+        token_id = delta.token_ids[-1]
+        stops = set(self.request.sampling.stop_token_ids).difference(self._model.eos_token_ids)
+        return self._model.tokenizer.token_text(token_id) if token_id in stops else ""
 
     def _ends_unseen(self, delta: TokenDelta) -> bool:
         """Whether the last token is an end token, which has no text."""

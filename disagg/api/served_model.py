@@ -35,6 +35,7 @@ class ServedModel:
         slo_s: TTFT and TPOT SLO of its requests, in seconds; 0 for none.
         tool_call_parser, reasoning_parser: formats of its answers; "" detects them from the chat
             template, "none" parses nothing.
+        remarks: sentences for whoever serves it, said at start.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ServedModel:
     tool_call_parser: str = ""
     reasoning_parser: str = ""
     full_name: str = ""
+    remarks: tuple[str, ...] = ()
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -90,8 +92,15 @@ class ServedModel:
         tokenizer = Tokenizer.from_json(model.read_tokenizer(), model.source)
         source = model.chat_template if chat_template is None else _read(chat_template)
         template = None if source is None else ChatTemplate(source, model.special_tokens)
-        if template is not None:
-            _ = tool_format_of(template)  # computed now, so that no request waits for it
+        remarks = model.remarks
+        # Computed now, so that no request waits for it.
+        form = tool_format_of(template, tool_call_parser)
+        if template is not None and template.shows_tools and not (form or tool_call_parser):
+            remarks.append(
+                f"The chat template of {name} takes tools, but in no known format of calls:"
+                " requests with tools are refused unless tool_choice is 'required' or a function."
+                " --tool-call-parser (in a file: tool_call_parser) sets the format."
+            )
         limit = model.config.max_model_len
         return cls(
             name=name,
@@ -107,6 +116,7 @@ class ServedModel:
             num_parameters=model.num_parameters,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
+            remarks=tuple(remarks),
         )
 
 

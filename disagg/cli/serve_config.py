@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
-from disagg.config import ASSETS, CascadeConfig, EngineConfig, ServeConfig
+from disagg.config import ASSETS, EngineConfig, ServeConfig
 from disagg.config_checks import filled_in, parse_config
 from disagg.doctor.findings import DoctorReport
 from disagg.errors import StartupError
@@ -275,7 +275,7 @@ def _cascade_section(file: str | None, models: list[str]) -> Any:
     if not file:
         if models == list(BUNDLED):  # the bundled prompt judge was trained for these two only
             return bundled_cascade()
-        return {"thresholds": CascadeConfig().thresholds * max(1, len(models) - 1)}
+        return {}
     if not Path(file).is_file():
         raise StartupError(
             f"There is no file {file}. The word after --cascade names a file; if {file} is a model,"

@@ -219,7 +219,10 @@ def check_models(
     from disagg.ingress.core import served_models
     from disagg.worker.check import check_tier
 
-    served_models(config)
+    served = served_models(config)
+    for tier in config.tiers:
+        for sentence in served[tier.name].remarks:
+            tell(sentence)
     needed_nbytes = sum(
         check_tier(tier, gpu_nbytes, is_here, gpu_name, tell) for tier in config.tiers
     )

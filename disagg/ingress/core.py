@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
 import random
 import time
@@ -45,6 +46,8 @@ from disagg.router.worker_view import Pool
 from disagg.store.limits import LimitBoard, Limits, keep_in_step
 from disagg.store.redis_store import RedisBoard
 from disagg.token_fast_path import TokenCallback
+
+log = logging.getLogger(__name__)
 
 # Used until a worker has reported its block size; nothing is routed before that.
 PROVISIONAL_BLOCK_SIZE = 16
@@ -103,6 +106,9 @@ class IngressCore:
         self._may_be_empty = [tier.name for tier in config.tiers if may_be_empty(tier)]
         self._is_starting = True  # until each pool has had a worker once
         self._models = served_models(config)
+        for tier in config.tiers:  # where `disagg serve` does not say so, as under KubeRay
+            for sentence in self._models[tier.name].remarks:
+                log.warning("%s", sentence)
         rng = random.Random(ingress_id)
         self._slo_s = {
             tier.name: (tier.ttft_limit_s, tier.tpot_slo_s or 0.0) for tier in config.tiers

@@ -66,6 +66,7 @@ class Sink:
 
     Attributes:
         closing: what ends the JSON of the open call if nothing else follows.
+        is_calling: whether the last call is incomplete.
     """
 
     def __init__(
@@ -80,12 +81,12 @@ class Sink:
         self.tools = tools
         self.is_reasoning = is_reasoning
         self.closing = ""
+        self.is_calling = False
         self.num_calls = 0  # calls that have begun
         self.is_full = False  # whether the only allowed call is complete
         self._answer_id = answer_id
         self._call_id_style = call_id_style
         self._parallel = parallel
-        self._is_open = False  # whether the last call is incomplete
         self._has_arguments = False
         self._reasoning = ""
         self._text = ""
@@ -93,13 +94,13 @@ class Sink:
         self._arguments: list[str] = []  # new arguments of the last call
 
     def reasoning(self, text: str) -> None:
-        if text and self._is_open:
+        if text and self.is_calling:
             self.end_call()
         if not self.is_full:
             self._reasoning += text
 
     def text(self, text: str) -> None:
-        if text and self._is_open:
+        if text and self.is_calling:
             self.end_call()
         if not self.is_full:
             self._text += text
@@ -120,7 +121,7 @@ class Sink:
         if not self.is_full:
             if self._arguments:
                 self._give_arguments()
-            self._is_open = True
+            self.is_calling = True
             number, self._has_arguments = self.num_calls, False
             self.num_calls += 1
             self._calls.append(CallDelta(number, "", call_id or self._new_id(number), name))
@@ -143,9 +144,9 @@ class Sink:
 
     def end_call(self) -> None:
         """End the open call, if there is one."""
-        if not self._is_open:
+        if not self.is_calling:
             return
-        self._is_open = False
+        self.is_calling = False
         self.arguments(self.closing if self._has_arguments else "{}")
         self.closing = ""
         self.is_full = not self._parallel

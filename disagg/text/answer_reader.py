@@ -65,6 +65,7 @@ class AnswerReader:
 
     Attributes:
         is_reasoning: whether the text so far ends inside the reasoning.
+        is_calling: whether it ends inside a call.
         is_done: whether the only allowed call is complete.
     """
 
@@ -80,7 +81,7 @@ class AnswerReader:
         )
         self._reading = _read(self._text, self._sink, syntax, is_open)
         self.is_reasoning = is_open
-        self.is_done = False
+        self.is_calling = self.is_done = False
 
     def push(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> AnswerDelta:
         """Add the next piece of the answer; returns the new parts.
@@ -96,6 +97,7 @@ class AnswerReader:
         if is_end and not is_cut:
             sink.end()
         self.is_reasoning, self.is_done = sink.is_reasoning, sink.is_full
+        self.is_calling = sink.is_calling
         return sink.take()
 
 

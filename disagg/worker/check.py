@@ -42,8 +42,6 @@ def check_tier(
         StartupError: the tier cannot be served; also `ModelError` and `NotEnoughMemory`.
     """
     model = describe_model(tier.directory)
-    for sentence in model.remarks:
-        tell(sentence)
     host_nbytes = 0
     roles: tuple[Role, ...] = ("prefill", "decode") if tier.prefill.num_replicas else ("decode",)
     for role in roles:

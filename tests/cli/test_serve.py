@@ -80,6 +80,10 @@ def test_a_cascade_is_a_flag_with_or_without_a_file(tmp_path: Path) -> None:
     (threshold,) = CascadeConfig().thresholds
     of_three = config_of(*models, "/some/model", "--cascade").cascade
     assert of_three is not None and of_three.thresholds == (threshold, threshold)
+    everything = tmp_path / "serve.yaml"
+    tiers = ", ".join(f"{{model: {each}}}" for each in (*models, "/some/model"))
+    everything.write_text(f"{{tiers: [{tiers}], cascade: {{}}}}")
+    assert config_of("--config", str(everything)).cascade == of_three
     file = tmp_path / "cascade.yaml"
     file.write_text("cascade: {signal: mean, num_judged_tokens: 4, thresholds: [-0.2]}\n")
     asked = config_of(*models, "--cascade", str(file)).cascade

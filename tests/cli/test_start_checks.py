@@ -20,6 +20,8 @@ from disagg.cli.reports import Order
 from disagg.config import HttpConfig
 from disagg.config_checks import parse_config
 from disagg.errors import NotEnoughMemory, StartupError
+from disagg.ingress.core import IngressCore
+from tests.tiny_model import write_tiny_model
 
 
 class Usage(NamedTuple):
@@ -210,3 +212,23 @@ def test_only_flags_that_a_command_has_are_named_as_at_fault() -> None:
     }
     named = {"api_key": " (--api-key)", "prompts": " (--prompts)"}
     assert found == {"model": "", "cluster_key": "", "api": "", **named}
+
+
+def test_what_clients_cannot_use_is_said_at_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the command, and by ingresses, which are all there is under KubeRay."""
+    model = write_tiny_model(tmp_path / "tiny")
+    takes_tools = "{% for tool in tools %}{{ tool }}{% endfor %}{{ messages[0].content }}"
+    (model / "chat_template.jinja").write_text(takes_tools)
+    tier: dict[str, Any] = {"model": str(model), "engine": {"kv_cache_memory_bytes": 1 << 20}}
+    for parser, expected in (("", 1), ("none", 0), ("hermes", 0)):
+        raw = {"tiers": [{**tier, "tool_call_parser": parser}], "cluster_key": "of-a-test"}
+        said: list[str] = []
+        start_checks.check_models(parse_config(raw), tell=said.append)
+        IngressCore(parse_config(raw), "ingress")
+        logged = [record.getMessage() for record in caplog.records]
+        about_calls = [each for each in said if "--tool-call-parser" in each]
+        assert len(about_calls) == expected and set(about_calls) <= set(logged)
+        assert about_calls or not logged
+        caplog.clear()

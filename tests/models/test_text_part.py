@@ -11,10 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from disagg.config import EngineConfig, PoolConfig, TierConfig
 from disagg.errors import ModelError
 from disagg.models.description import describe_model
-from disagg.worker.check import check_tier
 from tests.models.checkpoints import Checkpoint, assert_logits_are_transformers
 from tests.models.quantized_files import write_quantized
 
@@ -134,12 +132,7 @@ def test_its_weights_may_be_quantised(kind: str, tmp_path: Path) -> None:
 
 def test_the_start_says_what_is_left_out(tmp_path: Path) -> None:
     _write(tmp_path / "both", "gemma3")
-    engine = EngineConfig(device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 20)
-    tier = TierConfig(
-        model=str(tmp_path / "both"), engine=engine, prefill=PoolConfig(num_replicas=0)
-    )
-    said: list[str] = []
-    check_tier(tier, tell=said.append)
+    said = describe_model(tmp_path / "both").remarks
     assert said == ["Only the text part of both is served: images in requests are refused."]
 
 

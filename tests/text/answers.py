@@ -24,6 +24,11 @@ TOOLS: Tools = {
         },
     },
     "rest": {"type": "object", "properties": {}},
+    "only": {
+        "type": "object",
+        "properties": {"code": {"type": "string"}},
+        "additionalProperties": False,
+    },
 }
 
 

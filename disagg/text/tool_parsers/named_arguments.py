@@ -31,6 +31,7 @@ class NamedArguments:
         self._sink = sink
         properties = (schema or {}).get("properties")
         self._properties = properties if isinstance(properties, Mapping) else {}
+        self._is_closed = (schema or {}).get("additionalProperties") is False
         self._is_empty = True
         self._types: frozenset[str] = frozenset()
         self._value: list[str] | None = None  # pieces of a value; None if it is a string
@@ -68,6 +69,14 @@ class NamedArguments:
     def may_be(self, name: str) -> bool:
         """Whether the function may have an argument with this name."""
         return name in self._properties or not self._properties
+
+    def may_follow(self, name: str) -> bool:
+        """Whether an argument with this name may follow the one that has begun.
+
+        If not, its tag is part of the text. A model may make up an argument, unless the schema
+        allows no others.
+        """
+        return name in self._properties or not self._is_closed or self._value is not None
 
 
 def types_of(schema: Any) -> frozenset[str]:

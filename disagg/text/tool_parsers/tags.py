@@ -102,15 +102,29 @@ class _Tags:
         return ""
 
     def _is_end(self, text: Incoming, mark: str, arguments: NamedArguments) -> Reading[bool]:
-        """Whether a tag, which was read, ends a value: what may follow it follows."""
+        """Whether a tag, which was read, ends a value: what may follow it follows.
+
+        A value may also contain a whole call. After the tags that end the call of the value itself
+        comes no tag that ends a value.
+        """
         if mark == self.key:
             return arguments.may_be((yield from self._read_name(text, self.key_end)))
         if mark == self.value_end:
             followers = (self.key, self.call_end, self.section_end)
         else:
             followers = (self.section_end, self.section, self.call)
-        is_over = not (yield from text.spaces())
-        return is_over or bool((yield from text.skip_one(filter(None, followers))))
+        if not (yield from text.spaces()):
+            return True
+        follower = yield from text.skip_one(filter(None, followers))
+        if follower == self.key:
+            return arguments.may_follow((yield from self._read_name(text, self.key_end)))
+        if not follower or follower in (self.section, self.call):
+            return bool(follower)
+        yield from text.spaces()
+        if self.section_end and follower != self.section_end:
+            yield from text.skip(self.section_end)
+            yield from text.spaces()
+        return not (yield from text.skip(self.value_end))
 
 
 _ATTRIBUTE = re.compile(r"[^>\n]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -10,7 +11,7 @@ import openai
 import pytest
 
 from disagg.api.http.app import AsgiApp
-from disagg.messages import Grammar
+from disagg.messages import FinishReason, GenerateRequest, Grammar
 from tests.api.apps import http_client, make_app, openai_client
 from tests.api.fakes import CHATML, TOKENIZER, FakeGenerate, served_model
 
@@ -224,3 +225,37 @@ async def test_the_client_librarys_own_stream_reads_calls() -> None:
     assert message.content == "So:"
     said = [call.function.arguments for call in message.tool_calls or []]
     assert said == [*pieces.values()] and all(json.loads(each) for each in said)
+
+
+class StoppedAt(FakeGenerate):
+    """Ends an answer with the first of the request's stop tokens, as engines do."""
+
+    def _answer(self, request: GenerateRequest) -> tuple[Sequence[int], FinishReason]:
+        ids, reason = super()._answer(request)
+        ends = [place for place, each in enumerate(ids) if each in request.sampling.stop_token_ids]
+        return (ids[: ends[0] + 1], "stop") if ends else (ids, reason)
+
+
+@pytest.mark.parametrize(
+    ("says", "stop", "arguments", "reason"),
+    [
+        # What there is of a call, which is no call to make.
+        (CALL.replace('"here"', '"he;re"'), ";", '{"where": "he', "stop"),
+        (f"So {CALL}", "}", '{"where": "here"', "stop"),
+        (f"So {CALL}", ":", None, "stop"),  # before it began
+        (f"{CALL}!", "!", '{"where": "here"}', "tool_calls"),
+        ("So! I look", "!", None, "stop"),
+    ],
+)
+async def test_a_stop_token_inside_a_call_leaves_no_call_to_make(
+    says: str, stop: str, arguments: str | None, reason: str
+) -> None:
+    (stop_id,) = TOKENIZER.encode(stop, add_special_tokens=False)
+    generate = StoppedAt(says, per_delta=1)
+    serving = make_app(generate, served_model(template=HERMES, max_model_len=2048))
+    body = {"model": "tiny", "messages": HI, "tools": [LOOK], "stop_token_ids": [stop_id]}
+    async with http_client(serving) as client:
+        answer = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]
+    assert answer["finish_reason"] == reason
+    calls = answer["message"].get("tool_calls") or []
+    assert [each["function"]["arguments"] for each in calls] == ([arguments] if arguments else [])

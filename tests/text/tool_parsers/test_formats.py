@@ -148,6 +148,16 @@ QWEN3_CODER = [
     ("<function=look>\n<parameter=where>\n<p></parameter>\n</p>\n</parameter>\n"
      "<parameter=n>\n4\n</parameter>\n</function>",
      Found(calls=(called(where="<p></parameter>\n</p>", n=4),))),
+    # A value may contain a whole call: no tag that ends a value follows the value's own end.
+    ("<tool_call>\n<function=look>\n<parameter=where>\n<function=f>\n<parameter=a>\n1\n"
+     "</parameter>\n</function>\n</tool_call>\n</parameter>\n</function>\n</tool_call>",
+     Found(calls=(called(where="<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+                               "</tool_call>"),))),
+    # What the function may have decides whether a tag after a value's end is an argument.
+    ("<function=only>\n<parameter=code>\na</parameter>\n<parameter=b>\nc\n</parameter>\n"
+     "</function>", Found(calls=(("only", '{"code": "a</parameter>\\n<parameter=b>\\nc"}'),))),
+    ("<function=look>\n<parameter=where>\na\n</parameter>\n<parameter=b>\nc\n</parameter>\n"
+     "</function>", Found(calls=(called(where="a", b="c"),))),
     # Functionary's: another format.
     ('<function=look>{"where": "a"}</function>',
      Found(text='<function=look>{"where": "a"}</function>')),
