@@ -57,7 +57,7 @@ def _repeat(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Any:
 _Loader.add_constructor("!repeat", _repeat)
 
 
-def _load(name: str) -> Any:
+def load(name: str) -> Any:
     return yaml.load((_HERE / f"{name}.yaml").read_text(), _Loader)
 
 
@@ -73,14 +73,14 @@ def rows() -> tuple[Row, ...]:
 
 @cache
 def codes() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = _load("codes")
+    found: dict[str, dict[str, Any]] = load("codes")
     return found
 
 
 @cache
 def routes() -> dict[str, dict[str, str]]:
     """Path -> its method, and who may call it."""
-    found: dict[str, dict[str, str]] = _load("routes")
+    found: dict[str, dict[str, str]] = load("routes")
     return found
 
 
@@ -90,7 +90,7 @@ def headers(**others: str) -> dict[str, str]:
 
 
 def _changed(name: str, url: str, base: dict[str, Any]) -> Iterator[Row]:
-    for each in _load(name):
+    for each in load(name):
         without = each.get("without", ())
         change = each.get("change", {})
         fields = {key: value for key, value in (base | change).items() if key not in without}
@@ -102,7 +102,7 @@ def _changed(name: str, url: str, base: dict[str, Any]) -> Iterator[Row]:
 
 
 def _bodies() -> Iterator[Row]:
-    for each in _load("bodies"):
+    for each in load("bodies"):
         body = each["body"]
         if isinstance(body, list):
             body = "".join(text * times for text, times in body)
@@ -113,7 +113,7 @@ def _bodies() -> Iterator[Row]:
 
 
 def _heads() -> Iterator[Row]:
-    for each in _load("heads"):
+    for each in load("heads"):
         method, path = each.get("method", "POST"), each.get("path", CHAT_URL)
         own = {name: str(value) for name, value in each.get("headers", {}).items()}
         body = json.dumps(CHAT).encode() if each.get("body", True) else b""

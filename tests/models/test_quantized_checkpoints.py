@@ -356,3 +356,14 @@ FIRST_ROW += [-0.9296875, -0.185546875, 0.37109375, 0.7421875, 0.0, 0.0, -1.6718
 LAST_ROW = [0.82421875, -1.4453125, 0.6171875, -1.6484375, -1.03125, -0.6171875, 1.4453125]
 LAST_ROW += [-1.03125, -0.6953125, 0.6953125, -0.8671875, 1.734375, -0.34765625, -0.8671875]
 LAST_ROW += [0.34765625, -0.6953125]
+
+
+@pytest.mark.parametrize("kind", ["packed", "fp8 rows", "int8"])
+def test_a_quantised_head_beside_tied_embeddings_is_used(tmp_path: Path, kind: str) -> None:
+    """It cannot be equal to the embeddings, which are floats."""
+    checkpoint = write_quantized(tmp_path, "llama", kind, with_head=True)
+    file = checkpoint.directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    assert_logits_are_transformers(checkpoint)
+    (remark,) = describe_model(checkpoint.directory).remarks
+    assert "lm_head.weight that differs" in remark

@@ -426,6 +426,7 @@ def _load_tokenizer(
         tokenizer = json.loads(read())
         added = tokenizer.get("added_tokens") or []
         tokenizer["added_tokens"] = added = [each for each in added if each["id"] < vocab_size]
+        _drop_beyond(tokenizer["model"], vocab_size)
         vocab = tokenizer["model"]["vocab"]  # a list, or ids by text
         ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
         num_ids = 1 + max(chain(ids, (each["id"] for each in added)))
@@ -435,6 +436,22 @@ def _load_tokenizer(
         raise GrammarError(
             f"This model's tokenizer cannot follow a grammar: {_first_line(str(error))}."
         ) from error
+
+
+def _drop_beyond(model: dict[str, Any], vocab_size: int) -> None:
+    """Remove tokens that the model has no row for, and the merges that make them."""
+    vocab = model["vocab"]
+    if len(vocab) <= vocab_size:
+        return
+    if isinstance(vocab, list):
+        model["vocab"] = vocab[:vocab_size]
+        return
+    model["vocab"] = kept = {text: each for text, each in vocab.items() if each < vocab_size}
+    pairs = [each.split(" ") if isinstance(each, str) else each for each in model.get("merges", ())]
+    if "merges" in model:
+        model["merges"] = [
+            pair for pair in pairs if all(text in kept for text in (*pair, "".join(pair)))
+        ]
 
 
 def _probe(matcher: LLMatcher) -> None:

@@ -454,3 +454,31 @@ def test_an_answer_that_is_too_complex_by_itself_ends(
     with pytest.raises(GrammarError, match="too many states"):
         walk(grammars, Grammar("regex", r"(\w{1,20} ){5,4000}end"), 0, [])
     assert math.isinf(grammars._max_compile_s)
+
+
+def test_tokens_that_the_model_has_no_row_for_are_in_no_mask() -> None:
+    """Where the tokenizer's own vocabulary, not only its added tokens, is larger than the head."""
+    text = (ASSETS / "demo-small" / "tokenizer.json").read_text()
+    tokenizer = Tokenizer.from_str(text)
+    num_rows = 600
+    grammars = Grammars(lambda: text, (0,), vocab_size=num_rows)
+    state = grammars.follow(json_grammar({"type": "string", "maxLength": 40}), 0)
+    rng, tokens = random.Random(1), list[int]()
+    while 0 not in tokens:
+        choices = allowed(state, tokens)
+        assert choices and max(choices) < num_rows
+        assert state.num_mask_nbytes * 8 < num_rows + 32
+        tokens.append(rng.choice(choices))
+    assert isinstance(json.loads(tokenizer.decode(tokens[:-1])), str)
+
+
+def test_an_answer_that_nothing_may_follow_ends_in_words(
+    tokenizer_text: str, grammars: Grammars
+) -> None:
+    """After `,` comes another property, but only "a" may be one, and it is there."""
+    patterns = {"^a$": {"const": 1}}
+    schema = {"type": "object", "patternProperties": patterns, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    state = grammars.follow(json_grammar(schema), 0)
+    with pytest.raises(GrammarError, match="two patternProperties, or one and a property"):
+        allowed(state, Tokenizer.from_str(tokenizer_text).encode('{"a":1,').ids)
