@@ -481,4 +481,4 @@ def test_an_answer_that_nothing_may_follow_ends_in_words(
               "additionalProperties": False}  # fmt: skip
     state = grammars.follow(json_grammar(schema), 0)
     with pytest.raises(GrammarError, match="two patternProperties, or one and a property"):
-        allowed(state, Tokenizer.from_str(tokenizer_text).encode('{"a":1,').ids)
+        allowed(state, Tokenizer.from_str(tokenizer_text).encode('{"a":1, ').ids)

@@ -92,5 +92,5 @@ def test_schemas_that_are_wrong_stay_as_they_are() -> None:
 
 
 def test_patterns_that_exclude_each_other_are_refused_in_words() -> None:
-    with pytest.raises(GrammarError, match="patternProperty regexes /.a/ and /.ab/ are not"):
+    with pytest.raises(GrammarError, match=r"patternProperty regexes /.a/ and /.ab/ are not"):
         takes({"type": "object", "patternProperties": {"^a": NULL, "^ab": CAT}}, "{}")
