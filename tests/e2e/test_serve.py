@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -44,6 +45,7 @@ SPANS = {
     "decode",
 }
 
+UNLUCKY_SEED = 666
 NUM_KILLS = 5  # attempts to hit a stream
 # Lines of a start.
 WEIGHTS = r"weights .* of .* \(100 %\)"
@@ -69,6 +71,7 @@ def server(
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
         "PYTHONPATH": with_stand_in(),
         "DISAGG_TEST_HAND_OVER": "300",  # the prompts that are to be pulled
+        "DISAGG_TEST_UNLUCKY_SEED": f"{UNLUCKY_SEED}",
     }
     command = Command(f"{model} {flags} {pools}", tmp_path_factory.mktemp("serve"), environment)
     with command.killed_at_the_end():
@@ -269,6 +272,33 @@ def test_metrics_and_probes(server: Command, client: openai.OpenAI) -> None:
     assert 'disagg_prompt_tokens_total{model_name="tiny",tenant="default"}' in metrics
     assert metrics.count("disagg_worker_kv_cache_usage_perc{") == 3  # workers
     assert "disagg_kv_transfer_bytes_per_second{" in metrics
+
+
+async def test_a_request_that_breaks_a_step_ends_alone(
+    server: Command, reference: SingleEngine
+) -> None:
+    """Of every engine that would compute it: it is tried on one. No worker and no stream ends."""
+    expected, answers = streams_of(reference), list[httpx.Response]()
+    workers = set(server.named("ServeReplica"))
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": PROMPTS[1]}],
+        "seed": UNLUCKY_SEED,
+        "logit_bias": {"5": 1.0},
+        "max_tokens": 8,
+    }
+
+    def ask() -> None:
+        url = f"{server.url}/v1/chat/completions"
+        answers.extend(plain_http.post(url, json=body, timeout=60) for _ in range(3))
+
+    assert await streamed(server.url, "tiny", ask) == expected
+    for answer in answers:
+        assert answer.status_code == 500
+        error = answer.json()["error"]
+        assert error["code"] == "request_failed"
+        assert "planted" in error["message"] and answer.headers["x-request-id"]
+    assert workers == set(server.named("ServeReplica"))
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])

@@ -7,6 +7,8 @@ how many GB each has free ("80,80,3"), hidden by CUDA_VISIBLE_DEVICES as by the 
 beside this file answers the same. A worker that opens a GPU claims its memory by the product's own
 code, leaves a file in `DISAGG_TEST_OPENED` that says which one, and then computes on the CPU.
 
+`DISAGG_TEST_UNLUCKY_SEED`: a request with this seed and a bias breaks the step of its engine.
+
 `DISAGG_TEST_HAND_OVER`: prompts of so many tokens or more get the best route on which KV moves. On
 a busy machine, or with ranks that share its cores, the router often finds another one faster.
 """
@@ -94,10 +96,24 @@ def change_routes(dispatch: Any) -> None:
     dispatch.Dispatcher.__init__.__kwdefaults__["choose"] = hand_over
 
 
+def change_edits(logit_edits: Any) -> None:
+    apply_ = logit_edits.LogitEdits.apply_
+    unlucky = int(os.environ["DISAGG_TEST_UNLUCKY_SEED"])
+
+    def breaks(self: Any, logits: Any, sequences: Sequence[Any]) -> None:
+        if any(each.sampling.seed == unlucky for each in sequences):
+            raise IndexError("planted")
+        apply_(self, logits, sequences)
+
+    logit_edits.LogitEdits.apply_ = breaks
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {}
 if FREE_NBYTES:
     CHANGES["torch.cuda"] = change_cuda
     CHANGES["disagg.engine.device.choices"] = change_choices
+if "DISAGG_TEST_UNLUCKY_SEED" in os.environ:
+    CHANGES["disagg.engine.device.logit_edits"] = change_edits
 if "DISAGG_TEST_HAND_OVER" in os.environ:
     CHANGES["disagg.ingress.dispatch"] = change_routes
 
