@@ -19,6 +19,7 @@ TOGETHER := tests/sim $(filter-out $(MODELS),$(wildcard tests/test_*.py))
 BENCH := tests/bench tests/scripts tests/kernels/grid $(wildcard tests/*/test_planted_*.py)
 FAMILIES := tests/families
 FETCHED := $(VENV)/.families
+TOKENIZERS := deepseek_v3 gemma3 gpt4o gptoss llama2 llama3 llama3_1 qwen3
 
 PARTS := test-clusters test-commands test-models test-parts test-together
 
@@ -111,7 +112,7 @@ $(FETCHED)/templates: | $(READY)
 	cd $@ && $(CURDIR)/$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 && \
 	tar xzf *.tar.gz --strip-components=5 --wildcards '*/models/templates/*.jinja' && rm *.tar.gz
 
-test-families: $(FETCHED)/templates $(foreach name,qwen3 gptoss deepseek_v3 llama3_1,$(FETCHED)/$(name))
+test-families: $(FETCHED)/templates $(foreach name,$(TOKENIZERS),$(FETCHED)/$(name))
 	$(PYTEST) $(FAMILIES) $(ARGS)
 
 # Client libraries of others against a server, in an environment of their own.

@@ -14,9 +14,8 @@ from disagg.text.chat_template import ChatTemplate
 from disagg.text.reasoning import NAMES as REASONING_PARSERS
 from disagg.text.reasoning import ReasoningFormat, reasoning_format_of
 from disagg.text.tokenizer import Tokenizer
-from disagg.text.tool_parsers.format import ToolFormat
 from disagg.text.tool_parsers.registry import NAMES as TOOL_CALL_PARSERS
-from disagg.text.tool_parsers.registry import tool_format_of
+from disagg.text.tool_parsers.registry import ToolFormat, tool_format_of
 
 
 @dataclass(frozen=True)

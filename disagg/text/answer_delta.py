@@ -1,9 +1,15 @@
-"""The parsed parts of an answer as they arrive: reasoning, text and tool calls."""
+"""The parsed parts of an answer as they arrive: reasoning, text and tool calls.
+
+A reader reads an answer after its reasoning, and puts text and calls into a sink. A call is put
+there while it is generated. What turns out not to be a call of an offered function stays text.
+"""
 
 from __future__ import annotations
 
+import functools
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
 from typing import Any, Literal, TypeAlias
@@ -11,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from disagg.text.incoming import Take
+from disagg.text.incoming import Incoming, Marks, Reading, Take
 
 CallIdStyle: TypeAlias = Literal["openai", "mistral"]
 # Name of an offered function -> JSON schema of its parameters.
@@ -197,3 +203,62 @@ class Trimmed:
         if self._spaces:
             self._take("".join(self._spaces))
             self.drop()
+
+
+Reader: TypeAlias = Callable[[Incoming, Sink], Reading[None]]
+marks_of = functools.cache(lambda marks: Marks(*marks))
+
+
+@dataclass(frozen=True)
+class Marked:
+    """Reads calls that begin with a mark, anywhere in an answer.
+
+    Attributes:
+        begins: the marks.
+        read_call: reads what follows the given mark; returns whether that was calls. If it was not,
+            or not to its end, what was recorded meanwhile is text.
+    """
+
+    begins: tuple[str, ...]
+    read_call: Callable[[Incoming, Sink, str], Reading[bool]]
+
+    def __call__(self, text: Incoming, sink: Sink, dropped: tuple[str, ...] = ()) -> Reading[None]:
+        """Read the rest of an answer. `dropped` are marks that are not part of its text."""
+        trimmed = Trimmed(sink.text)
+        while (yield from self.until_call(text, sink, trimmed, dropped)):
+            pass
+        if sink.num_calls:
+            trimmed.drop()
+        trimmed.flush()
+
+    def until_call(
+        self, text: Incoming, sink: Sink, take: Trimmed, ends: tuple[str, ...]
+    ) -> Reading[str]:
+        """Pass text to `take` up to a call, which is read, or up to one of `ends`.
+
+        Returns the mark that was found; "" at the end of the answer.
+        """
+        while mark := (yield from text.until(marks_of(self.begins + ends), take)):
+            if mark in ends:
+                return mark
+            num_calls = sink.num_calls
+            text.record(mark)
+            is_whole = yield from self.read_call(text, sink, mark)
+            rest = "" if is_whole else text.recorded()
+            if sink.num_calls > num_calls:
+                take.drop()
+                sink.text(rest)
+                return mark
+            take(rest)
+        return ""
+
+
+def read_text(text: Incoming, sink: Sink, before: str = "") -> Reading[None]:
+    """Read the rest as text. White space after calls is dropped.
+
+    Args:
+        before: text that was read already.
+    """
+    take = Trimmed(sink.text) if sink.num_calls else sink.text
+    take(before)
+    yield from text.until(marks_of(()), take)

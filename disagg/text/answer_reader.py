@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disagg.text.answer_delta import AnswerDelta, CallIdStyle, Sink, Tools
+from disagg.text.answer_delta import (
+    AnswerDelta,
+    CallIdStyle,
+    Marked,
+    Reader,
+    Sink,
+    Tools,
+    read_text,
+)
 from disagg.text.incoming import Incoming, Reading
 from disagg.text.reasoning import ReasoningFormat, read_reasoning
-from disagg.text.tool_parsers.format import Marked, Reader, ToolFormat, read_text
 from disagg.text.tool_parsers.harmony import read_harmony
-from disagg.text.tool_parsers.registry import HARMONY
+from disagg.text.tool_parsers.registry import HARMONY, ToolFormat
 
 
 @dataclass(frozen=True)

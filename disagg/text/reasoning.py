@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from disagg.text.answer_delta import Sink, Trimmed
+from disagg.text.answer_delta import Marked, Reader, Sink, Trimmed, marks_of
 from disagg.text.incoming import Incoming, Reading
-from disagg.text.tool_parsers.format import Marked, Reader, choose_format, marks_of
 from disagg.text.tool_parsers.harmony import FINAL, FORCE_FINAL
 from disagg.text.tool_parsers.harmony import MARKS as HARMONY_MARKS
+from disagg.text.tool_parsers.registry import choose_format
 
 if TYPE_CHECKING:
     from disagg.text.tokenizer import Tokenizer
@@ -78,6 +78,11 @@ FORMATS = (
     HARMONY,
     ReasoningFormat(("mistral",), ("[THINK]",), ("[/THINK]",), ("[THINK]",)),
     ReasoningFormat(("seed_oss",), ("<seed:think>",), ("</seed:think>",), ("<seed:think>",)),
+    ReasoningFormat(("gemma4",), ("<|channel>thought",), ("<channel|>",), ("<|channel>thought",)),
+    ReasoningFormat(
+        ("cohere_command3", "cohere_command4"), ("<|START_THINKING|>",), ("<|END_THINKING|>",),
+        ("<|START_THINKING|>",),
+    ),
     ReasoningFormat(
         ("granite",),
         ("Here is my thought process:", "Here's my thought process:"),

@@ -1,4 +1,4 @@
-"""Tokenizers and templates of real models: `make test-families` fetches them (64 MB) and runs this.
+"""Tokenizers and templates of real models: `make test-families` fetches them (145 MB) and runs this.
 
 They are files of other projects, so they are fetched and not kept here.
 """
@@ -26,6 +26,10 @@ from tests.text.answers import TOOLS, Found
 
 FETCHED = Path(__file__).parents[2] / ".venv" / ".families"
 SHA256 = {
+    "gemma3": "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795",
+    "gpt4o": "43a3ad4618a6a938f8c2614154ea10c31ad53a62d5683ae0b0e6133575cef07e",
+    "llama2": "fc4f0bd70b3709312d9d1d9e5ba674794b6bc5abc17429897a540f93882f25fc",
+    "llama3": "c05a3c2174e9edd5be19dc5a0748c42a9037bec2811ce062728bfd71f8702d78",
     "deepseek_v3": "621ac2e32d0dba658404412318818aaa8ce8cda492e59830109d8da6b517fb41",
     "gptoss": "0614fe83cadab421296e664e1f48f4261fa8fef6e03e63bb75c20f38e37d07d3",
     "llama3_1": "e134af98b985517b4f068e3755ae90d4e9cd2d45d328325dc503f1c6b2d06cc7",
@@ -78,7 +82,7 @@ def model(name: str) -> ServedModel:
     assert hashlib.sha256(raw).hexdigest() == SHA256[name], f"{name} is another one"
     tokenizer = Tokenizer.from_json(raw.decode(), name)
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    source = config.get("chat_template") or TEMPLATES[name]
+    source = config.get("chat_template") or TEMPLATES.get(name, "")
     return ServedModel(
         name=name,
         tokenizer=tokenizer,

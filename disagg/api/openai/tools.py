@@ -18,8 +18,8 @@ from disagg.api.openai.strict_schema import strict
 from disagg.api.refusals import invalid_value, unsupported
 from disagg.api.served_model import ServedModel
 from disagg.messages import Grammar
+from disagg.text.answer_delta import Reader
 from disagg.text.answer_reader import AnswerSyntax, read_arguments_of
-from disagg.text.tool_parsers.format import Reader
 from disagg.text.tool_parsers.json_calls import read_llama3_json
 
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]

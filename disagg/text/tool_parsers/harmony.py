@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 
-from disagg.text.answer_delta import Sink
+from disagg.text.answer_delta import Reader, Sink
 from disagg.text.incoming import Incoming, Marks, Reading
-from disagg.text.tool_parsers.format import Reader
 
 MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>",
          "<|constrain|>")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Calls whose arguments are JSON: of Hermes, Llama 3, Granite, Mistral, DeepSeek, Kimi K2.
+"""Calls whose arguments are JSON: of Hermes, Llama 3, Granite, Mistral, DeepSeek, Kimi K2, Cohere.
 
 Most are JSON objects with a name and arguments, or lists of them. Others have the name before the
 arguments, between marks. White space between marks is ignored.
@@ -6,11 +6,11 @@ arguments, between marks. White space between marks is ignored.
 
 from __future__ import annotations
 
+import functools
 import re
 
-from disagg.text.answer_delta import Sink
+from disagg.text.answer_delta import Marked, Sink, read_text
 from disagg.text.incoming import Incoming, Reading, Take, ignore
-from disagg.text.tool_parsers.format import Marked, read_text
 
 _PYTHON_TAG = "<|python_tag|>"  # Llama's, before some calls
 _NAME = re.compile(r"[A-Za-z0-9_.-]")
@@ -30,15 +30,26 @@ def read_llama3_json(text: Incoming, sink: Sink) -> Reading[None]:
     yield from read_text(text, sink, "" if is_whole else text.recorded())
 
 
+# Marks before calls, and the marks after them, which models may forget; "" for none.
+MARK_ENDS = {
+    "<tool_call>": "</tool_call>",
+    "<|tool_call|>": "<|/tool_call|>",
+    "<tool_calls>": "</tool_calls>",
+    "<TOOLCALL>": "</TOOLCALL>",
+    "<|START_ACTION|>": "<|END_ACTION|>",
+    "<|function_call|>": "",
+    "function call<|role_sep|>": "",
+}
+
+
 def _marked_json(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
-    return (yield from _read_json_calls(text, sink, end=_ENDS[mark]))
+    return (yield from _read_json_calls(text, sink, end=MARK_ENDS[mark]))
 
 
-_ENDS = {"<|tool_call|>": "<|/tool_call|>", "<tool_call>": "</tool_call>"}
-# Hermes, Qwen2.5, Qwen3, Granite 4.
-read_hermes = Marked(("<tool_call>",), _marked_json)
-# A list of calls after a mark: Granite 3, Phi-4-mini.
-read_granite = Marked(tuple(_ENDS), _marked_json)
+@functools.cache
+def read_marked_json(begins: tuple[str, ...]) -> Marked:
+    """Reads a call, several, or a list of them after one of these marks."""
+    return Marked(begins, _marked_json)
 
 
 def _mistral(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
@@ -180,7 +191,7 @@ def _read_call(text: Incoming, sink: Sink) -> Reading[bool]:
             return has_begun
         yield from text.skip(":")
         yield from text.spaces()
-        if key == "name" and name is None:
+        if key in ("name", "tool_name") and name is None:
             name = yield from text.json_string()
             if name is None or name not in sink.tools:
                 return False

@@ -6,26 +6,74 @@ import functools
 import json
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, TypeVar
 
-from disagg.text.answer_delta import Sink, joined
+from disagg.text.answer_delta import CallIdStyle, Reader, Sink, joined
 from disagg.text.chat_template import PROBE_ARGUMENTS, PROBE_NAME, ChatTemplate
 from disagg.text.incoming import Incoming
-from disagg.text.tool_parsers.format import ToolFormat, choose_format
+from disagg.text.tool_parsers import tags
 from disagg.text.tool_parsers.harmony import MARKS as HARMONY_MARKS
 from disagg.text.tool_parsers.harmony import read_harmony
 from disagg.text.tool_parsers.json_calls import (
     DEEPSEEK,
     KIMI_K2,
+    MARK_ENDS,
     read_deepseek,
-    read_granite,
-    read_hermes,
     read_kimi_k2,
     read_llama3_json,
+    read_marked_json,
     read_mistral,
 )
-from disagg.text.tool_parsers.pythonic import read_pythonic
-from disagg.text.tool_parsers.tags import read_glm45, read_minimax_m2, read_qwen3_coder
+from disagg.text.tool_parsers.literals import (
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    read_braces,
+    read_lfm2,
+    read_pythonic,
+)
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format in which models write tool calls.
+
+    Attributes:
+        names: its names for `--tool-call-parser`, which are vLLM's.
+        read: parses the calls in an answer.
+        shown_by: a chat template with any of these texts uses this format.
+        marks: texts that the reader looks for and that may be control tokens.
+        call_id_style: see `Sink`.
+    """
+
+    names: tuple[str, ...]
+    read: Reader
+    shown_by: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    call_id_style: CallIdStyle = "openai"
+
+
+class _Named(Protocol):
+    """A format of calls, or of reasoning."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def shown_by(self) -> tuple[str, ...]: ...
+
+
+Named = TypeVar("Named", bound=_Named)
+
+
+def choose_format(formats: Iterable[Named], template_source: str, name: str) -> Named | None:
+    """The format with this name, or for "" the first one that the chat template uses, if any."""
+    for each in formats:
+        if name in each.names or (not name and any(m in template_source for m in each.shown_by)):
+            return each
+    return None
+
 
 HARMONY = ToolFormat(
     ("openai",), partial(read_harmony, read_final=None), ("<|channel|>",), HARMONY_MARKS
@@ -40,31 +88,53 @@ PYTHONIC = ToolFormat(
     ("<|python_start|>", "<|python_end|>"),
 )  # fmt: skip
 
+
+def _json(names: tuple[str, ...], *begins: str) -> ToolFormat:
+    """JSON between marks; a template with the first of `begins` uses it."""
+    ends = tuple(MARK_ENDS[begin] for begin in begins)
+    return ToolFormat(names, read_marked_json(begins), begins[:1], (*begins, *filter(None, ends)))
+
+
 # The first format whose texts a template has is used, so texts of several formats come later.
 FORMATS = (
     HARMONY,
     ToolFormat(("deepseek_v3", "deepseek_v31"), read_deepseek, (DEEPSEEK[2],), DEEPSEEK),
     ToolFormat(("kimi_k2",), read_kimi_k2, (KIMI_K2[2],), KIMI_K2),
     ToolFormat(
-        ("qwen3_coder", "qwen3_xml"), read_qwen3_coder, ("<function=",),
+        ("deepseek_v32", "deepseek_v4"), tags.read_deepseek_v32, ("｜DSML｜",), ("｜DSML｜",)
+    ),
+    ToolFormat(
+        ("qwen3_coder", "qwen3_xml"), tags.read_qwen3_coder, ("<function=",),
         ("<tool_call>", "</tool_call>"),
     ),
     ToolFormat(
-        ("glm45", "glm47"), read_glm45, ("<arg_key>",),
+        ("glm45", "glm47"), tags.read_glm45, ("<arg_key>",),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
+    ToolFormat(("hy_v3",), tags.read_hy_v3, ("<tool_sep:opensource>",), tags.HY_V3_MARKS),
     ToolFormat(
-        ("minimax_m2",), read_minimax_m2, ("<minimax:tool_call>",),
+        ("minimax_m2",), tags.read_minimax_m2, ("<minimax:tool_call>",),
         ("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
+    ToolFormat(("minicpm5",), tags.read_minicpm5, ("<param name=",)),
+    ToolFormat(("gemma4",), read_braces(*GEMMA_4), ("<|tool_call>call:",), GEMMA_4),
     ToolFormat(
-        ("granite", "phi4_mini_json"), read_granite, ("<|tool_call|>",),
-        ("<|tool_call|>", "<tool_call>", "</tool_call>", "<|/tool_call|>"),
+        ("functiongemma",), read_braces(*FUNCTION_GEMMA), ("<start_function_call>",),
+        FUNCTION_GEMMA,
     ),
-    ToolFormat(("hermes",), read_hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>")),
+    _json(("granite", "phi4_mini_json"), "<|tool_call|>", "<tool_call>"),
+    _json(("cohere_command3", "cohere_command4"), "<|START_ACTION|>"),
+    _json(("gigachat3",), "<|function_call|>", "function call<|role_sep|>"),
+    _json(("nemotron_json",), "<TOOLCALL>"),
+    _json(("minimax",), "<tool_calls>"),
+    _json(("hermes",), "<tool_call>"),
     ToolFormat(
         ("mistral",), read_mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         call_id_style="mistral",
+    ),
+    ToolFormat(
+        ("lfm2",), read_lfm2, ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
     ),
     PYTHONIC,
     LLAMA3_JSON,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.text.chat_template import ChatTemplate
-from disagg.text.tool_parsers.named_arguments import types_of
 from disagg.text.tool_parsers.registry import tool_format_of
+from disagg.text.tool_parsers.tags import types_of
 from tests.text.answers import Found, cut, read, syntax_of
 
 ARGUMENTS = '{"where": "</tool", "n": [1, 2.5]}'
@@ -241,6 +241,18 @@ def _tags(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _braces(value: Any) -> str:
+    """As Gemma 4 writes it."""
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            return "{" + ",".join(f"{k}:{_braces(v)}" for k, v in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(_braces, value)) + "]"
+    return json.dumps(value)
+
+
 # How models write calls, in pieces between which there may be white space.
 WRITERS: dict[str, Callable[[Called], list[str]]] = {
     "hermes": lambda c: ["<tool_call>", _json([c], ""), "</tool_call>"],
@@ -275,6 +287,37 @@ WRITERS: dict[str, Callable[[Called], list[str]]] = {
         "<minimax:tool_call>", f'<invoke name="{c[0]}">',
         *(f'<parameter name="{k}">{_tags(v)}</parameter>' for k, v in c[1].items()),
         "</invoke>", "</minimax:tool_call>",
+    ],
+    "deepseek_v32": lambda c: [
+        "<｜DSML｜function_calls>", f'<｜DSML｜invoke name="{c[0]}">',
+        *(f'<｜DSML｜parameter name="{k}" string="{str(isinstance(v, str)).lower()}">{_tags(v)}'
+          "</｜DSML｜parameter>" for k, v in c[1].items()),
+        "</｜DSML｜invoke>", "</｜DSML｜function_calls>",
+    ],
+    "minicpm5": lambda c: [
+        f'<function name="{c[0]}">',
+        *(f'<param name="{k}">{_tags(v)}</param>' for k, v in c[1].items()),
+        "</function>",
+    ],
+    "hy_v3": lambda c: [
+        "<tool_calls:opensource>", "<tool_call:opensource>", c[0], "<tool_sep:opensource>",
+        *(piece for k, v in c[1].items()
+          for piece in (f"<arg_key:opensource>{k}</arg_key:opensource>",
+                        f"<arg_value:opensource>{_tags(v)}</arg_value:opensource>")),
+        "</tool_call:opensource>", "</tool_calls:opensource>",
+    ],
+    "cohere_command3": lambda c: [
+        "<|START_ACTION|>", "[",
+        json.dumps({"tool_call_id": "0", "tool_name": c[0], "parameters": c[1]}), "]",
+        "<|END_ACTION|>",
+    ],
+    "gigachat3": lambda c: ["<|function_call|>", _json([c], "")],
+    "nemotron_json": lambda c: ["<TOOLCALL>", "[", _json([c, c], ", "), "]", "</TOOLCALL>"],
+    "minimax": lambda c: ["<tool_calls>", _json([c], ""), _json([c], ""), "</tool_calls>"],
+    "gemma4": lambda c: ["<|tool_call>", "call:" + c[0], _braces(c[1]), "<tool_call|>"],
+    "lfm2": lambda c: [
+        "<|tool_call_start|>", "[", c[0] + "(", ", ".join(f"{k}={v!r}" for k, v in c[1].items()),
+        ")", "]", "<|tool_call_end|>",
     ],
     "pythonic": lambda c: [
         "[", c[0] + "(", ", ".join(f"{k}={v!r}" for k, v in c[1].items()), ")", "]",
@@ -376,10 +419,12 @@ SHOWN = (
         (SHOWN % '[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}', "mistral"),
         (SHOWN % """{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}""",
          "llama3_json"),
-        # Functionary's, Command-R's and Apriel's: of no format, although they have texts of some.
+        (SHOWN % '<|START_ACTION|>[{"tool_name": "{{ c.name }}", "parameters":'
+         " {{ c.arguments | tojson }}}]<|END_ACTION|>", "cohere_command3"),
+        ("{# <tool_call> #}" + SHOWN % "<tool_calls>[{{ c | tojson }}]</tool_calls>", "minimax"),
+        # Functionary's and Apertus': of no format, although they have texts of some.
         (SHOWN % "<function={{ c.name }}>{{ c.arguments | tojson }}</function>", ""),
-        (SHOWN % '[{"tool_name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}]', ""),
-        ("{# <tool_call> #}" + SHOWN % "<tool_calls>[{{ c | tojson }}]</tool_calls>", ""),
+        (SHOWN % '<tool_call>[{"{{ c.name }}": {{ c.arguments | tojson }}}]</tool_call>', ""),
         # Llama 4's tells the model another format than it shows.
         ("[func_name1(" + SHOWN % '{"name": "{{ c.name }}", "parameters": {{ c.arguments }}}',
          "pythonic"),
