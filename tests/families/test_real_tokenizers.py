@@ -1,4 +1,4 @@
-"""Tokenizers and templates of real models: `make test-families` fetches them (145 MB) and runs this.
+"""Tokenizers and templates of real models, which `make test-families` fetches (145 MB).
 
 They are files of other projects, so they are fetched and not kept here.
 """
