@@ -14,7 +14,7 @@ SYSTEM := tests/e2e tests/faults
 CLUSTERS := tests/faults tests/e2e/test_three_nodes.py
 MODELS := tests/engine tests/kernels tests/models \
 	$(patsubst %,tests/test_%.py,real_model kv_formats moves local_experts)
-TOGETHER := tests/sim $(filter-out $(MODELS),$(wildcard tests/test_*.py))
+TOGETHER := tests/tools/sim $(filter-out $(MODELS),$(wildcard tests/test_*.py))
 # Not for every change: `make test-bench`.
 BENCH := tests/bench tests/scripts tests/kernels/grid $(wildcard tests/*/test_planted_*.py)
 FAMILIES := tests/families

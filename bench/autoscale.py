@@ -34,10 +34,10 @@ from bench.autoscale_loads import Load, made_up, of_trace
 from bench.report import finish, print_table
 from disagg.config import AutoscalingConfig
 from disagg.host import usable_cores
-from disagg.sim.config import SimConfig
-from disagg.sim.report import SimReport
-from disagg.sim.simulation import simulate
 from disagg.time_model import StepTimeModel
+from disagg.tools.sim.config import SimConfig
+from disagg.tools.sim.report import SimReport
+from disagg.tools.sim.simulation import simulate
 
 # What `disagg plan llama-3-70b --gpu h100 --json` says of a worker of four: step times, KV tokens.
 TIMES = StepTimeModel(

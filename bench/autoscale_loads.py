@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.sim.trace import TraceRequest, read_trace
+from disagg.tools.sim.trace import TraceRequest, read_trace
 
 # Lengths of prompts are log-normal, those of answers exponential.
 MEAN_PROMPT_TOKENS, PROMPT_SIGMA, MOST_PROMPT_TOKENS = 2500, 0.8, 8000

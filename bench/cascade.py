@@ -44,14 +44,14 @@ from tokenizers import Tokenizer
 
 from bench.report import finish, print_table
 from disagg import local
-from disagg.cli.cascade import CHAT, PATIENCE_S, Question, ScoredAnswer, asker, compared
-from disagg.cli.cascade_report import SHARES
 from disagg.cli.serve_config import bundled_cascade
 from disagg.config import AUTO, CascadeConfig, EngineConfig, ServeConfig, TierConfig
 from disagg.engine.sched.step import StepPlan
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.router.calibration import CascadeOutcome, Compared, curve, played
 from disagg.router.prompt_judge import log_odds
+from disagg.tools.calibrate.command import CHAT, PATIENCE_S, Question, ScoredAnswer, asker, compared
+from disagg.tools.calibrate.report import SHARES
 from disagg.worker.parts import Parts, build_parts
 from scripts.demo_evaluate import all_levels
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import finish, print_table
-from disagg.sim.config import SimConfig
-from disagg.sim.simulation import simulate
-from disagg.sim.trace import TRACE_BLOCK_TOKENS, Sessions, TraceRequest, generate, read_trace
+from disagg.tools.sim.config import SimConfig
+from disagg.tools.sim.simulation import simulate
+from disagg.tools.sim.trace import TRACE_BLOCK_TOKENS, Sessions, TraceRequest, generate, read_trace
 
 NUM_WORKERS, NUM_INGRESS, NUM_BLOCKS = 64, 4, 6000  # workers of each pool
 NUM_HASHED = (1, 2, 6)  # blocks of a prompt; 0: in turn

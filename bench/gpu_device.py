@@ -57,7 +57,7 @@ def datasheet(device: torch.device) -> tuple[float, float] | None:
     """Bytes/s of memory and dense bf16 FLOP/s as the maker states them; None if not known."""
     if device.type != "cuda" or importlib.util.find_spec("msgspec") is None:
         return None
-    from disagg.planner.gpus import gpu_called
+    from disagg.capacity.gpus import gpu_called
 
     gpu = gpu_called(torch.cuda.get_device_name(device))
     return None if gpu is None else (gpu.memory_bytes_per_s, gpu.bf16_flops)

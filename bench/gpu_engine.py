@@ -41,6 +41,10 @@ from bench.gpu_models import (
 )
 from bench.gpu_rows import Absent, Row, parser_of, run_part
 from bench.gpu_timeline import device_timeline, host_timeline
+from disagg.capacity.efficiency import DATASHEET
+from disagg.capacity.roofline import Placement
+from disagg.capacity.shapes import shape_of
+from disagg.capacity.step_sizes import step_sizes
 from disagg.config import EngineConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.runner import ModelRunner
@@ -50,10 +54,6 @@ from disagg.messages import SamplingParams, StartStep
 from disagg.models.decoder import Decoder, random_decoder
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.weights import Progress
-from disagg.planner.efficiency import DATASHEET
-from disagg.planner.roofline import Placement
-from disagg.planner.shapes import shape_of
-from disagg.planner.step_sizes import step_sizes
 
 # Sequences and tokens of each, the most telling ones first.
 BATCHES = [(32, 1024), (1, 1024), (256, 1024), (128, 1024), (8, 4096), (32, 4096), (1, 30000)]

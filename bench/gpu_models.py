@@ -13,6 +13,10 @@ import torch
 
 from bench.requests import greedy, new_request
 from bench.shapes import model_config
+from disagg.capacity.efficiency import ON_CPU
+from disagg.capacity.gpus import CPU_CORE, gpu_called
+from disagg.capacity.roofline import Placement
+from disagg.capacity.shapes import shape_of
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.kv_shape import KVShape
 from disagg.engine.device.runner import ModelRunner
@@ -25,10 +29,6 @@ from disagg.messages import SamplingParams
 from disagg.models.decoder import random_decoder
 from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
-from disagg.planner.efficiency import ON_CPU
-from disagg.planner.gpus import CPU_CORE, gpu_called
-from disagg.planner.roofline import Placement
-from disagg.planner.shapes import shape_of
 
 _numbers = count()  # a request's name is used once
 

@@ -45,9 +45,9 @@ from bench.two_engines import (
     pull_blocks,
     serve,
 )
+from disagg.capacity.gpus import LINKS
 from disagg.kvtransfer.ticket import Peer
 from disagg.models.description import describe_model
-from disagg.planner.gpus import LINKS
 
 NUM_BLOCKS, CPU_BLOCKS, TINY_BLOCKS = 256, 64, 64  # the longest prompt needs more than half
 IPC_BLOCK_NBYTES = 8 << 20  # 64 tokens of Llama-3-8B

@@ -1,6 +1,6 @@
 """Compares published throughput with what the planner predicts: `python -m bench.planner`
 
-Nothing runs: both figures come from tables. Runs to which a share in `planner/efficiency.py` was
+Nothing runs: both figures come from tables. Runs to which a share in `capacity/efficiency.py` was
 fitted are marked; the other runs show how well it predicts. `--fit` prints the shares that match
 the marked runs. A second table has the step times with which a worker begins, as shares of the
 roofline that they stand for.
@@ -14,10 +14,10 @@ import msgspec
 
 from bench.published_runs import RUNS, SOURCES, Run
 from bench.report import finish, print_table
-from disagg.planner.efficiency import MATMUL
-from disagg.planner.gpus import GPUS
-from disagg.planner.roofline import Placement
-from disagg.planner.shapes import SHAPES
+from disagg.capacity.efficiency import MATMUL
+from disagg.capacity.gpus import GPUS
+from disagg.capacity.roofline import Placement
+from disagg.capacity.shapes import SHAPES
 from disagg.time_model import StepFeatures, attended
 
 NEAR = 0.2

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import msgspec
 
-from disagg.planner.efficiency import efficiency_of
-from disagg.planner.gpus import GPUS
-from disagg.planner.roofline import Placement
-from disagg.planner.shapes import SHAPES
-from disagg.planner.sizing import MAX_BATCH
+from disagg.capacity.efficiency import efficiency_of
+from disagg.capacity.gpus import GPUS
+from disagg.capacity.roofline import Placement
+from disagg.capacity.shapes import SHAPES
 from disagg.time_model import StepFeatures
+from disagg.tools.plan.sizing import MAX_BATCH
 
 _TRT = "https://github.com/NVIDIA/TensorRT-LLM/blob/"
 _GPUSTACK = "https://docs.gpustack.ai/latest/performance-lab/"

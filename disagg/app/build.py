@@ -19,12 +19,12 @@ from disagg.app.deployments import WorkerReplica
 from disagg.app.gpus import gpus_of_cluster, nodes_of_cluster
 from disagg.app.ingress import Ingress
 from disagg.app.rank_actors import placement
+from disagg.capacity.device_plan import plan_devices, unsized_tiers, with_devices
+from disagg.capacity.node_check import LEAST_CPUS, check_nodes
 from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.config_checks import check_secrets, filled_in, parse_config
 from disagg.errors import StartupError
 from disagg.messages import Role
-from disagg.planner.device_plan import plan_devices, unsized_tiers, with_devices
-from disagg.planner.node_check import LEAST_CPUS, check_nodes
 from disagg.router.autoscale import pools
 
 log = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ from disagg.app.build import build_application
 from disagg.app.gpus import gpus_of_cluster, nodes_of_cluster
 from disagg.app.haproxy import HOST_FOR_SERVE, HAProxyWatch
 from disagg.app.watch import Say, Watch
+from disagg.capacity.node_check import Node
 from disagg.config import HttpConfig, ServeConfig, url_of
 from disagg.devices import Gpus, see_only
 from disagg.errors import StartupError
 from disagg.messages import StartsByPool
-from disagg.planner.node_check import Node
 
 APPLICATION = "disagg"
 DRAIN_MARGIN_S = 5.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ray
 
+from disagg.capacity.node_check import Node
 from disagg.devices import Device, Gpus
-from disagg.planner.node_check import Node
 
 _KIND = "accelerator_type:"  # prefix of the name of a resource that each node with GPUs has
 

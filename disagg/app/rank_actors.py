@@ -15,10 +15,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from disagg.capacity.node_check import resources_of_node
 from disagg.config import PoolConfig, TierConfig
 from disagg.devices import see_only
 from disagg.errors import StartupError
-from disagg.planner.node_check import resources_of_node
 from disagg.rank_messages import RankStart
 from disagg.worker.rank import run_elsewhere
 from disagg.worker.rank_listener import Address

@@ -17,7 +17,14 @@ OTHER_NAMES = {
     "max_num_workers": "max_workers",
     "cold_tier_nbytes": "cold_tier_bytes",
 }
-VERBS = ("serve", "chat", "plan", "sim", "cascade", "doctor")
+VERBS = {
+    "serve": "disagg.cli.serve",
+    "chat": "disagg.tools.chat",
+    "plan": "disagg.tools.plan.command",
+    "sim": "disagg.tools.sim.command",
+    "cascade": "disagg.tools.calibrate.command",
+    "doctor": "disagg.tools.doctor.command",
+}
 
 
 class _ShowVersion(argparse.Action):
@@ -53,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
     # Only the requested command is imported, so that `serve` handles signals as early as possible.
     for name in [each for each in VERBS if each in words[:1]] or VERBS:
-        verb = importlib.import_module(f"disagg.cli.{name}")
+        verb = importlib.import_module(VERBS[name])
         subparser = verbs.add_parser(name, help=(verb.__doc__ or "").split("\n")[0])
         verb.add_arguments(subparser)
         subparser.set_defaults(run=verb.run)

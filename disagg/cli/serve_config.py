@@ -14,7 +14,7 @@ import msgspec
 from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
 from disagg.config import ASSETS, EngineConfig, ServeConfig
 from disagg.config_checks import filled_in, parse_config
-from disagg.doctor.findings import DoctorReport
+from disagg.doctor_report import DoctorReport
 from disagg.errors import StartupError
 from disagg.host import read_memory, usable_cores
 

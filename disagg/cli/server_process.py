@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from disagg.app.probe import ask_here
+from disagg.capacity.device_plan import DevicePlan, plan_devices, unsized_tiers
+from disagg.capacity.node_check import check_nodes
 from disagg.cli.embedded_redis import EmbeddedRedis, keep_running
 from disagg.cli.process_tree import end_run_elsewhere, join_run, keep_logs
 from disagg.cli.ray_environment import prepare_environment
@@ -51,8 +53,6 @@ from disagg.devices import Gpus, gpus_here
 from disagg.errors import DisaggError, StartupError
 from disagg.imports import uncollected_imports
 from disagg.messages import StartsByPool
-from disagg.planner.device_plan import DevicePlan, plan_devices, unsized_tiers
-from disagg.planner.node_check import check_nodes
 from disagg.router.autoscale import pools
 from disagg.worker.check import cpu_steps_sentence
 

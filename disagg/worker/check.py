@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from disagg.capacity.step_sizes import largest_step
 from disagg.config import EngineConfig, TierConfig
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import choose_device, choose_dtype, why_not_compiled
@@ -13,7 +14,6 @@ from disagg.kernels.cpu.library import find_step
 from disagg.messages import Role
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.model_config import ModelConfig
-from disagg.planner.step_sizes import largest_step
 from disagg.router.autoscale import pools
 
 _ABOUT = 1.1  # tolerance for padding of weights that stay quantised

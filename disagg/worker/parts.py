@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from disagg.capacity.prior import step_times
+from disagg.capacity.shapes import shape_of
+from disagg.capacity.step_sizes import largest_step
 from disagg.config import EngineConfig, ServeConfig, TierConfig, TransferPrior
 from disagg.decode_worker.kv_source import KVTier
 from disagg.decode_worker.store_source import HostLookup, StoreLookup
@@ -28,9 +31,6 @@ from disagg.kvtransfer.transport import Transport
 from disagg.kvtransfer.ucx import LOOPBACK, interface_of
 from disagg.messages import StartStep
 from disagg.models.description import describe_model
-from disagg.planner.prior import step_times
-from disagg.planner.shapes import shape_of
-from disagg.planner.step_sizes import largest_step
 from disagg.store.block_copier import BlockCopier, ThreadCopier
 from disagg.store.cold_tier import ColdTier, queue_nbytes_for
 from disagg.store.host_tier import HostTier

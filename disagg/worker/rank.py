@@ -24,12 +24,12 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from disagg import logs
+from disagg.capacity.step_sizes import largest_step
 from disagg.errors import DisaggError, TransferFailed
 from disagg.imports import uncollected_imports
 from disagg.kvtransfer.stamps import Stamps
 from disagg.kvtransfer.transport import PullDone, Transport
 from disagg.models.description import describe_model
-from disagg.planner.step_sizes import largest_step
 from disagg.rank_messages import (
     ConnectPeer,
     ForgetPeer,

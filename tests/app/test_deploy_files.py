@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 from disagg.app.build import build
+from disagg.capacity.gpus import gpu_of
+from disagg.capacity.roofline import placements
+from disagg.capacity.shapes import SHAPES
 from disagg.cli.serve_arguments import add_arguments
 from disagg.config_checks import filled_in
 from disagg.errors import StartupError
-from disagg.planner.gpus import gpu_of
-from disagg.planner.roofline import placements
-from disagg.planner.shapes import SHAPES
 from tests.pods import check_pods, config_of
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from disagg.links.reports import LinkReports, Report, restored
 from disagg.messages import HoldCounts, HostCounts, KVEvent, TransferFigure, WorkerStatus
-from disagg.sim.virtual_time import VirtualLoop
+from disagg.tools.sim.virtual_time import VirtualLoop
 
 IDLE, BUSY = WorkerStatus(), WorkerStatus(num_running=1)
 DRAINING = WorkerStatus(accepting=False)

@@ -13,9 +13,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from disagg.api.served_model import ServedModel
+from disagg.capacity.shapes import read_shape
 from disagg.errors import ModelError
 from disagg.models.description import describe_model
-from disagg.planner.shapes import read_shape
 from tests.api.fakes import byte_level_core
 from tests.api.test_service import model_directory
 from tests.models.test_damaged_checkpoints import POINTER

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from huggingface_hub import close_session, constants
 
+from disagg.capacity.shapes import read_shape
 from disagg.config import TierConfig
 from disagg.errors import ModelError, StartupError
 from disagg.models.description import describe_model
 from disagg.models.hub import fetch_repository, is_repository, needed_files
-from disagg.planner.shapes import read_shape
 from tests.models.checkpoints import write_checkpoint
 from tests.models.fake_hub import COMMIT, TOKEN, FakeHub, fake_hub
 from tests.models.test_fetched import Said, go_on

@@ -15,6 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from disagg.capacity.gpus import CPU_CORE, GPUS
+from disagg.capacity.prior import step_times
+from disagg.capacity.roofline import placements
+from disagg.capacity.shapes import shape_of
 from disagg.config import EngineConfig
 from disagg.engine.device.check import choose
 from disagg.errors import ModelError
@@ -32,10 +36,6 @@ from disagg.models.packing import value_nbytes
 from disagg.models.rank_parts import weights_nbytes
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import load_weights
-from disagg.planner.gpus import CPU_CORE, GPUS
-from disagg.planner.prior import step_times
-from disagg.planner.roofline import placements
-from disagg.planner.shapes import shape_of
 from tests.models.paging import Tokens, new_slab, run_step
 from tests.models.quantized_files import KINDS, write_quantized
 from tests.models.rank_threads import on_ranks

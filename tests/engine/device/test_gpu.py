@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from disagg import devices
+from disagg.capacity.shapes import shape_of
+from disagg.capacity.step_sizes import step_sizes
 from disagg.config import EngineConfig, TierConfig
 from disagg.engine.device import check, choices, memory_plan
 from disagg.engine.device import gpu as module
@@ -22,8 +24,6 @@ from disagg.engine.device.memory_plan import MemoryPlan
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels.gpu.launcher import find_driver
 from disagg.models.description import describe_model
-from disagg.planner.shapes import shape_of
-from disagg.planner.step_sizes import step_sizes
 from disagg.worker.check import check_tier
 from tests.engine.device.test_workspace import LLAMA_3_8B
 from tests.models.paging import SMALL_LATENT

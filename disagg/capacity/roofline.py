@@ -1,0 +1,234 @@
+"""Predicts how long a step takes on given GPUs, from its arithmetic and its memory reads.
+
+A step reads every weight and multiplies with it, and the slower of the two counts. Experts count
+only if a token of the step uses them. Prompt attention (arithmetic), decode attention (KV reads)
+and the exchanges of tensor parallelism are added. Steps are described by the time model's own
+features (`StepFeatures`), so a roofline is a prior of the time model and can be compared with a
+later fit.
+
+Everything here is a prediction. Knows no load, price or clock.
+
+Sources: Williams, Waterman and Patterson (CACM 2009) for the roofline; Pope et al. (arXiv
+2211.05102) for its use on decoders. docs/planning.md has the formulas in one place.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import msgspec
+
+from disagg.capacity.efficiency import PLANNED, Efficiency, efficiency_of
+from disagg.capacity.gpus import CPU_CORE, Gpu
+from disagg.capacity.shapes import ModelShape
+from disagg.errors import NotEnoughMemory
+from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeModel, attended
+
+# The share of a GPU's memory that weights and KV may fill, which is the engine's default
+# (`gpu_memory_utilization`). The rest is for activations, graphs and the driver.
+MEMORY_SHARE = 0.9
+
+# Tensor parallelism sums the activations of all GPUs after attention and after the MLP.
+ALL_REDUCES_PER_LAYER = 2
+ACTIVATION_NBYTES = 2  # bf16, whatever the format of the weights is
+
+
+class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_property`
+    """One worker: a model split over `num_gpus` of a node by tensor parallelism.
+
+    expert_parallel: whether each GPU has whole experts, if the model has experts; the busiest GPU
+        counts.
+    """
+
+    shape: ModelShape
+    gpu: Gpu
+    num_gpus: int = 1
+    weights: str = "bf16"
+    kv: str = "bf16"
+    efficiency: Efficiency = PLANNED
+    expert_parallel: bool = False
+
+    @property
+    def num_holders(self) -> int:
+        """The number of GPUs among which whole experts are divided."""
+        return self.num_gpus if self.expert_parallel else 1
+
+    @property
+    def weights_nbytes(self) -> float:
+        return self.shape.weights_nbytes(self.weights)
+
+    @property
+    def kv_nbytes_per_token(self) -> int:
+        return self.shape.kv_nbytes_per_token(self.kv)
+
+    @cached_property
+    def kv_nbytes_per_gpu_token(self) -> float:
+        """KV bytes of a token on one GPU. More GPUs than KV heads hold copies of these."""
+        num_heads = self.shape.num_kv_heads
+        return self.kv_nbytes_per_token * max(1.0 / self.num_gpus, 1.0 / num_heads)
+
+    @property
+    def kv_room_nbytes(self) -> float:
+        """Bytes for KV on one GPU besides the weights; negative if these do not fit."""
+        weights_nbytes = self.shape.weights_nbytes(self.weights, self.num_holders)
+        return self.gpu.memory_nbytes * MEMORY_SHARE - weights_nbytes / self.num_gpus
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """The number of tokens whose KV fits besides the weights."""
+        return max(0, int(self.kv_room_nbytes / self.kv_nbytes_per_gpu_token))
+
+    @property
+    def break_even_batch(self) -> float:
+        """Tokens in a step at which multiplying with the weights takes as long as reading them.
+
+        Each token costs two FLOP per weight; the figures are those of the datasheet.
+        """
+        return self.gpu.flops_per_byte(self.weights) * self.shape.value_nbytes(self.weights) / 2
+
+    def step_s(self, step: StepFeatures) -> float:
+        """Seconds of an engine step."""
+        sequences_s = self.efficiency.sequence_s * step.num_decoding
+        return (
+            self._tokens_s(step.num_new_tokens + step.num_decoding)
+            + sequences_s
+            + step.num_attended * self.attended_s
+            + step.num_decode_context * self.context_s
+        )
+
+    def decode_step_s(self, num_sequences: int, num_context_tokens: float) -> float:
+        """Seconds of a step with one token per sequence.
+
+        num_context_tokens: mean length of a sequence.
+        """
+        return self.step_s(
+            StepFeatures(0, 0.0, num_sequences, int(num_sequences * num_context_tokens))
+        )
+
+    def prefill_s(self, num_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> float:
+        """Seconds of a prompt alone on the worker, in chunks as the scheduler makes them."""
+        num_full, rest = divmod(num_tokens, chunk_tokens)
+        tokens_s = num_full * self._tokens_s(chunk_tokens) + (self._tokens_s(rest) if rest else 0)
+        return tokens_s + attended(num_tokens, 0) * self.attended_s
+
+    def time_model(self, num_sequences: int = 64) -> StepTimeModel:
+        """A prior for the worker's time model: straight lines through this roofline.
+
+        They are exact for a chunk of `CHUNK_TOKENS` prompt tokens and for a decode step of
+        `num_sequences`. In between they are too high, at most by the time in which a step reads the
+        weights. For a model with experts they may also be too low, at most by the time of reading
+        all experts, because the first tokens of a step read most of them. All coefficients but the
+        last one are > 0, as a fit needs. The last one is 0: in a roofline, a step with prompts has
+        no constant cost of its own.
+        """
+        per_step_s = self._tokens_s(0)
+        per_token_s = (self._tokens_s(CHUNK_TOKENS) - per_step_s) / CHUNK_TOKENS
+        grown_s = (self._tokens_s(num_sequences) - per_step_s) / num_sequences
+        per_sequence_s = grown_s + self.efficiency.sequence_s
+        # In a range where reading the weights takes all the time, tokens would seem to be free.
+        coefficients = (per_step_s, per_token_s, self.attended_s, per_sequence_s, self.context_s)
+        return StepTimeModel((*(max(each, 1e-12) for each in coefficients), 0.0))
+
+    @cached_property
+    def attended_s(self) -> float:
+        """Seconds of attention for one prompt token and one position that it sees.
+
+        There is a product for the score and one for the sum. Attention multiplies in bf16, whatever
+        the format of the weights is.
+        """
+        shape = self.shape
+        num_flop = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+        return num_flop / (self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention)
+
+    @cached_property
+    def context_s(self) -> float:
+        """Seconds of reading one token's KV; for latents, of multiplying if that takes longer."""
+        bytes_per_s = self.gpu.memory_bytes_per_s * self.efficiency.memory
+        flops = self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention
+        multiply_s = self.shape.num_latent_flop / flops
+        return max(self.kv_nbytes_per_gpu_token / bytes_per_s, multiply_s)
+
+    @cached_property
+    def _matmul_flops(self) -> float:
+        """The datasheet's FLOP/s. Without 4-bit matrix units, 4-bit experts are widened to 16."""
+        return self.gpu.flops("bf16" if self.shape.has_mxfp4_experts else self.weights)
+
+    def _tokens_s(self, num_tokens: int) -> float:
+        """Seconds of a step without attention: the slower of reading and multiplying, plus the
+        exchanges."""
+        shape, gpu, efficiency = self.shape, self.gpu, self.efficiency
+        read_nbytes = shape.read_nbytes(num_tokens, self.weights, self.num_holders)
+        read_s = read_nbytes / (gpu.memory_bytes_per_s * efficiency.memory)
+        flops = self._matmul_flops * efficiency.matmul
+        num_params = shape.num_multiplied_params(num_tokens, self.num_holders)
+        multiply_s = 2 * num_params * num_tokens / flops
+        slower_s = max(read_s, multiply_s) / self.num_gpus
+        return efficiency.step_s + slower_s + self._exchange_s(num_tokens)
+
+    def _exchange_s(self, num_tokens: int) -> float:
+        """Seconds of ring all-reduces, which send 2 (n - 1) / n of the activations per GPU."""
+        if self.num_gpus == 1:
+            return 0.0
+        nbytes = num_tokens * self.shape.hidden_size * ACTIVATION_NBYTES
+        sent_nbytes = 2 * (self.num_gpus - 1) / self.num_gpus * nbytes
+        one_s = sent_nbytes / (self.gpu.link_bytes_per_s * self.efficiency.link)
+        num_reduces = ALL_REDUCES_PER_LAYER * self.shape.num_layers
+        return num_reduces * (one_s + self.efficiency.all_reduce_s)
+
+
+def placements(
+    shape: ModelShape,
+    gpu: Gpu,
+    weights: str = "bf16",
+    kv: str = "bf16",
+    num_tokens: int = 1,
+    engine: str = "",
+    *,
+    expert_parallel: bool = False,
+) -> list[Placement]:
+    """Every way to split the model over GPUs of one node that leaves room for `num_tokens`.
+
+    Tensor parallelism divides the heads evenly, or copies KV heads evenly.
+
+    Args:
+        engine: see `efficiency_of`.
+        expert_parallel: whether each GPU of a worker has whole experts.
+
+    Raises:
+        NotEnoughMemory: the model does not fit on a whole node.
+        StartupError: the GPU cannot multiply in `weights`, or no run of the engine is known.
+    """
+    gpu.flops(weights)
+    if gpu is CPU_CORE:
+        shape = shape.widened
+    efficiency = efficiency_of(gpu, shape.products_in(weights), engine)
+    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+    degrees = [
+        num
+        for num in (1, 2, 4, 8)
+        if num <= gpu.gpus_per_node
+        and num_heads % num == 0
+        and (num_kv_heads % num == 0 or num % num_kv_heads == 0)
+        and (not expert_parallel or num <= shape.num_experts)
+    ]
+    every = [
+        Placement(shape.divided(num), gpu, num, weights, kv, efficiency, expert_parallel)
+        for num in degrees
+    ]
+    fitting = [each for each in every if each.num_kv_tokens >= num_tokens]
+    if not fitting:
+        most = every[-1]
+        needed = most.weights_nbytes / most.num_gpus + num_tokens * most.kv_nbytes_per_gpu_token
+        is_wide = weights == "bf16" and not shape.packed_nbytes
+        raise NotEnoughMemory(
+            f"{shape.name} in {shape.stored_as(weights)} has"
+            f" {most.weights_nbytes / 1e9:.1f} GB of weights, and {num_tokens:,} tokens have"
+            f" {num_tokens * most.kv_nbytes_per_token / 1e9:.1f} GB of KV, but"
+            f" {most.num_gpus} x {gpu.name} have room for"
+            f" {most.num_gpus * gpu.memory_nbytes * MEMORY_SHARE / 1e9:.0f} GB."
+            f" It would fit on {most.num_gpus} GPUs of {needed / MEMORY_SHARE / 1e9:.0f} GB each"
+            + (", or try fp8 weights." if is_wide else ".")
+            + " `disagg serve --nnodes` divides workers over several nodes, which are not planned.",
+            param="gpu",
+        )
+    return fitting

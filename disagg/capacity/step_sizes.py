@@ -1,0 +1,71 @@
+"""How large steps should be on a GPU, by the roofline: as small as nearly full speed allows.
+
+The sequences of a step share one reading of the weights, and its prompt tokens share one launch of
+every kernel. Beyond some number this gains little, but each token waits for its whole step: on an
+H100, 512 sequences have a 5 % higher throughput than 256, but each token takes twice as long.
+
+These are upper bounds, used if the memory has room for them (`engine.device.memory_plan`).
+"""
+
+from __future__ import annotations
+
+from disagg.capacity.gpus import gpu_called
+from disagg.capacity.roofline import Placement
+from disagg.capacity.shapes import KV_BITS, ModelShape, shape_of
+from disagg.config import EngineConfig
+from disagg.models.description import ModelDescription
+
+NUMS_SEQS = range(256, 513, 32)
+NUMS_TOKENS = (2048, 4096, 8192)
+CONTEXT_TOKENS = 512  # of a sequence; longer ones need fewer sequences for the same share
+# Shares of the throughput of the largest step. For decodes, the last 5 % would double the time of
+# every step; larger prompt chunks only delay streams that wait for a step with prompts.
+DECODE_SHARE = 0.95
+PROMPT_SHARE = 0.995
+
+
+def largest_step(engine: EngineConfig, model: ModelDescription, gpu_name: str) -> tuple[int, int]:
+    """Sequences and tokens that a worker's largest step should have; see `step_sizes`."""
+    return step_sizes(
+        shape_of(model),
+        gpu_name,
+        engine.kv_cache_dtype,
+        engine.tensor_parallel_size,
+        expert_parallel=engine.enable_expert_parallel,
+    )
+
+
+def step_sizes(
+    shape: ModelShape,
+    device_name: str,
+    kv_cache_dtype: str = "auto",
+    num_ranks: int = 1,
+    *,
+    expert_parallel: bool = False,
+) -> tuple[int, int]:
+    """The most sequences and tokens that one step should have.
+
+    Args:
+        device_name: name of the GPU from its driver. If the planner does not know the GPU, and so
+            its speed, steps may have the largest size.
+        num_ranks: number of devices of the worker.
+        expert_parallel: whether each device has whole experts.
+    """
+    gpu = gpu_called(device_name)
+    if gpu is None:
+        return NUMS_SEQS[-1], NUMS_TOKENS[-1]
+    kv = kv_cache_dtype if kv_cache_dtype in KV_BITS else "bf16"
+    placement = Placement(shape, gpu, num_ranks, kv=kv, expert_parallel=expert_parallel)
+
+    def decoded_per_s(num_seqs: int) -> float:
+        return num_seqs / placement.decode_step_s(num_seqs, CONTEXT_TOKENS)
+
+    def prompt_s(num_tokens: int) -> float:
+        return placement.prefill_s(NUMS_TOKENS[-1], num_tokens)
+
+    least_per_s = DECODE_SHARE * decoded_per_s(NUMS_SEQS[-1])
+    most_s = prompt_s(NUMS_TOKENS[-1]) / PROMPT_SHARE
+    return (
+        next(n for n in NUMS_SEQS if decoded_per_s(n) >= least_per_s),
+        next(n for n in NUMS_TOKENS if prompt_s(n) <= most_s),
+    )

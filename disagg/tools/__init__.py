@@ -1,0 +1,1 @@
+"""What a person asks beside serving. Nothing here is imported by what serves."""

@@ -1,0 +1,1 @@
+"""Chooses the thresholds of a cascade of models from measured answers."""

@@ -1,0 +1,143 @@
+"""Check this machine, or every node of a Ray cluster, before it serves.
+
+Checks GPUs and drivers, limits, ports, versions, clocks, the lanes, latency and bandwidth of KV
+transfers, and whether models fit. For each problem it prints how to fix it. The exit status is 1 if
+something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from disagg.cli.embedded_redis import find_redis_server
+from disagg.cli.engine_arguments import add_model_arguments
+from disagg.config import TierConfig
+from disagg.config_checks import parse_config
+from disagg.doctor_report import DoctorReport, Finding, NodeReport, TransferReport
+from disagg.errors import StartupError
+
+_MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "wrong": "[red]wrong[/red]"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="*", help="model directories, GGUF files or bundled models to check"
+    )
+    parser.add_argument(
+        "--ray-address",
+        help="check every node of this running Ray cluster (default: check this machine)",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address of the HTTP server (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port of the HTTP server (default: 8000)"
+    )
+    add_model_arguments(
+        parser.add_argument_group("settings of `disagg serve` with which models are checked")
+    )
+    parser.add_argument(
+        "--transfers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure KV transfers, which takes some seconds per pair of nodes (default: enabled)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    report = _examine(arguments)
+    if arguments.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    else:
+        _show(Console(highlight=False), report)
+    return 0 if report.is_healthy else 1
+
+
+def _examine(arguments: argparse.Namespace) -> DoctorReport:
+    from disagg.tools.doctor.models import check_model
+
+    models = [
+        finding for model in arguments.model for finding in check_model(_tier(arguments, model))
+    ]
+    if arguments.ray_address is not None:
+        from disagg.tools.doctor.cluster import examine
+
+        nodes, transfers = examine(arguments.ray_address, with_transfers=arguments.transfers)
+    else:
+        nodes, transfers = _look_here(arguments)
+    return DoctorReport(tuple(nodes), tuple(transfers), tuple(models))
+
+
+def _look_here(arguments: argparse.Namespace) -> tuple[list[NodeReport], list[TransferReport]]:
+    from disagg.tools.doctor.cluster import haproxy
+    from disagg.tools.doctor.devices import check_devices, num_gpus
+    from disagg.tools.doctor.machine import check_machine, here, port
+    from disagg.tools.doctor.transfers import measure_here
+
+    findings = [*check_devices(), *check_machine(), haproxy()]
+    findings += [port(arguments.host, arguments.port), _store()]
+    machine = here("this machine", num_gpus())
+    transfers = measure_here(machine) if arguments.transfers else []
+    return [NodeReport(machine.name, tuple(findings))], transfers
+
+
+def _store() -> Finding:
+    from disagg.tools.doctor.machine import program
+
+    advice = "disagg serve --no-redis, or --redis-url"
+    try:
+        return program("store", find_redis_server(), "--version", advice)
+    except StartupError as error:
+        return Finding("store", error.message, "warn", advice)
+
+
+def _tier(arguments: argparse.Namespace, model: str) -> TierConfig:
+    """The model with the flags' settings. Raises `StartupError` if one is invalid."""
+    engine = {
+        "device": arguments.device,
+        "dtype": arguments.dtype,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "quantization": arguments.quantization,
+        "max_model_len": arguments.max_model_len,
+        "gpu_memory_utilization": arguments.gpu_memory_utilization,
+    }
+    tiers = [{"model": model, "engine": engine}]
+    return parse_config({"tiers": tiers, "cluster_key": "not used"}).tiers[0]
+
+
+def _show(console: Console, report: DoctorReport) -> None:
+    for node in report.nodes:
+        _table(console, node.name, node.findings)
+    if report.transfers:
+        _table(console, "KV transfers", [transfer.finding for transfer in report.transfers])
+        for transfer in report.transfers:
+            if transfer.ucx:
+                console.print(f"UCX of {escape(transfer.reader)}: {escape(transfer.ucx)}")
+    if report.models:
+        _table(console, "models", report.models)
+    wrong = [finding for finding in report.findings() if finding.status == "wrong"]
+    if wrong:
+        number = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
+        console.print(f"\n{number} found; the first one to fix: {escape(wrong[0].change)}")
+    else:
+        console.print("\nno problems found")
+
+
+def _table(console: Console, title: str, findings: list[Finding] | tuple[Finding, ...]) -> None:
+    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
+    for name in ("", "check", "found", "fix"):
+        table.add_column(name, overflow="fold")
+    for each in findings:
+        row = (escape(each.check), escape(each.found), escape(each.change))
+        table.add_row(_MARKS[each.status], *row)
+    console.print()
+    console.print(table)

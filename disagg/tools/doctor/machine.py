@@ -1,0 +1,269 @@
+"""Checks one machine without torch and Ray: processor, memory, limits, ports.
+
+Every check is a function of plain numbers, and other functions read these numbers, so that tests
+can produce each result. They are read from Linux's files; if a file is missing, the check says so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from disagg.doctor_report import Finding, Status
+from disagg.host import read_memory, usable_cores
+from disagg.kernels.cpu.library import SAMPLING, Found, find_library, find_step
+
+GIB = 1 << 30
+LEAST_OPEN_FILES = 1024  # for a connection per client, and for Ray
+ADVISED_OPEN_FILES = 65536
+LEAST_SHM_NBYTES = GIB  # for Ray's object store and UCX; Docker's default is 64 MB
+FULL_DISK = 0.95  # share of used space from which Ray refuses to write objects
+INFINIBAND = Path("/sys/class/infiniband")
+PACKAGES = ("disagg", "torch", "triton", "ray", "msgspec", "redis")
+PROGRAM_S = 10.0  # time limit for a program to print its version
+LEAST_CLOCK_ERROR_S, WRONG_CLOCK_ERROR_S = 0.1, 5.0
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Properties of a machine that are needed to judge a transfer.
+
+    Attributes:
+        name: its name in reports.
+        host: identifies the machine; equal for two nodes on one machine.
+        link_bytes_per_s: speed of the fastest network device; 0 if unknown.
+        link_name: name of that device.
+    """
+
+    name: str
+    host: str
+    num_gpus: int
+    link_bytes_per_s: float
+    link_name: str
+    has_rdma: bool
+
+
+def here(name: str, num_gpus: int) -> Machine:
+    host = _read("/proc/sys/kernel/random/boot_id") or socket.gethostname()
+    return Machine(name, host, num_gpus, *link_speed(), bool(_names(INFINIBAND)))
+
+
+def check_machine() -> list[Finding]:
+    """All checks of this module except for the port of the HTTP server."""
+    return [
+        _processor(),
+        cpu_kernels(find_step(), find_library(SAMPLING)),
+        memory(*read_memory()),
+        shared_memory(os.statvfs("/dev/shm").f_frsize * os.statvfs("/dev/shm").f_blocks)
+        if os.path.isdir("/dev/shm")
+        else Finding("shared memory", "/dev/shm does not exist", "warn", "mount tmpfs on /dev/shm"),
+        open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _names(INFINIBAND)),
+        ptrace(_read("/proc/sys/kernel/yama/ptrace_scope")),
+        disk(shutil.disk_usage("/tmp")),
+        _network(),
+        _versions(),
+    ]
+
+
+def cpu_kernels(step: Found, sampling: Found) -> Finding:
+    """Whether decode steps and sampling on a CPU are compiled."""
+    sentence = f"decode steps: {step.sentence}; sampling: {sampling.sentence}"
+    if not step.may_be_built and not sampling.may_be_built:
+        return Finding("CPU kernels", sentence)
+    advice = "install a C++ compiler (g++), then reinstall disagg, for faster decode on CPUs"
+    return Finding("CPU kernels", sentence, "warn", advice)
+
+
+def memory(total_nbytes: int, available_nbytes: int) -> Finding:
+    found = f"{available_nbytes / GIB:.1f} GiB free of {total_nbytes / GIB:.1f}"
+    if total_nbytes and available_nbytes < 2 * GIB:
+        return Finding("memory", found, "warn", "stop other programs; Ray alone needs 1 to 2 GiB")
+    return Finding("memory", found)
+
+
+def shared_memory(nbytes: int) -> Finding:
+    found = f"{nbytes / GIB:.2f} GiB in /dev/shm"
+    if nbytes < LEAST_SHM_NBYTES:
+        return Finding(
+            "shared memory",
+            found,
+            "warn",
+            "docker run --shm-size=2g; in Kubernetes mount an emptyDir (medium: Memory) there",
+        )
+    return Finding("shared memory", found)
+
+
+def open_files(soft: int, hard: int) -> Finding:
+    unlimited = soft == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{soft} (may be raised to {_limit(hard)})"
+    if unlimited or soft >= 4 * LEAST_OPEN_FILES:
+        return Finding("open files", found)
+    status: Status = "wrong" if soft < LEAST_OPEN_FILES else "warn"
+    return Finding("open files", found, status, f"ulimit -n {ADVISED_OPEN_FILES}")
+
+
+def locked_memory(soft: int, infiniband: list[str]) -> Finding:
+    """Whether RDMA may pin the KV cache, for which the limit must be unlimited."""
+    unlimited = soft == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{soft} bytes"
+    if unlimited or not infiniband:
+        return Finding("locked memory", found)
+    found = f"{found}, and {', '.join(infiniband)} must pin the KV cache"
+    return Finding("locked memory", found, "wrong", "ulimit -l unlimited")
+
+
+def ptrace(scope: str) -> Finding:
+    """Whether UCX may use process_vm_readv between processes, which Yama may forbid."""
+    if scope in ("", "0"):
+        return Finding("reading other processes", "allowed (no restriction by Yama)")
+    return Finding(
+        "reading other processes",
+        f"restricted (kernel.yama.ptrace_scope = {scope}); local KV transfers are slower",
+        "warn",
+        "sysctl kernel.yama.ptrace_scope=0, or run containers with --cap-add=SYS_PTRACE",
+    )
+
+
+def disk(usage: tuple[int, int, int]) -> Finding:
+    total, used, free = usage
+    found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} under /tmp"
+    if total and used / total > FULL_DISK:
+        return Finding("disk", found, "warn", "free space in /tmp; Ray stops writing at 95 %")
+    return Finding("disk", found)
+
+
+def clock(offset_s: float) -> Finding:
+    """Whether clocks agree. Deadlines are Unix times, so a fast clock ends requests too early.
+
+    Args:
+        offset_s: difference of this machine's clock to that of the checking machine.
+    """
+    found = f"{offset_s * 1e3:+.0f} ms from the clock of this machine"
+    if abs(offset_s) < LEAST_CLOCK_ERROR_S:
+        return Finding("clock", found)
+    status: Status = "wrong" if abs(offset_s) >= WRONG_CLOCK_ERROR_S else "warn"
+    return Finding("clock", found, status, "run chrony or another NTP client on every node")
+
+
+def port(host: str, number: int) -> Finding:
+    """Whether the HTTP server can listen on a port, and which process uses it if not."""
+    check = f"port {number}"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, number))
+        except OverflowError:
+            return Finding(
+                check, "a port is from 0 to 65535", "wrong", "choose another one with --port"
+            )
+        except OSError as error:
+            process = listener(number)
+            found = f"in use by {process}" if process else f"{host}: {error.strerror}"
+            return Finding(check, found, "wrong", "choose a free one with --port")
+    return Finding(check, f"free on {host}")
+
+
+def program(check: str, path: str, flag: str, advice: str) -> Finding:
+    """Whether a program that `disagg serve` starts can run, and its version.
+
+    Args:
+        flag: flag with which it prints its version.
+        advice: how to fix it if it does not run.
+    """
+    try:
+        done = subprocess.run([path, flag], capture_output=True, text=True, timeout=PROGRAM_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding(check, f"{path} does not run: {error}", "warn", advice)
+    number = re.search(r"\d+\.\d+(\.\d+)?", done.stdout)
+    if done.returncode or number is None:
+        output = (done.stderr or done.stdout).strip().partition("\n")[0]
+        return Finding(check, f"{path} does not run: {output or done.returncode}", "warn", advice)
+    return Finding(check, f"{number[0]}, {path}")
+
+
+def listener(number: int) -> str:
+    """The process that listens on a local TCP port, as "nginx (pid 12)"; "" if unknown."""
+    inodes = {
+        fields[9]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for fields in map(str.split, _read(table).splitlines()[1:])
+        if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == number
+    }
+    sockets = {f"socket:[{inode}]" for inode in inodes}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(each) in sockets for each in (process / "fd").iterdir()):
+                return f"{_read(process / 'comm')} (pid {process.name})"
+        except OSError:
+            continue  # the process has ended or belongs to another user
+    return ""
+
+
+def link_speed() -> tuple[float, str]:
+    """Bytes per second and name of the fastest network device; (0, "") if no speed is known."""
+    speeds: list[tuple[float, str]] = []
+    for rate in INFINIBAND.glob("*/ports/*/rate"):  # "400 Gb/sec (4X NDR)"
+        words = _read(rate).split()
+        if words:
+            speeds.append((float(words[0]) * 1e9 / 8, rate.parent.parent.parent.name))
+    for device in Path("/sys/class/net").glob("*"):
+        megabits = _read(device / "speed")
+        if device.name != "lo" and megabits.isdigit():
+            speeds.append((int(megabits) * 1e6 / 8, device.name))
+    return max(speeds, default=(0.0, ""))
+
+
+def _processor() -> Finding:
+    lines = _read("/proc/cpuinfo").splitlines()
+    described = dict(
+        (key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)
+    )
+    flags = set(described.get("flags", "").split())
+    bf16 = [name for name in ("amx_bf16", "avx512_bf16") if name in flags]
+    found = f"{described.get('model name', 'unknown')}, {usable_cores()} cores usable"
+    return Finding("processor", f"{found}, bf16 products: {', '.join(bf16) or 'none'}")
+
+
+def _network() -> Finding:
+    bytes_per_s, device = link_speed()
+    infiniband = _names(INFINIBAND)
+    found = f"{device}: {bytes_per_s * 8 / 1e9:.0f} Gb/s" if device else "unknown speed"
+    return Finding("network", f"{found}; RDMA devices: {', '.join(infiniband) or 'none'}")
+
+
+def _versions() -> Finding:
+    found, missing = [], []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        return Finding(
+            "software", ", ".join(found), "wrong", f"pip install {' '.join(missing)} (or disagg)"
+        )
+    return Finding("software", ", ".join(found))
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(each.name for each in directory.glob("*"))
+
+
+def _limit(limit: int) -> str:
+    return "any number" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,257 @@
+"""Output of `disagg plan`: tables for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from disagg.capacity.efficiency import DATASHEET
+from disagg.capacity.gpus import PRICES_AS_OF, PRICES_SOURCE
+from disagg.capacity.roofline import MEMORY_SHARE, Placement
+from disagg.capacity.shapes import ModelShape
+from disagg.time_model import StepTimeModel
+from disagg.tools.plan.advice import Advice
+from disagg.tools.plan.load import Workload
+from disagg.tools.plan.play import Played
+from disagg.tools.plan.sizing import FleetPlan, Pool
+from disagg.tools.sim.report import SimReport
+
+PREDICTED = "predictions from datasheets, not measurements"
+
+# JSON
+
+
+def report(
+    shape: ModelShape,
+    load: Workload,
+    every: Sequence[Placement],
+    advice: Advice | None,
+    played: Played | None,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    plan: dict[str, Any] = {
+        "kind": PREDICTED,
+        "model": shape.name,
+        "source": shape.source,
+        "num_params": shape.num_params,
+        "kv_nbytes_per_token": every[0].kv_nbytes_per_token,
+        "workers": [_worker_report(each, load) for each in every],
+        "notes": list(notes),
+    }
+    if advice is not None:
+        plan["disaggregate"] = advice.disaggregate
+        plan["reason"] = advice.reason
+        plan["apart"] = advice.apart and _fleet_report(advice.apart, load)
+        plan["together"] = advice.together and _fleet_report(advice.together, load)
+        if played is not None:
+            for kind, result in (("apart", played.apart), ("together", played.together)):
+                if result is not None:
+                    plan[kind]["played"] = {
+                        "in_time_percent": result.in_time_percent,
+                        "num_requests": result.num_requests,
+                        "ttft_p95_s": result.ttft_p95_s,
+                        "tpot_p95_s": result.tpot_p95_s,
+                    }
+        plan["prices_as_of"] = PRICES_AS_OF
+    return plan
+
+
+def _worker_report(each: Placement, load: Workload) -> dict[str, Any]:
+    num_prompt = max(1, round(load.mean_prompt_tokens))
+    return {
+        "gpu": each.gpu.name,
+        "gpu_source": each.gpu.source,
+        "tensor_parallel": each.num_gpus,
+        "expert_parallel": each.num_holders > 1,
+        "weights_nbytes": each.weights_nbytes,
+        "num_kv_tokens": each.num_kv_tokens,
+        "flops_per_byte": each.gpu.flops_per_byte(each.weights),
+        "break_even_batch": each.break_even_batch,
+        "prompt_tokens": num_prompt,
+        "prefill_s": each.prefill_s(num_prompt),
+        "decode_step_s": each.decode_step_s(1, num_prompt),
+        "decode_step_floor_s": _floor(each).decode_step_s(1, num_prompt),
+        "time_model": each.time_model().coefficients,
+    }
+
+
+def _fleet_report(fleet: FleetPlan, load: Workload) -> dict[str, Any]:
+    roles = ["prefill", "decode"] if len(fleet.pools) == 2 else ["both"]
+    return {
+        "pools": [
+            {
+                "role": role,
+                "gpu": pool.placement.gpu.name,
+                "tensor_parallel": pool.placement.num_gpus,
+                "num_workers": pool.num_workers,
+                "num_gpus": pool.num_gpus,
+                "busy": pool.busy,
+                "batch": pool.batch,
+                "usd_per_gpu_hour": pool.usd_per_gpu_hour,
+                "time_model": _prior(pool).coefficients,
+            }
+            for role, pool in zip(roles, fleet.pools, strict=True)
+        ],
+        "num_gpus": fleet.num_gpus,
+        "ttft_s": fleet.ttft_s,
+        "tpot_s": fleet.tpot_s,
+        "transfer_s": fleet.transfer_s,
+        "chunk_tokens": fleet.chunk_tokens,
+        "usd_per_hour": fleet.usd_per_hour,
+        "usd_per_million_tokens": usd_per_million(fleet, load),
+    }
+
+
+def usd_per_million(fleet: FleetPlan, load: Workload) -> dict[str, float]:
+    """US dollars per million tokens: of answers alone, and of prompts and answers together."""
+    requests = load.requests_per_s * 3600 / 1e6
+    both = load.mean_prompt_tokens + load.mean_output_tokens
+    return {
+        "output": fleet.usd_per_hour / (requests * load.mean_output_tokens),
+        "input_and_output": fleet.usd_per_hour / (requests * both),
+    }
+
+
+def _prior(pool: Pool) -> StepTimeModel:
+    return pool.placement.time_model(max(1, pool.batch))
+
+
+def _floor(each: Placement) -> Placement:
+    """The same placement at the datasheet's peak figures, which are a lower bound of times."""
+    return msgspec.structs.replace(each, efficiency=DATASHEET)
+
+
+# Tables
+
+
+def show(
+    console: Console,
+    shape: ModelShape,
+    load: Workload,
+    every: Sequence[Placement],
+    advice: Advice | None,
+    played: Played | None,
+    notes: Sequence[str],
+) -> None:
+    first = every[0]
+    console.print(
+        f"{shape.name}: {shape.num_params / 1e9:.2f} billion parameters,"
+        f" {first.weights_nbytes / 1e9:.1f} GB in {first.shape.stored_as(first.weights)};"
+        f" KV {first.kv_nbytes_per_token / 1024:g} KiB per token in {first.kv}"
+        f" ({shape.num_layers} layers, {_kv_of(shape)}),"
+        f" from {shape.source}.",
+        soft_wrap=True,
+    )
+    console.print(f"All figures below are {PREDICTED}.\n")
+    console.print(_worker_table(load, every))
+    console.print()
+    console.print(_prior_table(every))
+    if advice is not None:
+        console.print()
+        console.print(_fleet_table(advice, load, played))
+        console.print()
+        console.print(advice.reason, soft_wrap=True)
+        console.print(f"Default prices: {PRICES_AS_OF}; {PRICES_SOURCE}.", soft_wrap=True)
+    for note in notes:
+        console.print(note, soft_wrap=True)
+
+
+def _kv_of(shape: ModelShape) -> str:
+    if shape.latent_size:
+        return f"a latent vector of {shape.latent_size} values"
+    return f"{shape.num_kv_heads} KV heads of {shape.head_dim}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.columns[0].justify = "left"
+    return table
+
+
+def _worker_table(load: Workload, every: Sequence[Placement]) -> Table:
+    num_prompt = max(1, round(load.mean_prompt_tokens))
+    table = _table(
+        f"One worker (predicted; {MEMORY_SHARE:.0%} of the memory; a prompt of"
+        f" {num_prompt:,} tokens)",
+        *("GPUs", "KV tokens", "FLOP/byte", "even batch", "prefill ms", "decode ms", "floor ms"),
+    )
+    for each in every:
+        table.add_row(
+            f"{each.num_gpus} x {each.gpu.name}",
+            f"{each.num_kv_tokens:,}",
+            f"{each.gpu.flops_per_byte(each.weights):.0f}",
+            f"{each.break_even_batch:.0f}",
+            f"{each.prefill_s(num_prompt) * 1e3:.1f}",
+            f"{each.decode_step_s(1, num_prompt) * 1e3:.2f}",
+            f"{_floor(each).decode_step_s(1, num_prompt) * 1e3:.2f}",
+        )
+    return table
+
+
+def _prior_table(every: Sequence[Placement]) -> Table:
+    table = _table(
+        "Prior of the time model (predicted; microseconds)",
+        *("GPUs", "step", "prompt token", "1,000 attended", "sequence", "1,000 context"),
+    )
+    for each in every:
+        step, token, position, sequence, context, _ = each.time_model().coefficients
+        figures = (step, token, position * 1e3, sequence, context * 1e3)
+        table.add_row(
+            f"{each.num_gpus} x {each.gpu.name}", *(f"{figure * 1e6:,.2f}" for figure in figures)
+        )
+    return table
+
+
+def _fleet_table(advice: Advice, load: Workload, played: Played | None) -> Table:
+    table = _table(
+        f"Fleets for {load.requests_per_s:,.2f} requests/s of {load.mean_prompt_tokens:,.0f} +"
+        f" {load.mean_output_tokens:,.0f} tokens (predicted; p95)",
+        *("", "apart", "together"),
+    )
+    fleets = (advice.apart, advice.together)
+
+    def row(name: str, text: Any) -> None:
+        table.add_row(name, *("-" if fleet is None else text(fleet) for fleet in fleets))
+
+    row("workers", lambda fleet: " + ".join(_workers(pool) for pool in fleet.pools))
+    row("prefill:decode", lambda fleet: ":".join(str(pool.num_workers) for pool in fleet.pools))
+    row("GPUs", lambda fleet: " + ".join(str(pool.num_gpus) for pool in fleet.pools))
+    row("busy", lambda fleet: ", ".join(f"{pool.busy:.0%}" for pool in fleet.pools))
+    row("sequences per worker", lambda fleet: str(fleet.pools[-1].batch))
+    row("TTFT ms", lambda fleet: f"{fleet.ttft_s * 1e3:,.0f}")
+    row("TPOT ms", lambda fleet: f"{fleet.tpot_s * 1e3:.1f}")
+    row("KV transfer ms", lambda fleet: f"{fleet.transfer_s * 1e3:.1f}")
+    row("prompt tokens per step", lambda fleet: str(fleet.chunk_tokens or "-"))
+    row("$ per hour", lambda fleet: f"{fleet.usd_per_hour:,.2f}")
+    for name, key in (("output", "output"), ("all", "input_and_output")):
+        row(
+            f"$ per million tokens, {name}",
+            lambda fleet, key=key: f"{usd_per_million(fleet, load)[key]:.3f}",
+        )
+    if played is not None:
+        both = (played.apart, played.together)
+
+        def played_row(name: str, text: Callable[[SimReport], str]) -> None:
+            table.add_row(name, *("-" if each is None else text(each) for each in both))
+
+        played_row("simulated: in time %", lambda each: f"{each.in_time_percent:.1f}")
+        played_row("simulated: TTFT ms", lambda each: f"{each.ttft_p95_s * 1e3:,.0f}")
+        played_row("simulated: TPOT ms", lambda each: f"{each.tpot_p95_s * 1e3:.1f}")
+    return table
+
+
+def _workers(pool: Pool) -> str:
+    return f"{pool.num_workers} x ({pool.placement.num_gpus} {pool.placement.gpu.name})"

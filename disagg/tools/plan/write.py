@@ -1,0 +1,306 @@
+"""`disagg plan --write`: writes the advised fleet as a YAML file for Ray Serve and for KubeRay.
+
+Both files describe the same workers, with the advice's pools, GPUs, step sizes, KV formats and
+SLOs. They contain no secrets; the application reads those from environment variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from disagg.capacity.gpus import CPU_CORE
+from disagg.capacity.roofline import MEMORY_SHARE
+from disagg.capacity.shapes import ModelShape
+from disagg.config import ASSETS
+from disagg.config_checks import parse_config
+from disagg.errors import StartupError
+from disagg.tools.plan.kuberay import cluster_of, policy_of
+from disagg.tools.plan.load import Slo, Workload
+from disagg.tools.plan.play import step_sizes_of
+from disagg.tools.plan.sizing import TRANSFER_LATENCY_S, FleetPlan, num_links
+
+SERVE_FILE, KUBERAY_FILE = "serve.yaml", "rayservice.yaml"
+CLUSTER_KEY, API_KEY = "DISAGG_CLUSTER_KEY", "DISAGG_API_KEY"
+DRAIN_S = 120
+AMD = {"mi300x"}
+ALL_HOSTS = "0.0.0.0"
+ROLES = ("prefill", "decode")
+
+
+class Written(msgspec.Struct, frozen=True):
+    """An advised fleet, and what a deployment needs besides.
+
+    Args:
+        model: the model as `disagg serve` takes it.
+        command: the command line that made the plan.
+    """
+
+    fleet: FleetPlan
+    load: Workload
+    slo: Slo
+    link_bytes_per_s: float
+    model: str
+    command: str
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.fleet.pools[0].placement.gpu is CPU_CORE
+
+    @property
+    def pools(self) -> dict[str, Any]:
+        """Pools by role. Workers that both prefill and decode are a lone decode pool."""
+        pools = self.fleet.pools
+        return dict(zip(ROLES if len(pools) == 2 else ROLES[1:], pools, strict=True))
+
+    @property
+    def has_unlike_gpus(self) -> bool:
+        return len({pool.placement.gpu.name for pool in self.fleet.pools}) > 1
+
+
+def check_directory(directory: Path, force: bool) -> None:
+    """Raises `StartupError` if the files cannot be written or exist already."""
+    if directory.exists() and not directory.is_dir():
+        raise StartupError(f"{directory} is a file; --write needs a directory.", param="write")
+    there = [name for name in (SERVE_FILE, KUBERAY_FILE) if (directory / name).exists()]
+    if there and not force:
+        raise StartupError(
+            f"{directory} already has {' and '.join(there)}; overwrite with --force, or give"
+            " another directory.",
+            param="write",
+        )
+
+
+def not_served(shape: ModelShape, weights: str, kv: str) -> list[str]:
+    """Sentences on why `disagg serve` cannot serve the model as planned."""
+    reasons = []
+    if shape.latent_size and kv != "bf16":
+        reasons.append(
+            f"`disagg serve` supports only a 16-bit KV cache for {shape.name} (latent vectors), so"
+            f" it cannot serve a plan with --kv-cache-dtype {kv}; plan with bf16 instead."
+        )
+    if weights != "bf16":
+        how = (
+            "refuses NVFP4 checkpoints" if weights == "fp4" else "multiplies fp8 weights in 16 bits"
+        )
+        reasons.append(
+            f"`disagg serve` {how}, so it cannot serve a plan with --weights {weights}; plan with"
+            " --weights bf16 instead, also for a quantised checkpoint."
+        )
+    return reasons
+
+
+def check_servable(shape: ModelShape, weights: str, kv: str) -> None:
+    """Raises `StartupError` if `disagg serve` cannot serve the model as planned."""
+    reasons = not_served(shape, weights, kv)
+    if reasons:
+        raise StartupError(" ".join(reasons), param="write")
+
+
+def _check_gpus(fleet: FleetPlan) -> None:
+    amd = sorted({pool.placement.gpu.name for pool in fleet.pools} & AMD)
+    if amd:
+        raise StartupError(
+            f"The advised fleet uses {amd[0]}, but `disagg serve` does not support AMD GPUs. Choose"
+            " another --gpu.",
+            param="write",
+        )
+    on_cpu = [pool.placement.gpu is CPU_CORE for pool in fleet.pools]
+    if any(on_cpu) and not all(on_cpu):
+        raise StartupError(
+            "The advised fleet has one pool on CPUs and one on GPUs, but `disagg serve` runs all"
+            " workers of a model either on CPUs or on GPUs. Leave out --gpu cpu, or the GPUs.",
+            param="write",
+        )
+
+
+def write(directory: Path, plan: Written) -> list[Path]:
+    """Write both files; returns their paths. Raises `StartupError` if it cannot."""
+    _check_gpus(plan.fleet)
+    args = serve_args(plan, plan.model)
+    parse_config({**args, "cluster_key": "as the environment says"})  # raises if it is invalid
+    here = _serve("127.0.0.1" if plan.is_on_cpu else ALL_HOSTS, args)
+    on_pods = _serve(ALL_HOSTS, serve_args(plan, _on_pods(plan.model), by_role=True))
+    service = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": {"name": "disagg"},
+        "spec": {
+            "excludeHeadPodFromServeSvc": True,  # no ingress runs on the head pod
+            "serveConfigV2": _Text(_dump(on_pods)),
+            "rayClusterConfig": cluster_of(plan.pools, DRAIN_S),
+        },
+    }
+    texts = {
+        SERVE_FILE: _header(plan, _SERVE_NOTES + _places(plan)) + _dump(here),
+        KUBERAY_FILE: _header(plan, _KUBERAY_NOTES + _selectors(plan))
+        + _dump(service, policy_of()),
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StartupError(f"Cannot write to {directory}: {error}.", param="write") from error
+    return [directory / name for name in texts]
+
+
+def serve_args(plan: Written, model: str, by_role: bool = False) -> dict[str, Any]:
+    """The fleet's `config.ServeConfig` as plain data.
+
+    Args:
+        by_role: whether workers request their role as a Ray resource, which KubeRay's pods have.
+    """
+    fleet, slo = plan.fleet, plan.slo
+    first, last = fleet.pools[0].placement, fleet.pools[-1].placement
+    by_role = by_role or plan.has_unlike_gpus
+    tier: dict[str, Any] = {
+        "model": model,
+        "ttft_slo_s": slo.ttft_s,
+        "tpot_slo_s": slo.tpot_s,
+        "prefill": {"num_replicas": 0},
+    }
+    for role, pool in plan.pools.items():
+        tier[role] = {"num_replicas": pool.num_workers}
+        tier[role]["num_gpus"] = 0 if plan.is_on_cpu else pool.placement.num_gpus
+        if pool.placement.num_gpus != first.num_gpus:  # the engine section has that of `first`
+            tier[role]["tensor_parallel_size"] = pool.placement.num_gpus
+        if by_role:
+            tier[role]["resources"] = {role: 1}
+    tier["engine"] = _engine(plan)
+    return {
+        "cluster_key": f"env:{CLUSTER_KEY}",
+        "http": {"api_key": f"env:{API_KEY}"},
+        "cold_tier_nbytes": 0,  # a cold tier would need a Redis server
+        "num_ingress": 1 if plan.is_on_cpu else 2,
+        "drain_s": DRAIN_S,
+        "transfer_prior": {
+            "latency_s": TRANSFER_LATENCY_S,
+            "bytes_per_s": plan.link_bytes_per_s * num_links(first, last),
+        },
+        "tiers": [tier],
+    }
+
+
+def _engine(plan: Written) -> dict[str, Any]:
+    placement = plan.fleet.pools[0].placement
+    num_seqs, num_tokens = step_sizes_of(plan.fleet)
+    engine: dict[str, Any] = {
+        "device": "cpu" if plan.is_on_cpu else "cuda",
+        "tensor_parallel_size": placement.num_gpus,
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": num_tokens,
+    }
+    if any(pool.placement.num_holders > 1 for pool in plan.fleet.pools):
+        engine["enable_expert_parallel"] = True
+    if not plan.is_on_cpu:
+        engine["gpu_memory_utilization"] = MEMORY_SHARE
+    if placement.kv != "bf16":  # the default, "auto", is bf16 for these models
+        engine["kv_cache_dtype"] = placement.kv
+    room = min(pool.placement.num_kv_tokens for pool in plan.fleet.pools)
+    if room < placement.shape.max_model_len:  # a request of the model's limit would not fit
+        engine["max_model_len"] = plan.load.longest_tokens
+    return engine
+
+
+def served_model(model: str, repository: str) -> str:
+    """The model as `disagg serve` takes it: a repository, an absolute path, or a name."""
+    if repository:
+        return repository
+    return str(Path(model).resolve()) if Path(model).exists() else model
+
+
+def _on_pods(model: str) -> str:
+    """The model's path on a pod: on a volume, or in the image if the model is bundled."""
+    return model if (ASSETS / model).is_dir() else f"/models/{model.rstrip('/').rsplit('/', 1)[-1]}"
+
+
+def _serve(host: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "proxy_location": "EveryNode",
+        # There is no request_timeout_s, because it would cut long streams.
+        "http_options": {"host": host, "port": 8000},
+        "applications": [
+            {
+                "name": "disagg",
+                "route_prefix": "/",
+                "import_path": "disagg.app.build:build",
+                "args": dict(args),
+            }
+        ],
+    }
+
+
+_SERVE_NOTES = (
+    f"Set {CLUSTER_KEY} (`openssl rand -hex 32`) and {API_KEY} on all Ray nodes, then run:",
+    f"  serve deploy {SERVE_FILE}            on a Ray cluster (docs/deploying.md), or",
+    f"  disagg serve --config {SERVE_FILE}   on this machine",
+)
+_KUBERAY_NOTES = (
+    "Needs KubeRay 1.5.1 or newer, the image `disagg` (deploy/kuberay/Dockerfile), a volume claim",
+    "`models` with the model's directory, and these secrets (docs/deploying.md):",
+    "  kubectl create secret generic disagg --from-literal=cluster-key=... \\",
+    "      --from-literal=api-key=...",
+    f"  kubectl apply -f {KUBERAY_FILE}",
+)
+
+
+def _places(plan: Written) -> tuple[str, ...]:
+    """Notes on the resources of nodes, if the two pools use different GPUs."""
+    if not plan.has_unlike_gpus:
+        return ()
+    return tuple(
+        f'Start nodes with {pool.placement.gpu.name} with `ray start --resources=\'{{"{role}":'
+        " N}'`, where N is the number of workers."
+        for role, pool in plan.pools.items()
+    )
+
+
+def _selectors(plan: Written) -> tuple[str, ...]:
+    """A note on node selectors of pods, if the two pools use different GPUs."""
+    if not plan.has_unlike_gpus:
+        return ()
+    groups = ", ".join(f"{role} on {pool.placement.gpu.name}" for role, pool in plan.pools.items())
+    return (
+        f"Give each group's pods a nodeSelector (nvidia.com/gpu.product) for its GPUs: {groups}.",
+    )
+
+
+def _header(plan: Written, notes: Sequence[str]) -> str:
+    fleet, load = plan.fleet, plan.load
+    workers = " + ".join(
+        f"{pool.num_workers} x ({pool.placement.num_gpus} {pool.placement.gpu.name})"
+        for pool in fleet.pools
+    )
+    lines = (
+        f"Written by: {plan.command}",
+        f"{workers} for {load.requests_per_s:,.2f} requests/s of {load.mean_prompt_tokens:,.0f} +"
+        f" {load.mean_output_tokens:,.0f} tokens. Predicted (not measured) for 95 % of requests:",
+        f"TTFT {fleet.ttft_s * 1e3:,.0f} ms, TPOT {fleet.tpot_s * 1e3:.1f} ms;"
+        f" ${fleet.usd_per_hour:,.2f} per hour.",
+        *notes,
+    )
+    return "".join(f"# {line}\n" for line in lines)
+
+
+class _Text(str):
+    """A string that YAML writes as a block of lines."""
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # write repeated parts out instead of as YAML aliases
+
+
+_Dumper.add_representer(
+    _Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
+)
+
+
+def _dump(*documents: Mapping[str, Any]) -> str:
+    text: str = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=100)
+    return text

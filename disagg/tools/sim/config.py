@@ -1,0 +1,262 @@
+"""The configuration of a simulation: fleet, load and SLOs. It is checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import msgspec
+
+from disagg.config import AutoscalingConfig, CascadeConfig, PoolConfig, TierConfig
+from disagg.errors import RequestError
+from disagg.messages import Role
+from disagg.router.baselines import OURS, POLICIES
+from disagg.time_model import StepTimeModel
+from disagg.tools.sim.scaling import check_slos
+from disagg.tools.sim.simulated_worker import WorkerSpec
+from disagg.tools.sim.steps import StepTimes
+from disagg.tools.sim.trace import TRACE_BLOCK_TOKENS
+
+LARGEST = "largest"  # the name of the largest model, which the configuration does not name
+
+# A model of 8 billion parameters on one H100, at half of its FLOP/s (989 TFLOP/s) and 70 % of its
+# memory bandwidth (3.35 TB/s). The coefficients are: reading the weights; 16 GFLOP per prompt
+# token; 4 x 32 layers x 4,096 FLOP for each earlier token to which it attends; the arithmetic of a
+# decoding sequence; and reading 128 KiB of KV for each token of context.
+H100_8B = StepTimeModel((6.8e-3, 3.2e-5, 1.06e-9, 3.2e-5, 5.6e-8, 0.0))
+# The same model on one L40S: half of 362 TFLOP/s, and 70 % of 864 GB/s.
+L40S_8B = StepTimeModel((2.65e-2, 8.8e-5, 2.9e-9, 8.8e-5, 2.17e-7, 0.0))
+H100_8B_KV_NBYTES = 128 << 10  # of one token
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """A fault: a worker dies, and a new one with an empty cache replaces it."""
+
+    worker_id: str
+    at_s: float
+    for_s: float
+
+
+class SmallTier(msgspec.Struct, frozen=True, kw_only=True):
+    """A smaller model of a cascade, which has its own pools.
+
+    size: its parameters as a fraction of the largest model's; step times and KV bytes scale with
+        it. The number of KV blocks is the same.
+    unsure: the fraction of its answers that escalate, which is simulated (see `answers`).
+    """
+
+    name: str
+    size: float
+    unsure: float
+    num_prefill: int = 1
+    num_decode: int = 1
+    scale_prefill: AutoscalingConfig | None = None
+    scale_decode: AutoscalingConfig | None = None
+
+
+class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet and its load.
+
+    num_decode: number of decode workers; with 0, each prefill worker decodes its own requests.
+    num_blocks: KV blocks of each worker; each holds `block_size` tokens.
+    decode_num_blocks: KV blocks of decode workers; None: `num_blocks`.
+    times: step times of one worker.
+    decode_times: step times of decode workers; None: `times`.
+    steps, decode_steps: true step times of the largest model, if they are not linear; `times` is
+        then the prior of workers until they have measured. None: `times` is true.
+    speed: factor by which requests come faster than in the trace.
+    bytes_per_s: rate of each worker's network card in each direction; transfers share it.
+    latency_s: time of a transfer between two workers before its first byte.
+    fair_queue: whether the ingress has its admission queue, as in production; without it, only the
+        effects of policies are compared.
+    ttft_slo_s, tpot_slo_s: the SLOs, by which pools are scaled; with `fair_queue`, requests that
+        would wait longer are refused.
+    scale_prefill, scale_decode: whether to autoscale that pool, starting with the number above.
+    max_num_workers: most workers of all autoscaled pools together.
+    num_ingress: number of ingresses, which get requests in turn. If there are several, workers
+        report to each of them as rarely as in a real fleet of that size.
+    smaller: smaller models of a cascade, smallest first.
+    num_judged_tokens, max_shift: as in `config.CascadeConfig`, if there are smaller models.
+    """
+
+    num_prefill: int = 4
+    num_decode: int = 4
+    num_blocks: int = 1024
+    decode_num_blocks: int | None = None
+    block_size: int = TRACE_BLOCK_TOKENS
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    times: StepTimeModel = H100_8B
+    decode_times: StepTimeModel | None = None
+    steps: StepTimes | None = None
+    decode_steps: StepTimes | None = None
+    kv_nbytes: int = H100_8B_KV_NBYTES
+    bytes_per_s: float = 25e9
+    latency_s: float = 1e-3
+    speed: float = 1.0
+    policy: str = OURS
+    faults: tuple[Fault, ...] = ()
+    fair_queue: bool = False
+    ttft_slo_s: float = math.inf
+    tpot_slo_s: float = math.inf
+    scale_prefill: AutoscalingConfig | None = None
+    scale_decode: AutoscalingConfig | None = None
+    max_num_workers: int | None = None
+    num_ingress: int = 1
+    smaller: tuple[SmallTier, ...] = ()
+    num_judged_tokens: int = CascadeConfig().num_judged_tokens
+    max_shift: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        blocks = (self.num_blocks_of("prefill"), self.num_blocks_of("decode"))
+        if (
+            min(self.num_prefill, self.max_num_seqs, self.kv_nbytes, *blocks) < 1
+            or self.num_decode < 0
+        ):
+            raise RequestError(
+                "A simulation needs num_prefill, max_num_seqs, kv_nbytes and num_blocks of at least"
+                " 1, and num_decode of at least 0."
+            )
+        if self.block_size < 1 or TRACE_BLOCK_TOKENS % self.block_size:
+            raise RequestError(
+                f"block_size is {self.block_size}, but must divide {TRACE_BLOCK_TOKENS}, because"
+                f" traces have hashes of blocks of {TRACE_BLOCK_TOKENS} tokens.",
+                param="block_size",
+            )
+        for name, what in (
+            ("speed", "The speed"),
+            ("bytes_per_s", "The bandwidth of a link"),
+            ("ttft_slo_s", "The TTFT SLO"),
+            ("tpot_slo_s", "The TPOT SLO"),
+        ):
+            value = getattr(self, name)
+            is_finite = math.isfinite(value) or (name.endswith("slo_s") and value == math.inf)
+            if value <= 0.0 or not is_finite:  # an infinite SLO means that there is none
+                raise RequestError(
+                    f"{what} must be finite and greater than 0, but is {value:g}.", param=name
+                )
+        if not 0.0 <= self.latency_s < math.inf:
+            raise RequestError(f"The latency must be at least 0, but is {self.latency_s:g}.")
+        if self.policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise RequestError(
+                f"There is no policy {self.policy!r}; choose one of {known}.", param="policy"
+            )
+        if self.num_ingress < 1:
+            raise RequestError(
+                f"num_ingress must be at least 1, but is {self.num_ingress}.",
+                param="num_ingress",
+            )
+        if self.num_ingress > 1 and (self.scale_prefill or self.scale_decode):
+            raise RequestError(
+                "A simulation can autoscale pools only with one ingress; leave num_ingress at 1, or"
+                " set fixed numbers of workers.",
+                param="num_ingress",
+            )
+        self._check_cascade()
+        for tier in self.tiers:
+            if tier.prefill.autoscaling is not None or tier.decode.autoscaling is not None:
+                check_slos(
+                    tier, self.times_of(tier.name, "prefill"), self.times_of(tier.name, "decode")
+                )
+
+    def _check_cascade(self) -> None:
+        names = [LARGEST, *(each.name for each in self.smaller)]
+        for each in self.smaller:
+            if not each.name or names.count(each.name) > 1:
+                raise RequestError(
+                    f"{each.name!r} cannot be the name of a tier: names must be unique and not"
+                    f" empty, and {LARGEST!r} is the name of the last tier.",
+                    param="tier",
+                )
+            if each.num_prefill < 1 or each.num_decode < 0:
+                raise RequestError(
+                    f"The tier {each.name!r} needs at least one prefill worker.", param="tier"
+                )
+            if not 0.0 <= each.unsure <= 1.0:
+                raise RequestError(
+                    f"The tier {each.name!r} has unsure = {each.unsure:g}, but it is a share of"
+                    " answers and must be between 0 and 1.",
+                    param="unsure",
+                )
+        sizes = [0.0, *(each.size for each in self.smaller), 1.0]
+        if any(after <= before for before, after in pairwise(sizes)):
+            raise RequestError(
+                "Tiers must be ordered from the smallest model to the largest, whose size is 1; the"
+                f" sizes are {', '.join(f'{size:g}' for size in sizes[1:-1])}.",
+                param="tier",
+            )
+        if self.num_judged_tokens < 1 or self.max_shift < 0.0:
+            raise RequestError(
+                "num_judged_tokens must be at least 1, and max_shift at least 0.",
+                param="num_judged_tokens",
+            )
+        if self.max_shift and math.isinf(self.ttft_slo_s):
+            raise RequestError(
+                "max_shift needs a TTFT SLO, because it measures the load as a share of that SLO;"
+                " set ttft_slo_s.",
+                param="max_shift",
+            )
+
+    @property
+    def tiers(self) -> tuple[TierConfig, ...]:
+        """The configurations of all tiers, as the real parts get them; smallest model first."""
+        pools: list[tuple[str, SmallTier | SimConfig]] = [
+            *((each.name, each) for each in self.smaller),
+            (LARGEST, self),
+        ]
+        return tuple(
+            TierConfig(
+                model=name,
+                prefill=PoolConfig(num_replicas=of.num_prefill, autoscaling=of.scale_prefill),
+                decode=PoolConfig(num_replicas=of.num_decode, autoscaling=of.scale_decode),
+                ttft_slo_s=self.ttft_slo_s,
+                tpot_slo_s=self.tpot_slo_s,
+            )
+            for name, of in pools
+        )
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """The size of each model as a fraction of the largest model's."""
+        return {each.name: each.size for each in self.smaller} | {LARGEST: 1.0}
+
+    @property
+    def cascade(self) -> CascadeConfig:
+        (threshold,) = CascadeConfig().thresholds
+        return CascadeConfig(
+            num_judged_tokens=self.num_judged_tokens,
+            thresholds=(threshold,) * len(self.smaller),
+            max_shift=self.max_shift,
+        )
+
+    def times_of(self, model: str, role: Role) -> StepTimeModel:
+        size = self.sizes[model]
+        times = (self.decode_times if role == "decode" else None) or self.times
+        return StepTimeModel(tuple(size * seconds for seconds in times.coefficients))
+
+    def num_blocks_of(self, role: Role) -> int:
+        if role == "decode" and self.decode_num_blocks is not None:
+            return self.decode_num_blocks
+        return self.num_blocks
+
+    def worker(self, model: str, role: Role, number: int, max_model_len: int) -> WorkerSpec:
+        """The specification of a pool's worker with this number."""
+        prefix = "" if model == LARGEST else f"{model}-"
+        block_nbytes = int(self.sizes[model] * self.block_size * self.kv_nbytes)
+        times = self.times_of(model, role)
+        steps = (self.decode_steps if role == "decode" else None) or self.steps
+        return WorkerSpec(
+            worker_id=f"{prefix}{role}-{number}",
+            role=role,
+            model=model,
+            num_blocks=self.num_blocks_of(role),
+            block_size=self.block_size,
+            block_nbytes=max(1, block_nbytes),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            times=times,
+            steps=steps if steps is not None and model == LARGEST else times,
+        )

@@ -1,0 +1,353 @@
+"""One simulation: a fleet of simulated workers, the real dispatcher, and the load of a trace.
+
+This module decides when requests arrive. The same code as in production decides everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+
+import msgspec
+
+from disagg.blocks import HASH_NBYTES, BlockHash
+from disagg.config import AUTO, TierConfig
+from disagg.errors import DisaggError, RequestError, WorkerLost
+from disagg.ingress.admission_queue import AdmissionQueue
+from disagg.ingress.dispatch import Dispatcher
+from disagg.ingress.escalation import Escalation
+from disagg.kvtransfer.ticket import KVTicket
+from disagg.links.fleet_links import report_interval_s
+from disagg.messages import (
+    GenerateRequest,
+    Prefetch,
+    SamplingParams,
+    TokenDelta,
+    WorkerRecord,
+    WorkerStatus,
+)
+from disagg.router.autoscale import pools
+from disagg.router.baselines import ALL_WORKERS, OURS, new_policy
+from disagg.router.cascade import Attempt
+from disagg.router.fleet import Fleet, FleetView
+from disagg.router.worker_view import Pool
+from disagg.token_fast_path import TokenCallback
+from disagg.tools.sim import virtual_time
+from disagg.tools.sim.answers import SimulatedConfidence
+from disagg.tools.sim.config import Fault, SimConfig
+from disagg.tools.sim.ingresses import EveryIngress, SimulatedReports, ingress_id_of
+from disagg.tools.sim.network import SimulatedNetwork
+from disagg.tools.sim.report import Outcome, SimReport, WorkDone, in_time_percent, summarise
+from disagg.tools.sim.scaling import Scaling
+from disagg.tools.sim.simulated_worker import SimulatedWorker, WorkerSpec
+from disagg.tools.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
+
+NEVER_S = 1e12
+
+
+def simulate(config: SimConfig, trace: Sequence[TraceRequest]) -> SimReport:
+    """Simulate serving `trace`. Equal arguments give equal reports.
+
+    Raises:
+        RequestError: a fault names a worker that does not exist.
+    """
+    return virtual_time.run(_Simulation.play(config, trace))
+
+
+class _WatchedFleet(Fleet):
+    """The router's view of the fleet. Workers report their ended steps before each access."""
+
+    def __init__(
+        self,
+        tpot_slo_s: Mapping[str, float],
+        workers: Mapping[str, SimulatedWorker],
+        ingress_id: str,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        super().__init__(now=self._loop.time, tpot_slo_s=tpot_slo_s, ingress_id=ingress_id)
+        self._workers = workers
+        self._looked_s = -1.0
+
+    def view(self) -> FleetView:
+        now = self._loop.time()
+        if now != self._looked_s:
+            self._looked_s = now
+            for worker in self._workers.values():
+                worker.report_progress()
+        return super().view()
+
+
+class _Ingress:
+    """One ingress: its view of the workers, and its router; an `ingress.workers.Workers`."""
+
+    def __init__(
+        self,
+        config: SimConfig,
+        workers: Mapping[str, SimulatedWorker],
+        number: int,
+        tpot_slo_s: float,
+        interval_s: float | None,
+    ) -> None:
+        loop, tiers = asyncio.get_running_loop(), config.tiers
+        self._workers = workers
+        slo_s = {tier.name: tpot_slo_s for tier in tiers}
+        self.fleet = _WatchedFleet(slo_s, workers, ingress_id_of(number))
+        self.reports = SimulatedReports(loop, self.fleet, interval_s)
+        ttft_slo_s = {tier.name: tier.ttft_limit_s for tier in tiers}
+        allowed_s = ttft_slo_s if config.fair_queue else {}
+        self.queue = AdmissionQueue(self.fleet, now=loop.time, ttft_slo_s=allowed_s)
+        self.dispatcher = Dispatcher(
+            self,
+            self.fleet,
+            now=loop.time,
+            rng=random.Random(config.seed + number),
+            ttft_slo_s=allowed_s,
+            choose=new_policy(config.policy),
+            admission_queue=self.queue if config.fair_queue else None,
+            wakes=tuple(ttft_slo_s),
+        )
+        self.escalation = Escalation(
+            config.cascade,
+            ttft_slo_s,
+            generate=self.dispatcher.generate,
+            rename=lambda request, model: msgspec.structs.replace(request, model=model),
+            fleet=self.fleet.view,
+            now=loop.time,
+        )
+
+    def stream(
+        self,
+        worker_id: str,
+        request: GenerateRequest,
+        *,
+        timeout_s: float,
+        hand_over: bool = False,
+        ticket: KVTicket | None = None,
+        on_token: TokenCallback | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            raise WorkerLost(f"Worker {worker_id} is gone.")
+        if request.token_ids:  # a request for a prefix has no tokens, and no step computes it
+            self.reports.request_arrived(worker_id)
+        return worker.stream(request, hand_over, ticket)
+
+    def release(self, ticket: KVTicket) -> None:
+        worker = self._workers.get(ticket.source_id)
+        if worker is not None:
+            worker.release(ticket.ticket_id)
+
+    def prefetch(self, worker_id: str, asked: Prefetch) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.prefetch(asked)
+
+    def introduce(self, worker_id: str, source_id: str) -> None:
+        worker, source = self._workers.get(worker_id), self._workers.get(source_id)
+        if worker is not None and source is not None and worker is not source:
+            worker.meet(source)
+
+
+class _Simulation:
+    def __init__(self, config: SimConfig, trace: Sequence[TraceRequest]) -> None:
+        self._config = config
+        self._trace = trace
+        self._loop = loop = asyncio.get_running_loop()
+        tiers = config.tiers
+        ttft_slo_s = config.ttft_slo_s if config.fair_queue else math.inf
+        self._slo_s = (ttft_slo_s, config.tpot_slo_s)
+        if config.policy not in (OURS, ALL_WORKERS):  # the other policies do not use it
+            self._slo_s = (0.0 if config.fair_queue else math.inf, math.inf)
+        self._network = SimulatedNetwork(loop, config.latency_s, config.bytes_per_s)
+        self._workers: dict[str, SimulatedWorker] = {}
+        self._past: list[SimulatedWorker] = []  # workers that died
+        self._longest = max(each.num_prompt_tokens + each.num_output_tokens for each in trace)
+        unsure = {tier.name: tier.unsure for tier in config.smaller}
+        self._sureness = SimulatedConfidence(config.cascade, unsure, config.seed)
+        self._nums_started: dict[Pool, int] = {}
+        interval_s = None
+        if config.num_ingress > 1:
+            interval_s = report_interval_s(config.num_prefill + config.num_decode)
+        self._ingresses = [
+            _Ingress(config, self._workers, number, self._slo_s[1], interval_s)
+            for number in range(config.num_ingress)
+        ]
+        self._heard = EveryIngress([each.reports for each in self._ingresses])
+        self._start_all(tiers)
+        first = self._ingresses[0]
+        self._scaling = Scaling(
+            tiers,
+            config.max_num_workers,
+            first.dispatcher.demand,
+            first.queue,
+            self._reports,
+            loop.call_at,
+            self._join,
+            self._leave,
+            lambda: self._workers,
+        )
+        self._outcomes: list[Outcome] = []
+
+    @classmethod
+    async def play(cls, config: SimConfig, trace: Sequence[TraceRequest]) -> SimReport:
+        self = cls(config, trace)
+        for fault in config.faults:
+            if fault.worker_id not in self._workers:
+                raise RequestError(f"There is no worker {fault.worker_id!r}.", param="fault")
+            self._loop.call_at(fault.at_s, self._kill, fault)
+        self._scaling.begin(
+            ((worker.spec.model, worker.spec.role), worker_id)
+            for worker_id, worker in self._workers.items()
+        )
+        async with asyncio.TaskGroup() as clients:
+            for number, each in enumerate(trace):
+                await asyncio.sleep(each.arrival_s / config.speed - self._loop.time())
+                clients.create_task(self._ask(number, each))
+        for worker in self._workers.values():
+            worker.check()
+        self._scaling.pay(self._loop.time())
+        report = summarise(
+            config.policy,
+            config.speed,
+            self._outcomes,
+            self._work(),
+            config.sizes,
+            self._scaling.worker_hours,
+        )
+        in_time = in_time_percent(self._outcomes, config.ttft_slo_s, config.tpot_slo_s)
+        return msgspec.structs.replace(report, in_time_percent=in_time)
+
+    async def _ask(self, number: int, traced: TraceRequest) -> None:
+        """Send one request, read its answer, and record the outcome."""
+        escalation = self._ingresses[number % len(self._ingresses)].escalation
+        request = request_of(number, traced, self._config.block_size, *self._slo_s)
+        arrival_s = self._loop.time()
+        first_s = last_s = 0.0
+        num_cached_tokens = num_output_tokens = 0
+        error = ""
+        attempts: tuple[Attempt, ...] = ()
+        try:
+            async with aclosing(escalation.generate(request)) as deltas:
+                async for delta in deltas:
+                    last_s = self._loop.time()
+                    if delta.token_ids and not num_output_tokens:
+                        first_s, num_cached_tokens = last_s, delta.num_cached_tokens
+                        attempts = _attempts(escalation, request)
+                    num_output_tokens += len(delta.token_ids)
+        except DisaggError as refusal:
+            error = refusal.code
+        self._outcomes.append(
+            Outcome(
+                arrival_s,
+                first_s,
+                last_s,
+                traced.num_prompt_tokens,
+                num_cached_tokens,
+                num_output_tokens,
+                error,
+                traced.tenant,
+                attempts,
+            )
+        )
+
+    def _start_all(self, tiers: Sequence[TierConfig]) -> None:
+        for tier in tiers:
+            for role, pool in pools(tier):
+                for _ in range(pool.num_replicas):
+                    spec = self._next_spec((tier.name, role))
+                    self._workers[spec.worker_id] = self._new_worker(spec, epoch=1)
+
+    def _next_spec(self, pool: Pool) -> WorkerSpec:
+        number = self._nums_started.get(pool, 0)
+        self._nums_started[pool] = number + 1
+        return self._config.worker(*pool, number, self._longest + 1)
+
+    def _new_worker(self, spec: WorkerSpec, epoch: int) -> SimulatedWorker:
+        return SimulatedWorker(spec, epoch, self._network, self._heard, self._sureness)
+
+    def _kill(self, fault: Fault) -> None:
+        worker = self._workers.pop(fault.worker_id, None)
+        if worker is None:
+            return
+        worker.die()
+        self._past.append(worker)
+        epoch = worker.transport.peer.epoch + 1
+        self._loop.call_later(fault.for_s, partial(self._replace, worker.spec, epoch))
+
+    def _replace(self, spec: WorkerSpec, epoch: int) -> None:
+        self._workers[spec.worker_id] = self._new_worker(spec, epoch)
+
+    def _reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
+        fleet = self._ingresses[0].fleet
+        fleet.view()
+        return fleet.reports()
+
+    def _join(self, pool: Pool) -> str:
+        """Add one worker to a pool. Returns its id."""
+        spec = self._next_spec(pool)
+        self._replace(spec, epoch=1)
+        return spec.worker_id
+
+    def _leave(self, worker_id: str) -> None:
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            worker.die()
+            self._past.append(worker)
+
+    def _work(self) -> list[WorkDone]:
+        """The work of all workers, including those that died.
+
+        A worker that replaced another one is counted together with it.
+        """
+        done: dict[str, WorkDone] = {}
+        for worker in [*self._past, *self._workers.values()]:
+            spec, num_tokens, busy_s = worker.spec, worker.num_prompt_tokens, worker.busy_s
+            alive_s, before = worker.alive_s, done.get(spec.worker_id)
+            if before is not None:
+                num_tokens += before.num_prompt_tokens
+                busy_s, alive_s = busy_s + before.busy_s, alive_s + before.alive_s
+            done[spec.worker_id] = WorkDone(spec.model, spec.role, num_tokens, busy_s, alive_s)
+        return list(done.values())
+
+
+def _attempts(escalation: Escalation, request: GenerateRequest) -> tuple[Attempt, ...]:
+    decision = escalation.decision(request.request_id)
+    assert decision is not None
+    return decision.attempts
+
+
+def request_of(
+    number: int,
+    traced: TraceRequest,
+    block_size: int,
+    ttft_slo_s: float = 0.0,
+    tpot_slo_s: float = 0.0,
+) -> GenerateRequest:
+    """Make a `GenerateRequest` from a trace's request. All its tokens are one id, unique to it."""
+    num_full = traced.num_prompt_tokens // block_size
+    per_name = TRACE_BLOCK_TOKENS // block_size
+    if traced.block_names:
+        hashes = [_hash(name, part) for name in traced.block_names for part in range(per_name)]
+    else:
+        hashes = [_hash(number, ~part & 0xFFFFFFFF) for part in range(num_full)]
+    return GenerateRequest(
+        request_id=str(number),
+        model=AUTO,
+        token_ids=(number,) * traced.num_prompt_tokens,
+        num_prompt_tokens=traced.num_prompt_tokens,
+        hash_root=_hash(number, 0xFFFFFFFF),
+        block_hashes=tuple(hashes[:num_full]),
+        sampling=SamplingParams(max_tokens=traced.num_output_tokens),
+        deadline_unix_s=NEVER_S,
+        tenant=traced.tenant,
+        ttft_slo_s=ttft_slo_s,
+        tpot_slo_s=tpot_slo_s,
+    )
+
+
+def _hash(name: int, part: int) -> BlockHash:
+    return (name << 32 | part).to_bytes(HASH_NBYTES, "little")

@@ -1,0 +1,171 @@
+"""Rooflines give the textbooks' figures, come near published runs, and reward better hardware."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.capacity.efficiency import DATASHEET
+from disagg.capacity.gpus import GPUS, Gpu, gpu_of, link_of
+from disagg.capacity.roofline import Placement, placements
+from disagg.capacity.shapes import SHAPES, ModelShape
+from disagg.errors import NotEnoughMemory, StartupError
+from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeFit, attended
+
+LLAMA_8B, LLAMA_13B, LLAMA_70B = (
+    SHAPES[name] for name in ("llama-3.1-8b", "llama-2-13b", "llama-3-70b")
+)
+H100 = GPUS["h100"]
+
+models = st.sampled_from(list(SHAPES.values()))
+gpus = st.sampled_from(list(GPUS.values()))
+degrees = st.sampled_from((1, 2, 4, 8))
+counts = st.integers(0, 2000)
+steps = st.builds(
+    StepFeatures,
+    num_new_tokens=counts,
+    num_attended=st.floats(0, 1e8),
+    num_decoding=counts,
+    num_decode_context=st.integers(0, 10**7),
+)
+
+
+def test_an_h100_breaks_even_near_295_tokens() -> None:
+    assert H100.flops_per_byte() == pytest.approx(295, abs=1)
+    assert Placement(LLAMA_70B, H100).break_even_batch == pytest.approx(295, abs=1)
+    # Half the bytes and twice the FLOP/s.
+    assert Placement(LLAMA_70B, H100, weights="fp8").break_even_batch == pytest.approx(295, abs=1)
+
+
+def test_13b_on_an_h100_needs_8_ms_a_token() -> None:
+    floor = Placement(LLAMA_13B, H100, efficiency=DATASHEET)
+    assert floor.decode_step_s(1, 1024) == pytest.approx(8e-3, rel=0.02)
+
+
+def test_floors_of_llama_8b_on_an_h200() -> None:
+    """By hand: 15.01 GB of weights without the input table, 512 MiB of KV, 4.8 TB/s."""
+    floor = Placement(LLAMA_8B, GPUS["h200"], efficiency=DATASHEET)
+    assert floor.decode_step_s(1, 0) == pytest.approx(15.01e9 / 4.8e12, rel=1e-3)
+    by_hand_s = (15.01e9 + 32 * 4096 * 131072) / 4.8e12
+    assert floor.decode_step_s(32, 4096) == pytest.approx(by_hand_s, rel=1e-3)
+    computed_s = 2 * 6.98e9 * 8192 / 989.4e12  # and attention: 4 x 32 layers x 4,096 wide
+    attention_s = 4 * 32 * 4096 * 8192 * 8193 / 2 / 989.4e12
+    assert floor.prefill_s(8192) == pytest.approx(computed_s + attention_s, rel=1e-3)
+
+
+def test_memory_is_what_weights_leave() -> None:
+    pair = Placement(LLAMA_70B, H100, 2)
+    by_hand = (2 * 80e9 * 0.9 - 2 * LLAMA_70B.num_params) / (320 * 1024)
+    assert pair.num_kv_tokens == int(by_hand)
+    assert Placement(LLAMA_70B, H100, 1).num_kv_tokens == 0
+
+
+def test_more_gpus_than_kv_heads_hold_copies() -> None:
+    qwen = SHAPES["qwen2.5-7b"]  # 4 KV heads
+    four, eight = Placement(qwen, H100, 4), Placement(qwen, H100, 8)
+    assert eight.kv_nbytes_per_gpu_token == four.kv_nbytes_per_gpu_token
+    assert four.kv_nbytes_per_gpu_token == qwen.kv_nbytes_per_token() / 4
+
+
+@pytest.mark.parametrize(("gpu", "tokens_per_s"), [("h100", 15_220), ("h200", 17_744)])
+def test_near_a_published_table(gpu: str, tokens_per_s: float) -> None:
+    """TensorRT-LLM 1.0, Llama-3.1-8B, FP8, 1,000 tokens in and 1,000 out, at most load."""
+    worker = Placement(LLAMA_8B, GPUS[gpu], weights="fp8", kv="fp8")
+    batch = min(1024, worker.num_kv_tokens // 1500)
+    request_s = 1000 * worker.decode_step_s(batch, 1500) / batch + worker.prefill_s(1000)
+    assert 1000 / request_s == pytest.approx(tokens_per_s, rel=0.15)
+
+
+def test_near_a_published_first_step() -> None:
+    """vLLM with FlashAttention-3: a step of one short Llama-3.1-8B sequence takes 6.44 ms."""
+    assert Placement(LLAMA_8B, H100).decode_step_s(1, 0) == pytest.approx(6.44e-3, rel=0.03)
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=models, gpu=gpus, degree=degrees, step=steps, factor=st.floats(1.0, 10.0))
+def test_better_hardware_is_never_slower(
+    model: ModelShape, gpu: Gpu, degree: int, step: StepFeatures, factor: float
+) -> None:
+    seconds = Placement(model, gpu, degree).step_s(step)
+    for field in ("memory_bytes_per_s", "bf16_flops", "link_bytes_per_s"):
+        better = msgspec.structs.replace(gpu, **{field: getattr(gpu, field) * factor})
+        assert Placement(model, better, degree).step_s(step) <= seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=models, gpu=gpus, degree=degrees, step=steps, more=steps)
+def test_more_work_is_never_faster(
+    model: ModelShape, gpu: Gpu, degree: int, step: StepFeatures, more: StepFeatures
+) -> None:
+    worker = Placement(model, gpu, degree)
+    both = StepFeatures(
+        step.num_new_tokens + more.num_new_tokens,
+        step.num_attended + more.num_attended,
+        step.num_decoding + more.num_decoding,
+        step.num_decode_context + more.num_decode_context,
+    )
+    assert worker.step_s(both) >= worker.step_s(step) > 0
+    assert worker.prefill_s(both.num_new_tokens + 1) >= worker.prefill_s(step.num_new_tokens + 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=models,
+    gpu=gpus,
+    degree=degrees,
+    batch=st.integers(1, 256),
+    data=st.data(),
+)
+def test_the_prior_meets_the_roofline_at_its_ends_and_lies_near_it_between(
+    model: ModelShape, gpu: Gpu, degree: int, batch: int, data: st.DataObject
+) -> None:
+    worker = Placement(model, gpu, degree)
+    prior = worker.time_model(batch)
+    StepTimeFit(prior)  # takes it: nothing is ruled out
+    chunk = StepFeatures(CHUNK_TOKENS, attended(CHUNK_TOKENS, 3000), 0, 0)
+    assert prior.step_s(chunk) == pytest.approx(worker.step_s(chunk), rel=1e-3)
+    full = StepFeatures(0, 0.0, batch, batch * 900)
+    assert prior.step_s(full) == pytest.approx(worker.step_s(full), rel=1e-6)
+    # A line is at most too high by what every step reads, and too low by the experts, if any.
+    bytes_per_s = degree * gpu.memory_bytes_per_s * worker.efficiency.memory
+    every_step_s = model.read_nbytes(0, worker.weights) / bytes_per_s
+    experts_s = model.read_nbytes(10**6, worker.weights) / bytes_per_s - every_step_s
+    assert (experts_s > 0) == (model.num_experts > 0)
+    part = StepFeatures(data.draw(st.integers(0, CHUNK_TOKENS)), 0.0, 0, 0)
+    few = StepFeatures(0, 0.0, data.draw(st.integers(0, batch)), 0)
+    for step in (part, few):
+        too_high_s = prior.step_s(step) - worker.step_s(step)
+        assert -experts_s - 1e-8 <= too_high_s <= every_step_s + 1e-8
+
+
+def test_only_degrees_that_fit_are_offered() -> None:
+    assert [each.num_gpus for each in placements(LLAMA_70B, H100)] == [2, 4, 8]
+    # In fp8 too, as its two tables of tokens stay in 16 bits: 72.7 GB, and there are 72.
+    assert [each.num_gpus for each in placements(LLAMA_70B, H100, "fp8")] == [2, 4, 8]
+    assert [each.num_gpus for each in placements(LLAMA_70B, GPUS["h200"], "fp8")] == [1, 2, 4, 8]
+    assert [each.num_gpus for each in placements(LLAMA_70B, H100, num_tokens=9000)] == [4, 8]
+    # 28 heads do not go over 8 GPUs.
+    assert [each.num_gpus for each in placements(SHAPES["qwen2.5-7b"], H100)] == [1, 2, 4]
+
+
+def test_what_does_not_fit_is_refused_with_what_would() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"811\.7 GB of weights.* 8 x h100 have room"):
+        placements(SHAPES["llama-3.1-405b"], H100)
+    with pytest.raises(NotEnoughMemory, match=r"would fit on 8 GPUs of 113 GB each, or try fp8"):
+        placements(SHAPES["llama-3.1-405b"], H100)
+    # One that has 8 bits already is not told to take them.
+    packed = msgspec.structs.replace(SHAPES["llama-3.1-405b"], quantized="fp8", packed_nbytes=1.0)
+    with pytest.raises(NotEnoughMemory, match=r"405b in fp8 has .* GB each\. `disagg serve") as why:
+        placements(packed, GPUS["l40s"])
+    assert "try" not in why.value.message
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(StartupError, match=r"'h300' is not a known GPU; known are h100,"):
+        gpu_of("h300")
+    with pytest.raises(StartupError, match=r"'avian' is not a known link; known are nvlink,"):
+        link_of("avian")
+    with pytest.raises(StartupError, match=r"a100-80gb has no FP8 .* use one of h100,"):
+        placements(LLAMA_8B, GPUS["a100-80gb"], "fp8")

@@ -1,0 +1,62 @@
+"""The table of engines' shares is what published runs give, and predicts others near enough."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+
+from bench.planner import fitted, is_near, row_of
+from bench.published_runs import RUNS, SOURCES
+from disagg.capacity.efficiency import ENGINES, MATMUL, PLANNED, efficiency_of
+from disagg.capacity.gpus import CPU_CORE, GPUS
+from disagg.errors import StartupError
+
+
+def test_every_share_was_fitted_to_one_run() -> None:
+    runs = [run for run in RUNS if run.is_fitted]
+    assert Counter(run.key for run in runs) == dict.fromkeys(MATMUL, 1)
+    for run in runs:
+        assert MATMUL[run.key] == pytest.approx(fitted(run), abs=0.005), run.key
+        assert run.predicted_tokens_per_s() == pytest.approx(run.tokens_per_s, rel=0.03)
+
+
+def test_every_run_has_a_source_that_can_be_read() -> None:
+    assert {run.source for run in RUNS} == set(SOURCES)
+    for source in SOURCES.values():
+        assert source.startswith("https://") and "202" in source
+    same = [msgspec.structs.replace(run, tokens_per_s=0.0) for run in RUNS]
+    assert len(set(same)) == len(RUNS)
+
+
+def test_runs_that_were_not_fitted_are_predicted() -> None:
+    """Goal: 12 runs within 20 %, 6 of them not fitted. docs/planning.md says where it fails."""
+    held_out = [row_of(run) for run in RUNS if not run.is_fitted]
+    assert len(held_out) > 100 and sum(map(is_near, held_out)) >= 0.7 * len(held_out)
+    prompts = [row for row in held_out if float(row["in"]) >= 2 * float(row["out"])]
+    assert len(prompts) > 50 and sum(map(is_near, prompts)) >= 0.85 * len(prompts)
+
+
+def test_a_faster_engine_is_predicted_to_be_faster() -> None:
+    for run in RUNS:
+        worker = run.placement()
+        faster = msgspec.structs.replace(worker.efficiency, matmul=1.2 * worker.efficiency.matmul)
+        better = msgspec.structs.replace(worker, efficiency=faster)
+        assert run.predicted_tokens_per_s(better) >= run.predicted_tokens_per_s()
+
+
+def test_what_is_planned_with() -> None:
+    h100, a100 = GPUS["h100"], GPUS["a100-80gb"]
+    assert efficiency_of(h100, "bf16") == PLANNED
+    assert efficiency_of(h100, "bf16", "vllm").matmul == MATMUL["vllm", "bf16", "hopper"]
+    blocks = efficiency_of(h100, "fp8-block").matmul  # the best of two engines
+    assert blocks == MATMUL["sglang", "fp8-block", "hopper"]
+    # No run is known on an L40S: what others reach.
+    assert efficiency_of(GPUS["l40s"], "fp8").matmul == MATMUL["tensorrt-llm", "fp8", "hopper"]
+    assert efficiency_of(CPU_CORE, "bf16").matmul == 1.0
+    with pytest.raises(StartupError, match=r"No published run of sglang .* bf16 .* fp8-block on h"):
+        efficiency_of(a100, "bf16", "sglang")
+    with pytest.raises(StartupError, match=r"No published run of vllm .* on cpu"):
+        efficiency_of(CPU_CORE, "bf16", "vllm")
+    assert set(ENGINES) == {"sglang", "tensorrt-llm", "vllm"}

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from disagg.cli.main import main
+from disagg.router.baselines import FIXED_ROLES, OURS
+from disagg.tools.sim import grid
+from disagg.tools.sim.config import SimConfig
+from disagg.tools.sim.trace import Sessions, TraceRequest, generate
+
+CONFIG = SimConfig(ttft_slo_s=0.5)
+WINDOW = [TraceRequest(0.0, 400 + 300 * (n % 5), 40 + 20 * (n % 7)) for n in range(120)]
+
+
+def test_a_load_is_steady_and_keeps_the_requests_of_the_window() -> None:
+    requests = grid.at_rate(WINDOW, 50.0, seed=1)
+    assert requests == grid.at_rate(WINDOW, 50.0, seed=1) != grid.at_rate(WINDOW, 50.0, seed=2)
+    assert [each.num_prompt_tokens for each in requests] == [
+        each.num_prompt_tokens for each in WINDOW
+    ]
+    assert requests[-1].arrival_s == pytest.approx(120 / 50.0, rel=0.3)
+
+
+def test_saturation_is_what_workers_compute_one_after_another() -> None:
+    window = [TraceRequest(0.0, 1024, 1) for _ in range(400)]
+    rate = grid.saturation(CONFIG, window)
+    per_step_s, per_token_s, per_attended_s, _, _, _ = CONFIG.times.coefficients
+    work_s = per_step_s + 1024 * per_token_s + 1024 * 512.5 * per_attended_s
+    assert rate == pytest.approx(grid.NUM_WORKERS / work_s)
+
+
+def test_known_prefixes_are_no_work() -> None:
+    alone = [TraceRequest(0.0, 1024, 2, (2 * n, 2 * n + 1)) for n in range(50)]
+    alike = [TraceRequest(0.0, 1024, 2, (0, n + 1)) for n in range(50)]
+    assert grid.saturation(CONFIG, alike) > 1.4 * grid.saturation(CONFIG, alone)
+
+
+def test_a_tight_slo_is_held_by_every_split_where_fixed_roles_and_collocation_miss_it() -> None:
+    """The goals of the grid, on a load that was made up for this test."""
+    played = [(cell, grid.play(cell, CONFIG, WINDOW)) for cell in grid.cells([0.01], [0.9])]
+    (row,) = grid.rows(CONFIG, WINDOW, played)
+    assert row.worst_share >= 0.96  # a request is 0.8 %
+    assert min(row.by_split) >= 1.15 * row.collocated
+    of_fixed = [percent for cell, percent in played if cell.policy == FIXED_ROLES]
+    assert min(of_fixed) < 0.8 * row.best
+    assert [cell.split for cell, _ in played if cell.policy == OURS] == [*grid.SPLITS]
+
+
+def test_unlike_gpus_serve_more_than_with_fixed_roles_whichever_pool_they_are() -> None:
+    """L40S take 27 ms for a step, so no stream can meet the SLO on them."""
+    played = [(cell, grid.play(cell, CONFIG, WINDOW)) for cell in grid.unlike_cells([0.02], [0.5])]
+    (row,) = grid.unlike_rows(CONFIG, WINDOW, played)
+    assert row.requests_per_s == 0.5 * grid.unlike_saturation(CONFIG, WINDOW)
+    assert min(row.by_split) >= 0.97 * max(row.fixed, *row.by_split)
+
+
+def test_unlike_gpus_lend_each_other_the_prefixes_of_conversations() -> None:
+    """Streams are on the H100s, and with them the prefixes of prompts that L40S must compute."""
+    window = generate(Sessions(requests_per_s=50.0, num_requests=200), seed=3)
+    config = SimConfig(num_blocks=2000, ttft_slo_s=0.5)
+    played = [(cell, grid.play(cell, config, window)) for cell in grid.unlike_cells([0.015], [0.5])]
+    (row,) = grid.unlike_rows(config, window, played)
+    assert min(row.by_split) >= 0.97 * max(row.fixed, *row.by_split)
+
+
+def test_a_grid_prints_a_row_for_each_load_and_slo(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--num-requests", "12", "--processes", "1", "--requests-per-s", "50"]
+    slos_and_loads = ["--grid-tpot-slo-ms", "12.5", "50", "--grid-load", "0.5"]
+    assert main(["sim", "--grid", *arguments, *slos_and_loads]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    said = json.loads(last)
+    rows = [msgspec.convert(each, grid.Row) for each in said["rows"]]
+    assert [(each.tpot_slo_s, each.load) for each in rows] == [(0.0125, 0.5), (0.05, 0.5)]
+    assert {len(each.by_split) for each in rows} == {len(grid.SPLITS)}
+    unlike = [msgspec.convert(each, grid.UnlikeRow) for each in said["unlike"]]
+    assert [(each.tpot_slo_s, each.load) for each in unlike] == [(0.0125, 0.5), (0.05, 0.5)]
+    assert said["simulated"] is True and said["ttft_slo_s"] > 0
+
+
+@pytest.mark.parametrize("load", ["0", "-1", "nan", "much"])
+def test_a_load_that_cannot_be_is_refused(load: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sim", "--grid", "--grid-load", load])
+    assert "greater than 0" in capsys.readouterr().err
