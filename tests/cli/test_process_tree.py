@@ -109,13 +109,22 @@ def test_runs_of_another_user_are_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert process_tree.end_dead_runs() == [] and dead.exists()
 
 
+PARENT = """
+import subprocess, sys
+from disagg.cli import process_tree
+
+program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sys.argv[1]!r}])"
+child = subprocess.Popen([sys.executable, "-c", program])
+while not process_tree.family()[1:]:
+    assert child.poll() is None
+assert process_tree.end_family() == []
+assert child.poll() is not None
+"""
+
+
 def test_a_whole_family_is_ended() -> None:
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
-    child = subprocess.Popen([sys.executable, "-c", program])
-    while not process_tree.family()[1:]:
-        assert child.poll() is None
-    assert process_tree.end_family() == []
-    assert child.poll() is not None
+    """That of another process: servers of other tests may be children of this one."""
+    subprocess.run([sys.executable, "-c", PARENT, SLEEP], check=True)
 
 
 def test_children_that_have_ended_are_buried_besides_one() -> None:
