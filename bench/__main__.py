@@ -18,36 +18,23 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 BENCHES = (
-    "api_tokens",
     "autoscale",
     "cascade",
-    "cells",
-    "drafts",
     "engine",
     "first_minute",
-    "grammar",
     "hand_over",
     "host_step",
-    "ingress_alone",
     "kv_formats",
     "kv_pull",
-    "parallel",
     "planner",
     "prefix_index",
     "quantised",
     "routing",
-    "sampler",
-    "sampler_law",
-    "scale",
-    "scheduler",
-    "serving_floor",
     "serving_path",
     "sim",
     "stalls",
     "strangers",
-    "tiers",
     "time_model",
-    "worker_memory",
 )
 PEERS = ("peers", "peers.serving", "peers.pair")  # install others' systems, some GB
 ALL = (*BENCHES, *PEERS)

@@ -18,21 +18,26 @@ from __future__ import annotations
 
 import argparse
 import time
+from array import array
 from typing import Any
 
 import torch
 
 from bench.report import finish, print_table
+from bench.requests import new_request
 from bench.sampler import FAMILIES, kernels_that_do_nothing
-from bench.scheduler import new_engine, new_sequence
 from disagg.engine.device.batching import Batching
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
+from disagg.engine.engine import Engine
+from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Results, Sampled, StepPlan
 from disagg.messages import SamplingParams
 
 MAX_MODEL_LEN = 1 << 15
+NUM_BLOCKS = 1 << 16
 NUM_STEPS = 256
 PROMPT = 129
 
@@ -92,14 +97,20 @@ class Host:
 
 def measure(family: str, num_seqs: int, block_size: int, num_steps: int) -> dict[str, Any]:
     vocab_size, defaults = FAMILIES[family]
-    engine = new_engine(block_size)
+    scheduler = Scheduler(
+        BlockPool(NUM_BLOCKS, block_size, array("Q", bytes(8 * NUM_BLOCKS))),
+        max_num_seqs=512,
+        max_num_batched_tokens=8192,
+        max_model_len=MAX_MODEL_LEN,
+    )
     host = Host(num_seqs, block_size, vocab_size)
-    engine.runner = engine.launcher = host
+    engine = Engine(scheduler, host)
+    engine.launcher = host
     for number in range(num_seqs):
         # Blocks begin in all steps alike, as they do where requests come one by one.
         tokens = [number + 8] * (PROMPT + number % block_size)
         sampling = SamplingParams(max_tokens=2 * num_steps + 8, seed=number, **defaults)
-        engine.submit(new_sequence(number, tokens, sampling, block_size))
+        engine.submit(Sequence(new_request(number, tokens, sampling, block_size)))
     while engine.scheduler.waiting or not engine.last_plan.num_unread:
         engine.step()
     host.batch_s = host.sampler_s = 0.0

@@ -1,22 +1,13 @@
-"""Measures what sampling costs a step: calls of torch, launches of kernels, and microseconds.
+"""Samplers without a model, for `bench.host_step`, the GPU suite and a test.
 
-    python -m bench.sampler [--rows 32 256] [--context 1000]
-
-Sampling parameters are the defaults of three model families (`generation_config.json`). Two
-samplers take turns: "before" is `sampler_before`, and "after" is what a CPU does now, with compiled
-loops, or with plain torch if there was no compiler. "calls" are the operations that torch
-dispatches, without views; each is one launch or more on a GPU. "device calls" are those of the
-path that a GPU takes, kernel launches included. They are counted without a GPU, and kernels do
-nothing here, so only their number and the host's time for them mean anything.
+Sampling parameters are the defaults of three model families (`generation_config.json`).
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import sampler_before
-from bench.report import finish, print_table, take_turns
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
@@ -42,7 +31,6 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "Qwen3": (151_936, {"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
 }
-ENOUGH_S = 10.0
 VIEWS = {"view", "slice", "select", "unsqueeze", "squeeze", "t", "split", "split_with_sizes"}
 VIEWS |= {"unbind", "expand", "as_strided", "detach", "alias", "_unsafe_view", "lift_fresh"}
 
@@ -59,10 +47,6 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         self.names[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
-
-    @property
-    def num_calls(self) -> int:
-        return sum(count for name, count in self.names.items() if name not in VIEWS)
 
 
 def new_sequences(
@@ -140,8 +124,8 @@ def kernels_that_do_nothing() -> Iterator[list[str]]:
             setattr(modules[name], name, launcher)
 
 
-def device_calls(sequences: list[Sequence], vocab_size: int) -> tuple[int, float, Counter[str]]:
-    """Calls of a step on a GPU's path, the host's microseconds for them, and their names."""
+def device_calls(sequences: list[Sequence], vocab_size: int) -> Counter[str]:
+    """What a step calls and launches on a GPU's path, views left out; how often, by name."""
     from disagg.kernels.gpu.sampling import TritonSampling
 
     with kernels_that_do_nothing() as launched:
@@ -152,70 +136,7 @@ def device_calls(sequences: list[Sequence], vocab_size: int) -> tuple[int, float
         launched.clear()
         with Calls() as calls:
             stepping.launch(logits, positions)
-        calls.names["zero_"] -= launched.count("_pick")
-        num_calls = calls.num_calls + len(launched)
-        took = min(_timed(partial(stepping.launch, logits, positions)) for _ in range(20))
-    return num_calls, 1e6 * took, calls.names + Counter(launched)
-
-
-def _timed(run: Callable[[], Any]) -> float:
-    began_s = time.perf_counter()
-    run()
-    return time.perf_counter() - began_s
-
-
-def measure(family: str, num_rows: int, context: int, vocab_size: int) -> dict[str, Any]:
-    sampling = FAMILIES[family][1]
-    old = new_sequences(num_rows, vocab_size, context, sampling)
-    new = Stepping(new_sequences(num_rows, vocab_size, context, sampling), vocab_size)
-    # As peaked as a model's: some nats above a crowd.
-    logits = torch.randn(num_rows, vocab_size) * 2.5
-    begun = sampler_before.sample(logits.clone(), old), new.step(logits.clone())
-    assert [token.token_id for token in begun[0]] == begun[1]
-    nums_calls = []
-    for run in (partial(sampler_before.sample, sequences=old), new.step):
-        with Calls() as calls:
-            run(logits.clone())
-        nums_calls.append(calls.num_calls - 1)  # the copy
-
-    def timed(run: Callable[[Tensor], Any]) -> float:
-        own = logits.clone()
-        return _timed(lambda: run(own))
-
-    runs = {
-        "before": partial(timed, partial(sampler_before.sample, sequences=old)),
-        "after": partial(timed, new.step),
-    }
-    took = take_turns(runs, 5, ENOUGH_S)
-    num_device_calls, host_us, _ = device_calls(
-        new_sequences(num_rows, vocab_size, context, sampling), vocab_size
+    calls.names["zero_"] -= launched.count("_pick")  # by the kernels that do nothing
+    return Counter({name: num for name, num in calls.names.items() if name not in VIEWS}) + Counter(
+        launched
     )
-    return {
-        "defaults of": family,
-        "sequences": num_rows,
-        "calls before": nums_calls[0],
-        "calls after": nums_calls[1],
-        "us before": round(1e6 * took["before"]),
-        "us after": round(1e6 * took["after"]),
-        "device calls": num_device_calls,
-        "host us of these": round(host_us),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[32, 256])
-    parser.add_argument("--context", type=int, default=1000, help="tokens of each prompt")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal: figures mean nothing")
-    arguments = parser.parse_args()
-    rows = []
-    for num_rows in [2] if arguments.tiny else arguments.rows:
-        for family, (vocab_size, _) in FAMILIES.items():
-            size = 1000 if arguments.tiny else vocab_size
-            rows.append(measure(family, num_rows, min(arguments.context, size), size))
-    print_table(rows)
-    finish("sampler", rows, context=arguments.context)
-
-
-if __name__ == "__main__":
-    main()

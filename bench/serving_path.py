@@ -15,7 +15,7 @@ goal for our application behind HAProxy.
 
 First it measures what the same processes take while nothing is asked: Ray, Serve and health checks
 go on, so with few streams a good part of a token's cost has nothing to do with it. `idle us` is
-that cost divided by the tokens of so many streams. `bench.serving_floor` has the system calls.
+that cost divided by the tokens of so many streams.
 """
 
 from __future__ import annotations

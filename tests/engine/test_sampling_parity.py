@@ -1,5 +1,5 @@
 """Tokens are those of a sampler that keeps nothing, whatever is beside them and whatever came
-before: `bench.sampler_before`, which reads all tokens of every sequence in every step.
+before: `plain_sampler`, which reads all tokens of every sequence in every step.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
 
-from bench import sampler_before
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued, DraftedSequence
 from disagg.engine.sched.step import SampledToken
 from disagg.messages import SamplingParams
+from tests.engine import plain_sampler
 from tests.engine.device.test_sampler import new_sequence
 
 VOCAB_SIZE = 600  # groups that are full, and one that is not
@@ -94,7 +94,7 @@ def test_batches_that_change(data: st.DataObject) -> None:
     for number in range(data.draw(st.integers(1, 6))):
         step = data.draw(st.permutations(everybody))[: data.draw(st.integers(1, 4))]
         logits = logits_of(len(step), number)
-        expected = sampler_before.sample(logits.clone(), step)
+        expected = plain_sampler.sample(logits.clone(), step)
         check(stepped.sample(logits, [*step]), expected)
         for sequence, token in zip(step, expected, strict=True):
             sequence.tokens.append(token.token_id)
@@ -113,7 +113,7 @@ def test_tokens_that_the_host_has_not_read(params: list[SamplingParams], num_ste
         found = stepped.sample(logits.clone(), [*sequences], num_unread=int(bool(unread)))
         for sequence, token_id in zip(sequences, unread, strict=bool(unread)):
             sequence.tokens.append(token_id)
-        expected = sampler_before.sample(logits, sequences)
+        expected = plain_sampler.sample(logits, sequences)
         check(found, expected)
         unread = [token.token_id for token in expected]
 
@@ -134,7 +134,7 @@ def test_drafts(
         rows += [DraftedSequence(sequence, n + 1) for n in range(len(sequence.draft))]
         rows.append(other)
         logits = logits_of(len(rows), number)
-        expected = sampler_before.sample(logits.clone(), rows)
+        expected = plain_sampler.sample(logits.clone(), rows)
         check(stepped.sample(logits, rows), expected)
         sequence.tokens += [*sequence.draft[:num_right], expected[0].token_id]
         sequence.draft = sequence.draft[num_right:]
@@ -149,7 +149,7 @@ def test_many_tokens_at_once_and_a_row_that_grows() -> None:
     other = new_sequence(SamplingParams(max_tokens=900, **asked), tuple(range(40)))
     for number, rows in enumerate([[sequence], [sequence, other], [other, sequence], [other]]):
         logits = logits_of(len(rows), number)
-        expected = sampler_before.sample(logits.clone(), rows)
+        expected = plain_sampler.sample(logits.clone(), rows)
         check(stepped.sample(logits, [*rows]), expected)
         sequence.tokens += range(100, 100 + 20 * number)
         other.tokens += range(7)

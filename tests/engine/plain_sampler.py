@@ -1,7 +1,6 @@
-"""The sampler before it kept parameters and counts on the device; for comparison.
+"""A sampler that keeps nothing: it reads the tokens of each sequence in each step.
 
-It reads the tokens of each sequence in each step. `bench.sampler` measures what that costs, and the
-sampler's tests check that the tokens of both are the same.
+The oracle of the sampler's counts, which are kept on the device.
 """
 
 from __future__ import annotations

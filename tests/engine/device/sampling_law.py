@@ -1,13 +1,11 @@
-"""Tests that tokens are drawn from the distribution of transformers' logits warpers.
-
-    python -m bench.sampler_law [--draws 40000] [--compiled]     # two minutes of one core
+"""Whether tokens are drawn from the distribution of transformers' logits warpers.
 
 The cases are a grid of top-k, top-p, min-p, temperature and penalties, at the edges of how far rows
-are sorted on a CPU (1,024 and 16,384 columns). They are compared by chi-square with
+are sorted on a CPU (1,024 and 16,384 columns). Draws are compared by chi-square with
 `RepetitionPenaltyLogitsProcessor`, `TemperatureLogitsWarper`, `MinPLogitsWarper`,
 `TopKLogitsWarper` and `TopPLogitsWarper`, in this order. Presence and frequency penalties, which
-transformers lacks, are compared with OpenAI's formula. "kept" are the tokens that may be drawn at
-all, which must be the same. The seeds are fixed.
+transformers lacks, are compared with OpenAI's formula. Tokens that are not kept must never be
+drawn. The seeds are fixed.
 
 The rows of a case differ only in their seeds, so the smallest logit that is kept is the same in
 all. The first rows find it themselves, as in a step. The other rows share one, because sorting
@@ -16,9 +14,7 @@ would take most of an hour.
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,12 +25,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench.report import finish, print_table
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
-from disagg.kernels.cpu.library import SAMPLING, find_library
-from disagg.kernels.cpu.sampling import CpuSampling
 from disagg.kernels.sampling_rows import SampledRows, SamplingOps
 from disagg.kernels.torch import sampling as torch_sampling
 from disagg.kernels.torch.sampling import TorchSampling
@@ -55,29 +48,15 @@ class Case:
     params: dict[str, Any]
 
 
-def grid(tiny: bool = False) -> Iterator[Case]:
-    """Every case, or a part that takes seconds."""
+def grid() -> Iterator[Case]:
     small, large = 4_099, 20_011
-    edges = [1, 20, 1023, 1024, 1025] if not tiny else [20, 1025]
     penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
-    for top_k in edges:
+    for top_k in (20, 1025):
         for top_p in (1.0, 0.95, 0.7):
-            for min_p in (0.0,) if tiny else (0.0, 0.05):
-                yield Case(small, 1.5, {"top_k": top_k, "top_p": top_p, "min_p": min_p})
-    for top_k in (16_385,) if tiny else (0, 16_383, 16_384, 16_385):
-        yield Case(large, 1.5, {"top_k": top_k, "top_p": 0.7})
-    for temperature in (1.7,) if tiny else (0.3, 0.7, 1.7):
-        yield Case(small, 1.5, {"temperature": temperature, "top_p": 0.9, **penalties})
-        yield Case(small, 3.0, {"temperature": temperature, "top_k": 50, "min_p": 0.02})
-    if tiny:
-        return
-    for spread in (0.3, 6.0):
-        yield Case(small, spread, {"top_p": 0.9})
-        yield Case(small, spread, {"top_k": 1025, "top_p": 0.9, **penalties})
-    for name, value in penalties.items():
-        yield Case(small, 1.5, {name: value, "top_p": 0.95})
-    yield Case(large, 0.3, {"top_p": 0.99})
-    yield Case(large, 1.5, {"temperature": 0.7, "top_p": 0.8, "top_k": 20, **penalties})
+            yield Case(small, 1.5, {"top_k": top_k, "top_p": top_p})
+    yield Case(large, 1.5, {"top_k": 16_385, "top_p": 0.7})
+    yield Case(small, 1.5, {"temperature": 1.7, "top_p": 0.9, **penalties})
+    yield Case(small, 3.0, {"temperature": 1.7, "top_k": 50, "min_p": 0.02})
 
 
 def logits_of(case: Case) -> Tensor:
@@ -163,59 +142,14 @@ def _groups(wanted: Tensor) -> Tensor:
     return (~is_few).cumsum(0).sub(1).clamp(min=0)[groups]
 
 
-def check(case: Case, num_draws: int, ops: SamplingOps = PLAIN_TORCH) -> dict[str, Any]:
-    """A row of the table."""
-    probabilities, counts = expected(case), drawn(case, num_draws, ops)
+def check(case: Case, num_draws: int) -> None:
+    """Raises `AssertionError` where a right sampler would be once in millions of cases."""
+    probabilities, counts = expected(case), drawn(case, num_draws)
+    assert not counts[probabilities == 0].any(), "a token was drawn that is not kept"
     groups = _groups(probabilities * num_draws)
     wanted = torch.bincount(groups, probabilities * num_draws)
     found = torch.bincount(groups, counts.double(), minlength=len(wanted))
     chi_square = float(((found - wanted) ** 2 / wanted).sum())
     degrees = len(wanted) - 1
     limit = degrees + STANDARD_DEVIATIONS * math.sqrt(2 * degrees) if degrees else 1e-6
-    num_foreign = int(counts[probabilities == 0].sum())
-    return {
-        "vocabulary": case.vocab_size,
-        "spread": case.spread,
-        **{name: getattr(SamplingParams(max_tokens=1, **case.params), name) for name in NAMES},
-        "kept": int((probabilities > 0).sum()),
-        "not kept, drawn": num_foreign,
-        "degrees": degrees,
-        "chi-square": round(chi_square, 1),
-        "limit": round(limit, 1),
-        "holds": chi_square <= limit and not num_foreign,
-    }
-
-
-NAMES = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draws", type=int, default=40_000, help="of each case")
-    parser.add_argument("--compiled", action="store_true", help="by the loops of csrc, not torch")
-    parser.add_argument("--tiny", action="store_true", help="a part of the grid")
-    arguments = parser.parse_args()
-    ops: SamplingOps = PLAIN_TORCH
-    if arguments.compiled:
-        found = find_library(SAMPLING)
-        if found.loaded is None:
-            parser.error(f"no compiled loops are here; it would be {found.sentence}")
-        ops = CpuSampling(found.loaded)
-    num_draws = min(arguments.draws, 2000) if arguments.tiny else arguments.draws
-    rows = [check(case, num_draws, ops) for case in grid(arguments.tiny)]
-    print_table(rows)
-    num_failed = sum(not row["holds"] for row in rows)
-    finish("sampler_law", rows, draws=num_draws, num_failed=num_failed)
-    return 1 if num_failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    assert chi_square <= limit, f"chi-square {chi_square:.1f} of {degrees} degrees"
