@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +20,15 @@ from disagg.api.openai.tools import (
     NamedTool,
     Tool,
     ToolChoice,
+    answer_syntax,
     required_calls,
 )
 from disagg.messages import Grammar
-from disagg.text.answer_reader import AnswerSyntax, read_arguments_of
-from disagg.text.tool_parsers.json_calls import read_llama3_json
+from disagg.text.tool_parsers.registry import NAMES
+from tests.api.fakes import served_model
 from tests.text.answers import cut, read
 
+MODEL = served_model(template="{{ tools }}{{ messages }}")
 BYTES = llguidance.LLTokenizer("byte")
 SCALARS = st.sampled_from(
     [{"type": "boolean"}, {"type": "null"}, {"enum": ["a", 5]}, {"type": ["integer", "null"]}, {}]
@@ -67,20 +70,24 @@ def written(grammar: Grammar, seed: int) -> str:
 
 @pytest.mark.parametrize("is_named", [True, False])
 @settings(max_examples=60, deadline=None)
-@given(schema=SCHEMAS, seed=st.integers(0, 1 << 20), places=st.lists(st.integers(0, 200)))
+@given(
+    schema=SCHEMAS,
+    seed=st.integers(0, 1 << 20),
+    places=st.lists(st.integers(0, 200)),
+    parser=st.sampled_from(NAMES),
+)
 def test_arguments_are_an_object(
-    is_named: bool, schema: dict[str, Any] | None, seed: int, places: list[int]
+    is_named: bool, schema: dict[str, Any] | None, seed: int, places: list[int], parser: str
 ) -> None:
+    """Also whatever the format in which the model calls functions of its own accord."""
     tool = Tool("function", FunctionDefinition("look", parameters=schema))
     choice: ToolChoice = NamedTool("function", NamedFunction("look")) if is_named else "required"
     request = SimpleNamespace(tools=[tool], tool_choice=choice, parallel_tool_calls=None)
     grammar = required_calls(request)
     assert grammar is not None
-    reader = read_arguments_of("look") if is_named else read_llama3_json
-    found = read(
-        AnswerSyntax(read_calls=reader, tools={"look": schema or {}}),
-        cut(written(grammar, seed), places),
-    )
+    syntax = answer_syntax(request, replace(MODEL, tool_call_parser=parser))
+    assert syntax is not None
+    found = read(syntax, cut(written(grammar, seed), places))
     assert found.calls and not found.text
     for name, arguments in found.calls:
         assert name == "look"

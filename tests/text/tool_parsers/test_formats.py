@@ -319,6 +319,10 @@ WRITERS: dict[str, Callable[[Called], list[str]]] = {
         "<|tool_call_start|>", "[", c[0] + "(", ", ".join(f"{k}={v!r}" for k, v in c[1].items()),
         ")", "]", "<|tool_call_end|>",
     ],
+    "openai": lambda c: [
+        f"<|channel|>commentary to=functions.{c[0]} ", "<|constrain|>json", "<|message|>",
+        json.dumps(c[1]), "<|call|>",
+    ],
     "pythonic": lambda c: [
         "[", c[0] + "(", ", ".join(f"{k}={v!r}" for k, v in c[1].items()), ")", "]",
     ],
@@ -355,7 +359,7 @@ def test_what_models_write_is_read(
     assert all(json.loads(arguments) == call[1] for _, arguments in found.calls)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", sorted({*WRITERS} - {"openai"}))  # its marks are never text
 @given(call=CALLS, places=st.lists(st.integers(0, 400), max_size=8))
 @settings(max_examples=20, deadline=None)
 def test_a_call_of_a_function_that_was_not_offered_is_text(
@@ -365,7 +369,7 @@ def test_a_call_of_a_function_that_was_not_offered_is_text(
     assert read(syntax_of(name), cut(answer, places)) == Found(text=answer)
 
 
-@pytest.mark.parametrize("name", sorted({*WRITERS} - {"llama3_json", "pythonic"}))
+@pytest.mark.parametrize("name", sorted({*WRITERS} - {"llama3_json", "pythonic", "openai"}))
 def test_a_call_ends_reasoning_that_has_no_end(name: str) -> None:
     answer = "<think>So I look.\n" + "".join(WRITERS[name](("look", {"where": "here"})))
     found = read(syntax_of(name, "qwen3"), list(answer))
