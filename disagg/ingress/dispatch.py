@@ -26,12 +26,10 @@ import msgspec
 
 from disagg import telemetry
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
-from disagg.ingress.admission_queue import AdmissionQueue
-from disagg.ingress.awaiting import AwaitingWorkers
+from disagg.ingress.admission_queue import AdmissionQueue, Queued
 from disagg.ingress.recent_requests import RecentRequests
 from disagg.ingress.request_metrics import RequestMetrics
 from disagg.ingress.request_state import RequestState, Visit
-from disagg.ingress.waiting import Queued
 from disagg.ingress.workers import Workers
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
@@ -102,9 +100,8 @@ class Dispatcher:
         self._ttft_slo_s = ttft_slo_s
         self._metrics = metrics or RequestMetrics()
         self._choose_route = choose
-        self._admission_queue = admission_queue
+        self._queue = admission_queue or AdmissionQueue(fleet, now=now, is_fair=False)
         self._wakes = wakes
-        self._awaiting = AwaitingWorkers(fleet)
         self._decisions: RecentRequests[tuple[Decision, ...]] = RecentRequests(max_num_decisions)
 
     def decision(self, request_id: str) -> tuple[Decision, ...]:
@@ -154,8 +151,8 @@ class Dispatcher:
             self._cancel_visits(state)
             if state.ticket is not None:
                 self._workers.release(state.ticket)
-            if self._admission_queue is not None and state.charge is not None:
-                self._admission_queue.end(state.charge, state.num_output_tokens)
+            if state.charge is not None:
+                self._queue.end(state.charge, state.num_output_tokens)
 
     async def _visit(
         self, state: RequestState, on_token: TokenCallback | None
@@ -248,12 +245,10 @@ class Dispatcher:
             while True:
                 try:
                     route = self._route(state)
-                    if self._admission_queue is not None and not state.worker_id:
-                        if has_waited:
-                            self._let_next_look(state.model)
-                        await self._take_turn(self._admission_queue, state, route)
-                    else:
-                        self._set_out(state, route)
+                    if has_waited and not state.worker_id:
+                        # The next one looks once this one is reserved or queued.
+                        asyncio.get_running_loop().call_soon(self._queue.wake, state.model)
+                    await self._take_turn(state, route)
                     return
                 except Unavailable:
                     if state.is_turned_away:
@@ -265,22 +260,21 @@ class Dispatcher:
                         raise
                 state.excluded.clear()
                 left_s = max(0.0, waits_until - self._now())
-                if self._awaiting.has_worker(state.model):  # a worker that refused this request
+                if self._queue.has_worker(state.model):  # a worker that refused this request
                     await asyncio.sleep(min(state.pause_s, left_s))
                 else:
-                    await self._awaiting.wait(state.model, left_s, again=has_waited)
+                    await self._queue.wait_for_worker(state.model, left_s, again=has_waited)
                     has_waited = True
         finally:
             if has_waited:
-                self._awaiting.wake(state.model)
+                self._queue.wake(state.model)
 
-    def _let_next_look(self, model: str) -> None:
-        """Wake the next request that waits for a worker once this one is reserved or queued."""
-        asyncio.get_running_loop().call_soon(self._awaiting.wake, model)
-
-    async def _take_turn(self, queue: AdmissionQueue, state: RequestState, route: Route) -> None:
+    async def _take_turn(self, state: RequestState, route: Route) -> None:
         """Reserve the route now, or wait in the admission queue first. Raises `Overloaded`."""
-        request = state.request(None)
+        request, queue = state.request(None), self._queue
+        if state.worker_id or not queue.is_fair:
+            self._set_out(state, route)
+            return
         charge = queue.charge(request, route)
         if queue.goes_at_once(request, route):
             queue.passes_by(charge)
@@ -339,9 +333,9 @@ class Dispatcher:
     ) -> tuple[float, Candidate] | None:
         """When the wait for the first token began, and the route with its predicted times.
 
-        None if there is an admission queue and the request did not wait in it: it teaches nothing.
+        None if requests wait in the admission queue and this one did not: it teaches nothing.
         """
-        if self._admission_queue is None:
+        if not self._queue.is_fair:
             return now, route
         if queued is None:
             return None

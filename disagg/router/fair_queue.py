@@ -16,20 +16,17 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-Item = TypeVar("Item")
 
+class Waiter:
+    """One waiting request. `number` is unique, in order of arrival."""
 
-class Waiter(Generic[Item]):
-    """One waiting request. `item` belongs to the caller."""
-
-    __slots__ = ("cost_s", "item", "key", "nbytes", "tenant")
+    __slots__ = ("cost_s", "key", "nbytes", "tenant")
 
     def __init__(
         self,
         tenant: str,
         cost_s: float,
         nbytes: int,
-        item: Item,
         *,
         priority: int = 0,
         deadline_s: float = 0.0,
@@ -38,8 +35,7 @@ class Waiter(Generic[Item]):
         self.tenant = tenant
         self.cost_s = cost_s
         self.nbytes = nbytes
-        self.item = item
-        self.key = (priority, deadline_s, number)  # `number`: unique, in order of arrival
+        self.key = (priority, deadline_s, number)
 
     @property
     def priority(self) -> int:
@@ -47,16 +43,17 @@ class Waiter(Generic[Item]):
 
 
 _key = attrgetter("key")
+Waiting = TypeVar("Waiting", bound=Waiter)
 
 
-class _TenantQueue(Generic[Item]):
+class _TenantQueue(Generic[Waiting]):
     """One tenant's requests. served_s: service over weight; only differences have a meaning."""
 
     def __init__(self, name: str, weight: float) -> None:
         self.name = name
         self.weight = weight
         self.served_s = 0.0
-        self.waiting: list[Waiter[Item]] = []  # in order of their keys
+        self.waiting: list[Waiting] = []  # in order of their keys
         self.waiting_s: defaultdict[int, float] = defaultdict(float)  # costs of these by priority
         self.nbytes = 0
 
@@ -66,7 +63,7 @@ class _TenantQueue(Generic[Item]):
         return priority, self.served_s, number
 
 
-class FairQueue(Generic[Item]):
+class FairQueue(Generic[Waiting]):
     """Requests of several tenants for one pool of workers.
 
     Args:
@@ -75,10 +72,9 @@ class FairQueue(Generic[Item]):
 
     def __init__(self, weight: Callable[[str], float] = lambda tenant: 1.0) -> None:
         self._weight = weight
-        self._tenants: dict[
-            str, _TenantQueue[Item]
-        ] = {}  # every tenant that was served: bounded by the number of keys
-        self._active: dict[str, _TenantQueue[Item]] = {}  # tenants with waiting requests
+        # Every tenant that was served: bounded by the number of keys.
+        self._tenants: dict[str, _TenantQueue[Waiting]] = {}
+        self._active: dict[str, _TenantQueue[Waiting]] = {}  # tenants with waiting requests
         self._reached_s = 0.0  # `served_s` of the tenant that was served last
         self._num = 0
         self.nbytes = 0
@@ -86,14 +82,14 @@ class FairQueue(Generic[Item]):
     def __len__(self) -> int:
         return self._num
 
-    def __iter__(self) -> Iterator[Waiter[Item]]:
+    def __iter__(self) -> Iterator[Waiting]:
         for tenant in self._active.values():
             yield from tenant.waiting
 
     def num_by_tenant(self) -> dict[str, int]:
         return {tenant.name: len(tenant.waiting) for tenant in self._active.values()}
 
-    def push(self, waiter: Waiter[Item]) -> None:
+    def push(self, waiter: Waiting) -> None:
         tenant = self._tenant(waiter.tenant)
         if not tenant.waiting:
             self._catch_up(tenant)
@@ -102,20 +98,20 @@ class FairQueue(Generic[Item]):
         tenant.waiting_s[waiter.priority] += waiter.cost_s
         self._count(tenant, waiter, 1)
 
-    def first(self) -> Waiter[Item] | None:
+    def first(self) -> Waiting | None:
         """The request that is served next."""
         if not self._active:
             return None
         return min(self._active.values(), key=_TenantQueue.rank).waiting[0]
 
-    def serve(self, waiter: Waiter[Item]) -> None:
+    def serve(self, waiter: Waiting) -> None:
         """Remove the next request and charge its tenant."""
         tenant = self._tenants[waiter.tenant]
         self._reached_s = max(self._reached_s, tenant.served_s)
         tenant.served_s += waiter.cost_s / tenant.weight
         self.remove(waiter)
 
-    def remove(self, waiter: Waiter[Item]) -> None:
+    def remove(self, waiter: Waiting) -> None:
         """Remove a request without charge, if it is still here."""
         tenant = self._tenants[waiter.tenant]
         place = bisect_left(tenant.waiting, waiter.key, key=_key)
@@ -144,7 +140,7 @@ class FairQueue(Generic[Item]):
         tenant = self._tenant(name)
         tenant.served_s += cost_s / tenant.weight
 
-    def ahead_s(self, waiter: Waiter[Item]) -> float:
+    def ahead_s(self, waiter: Waiting) -> float:
         """The work ahead of `waiter`, which is not in the queue yet, in seconds."""
         own = self._tenant(waiter.tenant)
         place = bisect_left(own.waiting, waiter.key, key=_key)
@@ -164,7 +160,7 @@ class FairQueue(Generic[Item]):
                     total_s += min(cost_s, max(0.0, lead_s))
         return total_s
 
-    def longest(self) -> Waiter[Item] | None:
+    def longest(self) -> Waiting | None:
         """The last request of the tenant whose requests take the most room for its weight."""
         if not self._active:
             return None
@@ -176,13 +172,13 @@ class FairQueue(Generic[Item]):
         tenant = self._tenant(name)
         return (tenant.nbytes + nbytes) / tenant.weight
 
-    def _tenant(self, name: str) -> _TenantQueue[Item]:
+    def _tenant(self, name: str) -> _TenantQueue[Waiting]:
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _TenantQueue(name, self._weight(name))
         return tenant
 
-    def _catch_up(self, tenant: _TenantQueue[Item]) -> None:
+    def _catch_up(self, tenant: _TenantQueue[Waiting]) -> None:
         tenant.served_s = max(tenant.served_s, self._floor_s())
 
     def _floor_s(self) -> float:
@@ -190,7 +186,7 @@ class FairQueue(Generic[Item]):
             return min(tenant.served_s for tenant in self._active.values())
         return self._reached_s
 
-    def _count(self, tenant: _TenantQueue[Item], waiter: Waiter[Item], sign: int) -> None:
+    def _count(self, tenant: _TenantQueue[Waiting], waiter: Waiting, sign: int) -> None:
         self._num += sign
         self.nbytes += sign * waiter.nbytes
         tenant.nbytes += sign * waiter.nbytes

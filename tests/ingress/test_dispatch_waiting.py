@@ -172,5 +172,5 @@ async def test_those_that_wait_for_a_worker_set_out_in_order_and_look_only_then(
     assert sorted(waiting) == [f"r{number}" for number in range(num)]
     order = [call.request.request_id for call in workers.calls[num:]]
     assert order == [name for name in waiting if name != "r1"] and looks == order
-    assert not dispatcher._awaiting._waiting
+    assert not dispatcher._queue._line("toy").unserved
     assert_nothing_reserved(fleet)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.ingress.waiting import ModelQueue
+from disagg.ingress.admission_queue import ModelQueue
 from disagg.router.fair_queue import FairQueue, Waiter
 
 COST_S = 0.05
@@ -17,9 +17,9 @@ class Waiting:
     def __init__(self) -> None:
         self.line = ModelQueue(lambda tenant: 1.0)
         self.now = 1000.0
-        queue: FairQueue[object] = self.line.queue  # type: ignore[assignment]
+        queue: FairQueue[Waiter] = self.line  # type: ignore[assignment]
         self.line.starts_waiting()
-        queue.push(Waiter("", COST_S, 1, None))
+        queue.push(Waiter("", COST_S, 1))
         self.line.moved(COST_S, self.now, NUM_WORKERS)
 
     def leave(self, number: int, each_s: float, paused_s: float = 0.0) -> None:

@@ -18,15 +18,15 @@ costs = st.floats(0.1, MOST_S)
 tenants = st.sampled_from(sorted(WEIGHTS))
 
 
-def waiter(tenant: str, cost_s: float = 1.0, nbytes: int = 10, **more: Any) -> Waiter[str]:
-    return Waiter(tenant, cost_s, nbytes, tenant, number=next(_numbers), **more)
+def waiter(tenant: str, cost_s: float = 1.0, nbytes: int = 10, **more: Any) -> Waiter:
+    return Waiter(tenant, cost_s, nbytes, number=next(_numbers), **more)
 
 
-def new_queue() -> FairQueue[str]:
+def new_queue() -> FairQueue[Waiter]:
     return FairQueue(WEIGHTS.__getitem__)
 
 
-def turn(queue: FairQueue[str]) -> Waiter[str]:
+def turn(queue: FairQueue[Waiter]) -> Waiter:
     first = queue.first()
     assert first is not None
     queue.serve(first)
@@ -109,7 +109,7 @@ def test_the_queue_counts_what_is_in_it(
 ) -> None:
     """Bytes, lengths and work, recounted after each arrival, turn and departure."""
     queue = new_queue()
-    here: list[Waiter[str]] = []
+    here: list[Waiter] = []
     for tenant, cost_s, priority, deadline_s, comes in steps:
         if comes or not here:
             one = waiter(tenant, cost_s, 7, priority=priority, deadline_s=float(deadline_s))
