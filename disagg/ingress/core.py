@@ -31,7 +31,6 @@ from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Deltas, Escalation
 from disagg.ingress.fleet_metrics import FleetMetrics
 from disagg.ingress.index_room import IndexRoom
-from disagg.ingress.request_metrics import RequestMetrics
 from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
 from disagg.messages import GenerateRequest, Role, WorkerRecord
@@ -127,6 +126,7 @@ class IngressCore:
         metrics = self._metrics = ApiMetrics(
             slo_s={tier.name: (tier.ttft_limit_s, tier.tpot_goal_s) for tier in config.tiers},
             tenants={DEFAULT_TENANT, *config.tenants},
+            models=[tier.name for tier in config.tiers],
         )
         self._index_room = IndexRoom(index, metrics.registry)
         metrics.registry.register(
@@ -151,7 +151,7 @@ class IngressCore:
             now=now,
             rng=rng,
             ttft_slo_s=ttft_slo_s,
-            metrics=RequestMetrics(metrics, [tier.name for tier in config.tiers]),
+            metrics=metrics,
             admission_queue=self.admission_queue,
             wakes=self._may_be_empty,
         )
@@ -280,15 +280,15 @@ class IngressCore:
         await self.links.close()
 
     def _observe_wait(self, tenant: str, seconds: float) -> None:
-        self._metrics.queue_wait.labels(self._config.tenant_class(tenant)).observe(seconds)
+        self._metrics.of("queue_wait_seconds", self._config.tenant_class(tenant)).observe(seconds)
 
     def _refresh_queue(self) -> None:
         lengths = dict.fromkeys([DEFAULT_TENANT, *self._config.tenants], 0)
         for tenant, number in self.admission_queue.num_by_tenant().items():
             lengths[self._config.tenant_class(tenant)] += number
         for name, number in lengths.items():
-            self._metrics.queue_length.labels(name).set(number)
-        self._metrics.queue_nbytes.set(self.admission_queue.nbytes)
+            self._metrics.of("queue_num_requests", name).set(number)
+        self._metrics.of("queue_bytes").set(self.admission_queue.nbytes)
 
     def _generate(self, request: GenerateRequest, on_token: TokenCallback) -> Deltas:
         if self._escalation is not None and request.model == AUTO:

@@ -25,10 +25,10 @@ from types import MappingProxyType
 import msgspec
 
 from disagg import telemetry
+from disagg.api.http.metrics import ApiMetrics
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue, Queued
 from disagg.ingress.recent_requests import RecentRequests
-from disagg.ingress.request_metrics import RequestMetrics
 from disagg.ingress.request_state import RequestState, Visit
 from disagg.ingress.workers import Workers
 from disagg.kvtransfer.ticket import KVTicket
@@ -85,7 +85,7 @@ class Dispatcher:
         patience_s: float = 30.0,
         max_num_decisions: int = 1024,
         ttft_slo_s: Mapping[str, float] = MappingProxyType({}),
-        metrics: RequestMetrics | None = None,
+        metrics: ApiMetrics | None = None,
         choose: ChooseRoute = choose_route,
         admission_queue: AdmissionQueue | None = None,
         wakes: Collection[str] = (),
@@ -98,7 +98,7 @@ class Dispatcher:
         self._max_moves = max_moves
         self._patience_s = patience_s
         self._ttft_slo_s = ttft_slo_s
-        self._metrics = metrics or RequestMetrics()
+        self._metrics = metrics or ApiMetrics()
         self._choose_route = choose
         self._queue = admission_queue or AdmissionQueue(fleet, now=now, is_fair=False)
         self._wakes = wakes
@@ -145,7 +145,7 @@ class Dispatcher:
                         raise
                     self._cancel_visits(state)
                     state.move(error)
-                    self._metrics.moved(state.model)
+                    self._metrics.of("request_moves", state.model).inc()
             self._fleet.answers.observe(state.model, state.num_output_tokens)
         finally:
             self._cancel_visits(state)
@@ -218,7 +218,8 @@ class Dispatcher:
                 async for delta in stream:
                     state.ticket = delta.ticket  # None if the delta has an error
                     break
-        self._metrics.prefix_pull(state.model, state.ticket is not None)
+        outcome = "refused" if state.ticket is None else "granted"
+        self._metrics.of("prefix_pulls", state.model, outcome).inc()
         self._metrics.staged(state.model, "prefix_pull", self._now() - began_s)
 
     def _learn_delay(self, state: RequestState, since: float, route: Candidate) -> None:
@@ -321,11 +322,9 @@ class Dispatcher:
         self._decisions.put(state.request_id, (*earlier, decision))
         state.prefix_source = route.prefix_source
         if state.ticket is None:  # otherwise the prompt is already computed
-            self._metrics.routed(
-                state.model,
-                "local" if route.prefill is None else "remote",
-                "moved" if state.num_moves else route.cause,
-            )
+            place = "local" if route.prefill is None else "remote"
+            reason = "moved" if state.num_moves else route.cause
+            self._metrics.of("prefills", state.model, place, reason).inc()
         state.visits.extend(self._reserve(state, route))
 
     def _awaited(

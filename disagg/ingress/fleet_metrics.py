@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 from disagg.messages import PullCounts, Role, WorkerRecord, WorkerStatus
 from disagg.metric import Metric
 
-Reports: TypeAlias = Callable[[], list[tuple[WorkerRecord, WorkerStatus]]]
+WorkerReports: TypeAlias = list[tuple[WorkerRecord, WorkerStatus]]
+Reports: TypeAlias = Callable[[], WorkerReports]
 
 WORKER = ("model_name", "role", "worker_id")
 MAX_PAIRS = 1024  # largest number of pairs of workers, which grows with the square of workers
@@ -52,6 +53,51 @@ _OUTCOMES: dict[str, Callable[[PullCounts], int]] = {
     "failed": lambda counts: counts.num_failed,
     "given_up": lambda counts: counts.num_given_up,
 }
+_PAIR = ("source_id", "worker_id")
+_BETWEEN = f"worker_id from source_id, fitted to recent pulls; for at most {MAX_PAIRS} pairs"
+
+
+class Row(NamedTuple):
+    """A metric: its kind, its labels and its HELP."""
+
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    labels: tuple[str, ...]
+    text: str
+
+
+Sample: TypeAlias = tuple[str, tuple[str, ...], float]  # a metric's name, labels, the figure
+
+# What is computed from reports. Fields of reports declare others.
+TABLE = {
+    "worker_kv_cache_usage_perc": Row(GaugeMetricFamily, WORKER,
+        "Share of a worker's KV blocks that requests or tickets use, from 0 to 1. Blocks that only"
+        " cache prefixes count as free, because they can be evicted"),
+    "worker_kv_blocks": Row(GaugeMetricFamily, WORKER,
+        "Number of KV blocks of a worker, used or not"),
+    "worker_link_buffer_bytes": Row(GaugeMetricFamily, WORKER,
+        "Number of bytes that wait in this ingress to be sent to a worker. It is near 0 unless the"
+        " worker or the network to it is stuck"),
+    "workers": Row(GaugeMetricFamily, ("model_name", "role", "state"),
+        "Number of workers with a link to this ingress. state: serving (accepts requests),"
+        " standing_by (is loaded, and serves when another worker is gone) or draining (finishes"
+        " its requests)"),
+    "worker_kv_pulls": Row(CounterMetricFamily, (*WORKER, "lane", "outcome"),
+        "Number of KV transfers that a worker pulled from another one. lane: the UCX transport"
+        " (cma, cuda_ipc, rc_mlx5, tcp, ...; empty if unknown). outcome: ok, torn (the source had"
+        " reused the blocks, so the copy was discarded), failed, or given_up (no request needed it"
+        " any more). After every outcome except ok, the worker that pulled computes the prompt"),
+    "worker_kv_pull_bytes": Row(CounterMetricFamily, (*WORKER, "lane"),
+        "Bytes of KV of pulls with outcome ok"),
+    "worker_kv_pull_seconds": Row(CounterMetricFamily, (*WORKER, "lane"),
+        "Time of pulls with outcome ok, from their start until their stamps were compared. Bytes"
+        " divided by seconds is the rate of a pull"),
+    "kv_transfer_bytes_per_second": Row(GaugeMetricFamily, _PAIR,
+        f"Rate of KV pulls by {_BETWEEN}"),
+    "kv_transfer_latency_seconds": Row(GaugeMetricFamily, _PAIR,
+        f"Time before the first byte of KV pulls by {_BETWEEN}"),
+    "kv_transfer_lane": Row(GaugeMetricFamily, (*_PAIR, "lane"),
+        "1 for the lane (UCX transport) of the last KV pull by worker_id from source_id"),
+}  # fmt: skip
 
 
 class FleetMetrics(Collector):
@@ -83,39 +129,19 @@ class FleetMetrics(Collector):
         return ()
 
     def collect(self) -> Iterable[Family]:
+        families = {
+            name: row.kind(f"disagg_{name}", row.text, labels=row.labels)
+            for name, row in (*TABLE.items(), *map(_declared_row, FIELDS))
+        }
         reports = self._reports()
-        yield from _declared(reports)
-        yield from self._of_workers(reports)
-        yield from _of_pulls(reports)
-        yield from _of_pairs(reports)
+        for samples in (self._of_pools, self._of_workers, _declared, _of_pulls, _of_pairs):
+            for name, labels, figure in samples(reports):
+                families[name].add_metric(labels, figure)
+        return families.values()
 
-    def _of_workers(self, reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Family]:
-        usage = _gauge(
-            "worker_kv_cache_usage_perc",
-            "Share of a worker's KV blocks that requests or tickets use, from 0 to 1. Blocks that"
-            " only cache prefixes count as free, because they can be evicted",
-            WORKER,
-        )
-        blocks = _gauge("worker_kv_blocks", "Number of KV blocks of a worker, used or not", WORKER)
-        links = _gauge(
-            "worker_link_buffer_bytes",
-            "Number of bytes that wait in this ingress to be sent to a worker. It is near 0 unless"
-            " the worker or the network to it is stuck",
-            WORKER,
-        )
-        states = _gauge(
-            "workers",
-            "Number of workers with a link to this ingress. state: serving (accepts requests),"
-            " standing_by (is loaded, and serves when another worker is gone) or draining (finishes"
-            " its requests)",
-            ("model_name", "role", "state"),
-        )
+    def _of_pools(self, reports: WorkerReports) -> Iterator[Sample]:
         numbers = {(*pool, state): 0 for pool in self._pools for state in _STATES}
         for record, status in reports:
-            series = _series(record)
-            usage.add_metric(series, 1.0 - status.num_free_blocks / record.num_blocks)
-            blocks.add_metric(series, record.num_blocks)
-            links.add_metric(series, self._link_nbytes(record.worker_id))
             for state in _STATES:
                 numbers.setdefault((record.model, record.role, state), 0)
             state = "serving" if status.accepting else "draining"
@@ -123,69 +149,45 @@ class FleetMetrics(Collector):
                 state = "standing_by"
             numbers[record.model, record.role, state] += 1
         for labels, number in numbers.items():
-            states.add_metric(labels, number)
-        yield from (usage, blocks, links, states)
+            yield "workers", labels, number
+
+    def _of_workers(self, reports: WorkerReports) -> Iterator[Sample]:
+        for record, status in reports:
+            series = _series(record)
+            usage = 1.0 - status.num_free_blocks / record.num_blocks
+            yield "worker_kv_cache_usage_perc", series, usage
+            yield "worker_kv_blocks", series, record.num_blocks
+            yield "worker_link_buffer_bytes", series, self._link_nbytes(record.worker_id)
 
 
-def _declared(reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Family]:
+def _declared_row(field: Field) -> tuple[str, Row]:
+    metric = field.metric
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    return f"worker_{metric.name}", Row(kind, (*WORKER, *(metric.label or ())[:1]), metric.text)
+
+
+def _declared(reports: WorkerReports) -> Iterator[Sample]:
     """The metrics that `WorkerStatus` declares."""
-    families: dict[str, Family] = {}
     for path, metric in FIELDS:
-        label, value = metric.label or ("", "")
-        family = families.get(metric.name)
-        if family is None:
-            new = _counter if metric.kind == "counter" else _gauge
-            labels = (*WORKER, label) if label else WORKER
-            family = families[metric.name] = new(f"worker_{metric.name}", metric.text, labels)
+        value = (metric.label or ())[1:]
         for record, status in reports:
             owner: Any = attrgetter(path[0])(status) if len(path) > 1 else status
             if owner is not None:  # None if the worker does not have this feature
-                series = _series(record)
                 figure = attrgetter(".".join(path))(status)
-                family.add_metric((*series, value) if label else series, figure)  # type: ignore[attr-defined]
-    yield from families.values()
+                yield f"worker_{metric.name}", (*_series(record), *value), figure
 
 
-def _of_pulls(reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Family]:
-    pulls = _counter(
-        "worker_kv_pulls",
-        "Number of KV transfers that a worker pulled from another one. lane: the UCX transport"
-        " (cma, cuda_ipc, rc_mlx5, tcp, ...; empty if unknown). outcome: ok, torn (the source had"
-        " reused the blocks, so the copy was discarded), failed, or given_up (no request needed it"
-        " any more). After every outcome except ok, the worker that pulled computes the prompt",
-        (*WORKER, "lane", "outcome"),
-    )
-    nbytes = _counter(
-        "worker_kv_pull_bytes", "Bytes of KV of pulls with outcome ok", (*WORKER, "lane")
-    )
-    seconds = _counter(
-        "worker_kv_pull_seconds",
-        "Time of pulls with outcome ok, from their start until their stamps were compared. Bytes"
-        " divided by seconds is the rate of a pull",
-        (*WORKER, "lane"),
-    )
+def _of_pulls(reports: WorkerReports) -> Iterator[Sample]:
     for record, status in reports:
         for counts in status.pulls:
             labels = (*_series(record), counts.lane)
             for outcome, number in _OUTCOMES.items():
-                pulls.add_metric((*labels, outcome), number(counts))
-            nbytes.add_metric(labels, counts.nbytes)
-            seconds.add_metric(labels, counts.seconds)
-    yield from (pulls, nbytes, seconds)
+                yield "worker_kv_pulls", (*labels, outcome), number(counts)
+            yield "worker_kv_pull_bytes", labels, counts.nbytes
+            yield "worker_kv_pull_seconds", labels, counts.seconds
 
 
-def _of_pairs(reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Family]:
-    pair = ("source_id", "worker_id")
-    suffix = f"worker_id from source_id, fitted to recent pulls; for at most {MAX_PAIRS} pairs"
-    rate = _gauge("kv_transfer_bytes_per_second", f"Rate of KV pulls by {suffix}", pair)
-    latency = _gauge(
-        "kv_transfer_latency_seconds", f"Time before the first byte of KV pulls by {suffix}", pair
-    )
-    lane = _gauge(
-        "kv_transfer_lane",
-        "1 for the lane (UCX transport) of the last KV pull by worker_id from source_id",
-        (*pair, "lane"),
-    )
+def _of_pairs(reports: WorkerReports) -> Iterator[Sample]:
     present = {record.worker_id for record, _ in reports}
     num_left = MAX_PAIRS
     for record, status in reports:
@@ -193,20 +195,11 @@ def _of_pairs(reports: list[tuple[WorkerRecord, WorkerStatus]]) -> Iterator[Fami
         num_left -= len(figures)
         for figure in figures:
             ids = (figure.source_id, record.worker_id)
-            rate.add_metric(ids, figure.bytes_per_s)
-            latency.add_metric(ids, figure.latency_s)
+            yield "kv_transfer_bytes_per_second", ids, figure.bytes_per_s
+            yield "kv_transfer_latency_seconds", ids, figure.latency_s
             if figure.lane:
-                lane.add_metric((*ids, figure.lane), 1)
-    yield from (rate, latency, lane)
+                yield "kv_transfer_lane", (*ids, figure.lane), 1
 
 
 def _series(record: WorkerRecord) -> tuple[str, str, str]:
     return record.model, record.role, record.worker_id
-
-
-def _gauge(name: str, text: str, labels: tuple[str, ...]) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"disagg_{name}", text, labels=labels)
-
-
-def _counter(name: str, text: str, labels: tuple[str, ...]) -> CounterMetricFamily:
-    return CounterMetricFamily(f"disagg_{name}", text, labels=labels)

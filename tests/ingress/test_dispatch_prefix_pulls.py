@@ -11,7 +11,6 @@ import pytest
 from disagg.api.http.metrics import ApiMetrics
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress import dispatch
-from disagg.ingress.request_metrics import RequestMetrics
 from disagg.messages import GenerateRequest, StepCosts
 from disagg.router.fleet import Fleet
 from tests.router.fakes import COSTS, make_fleet, make_record, make_request, make_status
@@ -37,7 +36,7 @@ async def test_a_prefix_is_pulled_before_it_is_needed() -> None:
     request, workers = make_request(1600), ScriptedWorkers()
     fleet = having_prefix(request)
     metrics = ApiMetrics()
-    dispatcher = make_dispatcher(workers, fleet, metrics=RequestMetrics(metrics))
+    dispatcher = make_dispatcher(workers, fleet, metrics=metrics)
     assert_complete(await collect(dispatcher, request), request)
     granted = 'disagg_prefix_pulls_total{model_name="toy",outcome="granted"} 1.0'
     assert granted in metrics.expose().decode()
@@ -89,7 +88,7 @@ async def test_without_a_prefix_pull_all_is_computed(then: str | DisaggError) ->
     request, workers = make_request(1600), ScriptedWorkers(deque([Script(after=0, then=then)]))
     fleet = having_prefix(request)
     metrics = ApiMetrics()
-    dispatcher = make_dispatcher(workers, fleet, max_moves=0, metrics=RequestMetrics(metrics))
+    dispatcher = make_dispatcher(workers, fleet, max_moves=0, metrics=metrics)
     assert_complete(await collect(dispatcher, request), request)
     refused = 'disagg_prefix_pulls_total{model_name="toy",outcome="refused"} 1.0'
     assert refused in metrics.expose().decode()

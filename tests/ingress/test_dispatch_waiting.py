@@ -15,7 +15,6 @@ from disagg.errors import (
     Unavailable,
 )
 from disagg.ingress import request_state
-from disagg.ingress.request_metrics import RequestMetrics
 from disagg.messages import GenerateRequest
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
@@ -117,9 +116,7 @@ async def test_a_request_that_comes_too_late_is_refused_once() -> None:
     workers, fleet = ScriptedWorkers(), keep_busy(make_fleet("d0"), "d0")
     fleet.worker_stepped("d0", (), make_status(num_waiting=9, num_uncomputed_tokens=1_000_000))
     metrics = ApiMetrics()
-    dispatcher = make_dispatcher(
-        workers, fleet, ttft_slo_s={"toy": 0.5}, metrics=RequestMetrics(metrics)
-    )
+    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s={"toy": 0.5}, metrics=metrics)
     with pytest.raises(Overloaded):
         await collect(dispatcher, make_request())
     assert not workers.calls and "disagg_request_moves_total{" not in metrics.expose().decode()

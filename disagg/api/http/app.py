@@ -27,16 +27,15 @@ from disagg.api.http.cors import Cors
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import (
     CONTENT_TYPE,
-    CUT_BY_DRAIN,
     OPEN_METRICS,
     OPEN_METRICS_CONTENT_TYPE,
     ApiMetrics,
-    RequestTimer,
 )
 from disagg.api.http.quota import Quota
 from disagg.api.http.reply import Receive, Reply, Send, Stream, Writer, answer_lifespan, watch
 from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.http.request_spans import shown_tenant
+from disagg.api.http.request_timer import CUT_BY_DRAIN, RequestTimer
 from disagg.api.http.stream_events import stream_events
 from disagg.api.off_loop import off_loop
 from disagg.api.openai import responses
@@ -137,9 +136,9 @@ class HttpApp:
         self._stopping: object | None = None  # the drain that runs or is over, of several the last
         self._is_cutting = False
         self._bodies = Bodies(config.max_requests_nbytes)
-        metrics.body_nbytes.set_function(lambda: self._bodies.nbytes)
-        metrics.num_running.set_function(lambda: len(self._running))
-        metrics.num_tasks.set_function(lambda: len(asyncio.all_tasks()))
+        metrics.of("requests_body_bytes").set_function(lambda: self._bodies.nbytes)
+        metrics.of("num_requests_running").set_function(lambda: len(self._running))
+        metrics.of("event_loop_tasks").set_function(lambda: len(asyncio.all_tasks()))
         self._routes: dict[str, tuple[str, Endpoint]] = {
             **{path: ("POST", partial(self._generate, api)) for path, api in BY_PATH.items()},
             "/v1/models": ("GET", self._models),
@@ -200,11 +199,10 @@ class HttpApp:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:  # also if this task is cancelled: Ray Serve does so when a client disconnects
             if not work.done():
-                self._metrics.disconnects.inc()
+                self._metrics.of("request_disconnect").inc()
                 request.spans.abandoned()
             status = writer.status or 499
-            answered = self._metrics.http_requests
-            self._metrics.of(answered, request.route or "other", str(status)).inc()
+            self._metrics.of("http_requests", request.route or "other", str(status)).inc()
             for task in (work, gone):
                 task.cancel()
             try:
@@ -240,7 +238,7 @@ class HttpApp:
         request.spans.failed(error)
         if isinstance(error, Overloaded):
             tenant = self._quota.tenant_class(request.tenant)
-            self._metrics.refused.labels(request.route, error.reason, tenant).inc()
+            self._metrics.of("request_refused", request.route, error.reason, tenant).inc()
             self._quota.say(request)
         await writer.fail(error, request.path, close=not request.body_is_read)
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from disagg.api.apis import Frames
-from disagg.api.http.metrics import RequestTimer
 from disagg.api.http.reply import Writer
+from disagg.api.http.request_timer import RequestTimer
 from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.config import AUTO
 from disagg.token_fast_path import Taken

@@ -7,7 +7,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from disagg.api.http.token_latency import TokenLatency
+from disagg.api.http.metrics import TokenLatency
 
 BOUNDS = (0.01, 0.25, 1.0)
 
