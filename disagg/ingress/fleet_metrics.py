@@ -57,7 +57,7 @@ _PAIR = ("source_id", "worker_id")
 _BETWEEN = f"worker_id from source_id, fitted to recent pulls; for at most {MAX_PAIRS} pairs"
 
 
-class Row(NamedTuple):
+class WorkerMetric(NamedTuple):
     """A metric: its kind, its labels and its HELP."""
 
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
@@ -69,33 +69,33 @@ Sample: TypeAlias = tuple[str, tuple[str, ...], float]  # a metric's name, label
 
 # What is computed from reports. Fields of reports declare others.
 TABLE = {
-    "worker_kv_cache_usage_perc": Row(GaugeMetricFamily, WORKER,
+    "worker_kv_cache_usage_perc": WorkerMetric(GaugeMetricFamily, WORKER,
         "Share of a worker's KV blocks that requests or tickets use, from 0 to 1. Blocks that only"
         " cache prefixes count as free, because they can be evicted"),
-    "worker_kv_blocks": Row(GaugeMetricFamily, WORKER,
+    "worker_kv_blocks": WorkerMetric(GaugeMetricFamily, WORKER,
         "Number of KV blocks of a worker, used or not"),
-    "worker_link_buffer_bytes": Row(GaugeMetricFamily, WORKER,
+    "worker_link_buffer_bytes": WorkerMetric(GaugeMetricFamily, WORKER,
         "Number of bytes that wait in this ingress to be sent to a worker. It is near 0 unless the"
         " worker or the network to it is stuck"),
-    "workers": Row(GaugeMetricFamily, ("model_name", "role", "state"),
+    "workers": WorkerMetric(GaugeMetricFamily, ("model_name", "role", "state"),
         "Number of workers with a link to this ingress. state: serving (accepts requests),"
         " standing_by (is loaded, and serves when another worker is gone) or draining (finishes"
         " its requests)"),
-    "worker_kv_pulls": Row(CounterMetricFamily, (*WORKER, "lane", "outcome"),
+    "worker_kv_pulls": WorkerMetric(CounterMetricFamily, (*WORKER, "lane", "outcome"),
         "Number of KV transfers that a worker pulled from another one. lane: the UCX transport"
         " (cma, cuda_ipc, rc_mlx5, tcp, ...; empty if unknown). outcome: ok, torn (the source had"
         " reused the blocks, so the copy was discarded), failed, or given_up (no request needed it"
         " any more). After every outcome except ok, the worker that pulled computes the prompt"),
-    "worker_kv_pull_bytes": Row(CounterMetricFamily, (*WORKER, "lane"),
+    "worker_kv_pull_bytes": WorkerMetric(CounterMetricFamily, (*WORKER, "lane"),
         "Bytes of KV of pulls with outcome ok"),
-    "worker_kv_pull_seconds": Row(CounterMetricFamily, (*WORKER, "lane"),
+    "worker_kv_pull_seconds": WorkerMetric(CounterMetricFamily, (*WORKER, "lane"),
         "Time of pulls with outcome ok, from their start until their stamps were compared. Bytes"
         " divided by seconds is the rate of a pull"),
-    "kv_transfer_bytes_per_second": Row(GaugeMetricFamily, _PAIR,
+    "kv_transfer_bytes_per_second": WorkerMetric(GaugeMetricFamily, _PAIR,
         f"Rate of KV pulls by {_BETWEEN}"),
-    "kv_transfer_latency_seconds": Row(GaugeMetricFamily, _PAIR,
+    "kv_transfer_latency_seconds": WorkerMetric(GaugeMetricFamily, _PAIR,
         f"Time before the first byte of KV pulls by {_BETWEEN}"),
-    "kv_transfer_lane": Row(GaugeMetricFamily, (*_PAIR, "lane"),
+    "kv_transfer_lane": WorkerMetric(GaugeMetricFamily, (*_PAIR, "lane"),
         "1 for the lane (UCX transport) of the last KV pull by worker_id from source_id"),
 }  # fmt: skip
 
@@ -131,7 +131,7 @@ class FleetMetrics(Collector):
     def collect(self) -> Iterable[Family]:
         families = {
             name: row.kind(f"disagg_{name}", row.text, labels=row.labels)
-            for name, row in (*TABLE.items(), *map(_declared_row, FIELDS))
+            for name, row in (*TABLE.items(), *map(_declared_metric, FIELDS))
         }
         reports = self._reports()
         for samples in (self._of_pools, self._of_workers, _declared, _of_pulls, _of_pairs):
@@ -160,10 +160,12 @@ class FleetMetrics(Collector):
             yield "worker_link_buffer_bytes", series, self._link_nbytes(record.worker_id)
 
 
-def _declared_row(field: Field) -> tuple[str, Row]:
+def _declared_metric(field: Field) -> tuple[str, WorkerMetric]:
     metric = field.metric
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    return f"worker_{metric.name}", Row(kind, (*WORKER, *(metric.label or ())[:1]), metric.text)
+    return f"worker_{metric.name}", WorkerMetric(
+        kind, (*WORKER, *(metric.label or ())[:1]), metric.text
+    )
 
 
 def _declared(reports: WorkerReports) -> Iterator[Sample]:
