@@ -61,7 +61,7 @@ Stage: TypeAlias = Literal[
 ]  # fmt: skip
 
 
-class Row(NamedTuple):
+class RequestMetric(NamedTuple):
     """A metric: its kind, its labels, its HELP, and the buckets of a histogram."""
 
     kind: type[Counter] | type[Gauge] | type[Histogram]
@@ -84,59 +84,59 @@ _CONVENTIONAL = tuple(
 _ERROR_TYPE = semconv.ERROR_TYPE.replace(".", "_")
 
 TABLE = {
-    "num_requests_running": Row(Gauge, (),
+    "num_requests_running": RequestMetric(Gauge, (),
         "Number of HTTP requests that this ingress is serving, including those that wait in its"
         " queue and streams"),
-    "event_loop_tasks": Row(Gauge, (),
+    "event_loop_tasks": RequestMetric(Gauge, (),
         "Number of tasks in the event loop of this ingress. It is small and constant without load;"
         " growth without load means a leak"),
-    "requests_body_bytes": Row(Gauge, (),
+    "requests_body_bytes": RequestMetric(Gauge, (),
         "Size of the bodies of all HTTP requests that this ingress is serving, in bytes (limited"
         " by http.max_requests_nbytes)"),
-    "queue_num_requests": Row(Gauge, ("tenant",),
+    "queue_num_requests": RequestMetric(Gauge, ("tenant",),
         "Number of requests in the admission queue of this ingress; they wait because all workers"
         " are busy"),
-    "queue_bytes": Row(Gauge, (),
+    "queue_bytes": RequestMetric(Gauge, (),
         "Size of the prompts of all requests in the admission queue of this ingress, in bytes"
         " (limited by http.max_queue_nbytes)"),
-    "http_requests": Row(Counter, ("route", "code"),
+    "http_requests": RequestMetric(Counter, ("route", "code"),
         "Number of HTTP requests by route and status. 499: the client disconnected before the"
         " reply. A stream that fails after its first byte has status 200 (see request_failure)"),
-    "request_refused": Row(Counter, ("route", "reason", "tenant"),
+    "request_refused": RequestMetric(Counter, ("route", "reason", "tenant"),
         "Number of requests refused with status 429. reason: predicted_late (the first token was"
         " predicted to miss the deadline or ttft_slo_s), became_late (the same, noticed in the"
         " queue), queue_full, no_room (too many requests in this ingress or on the workers),"
         " tenant_limit (the tenant's limit of requests or tokens is used up)"),
-    "request_success": Row(Counter, (_MODEL, "finish_reason"),
+    "request_success": RequestMetric(Counter, (_MODEL, "finish_reason"),
         "Number of complete answers; each choice of a request counts as one"),
-    "request_failure": Row(Counter, (_MODEL, "code"),
+    "request_failure": RequestMetric(Counter, (_MODEL, "code"),
         "Number of requests that failed after they were accepted, by error code"),
-    "request_disconnect": Row(Counter, (),
+    "request_disconnect": RequestMetric(Counter, (),
         "Number of requests whose client disconnected before the answer was complete"),
-    "request_slo": Row(Counter, (_MODEL, "outcome", "slo"),
+    "request_slo": RequestMetric(Counter, (_MODEL, "outcome", "slo"),
         "Number of accepted requests by outcome: met (TTFT within ttft_slo_s and mean time between"
         " tokens within tpot_slo_s) or missed (also if the request failed). Goodput is the rate of"
         " met. slo: whether the SLO is that of the model, of the request, or none (batch work)"),
-    "prompt_tokens": Row(Counter, (_MODEL, "tenant"),
+    "prompt_tokens": RequestMetric(Counter, (_MODEL, "tenant"),
         f"Number of prompt tokens, cached or not. {_COUNTED}"),
-    "cached_prompt_tokens": Row(Counter, (_MODEL, "tenant"),
+    "cached_prompt_tokens": RequestMetric(Counter, (_MODEL, "tenant"),
         f"Number of prompt tokens whose KV came from a cache. {_COUNTED}"),
-    "generation_tokens": Row(Counter, (_MODEL, "tenant"),
+    "generation_tokens": RequestMetric(Counter, (_MODEL, "tenant"),
         f"Number of generated tokens. {_COUNTED}"),
-    "cascade_answers": Row(Counter, (_MODEL,),
+    "cascade_answers": RequestMetric(Counter, (_MODEL,),
         'Number of requests for the model "auto" (cascade), by the model that answered'),
-    "cascade_escalations": Row(Counter, (_MODEL, "reason"),
+    "cascade_escalations": RequestMetric(Counter, (_MODEL, "reason"),
         'Number of requests for the model "auto" that this model passed on to a larger one.'
         " reason: unsure (the log-probabilities of its first tokens were too low) or an error"
         " code"),
-    "request_moves": Row(Counter, (_MODEL,),
+    "request_moves": RequestMetric(Counter, (_MODEL,),
         "Number of times that a request was routed to another worker, with its tokens so far,"
         " because a worker or a transfer failed. A request may move several times"),
-    "prefix_pulls": Row(Counter, (_MODEL, "outcome"),
+    "prefix_pulls": RequestMetric(Counter, (_MODEL, "outcome"),
         "Number of prefixes that a worker was to pull from another worker's cache. outcome:"
         " granted (the other worker issued a ticket) or refused (it issued none in time, so the"
         " prefix is computed)"),
-    "prefills": Row(Counter, (_MODEL, "place", "reason"),
+    "prefills": RequestMetric(Counter, (_MODEL, "place", "reason"),
         "Number of prompts by the place where they are computed. place: remote (a prefill worker;"
         " the KV then moves to a decode worker) or local (the worker that decodes). reason: the"
         " largest predicted gain over the other place, which is compute (more of the prompt is"
@@ -144,26 +144,26 @@ TABLE = {
         " transfer_or_decode (no KV has to move, or no running decodes are delayed); or"
         " other_unavailable (the other place accepts no requests); or moved (the request was"
         " routed again after a failure)"),
-    "queue_wait_seconds": Row(Histogram, ("tenant",),
+    "queue_wait_seconds": RequestMetric(Histogram, ("tenant",),
         "Time that requests waited in the admission queue of this ingress. Requests that did not"
         " wait, or were refused, do not count", _TTFT_S),
-    "time_to_first_token_seconds": Row(Histogram, (_MODEL,),
+    "time_to_first_token_seconds": RequestMetric(Histogram, (_MODEL,),
         "Time from the arrival of a request's headers to its first token (TTFT)", _TTFT_S),
-    "e2e_request_latency_seconds": Row(Histogram, (_MODEL,),
+    "e2e_request_latency_seconds": RequestMetric(Histogram, (_MODEL,),
         "Time from the arrival of a request's headers to its last token", _DURATION_S),
-    "request_stage_seconds": Row(Histogram, (_MODEL, "stage"),
+    "request_stage_seconds": RequestMetric(Histogram, (_MODEL, "stage"),
         "Time that requests spend in each stage until the second token. Stages until the first"
         " token, in order: receive (HTTP body), tokenize (chat template, tokenization, grammar"
         " check), queue (in the ingress), prefix_pull (asking another worker for a cached prefix),"
         " prefill_queue, prefill_compute. Further stages if a prefill worker computed the prompt:"
         " kv_pull (also the pull of a prefix before prefill), decode_queue, decode_first_step"
         " (includes computing the prompt again after a failed pull)", _TTFT_S),
-    semconv.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: Row(Histogram, _CONVENTIONAL,
+    semconv.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: RequestMetric(Histogram, _CONVENTIONAL,
         "TTFT of requests that succeeded, from the arrival of a request's headers", _TTFT_S),
-    semconv.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN: Row(Histogram, _CONVENTIONAL,
+    semconv.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN: RequestMetric(Histogram, _CONVENTIONAL,
         "Mean time between tokens of each request that succeeded, without its first token",
         _TPOT_S),
-    semconv.GEN_AI_SERVER_REQUEST_DURATION: Row(Histogram, (*_CONVENTIONAL, _ERROR_TYPE),
+    semconv.GEN_AI_SERVER_REQUEST_DURATION: RequestMetric(Histogram, (*_CONVENTIONAL, _ERROR_TYPE),
         "Time from the arrival of a request's headers to its last token or failure. Requests that"
         " were refused or whose client disconnected do not count", _DURATION_S),
 }  # fmt: skip
@@ -207,7 +207,7 @@ class ApiMetrics:
         for model in models:
             self.of("request_moves", model)
 
-    def _add(self, name: str, row: Row) -> MetricWrapperBase:
+    def _add(self, name: str, row: RequestMetric) -> MetricWrapperBase:
         is_conventional = "." in name
         name = f"{name.replace('.', '_')}_seconds" if is_conventional else f"disagg_{name}"
         more: dict[str, Any] = {"buckets": row.buckets} if row.buckets else {}
