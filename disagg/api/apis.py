@@ -9,9 +9,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from disagg.api.anthropic import answers as messages
 from disagg.api.anthropic.requests import read_messages, understand_messages
-from disagg.api.openai import frames, responses
-from disagg.api.openai.requests import ChatRequest, CompletionRequest, read_request
-from disagg.api.openai.understand import understand_chat, understand_completion
+from disagg.api.openai import answers
+from disagg.api.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    read_request,
+    understand_chat,
+    understand_completion,
+)
 from disagg.api.refusals import error_json
 from disagg.api.request_spec import RequestSpec
 from disagg.api.responses import answers as response_items
@@ -83,15 +88,15 @@ CHAT = Api(
     "chatcmpl-",
     partial(read_request, kind=ChatRequest),
     understand_chat,
-    frames.ChatFrames,
-    responses.chat_body,
+    answers.ChatFrames,
+    answers.chat_body,
 )
 COMPLETIONS = Api(
     "cmpl-",
     partial(read_request, kind=CompletionRequest),
     understand_completion,
-    frames.CompletionFrames,
-    responses.completion_body,
+    answers.CompletionFrames,
+    answers.completion_body,
     operation="text_completion",
 )
 RESPONSES = Api(

@@ -22,15 +22,15 @@ from disagg.api.apis import Api, ApiRequest
 from disagg.api.choices import Caller, name_choices
 from disagg.api.fit import check_ids, fit, truncated_to
 from disagg.api.off_loop import off_loop
+from disagg.api.openai.answers import Detokenized, Tokenized
 from disagg.api.openai.requests import (
     DetokenizeRequest,
     EmbeddingsRequest,
     TokenizeRequest,
     read_request,
+    understand_tokenize,
 )
-from disagg.api.openai.responses import Detokenized, Tokenized
 from disagg.api.openai.structured_output import GrammarChecks
-from disagg.api.openai.understand import understand_tokenize
 from disagg.api.prompts import tokenise
 from disagg.api.refusals import invalid_value
 from disagg.api.request_spec import Prompt, RequestSpec

@@ -26,8 +26,8 @@ from disagg.api.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
     read_request,
+    understand_tokenize,
 )
-from disagg.api.openai.understand import understand_tokenize
 from disagg.api.responses.requests import ResponsesRequest
 from disagg.api.served_model import ServedModel
 from disagg.errors import RequestError

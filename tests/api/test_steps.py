@@ -15,10 +15,16 @@ from msgspec import structs
 from disagg.api.apis import Api
 from disagg.api.choices import Caller, name_choices
 from disagg.api.fit import fit
-from disagg.api.openai import frames
-from disagg.api.openai.requests import ChatRequest, CompletionRequest, SamplingFields, read_request
+from disagg.api.openai import answers
+from disagg.api.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+    read_request,
+    understand_chat,
+    understand_completion,
+)
 from disagg.api.openai.structured_output import GrammarChecks
-from disagg.api.openai.understand import understand_chat, understand_completion
 from disagg.api.prompts import tokenise
 from disagg.api.request_spec import Conversation, RequestSpec, Text
 from disagg.api.running_job import ChoiceDelta, RunningJob
@@ -223,7 +229,7 @@ async def test_another_api_is_two_steps_and_a_way_to_answer() -> None:
         return json.dumps({"said": answers[0].text, "of": run.job.id}).encode()
 
     read = msgspec.json.Decoder(Message).decode
-    api = Api("msg_", read, understand, frames.ChatFrames, body)
+    api = Api("msg_", read, understand, answers.ChatFrames, body)
     service = Service({"tiny": served_model()}, FakeGenerate("the quick fox"))
     run = await service.prepare(api, b'{"system": "be kind", "ask": "hi"}', Caller("msg_1"))
     prompt = TOKENIZER.decode(run.job.requests[0].token_ids, skip_special_tokens=False)

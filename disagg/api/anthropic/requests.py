@@ -18,6 +18,7 @@ from disagg.api.openai.requests import (
     Label,
     StopString,
     ToolCall,
+    understand_chat,
 )
 from disagg.api.openai.structured_output import JsonSchemaFormat, ResponseFormat
 from disagg.api.openai.tools import (
@@ -28,7 +29,6 @@ from disagg.api.openai.tools import (
     Tool,
     ToolChoice,
 )
-from disagg.api.openai.understand import understand_chat
 from disagg.api.refusals import invalid_value, missing_parameter, only_text, unsupported
 from disagg.api.request_spec import Prompt, RequestSpec
 from disagg.api.served_model import ServedModel

@@ -38,7 +38,7 @@ from disagg.api.http.request_spans import shown_tenant
 from disagg.api.http.request_timer import CUT_BY_DRAIN, RequestTimer
 from disagg.api.http.stream_events import stream_events
 from disagg.api.off_loop import off_loop
-from disagg.api.openai import responses
+from disagg.api.openai import answers
 from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error
 from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.api.service import Service
@@ -377,10 +377,10 @@ class HttpApp:
     # Other endpoints
 
     async def _models(self, request: HttpRequest) -> Reply:
-        return Reply(responses.models_body(self._service.models.values()))
+        return Reply(answers.models_body(self._service.models.values()))
 
     async def _one_model(self, request: HttpRequest) -> Reply:
-        return Reply(responses.model_body(self._service.model(request.rest)))
+        return Reply(answers.model_body(self._service.model(request.rest)))
 
     async def _answer_at_once(
         self, answer: Callable[[bytes], Awaitable[bytes]], request: HttpRequest

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from disagg.api.apis import error_body
 from disagg.api.http.request import HttpRequest
-from disagg.api.openai.frames import PING
+from disagg.api.openai.answers import PING
 from disagg.api.refusals import error_headers
 from disagg.errors import DisaggError
 from disagg.token_fast_path import WRITE_NOW, Taken, WriteNow, begun

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from disagg.api.openai.strict_schema import strict
+from disagg.api.openai.structured_output import strict
 from disagg.api.refusals import invalid_value, unsupported
 from disagg.api.served_model import ServedModel
 from disagg.messages import Grammar

@@ -26,6 +26,7 @@ from disagg.api.openai.requests import (
     TemplateArguments,
     ToolCall,
     refuse_unsupported,
+    understand_chat,
 )
 from disagg.api.openai.structured_output import JsonSchemaFormat, ResponseFormat
 from disagg.api.openai.tools import (
@@ -36,7 +37,6 @@ from disagg.api.openai.tools import (
     Tool,
     ToolChoice,
 )
-from disagg.api.openai.understand import understand_chat
 from disagg.api.refusals import missing_parameter, only_text, unsupported
 from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel

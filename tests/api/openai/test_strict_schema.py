@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from disagg.api.openai import strict_schema
-from disagg.api.openai.strict_schema import LARGEST, strict
+from disagg.api.openai import structured_output
+from disagg.api.openai.structured_output import LARGEST, strict
 from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.json_schema import resolved
 from disagg.messages import Grammar
@@ -117,7 +117,7 @@ def test_work_grows_no_faster_than_a_schema(monkeypatch: pytest.MonkeyPatch) -> 
         num_looks += 1
         return resolved(part, root)
 
-    monkeypatch.setattr(strict_schema, "resolved", looked)
+    monkeypatch.setattr(structured_output, "resolved", looked)
     seen = []
     for size in (100, 200, 300):
         chain = {str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 9} for i in range(size)}
