@@ -1,6 +1,6 @@
 """Runs a request on the workers, from its prompt to its last token, and reroutes it on failures.
 
-1. Choose a route (`router/policy.py`), after a wait in the admission queue if workers are busy.
+1. Choose a route (`router/policy.py`), after a wait in the queue if workers are busy or away.
 2. Optionally get a ticket for a cached prefix from another worker.
 3. Prefill on one worker, which returns the first token and a ticket for the KV.
 4. Decode on another worker, which pulls the KV that the ticket names. One worker may do both.
@@ -18,27 +18,211 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from disagg import telemetry
 from disagg.api.http.metrics import ApiMetrics
-from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
-from disagg.ingress.admission_queue import AdmissionQueue, Queued
-from disagg.ingress.recent_requests import RecentRequests
-from disagg.ingress.request_state import RequestState, Visit
+from disagg.blocks import hash_block
+from disagg.errors import DisaggError, EngineFailed, Overloaded, Unavailable, WorkerLost
+from disagg.ingress.admission_queue import AdmissionQueue, Charge, Queued
 from disagg.ingress.workers import Workers
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, TokenDelta
+from disagg.messages import GenerateRequest, Prefetch, TokenDelta
 from disagg.router.demand import Demand
 from disagg.router.fleet import Fleet, FleetView, Reservation
 from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
 from disagg.router.worker_view import RequestLoad
-from disagg.token_fast_path import TokenCallback
+from disagg.token_fast_path import Taken, TokenCallback
+
+T = TypeVar("T")
+
+
+class RecentRequests(Generic[T]):
+    """A value for each of the last `max_num` requests; older ones are forgotten."""
+
+    def __init__(self, max_num: int) -> None:
+        self.max_num = max_num
+        self._values: OrderedDict[str, T] = OrderedDict()
+
+    def get(self, request_id: str) -> T | None:
+        return self._values.get(request_id)
+
+    def put(self, request_id: str, value: T) -> None:
+        self._values[request_id] = value
+        self._values.move_to_end(request_id)
+        while len(self._values) > self.max_num:
+            self._values.popitem(last=False)
+
+
+# Pause before workers that refused a request are tried again. It grows each time, because a full
+# worker stays full for as long as its requests take.
+LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0
+
+
+class Visit(NamedTuple):
+    """One worker of a route.
+
+    With `hand_over` it stops after the first token and issues a ticket; otherwise it generates the
+    whole answer.
+    """
+
+    reservation: Reservation
+    hand_over: bool = False
+
+
+class RequestState:
+    """Tokens, route and errors of one request. Changed only by `Dispatcher`."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.visits: deque[Visit] = deque()  # the rest of the route
+        self.ticket: KVTicket | None = None  # the KV for the next worker
+        self.prefix_source: str | None = None  # worker from which to pull a cached prefix first
+        self.excluded: set[str] = set()  # workers that failed this request
+        self.num_moves = 0
+        self.because = ""
+        self.is_finished = False
+        self.worker_id = ""  # the current or last worker
+        self.has_begun_here = False  # whether that worker has sent a token
+        self.wait_s = 0.0  # the wait predicted when its route was chosen
+        # Start of the wait for the first token, and the route with the predicted times.
+        self.awaited: tuple[float, Candidate] | None = None
+        self.charge: Charge | None = None  # its tenant's charge; set when it is sent to a worker
+        self.is_turned_away = False  # whether all workers so far refused it as overloaded
+        self.request = request  # with the tokens so far, but for the last ones
+        self.model = request.model
+        self._generated: list[int] = []  # tokens that follow those of `request`
+        self._is_first = True
+        self._had_engine_failure = False
+        self._num_refusals = 0  # consecutive refusals since its answer has begun
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.token_ids) + len(self._generated)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.request.num_prompt_tokens
+
+    def grow(self, block_size: int | None) -> GenerateRequest:
+        """The request for the next worker, with all tokens so far and hashes of full blocks."""
+        if self._generated and block_size is not None:
+            self.request = grown(self.request, self._generated, block_size)
+            self._generated = []
+        return self.request
+
+    def prefix_request(self, block_size: int) -> GenerateRequest:
+        """The request for a ticket of a cached prefix: no tokens, only hashes of full blocks."""
+        request = self.grow(block_size)
+        num_blocks = (len(request.token_ids) - 1) // block_size
+        return msgspec.structs.replace(
+            request,
+            token_ids=(),
+            draft_token_ids=(),
+            block_hashes=request.block_hashes[:num_blocks],
+        )
+
+    def prefetch(self, ticket: KVTicket) -> Prefetch:
+        """The message that makes the next worker pull the blocks of an early ticket."""
+        hashes = self.request.block_hashes[: len(ticket.block_ids)]
+        return Prefetch(ticket, hashes, self.request.traceparent)
+
+    def take(self, delta: TokenDelta) -> TokenDelta | None:
+        """Record a worker's delta. Returns the delta for the client, or None if it gets none."""
+        self._generated += delta.token_ids
+        self.is_finished = delta.finish_reason is not None
+        if delta.ticket is not None:
+            self.ticket = delta.ticket
+        elif delta.token_ids:
+            self.ticket = None  # the worker that generates has used it
+        if not delta.token_ids and not self.is_finished:
+            return None
+        num_cached_tokens = delta.num_cached_tokens if self._is_first else 0
+        self._is_first = False
+        is_plain = delta.ticket is None and delta.error is None
+        if is_plain and num_cached_tokens == delta.num_cached_tokens:
+            return delta
+        return TokenDelta(
+            delta.stream_id,
+            delta.token_ids,
+            delta.finish_reason,
+            delta.logprobs,
+            num_cached_tokens,
+            prompt_logprobs=delta.prompt_logprobs,
+        )
+
+    def noting(self, on_token: TokenCallback) -> TokenCallback:
+        """Wrap `on_token` to record the tokens that it takes.
+
+        It gets only plain deltas after the first token of a worker.
+        """
+
+        def take(delta: TokenDelta) -> Taken:
+            is_plain = (
+                delta.finish_reason is None
+                and delta.error is None
+                and delta.ticket is None
+                and delta.early_ticket is None
+            )
+            if not (is_plain and self.has_begun_here):
+                return False
+            taken = on_token(delta)
+            if taken is not False:
+                self._generated += delta.token_ids
+            return taken
+
+        return take
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before workers that refused the request are tried again."""
+        return min(MOST_PAUSE_S, LEAST_PAUSE_S * 2.0 ** min(self._num_refusals, 10))
+
+    def may_move(self, error: DisaggError) -> bool:
+        """Whether to reroute after `error`.
+
+        A failed engine fails all its requests, so this request may not be the cause. After a second
+        such failure it is not rerouted, so that it cannot break a third engine.
+        """
+        if isinstance(error, EngineFailed):
+            return not self._had_engine_failure
+        return error.retryable
+
+    def move(self, error: DisaggError) -> None:
+        self._had_engine_failure |= isinstance(error, EngineFailed)
+        is_full, has_begun = isinstance(error, Overloaded), self.num_output_tokens > 0
+        self.is_turned_away = is_full and not has_begun
+        if is_full and has_begun:  # this is not a failure: the request waits for room
+            self._num_refusals += 1
+        else:
+            self.num_moves += 1
+            self._num_refusals = 0
+        self.because = f"{error.code}: {error.message}"
+        self.excluded.add(self.worker_id)
+
+
+def grown(request: GenerateRequest, token_ids: list[int], block_size: int) -> GenerateRequest:
+    """`request` with more tokens and the hashes of the blocks that they fill.
+
+    Its draft loses these tokens, or all tokens if it had proposed others.
+    """
+    tokens = (*request.token_ids, *token_ids)
+    draft, num_new = request.draft_token_ids, len(token_ids)
+    draft = draft[num_new:] if draft[:num_new] == tuple(token_ids) else ()
+    hashes = list(request.block_hashes)
+    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = hashes[-1] if hashes else request.hash_root
+        hashes.append(hash_block(parent, tokens[start : start + block_size]))
+    return msgspec.structs.replace(
+        request, token_ids=tokens, block_hashes=tuple(hashes), draft_token_ids=draft
+    )
+
 
 PREFIX_PULL_PATIENCE_S = 1.0  # longest wait for a ticket of a prefix, before it is computed
 
@@ -164,8 +348,8 @@ class Dispatcher:
         try:
             stream = self._workers.stream(
                 worker_id,
-                state.request(self._block_size(state)),
-                timeout_s=state.deadline_unix_s - self._now(),
+                state.grow(self._block_size(state)),
+                timeout_s=state.request.deadline_unix_s - self._now(),
                 hand_over=hand_over,
                 ticket=state.ticket,
                 on_token=None if on_token is None else state.noting(on_token),
@@ -211,7 +395,7 @@ class Dispatcher:
             return
         self._workers.introduce(state.visits[0].reservation.worker_id, source)
         request, began_s = state.prefix_request(block_size), self._now()
-        timeout_s = min(state.deadline_unix_s - began_s, PREFIX_PULL_PATIENCE_S)
+        timeout_s = min(state.request.deadline_unix_s - began_s, PREFIX_PULL_PATIENCE_S)
         with suppress(DisaggError):  # for example, the stream ends at once if the worker is gone
             stream = self._workers.stream(source, request, timeout_s=timeout_s, hand_over=True)
             async with aclosing(stream):
@@ -226,8 +410,8 @@ class Dispatcher:
         """Compare the TTFT with its prediction, which only requests that waited can correct."""
         state.awaited = None
         if route.wait_s > route.own_s:
-            slo_s = state.ttft_slo_s or self._ttft_slo_s.get(state.model, math.inf)
-            took_s, left_s = self._now() - since, state.deadline_unix_s - since
+            slo_s = state.request.ttft_slo_s or self._ttft_slo_s.get(state.model, math.inf)
+            took_s, left_s = self._now() - since, state.request.deadline_unix_s - since
             self._fleet.delays.observe(state.model, route.first_token_s, took_s, min(slo_s, left_s))
 
     def _cancel_visits(self, state: RequestState) -> None:
@@ -240,7 +424,7 @@ class Dispatcher:
         has_begun = state.num_output_tokens > 0
         may_wake = state.model in self._wakes
         waits_until = math.inf if has_begun or may_wake else self._now() + self._patience_s
-        waits_until = min(waits_until, state.deadline_unix_s)
+        waits_until = min(waits_until, state.request.deadline_unix_s)
         has_waited = False
         try:
             while True:
@@ -272,7 +456,7 @@ class Dispatcher:
 
     async def _take_turn(self, state: RequestState, route: Route) -> None:
         """Reserve the route now, or wait in the admission queue first. Raises `Overloaded`."""
-        request, queue = state.request(None), self._queue
+        request, queue = state.grow(None), self._queue
         if state.worker_id or not queue.is_fair:
             self._set_out(state, route)
             return
@@ -298,7 +482,7 @@ class Dispatcher:
 
     def _route(self, state: RequestState) -> Route:
         view, now = self._fleet.view(), self._now()
-        request = state.request(self._block_size(state))
+        request = state.grow(self._block_size(state))
         # A request that was admitted once is not refused later when it is rerouted.
         is_new = not state.worker_id
         ttft_slo_s = request.ttft_slo_s or self._ttft_slo_s.get(state.model, math.inf)
@@ -317,9 +501,13 @@ class Dispatcher:
         else:
             state.awaited = self._awaited(now, route.chosen, queued)
             self.demand.hit(state.model, route.num_cached_tokens)
-        decision = Decision(now, route, state.num_tokens, state.because, state.tenant, queued)
-        earlier = self.decision(state.request_id)[-self._max_moves :]  # clients may reuse an id
-        self._decisions.put(state.request_id, (*earlier, decision))
+        decision = Decision(
+            now, route, state.num_tokens, state.because, state.request.tenant, queued
+        )
+        earlier = self.decision(state.request.request_id)[
+            -self._max_moves :
+        ]  # clients may reuse an id
+        self._decisions.put(state.request.request_id, (*earlier, decision))
         state.prefix_source = route.prefix_source
         if state.ticket is None:  # otherwise the prompt is already computed
             place = "local" if route.prefill is None else "remote"
@@ -381,11 +569,10 @@ class Dispatcher:
 
     def _block_size(self, state: RequestState) -> int | None:
         """The block size of block hashes. A worker with another block size hashes again."""
-        if state.block_size:
-            return state.block_size
-        model = state.model
+        if state.request.block_size:
+            return state.request.block_size
         workers = self._fleet.view().workers.values()
-        return next((w.record.block_size for w in workers if w.record.model == model), None)
+        return next((w.record.block_size for w in workers if w.record.model == state.model), None)
 
 
 def _is_alive(ticket: KVTicket, view: FleetView) -> bool:

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from disagg import telemetry
 from disagg.config import CascadeConfig
 from disagg.errors import DisaggError, WorkerLost
-from disagg.ingress.recent_requests import RecentRequests
+from disagg.ingress.dispatch import RecentRequests
 from disagg.messages import GenerateRequest, TokenDelta, TokenLogprobs
 from disagg.router.cascade import (
     NUM_TOP,

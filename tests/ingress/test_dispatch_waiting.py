@@ -14,7 +14,7 @@ from disagg.errors import (
     Overloaded,
     Unavailable,
 )
-from disagg.ingress import request_state
+from disagg.ingress import dispatch
 from disagg.messages import GenerateRequest
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
@@ -82,7 +82,7 @@ async def test_a_request_that_all_workers_are_too_full_for_is_refused() -> None:
 
 async def test_a_request_that_has_begun_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than any number of failures would let it go on."""
-    monkeypatch.setattr(request_state, "MOST_PAUSE_S", 0.01)
+    monkeypatch.setattr(dispatch, "MOST_PAUSE_S", 0.01)
     full = Script(after=0, then=Overloaded("Full."))
     workers = ScriptedWorkers(deque([Script(after=3), *[full] * 20]))
     fleet, request = make_fleet("d0"), make_request()

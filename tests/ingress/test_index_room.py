@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from disagg.ingress.index_room import IndexRoom
+from disagg.ingress.core import IndexRoom
 from disagg.router.prefix_index import PrefixIndex
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.blocks import hash_blocks
-from disagg.ingress.request_state import grown
+from disagg.ingress.dispatch import grown
 from tests.router.fakes import BLOCK_SIZE, ROOT, make_request
 
 

@@ -15,8 +15,8 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
-from disagg.ingress import request_state
-from disagg.ingress.request_state import grown
+from disagg.ingress import dispatch
+from disagg.ingress.dispatch import grown
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     GenerateRequest,
@@ -145,7 +145,7 @@ class Fleet:
     def _pull_prefix(self, journey: Journey, worker: int) -> None:
         """A ticket for what a worker has of the prompt, or none; and what becomes of it."""
         member, trip = self.members[worker], journey.trip
-        request = request_state.RequestState(journey.request).prefix_request(self.play.block_size)
+        request = dispatch.RequestState(journey.request).prefix_request(self.play.block_size)
         link_id = member.links[0]
         start = decode_to_worker(
             encode(Start(next(member.stream_ids[link_id]), request, hand_over=True))

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from disagg.ingress.request_state import grown
+from disagg.ingress.dispatch import grown
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
 from disagg.worker.draining import Draining

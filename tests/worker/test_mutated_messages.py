@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from disagg.ingress.request_state import grown
+from disagg.ingress.dispatch import grown
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     Cancel,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from disagg.ingress.request_state import grown
+from disagg.ingress.dispatch import grown
 from disagg.messages import GenerateRequest, Role, TokenDelta
 from tests.worker.rig import BLOCK_SIZE, Rig, rig
 from tests.worker.test_worker import answer_to, make_request, tokens

@@ -19,7 +19,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched import block_tables, scheduler
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.sequence import Sequence as EngineSequence
-from disagg.ingress import request_state
+from disagg.ingress import dispatch
 from disagg.kvtransfer import pulls
 from disagg.kvtransfer.holds import Holds
 from disagg.kvtransfer.pulls import Pull, PullBook
@@ -117,7 +117,7 @@ def _names_without_chain(patch: pytest.MonkeyPatch) -> None:
         return hash_block(ROOT, tokens)
 
     patch.setattr(plays_module, "hash_blocks", hash_blocks)
-    patch.setattr(request_state, "hash_block", of_one)
+    patch.setattr(dispatch, "hash_block", of_one)
     patch.setattr(block_tables, "hash_block", of_one)
 
 

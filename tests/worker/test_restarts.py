@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.ingress.request_state import grown
+from disagg.ingress.dispatch import grown
 from tests.links.fakes import until
 from tests.worker.rig import BLOCK_SIZE, Rig, rig
 from tests.worker.test_worker import answer_to, make_request, prefilled, tokens
