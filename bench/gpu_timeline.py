@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from disagg.engine.engine import Engine
-from disagg.engine.sched.step import Results
+from disagg.engine.sched.step import Choose
 
 NUM_SKIPPED = 5  # steps before those that count
 NUM_PROFILED = 4
@@ -46,8 +46,9 @@ class _Clocks:
         if launcher is not None:
             launch = self._timed("launch", launcher.launch)
 
-            def launch_and_wait(*arguments: Any) -> Results:
-                return self._timed("wait", launch(*arguments))
+            def launch_and_wait(*arguments: Any) -> Choose:
+                choose = self._timed("choose", launch(*arguments))
+                return lambda: self._timed("wait", choose())
 
             self._replace(launcher, "launch", launch_and_wait)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import time
 from array import array
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import Results, Sampled, StepPlan
+from disagg.engine.sched.step import Choose, Sampled, StepPlan
 from disagg.messages import SamplingParams
 
 MAX_MODEL_LEN = 1 << 15
@@ -57,19 +58,15 @@ class Host:
         self._sampler = Sampler(self._slots, vocab_size, cpu, TritonSampling())
         self._logits = torch.zeros(max_num_seqs, vocab_size)
 
-    def can_follow(self, plan: StepPlan) -> bool:
-        return plan.num_decodes == len(plan.sequences)
-
-    def needs_host(self, sequence: Sequence) -> bool:
-        return sequence.needs_host
-
     def run(self, plan: StepPlan) -> list[Sampled]:
         """A prompt's chunk, outside of what is timed."""
         lens = zip(plan.sequences, plan.query_lens, strict=True)
         return [7 if each.num_uncomputed == query_len else None for each, query_len in lens]
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Results:
+    def launch(self, plan: StepPlan) -> Choose:
+        if plan.num_decodes < len(plan.sequences):
+            return lambda: partial(self.run, plan)
         began_s = time.perf_counter()
         entered = [] if plan.continues else self._slots.enter(plan.sequences)
         batch, slots = self._batching.batch(self._batching.inputs(plan, entered))
@@ -92,7 +89,7 @@ class Host:
             self.sampler_s += time.perf_counter() - began_s
             return tokens
 
-        return read
+        return lambda: read
 
 
 def measure(family: str, num_seqs: int, block_size: int, num_steps: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import (
     AsyncRunner,
+    Choose,
     Results,
     Runner,
     SequencesFailed,
@@ -30,11 +31,18 @@ SaveEvicted = Callable[[list[tuple[int, BlockHash]]], None]
 
 
 class _Step(NamedTuple):
-    """A step that was launched, or on a CPU a step that runs when its results are read."""
+    """A step that was launched, or one that runs when its results are read, as on a CPU."""
 
     plan: StepPlan
     results: Results
     may_be_followed: bool  # whether a next step may be launched before its results are read
+
+
+class _Launched(NamedTuple):
+    """A step whose forward pass was launched, and the choice of its tokens was not."""
+
+    plan: StepPlan
+    choose: Choose
 
 
 class Engine:
@@ -105,15 +113,19 @@ class Engine:
         self.is_stuck = self.scheduler.has_work and not plan.sequences
         if not plan.sequences:
             return []
-        self._under_way, failed = None, None
-        if step.may_be_followed:
-            try:
-                self._under_way = self._begin_following(plan)
-            except SequencesFailed as error:
-                self.scheduler.drop_following()
-                failed = error
+        self._under_way, following, failed = None, None, None
+        try:
+            following = self._launch_following(step)
+        except SequencesFailed as error:
+            failed = error
         events = self.scheduler.apply(plan, step.results())
+        try:
+            if following is not None:
+                self._under_way = _Step(following.plan, following.choose(), may_be_followed=True)
+        except SequencesFailed as error:
+            failed = error
         if failed is not None:  # not before, since `plan` has tokens for them
+            self.scheduler.drop_following()
             self._end_broken(failed)
         return events
 
@@ -123,17 +135,21 @@ class Engine:
                 self.end(sequence, request_failed(error))
 
     def _begin(self, plan: StepPlan) -> _Step:
-        self._give_up_evicted()
-        launcher = self.launcher
-        if launcher is not None and (plan.is_ahead or launcher.can_follow(plan)):
-            return _Step(plan, launcher.launch(plan), may_be_followed=True)
-        return _Step(plan, partial(self.runner.run, plan), may_be_followed=False)
+        """Begin a step while no other is under way."""
+        if self.launcher is None or plan.scores_prompts or not plan.sequences:
+            self._give_up_evicted()
+            return _Step(plan, partial(self.runner.run, plan), may_be_followed=False)
+        return _Step(plan, self._launch(plan).choose(), may_be_followed=True)
 
-    def _begin_following(self, plan: StepPlan) -> _Step | None:
-        """Launch the step after `plan` before the results of `plan` are known, if possible."""
+    def _launch_following(self, step: _Step) -> _Launched | None:
+        """Launch the step after `step` before its results are known, if possible."""
+        following = self.scheduler.plan_following(step.plan) if step.may_be_followed else None
+        return None if following is None else self._launch(following)
+
+    def _launch(self, plan: StepPlan) -> _Launched:
         assert self.launcher is not None
-        following = self.scheduler.plan_following(plan, self.launcher.needs_host)
-        return None if following is None else self._begin(following)
+        self._give_up_evicted()
+        return _Launched(plan, self.launcher.launch(plan))
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the sequence's grammar, if it has one, is compiled. If not, call again later.

@@ -14,10 +14,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import Results, Sampled, SampledToken, StepPlan
+from disagg.engine.sched.step import Choose, Results, Sampled, SampledToken, StepPlan
 
 SLOT_NBYTES = 8
 VOCAB_SIZE = 211
@@ -160,13 +160,7 @@ class FakeDevice(FakeRunner):
         self._num_launched = 0
         self._chosen: dict[str, SampledToken] = {}  # by the step launched last, once it has run
 
-    def can_follow(self, plan: StepPlan) -> bool:
-        return bool(plan.sequences) and not any(map(self.needs_host, plan.sequences))
-
-    def needs_host(self, sequence: Sequence) -> bool:
-        return bool(sequence.draft)
-
-    def launch(self, plan: StepPlan) -> Results:
+    def launch(self, plan: StepPlan) -> Choose:
         before, chosen = self._chosen, dict[str, SampledToken]()
         self._chosen = chosen
         self._num_launched = number = self._num_launched + 1
@@ -174,19 +168,36 @@ class FakeDevice(FakeRunner):
         firsts = plan.first_positions()
         rows = [self._row(plan, i, firsts[i]) for i in range(len(plan.sequences))]
 
+        def choose() -> Results:
+            for sequence, row in zip(plan.sequences, rows, strict=True):
+                if sequence.needs_host:
+                    self.log.append(f"choose {number}")
+                    row.is_late = len(sequence.tokens) < row.num_known
+            return read
+
         def read() -> list[Sampled]:
             self.log.append(f"read {number}")
-            for row in reversed(rows):
-                tokens = row.tokens or [before[row.request_id].token_id]
-                end = row.first + len(tokens)
-                self.kv.fill(row.block_ids, row.first, tokens)
-                if row.is_end:
-                    kv = self.kv.read(row.block_ids, end)
-                    chosen[row.request_id] = SampledToken(next_token(kv, row.seed))
-            gained = [chosen.get(row.request_id) for row in rows]
-            return [None if token is None else token.token_id for token in gained]
+            sampled = [self._computed(row, before, chosen) for row in reversed(rows)]
+            return sampled[::-1]
 
-        return read
+        return choose
+
+    def _computed(
+        self, row: _Row, before: dict[str, SampledToken], chosen: dict[str, SampledToken]
+    ) -> Sampled:
+        tokens = row.tokens or [before[row.request_id].token_id]
+        end = row.first + len(tokens)
+        self.kv.fill(row.block_ids, row.first, tokens)
+        sampled = []
+        for position in range(row.num_known, end + 1):
+            token_id = next_token(self.kv.read(row.block_ids, position), row.seed)
+            sampled.append(SampledToken((token_id + row.is_late) % VOCAB_SIZE))
+        if len(sampled) > 1:
+            return tuple(sampled)
+        if not sampled:
+            return None
+        chosen[row.request_id] = sampled[0]
+        return sampled[0].token_id
 
     def _row(self, plan: StepPlan, i: int, first: int) -> _Row:
         """What a device is told of a sequence, as it is now. Its next token may not be known."""
@@ -196,16 +207,26 @@ class FakeDevice(FakeRunner):
             sequence.request_id,
             [*sequence.block_ids],
             first,
-            sequence.tokens[first:end],
-            end >= len(sequence.tokens),
+            [*sequence.tokens, *sequence.draft][first:end] if i >= plan.num_unread else [],
+            max(len(sequence.tokens), first + 1 if i < plan.num_decodes else 0),
             self.seed_of(sequence),
         )
 
 
-class _Row(NamedTuple):
+@dataclass
+class _Row:
+    """One sequence of a launched step.
+
+    tokens: what is computed from position `first` on; empty: the token of the step before.
+    num_known: tokens of the sequence without a draft.
+    is_late: whether the host needed a token that it did not know when the next one was chosen. The
+        token is wrong then.
+    """
+
     request_id: str
     block_ids: list[int]
     first: int
     tokens: list[int]
-    is_end: bool
+    num_known: int
     seed: int
+    is_late: bool = False

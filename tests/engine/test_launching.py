@@ -7,9 +7,11 @@ planned the next step and blocks have changed hands. New blocks are NaN (`tests/
 from __future__ import annotations
 
 import copy
+import ctypes
 import random
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -18,11 +20,19 @@ from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig
 from disagg.engine.device.batching import StepInputs
 from disagg.engine.device.build import build_engine
-from disagg.engine.device.runner import ModelRunner
+from disagg.engine.device.followers import Followers
+from disagg.engine.device.kv_cache import KVCache
+from disagg.engine.device.prompt_scores import ScoredRows
+from disagg.engine.device.runner import ModelRunner, _Begun
 from disagg.engine.engine import Engine
+from disagg.engine.sched.engine_admission import EngineAdmission
+from disagg.engine.sched.grammar import Grammars, GrammarState
+from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import Results, StepPlan
-from disagg.messages import GenerateRequest, SamplingParams, TokenLogprobs
+from disagg.engine.sched.speculation import DraftedSequence
+from disagg.engine.sched.step import Choose, Results, Sampled, StepPlan
+from disagg.messages import GenerateRequest, Grammar, SamplingParams, Thinking, TokenLogprobs
+from disagg.models.decoder import Decoder
 from disagg.models.description import describe_model
 from tests.tiny_model import write_tiny_model
 
@@ -33,24 +43,56 @@ ROOT = hash_root("late", BLOCK_SIZE)
 class LateRunner(ModelRunner):
     is_late = True  # False: it computes as soon as it is told
     num_followed = num_continued = num_chunks_followed = 0
+    num_drafts_followed = num_chosen_later = 0
 
-    def launch(self, plan: StepPlan) -> Results:
+    def __init__(
+        self, decoder: Decoder, kv_cache: KVCache, followers: Followers | None = None
+    ) -> None:
+        grammars = cast(Grammars, "only its absence matters")
+        super().__init__(decoder, kv_cache, grammars, followers=followers)
+        self._late: dict[int, tuple[StepInputs, list[int]]] = {}
+
+    def launch(self, plan: StepPlan) -> Choose:
         self.num_followed += plan.is_ahead
         self.num_continued += plan.continues
         self.num_chunks_followed += plan.is_ahead and plan.num_new_tokens > plan.num_decodes
+        self.num_drafts_followed += plan.is_ahead and plan.num_ahead > 0
+        self.num_chosen_later += plan.is_ahead and any(each.needs_host for each in plan.sequences)
         return super().launch(plan)
 
-    def _launch(self, plan: StepPlan, step: StepInputs, entered: list[int]) -> Results:
-        if not self.is_late:
-            return super()._launch(plan, step, entered)
-        as_now = replace(plan, sequences=[_as_now(sequence) for sequence in plan.sequences])
-        launch = super()._launch
-        return lambda: launch(as_now, step, entered)()
+    def _compute(
+        self,
+        begun: _Begun,
+        step: StepInputs,
+        entered: list[int],
+        scored: SequenceOf[ScoredRows] = (),
+    ) -> None:
+        if self.is_late and begun.is_launched:
+            self._late[id(begun)] = step, entered
+        else:
+            super()._compute(begun, step, entered, scored)
+
+    def _choose(self, begun: _Begun, num_unread: int) -> Results:
+        if id(begun) not in self._late:
+            return super()._choose(begun, num_unread)
+        step, entered = self._late.pop(id(begun))
+        begun.plan = replace(begun.plan, sequences=[*map(_as_now, begun.plan.sequences)])
+        begun.rows = [*map(_as_now, begun.rows)]
+        compute, choose = super()._compute, super()._choose
+
+        def results() -> SequenceOf[Sampled]:
+            compute(begun, step, entered)
+            return choose(begun, num_unread)()
+
+        return results
 
 
-def _as_now(sequence: Sequence) -> Sequence:
-    same = copy.copy(sequence)
-    same.tokens, same.block_ids = [*sequence.tokens], [*sequence.block_ids]
+def _as_now(row: Any) -> Any:
+    same = copy.copy(row)
+    if isinstance(row, DraftedSequence):
+        same.sequence = _as_now(row.sequence)
+    else:
+        same.tokens, same.block_ids = [*row.tokens], [*row.block_ids]
     return same
 
 
@@ -94,7 +136,22 @@ def sequences(
             deadline_unix_s=1e12,
         )
         made.append(Sequence(request))
+        if request.sampling.grammar is not None:
+            made[-1].grammar_state = cast(GrammarState, TwoOfThree())
     return made
+
+
+class TwoOfThree:
+    """A grammar that allows two thirds of all tokens; the tokens before say which."""
+
+    num_mask_nbytes = 4 * 16
+
+    def begin_at(self, num_tokens: int) -> None:
+        pass
+
+    def fill_mask(self, tokens: SequenceOf[int], address: int) -> None:
+        bits = sum(1 << i for i in range(8 * self.num_mask_nbytes) if (i + sum(tokens)) % 3)
+        ctypes.memmove(address, bits.to_bytes(self.num_mask_nbytes, "little"), self.num_mask_nbytes)
 
 
 Said = list[tuple[int, TokenLogprobs | None]]
@@ -139,6 +196,10 @@ def play_at_once(engine: Engine, todo: list[Sequence]) -> dict[str, list[Any]]:
 
 GREEDY: dict[str, object] = {"temperature": 0.0}
 DRAWN: dict[str, object] = {"temperature": 1.3, "seed": 7, "min_p": 0.02}
+GRAMMAR = Grammar("regex", "as `TwoOfThree` says")
+# After each token some are banned, so nearly every token depends on the one before it.
+BAD_PAIRS = tuple((first, second) for first in range(260) for second in range(first % 9, 260, 9))
+THINKING = Thinking(starts=(), end=(7, 8), forced_end=(7, 8), is_open=True, budget=4)
 MIXTURES: dict[str, list[dict[str, object]]] = {
     "greedy": [GREEDY] * 6,
     "drawn": [DRAWN] * 6,
@@ -158,6 +219,14 @@ MIXTURES: dict[str, list[dict[str, object]]] = {
     ],
     "defaults of Qwen3": [
         {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "seed": n} for n in range(6)
+    ],
+    "some that need the host": [
+        GREEDY,
+        {**GREEDY, "grammar": GRAMMAR},
+        {**GREEDY, "bad_words_token_ids": BAD_PAIRS},
+        {**DRAWN, "grammar": GRAMMAR, "repetition_penalty": 1.2},
+        {**DRAWN, "thinking": THINKING, "logprobs": 1},
+        {**DRAWN, "bad_words_token_ids": BAD_PAIRS, "stop_token_ids": tuple(range(0, 260, 9))},
     ],
     "early ends": [{**GREEDY, "stop_token_ids": tuple(range(0, 260, 6))}] * 6,
 }
@@ -185,6 +254,55 @@ def test_the_same_tokens_in_any_order(
                 assert logprobs.logprob == pytest.approx(wanted.logprob, abs=1e-5)
                 assert [token for token, _ in logprobs.top] == [t for t, _ in wanted.top]
     assert ahead.runner.num_followed > ahead.runner.num_continued > 0
+
+
+class Foresight(PromptLookup):
+    """Proposes drafts that are right, or right up to their last token, at some places."""
+
+    def __init__(self, outputs: dict[str, list[int]]) -> None:
+        super().__init__(4, 2)
+        self._outputs = outputs
+
+    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+        num_output = sequence.num_output_tokens
+        output = self._outputs.get(sequence.request_id, [])
+        draft = output[num_output : min(num_output + 3, len(output) - 1)]
+        if num_output % 3 == 1 and draft:
+            draft[-1] = (draft[-1] + 1) % 200
+        return tuple(draft) if num_output % 4 else ()
+
+
+@pytest.mark.parametrize("most_drafts_ahead", [0.0, 1.0])
+@pytest.mark.parametrize("num_blocks", [16, 60], ids=["short of blocks", "roomy"])
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_beside_some_that_need_the_host(
+    seed: int,
+    num_blocks: int,
+    most_drafts_ahead: float,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plain sequences, grammars, bad words, budgets and drafts in the same steps.
+
+    Admission leaves no blocks to grow, so that many are preempted.
+    """
+    monkeypatch.setattr(
+        EngineAdmission, "leaves_room", lambda self, num_blocks: num_blocks <= self._pool.num_free
+    )
+    in_order, ahead = (build(directory, num_blocks, max_num_seqs=6) for _ in range(2))
+    assert isinstance(ahead.runner, LateRunner)
+    ahead.launcher = runner = ahead.runner
+    samplings = MIXTURES["some that need the host"]
+    samplings = random.Random(seed).sample(samplings * 2, 12)
+    expected = tokens_of(play(in_order, sequences(seed, samplings)))
+    scheduler = ahead.scheduler
+    scheduler.prompt_lookup = Foresight(expected)
+    scheduler.most_drafts_ahead = most_drafts_ahead
+    assert tokens_of(play(ahead, sequences(seed, samplings))) == expected
+    assert scheduler.num_drafted > scheduler.num_accepted > 0
+    assert runner.num_followed > 0 and runner.num_chosen_later > 0
+    assert (runner.num_drafts_followed > 0) == (most_drafts_ahead > 0)
+    assert (scheduler.num_preempted > 0) == (num_blocks < 60)
 
 
 def tokens_of(outputs: dict[str, Said]) -> dict[str, list[int]]:

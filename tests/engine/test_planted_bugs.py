@@ -14,9 +14,10 @@ from disagg.engine.sched.async_scheduling import AsyncScheduling, ProjectedPlan
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence as EngineSequence
-from disagg.engine.sched.step import SampledToken, StepPlan, TokenEvent
+from disagg.engine.sched.step import Choose, SampledToken, StepPlan, TokenEvent
 from disagg.time_model import StepFeatures
 from tests.engine import workload
+from tests.engine.fake_runner import FakeDevice
 from tests.engine.workload import ROOT, Driver, Workload, workloads
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -30,6 +31,7 @@ _plan = Scheduler.plan
 _plan_following = Scheduler.plan_following
 _after = ProjectedPlan.__init__
 _end = AsyncScheduling.end
+_launch = FakeDevice.launch
 
 
 def _hashes_without_chain(patch: pytest.MonkeyPatch) -> None:
@@ -180,16 +182,35 @@ def _give_blocks_back_while_a_step_writes_to_them(patch: pytest.MonkeyPatch) -> 
 
 
 def _begin_where_the_step_before_began(patch: pytest.MonkeyPatch) -> None:
-    def plan_following(
-        self: Scheduler, plan: StepPlan, needs_host: Callable[[EngineSequence], bool]
-    ) -> StepPlan | None:
-        following = _plan_following(self, plan, needs_host)
+    def plan_following(self: Scheduler, plan: StepPlan) -> StepPlan | None:
+        following = _plan_following(self, plan)
         if following is None:
             return None
         starts = [start - 1 for start in following.first_positions()]
         return replace(following, starts=starts, continues=False)
 
     patch.setattr(Scheduler, "plan_following", plan_following)
+
+
+def _choose_before_the_host_knows(patch: pytest.MonkeyPatch) -> None:
+    def launch(self: FakeDevice, plan: StepPlan) -> Choose:
+        results = _launch(self, plan)()
+        return lambda: results
+
+    patch.setattr(FakeDevice, "launch", launch)
+
+
+def _verify_a_draft_and_go_on(patch: pytest.MonkeyPatch) -> None:
+    """Whoever has a draft takes part in the next step, as if its first token were wrong."""
+
+    def init(self: ProjectedPlan, plan: StepPlan, gone: set[EngineSequence]) -> None:
+        _after(self, plan, gone)
+        for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True):
+            is_verified = sequence.num_computed + num_tokens > len(sequence.tokens)
+            if is_verified and sequence not in gone:
+                self.decodes.append(sequence)
+
+    patch.setattr(ProjectedPlan, "__init__", init)
 
 
 def _continue_whoever_ends(patch: pytest.MonkeyPatch) -> None:
@@ -240,6 +261,8 @@ AHEAD: list[Plant] = [  # where steps are planned ahead, and nowhere else
     _begin_where_the_step_before_began,
     _plan_as_if_nothing_were_under_way,
     _continue_whoever_ends,
+    _choose_before_the_host_knows,
+    _verify_a_draft_and_go_on,
     _apply_what_was_wasted,
 ]
 

@@ -81,7 +81,7 @@ def test_a_test_that_fails_does_not_wait_for_its_ranks(directory: Path, tmp_path
         engine.submit(sequences(3, [GREEDY])[0])
         plan = engine.scheduler.plan()
         assert engine.launcher is not None
-        engine.launcher.launch(plan)
+        engine.launcher.launch(plan)()
         raise ZeroDivisionError
     (end,) = others._ends[-1:]
     with pytest.raises(RuntimeError, match="by peer"):

@@ -38,6 +38,7 @@ class Job:
     draft: tuple[int, int] = (0, 0)  # right tokens, and wrong ones after them
     priority: int = 0
     leave_after: int | None = None  # steps until it is asked to hand over, as by a drain
+    needs_host: bool = False  # to choose a token, its device needs all tokens before
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Workload:
     max_num_batched_tokens: int
     caching: bool
     on_device: bool  # steps are planned ahead
+    most_drafts_ahead: float  # as `Scheduler.most_drafts_ahead`
     jobs: tuple[Job, ...]
 
 
@@ -92,6 +94,7 @@ def new_sequence(
     draft: tuple[int, ...] = (),
     priority: int = 0,
     thinking: Thinking | None = None,
+    needs_host: bool = False,
 ) -> Sequence:
     tokens = prompt + output
     request = GenerateRequest(
@@ -107,6 +110,7 @@ def new_sequence(
             stop_token_ids=tuple(stop_ids),
             temperature=0.0,
             thinking=thinking,
+            bad_words_token_ids=((300, 301),) if needs_host else (),
         ),
         deadline_unix_s=deadline_unix_s,
         draft_token_ids=draft,
@@ -154,6 +158,7 @@ def workloads(draw: st.DrawFn, on_device: bool | None = None) -> Workload:
             draft=draw(st.just((0, 0)) | st.tuples(st.integers(0, 11), st.integers(0, 3))),
             priority=draw(st.just(0) | st.integers(-1, 1)),
             leave_after=draw(st.none() | st.none() | st.integers(0, 12)),
+            needs_host=draw(st.sampled_from([False, False, True])),
         )
         jobs.append(job)
     longest = max(len(job.prompt) + job.max_tokens for job in jobs)
@@ -164,6 +169,7 @@ def workloads(draw: st.DrawFn, on_device: bool | None = None) -> Workload:
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
         caching=draw(st.sampled_from([True, True, True, False])),
         on_device=draw(st.booleans()) if on_device is None else on_device,
+        most_drafts_ahead=draw(st.sampled_from([0.0, 0.5, 1.0])),
         jobs=tuple(jobs),
     )
 
@@ -186,6 +192,7 @@ class Driver:
             caching=w.caching,
             on_device=w.on_device,
         )
+        self.engine.scheduler.most_drafts_ahead = w.most_drafts_ahead
         self.jobs: dict[str, Job] = {}
         self.outputs: dict[str, list[int]] = defaultdict(list)
         self.ended: set[str] = set()
@@ -248,6 +255,7 @@ class Driver:
             hand_over=job.door == "hand_over",
             draft=draft_of(job.prompt, *job.draft, job.seed)[len(first) :],
             priority=job.priority,
+            needs_host=job.needs_host,
         )
         self.outputs[sequence.request_id].extend(first)
         return sequence

@@ -14,7 +14,7 @@ from disagg.blocks import BlockHash
 from disagg.engine.engine import Engine
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import Results, Sampled, StepPlan
+from disagg.engine.sched.step import Choose, Sampled, StepPlan
 from disagg.errors import TransferFailed, Unavailable
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.messages import GenerateRequest, HoldCounts, SamplingParams
@@ -218,15 +218,15 @@ class AskedWhileReading(FakeDevice):
         self.scheduler = scheduler
         self.leaves_with = leaves_with  # that step
 
-    def launch(self, plan: StepPlan) -> Results:
-        read, number = super().launch(plan), self._num_launched
+    def launch(self, plan: StepPlan) -> Choose:
+        choose, number = super().launch(plan), self._num_launched
 
         def ask_and_read() -> SequenceOf[Sampled]:
             if number == self.leaves_with:
                 self.scheduler.hand_over(plan.sequences[0])
-            return read()
+            return choose()()
 
-        return ask_and_read
+        return lambda: ask_and_read
 
 
 @pytest.mark.parametrize(

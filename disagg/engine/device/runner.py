@@ -5,8 +5,12 @@ Knows devices and dtypes. Must not know the reasons for a plan.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from itertools import chain, compress
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -25,7 +29,14 @@ from disagg.engine.device.token_masks import bound_rows, token_masks
 from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued, rows
-from disagg.engine.sched.step import Results, Sampled, SampledToken, SequencesFailed, StepPlan
+from disagg.engine.sched.step import (
+    Choose,
+    Results,
+    Sampled,
+    SampledToken,
+    SequencesFailed,
+    StepPlan,
+)
 from disagg.errors import DisaggError, InvalidLogits, ModelError
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.batch import Batch
@@ -67,114 +78,64 @@ class ModelRunner:
         self.batching = Batching(self.slots, block_size, max_num_blocks, decoder.device)
         self.sampler = Sampler(self.slots, decoder.config.vocab_size, decoder.device)
 
-    def launch(self, plan: StepPlan) -> Results:
-        """As `run`, for plans for which `can_follow` is true. On a GPU it returns at once."""
-        try:
-            step, entered = self._inputs(plan)
-            self._send_to_followers(step, shares_tokens=True)
-            return self._launch(plan, step, entered)
-        except Exception as error:
-            self._blame(plan, error)
-            raise
-
-    def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[int]]:
-        """The numbers to upload, and the slots that have new owners."""
-        entered = [] if plan.continues else self.slots.enter(plan.sequences)
-        return self.batching.inputs(plan, entered), [sequence.slot for sequence in entered]
-
-    def _send_to_followers(
-        self, step: StepInputs, scored: SequenceOf[ScoredRows] = (), *, shares_tokens: bool = False
-    ) -> None:
-        """Have the other ranks compute a step that begins on this rank now."""
-        if self.followers is not None:
-            num_slots = self.slots.num_slots
-            self.followers.follow(rank_step(step, num_slots, scored, shares_tokens=shares_tokens))
-
-    @torch.inference_mode()
-    def _launch(self, plan: StepPlan, step: StepInputs, entered: list[int]) -> Results:
-        """The part of `launch` that runs on the device."""
-        self.sampler.enter(entered)
-        batch, slots = self.batching.batch(step)
-        logits, positions = self._forward(batch)
-        sequences, ends = plan.sequences, _ends(plan, step)
-        if not all(ends):
-            sequences = [*compress(sequences, ends)]
-        chosen = self.sampler.sample(logits, sequences, positions, num_unread=step.num_unread)
-        if self.decoder.ranks is not None and slots.shape[0]:
-            self.decoder.ranks.broadcast_(chosen.token_ids)
-        self.batching.remember(slots, chosen.token_ids)
-
-        def results() -> list[Sampled]:
-            tokens = iter(chosen.sampled())
-            return [next(tokens) if is_end else None for is_end in ends]
-
-        return chosen.sampled if all(ends) else results
-
-    def can_follow(self, plan: StepPlan) -> bool:
-        """Whether the device can choose all next tokens without the host, so that the next step can
-        be launched before the results of this one are read."""
-        return (
-            bool(plan.sequences)
-            and not plan.num_ahead
-            and not any(map(_NEEDS_HOST, plan.sequences))
-        )
-
-    def needs_host(self, sequence: Sequence) -> bool:
-        """Whether the device needs the host to choose this sequence's next token."""
-        return sequence.needs_host
-
     def run(self, plan: StepPlan) -> list[Sampled]:
         """Execute a plan. Returns one result per sequence; see `engine.sched.step.Sampled`.
 
         Raises:
             SequencesFailed: the step failed because of some sequences. It can be planned again.
         """
-        try:
-            return self._run(plan)
-        except Exception as error:
-            self._blame(plan, error)
-            raise
+        self.threads.use_for(plan.features)
+        with self._blaming(plan):
+            begun = self._begin(plan, scored_rows(plan), is_launched=False)
+            return [*self._choose(begun, 0)()]
 
-    def _blame(self, plan: StepPlan, cause: Exception) -> None:
-        """Raise `SequencesFailed` if some sequences made the step fail.
+    def launch(self, plan: StepPlan) -> Choose:
+        """As `run`, without waiting for the device; see `AsyncRunner`."""
+        with self._blaming(plan):
+            begun = self._begin(plan, (), is_launched=True)
+            if plan.is_ahead and any(map(_NEEDS_HOST, plan.sequences)):
+                return partial(self._choose_later, begun)
+            results = self._choose(begun, plan.num_unread)
+        return lambda: results
 
-        Otherwise the device or this code is broken. So it is also if there are other ranks: they
-        may be in the middle of the step, and would take the next one for the rest of it.
-        """
+    def _choose_later(self, begun: _Begun) -> Results:
+        with self._blaming(begun.plan):
+            return self._choose(begun, 0)
+
+    def _begin(
+        self, plan: StepPlan, scored: SequenceOf[ScoredRows], *, is_launched: bool
+    ) -> _Begun:
+        """Begin a step on all ranks: its numbers, and then its logits."""
+        entered = [] if plan.continues else self.slots.enter(plan.sequences)
+        step = self.batching.inputs(plan, entered)
         if self.followers is not None:
-            return
-        self.slots.leave(plan.sequences)  # what the step has written for them may be incomplete
-        vocab_size, block_size = self.decoder.config.vocab_size, self.kv_cache.block_size
-        max_num_blocks = -(-self.decoder.config.max_model_len // block_size)
-        broken = find_broken(plan, block_size, max_num_blocks, vocab_size, self.grammars)
-        if broken:
-            raise SequencesFailed(broken) from cause
+            num_slots = self.slots.num_slots
+            shared = rank_step(step, num_slots, scored, shares_tokens=is_launched)
+            self.followers.follow(shared)
+        rows, nums_rows = _rows(plan, step.ends)
+        begun = _Begun(plan, rows, nums_rows, is_launched)
+        self._compute(begun, step, [sequence.slot for sequence in entered], scored)
+        return begun
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> list[Sampled]:
-        self.threads.use_for(plan.features)
-        step, entered = self._inputs(plan)
-        scored = scored_rows(plan)
-        self._send_to_followers(step, scored)
-        self.sampler.enter(entered)
-        batch, _ = self.batching.batch(step)
-        logits, positions = self._forward(batch, scored)
-        if plan.num_ahead:
-            return self._verified(plan, logits, positions)
-        if logits.shape[0] == len(plan.sequences):  # each has a row: no prompt stays unfinished
-            return [*self._sample(logits, plan.sequences, positions)]
-        ends = [work.num_tokens == work.sequence.num_uncomputed for work in plan.work]
-        if not any(ends):  # no token is read, so nothing else waits for the step
-            _synchronize(self.decoder.device)
-            return [None] * len(ends)
-        tokens = iter(self._sample(logits, [*compress(plan.sequences, ends)], positions))
-        return [next(tokens) if is_end else None for is_end in ends]
+    def _compute(
+        self,
+        begun: _Begun,
+        step: StepInputs,
+        entered: list[int],
+        scored: SequenceOf[ScoredRows] = (),
+    ) -> None:
+        """Compute a step's logits, and score the rows of prompts.
 
-    def _forward(self, batch: Batch, scored: SequenceOf[ScoredRows] = ()) -> tuple[Tensor, Tensor]:
-        """Compute the logits, and score the prompts' rows.
-
-        Returns the logits, and for each row the position of the token that it follows.
+        Args:
+            entered: the slots that have new owners.
         """
+        self.sampler.enter(entered)
+        batch, begun.slots = self.batching.batch(step)
+        begun.logits, begun.positions = self._forward(batch, scored)
+
+    def _forward(self, batch: Batch, scored: SequenceOf[ScoredRows]) -> tuple[Tensor, Tensor]:
+        """The logits, and for each row the position of the token that it follows."""
         logits = None
         if scored:
             logits = forward_scored(self.decoder, batch, self.kv_cache.pages, scored)
@@ -185,38 +146,51 @@ class ModelRunner:
         is_all = batch.logits_rows.shape[0] == batch.positions.shape[0]
         return logits, batch.positions if is_all else batch.positions[batch.logits_rows]
 
-    def _verified(self, plan: StepPlan, logits: Tensor, positions: Tensor) -> list[Sampled]:
-        """The results of a step with drafts. All rows of a draft are sampled, right or not."""
-        continued = [list(rows(work)) for work in plan.work]
-        tokens = iter(self._sample(logits, list(chain.from_iterable(continued)), positions))
-        sampled: list[Sampled] = []
-        for each in continued:
-            some = [next(tokens) for _ in each]
-            if len(some) < 2 or isinstance(some[0], DisaggError):
-                sampled.append(some[0] if some else None)
-                continue
-            verified: list[SampledToken] = []
-            for one in some:
-                if isinstance(one, DisaggError):
-                    break  # it counts only if the draft before it is right; the next step shows it
-                verified.append(SampledToken(one) if isinstance(one, int) else one)
-            sampled.append(tuple(verified))
-        return sampled
+    @torch.inference_mode()
+    def _choose(self, begun: _Begun, num_unread: int) -> Results:
+        """Choose a step's tokens. All rows of a draft are sampled, right or not.
 
-    def _sample(
-        self, logits: Tensor, sequences: SequenceOf[Continued], positions: Tensor
-    ) -> SequenceOf[int | SampledToken | DisaggError]:
-        """The next token of each sequence, or the error if its grammar or its logits allow none."""
-        bound = bound_rows(sequences)
-        if not bound:
-            return self.sampler.sample(logits, sequences, positions).sampled()
-        # On a GPU the host fills the masks while the logits are computed.
-        masks, failed = token_masks(sequences, bound, self.grammars, self.decoder.device)
-        chosen = self.sampler.sample(logits, sequences, positions, masks)
-        sampled: list[int | SampledToken | DisaggError] = [*chosen.sampled()]
-        for row, error in failed.items():
-            sampled[row] = error
-        return sampled
+        Args:
+            num_unread: see `Sampler.sample`.
+        """
+        rows, masks, failed = begun.rows, None, dict[int, DisaggError]()
+        if any(map(_NEEDS_HOST, begun.plan.sequences)) and (bound := bound_rows(rows)):
+            # On a GPU the host fills the masks while the logits are computed.
+            masks, failed = token_masks(rows, bound, self.grammars, self.decoder.device)
+        chosen = self.sampler.sample(begun.logits, rows, begun.positions, masks, num_unread)
+        if begun.is_launched:
+            if self.decoder.ranks is not None and begun.slots.shape[0]:
+                self.decoder.ranks.broadcast_(chosen.token_ids)
+            self.batching.remember(begun.slots, chosen.token_ids)
+
+        def results() -> SequenceOf[Sampled]:
+            sampled: list[int | SampledToken | DisaggError] = [*chosen.sampled()]
+            for row, error in failed.items():
+                sampled[row] = error
+            return sampled if begun.nums_rows is None else _joined(sampled, begun.nums_rows)
+
+        return results
+
+    @contextmanager
+    def _blaming(self, plan: StepPlan) -> Iterator[None]:
+        """Raise `SequencesFailed` if some sequences of a plan make its step fail.
+
+        Otherwise the device or this code is broken. So it is also if there are other ranks: they
+        may be in the middle of the step, and would take the next one for the rest of it.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.followers is not None:
+                raise
+            _synchronize(self.decoder.device)  # blocks may change hands now
+            self.slots.leave(plan.sequences)  # what was written for them may be incomplete
+            vocab_size, block_size = self.decoder.config.vocab_size, self.kv_cache.block_size
+            max_num_blocks = -(-self.decoder.config.max_model_len // block_size)
+            broken = find_broken(plan, block_size, max_num_blocks, vocab_size, self.grammars)
+            if not broken:
+                raise
+            raise SequencesFailed(broken) from error
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Run a prompt of `num_tokens` and a step of `num_seqs` decodes over unused blocks.
@@ -288,21 +262,65 @@ class ModelRunner:
         )
 
 
-def _synchronize(device: torch.device) -> None:
-    """Wait until all launched work has ended.
+@dataclass(slots=True)
+class _Begun:
+    """A step whose logits are being computed.
 
-    Afterwards other workers may read the blocks, and freed blocks may be written, since both happen
-    outside the device's queue of work.
+    rows, nums_rows: see `_rows`.
+    is_launched: whether the tokens are the input of the next step before the host reads them.
+    logits, positions: see `Sampler.sample`.
+    slots: int64 [num_rows], of the rows' sequences.
     """
+
+    plan: StepPlan
+    rows: SequenceOf[Continued]
+    nums_rows: list[int] | None
+    is_launched: bool
+    logits: Tensor = field(init=False)
+    positions: Tensor = field(init=False)
+    slots: Tensor = field(init=False)
+
+
+def _rows(plan: StepPlan, ends: SequenceOf[int]) -> tuple[SequenceOf[Continued], list[int] | None]:
+    """The sequence of each row of a step's logits, and the number of rows of each sequence.
+
+    The numbers are None if there is one row for each sequence.
+
+    Args:
+        ends: the context length of each sequence after the step.
+    """
+    n, sequences = plan.num_decodes, plan.sequences
+    if n == len(sequences):
+        return sequences, None
+    chunks = [[*rows(sequences[i], ends[i])] for i in range(n, len(sequences))]
+    return [*sequences[:n], *chain.from_iterable(chunks)], [1] * n + [*map(len, chunks)]
+
+
+def _joined(
+    sampled: SequenceOf[int | SampledToken | DisaggError], nums_rows: list[int]
+) -> list[Sampled]:
+    """The results of sequences with so many rows each."""
+    tokens = iter(sampled)
+    results: list[Sampled] = []
+    for num_rows in nums_rows:
+        some = [next(tokens) for _ in range(num_rows)]
+        if num_rows < 2 or isinstance(some[0], DisaggError):
+            results.append(some[0] if some else None)
+            continue
+        # An error counts only if the draft before it is right; the next step shows it.
+        verified: list[SampledToken] = []
+        for one in some:
+            if isinstance(one, DisaggError):
+                break
+            verified.append(SampledToken(one) if isinstance(one, int) else one)
+        results.append(tuple(verified))
+    return results
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until all launched work has ended."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def _ends(plan: StepPlan, step: StepInputs) -> list[bool]:
-    """For each sequence, whether the step computes its last token and so samples its next one."""
-    n = plan.num_decodes
-    chunks = zip(plan.sequences[n:], step.ends[n:], strict=True)
-    return [True] * n + [end >= len(sequence.tokens) for sequence, end in chunks]
 
 
 def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:

@@ -3,8 +3,11 @@
 Otherwise a GPU would idle while Python applies a step and plans the next. As long as no sequence is
 admitted or preempted, the next plan does not depend on the sampled tokens: a sequence that samples
 in the running step decodes in the next one, with a token that only the device knows; a sequence in
-the middle of a prompt goes on with it. If the next plan could differ (a sequence may be admitted,
-has a draft or needs the host, or blocks are short), the running step is applied first.
+the middle of a prompt goes on with it. The masks of sequences that need the host are made when the
+running step is applied, while the device computes the next one's logits. How many tokens of a draft
+are right is known only then, so a sequence with a draft takes part in every other step. If the next
+plan could differ (a sequence may be admitted, blocks are short, a prompt is scored), or many
+sequences have drafts, the running step is applied first.
 
 If a sequence turns out to have ended, its row in the later step is wasted: the result is ignored,
 and the blocks to which the row writes are freed when that step has ended.
@@ -12,11 +15,11 @@ and the blocks to which the row writes are freed when that step has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.block_tables import grow
 from disagg.engine.sched.chunks import Chunks
 from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.sequence import Sequence
@@ -32,7 +35,7 @@ class ProjectedPlan:
     growing: the sequences of `decodes` that need a new block for that token.
     prefills: sequences in the middle of a prompt, with the position where they continue.
     num_here: number of the plan's sequences that are still here, including those that will have
-        ended.
+        ended, and those with a draft.
 
     Args:
         gone: the sequences that have ended while the plan ran.
@@ -51,6 +54,8 @@ class ProjectedPlan:
             end, num_known = sequence.num_computed + num_tokens, len(sequence.tokens)
             if end < num_known:
                 self.prefills.append((sequence, end))
+            elif sequence.draft:
+                continue  # verified in this step, or in the step after the next
             elif num_known + 1 < sequence.max_num_tokens and not sequence.hand_over:
                 self.decodes.append(sequence)
                 if num_known == sequence.num_slots:
@@ -93,71 +98,56 @@ class AsyncScheduling:
         self._pool = pool
         self._num_planned = 0
         self._gone: set[Sequence] = set()
-        self._near_budget: set[Sequence] = set()  # the host must check their next tokens
 
     @property
     def is_under_way(self) -> bool:
         return self._num_planned > 0
 
     def follow(
-        self,
-        plan: StepPlan,
-        queues: Queues,
-        step_budget: StepBudget,
-        needs_host: Callable[[Sequence], bool],
+        self, plan: StepPlan, queues: Queues, step_budget: StepBudget
     ) -> tuple[StepPlan | None, list[Sequence], int]:
         """Plan the step after `plan` before `plan` is applied.
 
         The step admits no sequence. Returns the step (None if `plan` must be applied first), the
         sequences that need a block for it, and the number of tokens that are left of its budget.
-
-        Args:
-            needs_host: whether a sequence that runs but is not part of `plan` needs the host.
         """
-        if self._near_budget and not self._near_budget.isdisjoint(plan.sequences):
-            return None, [], 0
         running = queues.running
         after = ProjectedPlan(plan, self._gone)
         if len(after.decodes) == plan.num_decodes == len(plan.sequences) == len(running):
             return _continued(plan), after.growing, step_budget.most - plan.num_decodes
-        prefills = after.prefills
+        prefills, returning = after.prefills, list[Sequence]()
         if after.num_here < len(running):
             planned = set(map(id, plan.sequences))
             others = [sequence for sequence in running if id(sequence) not in planned]
-            if any(map(needs_host, others)):
-                return None, [], 0
-            prefills += [(sequence, sequence.num_computed) for sequence in others]
-        if not (after.decodes or prefills):
+            prefills += [(each, each.num_computed) for each in others if each.num_uncomputed > 1]
+            returning = [each for each in others if each.num_uncomputed == 1]
+        if not (after.decodes or prefills or returning):
+            return None, [], 0
+        if not grow(self._pool, [e for e in returning if len(e.tokens) > e.num_slots]):
             return None, [], 0
         num_before = prefills[0][1] if prefills else None
         starts = after.starts
         num_context = sum(starts) + len(starts)
-        budget = step_budget.of_prompts(after.decodes, num_context, num_before)
+        budget = step_budget.of_prompts(
+            after.decodes + returning,
+            num_context + sum(len(each.tokens) for each in returning),
+            num_before,
+        )
         chunks = Chunks(self._pool, budget, running, num_context)
+        for sequence in returning:
+            chunks.budget += 1  # `of_prompts` has subtracted one token of each
+            chunks.add(sequence, sequence.num_computed)
         for sequence, start in prefills:
             chunks.add(sequence, start)
-        return chunks.step_plan(after.decodes, starts), after.growing, chunks.budget
+        following = chunks.step_plan(after.decodes, starts)
+        return None if following.scores_prompts else following, after.growing, chunks.budget
 
     def begin(self) -> None:
         """Record that a step was planned ahead."""
         self._num_planned += 1
 
-    def drop(self) -> None:
-        """Record that the step that was planned last is not launched."""
-        self._num_planned -= 1
-
-    def watch_thinking(self, sequence: Sequence) -> None:
-        """Check the reasoning budget of a sequence. Called once per block (see `Sequence`).
-
-        Until the next check the sequence gains a block of tokens, and the step that was planned
-        ahead samples one more.
-        """
-        sequence.watch_thinking(self._pool.block_size + 2)
-        (self._near_budget.add if sequence.needs_host else self._near_budget.discard)(sequence)
-
     def forget(self, sequence: Sequence) -> None:
         """Record that a sequence has ended; a running step may still have a row for it."""
-        self._near_budget.discard(sequence)
         if self.is_under_way:
             self._gone.add(sequence)
 

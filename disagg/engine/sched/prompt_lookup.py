@@ -53,17 +53,13 @@ class PromptLookup:
         self._match_length = match_length
         self._ngrams = WeakKeyDictionary[Sequence, Ngrams]()
 
-    def propose(self, running: Iterable[Sequence]) -> bool:
-        """Propose drafts. Returns whether some sequence got one."""
-        has_drafts = False
+    def propose(self, running: Iterable[Sequence]) -> None:
         for sequence in running:
             is_decoding = len(sequence.tokens) - sequence.num_computed == 1
             # A sequence that is handed over leaves with its next token, so a draft is useless.
             is_served = not sequence.hand_over and sequence.takes_drafts
             if is_decoding and is_served and not sequence.draft:
                 sequence.draft = self._draft(sequence)
-                has_drafts = has_drafts or bool(sequence.draft)
-        return has_drafts
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         tokens = sequence.tokens

@@ -46,7 +46,7 @@ class Sequence:
     num_cached_tokens: tokens that were found in the prefix cache when it was first admitted.
     hand_over: whether the sequence leaves this engine, with its blocks, after one token.
     grammar_state: state of the answer in its grammar, if it has one; used by the runner.
-    needs_host: whether the host must read a token before the next one can be chosen.
+    needs_host: whether the host must read a token before the device can choose the next one.
     thinking: state of the reasoning; None: nothing depends on it, or no longer.
     prompt_logprobs: log-probabilities of the computed prompt tokens but the first, if they were
         requested and the answer has not begun; used by the runner. Until then no cached prefix is
@@ -148,27 +148,20 @@ class Sequence:
     def _has_rules(self) -> bool:
         # Bad words of one token do not depend on the tokens before.
         long_words = any(len(word) > 1 for word in self.sampling.bad_words_token_ids)
-        is_scored = self.prompt_logprobs is not None
-        return self.sampling.grammar is not None or long_words or is_scored
+        return self.sampling.grammar is not None or long_words
 
-    def watch_thinking(self, num_tokens: int) -> None:
-        """Update `thinking` and `needs_host` for the next `num_tokens` tokens.
-
-        The device needs the host only when a reasoning budget may be used up.
-        """
+    def watch_thinking(self) -> None:
+        """Forget the reasoning when it has ended, unless a grammar begins behind it."""
         thinking = self.thinking
-        if thinking is None or self.sampling.grammar is not None:
-            return
-        if thinking.is_over(self.tokens):
+        if thinking is not None and self.sampling.grammar is None and thinking.is_over(self.tokens):
             self.thinking = None
-        self.needs_host = self._has_rules or thinking.is_near_budget(self.tokens, num_tokens)
+            self.needs_host = self._has_rules
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         """Take `prompt_logprobs` when the answer begins; None if they were not requested."""
         scored, self.prompt_logprobs = self.prompt_logprobs, None
         if scored is None:
             return None
-        self.needs_host = self._has_rules or self.thinking is not None
         if len(scored) != self.num_prompt_tokens - 1:
             raise ValueError(f"{self} has log-probabilities for {len(scored)} tokens of its prompt")
         return tuple(scored)

@@ -20,7 +20,7 @@ from typing import TypeAlias
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import extend, publish, trim
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import SampledToken, Work
+from disagg.engine.sched.step import SampledToken
 from disagg.messages import SamplingParams, TokenLogprobs
 
 # The limit holds for all sequences of a step, as each draft token costs a row of logits that is as
@@ -117,13 +117,12 @@ class DraftedSequence:
 Continued: TypeAlias = Sequence | DraftedSequence  # one row of logits chooses its next token
 
 
-def rows(work: Work) -> Iterator[Continued]:
-    """The sequence of each row of logits of a work item, with the drafted ones after it.
+def rows(sequence: Sequence, end: int) -> Iterator[Continued]:
+    """The sequence of each of its rows of logits in a step that computes it up to position `end`.
 
-    There are no rows if the work item ends before the sequence's last token.
+    The drafted ones come last. There are none if the step ends before the sequence's last token.
     """
-    sequence = work.sequence
-    num_ahead = work.num_tokens - sequence.num_uncomputed
+    num_ahead = end - len(sequence.tokens)
     if num_ahead >= 0:
         yield sequence
         for i in range(1, num_ahead + 1):

@@ -51,6 +51,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     continues: bool = False
 
     @property
+    def scores_prompts(self) -> bool:
+        """Whether it may compute log-probabilities of prompts, which the host reads at once."""
+        return any(each.prompt_logprobs is not None for each in self.sequences[self.num_decodes :])
+
+    @property
     def num_new_tokens(self) -> int:
         return sum(self.query_lens)
 
@@ -120,22 +125,19 @@ class Runner(Protocol):
 
 
 Results: TypeAlias = Callable[[], SequenceOf[Sampled]]
+Choose: TypeAlias = Callable[[], Results]
 
 
 class AsyncRunner(Protocol):
     """A runner whose device computes while the host does something else."""
 
-    def launch(self, plan: StepPlan) -> Results:
-        """Launch a step after those already launched. Reading its result waits for its end.
+    def launch(self, plan: StepPlan) -> Choose:
+        """Launch a step after those already launched: first its forward pass.
+
+        The result launches the choice of the step's tokens. Call it when the step before has been
+        applied, and before the next launch: only then the host knows the tokens on which masks and
+        bad words depend. It returns the step's results, and reading them waits for its end.
 
         Results are read in the order of launching, and at most one step late.
         """
-        ...
-
-    def can_follow(self, plan: StepPlan) -> bool:
-        """Whether a step of `plan`'s sequences can be launched before its result is read."""
-        ...
-
-    def needs_host(self, sequence: Sequence) -> bool:
-        """Whether the device needs the host to choose this sequence's next token."""
         ...

@@ -54,14 +54,6 @@ class ThinkingState:
             self._num_looked_at = len(tokens)
         return self._over_at is not None
 
-    def is_near_budget(self, tokens: SequenceOf[int], num_tokens: int) -> bool:
-        """Whether one of the next `num_tokens` tokens may be forced. Args: see `is_over`."""
-        budget = self.thinking.budget
-        if self.is_over(tokens) or budget is None:
-            return False
-        opened_at = self._answer_at if self._opened_at is None else self._opened_at
-        return len(tokens) + num_tokens > opened_at + budget
-
     def allowed(self, tokens: SequenceOf[int], *, has_grammar: bool) -> Allowed:
         """The tokens that may come next. Args: see `is_over`."""
         is_over, num_tokens = self.is_over(tokens), len(tokens)

@@ -15,7 +15,7 @@ from disagg.engine.device.slots import Slots
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import disown, trim
 from disagg.engine.sched.sequence import NO_SLOT, Sequence
-from disagg.engine.sched.step import Results, Sampled, StepPlan
+from disagg.engine.sched.step import Choose, Sampled, StepPlan
 from disagg.models.batch import Batch
 from disagg.time_model import StepFeatures
 from tests.engine.fake_runner import FakeDevice, FakeKV
@@ -129,7 +129,7 @@ class Compared(FakeDevice):
         self._compare(plan)
         return super().run(plan)
 
-    def launch(self, plan: StepPlan) -> Results:
+    def launch(self, plan: StepPlan) -> Choose:
         self._compare(plan)
         return super().launch(plan)
 

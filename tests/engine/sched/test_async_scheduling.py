@@ -6,14 +6,13 @@ The property tests in `test_scheduler.py` play every workload in this way, too.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter
 
 import pytest
 
 from disagg.engine.engine import Engine
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import Results, StepPlan, TokenEvent
+from disagg.engine.sched.step import TokenEvent
 from disagg.messages import Thinking
 from tests.engine.fake_runner import FakeDevice, FakeKV, draft_of, expected_tokens
 from tests.engine.workload import arrive, new_engine, new_sequence
@@ -233,12 +232,10 @@ class Foresight(PromptLookup):
         super().__init__(4, 2)
         self.drafts: list[tuple[int, ...]] = []
 
-    def propose(self, running: Iterable[Sequence]) -> bool:
-        if not self.drafts:
-            return False
+    def propose(self, running: Iterable[Sequence]) -> None:
         for sequence in running:
-            sequence.draft = self.drafts.pop()
-        return True
+            if self.drafts:
+                sequence.draft = self.drafts.pop()
 
 
 def test_nobody_is_preempted_for_a_step_that_may_be_wasted() -> None:
@@ -263,15 +260,12 @@ def test_a_draft_is_verified_before_anything_follows() -> None:
     assert answer(sequence) == expected_tokens(PROMPT, 12)
 
 
+@pytest.mark.parametrize("budget", [0, 3, 500])
 @pytest.mark.parametrize("door", ["submit", "join"])
-def test_a_budget_that_is_far_away_keeps_no_step_from_being_launched(
-    monkeypatch: pytest.MonkeyPatch, door: str
-) -> None:
+def test_a_thinking_budget_keeps_no_step_from_being_launched(door: str, budget: int) -> None:
     """Neither the first steps here nor those after the first token was sent."""
     engine, kv = new_engine(16, BLOCK_SIZE, on_device=True)
-    device = device_of(engine)
-    monkeypatch.setattr(device, "needs_host", attrgetter("needs_host"))
-    thinking = Thinking(starts=(), end=(1000,), forced_end=(1000,), is_open=True, budget=500)
+    thinking = Thinking(starts=(), end=(1000,), forced_end=(1000,), is_open=True, budget=budget)
     output = tuple(expected_tokens(PROMPT, 1)) if door == "join" else ()
     sequence = new_sequence(
         PROMPT, BLOCK_SIZE, 12, output=output, stop_ids=NEVER, thinking=thinking
@@ -284,10 +278,100 @@ def test_a_budget_that_is_far_away_keeps_no_step_from_being_launched(
     while engine.has_work:
         for event in engine.step():
             num_tokens += len(event.token_ids)
-            assert event.sequence.take_prompt_logprobs() is None  # as when its delta is made
         assert engine.last_plan.is_ahead == (num_tokens > 1), "only the first one follows none"
     assert num_tokens == 12 - len(output)
     assert answer(sequence) == expected_tokens(PROMPT, 12)
+
+
+def streams(num_seqs: int, max_tokens: int, *, needs_host: int = 0) -> list[Sequence]:
+    """So many sequences, of which the last `needs_host` need the host for each token."""
+    return [
+        new_sequence(
+            (n, 98), BLOCK_SIZE, max_tokens, stop_ids=NEVER, needs_host=n >= num_seqs - needs_host
+        )
+        for n in range(num_seqs)
+    ]
+
+
+def steps_of(engine: Engine, sequences: list[Sequence]) -> list[tuple[bool, int]]:
+    """For each step: whether it was launched ahead, and how many sequences gained tokens."""
+    for sequence in sequences:
+        engine.submit(sequence)
+    steps = []
+    while engine.has_work:
+        events = engine.step()
+        steps.append((engine.last_plan.is_ahead, len(events)))
+        engine.check()
+    return steps
+
+
+def test_one_that_needs_the_host_costs_255_others_no_step() -> None:
+    """All steps are launched ahead, as if it were like the others; only its choice waits."""
+    found = []
+    for needs_host in (0, 1):
+        engine, _ = new_engine(
+            1200, BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=512, on_device=True
+        )
+        sequences = streams(256, 12, needs_host=needs_host)
+        found.append(steps_of(engine, sequences))
+        for n, sequence in enumerate(sequences):
+            assert answer(sequence, 2) == expected_tokens((n, 98), 12)
+        log = device_of(engine).log
+        chosen = [f"choose {n}" for n in range(1, 13) if needs_host]
+        assert [entry for entry in log if entry.startswith("choose")] == chosen
+        for n in range(2, 13):
+            then = [f"read {n - 1}", f"choose {n}"][: 1 + needs_host]
+            place = log.index(f"launch {n}") + 1
+            assert log[place : place + len(then)] == then
+    assert found[0] == found[1] == [(False, 256), *[(True, 256)] * 11]
+
+
+class AlwaysRight(PromptLookup):
+    """Proposes the next two tokens for one sequence."""
+
+    def __init__(self, sequence: Sequence, output: list[int]) -> None:
+        super().__init__(2, 2)
+        self._sequence, self._output = sequence, output
+
+    def propose(self, running: Iterable[Sequence]) -> None:
+        sequence = self._sequence
+        num_output = sequence.num_output_tokens
+        if sequence in running and num_output and not sequence.draft:
+            sequence.draft = tuple(self._output[:-1][num_output : num_output + 2])
+
+
+def test_one_with_drafts_costs_255_others_no_step() -> None:
+    """It takes part in every other step, and gains three tokens there."""
+    engine, _ = new_engine(
+        1200, BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=512, on_device=True
+    )
+    sequences = streams(256, 12)
+    expected = expected_tokens((255, 98), 12)
+    engine.scheduler.prompt_lookup = AlwaysRight(sequences[-1], expected)
+    found = steps_of(engine, sequences)
+    assert answer(sequences[-1], 2) == expected
+    for n, sequence in enumerate(sequences[:-1]):
+        assert answer(sequence, 2) == expected_tokens((n, 98), 12)
+    # When its first draft is proposed, the step that gives the draft's first token is under way.
+    assert found == [
+        (False, 256),
+        (True, 256),
+        *[(True, 255), (True, 256)] * 4,
+        *[(True, 255)] * 2,
+    ]
+
+
+def test_many_with_drafts_are_verified_before_anything_follows() -> None:
+    engine, _ = new_engine(
+        400, BLOCK_SIZE, max_num_seqs=64, max_num_batched_tokens=512, on_device=True
+    )
+    sequences = streams(64, 12)
+    for n, sequence in enumerate(sequences[:3]):
+        sequence.draft = draft_of((n, 98), 3, 2)
+    found = steps_of(engine, sequences)
+    assert found[:3] == [(False, 64), (False, 64), (True, 64)]
+    for n, sequence in enumerate(sequences):
+        assert answer(sequence, 2) == expected_tokens((n, 98), 12)
 
 
 def test_an_engine_that_stops_waits_for_what_is_under_way() -> None:
@@ -298,28 +382,3 @@ def test_an_engine_that_stops_waits_for_what_is_under_way() -> None:
     events = engine.step()
     assert [(e.sequence, e.token_ids, e.is_last) for e in events] == [(sequence, (), True)]
     assert not engine.has_work and engine.pool.num_free == 16
-
-
-@pytest.mark.parametrize("budget", range(24))
-def test_a_token_that_a_budget_may_force_is_not_launched(
-    monkeypatch: pytest.MonkeyPatch, budget: int
-) -> None:
-    """Only the host can force it; until shortly before, steps are launched ahead."""
-    engine, _ = new_engine(16, BLOCK_SIZE, on_device=True)
-    device, launched = device_of(engine), list[int]()
-    launch = device.launch
-
-    def noted(plan: StepPlan) -> Results:
-        (first,), (num_tokens,) = plan.first_positions(), plan.query_lens
-        launched.append(first + num_tokens - len(PROMPT))  # the answer's token that it chooses
-        return launch(plan)
-
-    monkeypatch.setattr(device, "launch", noted)
-    monkeypatch.setattr(device, "needs_host", attrgetter("needs_host"))
-    thinking = Thinking(starts=(), end=(1000,), forced_end=(1000,), is_open=True, budget=budget)
-    sequence = new_sequence(PROMPT, BLOCK_SIZE, 26, stop_ids=NEVER, thinking=thinking)
-    engine.submit(sequence)
-    play(engine)
-    assert len(answer(sequence)) == 26  # the fake obeys nobody, so the reasoning goes on
-    assert all(place < budget for place in launched)
-    assert len(launched) >= budget - 2 * BLOCK_SIZE - 4

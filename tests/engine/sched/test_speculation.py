@@ -12,7 +12,7 @@ from disagg.engine.sched import scheduler, speculation
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import MAX_AHEAD, DraftedSequence, rows, usable
-from disagg.engine.sched.step import SampledToken, TokenEvent, Work
+from disagg.engine.sched.step import SampledToken, TokenEvent
 from disagg.messages import TokenLogprobs
 from disagg.time_model import StepFeatures, StepTimeFit
 from tests.engine.fake_runner import draft_of, expected_tokens
@@ -61,7 +61,6 @@ def test_a_draft_in_a_decode_step_is_no_prompt_for_the_time_model() -> None:
     engine.submit(other)
     engine.step()
     drafting.draft = draft_of(PROMPT, 4, 1)[1:]
-    engine.scheduler._has_drafts = True
     engine.step()
     plan = engine.last_plan
     assert plan.num_ahead == 4
@@ -253,10 +252,9 @@ def test_what_cannot_come_true_is_cut_off(
 
 def test_a_row_of_logits_belongs_to_the_sequence_with_so_much_of_its_draft() -> None:
     sequence = new_sequence(PROMPT, BLOCK_SIZE, output=(9,), draft=(11, 12, 13))
-    sequence.num_computed = 4
-    assert list(rows(Work(sequence, 1))) == []
-    assert list(rows(Work(sequence, 2))) == [sequence]
-    found = list(rows(Work(sequence, 4)))
+    assert list(rows(sequence, 5)) == []
+    assert list(rows(sequence, 6)) == [sequence]
+    found = list(rows(sequence, 8))
     assert [each.tokens for each in found] == [
         [*PROMPT, 9],
         [*PROMPT, 9, 11],

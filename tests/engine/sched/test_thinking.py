@@ -103,38 +103,15 @@ def sequence(thinking: Thinking, grammar: Grammar | None = None) -> Sequence:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("thinking", "opening"),
-    [(OPEN, []), (THINK, [START]), (THINK, [BREAK, START]), (HARMONY, [20, 21, 22])],
-)
-def test_the_host_is_asked_before_a_token_is_forced(thinking: Thinking, opening: list[int]) -> None:
-    """As the scheduler looks: at the first token, then every so many; a step is always ahead."""
-    for budget in range(40):
-        for every in range(1, 18):
-            of = sequence(with_budget(thinking, budget))
-            assert of.needs_host and not of.takes_drafts
-            needed = [True, True]  # of the next token, and of the one after it: launched by then
-            num_forced = num_free = 0
-            for place, token_id in enumerate([*opening, *[5] * 50]):
-                assert of.thinking is not None
-                if of.thinking.allowed(of.tokens, has_grammar=False) != Allowed():
-                    assert needed[0]
-                    num_forced += 1
-                num_free += not needed[0]
-                of.tokens.append(token_id)
-                if place % every == 0:
-                    of.watch_thinking(every + 2)
-                needed = [needed[1], of.needs_host]
-            assert num_forced == len(thinking.forced_end)  # nobody obeyed, but each was due
-            assert num_free >= budget - 2 * every - 4
-
-
 def test_what_is_over_costs_nothing_more() -> None:
     of = sequence(with_budget(OPEN, 50))
-    of.tokens += [5, 6, END]
-    of.watch_thinking(10)
+    of.tokens += [5, 6]
+    of.watch_thinking()
+    assert of.thinking is not None and of.needs_host and not of.takes_drafts
+    of.tokens.append(END)
+    of.watch_thinking()
     assert of.thinking is None and not of.needs_host and of.takes_drafts
     bound = sequence(OPEN, Grammar("regex", "a"))
     bound.tokens += [5, END]
-    bound.watch_thinking(10)
+    bound.watch_thinking()
     assert bound.thinking is not None and bound.needs_host and not bound.takes_drafts
