@@ -22,7 +22,6 @@ from disagg.api.apis import Api, ApiRequest
 from disagg.api.choices import Caller, name_choices
 from disagg.api.fit import check_ids, fit, truncated_to
 from disagg.api.off_loop import off_loop
-from disagg.api.openai.answers import Detokenized, Tokenized
 from disagg.api.openai.requests import (
     DetokenizeRequest,
     EmbeddingsRequest,
@@ -141,8 +140,8 @@ class Service:
             texts = None
             if request.return_token_strs:
                 texts = [model.tokenizer.token_text(token_id) for token_id in token_ids]
-            length = model.max_model_len
-            return msgspec.json.encode(Tokenized(len(token_ids), length, token_ids, texts))
+            body = {"count": len(token_ids), "max_model_len": model.max_model_len}
+            return msgspec.json.encode(body | {"tokens": token_ids, "token_strs": texts})
 
         return await off_loop(TOKEN_NBYTES * len(token_ids), answer)
 
@@ -184,7 +183,7 @@ class Service:
             model = self.model(request.model)
             check_ids(request.tokens, model, "tokens")
             text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
-            return msgspec.json.encode(Detokenized(text))
+            return msgspec.json.encode({"prompt": text})
 
         return await off_loop(len(body), answer)
 

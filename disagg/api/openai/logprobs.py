@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -10,21 +11,6 @@ from disagg.api.running_job import ScoredToken
 from disagg.messages import TokenLogprobs
 from disagg.text.detokenizer import TextStream
 from disagg.text.tokenizer import Tokenizer
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[ChatTokenLogprob]
-    refusal: None = None
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -36,26 +22,21 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class PromptLogprob(msgspec.Struct):
-    logprob: float
-    rank: int
-    decoded_token: str
+PromptLogprobs = list[dict[int, dict[str, Any]] | None]
 
 
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
-
-
-def chat_logprobs(scored: Iterable[ScoredToken], tokenizer: Tokenizer) -> ChatLogprobs:
-    def top(token_id: int, logprob: float) -> TopLogprob:
+def chat_logprobs(scored: Iterable[ScoredToken], tokenizer: Tokenizer) -> dict[str, Any]:
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token_id)
-        return TopLogprob(tokenizer.token_text(token_id), _finite(logprob), list(raw))
+        text = tokenizer.token_text(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
-    content = []
-    for token in scored:
-        chosen = top(token.token_id, token.logprobs.logprob)
-        others = [top(*pair) for pair in token.logprobs.top]
-        content.append(ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, others))
-    return ChatLogprobs(content)
+    content = [
+        shown(token.token_id, token.logprobs.logprob)
+        | {"top_logprobs": [shown(*pair) for pair in token.logprobs.top]}
+        for token in scored
+    ]
+    return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
@@ -112,7 +93,11 @@ def prompt_logprobs(
         ranked = [(number, value, rank) for rank, (number, value) in enumerate(score.top, start=1)]
         found.append(
             {
-                number: PromptLogprob(_finite(value), rank, tokenizer.token_text(number))
+                number: {
+                    "logprob": _finite(value),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_text(number),
+                }
                 for number, value, rank in [(token_id, score.logprob, score.rank), *ranked]
             }
         )
