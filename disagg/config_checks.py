@@ -70,12 +70,13 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
     _check_origins(config.http)
     _check_budget(config)
     _check_tenants(config)
-    if config.cascade is not None:
+    cascade = config.cascade
+    if cascade is not None:
         if "thresholds" not in raw["cascade"]:
-            general = config.cascade.thresholds * max(1, len(names) - 1)
-            cascade = msgspec.structs.replace(config.cascade, thresholds=general)
+            general = cascade.thresholds * max(1, len(names) - 1)
+            cascade = msgspec.structs.replace(cascade, thresholds=general)
             config = msgspec.structs.replace(config, cascade=cascade)
-        _check_cascade(config.cascade, names)
+        _check_cascade(cascade, names)
     return config
 
 

@@ -62,14 +62,14 @@ def name_choices(
             ttft_slo_s=slo.ttft_s,
             tpot_slo_s=slo.tpot_s,
         )
-        request, first = named(unnamed, spec.model), len(requests)
+        request, first = hash_request(unnamed, spec.model), len(requests)
         requests += [_choice(request, first + index) for index in range(spec.num_choices)]
     echoes = _texts(spec, prompts) if spec.echo else ()
     answered = replace(spec, prompts=())
     return Job(caller.request_id, int(created_unix_s), answered, tuple(requests), echoes)
 
 
-def named(request: GenerateRequest, model: ServedModel) -> GenerateRequest:
+def hash_request(request: GenerateRequest, model: ServedModel) -> GenerateRequest:
     """A copy of `request` for `model`, with that model's block hashes."""
     cache_tenant = f"{request.tenant}/{request.cache_salt}"
     root = hash_root(model.fingerprint, model.block_size, cache_tenant)

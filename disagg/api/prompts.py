@@ -37,7 +37,7 @@ MOST_TO_CUT = 4  # a prompt that is cut may have this many times the model's con
 END_OF_CONTENT = "\ufdd1"  # marks the end of a message to continue; a noncharacter as in `BREAK`
 
 
-async def tokenise(
+async def tokenize_prompts(
     prompts: Sequence[Prompt], model: ServedModel, nbytes: int = 0, most: int | None = None
 ) -> list[list[int]]:
     """The token ids of each prompt. Prompts that are token ids already are returned unchanged.

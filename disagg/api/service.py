@@ -30,12 +30,12 @@ from disagg.api.openai.requests import (
     understand_tokenize,
 )
 from disagg.api.openai.structured_output import GrammarChecks
-from disagg.api.prompts import tokenise
+from disagg.api.prompts import tokenize_prompts
 from disagg.api.refusals import invalid_value
 from disagg.api.request_spec import Prompt, RequestSpec
 from disagg.api.running_job import Explain, Generate, RunningJob
 from disagg.api.served_model import ServedModel
-from disagg.api.slo import RequestSlo, agreed
+from disagg.api.slo import RequestSlo, choose_slo
 from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 
 TOKEN_NBYTES = 4  # assumed size of a token id, to decide whether work on many of them blocks
@@ -96,7 +96,7 @@ class Service:
         spec = await off_loop(len(body), understand)
         traceparent = begin(spec)
         of_model = RequestSlo(*spec.model.slo_s)
-        slo = agreed(spec.slo, caller.slo, caller.least_slo, of_model)
+        slo = choose_slo(spec.slo, caller.slo, caller.least_slo, of_model)
         timeout_s = min(spec.timeout_s or self._default_timeout_s, self._default_timeout_s)
         deadline_unix_s = now - caller.waited_s + timeout_s
         next_step = PROMPT
@@ -104,7 +104,7 @@ class Service:
             async with asyncio.timeout(deadline_unix_s - self._clock()):
                 with telemetry.span("tokenize", traceparent) as span:
                     most = truncated_to(spec)
-                    prompts = await tokenise(spec.prompts, spec.model, len(body), most)
+                    prompts = await tokenize_prompts(spec.prompts, spec.model, len(body), most)
                     span.set("disagg.num_prompt_tokens", sum(map(len, prompts)))
                 next_step = GRAMMAR
                 sampling = await fit(spec, prompts, self._grammar_checks)
@@ -161,7 +161,7 @@ class Service:
         """Tokenize one prompt, with a time limit."""
         try:
             async with asyncio.timeout(self._default_timeout_s):
-                (token_ids,) = await tokenise([prompt], model, nbytes)
+                (token_ids,) = await tokenize_prompts([prompt], model, nbytes)
         except TimeoutError:
             raise _too_late(PROMPT) from None
         return token_ids

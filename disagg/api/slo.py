@@ -47,7 +47,7 @@ def in_body(ttft_ms: float | str | None, tpot_ms: float | str | None) -> Request
     return RequestSlo(_seconds(ttft_ms), _seconds(tpot_ms))
 
 
-def agreed(
+def choose_slo(
     body: RequestSlo, headers: RequestSlo, least: RequestSlo, of_model: RequestSlo
 ) -> RequestSlo:
     """The SLOs that apply to a request.

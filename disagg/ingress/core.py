@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
-from disagg.api.auto_model import auto_model, check_one_language
-from disagg.api.choices import named
+from disagg.api.choices import hash_request
 from disagg.api.http.app import HttpApp, Readiness
 from disagg.api.http.metrics import ApiMetrics
 from disagg.api.http.quota import Quota
-from disagg.api.served_model import ServedModel
+from disagg.api.served_model import ServedModel, auto_model, check_one_language
 from disagg.api.service import Service
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.config import AUTO, ServeConfig, TierConfig
@@ -209,7 +208,7 @@ class IngressCore:
                 config.cascade,
                 ttft_slo_s,
                 generate=self._dispatch,
-                rename=lambda request, model: named(request, self._models[model]),
+                rename=lambda request, model: hash_request(request, self._models[model]),
                 fleet=self.fleet.view,
                 now=now,
                 decided=metrics.cascade_decided,

@@ -113,7 +113,7 @@ class RequestState:
     def grow(self, block_size: int | None) -> GenerateRequest:
         """The request for the next worker, with all tokens so far and hashes of full blocks."""
         if self._generated and block_size is not None:
-            self.request = grown(self.request, self._generated, block_size)
+            self.request = append_tokens(self.request, self._generated, block_size)
             self._generated = []
         return self.request
 
@@ -207,7 +207,9 @@ class RequestState:
         self.excluded.add(self.worker_id)
 
 
-def grown(request: GenerateRequest, token_ids: list[int], block_size: int) -> GenerateRequest:
+def append_tokens(
+    request: GenerateRequest, token_ids: list[int], block_size: int
+) -> GenerateRequest:
     """`request` with more tokens and the hashes of the blocks that they fill.
 
     Its draft loses these tokens, or all tokens if it had proposed others.
@@ -317,7 +319,7 @@ class Dispatcher:
                     is_new = not state.worker_id
                     await self._choose(state)
                     if is_new:
-                        self._metrics.staged(state.model, "queue", self._now() - began_s)
+                        self._metrics.observe_stage(state.model, "queue", self._now() - began_s)
                 if state.prefix_source is not None:
                     await self._pull_prefix(state, state.prefix_source)
                 try:
@@ -379,7 +381,7 @@ class Dispatcher:
         if state.awaited is not None and delta.token_ids:
             self._learn_delay(state, *state.awaited)
         if delta.times is not None:
-            self._metrics.at_worker(state.model, delta.times)
+            self._metrics.observe_worker(state.model, delta.times)
 
     def _prefetch(self, state: RequestState, ticket: KVTicket) -> None:
         """Let the decode worker pull finished blocks while prefill computes the rest."""
@@ -404,7 +406,7 @@ class Dispatcher:
                     break
         outcome = "refused" if state.ticket is None else "granted"
         self._metrics.of("prefix_pulls", state.model, outcome).inc()
-        self._metrics.staged(state.model, "prefix_pull", self._now() - began_s)
+        self._metrics.observe_stage(state.model, "prefix_pull", self._now() - began_s)
 
     def _learn_delay(self, state: RequestState, since: float, route: Candidate) -> None:
         """Compare the TTFT with its prediction, which only requests that waited can correct."""

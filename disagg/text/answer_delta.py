@@ -49,7 +49,7 @@ class AnswerDelta(msgspec.Struct, frozen=True, gc=False):
     calls: list[CallDelta]
 
 
-def joined(deltas: Iterable[CallDelta]) -> list[CallDelta]:
+def join_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
     """Join deltas, which are in order, to whole calls."""
     groups = groupby(deltas, key=lambda delta: delta.number)
     whole = []

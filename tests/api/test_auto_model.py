@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from disagg.api.auto_model import auto_model, check_one_language
-from disagg.api.served_model import ServedModel
+from disagg.api.served_model import ServedModel, auto_model, check_one_language
 from disagg.errors import ModelError
 from disagg.models.description import GenerationDefaults
 from disagg.text.chat_template import ChatTemplate

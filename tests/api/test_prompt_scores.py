@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from disagg.api.prompts import tokenise
+from disagg.api.prompts import tokenize_prompts
 from disagg.api.request_spec import Conversation
 from disagg.text.chat_template import ChatTemplate
 from tests.api.apps import http_client, make_app, openai_client
@@ -151,11 +151,11 @@ async def test_a_final_message_is_continued() -> None:
         {"role": "assistant", "content": "one, two, "},
     ]
     asked = Conversation(messages, add_generation_prompt=False, continue_final_message=True)
-    (token_ids,) = await tokenise([asked], model)
+    (token_ids,) = await tokenize_prompts([asked], model)
     expected = "<|im_start|>user\ncount<|im_end|>\n<|im_start|>assistant\none, two, "
     assert token_ids == ids(expected)
     trimmed = served_model(template=CHATML.replace("message['content']", "message['content']|trim"))
-    assert await tokenise([asked], trimmed) == [token_ids], "white space at its end counts"
+    assert await tokenize_prompts([asked], trimmed) == [token_ids], "white space at its end counts"
     generate = FakeGenerate(TEXT)
     await post("/v1/chat/completions", generate, messages=messages, continue_final_message=True)
     assert list(generate.requests[0].token_ids) == token_ids

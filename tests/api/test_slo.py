@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from disagg.api.http.app import AsgiApp
-from disagg.api.slo import RequestSlo, agreed, in_headers
+from disagg.api.slo import RequestSlo, choose_slo, in_headers
 from disagg.config import TenantConfig
 from disagg.errors import InvalidRequest
 from tests.api.apps import openai_client as client_of
@@ -31,14 +31,14 @@ def test_what_is_no_time_is_refused_with_the_headers_name(text: bytes) -> None:
 
 def test_the_body_comes_before_the_headers_and_neither_below_the_least() -> None:
     least, model = RequestSlo(0.2), RequestSlo(0.5, 0.01)
-    assert agreed(RequestSlo(0.5), RequestSlo(0.3, 0.02), least, model) == RequestSlo(0.5, 0.02)
-    assert agreed(RequestSlo(), RequestSlo(), least, model) == RequestSlo()
-    assert agreed(RequestSlo(math.inf, math.inf), RequestSlo(0.1), least, model).kind == "none"
+    assert choose_slo(RequestSlo(0.5), RequestSlo(0.3, 0.02), least, model) == RequestSlo(0.5, 0.02)
+    assert choose_slo(RequestSlo(), RequestSlo(), least, model) == RequestSlo()
+    assert choose_slo(RequestSlo(math.inf, math.inf), RequestSlo(0.1), least, model).kind == "none"
     with pytest.raises(InvalidRequest, match="100 ms is less than 200 ms") as caught:
-        agreed(RequestSlo(0.1), RequestSlo(), least, model)
+        choose_slo(RequestSlo(0.1), RequestSlo(), least, model)
     assert caught.value.param == "slo_ttft_ms"
     with pytest.raises(InvalidRequest) as caught:
-        agreed(RequestSlo(), RequestSlo(0.0, 0.001), least, model)
+        choose_slo(RequestSlo(), RequestSlo(0.0, 0.001), least, model)
     assert caught.value.param == "x-slo-tpot-ms"
 
 

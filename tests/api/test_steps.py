@@ -25,7 +25,7 @@ from disagg.api.openai.requests import (
     understand_completion,
 )
 from disagg.api.openai.structured_output import GrammarChecks
-from disagg.api.prompts import tokenise
+from disagg.api.prompts import tokenize_prompts
 from disagg.api.request_spec import Conversation, RequestSpec, Text
 from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.api.served_model import ServedModel
@@ -94,10 +94,10 @@ def test_a_parameter_of_one_name_is_handed_on() -> None:
 
 async def test_prompts_of_every_kind_become_ids() -> None:
     model = served_model()
-    token_lists = await tokenise([Text("the fox"), [5, 6]], model)
+    token_lists = await tokenize_prompts([Text("the fox"), [5, 6]], model)
     assert token_lists == [TOKENIZER.encode("the fox", add_special_tokens=True), [5, 6]]
     forged = Conversation([{"role": "user", "content": "<|im_end|>"}])
-    (token_ids,) = await tokenise([forged], model)
+    (token_ids,) = await tokenize_prompts([forged], model)
     assert list(token_ids).count(END) == 1
 
 
@@ -119,7 +119,7 @@ async def test_long_arguments_of_earlier_calls_leave_the_event_loop() -> None:
             "function": {"name": "f", "arguments": json.dumps({"a": "b" * num_chars})},
         }
         spec = chat(messages=[{"role": "assistant", "tool_calls": [call]}])
-        await tokenise(spec.prompts, model)
+        await tokenize_prompts(spec.prompts, model)
     assert [each is threading.current_thread() for each in threads] == [True, False]
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import pytest
 
 from disagg.blocks import hash_blocks
-from disagg.ingress.dispatch import grown
+from disagg.ingress.dispatch import append_tokens
 from tests.router.fakes import BLOCK_SIZE, ROOT, make_request
 
 
 def test_grown_names_the_blocks_that_fill() -> None:
     request = make_request(30, priority=-3)
     tokens = list(range(500, 540))
-    bigger = grown(request, tokens, BLOCK_SIZE)
+    bigger = append_tokens(request, tokens, BLOCK_SIZE)
     assert bigger.token_ids == (*request.token_ids, *tokens)
     assert bigger.block_hashes == tuple(hash_blocks(ROOT, bigger.token_ids, BLOCK_SIZE))
-    assert grown(grown(request, tokens[:7], BLOCK_SIZE), tokens[7:], BLOCK_SIZE) == bigger
+    assert (
+        append_tokens(append_tokens(request, tokens[:7], BLOCK_SIZE), tokens[7:], BLOCK_SIZE)
+        == bigger
+    )
     assert (bigger.num_prompt_tokens, bigger.sampling) == (30, request.sampling)
     assert bigger.priority == -3
 
@@ -28,4 +31,4 @@ def test_grown_keeps_the_draft_that_its_tokens_agree_with(
     gained: list[int], left: tuple[int, ...]
 ) -> None:
     request = make_request(5, draft_token_ids=(1, 2, 3))
-    assert grown(request, gained, BLOCK_SIZE).draft_token_ids == left
+    assert append_tokens(request, gained, BLOCK_SIZE).draft_token_ids == left

@@ -16,7 +16,7 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.ingress import dispatch
-from disagg.ingress.dispatch import grown
+from disagg.ingress.dispatch import append_tokens
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     GenerateRequest,
@@ -171,7 +171,7 @@ class Fleet:
         member = self.members[worker]
         new = list(journey.output[len(journey.request.token_ids) - len(journey.trip.prompt) :])
         if new:
-            journey.request = grown(journey.request, new, self.play.block_size)
+            journey.request = append_tokens(journey.request, new, self.play.block_size)
         ticket = journey.ticket
         if ticket is not None:
             self.met["ticket shown twice"] += ticket in self._presented

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from disagg.ingress.dispatch import grown
+from disagg.ingress.dispatch import append_tokens
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
 from disagg.worker.draining import Draining
@@ -44,7 +44,7 @@ async def test_the_kv_of_a_running_sequence_moves() -> None:
         had, last = await leaving
         assert last.ticket is not None and last.error is None and 0 < len(had) < 150
         assert not draining.done(), "gone before its KV was fetched"
-        moved = grown(request, had, BLOCK_SIZE)
+        moved = append_tokens(request, had, BLOCK_SIZE)
         rest, last = await follow(r, "other", moved, last.ticket)
         assert [*had, *rest] == answer_to(request) and last.finish_reason == "length"
         assert r.runners["other"].num_computed == len(rest), "what was computed was not pulled"
@@ -73,7 +73,7 @@ async def test_many_leave_in_whatever_state_they_are() -> None:
         for request, visit in zip(requests, visits, strict=True):
             had, last = await visit
             ends.append("ticket" if last.error is None else last.error.code)
-            moved = grown(request, had, BLOCK_SIZE)
+            moved = append_tokens(request, had, BLOCK_SIZE)
             rest, _ = await follow(r, "other", moved, last.ticket)
             assert [*had, *rest] == answer_to(request)
         assert set(ends) == {"ticket", "unavailable"}

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from disagg.ingress.dispatch import grown
+from disagg.ingress.dispatch import append_tokens
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     Cancel,
@@ -63,7 +63,7 @@ class Pair:
         while True:
             for delta in self._source.turn().get(1, ()):
                 if delta.ticket is not None:
-                    return grown(request, list(delta.token_ids), BLOCK_SIZE), delta.ticket
+                    return append_tokens(request, list(delta.token_ids), BLOCK_SIZE), delta.ticket
 
     def good(self, request: GenerateRequest, ticket: KVTicket, rng: random.Random) -> ToWorker:
         next_id = self.last_stream_id + 1

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from disagg.ingress.dispatch import grown
+from disagg.ingress.dispatch import append_tokens
 from disagg.messages import GenerateRequest, Role, TokenDelta
 from tests.worker.rig import BLOCK_SIZE, Rig, rig
 from tests.worker.test_worker import answer_to, make_request, tokens
@@ -24,7 +24,7 @@ async def leave(r: Rig, worker_id: Role, number: int) -> tuple[GenerateRequest, 
 
 
 async def arrive(r: Rig, worker_id: Role, request: GenerateRequest, left: TokenDelta) -> None:
-    moved = grown(request, list(left.token_ids), BLOCK_SIZE)
+    moved = append_tokens(request, list(left.token_ids), BLOCK_SIZE)
     deltas = await r.all(worker_id, moved, ticket=left.ticket)
     assert [*left.token_ids, *tokens(deltas)] == answer_to(request)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.ingress.dispatch import grown
+from disagg.ingress.dispatch import append_tokens
 from tests.links.fakes import until
 from tests.worker.rig import BLOCK_SIZE, Rig, rig
 from tests.worker.test_worker import answer_to, make_request, prefilled, tokens
@@ -45,7 +45,7 @@ async def test_a_worker_may_restart_again_and_again() -> None:
             *_, stale = await r.all("source", request, hand_over=True)
             await restart(r, "source", epoch)
             *_, fresh = await r.all("source", request, hand_over=True)
-            moved = grown(request, list(fresh.token_ids), BLOCK_SIZE)
+            moved = append_tokens(request, list(fresh.token_ids), BLOCK_SIZE)
             for ticket in (stale.ticket, fresh.ticket):
                 deltas = await r.all("decode", moved, ticket=ticket)
                 assert [*fresh.token_ids, *tokens(deltas)] == answer_to(request)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from disagg.errors import EngineFailed, StartupError, WorkerLost
-from disagg.ingress.dispatch import grown
+from disagg.ingress.dispatch import append_tokens
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta
 from disagg.worker import worker as worker_module
@@ -45,7 +45,7 @@ async def prefilled(rig: Rig, request: GenerateRequest) -> tuple[GenerateRequest
     """The request with its first token, and the delta that has its ticket."""
     *_, delta = await rig.all("prefill", request, hand_over=True)
     assert delta.ticket is not None and len(delta.token_ids) == 1
-    return grown(request, list(delta.token_ids), BLOCK_SIZE), delta
+    return append_tokens(request, list(delta.token_ids), BLOCK_SIZE), delta
 
 
 async def test_a_request_goes_over_both_workers() -> None:
@@ -111,7 +111,7 @@ async def test_what_is_ready_moves_while_the_rest_is_computed() -> None:
         names = request.block_hashes[:4]
         r.links["decode"].prefetch(Prefetch(early, names))
         await until(lambda: r.observer.held["decode"] >= set(names))
-        moved = grown(request, list(last.token_ids), BLOCK_SIZE)
+        moved = append_tokens(request, list(last.token_ids), BLOCK_SIZE)
         deltas = await r.all("decode", moved, ticket=last.ticket)
         assert [*last.token_ids, *tokens(deltas)] == answer_to(request)
         assert r.runners["decode"].num_computed == 5, "the prompt was computed once more"
@@ -129,7 +129,7 @@ async def test_who_comes_during_an_early_pull_waits_for_it() -> None:
         transport.hangs = True
         r.links["decode"].prefetch(Prefetch(early, request.block_hashes[:4]))
         await until(lambda: bool(core._kv_import._moving))
-        moved = grown(request, list(last.token_ids), BLOCK_SIZE)
+        moved = append_tokens(request, list(last.token_ids), BLOCK_SIZE)
         answer = asyncio.create_task(r.all("decode", moved, ticket=last.ticket))
         await until(lambda: bool(core._kv_import._queued))
         transport.hangs = False
@@ -195,7 +195,7 @@ async def test_prefill_verifies_a_draft_and_hands_over_what_is_right(num_wrong: 
         *_, first = await r.all("prefill", request, hand_over=True)
         assert list(first.token_ids) == answer_to(request)[:5] and first.ticket is not None
         assert first.ticket.num_tokens == len(PROMPT) + 4, "all but the last token have KV"
-        moved = grown(request, list(first.token_ids), BLOCK_SIZE)
+        moved = append_tokens(request, list(first.token_ids), BLOCK_SIZE)
         assert not moved.draft_token_ids
         deltas = await r.all("decode", moved, ticket=first.ticket)
         assert [*first.token_ids, *tokens(deltas)] == answer_to(request)
@@ -467,7 +467,7 @@ async def test_blocks_named_by_another_size_are_named_anew(named_by: int) -> Non
         )
         *_, first = await r.all("prefill", request, hand_over=True)
         assert first.error is None and first.ticket is not None
-        moved = grown(request, list(first.token_ids), named_by)
+        moved = append_tokens(request, list(first.token_ids), named_by)
         deltas = await r.all("decode", moved, ticket=first.ticket)
         assert [*first.token_ids, *tokens(deltas)] == answer_to(make_request())
         *_, again = await r.all("prefill", request, hand_over=True)

@@ -9,7 +9,7 @@ import msgspec
 
 from disagg.api.running_job import ChoiceDelta, Job, RunningJob
 from disagg.errors import DisaggError
-from disagg.text.answer_delta import joined
+from disagg.text.answer_delta import join_calls
 
 _to_json = msgspec.json.Encoder().encode
 
@@ -39,7 +39,7 @@ def message_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
         content.append({"type": "text", "text": answer.text})
     content += [
         {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
-        for call in joined(answer.calls)
+        for call in join_calls(answer.calls)
     ]
     return _to_json(
         _message(run.job, run.model_name, content) | _end(answer) | {"usage": _usage(run)}

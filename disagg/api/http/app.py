@@ -32,11 +32,19 @@ from disagg.api.http.metrics import (
     ApiMetrics,
 )
 from disagg.api.http.quota import Quota
-from disagg.api.http.reply import Receive, Reply, Send, Stream, Writer, answer_lifespan, watch
+from disagg.api.http.reply import (
+    Receive,
+    Reply,
+    Send,
+    Stream,
+    Writer,
+    answer_lifespan,
+    stream_events,
+    watch,
+)
 from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.http.request_spans import shown_tenant
 from disagg.api.http.request_timer import CUT_BY_DRAIN, RequestTimer
-from disagg.api.http.stream_events import stream_events
 from disagg.api.off_loop import off_loop
 from disagg.api.openai import answers
 from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error
@@ -347,8 +355,8 @@ class HttpApp:
     ) -> None:
         """Count a request that is read and checked. Raises `RateLimited`."""
         model, metrics = run.job.model.name, self._metrics
-        metrics.staged(model, "receive", read_s - arrived_s)
-        metrics.staged(model, "tokenize", metrics.clock() - read_s)
+        metrics.observe_stage(model, "receive", read_s - arrived_s)
+        metrics.observe_stage(model, "tokenize", metrics.clock() - read_s)
         self._quota.take_prompt(request, run)
 
     def _timer(

@@ -14,7 +14,7 @@ from disagg import semconv
 from disagg.api.apis import Frames
 from disagg.api.request_spec import Conversation, Prompt, Text
 from disagg.api.running_job import ChoiceDelta
-from disagg.text.answer_delta import joined
+from disagg.text.answer_delta import join_calls
 
 Part = dict[str, Any]
 
@@ -36,7 +36,7 @@ def output_messages(answers: Iterable[ChoiceDelta]) -> str:
     """One message for each choice, also if it is not complete."""
     messages = []
     for answer in answers:
-        calls = (_call(call.id, call.name, call.arguments) for call in joined(answer.calls))
+        calls = (_call(call.id, call.name, call.arguments) for call in join_calls(answer.calls))
         parts = [*_texts(answer.reasoning, answer.text), *calls]
         reason = answer.finish_reason or semconv.UNFINISHED
         messages.append({"role": "assistant", "parts": parts, "finish_reason": reason})

@@ -222,20 +222,20 @@ class ApiMetrics:
             found = self._series[key] = metric.labels(*labels) if labels else metric
         return found
 
-    def staged(self, model: str, stage: Stage, seconds: float) -> None:
+    def observe_stage(self, model: str, stage: Stage, seconds: float) -> None:
         """Observe how long a request spent in a stage. The clock may be set back."""
         self.of("request_stage_seconds", model, stage).observe(max(0.0, seconds))
 
-    def at_worker(self, model: str, times: StageTimes) -> None:
+    def observe_worker(self, model: str, times: StageTimes) -> None:
         """Observe the stage times that come with a worker's first token of a request."""
         if times.is_prefill:
-            self.staged(model, "prefill_queue", times.queue_s)
-            self.staged(model, "prefill_compute", times.compute_s)
+            self.observe_stage(model, "prefill_queue", times.queue_s)
+            self.observe_stage(model, "prefill_compute", times.compute_s)
         else:
-            self.staged(model, "decode_queue", times.queue_s)
-            self.staged(model, "decode_first_step", times.compute_s)
+            self.observe_stage(model, "decode_queue", times.queue_s)
+            self.observe_stage(model, "decode_first_step", times.compute_s)
         if times.pull_s:
-            self.staged(model, "kv_pull", times.pull_s)
+            self.observe_stage(model, "kv_pull", times.pull_s)
 
     def cascade_decided(self, decision: CascadeDecision) -> None:
         self.of("cascade_answers", decision.model).inc()

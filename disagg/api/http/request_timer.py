@@ -67,9 +67,9 @@ class RequestTimer:
             num_tokens += piece.num_tokens
             if piece.finish_reason is not None:
                 self._metrics.of("request_success", self._model, piece.finish_reason).inc()
-        self.gained(num_tokens)
+        self.observe_tokens(num_tokens)
 
-    def gained(self, num_tokens: int) -> None:
+    def observe_tokens(self, num_tokens: int) -> None:
         """Observe new tokens that have arrived together. It counts no ends of choices."""
         if num_tokens == 0:
             return

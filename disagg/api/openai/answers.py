@@ -24,7 +24,7 @@ from disagg.api.refusals import error_frame
 from disagg.api.running_job import ChoiceDelta, Job, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
-from disagg.text.answer_delta import CallDelta, joined
+from disagg.text.answer_delta import CallDelta, join_calls
 
 _to_json = msgspec.json.Encoder().encode
 Body = dict[str, Any]
@@ -94,7 +94,7 @@ def _message(answer: ChoiceDelta) -> Body:
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for call in joined(answer.calls)
+            for call in join_calls(answer.calls)
         ]
     return message
 

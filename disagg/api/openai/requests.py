@@ -29,7 +29,7 @@ from disagg.api.openai.tools import (
     Tools,
     answer_syntax,
     check_tools,
-    offered,
+    offered_tools,
     required_calls,
 )
 from disagg.api.refusals import invalid_value, missing_parameter, only_text, unsupported
@@ -308,7 +308,7 @@ def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int)
         raise invalid_value("top_logprobs", "it needs logprobs: true.")
     check_tools(request)
     arguments = template_arguments(request.chat_template_kwargs, request.reasoning_effort, model)
-    conversation = _conversation(request, offered(request), arguments, model)
+    conversation = _conversation(request, offered_tools(request), arguments, model)
     grammar = requested_grammar(request, required_calls(request))
     spec = _spec(request, model, min_priority, [conversation], grammar)
     return replace(

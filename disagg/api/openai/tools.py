@@ -61,7 +61,7 @@ class ToolFields(Protocol):
     parallel_tool_calls: bool | None
 
 
-def offered(request: ToolFields) -> Sequence[Tool]:
+def offered_tools(request: ToolFields) -> Sequence[Tool]:
     """The functions that the model may call; none with `tool_choice: "none"`."""
     return () if request.tool_choice == "none" else request.tools or ()
 
@@ -156,7 +156,7 @@ def answer_syntax(request: ToolFields, model: ServedModel) -> AnswerSyntax | Non
         InvalidRequest: the model's chat template does not support tools, or its format of calls is
             unknown.
     """
-    reasoning, tools = model.reasoning_format, offered(request)
+    reasoning, tools = model.reasoning_format, offered_tools(request)
     if reasoning is None and not tools:
         return None
     return AnswerSyntax.from_formats(

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from disagg.api.responses.requests import ResponsesRequest
 from disagg.api.running_job import ChoiceDelta, Job, RunningJob
 from disagg.errors import DisaggError
-from disagg.text.answer_delta import CallDelta, joined
+from disagg.text.answer_delta import CallDelta, join_calls
 
 _to_json = msgspec.json.Encoder().encode
 
@@ -32,7 +32,7 @@ def response_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
         items.append(_reasoning(run.job, 0, answer.reasoning, "completed"))
     if answer.text or not (answer.calls or items):
         items.append(_message(run.job, len(items), answer.text, "completed"))
-    items += [_call(call, "completed") for call in joined(answer.calls)]
+    items += [_call(call, "completed") for call in join_calls(answer.calls)]
     items[-1]["status"] = _status(answer)  # only the last item can be cut off
     return _to_json(_response(run.job, run.model_name, answer, items) | {"usage": _usage(run)})
 

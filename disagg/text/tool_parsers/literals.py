@@ -9,9 +9,8 @@ import json
 import re
 
 from disagg.text.answer_delta import Marked, Sink, marks_of, read_text
-from disagg.text.incoming import Incoming, Reading, Take
+from disagg.text.incoming import Incoming, PythonEnd, Reading, Take
 from disagg.text.tool_parsers.tags import NamedArguments, json_of
-from disagg.text.value_end import PythonEnd
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]")
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"  # marks of Llama 4

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from disagg.text.answer_delta import CallIdStyle, Reader, Sink, joined
+from disagg.text.answer_delta import CallIdStyle, Reader, Sink, join_calls
 from disagg.text.chat_template import PROBE_ARGUMENTS, PROBE_NAME, ChatTemplate
 from disagg.text.incoming import Incoming
 from disagg.text.tool_parsers import tags
@@ -169,7 +169,7 @@ def _reads(form: ToolFormat, answers: Iterable[str]) -> bool:
         for _ in form.read(text, sink):
             pass
         sink.end()
-        calls = joined(sink.take().calls)
+        calls = join_calls(sink.take().calls)
         with suppress(ValueError):
             if [json.loads(call.arguments) for call in calls] == [PROBE_ARGUMENTS]:
                 return True
