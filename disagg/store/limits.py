@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -103,23 +103,39 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(Entry)
 
 
-class _Peer:
+class _Peer(NamedTuple):
     """The last entry of another ingress, and when it last changed."""
 
-    def __init__(self, entry: Entry, changed_s: float) -> None:
-        self.entry = entry
-        self.changed_s = changed_s
+    entry: Entry
+    changed_s: float
 
 
 class _TenantBuckets:
     """The limits and the usage of one tenant."""
 
     def __init__(self, config: TenantConfig, now: float) -> None:
+        per_minute = {"requests": config.requests_per_minute, "tokens": config.tokens_per_minute}
+        self.buckets = {kind: Bucket(most, now) for kind, most in per_minute.items() if most}
         self.max_num_requests = config.max_num_requests
-        self.requests = _bucket(config.requests_per_minute, now)
-        self.tokens = _bucket(config.tokens_per_minute, now)
         self.used = Used()
         self.num_running_elsewhere = 0
+
+    def spend(self, now: float, num_requests: int = 0, num_tokens: int = 0) -> None:
+        self.used.num_requests += num_requests
+        self.used.num_tokens += num_tokens
+        for kind, amount in (("requests", num_requests), ("tokens", num_tokens)):
+            if kind in self.buckets:
+                self.buckets[kind].take(amount, now)
+
+    def spend_elsewhere(self, past: Used, used: Used, now: float) -> None:
+        """Take what another ingress has admitted, but at most all of a bucket, so that a wrong
+        figure blocks for a minute only."""
+        more = {
+            "requests": used.num_requests - past.num_requests,
+            "tokens": used.num_tokens - past.num_tokens,
+        }
+        for kind, bucket in self.buckets.items():
+            bucket.take(min(more[kind], bucket.per_minute), now)
 
 
 class Limits:
@@ -161,12 +177,12 @@ class Limits:
                 " has ended.",
                 retry_after_s=RETRY_S,
             )
-        if tenant.requests is not None and tenant.requests.level(now) < 1.0:
-            raise _used_up("requests", tenant.requests, 1.0, now)
-        if tenant.tokens is not None and tenant.tokens.level(now) <= 0.0:
-            raise _used_up("tokens", tenant.tokens, 1.0, now)
+        for kind, least in (("requests", 1.0), ("tokens", 1e-9)):
+            bucket = tenant.buckets.get(kind)
+            if bucket is not None and bucket.level(now) < least:
+                raise _used_up(kind, bucket, 1.0, now)
         tenant.used.num_running += 1
-        self._spend(tenant, 1, 0, now)
+        tenant.spend(now, num_requests=1)
 
     def take_tokens(self, name: str, num_tokens: int) -> None:
         """Subtract a prompt's tokens.
@@ -181,10 +197,11 @@ class Limits:
         if tenant is None:
             return
         now = self._clock()
-        if tenant.tokens is not None and tenant.tokens.wait_s(num_tokens, now) > 0.0:
-            self._spend(tenant, -1, 0, now)
-            raise _used_up("tokens", tenant.tokens, num_tokens, now)
-        self._spend(tenant, 0, num_tokens, now)
+        bucket = tenant.buckets.get("tokens")
+        if bucket is not None and bucket.wait_s(num_tokens, now) > 0.0:
+            tenant.spend(now, num_requests=-1)
+            raise _used_up("tokens", bucket, num_tokens, now)
+        tenant.spend(now, num_tokens=num_tokens)
 
     def end(self, name: str, num_output_tokens: int) -> None:
         """Count the end of a request, and subtract its output tokens.
@@ -194,20 +211,13 @@ class Limits:
         tenant = self._tenant(name)
         if tenant is not None:
             tenant.used.num_running -= 1
-            self._spend(tenant, 0, num_output_tokens, self._clock())
+            tenant.spend(self._clock(), num_tokens=num_output_tokens)
 
     def remaining(self, name: str) -> dict[str, Remaining]:
         """The rest of each limit per minute: "requests", "tokens"."""
-        tenant = self._tenant(name)
-        if tenant is None:
-            return {}
-        now = self._clock()
-        buckets = {"requests": tenant.requests, "tokens": tenant.tokens}
-        return {
-            kind: Remaining.from_bucket(bucket, now)
-            for kind, bucket in buckets.items()
-            if bucket is not None
-        }
+        tenant, now = self._tenant(name), self._clock()
+        buckets = tenant.buckets if tenant is not None else {}
+        return {kind: Remaining.from_bucket(bucket, now) for kind, bucket in buckets.items()}
 
     def entry(self) -> bytes:
         """The entry to write to the board now."""
@@ -224,57 +234,32 @@ class Limits:
         peers: dict[str, _Peer] = {}
         gone: list[str] = []
         for ingress_id, raw in entries.items():
-            known = None if self._peers is None else self._peers.get(ingress_id)
             try:
                 entry = _decoder.decode(raw)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 gone.append(ingress_id)
                 continue
-            before = known.entry.used if known is not None else {}
-            if self._peers is not None:
-                self._spend_theirs(before, entry.used, now)
-            is_new = known is None or entry.beat != known.entry.beat
-            peers[ingress_id] = _Peer(entry, now if is_new or known is None else known.changed_s)
-            if now - peers[ingress_id].changed_s > GONE_S:
+            known = (self._peers or {}).get(ingress_id)
+            is_silent = known is not None and known.entry.beat == entry.beat
+            changed_s = known.changed_s if known is not None and is_silent else now
+            peers[ingress_id] = _Peer(entry, changed_s)
+            if now - changed_s > GONE_S:
                 gone.append(ingress_id)
+            before = known.entry.used if known is not None else {}
+            for name, used in entry.used.items() if self._peers is not None else ():
+                if (tenant := self._tenant(name)) is not None:
+                    tenant.spend_elsewhere(before.get(name) or Used(), used, now)
         self._peers = peers
-        self._count_elsewhere(now)
+        alive = [peer.entry for peer in peers.values() if now - peer.changed_s <= SILENT_S]
+        for limited in self._tenants.values():
+            limited.num_running_elsewhere = 0
+        for name, used in (pair for entry in alive for pair in entry.used.items()):
+            if (tenant := self._tenant(name)) is not None:
+                tenant.num_running_elsewhere += used.num_running
         return gone
-
-    def _spend_theirs(
-        self, before: Mapping[str, Used], after: Mapping[str, Used], now: float
-    ) -> None:
-        for name, used in after.items():
-            tenant = self._tenant(name)
-            if tenant is None:
-                continue
-            past = before.get(name) or Used()
-            _take_at_most_all(tenant.requests, used.num_requests - past.num_requests, now)
-            _take_at_most_all(tenant.tokens, used.num_tokens - past.num_tokens, now)
-
-    def _count_elsewhere(self, now: float) -> None:
-        for tenant in self._tenants.values():
-            tenant.num_running_elsewhere = 0
-        for peer in (self._peers or {}).values():
-            if now - peer.changed_s > SILENT_S:
-                continue
-            for name, used in peer.entry.used.items():
-                limited = self._tenant(name)
-                if limited is not None:
-                    limited.num_running_elsewhere += used.num_running
 
     def _elsewhere(self, tenant: _TenantBuckets, now: float) -> int:
         return tenant.num_running_elsewhere if now - self._exchanged_s <= SILENT_S else 0
-
-    def _spend(
-        self, tenant: _TenantBuckets, num_requests: int, num_tokens: int, now: float
-    ) -> None:
-        tenant.used.num_requests += num_requests
-        tenant.used.num_tokens += num_tokens
-        if tenant.requests is not None:
-            tenant.requests.take(num_requests, now)
-        if tenant.tokens is not None:
-            tenant.tokens.take(num_tokens, now)
 
     def _tenant(self, name: str) -> _TenantBuckets | None:
         tenant = self._tenants.get(name)
@@ -319,16 +304,6 @@ async def keep_in_step(limits: Limits, board: LimitBoard, ingress_id: str) -> No
             await asyncio.gather(call, return_exceptions=True)
         thread.shutdown(wait=False)
         board.close()
-
-
-def _bucket(per_minute: int | None, now: float) -> Bucket | None:
-    return None if per_minute is None else Bucket(per_minute, now)
-
-
-def _take_at_most_all(bucket: Bucket | None, amount: int, now: float) -> None:
-    """Take from a bucket, but at most its size, so that a wrong figure blocks for a minute only."""
-    if bucket is not None:
-        bucket.take(min(amount, bucket.per_minute), now)
 
 
 def _used_up(unit: str, bucket: Bucket, amount: float, now: float) -> RateLimited:
