@@ -3,7 +3,9 @@
     python -m tests.contract.contract       # brings the table up to date
 
 chat.yaml and completions.yaml have changes to a good request, bodies.yaml bodies, heads.yaml
-places, methods, keys and headers. `!repeat [x, n]` is x so many times, for texts and for lists.
+places, methods, keys and headers. answers.yaml has what models write and clients get, schemas.yaml
+schemas that are taken. `!repeat [x, n]` is x so many times, for texts and for lists; `!entries
+[n, x]` an object of x for so many keys.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Row(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """With `!repeat`."""
+    """With `!repeat` and `!entries`."""
 
 
 def _repeat(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Any:
@@ -54,7 +56,13 @@ def _repeat(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Any:
     return unit * times
 
 
+def _entries(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Any:
+    number, value = loader.construct_sequence(node, deep=True)
+    return {str(each): value for each in range(number)}
+
+
 _Loader.add_constructor("!repeat", _repeat)
+_Loader.add_constructor("!entries", _entries)
 
 
 def load(name: str) -> Any:
