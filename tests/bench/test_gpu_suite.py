@@ -140,6 +140,9 @@ def test_a_bare_machine_with_a_wheel_of_msgspec_measures_everything(
         "Qwen2.5",
     }
     assert engine["TPOT 8 x 40, greedy"]["launched ahead"] > 0.5
+    beside = engine["TPOT beside one that needs the host, 8 x 40"]
+    assert beside["launched ahead"] == engine["TPOT 8 x 40, greedy"]["launched ahead"]
+    assert beside["of plain step rate"] > 0
     assert min(engine["TTFT 48"][figure] for figure in ("ms", "floor ms", "plan ms")) > 0
     assert engine["step 8 x 40"]["events"] and engine["step 8 x 40"]["host step us"] > 0
     # A prompt of 512 fills more than half of 64 blocks of 16: the next one waits for them.

@@ -39,6 +39,13 @@ SAMPLINGS: list[dict[str, object]] = [
 ]
 
 
+# Its tokens are chosen when the step before is applied.
+NEEDS_HOST: list[dict[str, object]] = [
+    {**SAMPLINGS[0], "bad_words_token_ids": ((1, 2),)},
+    *SAMPLINGS[1:],
+]
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("blame"))
@@ -91,35 +98,50 @@ def break_inputs(monkeypatch: pytest.MonkeyPatch, num_before: int) -> None:
     monkeypatch.setattr(Batching, "inputs", breaks)
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in order", "ahead"])
+@pytest.mark.parametrize(
+    ("is_ahead", "samplings"),
+    [(False, SAMPLINGS), (True, SAMPLINGS), (True, NEEDS_HOST)],
+    ids=["in order", "ahead", "chosen later"],
+)
 @pytest.mark.parametrize("num_before", [0, 4])
 @pytest.mark.parametrize("break_", [break_numbers, break_edits, break_inputs])
 def test_others_go_on(
-    break_: Any, num_before: int, is_ahead: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+    break_: Any,
+    num_before: int,
+    is_ahead: bool,
+    samplings: list[dict[str, object]],
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = play_at_once(engine_of(directory), sequences(6, SAMPLINGS))
+    expected = play_at_once(engine_of(directory), sequences(6, samplings))
     engine = engine_of(directory, is_ahead=is_ahead)
     with monkeypatch.context() as patch:
         break_(patch, num_before)
-        found = play_at_once(engine, sequences(6, SAMPLINGS))
+        found = play_at_once(engine, sequences(6, samplings))
     *tokens, error = found.pop("0")
     assert isinstance(error, RequestFailed) and not error.retryable
     assert tokens == expected["0"][: len(tokens)] and len(tokens) < len(expected["0"])
     assert len(tokens) >= num_before or break_ is break_numbers
     assert found == {name: told for name, told in expected.items() if name != "0"}
-    again = play_at_once(engine, sequences(6, SAMPLINGS))
+    again = play_at_once(engine, sequences(6, samplings))
     assert again == expected, "nothing of the failed step is left"
 
 
+@pytest.mark.parametrize(
+    ("samplings", "num_known"), [(SAMPLINGS, 4), (NEEDS_HOST, 5)], ids=["ahead", "chosen later"]
+)
 def test_one_that_ends_before_it_is_blamed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    samplings: list[dict[str, object]],
+    num_known: int,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The step after its last token fails, which is launched before that token is read."""
     expected = play_at_once(engine_of(directory), sequences(6, SAMPLINGS))["0"]
     stop_id = expected[4]
     assert stop_id not in expected[:4]
-    break_edits(monkeypatch, 4)
-    stopping = [{**SAMPLINGS[0], "stop_token_ids": (stop_id,)}]
+    break_edits(monkeypatch, num_known)
+    stopping = [{**samplings[0], "stop_token_ids": (stop_id,)}]
     found = play_at_once(engine_of(directory, is_ahead=True), sequences(6, stopping))
     assert found == {"0": expected[:5]}
 
