@@ -23,9 +23,9 @@ from bench.gpu_device import UNCACHED_NBYTES, Ceilings, launch_seconds, seconds
 from bench.gpu_paged import INTERPRETED_DTYPE, LATENT, TINY, TINY_LATENT, Heads, Paged
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels.dispatch import ops_for
+from disagg.kernels.gpu.attention_work import LONG_ROWS
 from disagg.kernels.gpu.gated_mul import gated_mul
 from disagg.kernels.gpu.norm_rope import norm_rope_
-from disagg.kernels.gpu.paged_work import LONG_ROWS
 from disagg.kernels.gpu.rms_norm import add_rms_norm
 from disagg.kernels.kv_pages import FORMATS, format_of
 from disagg.kernels.ops import Ops
@@ -103,21 +103,13 @@ class Bench:
             "difference": difference,
         }
 
-    def prompt(
-        self, new: int, cached: int, *, use_sdpa: bool = False, long_rows: int = LONG_ROWS
-    ) -> dict[str, Any]:
-        """Microseconds of one layer for `new` tokens after `cached` ones.
-
-        Args:
-            use_sdpa: as with `DISAGG_PROMPT_ATTENTION=sdpa`.
-            long_rows: of a tile.
-        """
+    def prompt(self, new: int, cached: int, *, long_rows: int = LONG_ROWS) -> dict[str, Any]:
+        """Microseconds of one layer for `new` tokens after `cached` ones, in tiles of so many
+        rows."""
         if self.is_interpreted:
             new, cached = max(new // 512, 8), cached // 512
         lens = [(new, new + cached)]
-        paged = Paged(
-            self.heads, lens, self.device, self.dtype, use_sdpa=use_sdpa, long_rows=long_rows
-        )
+        paged = Paged(self.heads, lens, self.device, self.dtype, long_rows=long_rows)
         difference = _near(paged.difference())
         num_pairs = new * cached + new * (new + 1) // 2
         sizes = self.heads.head_dim + self.heads.value_dim
@@ -226,9 +218,8 @@ def rows_of(bench: Bench) -> list[Row]:
         title = f"decode {name}{verified}, {stored}"
         return Row(title, lambda: bench.decode(contexts, stored, num_new))
 
-    def prompt(new: int, cached: int, *, use_sdpa: bool = False) -> Row:
-        name = f"prompt {new} after {cached}{', SDPA' if use_sdpa else ''}"
-        return Row(name, lambda: bench.prompt(new, cached, use_sdpa=use_sdpa))
+    def prompt(new: int, cached: int) -> Row:
+        return Row(f"prompt {new} after {cached}", lambda: bench.prompt(new, cached))
 
     def matrices(num_rows: int) -> Row:
         return Row(f"layer matrices, {num_rows} rows", lambda: bench.matrices(num_rows))
@@ -248,11 +239,9 @@ def rows_of(bench: Bench) -> list[Row]:
     plain = [decode(name, "bfloat16") for name in DECODES]
     scaled = [decode(name, stored) for name in SCALED_DECODES for stored in ("fp8", "int8", "int4")]
     prompts = [prompt(*each) for each in PROMPTS]
-    by_sdpa = [prompt(new, 0, use_sdpa=True) for new in (4096, 16384, 1024)]
     return [
         *plain[:5],
         *prompts[:2],
-        *by_sdpa[:2],
         *map(in_low_tiles, (4096, 16384)),
         *map(matrices, (32, 1, 256)),
         *map(latent_decode, ("32 x 4k", "1 x 32k", "128 x 1k")),
@@ -263,7 +252,6 @@ def rows_of(bench: Bench) -> list[Row]:
         decode("32 x 4k", "bfloat16", VERIFIED),
         *plain[5:],
         *prompts[2:],
-        *by_sdpa[2:],
         Row("layer rest, 32 rows", lambda: bench.small(32)),
         *scaled[3:],
         matrices(64 if bench.is_interpreted else 8192),

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import reference
+from disagg.kernels.gpu.attention_work import LONG_ROWS
 from disagg.kernels.gpu.ops import TritonOps, TritonPaging
-from disagg.kernels.gpu.paged_work import LONG_ROWS
 from disagg.kernels.kv_pages import KVFormat, KVPages, format_of, new_pages, pages_of
 from disagg.models.batch import Batch
 
@@ -63,8 +63,7 @@ class Paged:
     Args:
         lens: of each sequence, the tokens of the step and those with KV once it is done.
         is_captured: the step is a decode step as graphs have it.
-        use_sdpa, long_rows: of `TritonOps`; whole prompts of 1,024 tokens and more go to torch's
-            attention.
+        long_rows: of `TritonOps`.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Paged:
         format: KVFormat | None = None,
         *,
         is_captured: bool = False,
-        use_sdpa: bool = False,
         long_rows: int = LONG_ROWS,
     ) -> None:
         self.heads, self.lens, self.window = heads, lens, window
@@ -98,12 +96,10 @@ class Paged:
         shape = (len(batch.token_ids), num_heads, heads.head_dim)
         self.qkv = torch.randn(shape, device=device).to(dtype)
         num_multiprocessors = _num_multiprocessors(device)
-        self._ops = TritonOps(
-            heads.num_heads, num_multiprocessors, use_sdpa=use_sdpa, long_rows=long_rows
-        )
+        self._ops = TritonOps(heads.num_heads, num_multiprocessors, long_rows=long_rows)
         self._paging: TritonPaging
         if is_captured:
-            fixed = self._ops.plan_decodes(batch, self.pages, [window])
+            fixed = self._ops.plan_graph(batch, self.pages, [window], are_decodes=True)
             fixed.cut()
             self._paging = fixed
         else:

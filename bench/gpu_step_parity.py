@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from disagg.kernels.gpu.attention_work import cut
+from disagg.kernels.gpu.attention_work import (
+    KEY_TILE,
+    MAX_SHORT_QUERIES,
+    MAX_SHORT_ROWS,
+    AttentionWork,
+    attention_work,
+)
 from disagg.kernels.gpu.decode_inputs import DecodeInputs
-from disagg.kernels.gpu.fixed_mixed_work import MAX_SHORT_QUERIES, FixedMixedWork
-from disagg.kernels.gpu.fixed_work import FixedWork
-from disagg.kernels.gpu.paged_work import KEY_TILE, Launch
 
 NUM_SLOTS, NUM_SEQS, NUM_UNREAD, NUM_COLUMNS, MAX_NUM_BLOCKS = 40, 24, 10, 140, 200
 GROUP, NUM_PROGRAMS = 4, 49  # of Llama-3-8B, on an H200
@@ -71,47 +73,100 @@ def check_cuts(device: torch.device) -> dict[str, int]:
     """The attention work of captured steps.
 
     Raises:
-        ArithmeticError: a piece or a reduction is another one than the host's.
+        ArithmeticError: a key is seen twice or by no piece.
     """
-    contexts = [1 + 97 * row % 4001 for row in range(70)] + [255, 256, 257, 8192, 1, 64]
+    contexts = [97 * row % 4001 for row in range(70)] + [254, 255, 256, 8191, 0, 63]
+    decodes = [(1, cached) for cached in contexts]
+    mixed = [(n, 700 * i) for i, n in enumerate([1, 5, 60, 8, 9, 100, 1, 2])] + [(16, 30_000)]
     found = {}
     for window in (None, 1000):
-        fixed = FixedWork(80, GROUP, window, NUM_PROGRAMS, device)
-        slots = torch.where(torch.arange(80) < len(contexts), 0, -1)
-        fixed.cut(slots.to(device), _ints([*contexts, 9, 9, 9, 9], device))
-        rows = [(row, 1, context) for row, context in enumerate(contexts)]
-        found[f"decodes, window {window}"] = _compare(fixed.work.launches[0], rows, window)
-
-        query_lens = [1, 5, 60, 8, 9, 100, 1, 2]
-        lens = [(n, 700 * i + n) for i, n in enumerate(query_lens)]
-        mixed = FixedMixedWork(16, 256, GROUP, window, NUM_PROGRAMS, device)
-        starts = [*accumulate(query_lens, initial=0), 256, *[7] * 8]
-        num_seqs = len(query_lens)
-        context_lens = [*(context for _, context in lens), *[2100] * 8]
-        mixed.cut(_ints(starts, device), _ints(context_lens, device), num_seqs)
-        short, long = mixed.work.launches
-        few = [(i, *pair) for i, pair in enumerate(lens) if pair[0] <= MAX_SHORT_QUERIES]
-        many = [(i, *pair) for i, pair in enumerate(lens) if pair[0] > MAX_SHORT_QUERIES]
-        found[f"mixed, window {window}"] = _compare(short, few, window)
-        pieces, _ = cut(many, window, KEY_TILE, 1, long.rows // GROUP, least_keys=1 << 20)
-        wanted = {(p.sequence, p.first_query, p.num_queries, p.start, p.end) for p in pieces}
-        is_idle = num_seqs
-        made = {tuple(piece[:5]) for piece in long.pieces.tolist() if piece[0] != is_idle}
-        if made - {(0, 0, 0, 0, 0)} != wanted:
-            raise ArithmeticError(f"long pieces differ with a window of {window}")
+        for name, lens in (("decodes", decodes), ("mixed", mixed)):
+            are_decodes = name == "decodes"
+            work = check_cut(lens, 4, GROUP, window, NUM_PROGRAMS, device, are_decodes=are_decodes)
+            num_pieces = sum(int(launch.counts[:2].sum()) for launch in work.launches)
+            found[f"{name}, window {window}"] = num_pieces
     return found
 
 
-def _compare(launch: Launch, rows: Sequence[tuple[int, int, int]], window: int | None) -> int:
-    """Returns the number of pieces."""
-    pieces, reductions = cut(rows, window, KEY_TILE, NUM_PROGRAMS, MAX_SHORT_QUERIES)
-    wanted = [[p.sequence, 0, p.num_queries, p.start, p.end, p.partial] for p in pieces]
-    merged = [list(astuple(reduction)) for reduction in reductions]
-    if launch.pieces.tolist()[: len(wanted)] != wanted:
-        raise ArithmeticError(f"pieces differ with a window of {window}")
-    if launch.reductions.tolist()[: len(merged)] != merged:
-        raise ArithmeticError(f"reductions differ with a window of {window}")
-    return len(wanted)
+def check_cut(
+    lens: Sequence[tuple[int, int]],
+    num_idle: int,
+    group: int,
+    window: int | None,
+    num_programs: int,
+    device: torch.device,
+    *,
+    are_decodes: bool = False,
+) -> AttentionWork:
+    """Cut a step as a graph does, after another one in the same buffers, and look at the pieces.
+
+    Args:
+        lens: of each sequence, its tokens in the step, and those with KV before.
+        num_idle: tokens of no sequence.
+
+    Raises:
+        ArithmeticError: a query does not see each of its keys once.
+    """
+    query_lens = [num_new for num_new, _ in lens]
+    num_tokens, num_rows = sum(query_lens) + num_idle, len(lens) + 3
+    short_queries = 1 if are_decodes else min(MAX_SHORT_QUERIES, MAX_SHORT_ROWS // group)
+    work = attention_work(
+        num_rows,
+        num_tokens,
+        group,
+        window,
+        num_programs,
+        device,
+        short_queries=short_queries,
+        has_long=not are_decodes,
+    )
+    before = [0, num_tokens, *[num_tokens] * (num_rows - 1)]
+    work.cut(_ints(before, device), _ints([9999] * num_rows, device), num_tokens)
+    starts = [*accumulate(query_lens, initial=0), *[num_tokens + 99] * 3]
+    contexts = [new + cached for new, cached in lens] + [0] * 3
+    work.cut(_ints(starts, device), _ints(contexts, device), num_tokens)
+
+    wanted = {
+        (sequence, query): cached + query + 1
+        for sequence, (new, cached) in enumerate(lens)
+        for query in range(new)
+    }
+    wanted |= {(len(lens), query): 0 for query in range(num_idle)}  # zeros
+    for launch in work.launches:
+        num_first, num_last, num_reductions, num_partials = launch.counts.tolist()
+        if num_partials > launch.num_partials or num_first > num_programs:
+            raise ArithmeticError(f"too many pieces: {launch.counts.tolist()}")
+        pieces = launch.pieces.tolist()
+        pieces = pieces[:num_first] + pieces[len(pieces) - num_last :]
+        merges = {tuple(each[:3]): each[3:] for each in launch.reductions.tolist()[:num_reductions]}
+        tiles: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+        for *queries, start, end, partial in pieces:
+            tiles.setdefault(tuple(queries), []).append((start, end, partial))
+        for (sequence, first, num), cuts in tiles.items():
+            cuts.sort()
+            context = contexts[sequence] if sequence < len(contexts) else 0
+            position = context - query_lens[sequence] + first if context else 0
+            oldest = 0 if window is None else max(position - window + 1, 0)
+            first_partial, count = merges.pop((sequence, first, num), (-1, 1))
+            partials = [first_partial + i if count > 1 else -1 for i in range(count)]
+            is_right = (
+                num * group <= launch.rows
+                and cuts[0][0] <= oldest < max(cuts[0][0] + KEY_TILE, 1)
+                and cuts[-1][1] == (position + num if context else 0)
+                and all(left[1] == right[0] for left, right in pairwise(cuts))
+                and all(start % KEY_TILE == 0 for start, *_ in cuts)
+                and [partial for *_, partial in cuts] == partials
+            )
+            if not is_right:
+                raise ArithmeticError(f"pieces of tile {sequence, first, num}: {cuts}")
+            for query in range(first, first + num):
+                if wanted.pop((sequence, query), None) is None:
+                    raise ArithmeticError(f"query {query} of sequence {sequence} is in two tiles")
+        if merges:
+            raise ArithmeticError(f"reductions of no tile: {merges}")
+    if wanted:
+        raise ArithmeticError(f"queries in no tile: {[*wanted]}")
+    return work
 
 
 def _ints(values: Sequence[int], device: torch.device) -> Tensor:

@@ -133,11 +133,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f" (default: {DEFAULT_MODEL})",
     )
     parser.epilog = (
-        "environment: DISAGG_PROMPT_ATTENTION=sdpa makes GPU workers compute uncached prompts of"
-        " 1,024 tokens or more with torch's attention (cuDNN or FlashAttention) instead of the"
-        " Triton kernel (default: triton). Set it for every worker. It has no effect with a"
-        " quantised KV cache. DISAGG_CPU_KERNELS=torch makes CPU workers decode without the"
-        " compiled decode step."
+        "environment: DISAGG_CPU_KERNELS=torch makes CPU workers decode without the compiled decode"
+        " step."
     )
     _add_serving_arguments(parser.add_argument_group("serving"))
     add_engine_arguments(parser.add_argument_group("engine (names follow vLLM)"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,7 +18,6 @@ from disagg.kernels.torch.sampling import TorchSampling
 
 Quantization: TypeAlias = Kind | Literal["packed"]
 _BITS: dict[Quantization, Literal[4, 8]] = {"int8": 8, "int4": 4}  # on a CPU
-PROMPT_ATTENTION = "DISAGG_PROMPT_ATTENTION"  # "triton", the default, or "sdpa" (`sdpa_prompt`)
 
 
 def ops_for(
@@ -38,15 +36,8 @@ def ops_for(
         scores: how attention makes its scores.
 
     Raises:
-        ValueError: this device cannot multiply such weights, or the environment variable
-            `DISAGG_PROMPT_ATTENTION` has an unknown value.
+        ValueError: this device cannot multiply such weights.
     """
-    prompt_attention = os.environ.get(PROMPT_ATTENTION, "triton")
-    if prompt_attention not in ("triton", "sdpa"):
-        raise ValueError(
-            f"{PROMPT_ATTENTION}={prompt_attention} is unknown; set it to triton or sdpa, or unset"
-            " it"
-        )
     if device.type != "cuda":
         if quantization == "fp8":
             raise ValueError(f"only GPUs can multiply {quantization} weights")
@@ -61,12 +52,10 @@ def ops_for(
 
     properties: Any = torch.cuda.get_device_properties(device)  # untyped
     shared_nbytes = getattr(properties, "shared_memory_per_block_optin", LARGE_SHARED_NBYTES)
-    use_sdpa = prompt_attention == "sdpa"
     kind = None if quantization == "packed" else quantization  # GPUs always keep packed weights
     return TritonOps(
         num_heads,
         properties.multi_processor_count,
-        use_sdpa=use_sdpa,
         is_small=shared_nbytes < LARGE_SHARED_NBYTES,
         major=properties.major,
         quantization=kind,

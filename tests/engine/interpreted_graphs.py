@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.engine.device import build, mixed_graphs, step_graphs
+from disagg.engine.device import build, step_graphs
 from disagg.engine.device import follower as follower_module
 from disagg.engine.device import runner as runner_module
 from disagg.engine.device.batching import Batching
@@ -193,17 +193,6 @@ def test_prompts_and_drafts_equal_plain_steps(
     captured, captured_values = _mixed_step(mixed, work, graphs=True, every_row=every_row)
     torch.testing.assert_close(captured, plain, rtol=ROUNDING, atol=ROUNDING)
     torch.testing.assert_close(captured_values, plain_values, rtol=ROUNDING, atol=ROUNDING)
-
-
-def test_a_prompt_over_a_long_context_has_no_graph(
-    mixed: _Mixed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A decode over it has one: its keys are cut in graphs too."""
-    monkeypatch.setattr(mixed_graphs, "MAX_CONTEXT", LONG)
-    prompt = make_batch([(mixed.sequences[1], 1), (mixed.sequences[0], 9)], BLOCK_SIZE)
-    decode = make_batch([(mixed.sequences[0], 1), (mixed.sequences[3], 9)], BLOCK_SIZE)
-    assert mixed.graphs.forward(prompt) is None
-    assert mixed.graphs.forward(decode) is not None
 
 
 def test_what_no_graph_holds_is_left_to_the_decoder() -> None:

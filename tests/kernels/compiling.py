@@ -12,8 +12,7 @@ from triton.compiler import ASTSource
 
 from disagg.devices import LARGE_SHARED_NBYTES
 from disagg.kernels.gpu import (
-    fixed_mixed_work,
-    fixed_work,
+    attention_work,
     gated_mul,
     kv_write,
     latent_attention,
@@ -21,8 +20,8 @@ from disagg.kernels.gpu import (
     paged_attention,
     rms_norm,
 )
-from disagg.kernels.gpu.attention_work import MIN_SPLIT_KEYS, latent_group
-from disagg.kernels.gpu.paged_work import KEY_TILE
+from disagg.kernels.gpu.attention_work import ENDLESS, KEY_TILE, MIN_SPLIT_KEYS
+from disagg.kernels.gpu.latent_group import latent_group
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 
 # Registers of a thread, and bytes that went to memory for want of them, of what was compiled last.
@@ -53,8 +52,7 @@ POINTERS = {
             "context_lens_ptr",
             "pieces_ptr",
             "reductions_ptr",
-            "short_ptr",
-            "long_ptr",
+            "counts_ptr",
         ),
         "*i32",
     ),
@@ -240,34 +238,20 @@ def check_latent_attention(
     assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
 
 
-def check_cut(assembler: Assembler, arch: int, window: int, num_seqs: int) -> None:
-    """Of a step of so many sequences on an H200: 49 programs for each of eight KV heads."""
+def check_cut(assembler: Assembler, arch: int, window: int, *, is_long: bool) -> None:
+    """Of a step of up to 1,024 sequences on an H200: 49 programs for each of eight KV heads."""
     constants = {
+        "QUERIES": 32 if is_long else 8,
         "NUM_PROGRAMS": 49,
+        "MOST_TILES": 49 if is_long else ENDLESS,
+        "LEAST_KEYS": MIN_SPLIT_KEYS,
         "WINDOW": window,
         "TILE": KEY_TILE,
-        "LEAST_KEYS": MIN_SPLIT_KEYS,
-        "ROWS": num_seqs,
+        "ENDLESS": ENDLESS,
+        "ROWS": 1024,
         "PIECES": 64,
     }
-    compile_for(fixed_work._cut_kernel, arch, constants, "bf16", num_warps=4)
-    assert assembler()[1] == 0
-
-
-def check_mixed_cut(assembler: Assembler, arch: int, window: int) -> None:
-    """Of the largest graph on an H200: 256 tokens, and so many sequences and one more."""
-    constants = {
-        "NUM_PROGRAMS": 49,
-        "WINDOW": window,
-        "TILE": KEY_TILE,
-        "LEAST_KEYS": MIN_SPLIT_KEYS,
-        "SHORT_QUERIES": 8,
-        "QUERIES": 32,
-        "ROWS": 512,
-        "PIECES": 64,
-        "LONG_PIECES": 8,
-    }
-    compile_for(fixed_mixed_work._cut_mixed_kernel, arch, constants, "bf16", num_warps=4)
+    compile_for(attention_work._cut_kernel, arch, constants, "bf16", num_warps=4)
     assert assembler()[1] == 0
 
 

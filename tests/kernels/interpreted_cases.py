@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from disagg.kernels import reference
 from disagg.kernels.activation import Activation
-from disagg.kernels.gpu import ops as triton_ops
-from disagg.kernels.gpu.fixed_work import FixedWork
 from disagg.kernels.gpu.gated_mul import gated_mul
 from disagg.kernels.gpu.kv_write import kv_write
 from disagg.kernels.gpu.norm_rope import norm_rope_
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.paged_attention import paged_attention
-from disagg.kernels.gpu.paged_work import plan_work
 from disagg.kernels.gpu.rms_norm import add_rms_norm, rms_norm
-from disagg.kernels.gpu.sdpa_prompt import attend_prompt, whole_prompts
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.ops import Scores
 from disagg.models.decoder import Decoder
@@ -51,7 +45,7 @@ def _attend(
     inputs.write()
     num_kv_heads = inputs.kv_cache.values.shape[3]
     group = inputs.qkv.shape[1] // num_kv_heads - 2
-    work = plan_work(inputs.query_lens, inputs.context_lens_host, group, window, num_programs, CPU)
+    work = inputs.work(group, window, num_programs)
     out = paged_attention(
         inputs.qkv,
         inputs.kv_cache,
@@ -134,41 +128,16 @@ def test_paged_attention_with_scales_in_half_precision(name: str) -> None:
 def test_a_long_context_cut_into_many_pieces(window: int | None) -> None:
     cut, expected = _attend([(1, 1100), (4, 515)], window, num_programs=64, group=3)
     _assert_close(cut, expected, SINGLE)
-    assert any(
-        launch.num_partials for launch in plan_work([1, 4], [1100, 515], 3, None, 64, CPU).launches
-    )
+    (launch,) = paged_inputs([(1, 1100), (4, 515)], group=3).work(3, None, 64).launches
+    assert launch.counts[2] == 2
 
 
 @pytest.mark.parametrize("window", [None, 200])
 def test_a_prompt_over_a_long_context_is_cut_along_its_keys_too(window: int | None) -> None:
     cut, expected = _attend([(50, 1500), (45, 1100)], window, num_programs=64, group=3)
     _assert_close(cut, expected, SINGLE)
-    (launch,) = plan_work([50, 45], [1500, 1100], 3, window, 64, CPU).launches
-    assert bool(launch.num_partials) == (window is None)
-
-
-@pytest.mark.parametrize("window", [None, 50, 70])
-def test_whole_prompts_by_torch_beside_others_by_pages(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_ops, "whole_prompts", partial(whole_prompts, min_tokens=30))
-    by_torch: list[int] = []
-
-    def attend(
-        qkv: torch.Tensor, num_kv_heads: int, out: torch.Tensor, scale: float | None
-    ) -> None:
-        by_torch.append(len(qkv))
-        attend_prompt(qkv, num_kv_heads, out, scale)
-
-    monkeypatch.setattr(triton_ops, "attend_prompt", attend)
-    lens = [(1, 65), (40, 40), (29, 29), (35, 99), (60, 60)]
-    inputs = paged_inputs(lens, group=3)
-    expected = inputs.expected(window)
-    ops = TritonOps(6, 1, use_sdpa=True)
-    paging = ops.plan(inputs, inputs.kv_cache, [window])
-    out = ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging)
-    _assert_close(out, expected, SINGLE)
-    assert by_torch == ([40] if window == 50 else [40, 60])
+    (launch,) = paged_inputs([(50, 1500), (45, 1100)], group=3).work(3, window, 64).launches
+    assert bool(launch.counts[2]) == (window is None)
 
 
 def test_tiles_of_prompts_are_lower_for_wide_heads() -> None:
@@ -202,30 +171,6 @@ def test_scores_of_another_scale_and_with_a_cap(
     paging = ops.plan(inputs, inputs.kv_cache, [window])
     out = ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging, sinks)
     _assert_close(out, expected, SINGLE)
-
-
-def test_capped_scores_are_not_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_ops, "whole_prompts", partial(whole_prompts, min_tokens=30))
-    inputs = paged_inputs([(40, 40)], group=3)
-    for cap, num_prompts in ((None, 1), (1.5, 0)):
-        ops = TritonOps(6, 1, use_sdpa=True, scores=Scores(0.6, cap))
-        paging = ops.plan(inputs, inputs.kv_cache, [None])
-        assert len(paging.prompts[None]) == num_prompts
-        out = ops.attention(inputs.qkv, inputs.kv_cache, LAYER, None, paging)
-        _assert_close(out, inputs.expected(None, None, 0.6, cap), SINGLE)
-
-
-def test_work_of_a_fixed_shape() -> None:
-    inputs = paged_inputs([(1, 700), (1, 3), (1, 40)], group=3)
-    expected = inputs.expected(None)
-    inputs.write()
-    fixed = FixedWork(3, 3, None, 3, CPU)
-    slots = torch.where(torch.arange(3) < 2, inputs.slots, -1)
-    fixed.cut(slots, inputs.context_lens)
-    step = (inputs.block_tables, inputs.query_start, inputs.context_lens)
-    out = paged_attention(inputs.qkv, inputs.kv_cache, LAYER, *step, fixed.work)
-    _assert_close(out[:2], expected[:2], SINGLE)
-    assert not out[2].any()  # nobody's row
 
 
 @pytest.mark.parametrize("size", [1, 48, 384, 1000])
@@ -321,7 +266,7 @@ def test_nan_of_a_sequence_stays_and_is_its_own(row: int, name: str) -> None:
     first, end = inputs.query_start[row : row + 2].tolist()
     inputs.qkv[first:end, -4:] = torch.nan  # its keys and values
     kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
-    work = plan_work(inputs.query_lens, inputs.context_lens_host, 2, None, 2, CPU)
+    work = inputs.work(2, None, 2)
     step = inputs.block_tables, inputs.query_start, inputs.context_lens
     out = paged_attention(inputs.qkv, inputs.kv_cache, LAYER, *step, work)
     assert out[first:end].isnan().all()

@@ -15,7 +15,6 @@ from disagg.kernels.gpu.experts import TritonExperts
 from disagg.kernels.gpu.held_rows import sum_held
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.paged_attention import paged_attention
-from disagg.kernels.gpu.paged_work import plan_work
 from disagg.kernels.gpu.route import choose_experts
 from disagg.kernels.grouping import Grouping
 from disagg.kernels.kv_pages import FORMATS
@@ -281,7 +280,7 @@ def test_attention_with_sinks(num_programs: int, window: int | None, format: str
     sinks = torch.tensor([-2.0, 0.0, 6.0, 1.0, -30.0, 2.0])
     expected = inputs.expected(window, sinks)
     inputs.write()
-    work = plan_work(inputs.query_lens, inputs.context_lens_host, 3, window, num_programs, CPU)
+    work = inputs.work(3, window, num_programs)
     step = (inputs.block_tables, inputs.query_start, inputs.context_lens)
     out = paged_attention(inputs.qkv, inputs.kv_cache, LAYER, *step, work, sinks)
     torch.testing.assert_close(out, expected, atol=SINGLE, rtol=SINGLE)

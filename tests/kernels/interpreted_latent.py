@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from disagg.kernels import reference
-from disagg.kernels.gpu.attention_work import latent_group
 from disagg.kernels.gpu.kv_write import kv_write
 from disagg.kernels.gpu.latent_attention import LONG_ROWS, latent_attention
+from disagg.kernels.gpu.latent_group import latent_group
 from disagg.kernels.gpu.norm_rope import norm_rope_
 from disagg.kernels.gpu.ops import TritonOps
-from disagg.kernels.gpu.paged_work import plan_work
 from disagg.kernels.gpu.route import choose_grouped
 from disagg.kernels.grouping import Grouping
 from disagg.models.decoder import Decoder
@@ -50,15 +49,7 @@ def _attend(
     )
     expected = inputs.expected(None, scale=SCALE).view(-1, num_heads, rank + rope)[..., :rank]
     kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
-    work = plan_work(
-        inputs.query_lens,
-        inputs.context_lens_host,
-        latent_group(num_heads),
-        None,
-        num_programs,
-        CPU,
-        long_rows=LONG_ROWS,
-    )
+    work = inputs.work(latent_group(num_heads), None, num_programs, LONG_ROWS)
     step = inputs.block_tables, inputs.query_start, inputs.context_lens
     out = latent_attention(inputs.qkv, inputs.kv_cache, LAYER, step, work, rank, SCALE)
     return out, expected

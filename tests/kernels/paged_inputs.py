@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from disagg.kernels import reference
 from disagg.kernels.kv_pages import KVFormat, KVPages, format_of, new_pages, pages_of
+
+if TYPE_CHECKING:  # imports Triton
+    from disagg.kernels.gpu.attention_work import AttentionWork
 
 NUM_LAYERS = 2
 NAN_BYTE = 0xFF  # repeated, a NaN in every format and in its scales
@@ -36,6 +40,27 @@ class PagedInputs:
     @property
     def max_query_len(self) -> int:
         return max(self.query_lens)
+
+    def work(
+        self, group: int, window: int | None, num_programs: int, long_rows: int = 128
+    ) -> AttentionWork:
+        """Its attention, cut."""
+        from disagg.kernels.gpu.attention_work import MAX_SHORT_ROWS, attention_work
+
+        short_queries = max(n for n in (0, *self.query_lens) if n * group <= MAX_SHORT_ROWS)
+        work = attention_work(
+            len(self.query_lens),
+            sum(self.query_lens),
+            group,
+            window,
+            num_programs,
+            self.qkv.device,
+            short_queries=short_queries,
+            has_long=max(self.query_lens) > short_queries,
+            long_rows=long_rows,
+        )
+        work.cut(self.query_start, self.context_lens, sum(self.query_lens))
+        return work
 
     def write(self) -> None:
         """Keys and values to the cache, by the reference.

@@ -16,8 +16,7 @@ FILES = [
     "tests/kernels/interpreted_latent.py",
     "tests/kernels/interpreted_packed.py",
     "tests/kernels/interpreted_sampling.py",
-    "tests/kernels/interpreted_fixed_work.py",
-    "tests/kernels/interpreted_fixed_mixed_work.py",
+    "tests/kernels/interpreted_attention_work.py",
     "tests/kernels/interpreted_decode_inputs.py",
     "tests/engine/interpreted_graphs.py",
 ]

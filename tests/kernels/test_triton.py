@@ -20,7 +20,6 @@ from tests.kernels.compiling import (
     check_attention,
     check_cut,
     check_latent_attention,
-    check_mixed_cut,
     check_without_spills,
     compile_for,
     early_loads,
@@ -102,12 +101,9 @@ def test_e4m3_needs_an_sm_89() -> None:
         compile_for(kv_write._kv_write_kernel, 80, constants, "fp8", num_warps=4)
 
 
-def test_the_cut_of_decodes_compiles(assembler: Assembler) -> None:
-    check_cut(assembler, SM, window=4096, num_seqs=512)
-
-
-def test_the_cut_of_prompts_and_drafts_compiles(assembler: Assembler) -> None:
-    check_mixed_cut(assembler, SM, window=4096)
+@pytest.mark.parametrize("is_long", [False, True])
+def test_the_cut_compiles(is_long: bool, assembler: Assembler) -> None:
+    check_cut(assembler, SM, window=4096, is_long=is_long)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ class DecodeGraphs:
         own.slots[:num_seqs].copy_(batch.slots)
         own.slots[num_seqs:size].fill_(-1)  # no KV of an earlier step's rows
         own.context_lens[:num_seqs].copy_(batch.context_lens)
+        own.context_lens[num_seqs:size].fill_(0)
         own.block_tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
 
 
@@ -124,7 +125,7 @@ class _Graph:
         ops = decoder.ops
         if not isinstance(ops, TritonOps):
             raise TypeError(f"CUDA graphs need a decoder on TritonOps, not {type(ops).__name__}")
-        paging = ops.plan_decodes(batch, kv_cache, decoder.config.sliding_windows)
+        paging = ops.plan_graph(batch, kv_cache, decoder.config.sliding_windows, are_decodes=True)
 
         def forward() -> None:
             paging.cut()

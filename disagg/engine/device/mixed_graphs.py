@@ -16,7 +16,6 @@ from torch import Tensor
 
 from disagg.engine.device.decode_graphs import Record, capture_sizes
 from disagg.engine.sched.speculation import MAX_AHEAD
-from disagg.kernels.gpu.fixed_mixed_work import MAX_SHORT_QUERIES
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.kv_pages import KVPages
 from disagg.models.batch import Batch
@@ -25,10 +24,6 @@ from disagg.models.decoder import Decoder
 # With more tokens the device needs longer to compute than the host to launch. Not yet measured.
 MAX_PROMPT_TOKENS = 256
 TOKENS_APART = 32
-# A prompt over a longer context is faster without a graph, because only then its keys are cut: in a
-# graph, 16 tokens over 30,000 keys are one program. A program needs about 1 us for 64 keys of a
-# layer, and the host 5 us for each of a layer's 11 launches. Not yet measured.
-MAX_CONTEXT = 4096
 
 
 class MixedSize(NamedTuple):
@@ -55,12 +50,6 @@ def mixed_sizes(max_num_seqs: int, with_drafts: bool) -> list[MixedSize]:
     if with_drafts:
         sizes += [MixedSize(n, n) for n in _nums_tokens(max_num_seqs + MAX_AHEAD)]
     return sorted(sizes)
-
-
-def has_long_prompt(batch: Batch) -> bool:
-    """Whether a prompt of the step has a context that a graph's pieces are too few for."""
-    lens = zip(batch.query_lens, batch.context_lens_host, strict=True)
-    return any(new > MAX_SHORT_QUERIES and context > MAX_CONTEXT for new, context in lens)
 
 
 def _nums_tokens(most: int) -> list[int]:
@@ -113,12 +102,12 @@ class MixedGraphs:
 
         The logits are overwritten by the next step.
         """
-        if len(batch.query_lens) > self._max_num_seqs or has_long_prompt(batch):
+        if len(batch.query_lens) > self._max_num_seqs:
             return None
         for size, graph in zip(self._sizes, self._graphs, strict=True):
             if size.holds(batch):
                 self._fill(batch, size)
-                graph.replay(batch)
+                graph.replay()
                 return self._logits[: batch.logits_rows.shape[0]]
         return None
 
@@ -148,8 +137,9 @@ class MixedGraphs:
         own.slots[num_tokens : size.num_tokens].fill_(-1)
         own.token_ids[num_tokens : size.num_tokens].fill_(0)
         own.query_start[: num_seqs + 1].copy_(batch.query_start)
-        own.query_start[num_seqs + 1].fill_(size.num_tokens)
+        own.query_start[num_seqs + 1 :].fill_(size.num_tokens)
         own.context_lens[:num_seqs].copy_(batch.context_lens)
+        own.context_lens[num_seqs:].fill_(0)
         own.block_tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
         own.logits_rows[:num_logits].copy_(batch.logits_rows)
         # An earlier step may have had rows that this graph does not have.
@@ -165,13 +155,13 @@ class _MixedGraph:
         ops = decoder.ops
         if not isinstance(ops, TritonOps):
             raise TypeError(f"CUDA graphs need a decoder on TritonOps, not {type(ops).__name__}")
-        self._paging = paging = ops.plan_mixed(batch, kv_cache, decoder.config.sliding_windows)
-        paging.cut(0)  # otherwise capturing would compute whatever the lists hold
-        self._replay = record(lambda: decoder.forward(batch, kv_cache, paging, logits))
+        paging = ops.plan_graph(batch, kv_cache, decoder.config.sliding_windows, are_decodes=False)
 
-    def replay(self, batch: Batch) -> None:
-        self._paging.cut(len(batch.query_lens))
-        self._replay()
+        def forward() -> None:
+            paging.cut()
+            decoder.forward(batch, kv_cache, paging, logits)
+
+        self.replay = record(forward)
 
 
 def _empty_batch(
@@ -180,12 +170,14 @@ def _empty_batch(
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    query_start = zeros(num_seqs + 1)
+    query_start[1:].fill_(num_tokens)  # all tokens are those of no sequence
     return Batch(
         token_ids=zeros(num_tokens, dtype=torch.int64),
         positions=zeros(num_tokens, dtype=torch.int64),
         slots=zeros(num_tokens, dtype=torch.int64).fill_(-1),
-        query_start=zeros(num_seqs + 1),
-        context_lens=zeros(num_seqs).fill_(1),
+        query_start=query_start,
+        context_lens=zeros(num_seqs),
         block_tables=zeros(num_seqs, max_num_blocks),
         logits_rows=zeros(num_tokens, dtype=torch.int64),
         num_decodes=0,

@@ -223,7 +223,7 @@ class ModelRunner:
         kernel that a request compiled would stop the engine for seconds, so that it seems to hang.
         Overwrites blocks too.
         """
-        from disagg.kernels.gpu.paged_work import KEYS_PER_ROW, LONG_ROWS, MAX_SHORT_ROWS
+        from disagg.kernels.gpu.attention_work import KEYS_PER_ROW, LONG_ROWS, MAX_SHORT_ROWS
 
         block_size, num_blocks = self.kv_cache.block_size, self.kv_cache.num_blocks
         many = 2 * KEYS_PER_ROW * LONG_ROWS  # so that also those of a prompt's tile are cut

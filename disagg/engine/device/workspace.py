@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from disagg.engine.sched.speculation import MAX_AHEAD
-from disagg.kernels.gpu.attention_work import latent_group
 from disagg.models.model_config import ModelConfig
 
 # Bytes per logit: float32, its token's count, the grammar's mask, its log-probability, and copies.
@@ -17,9 +16,10 @@ LAUNCHES_OF_EXPERTS = 12  # additional launches of a layer with experts
 LAUNCHES_OF_LATENTS = 12  # additional launches of a layer with latents
 LAUNCHES_OF_WIDE_NORMS = 9  # additional launches of a layer with norms over all heads of q and of k
 CUBLAS_NBYTES = 32 << 20  # torch's workspace per stream on Hopper, where it is largest
-PARTIAL_ROWS = 64  # most query rows of a partial result when a sequence's keys are split
+# Query rows of partial results, of a tile of few queries and of a prompt's.
+PARTIAL_ROWS = 64 + 128
 LEAST_BLOCK_SIZE = 16  # smallest block size on a GPU
-SPARE_PARTIALS = 1024  # pieces that fill any device, over all KV heads
+SPARE_PARTIALS = 1024  # twice the pieces that fill any device, over all KV heads
 # Partial sums of one product with packed weights, whose programs share the columns of a tile. They
 # are at most 4/3 as many tiles of 128 x 128 as programs that keep a device busy, which are 3 for
 # each of up to 160 multiprocessors.
@@ -36,7 +36,8 @@ def step_nbytes(
     """
     activations = max_num_batched_tokens * _token_nbytes(model, itemsize)
     num_rows = max_num_seqs + MAX_AHEAD
-    return activations + num_rows * model.vocab_size * SAMPLING_NBYTES + CUBLAS_NBYTES
+    sampling = num_rows * model.vocab_size * SAMPLING_NBYTES
+    return activations + sampling + _partials_nbytes(model) + CUBLAS_NBYTES
 
 
 def running_nbytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
@@ -75,12 +76,7 @@ def captured_nbytes(
     logits = num_rows * model.vocab_size * (4 + itemsize)  # float32, and the projection's output
     if num_ranks > 1:  # all ranks' logits, joined; and this rank's before and after padding
         logits += num_rows * model.vocab_size * itemsize * (num_ranks + 2) // num_ranks
-    partial = PARTIAL_ROWS * 4 * (model.head_dim + 1)
-    num_groups = model.num_kv_heads
-    if model.latent is not None:
-        num_groups = model.num_heads // latent_group(model.num_heads)
-    partials = (num_rows * num_groups + SPARE_PARTIALS) * partial
-    pool = num_rows * _token_nbytes(model, itemsize) + partials + CUBLAS_NBYTES
+    pool = num_rows * _token_nbytes(model, itemsize) + _partials_nbytes(model) + CUBLAS_NBYTES
     pool += SPLITS_NBYTES * is_packed
     # Each piece of work has its own numbers, once for each window.
     num_windows = len(set(model.sliding_windows))
@@ -90,6 +86,11 @@ def captured_nbytes(
     launches_a_layer += LAUNCHES_OF_WIDE_NORMS if model.qk_norm_all_heads else 0
     launches = len(sizes) * model.num_layers * launches_a_layer * LAUNCH_NBYTES
     return inputs + logits + pool + pieces + launches
+
+
+def _partials_nbytes(model: ModelConfig) -> int:
+    """Bytes of the partial results of attention, which are as many as fill the device."""
+    return SPARE_PARTIALS * PARTIAL_ROWS * 4 * (model.head_dim + 1)
 
 
 def _token_nbytes(model: ModelConfig, itemsize: int) -> int:

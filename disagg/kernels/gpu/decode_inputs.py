@@ -43,6 +43,7 @@ def _fill_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row >= num_seqs:
         tl.store(kv_slots_ptr + row, -1)
+        tl.store(context_lens_ptr + row, 0)
         tl.store(token_ids_ptr + row, 0)  # all the same, which go to the same experts
     else:
         slot = tl.load(numbers_ptr + row)
@@ -94,7 +95,7 @@ class DecodeInputs:
             token_ids=full(max_num_seqs),
             positions=full(max_num_seqs),
             slots=full(max_num_seqs, value=-1),
-            context_lens=full(max_num_seqs, value=1, dtype=torch.int32),
+            context_lens=full(max_num_seqs, dtype=torch.int32),
             block_tables=full(max_num_seqs, max_num_blocks, dtype=torch.int32),
         )
 

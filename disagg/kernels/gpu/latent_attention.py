@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.gpu.attention_work import latent_group
+from disagg.kernels.gpu.attention_work import AttentionWork, Launch
+from disagg.kernels.gpu.latent_group import latent_group
 from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.gpu.paged_attention import _NOTHING_SEEN, _STEP_TENSORS, reduce_partials
-from disagg.kernels.gpu.paged_work import Launch, PagedWork
 from disagg.kernels.kv_pages import KVPages
 
 LONG_ROWS = 64  # queries in a prompt's tile: registers hold no more sums of 512 values
@@ -98,6 +98,7 @@ def _latent_attention_kernel(
     query_start_ptr,
     context_lens_ptr,
     pieces_ptr,
+    counts_ptr,
     out_ptr,
     partial_ptr,
     weight_ptr,
@@ -115,8 +116,12 @@ def _latent_attention_kernel(
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    piece_ptr = pieces_ptr + tl.program_id(0) * 6
-    group = tl.program_id(1)
+    # The groups of a piece stand side by side, so that they find its latents in the cache.
+    group, piece = tl.program_id(0), tl.program_id(1)
+    num_last = tl.num_programs(1) - tl.load(counts_ptr + 1)
+    if (piece >= tl.load(counts_ptr)) & (piece < num_last):
+        return  # there are fewer pieces in this step
+    piece_ptr = pieces_ptr + piece * 6
     sequence = tl.load(piece_ptr)
     first_query, num_queries = tl.load(piece_ptr + 1), tl.load(piece_ptr + 2)
     first_key, end_key = tl.load(piece_ptr + 3), tl.load(piece_ptr + 4)
@@ -192,7 +197,7 @@ def latent_attention(
     kv_cache: KVPages,
     layer: int,
     step: tuple[Tensor, Tensor, Tensor],
-    work: PagedWork,
+    work: AttentionWork,
     value_dim: int,
     scale: float,
     max_tile: int = MAX_TILE,
@@ -203,7 +208,7 @@ def latent_attention(
         heads: [num_tokens, num_heads + 1, head_dim]: the queries, and last the token's cached
             vector, which is not read here.
         step: block tables, starts of queries, context lengths: int32, as in `models.batch.Batch`.
-        work: from `plan_work`, for groups of `latent_group` heads.
+        work: from `attention_work`, cut for this step, for groups of `latent_group` heads.
         value_dim: the first `value_dim` values of a cached vector are its value.
         scale: scores are multiplied by this before the softmax.
         max_tile: `MIN_TILE` on a GPU that has less shared memory than `MAX_TILE` needs.
@@ -237,11 +242,12 @@ def _run(
     weights = torch.empty(num_rows, dtype=torch.float32, device=out.device)
     rope = kv_cache.head_dim - rank
     _latent_attention(
-        (launch.pieces.shape[0], num_groups),
+        (num_groups, launch.pieces.shape[0]),
         heads,
         pages,
         *step,
         launch.pieces,
+        launch.counts,
         out,
         partials,
         weights,

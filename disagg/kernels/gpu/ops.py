@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,20 +11,23 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from disagg.kernels.activation import Activation
-from disagg.kernels.gpu.attention_work import latent_group
+from disagg.kernels.gpu.attention_work import (
+    LONG_ROWS,
+    MAX_SHORT_QUERIES,
+    MAX_SHORT_ROWS,
+    AttentionWork,
+    attention_work,
+)
 from disagg.kernels.gpu.experts import TritonExperts
-from disagg.kernels.gpu.fixed_mixed_work import FixedMixedWork
-from disagg.kernels.gpu.fixed_work import FixedWork
 from disagg.kernels.gpu.gated_mul import gated_mul
 from disagg.kernels.gpu.kv_write import kv_write
 from disagg.kernels.gpu.latent_attention import LONG_ROWS as LATENT_ROWS
 from disagg.kernels.gpu.latent_attention import MAX_TILE, MIN_TILE, latent_attention
+from disagg.kernels.gpu.latent_group import latent_group
 from disagg.kernels.gpu.norm_rope import norm_rope_
 from disagg.kernels.gpu.packed_linear import PackedProduct
 from disagg.kernels.gpu.paged_attention import paged_attention
-from disagg.kernels.gpu.paged_work import LONG_ROWS, PagedWork, plan_work
 from disagg.kernels.gpu.rms_norm import add_rms_norm, rms_norm
-from disagg.kernels.gpu.sdpa_prompt import attend_prompt, whole_prompts
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
 from disagg.kernels.packed_matrix import Largest, PackedMatrix, quantized
@@ -49,35 +52,15 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class TritonPaging:
-    """The step's batch and, by window, its pieces of work and the prompts that torch computes."""
+    """A step's batch and, by window, the pieces of its attention."""
 
     batch: PagedBatch
-    work: dict[int | None, PagedWork]
-    prompts: dict[int | None, dict[int, slice]] = field(default_factory=dict, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class FixedPaging(TritonPaging):
-    """Paging that a captured graph reads: `cut` changes its pieces, and its shapes never change."""
-
-    fixed: tuple[FixedWork, ...]
+    work: dict[int | None, AttentionWork]
 
     def cut(self) -> None:
-        """Cut the step in the batch's tensors into pieces, on the device."""
-        for each in self.fixed:
-            each.cut(self.batch.slots, self.batch.context_lens)
-
-
-@dataclass(frozen=True, slots=True)
-class MixedPaging(TritonPaging):
-    """As `FixedPaging`, for steps of some number of tokens."""
-
-    fixed: tuple[FixedMixedWork, ...]
-
-    def cut(self, num_seqs: int) -> None:
-        """Cut the step in the batch's tensors, which has so many sequences, into pieces."""
-        for each in self.fixed:
-            each.cut(self.batch.query_start, self.batch.context_lens, num_seqs)
+        """Cut the step that is in the batch's tensors into pieces, on the device."""
+        for each in self.work.values():
+            each.cut(self.batch.query_start, self.batch.context_lens, self.batch.slots.shape[0])
 
 
 class TritonOps:
@@ -87,7 +70,6 @@ class TritonOps:
         num_heads: query heads of the model.
         num_multiprocessors: multiprocessors of the device; decides how finely long contexts are
             cut.
-        use_sdpa: whether torch computes the prompts that `sdpa_prompt` supports.
         long_rows: rows of a prompt's tile, a power of two.
         is_small: whether the device has less than `LARGE_SHARED_NBYTES` of shared memory for a
             program.
@@ -107,7 +89,6 @@ class TritonOps:
         num_heads: int,
         num_multiprocessors: int,
         *,
-        use_sdpa: bool = False,
         long_rows: int = LONG_ROWS,
         is_small: bool = False,
         major: int = 9,
@@ -116,7 +97,6 @@ class TritonOps:
         scores: Scores = PLAIN_SCORES,
     ) -> None:
         self._scores = scores
-        self._use_sdpa = use_sdpa
         self._long_rows = long_rows
         self._latent_tile = MIN_TILE if is_small else MAX_TILE
         self._num_heads = num_heads
@@ -209,64 +189,60 @@ class TritonOps:
     def plan(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
     ) -> TritonPaging:
-        group, num_groups = self._groups(kv_cache)
-        lens = batch.query_lens, batch.context_lens_host
-        has_keys = kv_cache.num_vectors == 2 and not kv_cache.format.has_scales
-        by_sdpa = self._use_sdpa and has_keys and self._scores.cap is None
-        prompts = {window: whole_prompts(*lens, window) if by_sdpa else {} for window in windows}
-        work = {
-            window: plan_work(
-                *lens,
-                group,
-                window,
-                max(self._num_programs // num_groups, 1),
-                kv_cache.values.device,
-                done_elsewhere=done_elsewhere,
-                long_rows=self._rows_of_prompts(kv_cache),
-            )
-            for window, done_elsewhere in prompts.items()
-        }
-        return TritonPaging(batch, work, prompts=prompts)
+        most = self._short_queries(kv_cache)
+        shorts = [query_len for query_len in batch.query_lens if query_len <= most]
+        has_long = len(shorts) < len(batch.query_lens)
+        paging = self._paging(batch, kv_cache, windows, max(shorts, default=0), has_long)
+        paging.cut()
+        return paging
 
-    def plan_decodes(
-        self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
-    ) -> FixedPaging:
-        """As `plan`, for all steps in the tensors of `batch` with at most as many decodes."""
-        group, num_groups = self._groups(kv_cache)
-        fixed = tuple(
-            FixedWork(
-                len(batch.query_lens),
-                group,
-                window,
-                max(self._num_programs // num_groups, 1),
-                kv_cache.values.device,
-            )
-            for window in set(windows)
-        )
-        return FixedPaging(batch, {each.work.window: each.work for each in fixed}, fixed)
+    def plan_graph(
+        self,
+        batch: PagedBatch,
+        kv_cache: KVPages,
+        windows: Iterable[int | None],
+        *,
+        are_decodes: bool,
+    ) -> TritonPaging:
+        """As `plan`, for all steps that a captured graph will find in the tensors of `batch`.
 
-    def plan_mixed(
-        self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
-    ) -> MixedPaging:
-        """As `plan`, for all steps in the tensors of `batch` with at most as many tokens.
+        The graph begins with `cut`. Tokens that belong to no sequence are those of one more, which
+        has no context.
 
-        They may have one sequence less than `batch`, because unused tokens belong to an additional
-        sequence.
+        Args:
+            are_decodes: whether the sequences of these steps have one token each.
         """
+        most = 1 if are_decodes else min(self._short_queries(kv_cache), MAX_SHORT_QUERIES)
+        return self._paging(batch, kv_cache, windows, most, not are_decodes)
+
+    def _paging(
+        self,
+        batch: PagedBatch,
+        kv_cache: KVPages,
+        windows: Iterable[int | None],
+        short_queries: int,
+        has_long: bool,
+    ) -> TritonPaging:
         group, num_groups = self._groups(kv_cache)
-        fixed = tuple(
-            FixedMixedWork(
-                batch.context_lens.shape[0] - 1,
+        work = {
+            window: attention_work(
+                batch.context_lens.shape[0],
                 batch.slots.shape[0],
                 group,
                 window,
                 max(self._num_programs // num_groups, 1),
                 kv_cache.values.device,
-                self._rows_of_prompts(kv_cache),
+                short_queries=short_queries,
+                has_long=has_long,
+                long_rows=self._rows_of_prompts(kv_cache),
             )
             for window in set(windows)
-        )
-        return MixedPaging(batch, {each.work.window: each.work for each in fixed}, fixed)
+        }
+        return TritonPaging(batch, work)
+
+    def _short_queries(self, kv_cache: KVPages) -> int:
+        """The most queries of a sequence that is one tile, which is as high as they need."""
+        return max(MAX_SHORT_ROWS // self._groups(kv_cache)[0], 1)
 
     def _groups(self, kv_cache: KVPages) -> tuple[int, int]:
         """The number of query heads in a program of attention, and the number of such groups."""
@@ -293,7 +269,7 @@ class TritonOps:
     ) -> Tensor:
         batch = paging.batch
         kv_write(qkv, kv_cache, layer, batch.slots)
-        out = paged_attention(
+        return paged_attention(
             qkv,
             kv_cache,
             layer,
@@ -304,9 +280,6 @@ class TritonOps:
             sinks,
             self._scores,
         )
-        for rows in paging.prompts.get(window, {}).values():
-            attend_prompt(qkv[rows], kv_cache.values.shape[3], out[rows], self._scores.scale)
-        return out
 
     def latent_attention(
         self,

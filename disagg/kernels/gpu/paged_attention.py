@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.gpu.attention_tile import attend_tile
+from disagg.kernels.gpu.attention_work import KEY_TILE, MAX_SHORT_ROWS, AttentionWork, Launch
 from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
-from disagg.kernels.gpu.paged_work import KEY_TILE, MAX_SHORT_ROWS, Launch, PagedWork
 from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages
 from disagg.kernels.ops import PLAIN_SCORES, Scores
 
@@ -28,6 +28,7 @@ from disagg.kernels.ops import PLAIN_SCORES, Scores
 # parts are half as wide.
 MAX_PAIR_ROWS = 32
 WIDE_NBYTES, MAX_SHORT_ROWS_OF_WIDE = 256, 32
+MAX_REDUCERS = 1024  # programs that merge partial results, of which they may have several
 REDUCED_AT_ONCE = 64  # partial results, which fit into 64 registers of a thread
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _NOTHING_SEEN = tl.constexpr(-1.0e30)  # finite, so that a row that sees no key has no NaN
@@ -35,7 +36,9 @@ _NOTHING_SEEN = tl.constexpr(-1.0e30)  # finite, so that a row that sees no key 
 
 # These tensors are parts of one upload and change from step to step. Neither their alignment nor
 # their length may cause another compilation.
-_STEP_TENSORS = ("tables_ptr", "query_start_ptr", "context_lens_ptr", "reductions_ptr")
+_STEP_TENSORS = (
+    "tables_ptr", "query_start_ptr", "context_lens_ptr", "reductions_ptr", "counts_ptr"
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_STEP_TENSORS)
@@ -47,6 +50,7 @@ def _paged_attention_kernel(
     query_start_ptr,
     context_lens_ptr,
     pieces_ptr,
+    counts_ptr,
     out_ptr,
     partial_ptr,
     weight_ptr,
@@ -72,8 +76,11 @@ def _paged_attention_kernel(
     HAS_SINKS: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    piece_ptr = pieces_ptr + tl.program_id(0) * 6
-    head = tl.program_id(1)
+    piece, head = tl.program_id(0), tl.program_id(1)
+    num_last = tl.num_programs(0) - tl.load(counts_ptr + 1)
+    if (piece >= tl.load(counts_ptr)) & (piece < num_last):
+        return  # there are fewer pieces in this step
+    piece_ptr = pieces_ptr + piece * 6
     sequence = tl.load(piece_ptr)
     first_query, num_queries = tl.load(piece_ptr + 1), tl.load(piece_ptr + 2)
     first_key, end_key = tl.load(piece_ptr + 3), tl.load(piece_ptr + 4)
@@ -163,14 +170,16 @@ def _paged_attention_kernel(
         tl.store(weight_ptr + slot, weight, mask=is_used)
 
 
-@triton.jit(do_not_specialize_on_alignment=_STEP_TENSORS)
+@triton.jit(do_not_specialize=["num_merged_rows"], do_not_specialize_on_alignment=_STEP_TENSORS)
 def _reduce_kernel(
     partial_ptr,
     weight_ptr,
     query_start_ptr,
     reductions_ptr,
+    counts_ptr,
     out_ptr,
     sinks_ptr,
+    num_merged_rows,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -179,44 +188,46 @@ def _reduce_kernel(
     PARTIALS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merge the partial softmaxes of one query and head, PARTIALS at a time and first to last.
+    """Merge the partial softmaxes of queries and heads, PARTIALS at a time and first to last.
 
-    Each program has one query and head. It loads all its partial results at once, because a chain
-    of loads would take as long as the attention itself if one sequence fills the device.
+    A program has one query and head at a time. It loads all their partial results at once, because
+    a chain of loads would take as long as the attention itself if one sequence fills the device.
     """
-    reduction_ptr = reductions_ptr + tl.program_id(0) * 5
-    head, row = tl.program_id(1), tl.program_id(2)
-    sequence = tl.load(reduction_ptr)
-    first_query, num_queries = tl.load(reduction_ptr + 1), tl.load(reduction_ptr + 2)
-    first_partial, num_partials = tl.load(reduction_ptr + 3), tl.load(reduction_ptr + 4)
-    if row < num_queries * GROUP:
-        columns = tl.arange(0, BLOCK_D)
-        acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-        total = 0.0
-        peak = _NOTHING_SEEN
-        if HAS_SINKS:
-            total = 1.0
-            peak = tl.load(sinks_ptr + head * GROUP + row % GROUP) * _LOG2_E
-        for first in range(0, num_partials, PARTIALS):
-            index = first + tl.arange(0, PARTIALS)
-            is_one = index < num_partials
-            slot = ((first_partial + index).to(tl.int64) * NUM_KV_HEADS + head) * ROWS + row
-            weight = tl.load(weight_ptr + slot, mask=is_one, other=_NOTHING_SEEN)
-            pieces = tl.load(
-                partial_ptr + slot[:, None] * BLOCK_D + columns[None, :],
-                mask=is_one[:, None] & (columns < HEAD_DIM)[None, :],
-                other=0.0,
-            )
-            new_peak = tl.maximum(peak, tl.max(weight, axis=0))
-            decay, gain = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
-            acc = acc * decay + tl.sum(pieces * gain[:, None], axis=0)
-            total = total * decay + tl.sum(gain, axis=0)
-            peak = new_peak
-        token = (tl.load(query_start_ptr + sequence) + first_query + row // GROUP).to(tl.int64)
-        query_head = head * GROUP + row % GROUP
-        target = (token * (NUM_KV_HEADS * GROUP) + query_head) * HEAD_DIM + columns
-        result = (acc / total).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + target, result, mask=columns < HEAD_DIM)
+    columns = tl.arange(0, BLOCK_D)
+    num_rows = tl.load(counts_ptr + 2) * NUM_KV_HEADS * num_merged_rows
+    for item in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row, head = item % num_merged_rows, item // num_merged_rows % NUM_KV_HEADS
+        reduction_ptr = reductions_ptr + item // num_merged_rows // NUM_KV_HEADS * 5
+        sequence = tl.load(reduction_ptr)
+        first_query, num_queries = tl.load(reduction_ptr + 1), tl.load(reduction_ptr + 2)
+        first_partial, num_partials = tl.load(reduction_ptr + 3), tl.load(reduction_ptr + 4)
+        if row < num_queries * GROUP:
+            acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+            total = 0.0
+            peak = _NOTHING_SEEN
+            if HAS_SINKS:
+                total = 1.0
+                peak = tl.load(sinks_ptr + head * GROUP + row % GROUP) * _LOG2_E
+            for first in range(0, num_partials, PARTIALS):
+                index = first + tl.arange(0, PARTIALS)
+                is_one = index < num_partials
+                slot = ((first_partial + index).to(tl.int64) * NUM_KV_HEADS + head) * ROWS + row
+                weight = tl.load(weight_ptr + slot, mask=is_one, other=_NOTHING_SEEN)
+                pieces = tl.load(
+                    partial_ptr + slot[:, None] * BLOCK_D + columns[None, :],
+                    mask=is_one[:, None] & (columns < HEAD_DIM)[None, :],
+                    other=0.0,
+                )
+                new_peak = tl.maximum(peak, tl.max(weight, axis=0))
+                decay, gain = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
+                acc = acc * decay + tl.sum(pieces * gain[:, None], axis=0)
+                total = total * decay + tl.sum(gain, axis=0)
+                peak = new_peak
+            token = (tl.load(query_start_ptr + sequence) + first_query + row // GROUP).to(tl.int64)
+            query_head = head * GROUP + row % GROUP
+            target = (token * (NUM_KV_HEADS * GROUP) + query_head) * HEAD_DIM + columns
+            result = (acc / total).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + target, result, mask=columns < HEAD_DIM)
 
 
 _paged_attention = KernelLauncher(_paged_attention_kernel)
@@ -258,7 +269,7 @@ def paged_attention(
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
-    work: PagedWork,
+    work: AttentionWork,
     sinks: Tensor | None = None,
     scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
@@ -267,7 +278,7 @@ def paged_attention(
     Args:
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; only the queries are read.
         block_tables, query_start, context_lens: int32, as in `models.batch.Batch`.
-        work: from `plan_work`.
+        work: from `attention_work`, cut for this step.
         sinks: float32 [num_heads], a logit in each head's softmax that has no value; or None.
         scores: how scores are made.
 
@@ -324,6 +335,7 @@ def _run(
         scales,
         *step,
         launch.pieces,
+        launch.counts,
         out,
         partials,
         weights,
@@ -360,16 +372,18 @@ def reduce_partials(
     sizes: dict[str, int],
 ) -> None:
     """Merge the partial results of a launch, if there are any, into rows of `out`."""
-    if launch.num_partials:
-        _reduce(
-            (launch.reductions.shape[0], sizes["NUM_KV_HEADS"], launch.num_merged_rows),
-            partials,
-            weights,
-            query_start,
-            launch.reductions,
-            out,
-            sinks,
-            HAS_SINKS=sinks is not None,
-            num_warps=4,
-            **sizes,
-        )
+    num_rows = launch.reductions.shape[0] * sizes["NUM_KV_HEADS"] * launch.num_merged_rows
+    _reduce(
+        (min(num_rows, MAX_REDUCERS),),
+        partials,
+        weights,
+        query_start,
+        launch.reductions,
+        launch.counts,
+        out,
+        sinks,
+        launch.num_merged_rows,
+        HAS_SINKS=sinks is not None,
+        num_warps=4,
+        **sizes,
+    )

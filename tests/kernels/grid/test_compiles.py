@@ -20,7 +20,6 @@ from tests.kernels.compiling import (
     check_attention,
     check_cut,
     check_latent_attention,
-    check_mixed_cut,
     check_without_spills,
 )
 from tests.kernels.compiling_experts import (
@@ -82,15 +81,9 @@ def test_latent_attention(rows: int, block_size: int, arch: int, assembler: Asse
 
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("window", [0, 4096])
-@pytest.mark.parametrize("num_seqs", [64, 512])
-def test_the_cut_of_decodes(num_seqs: int, window: int, arch: int, assembler: Assembler) -> None:
-    check_cut(assembler, arch, window, num_seqs)
-
-
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("window", [0, 4096])
-def test_the_cut_of_prompts_and_drafts(window: int, arch: int, assembler: Assembler) -> None:
-    check_mixed_cut(assembler, arch, window)
+@pytest.mark.parametrize("is_long", [False, True])
+def test_the_cut(is_long: bool, window: int, arch: int, assembler: Assembler) -> None:
+    check_cut(assembler, arch, window, is_long=is_long)
 
 
 @pytest.mark.parametrize(
