@@ -35,17 +35,12 @@ def load_object(body: bytes) -> dict[str, Any]:
     It uses `json` instead of msgspec, which cannot refuse duplicate keys.
     """
     try:
-        text = body.decode("utf-8-sig")
-        check_cost(text)
-        raw = _loads(
-            text,
+        raw = _parse(
+            body.decode("utf-8-sig"),
             object_pairs_hook=_unique_keys,
             parse_float=_finite,
             parse_constant=_finite,
         )
-        _check_depth(text, raw)
-        if "\\ud" in text or "\\uD" in text:
-            _refuse_surrogates(raw, "")
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidRequest(
@@ -83,13 +78,17 @@ def load_arguments(text: str) -> Any:
             surrogate, which cannot be encoded in UTF-8.
     """
     try:
-        check_cost(text)
-        raw = _loads(text)
-        _check_depth(text, raw)
-        if "\\ud" in text or "\\uD" in text:
-            _refuse_surrogates(raw, "")
+        return _parse(text)
     except (InvalidRequest, RecursionError) as error:
         raise ValueError(str(error)) from None
+
+
+def _parse(text: str, **options: Any) -> Any:
+    check_cost(text)
+    raw = _loads(text, **options)
+    _check_depth(text, raw)
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_surrogates(raw, "")
     return raw
 
 

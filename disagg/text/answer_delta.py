@@ -149,17 +149,13 @@ class Sink:
             self._calls.append(CallDelta(self.num_calls - 1, text))
 
     def end_call(self) -> None:
-        """End the open call, if there is one."""
+        """End the open call, if there is one; the mark at its end may be missing."""
         if not self.is_calling:
             return
         self.is_calling = False
         self.arguments(self.closing if self._has_arguments else "{}")
         self.closing = ""
         self.is_full = not self._parallel
-
-    def end(self) -> None:
-        """End the answer and its last call, whose end mark may be missing."""
-        self.end_call()
 
     def take(self) -> AnswerDelta:
         """Return the parts since the last call."""

@@ -102,7 +102,7 @@ class AnswerReader:
             self._text.push(text, is_end=is_end)
             next(self._reading, None)
         if is_end and not is_cut:
-            sink.end()
+            sink.end_call()
         self.is_reasoning, self.is_done = sink.is_reasoning, sink.is_full
         self.is_calling = sink.is_calling
         return sink.take()

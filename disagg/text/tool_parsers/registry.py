@@ -168,7 +168,7 @@ def _reads(form: ToolFormat, answers: Iterable[str]) -> bool:
         text.push(answer, is_end=True)
         for _ in form.read(text, sink):
             pass
-        sink.end()
+        sink.end_call()
         calls = join_calls(sink.take().calls)
         with suppress(ValueError):
             if [json.loads(call.arguments) for call in calls] == [PROBE_ARGUMENTS]:

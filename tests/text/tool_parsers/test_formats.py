@@ -377,16 +377,28 @@ def test_a_call_ends_reasoning_that_has_no_end(name: str) -> None:
     assert json.loads(found.calls[0][1]) == {"where": "here"}
 
 
-@pytest.mark.parametrize("name", [
-    "hermes", "qwen3_coder", "glm45", "minimax_m2", "deepseek_v3", "mistral"
-])  # fmt: skip
-@given(answer=st.lists(st.sampled_from([
-    "<tool_call>", "</tool_call>", "<function=", "look", ">", "<parameter=", "</parameter>", "\n",
-    "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", '{"name": "look"', ",",
-    '"arguments": {', "}", "[", "]", '"', "\\", " ", "<｜tool▁call▁begin｜>", SEP, "{}",
-    "<｜tool▁calls▁end｜>", "[TOOL_CALLS]", "[ARGS]", "é", "<minimax:tool_call>", "</invoke>",
-    '<invoke name="look">', '<parameter name="where">', "</minimax:tool_call>",
-]), max_size=30), places=st.lists(st.integers(0, 400), max_size=8))  # fmt: skip
+PIECES = [
+    "look", "<function=", ">", "\n", '{"name": "look"', ",", '"arguments": {', "}", "[", "]", '"',
+    "\\", " ", "{}", "é", ":", "(", ")", "=", "where", "'",
+    *("<parameter=", "</parameter>", "</function>", '<param name="where">', "</param>"),
+    *(f"<{slash}{tag}>" for tag in ("tool_call", "arg_key", "arg_value", "minimax:tool_call",
+      "invoke", "tool_calls", "TOOLCALL") for slash in ("", "/")),
+    '<invoke name="look">', '<parameter name="where">', '<function name="look">',
+    *("<｜tool▁call▁begin｜>", SEP, "<｜tool▁calls▁end｜>", "[TOOL_CALLS]", "[ARGS]"),
+    *("<｜DSML｜tool_calls>", '<｜DSML｜invoke name="look">', "</｜DSML｜invoke>"),
+    *('<｜DSML｜parameter name="where" string="true">', "</｜DSML｜parameter>"),
+    *("<|tool_call>", "call:look{", '<|"|>', "<tool_call|>", "<|START_ACTION|>", '"tool_name": '),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "look(", "<tool_sep:opensource>"),
+    *("<tool_call:opensource>", "<arg_key:opensource>", "</arg_value:opensource>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted({*WRITERS} - {"openai"}))
+@settings(max_examples=60, deadline=None)
+@given(
+    answer=st.lists(st.sampled_from(PIECES), max_size=30),
+    places=st.lists(st.integers(0, 400), max_size=8),
+)
 def test_nonsense_reads_the_same_however_it_is_cut(
     name: str, answer: list[str], places: list[int]
 ) -> None:
