@@ -2,10 +2,10 @@
 
     python -m tests.contract.contract       # brings the table up to date
 
-chat.yaml and completions.yaml have changes to a good request, bodies.yaml bodies, heads.yaml
-places, methods, keys and headers. answers.yaml has what models write and clients get, schemas.yaml
-schemas that are taken. `!repeat [x, n]` is x so many times, for texts and for lists; `!entries
-[n, x]` an object of x for so many keys.
+chat.yaml, completions.yaml and forms.yaml (both) have changes to a good request, bodies.yaml
+bodies, heads.yaml places, methods, keys and headers. answers.yaml has what models write and clients
+get, schemas.yaml schemas that are taken. `!repeat [x, n]` is x so many times, for texts and for
+lists; `!entries [n, x]` an object of x for so many keys.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def rows() -> tuple[Row, ...]:
     return (
         *_changed("chat", CHAT_URL, CHAT),
         *_changed("completions", TEXT_URL, TEXT),
+        *_changed("forms", CHAT_URL, CHAT),
+        *_changed("forms", TEXT_URL, TEXT),
         *_bodies(),
         *_heads(),
     )
@@ -102,7 +104,7 @@ def _changed(name: str, url: str, base: dict[str, Any]) -> Iterator[Row]:
         without = each.get("without", ())
         change = each.get("change", {})
         fields = {key: value for key, value in (base | change).items() if key not in without}
-        words = f"{name}: {change or ''} {'without ' + without[0] if without else ''}"
+        words = f"{name} {url}: {change or ''} {'without ' + without[0] if without else ''}"
         status = each.get("status", 400)
         body = json.dumps(fields).encode()
         param = each.get("param")

@@ -101,65 +101,12 @@ async def test_it_costs_other_requests_no_bytes() -> None:
     assert b"grammar" not in msgspec.msgpack.encode(params)
 
 
-ENDS = "invalid_value"
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"response_format": "json"}, "invalid_type", "response_format"),
-    ({"response_format": {}}, "missing_required_parameter", "response_format.type"),
-    ({"response_format": {"type": "yaml"}}, "invalid_value", "response_format.type"),
-    ({"response_format": {"type": "json_schema"}}, "missing_required_parameter",
-     "response_format.json_schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-     "missing_required_parameter", "response_format.json_schema.schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-     "missing_required_parameter", "response_format.json_schema.name"),
-    (form(SCHEMA, name="a b"), "invalid_value", "response_format.json_schema.name"),
-    (form(SCHEMA, name="n" * 65), "invalid_value", "response_format.json_schema.name"),
-    (form(SCHEMA, strict="yes"), "invalid_type", "response_format.json_schema.strict"),
-    (form("text"), "invalid_type", "response_format.json_schema.schema"),
-    (form({"type": "bogus"}), "invalid_grammar", "response_format.json_schema.schema"),
-    (form({"type": "object", "if": {}}), "invalid_grammar", "response_format.json_schema.schema"),
-    (form({"not": {}}, strict=False), "invalid_grammar", "response_format.json_schema.schema"),
-    (outputs(), ENDS, "structured_outputs"),
-    (outputs(json_object=False), ENDS, "structured_outputs"),
-    (outputs(structural_tag="x"), "invalid_type", "structured_outputs"),
-    (outputs(whitespace_pattern="x"), "invalid_type", "structured_outputs"),
-    (outputs(json=5), "invalid_type", "structured_outputs.json"),
-    (outputs(json="no JSON"), "invalid_grammar", "structured_outputs.json"),
-    (outputs(json="5"), "invalid_grammar", "structured_outputs.json"),
-    (outputs(regex="("), "invalid_grammar", "structured_outputs.regex"),
-    (outputs(choice=[]), "empty_array", "structured_outputs.choice"),
-    (outputs(choice=[""]), "invalid_value", "structured_outputs.choice[0]"),
-    (outputs(choice=["a"] * 1001), "array_above_max_length", "structured_outputs.choice"),
-    (outputs(choice=["a" * 4000] * 20), "invalid_grammar", "structured_outputs.choice"),
-    (outputs(grammar="start: ???"), "invalid_grammar", "structured_outputs.grammar"),
-    (outputs(regex="a", choice=["a"]), ENDS, "structured_outputs.choice"),
-    ({"response_format": {"type": "json_object"}, **outputs(regex="a")}, ENDS,
-     "structured_outputs.regex"),
-    ({"guided_regex": "a", **outputs(regex="a")}, ENDS, "guided_regex"),
-    (form(SCHEMA) | {"guided_json": SCHEMA}, ENDS, "guided_json"),
-    (outputs(regex="a") | {"ignore_eos": True}, ENDS, "ignore_eos"),
-    (outputs(regex="a") | {"min_tokens": 1}, ENDS, "min_tokens"),
-]  # fmt: skip
-
-
 async def _refusal(client: Any, change: dict[str, Any], url: str = "/v1/chat/completions") -> Any:
     reply = await client.post(url, json=(CHAT if "chat" in url else TEXT) | change)
     assert reply.status_code == 400, reply.text
     assert reply.headers["x-should-retry"] == "false"
     assert len(reply.content) < 1000
     return reply.json()["error"]
-
-
-@pytest.mark.parametrize(("change", "code", "param"), REFUSED, ids=lambda value: repr(value)[:60])
-async def test_a_form_that_cannot_be_is_refused_by_name(
-    change: dict[str, Any], code: str, param: str
-) -> None:
-    generate = FakeGenerate()
-    async with http_client(make_app(generate)) as client:
-        for url in ("/v1/chat/completions", "/v1/completions"):
-            error = await _refusal(client, change, url)
-            assert (error["code"], error["param"]) == (code, param)
-    assert generate.requests == []
 
 
 FIELDS = {"json": "json", "regex": "regex", "lark": "grammar"}
