@@ -98,6 +98,8 @@ def test_harmony(answer: str, found: Found, places: list[int]) -> None:
         ("granite", "Here is my thought process:\nSo.\nHere is my response:\nHi"),
         ("mistral", "[THINK]So.[/THINK]Hi"),
         ("seed_oss", "<seed:think>So.</seed:think>Hi"),
+        ("gemma4", "<|channel>thought\nSo.\n<channel|>Hi"),
+        ("cohere_command3", "<|START_THINKING|>So.<|END_THINKING|>Hi"),
     ],
 )
 def test_marks_of_other_families(name: str, answer: str) -> None:
@@ -107,7 +109,8 @@ def test_marks_of_other_families(name: str, answer: str) -> None:
 def test_the_template_says_how_reasoning_is_written() -> None:
     shown = {
         "{{ '<think>' }}": "qwen3", "{{ '<|channel|>analysis' }}": "openai_gptoss",
-        "[THINK]": "mistral", "{{ messages }}": "",
+        "[THINK]": "mistral", "{{ messages }}": "", "{{ '<|channel>thought' }}": "gemma4",
+        "{{ '<|START_THINKING|>' }}": "cohere_command3",
     }  # fmt: skip
     for source, name in shown.items():
         found = reasoning_format_of(source)

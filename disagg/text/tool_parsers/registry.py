@@ -116,7 +116,10 @@ FORMATS = (
         ("minimax_m2",), tags.read_minimax_m2, ("<minimax:tool_call>",),
         ("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
-    ToolFormat(("minicpm5",), tags.read_minicpm5, ("<param name=",)),
+    ToolFormat(
+        ("minicpm5",), tags.read_minicpm5, ("<param name=",),
+        ("<function name=", "</function>", "<param name=", "</param>"),
+    ),
     ToolFormat(("gemma4",), read_braces(*GEMMA_4), ("<|tool_call>call:",), GEMMA_4),
     ToolFormat(
         ("functiongemma",), read_braces(*FUNCTION_GEMMA), ("<start_function_call>",),
