@@ -43,6 +43,31 @@ def float_of(numbers, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def row_of(numbers_ptr, slots_ptr):
+    """The row of a program, the numbers of its slot, and its temperature."""
+    row = tl.program_id(0).to(tl.int64)
+    numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
+    return row, numbers, float_of(numbers, _TEMPERATURE).to(tl.float32)
+
+
+@triton.jit
+def scaled(x, temperature):
+    """The logits that are compared: in a greedy row as they are, else divided."""
+    if temperature > 0.0:
+        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+    return x
+
+
+@triton.jit
+def scaled_groups(logits_ptr, row, groups, vocab_size, temperature):
+    """Scaled logits of some groups of a row, one group a row; -inf beyond the vocabulary."""
+    columns = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    inside = columns < vocab_size
+    x = tl.load(logits_ptr + row * vocab_size + columns, mask=inside, other=float("-inf"))
+    return scaled(x, temperature)
+
+
+@triton.jit
 def safe(x):
     """-inf for NaN and infinity, for which Triton defines no order: a compiled `argmax` may choose
     a place in the padding. `choose` reports such rows, and what is found for them does not matter.
@@ -64,8 +89,12 @@ def _value(key):
 
 
 @triton.jit
-def _is_cut(top_k, top_p, reach, vocab_size):
-    return (top_k < vocab_size) | (top_p < 1.0) | (reach < float("inf"))
+def _limits(numbers, temperature, vocab_size):
+    """Top-k, top-p and min-p's reach of a slot, and whether its row is drawn and cut by them."""
+    top_k, top_p = tl.load(numbers + _TOP_K), float_of(numbers, _TOP_P)
+    reach = float_of(numbers, _REACH)
+    is_limited = (top_k < vocab_size) | (top_p < 1.0) | (reach < float("inf"))
+    return top_k, top_p, reach, (temperature > 0.0) & is_limited
 
 
 @triton.jit(do_not_specialize_on_alignment=_ANY_ADDRESS)
@@ -80,17 +109,11 @@ def _groups_kernel(
     TILE: tl.constexpr,
 ):
     """For each group of a row that is cut: the largest scaled logit, and the sum of exp(x - it)."""
-    row = tl.program_id(0).to(tl.int64)
-    numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
-    temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
-    top_k, top_p = tl.load(numbers + _TOP_K), float_of(numbers, _TOP_P)
-    cut = _is_cut(top_k, top_p, float_of(numbers, _REACH), vocab_size)
-    if (temperature > 0.0) & cut:
+    row, numbers, temperature = row_of(numbers_ptr, slots_ptr)
+    _, _, _, is_cut = _limits(numbers, temperature, vocab_size)
+    if is_cut:
         groups = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        columns = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-        inside = columns < vocab_size
-        x = tl.load(logits_ptr + row * vocab_size + columns, mask=inside, other=float("-inf"))
-        x = safe(tl.div_rn(x, tl.zeros_like(x) + temperature))
+        x = safe(scaled_groups(logits_ptr, row, groups, vocab_size, temperature))
         peak = tl.max(x, axis=1)
         base = tl.where(peak > float("-inf"), peak, 0.0)
         total = tl.sum(tl.exp(x - base[:, None]), axis=1)
@@ -116,12 +139,9 @@ def _select_kernel(
     Also store the largest logit (peak) of the row, a bound below which no token is kept, and the
     sum of exp(x - peak) over all tokens.
     """
-    row = tl.program_id(0).to(tl.int64)
-    numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
-    temperature = float_of(numbers, _TEMPERATURE)
-    top_k, top_p = tl.load(numbers + _TOP_K), float_of(numbers, _TOP_P)
-    reach = float_of(numbers, _REACH)
-    if (temperature > 0.0) & _is_cut(top_k, top_p, reach, vocab_size):
+    row, numbers, temperature = row_of(numbers_ptr, slots_ptr)
+    top_k, top_p, reach, is_cut = _limits(numbers, temperature, vocab_size)
+    if is_cut:
         places = tl.arange(0, BLOCK)
         inside = places < num_groups
         peaks = tl.load(peaks_ptr + row * num_groups + places, mask=inside, other=float("-inf"))
@@ -170,12 +190,10 @@ def _floors_kernel(
     TILE: tl.constexpr,
 ):
     """The smallest scaled logit of each row that stays a candidate, float32; -inf if all do."""
-    row = tl.program_id(0).to(tl.int64)
-    numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
-    temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
-    top_k, top_p = tl.load(numbers + _TOP_K), float_of(numbers, _TOP_P)
+    row, numbers, temperature = row_of(numbers_ptr, slots_ptr)
+    top_k, top_p, reach, is_cut = _limits(numbers, temperature, vocab_size)
     floor = tl.full((), float("-inf"), tl.float32)
-    if (temperature > 0.0) & _is_cut(top_k, top_p, float_of(numbers, _REACH), vocab_size):
+    if is_cut:
         logits, chosen = logits_ptr + row * vocab_size, chosen_ptr + row * num_groups
         low, top = tl.load(bounds_ptr + row * 3), tl.load(bounds_ptr + row * 3 + 1)
         num_chosen = tl.load(bounds_ptr + row * 3 + 2)
@@ -196,7 +214,7 @@ def _floors_kernel(
             )
         if top_p < 1.0:
             total = tl.load(totals_ptr + row) * _ONE
-            if (top_k < vocab_size) | (float_of(numbers, _REACH) < float("inf")):
+            if (top_k < vocab_size) | (reach < float("inf")):
                 bounds = low + tl.zeros((_WAYS,), tl.int64)
                 found = _look(
                     logits, chosen, num_chosen, vocab_size, temperature, peak, bounds, True, TILE

@@ -19,7 +19,10 @@ from disagg.kernels.gpu.floors import (
     FloorBuffers,
     find_floors,
     float_of,
+    row_of,
     safe,
+    scaled,
+    scaled_groups,
 )
 from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.sampling_rows import GROUP_SIZE, SampledRows, SamplingTables
@@ -27,7 +30,6 @@ from disagg.kernels.sampling_rows import GROUP_SIZE, SampledRows, SamplingTables
 _NUM_COLUMNS = tl.constexpr(sampling_rows.NUM_COLUMNS)
 _SEED = tl.constexpr(sampling_rows.SEED)
 _MIN_TOKENS = tl.constexpr(sampling_rows.MIN_TOKENS)
-_TEMPERATURE = tl.constexpr(sampling_rows.TEMPERATURE)
 _REPETITION = tl.constexpr(sampling_rows.REPETITION)
 _PRESENCE = tl.constexpr(sampling_rows.PRESENCE)
 _FREQUENCY = tl.constexpr(sampling_rows.FREQUENCY)
@@ -108,14 +110,6 @@ def _adjust_kernel(
 
 
 @triton.jit
-def _scaled(x, temperature):
-    """The logits that are compared: in a greedy row as they are, else divided."""
-    if temperature > 0.0:
-        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
-    return x
-
-
-@triton.jit
 def _kept(x, floors_ptr, row):
     """Scaled logits of a row that is drawn; -inf for tokens that are no candidates."""
     if floors_ptr is not None:
@@ -139,14 +133,9 @@ def _score_kernel(
 
     No score is NaN, and it is infinite only if a logit of the group is NaN or infinite.
     """
-    row = tl.program_id(0).to(tl.int64)
-    numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
-    temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
+    row, numbers, temperature = row_of(numbers_ptr, slots_ptr)
     groups = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    columns = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-    inside = columns < vocab_size
-    x = tl.load(logits_ptr + row * vocab_size + columns, mask=inside, other=float("-inf"))
-    x = _scaled(x, temperature)
+    x = scaled_groups(logits_ptr, row, groups, vocab_size, temperature)
     is_invalid = tl.max(tl.where(x < float("inf"), 0, 1), axis=1) > 0
     x = safe(x)
     if temperature > 0.0:
@@ -177,9 +166,7 @@ def _pick_kernel(
     BLOCK: tl.constexpr,
 ):
     """Choose the best token of the best group of each row; see `SamplingOps.choose`."""
-    row = tl.program_id(0).to(tl.int64)
-    numbers = numbers_ptr + tl.load(slots_ptr + row) * _NUM_COLUMNS
-    temperature = float_of(numbers, _TEMPERATURE).to(tl.float32)
+    row, numbers, temperature = row_of(numbers_ptr, slots_ptr)
     places = tl.arange(0, BLOCK)
     inside = places < num_groups
     scores = tl.load(scores_ptr + row * num_groups + places, mask=inside, other=float("-inf"))
@@ -189,7 +176,7 @@ def _pick_kernel(
     columns = group * _GROUP + tl.arange(0, _GROUP)
     inside = columns < vocab_size
     x = tl.load(logits_ptr + row * vocab_size + columns, mask=inside, other=float("-inf"))
-    x = safe(_scaled(x, temperature))
+    x = safe(scaled(x, temperature))
     score = x.to(tl.float64)
     if temperature > 0.0:
         x = _kept(x, floors_ptr, row)
