@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Choose, Results, Sampled, SampledToken, StepPlan
@@ -64,6 +65,15 @@ def draft_of(
         token if place < num_right else (token + 1) % VOCAB_SIZE
         for place, token in enumerate(right)
     )
+
+
+class Work(NamedTuple):
+    sequence: Sequence
+    num_tokens: int
+
+
+def work_of(plan: StepPlan) -> list[Work]:
+    return [*map(Work, plan.sequences, plan.query_lens)]
 
 
 class FakeKV:
@@ -125,7 +135,9 @@ class FakeRunner:
         self.num_computed = 0  # tokens, ever
 
     def run(self, plan: StepPlan) -> list[Sampled]:
-        sampled = [self._advance(work.sequence, work.num_tokens) for work in reversed(plan.work)]
+        sampled = [
+            self._advance(work.sequence, work.num_tokens) for work in reversed(work_of(plan))
+        ]
         return sampled[::-1]
 
     def _advance(self, sequence: Sequence, num_tokens: int) -> Sampled:

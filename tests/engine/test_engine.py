@@ -16,7 +16,7 @@ def test_step_is_empty_when_there_is_nothing_to_do() -> None:
     engine, _ = new_engine(8, 4)
     assert not engine.has_work
     assert engine.step() == []
-    assert not engine.last_plan.work
+    assert not engine.last_plan.sequences
 
 
 def test_a_passed_deadline_ends_a_sequence_in_any_queue() -> None:

@@ -17,7 +17,7 @@ from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.engine.sched.step import Choose, SampledToken, StepPlan, TokenEvent
 from disagg.time_model import StepFeatures
 from tests.engine import workload
-from tests.engine.fake_runner import FakeDevice
+from tests.engine.fake_runner import FakeDevice, work_of
 from tests.engine.workload import ROOT, Driver, Workload, workloads
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -129,7 +129,7 @@ def _forget_the_last_token_of_a_chunk(patch: pytest.MonkeyPatch) -> None:
         self: Scheduler, plan: StepPlan, sampled: Sequence[SampledToken | None]
     ) -> list[TokenEvent]:
         events = _apply(self, plan, sampled)
-        for work in plan.work[plan.num_decodes :]:
+        for work in work_of(plan)[plan.num_decodes :]:
             if work.sequence.num_uncomputed > 1:
                 work.sequence.num_computed += 1
         return events

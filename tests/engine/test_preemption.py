@@ -62,7 +62,7 @@ def play(num_blocks: int, growing: list[Growing], max_num_seqs: int) -> tuple[En
             del arriving[0]
         num_left -= sum(event.is_last for event in engine.step())
         engine.check()
-        num_idle = 0 if engine.last_plan.work else num_idle + 1
+        num_idle = 0 if engine.last_plan.sequences else num_idle + 1
         assert num_idle < 2, "two steps without work: nobody can go on"
     for sequence, each in zip(sequences, growing, strict=True):
         prompt = tuple(sequence.tokens[: each.num_prompt])

@@ -17,7 +17,14 @@ from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.messages import GenerateRequest, SamplingParams, Thinking
-from tests.engine.fake_runner import FakeDevice, FakeKV, FakeRunner, draft_of, expected_tokens
+from tests.engine.fake_runner import (
+    FakeDevice,
+    FakeKV,
+    FakeRunner,
+    draft_of,
+    expected_tokens,
+    work_of,
+)
 
 STOP_IDS = frozenset({1, 2, 3})
 ROOT = hash_root("fake", 4)
@@ -291,7 +298,7 @@ class Driver:
         events = self.engine.step()
         plan = self.engine.last_plan
         assert plan.num_new_tokens <= self.workload.max_num_batched_tokens
-        assert all(work.num_tokens == 1 for work in plan.work[: plan.num_decodes])
+        assert all(work.num_tokens == 1 for work in work_of(plan)[: plan.num_decodes])
         for event in events:
             self._take(event, step)
         self._check_names()

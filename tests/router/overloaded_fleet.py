@@ -45,8 +45,8 @@ class Traffic:
 class NoModel:
     def run(self, plan: StepPlan) -> list[SampledToken | None]:
         return [
-            SampledToken(7) if work.num_tokens == work.sequence.num_uncomputed else None
-            for work in plan.work
+            SampledToken(7) if num_tokens == sequence.num_uncomputed else None
+            for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True)
         ]
 
 
@@ -97,7 +97,7 @@ class TimedWorker:
         """What it will have gained, and how long it takes; None without work."""
         events = self.engine.step()
         features = self.engine.last_plan.features
-        if not self.engine.last_plan.work:
+        if not self.engine.last_plan.sequences:
             return None
         seconds = self._times.step_s(features) * self._rng.uniform(0.85, 1.15)
         self._fit.observe(features, seconds)

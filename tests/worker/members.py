@@ -118,7 +118,7 @@ class Member:
             return self._fail(EngineFailed(str(error)))
         plan, kv_events = self.engine.last_plan, self.pool.take_events()
         has_tier = self.tier is not None or self.host_tier is not None
-        features = plan.features if plan.work and has_tier else None
+        features = plan.features if plan.sequences and has_tier else None
         result = StepResult(events, kv_events, self.engine.status(), features, STEP_S)
         deltas = self.core.take(result, now)
         kv_events += self.core.take_host_events()

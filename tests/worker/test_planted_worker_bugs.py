@@ -173,7 +173,7 @@ def _holds_break_whenever_a_request_comes(patch: pytest.MonkeyPatch) -> None:
     """As if a sequence that no step has seen yet could not go on."""
 
     def is_stuck(engine: Engine) -> bool:
-        return engine.has_work and not engine.last_plan.work
+        return engine.has_work and not engine.last_plan.sequences
 
     patch.setattr(Engine, "is_stuck", property(is_stuck, lambda engine, value: None), raising=False)
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disagg.engine.device.sampling_state import SamplingState, Step
+from disagg.engine.device.sampling_state import RowSampling, SamplingState
 from disagg.engine.device.slots import Slots
 from disagg.engine.device.token_masks import TokenMasks
 from disagg.engine.sched.speculation import Continued
@@ -110,7 +110,7 @@ class _Scores:
     def gather(
         cls,
         logits: Tensor,
-        step: Step,
+        step: RowSampling,
         sequences: SequenceOf[Continued],
         num_unread: int,
     ) -> _Scores | None:

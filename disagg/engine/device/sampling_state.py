@@ -56,7 +56,7 @@ def is_narrowed(params: SamplingParams) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RowSampling:
     """The rows of a step's logits and their sequences. Reused while the sequences are the same.
 
     slots: the same as `rows.slots`, on the host.
@@ -93,7 +93,7 @@ class SamplingState:
         )
         self._num_known: list[int] = []  # number of counted tokens of each slot, or `_UNKNOWN` ...
         self._num_remembered = 0  # ... plus this number for each row that `_last` penalises
-        self._last: Step | None = None
+        self._last: RowSampling | None = None
         self._sequences: SequenceOf[Continued] = ()  # the sequences of `_last`
 
     def enter(self, entered: SequenceOf[int]) -> None:
@@ -105,7 +105,7 @@ class SamplingState:
         for slot in entered:
             self._num_known[slot] = _UNKNOWN
 
-    def step(self, sequences: SequenceOf[Continued], num_unread: int) -> Step:
+    def step(self, sequences: SequenceOf[Continued], num_unread: int) -> RowSampling:
         """Bring the tables up to date for a step; returns how its rows are sampled.
 
         Args:
@@ -126,7 +126,7 @@ class SamplingState:
             self._catch_up([sequences[row] for row in step.penalised if row >= num_unread])
         return step
 
-    def remember(self, step: Step, token_ids: Tensor) -> None:
+    def remember(self, step: RowSampling, token_ids: Tensor) -> None:
         """Count the chosen tokens, [num_rows], of sequences with penalties."""
         if not step.penalised:
             return
@@ -142,7 +142,7 @@ class SamplingState:
             for row in step.penalised:
                 self._num_known[step.slots[row]] += num_remembered
 
-    def _step_of(self, slots: list[int], sequences: SequenceOf[Continued]) -> Step:
+    def _step_of(self, slots: list[int], sequences: SequenceOf[Continued]) -> RowSampling:
         params = [sequence.sampling for sequence in sequences]
         drawn = [row for row, each in enumerate(params) if not is_greedy(each)]
         narrowed = [place for place, row in enumerate(drawn) if is_narrowed(params[row])]
@@ -151,7 +151,7 @@ class SamplingState:
         parts = (slots, drawn, narrowed, adjusted, penalised)
         packed = upload([*chain.from_iterable(parts)], torch.int64, self._device)
         tensors = torch.split(packed, [*map(len, parts)])
-        return Step(
+        return RowSampling(
             slots=slots,
             rows=SampledRows(
                 slots=tensors[0],

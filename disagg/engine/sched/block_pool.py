@@ -13,10 +13,15 @@ from typing import Literal
 
 from disagg.blocks import BlockHash
 from disagg.engine.sched.free_runs import FreeRuns
-from disagg.engine.sched.require import require
 from disagg.messages import KVEvent
 
 EXTENT_TOKENS = 256  # idle blocks within an aligned range of so many slots are evicted together
+
+
+def require(holds: bool, difference: str) -> None:
+    """Raise AssertionError(difference) unless the invariant holds, also under `python -O`."""
+    if not holds:
+        raise AssertionError(difference)
 
 
 class BlockPool:

@@ -51,6 +51,16 @@ def give_blocks(
     return True
 
 
+def take_imported(pool: BlockPool, sequence: Sequence, enable_prefix_caching: bool) -> None:
+    """Record the blocks with imported KV that a sequence has come with; cache the full ones."""
+    sequence.num_slots = len(sequence.block_ids) * pool.block_size
+    sequence.was_admitted = True
+    sequence.num_published = 0
+    watch_blocks(pool, sequence, enable_prefix_caching)
+    if sequence.num_computed >= sequence.publish_at:
+        publish(pool, sequence)
+
+
 def watch_blocks(pool: BlockPool, sequence: Sequence, enable_prefix_caching: bool) -> None:
     """Cache the sequence's blocks as they fill up, from the block after `num_published` on."""
     num_tokens = (sequence.num_published + 1) * pool.block_size

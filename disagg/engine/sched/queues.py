@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from disagg.engine.sched.require import require
+from disagg.engine.sched.block_pool import require
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import RequestError
 

@@ -20,13 +20,12 @@ from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
 from disagg.engine.sched.async_scheduling import AsyncScheduling
-from disagg.engine.sched.block_pool import BlockPool
-from disagg.engine.sched.block_tables import disown, extend, give_back, grow, publish, watch_blocks
+from disagg.engine.sched.block_pool import BlockPool, require
+from disagg.engine.sched.block_tables import disown, extend, give_back, grow, publish, take_imported
 from disagg.engine.sched.chunks import Chunks
 from disagg.engine.sched.engine_admission import EngineAdmission
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.queues import Queues
-from disagg.engine.sched.require import require
 from disagg.engine.sched.sequence import Sequence, check_token_ids, token_limit
 from disagg.engine.sched.speculation import gain, usable
 from disagg.engine.sched.step import Sampled, SampledToken, StepPlan, TokenEvent
@@ -117,17 +116,11 @@ class Scheduler:
         Raises:
             RequestError: as `submit`; the blocks stay the caller's.
         """
-        block_size = self.pool.block_size
-        num_slots = len(sequence.block_ids) * block_size
+        num_slots = len(sequence.block_ids) * self.pool.block_size
         if not 0 < sequence.num_computed <= min(num_slots, len(sequence.tokens) - 1):
             raise ValueError(f"{sequence} cannot join with blocks of {num_slots} KV slots")
         self._accept(sequence)
-        sequence.num_slots = num_slots
-        sequence.was_admitted = True
-        sequence.num_published = 0
-        watch_blocks(self.pool, sequence, self.enable_prefix_caching)
-        if sequence.num_computed >= sequence.publish_at:
-            publish(self.pool, sequence)
+        take_imported(self.pool, sequence, self.enable_prefix_caching)
         self.queues.put(sequence, self.imported)
 
     def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:

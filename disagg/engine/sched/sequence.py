@@ -1,7 +1,7 @@
 """A request inside one engine: its tokens so far, and how many of them have KV.
 
 A sequence has no phases: prefill, decode, prefix hits, recomputation and imported KV differ only in
-the value of `num_computed`. Knows nothing of block states, steps or devices.
+the value of `num_computed`. Other parts keep what they know of a sequence in it.
 """
 
 from __future__ import annotations
@@ -33,27 +33,34 @@ def _as_set(token_ids: tuple[int, ...]) -> frozenset[int]:
 class Sequence:
     """Mutable state of one request; only the thread that owns the engine touches it.
 
-    tokens: the prompt, then every token generated so far, here or on another worker.
-    draft: tokens that are proposed to come next; see `speculation`.
+    tokens: the prompt, then every token generated so far, here or on another worker. Only the
+        scheduler adds tokens.
     num_computed: number of leading tokens with KV in `block_ids`; below len(tokens) until the
-        sequence ends.
-    block_ids: blocks of which the sequence is a holder; block i has the positions from
-        i * block_size on.
-    block_hashes: hashes of full blocks, extended as blocks fill up with generated tokens.
-    num_listed: number of leading blocks that are in the runner's table at `slot`.
-    num_published: number of leading blocks that were offered to the pool's prefix cache.
-    arrival: place in every queue: (priority, number given by the scheduler, or -1 before that).
-    num_cached_tokens: tokens that were found in the prefix cache when it was first admitted.
-    hand_over: whether the sequence leaves this engine, with its blocks, after one token.
-    grammar_state: state of the answer in its grammar, if it has one; used by the runner.
-    needs_host: whether the host must read a token before the device can choose the next one.
-    thinking: state of the reasoning; None: nothing depends on it, or no longer.
-    prompt_logprobs: log-probabilities of the computed prompt tokens but the first, if they were
-        requested and the answer has not begun; used by the runner. Until then no cached prefix is
-        used.
-    slot: its row in the runner's tensors of running sequences; see `slots`.
+        sequence ends. It follows the blocks in `block_tables`; else only the scheduler advances it.
+    draft: tokens that are proposed to come next; see `speculation`.
     max_num_tokens, stop_ids: when the sequence ends; set by the scheduler on submission.
-    stream_since: start of its TPOT, and its number of tokens then; None: it does not decode yet.
+    hand_over: whether the sequence leaves this engine, with its blocks, after one token.
+
+    Written by `block_tables`, or by KV import before the sequence joins:
+    block_ids: blocks of which the sequence is a holder; block i has the positions from
+        i * block_size on. num_slots: the positions for which they have room.
+    block_hashes: hashes of full blocks, extended as blocks fill up with generated tokens.
+    num_published: number of leading blocks that were offered to the pool's prefix cache.
+    publish_at: the value of `num_computed` at which the next block is full.
+    was_admitted, num_cached_tokens: whether it was ever admitted; tokens that were cached then.
+
+    Written by one part each:
+    arrival, num_queued: place in every queue, (priority, number, or -1 before it has one), and its
+        share of `Queues.num_queued_tokens`; by `queues`.
+    stream_since: start of its TPOT, and its number of tokens then; by `step_budget`. None: it does
+        not decode yet.
+    grammar_state: state of the answer in its grammar, if it has one; by the engine.
+    thinking, needs_host: state of the reasoning, or None if nothing depends on it any more; and
+        whether the device needs the host's knowledge of all tokens to choose the next one.
+    prompt_logprobs: log-probabilities of the computed prompt tokens but the first, if they were
+        requested and the answer has not begun; by the runner. Until then no cached prefix is used.
+    slot: its row in the runner's tensors of running sequences; by `slots`.
+    num_listed: number of leading blocks that are in the runner's table at `slot`; by `batching`.
     """
 
     __slots__ = (
@@ -101,12 +108,12 @@ class Sequence:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed = 0
         self.block_ids: list[int] = []
-        self.num_slots = 0  # len(block_ids) * block_size
+        self.num_slots = 0
         self.hash_root = request.hash_root
         self.block_hashes: list[BlockHash] = list(request.block_hashes)
         self.num_published = 0
-        self.num_queued = 0  # its tokens in `Queues.num_queued_tokens`
-        self.publish_at = 0  # num_computed at which the next block is full
+        self.num_queued = 0
+        self.publish_at = 0
         self.deadline_unix_s = request.deadline_unix_s
         self.arrival = (request.priority, -1)
         self.was_admitted = False

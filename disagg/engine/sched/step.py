@@ -14,21 +14,10 @@ from disagg.messages import FinishReason, TokenLogprobs
 from disagg.time_model import StepFeatures
 
 
-class Work(msgspec.Struct, frozen=True, gc=False):
-    """Compute the next `num_tokens` tokens of a sequence, from `sequence.num_computed` on.
-
-    If the sequence has fewer uncomputed tokens, the rest are the first tokens of its draft.
-    """
-
-    sequence: Sequence
-    num_tokens: int
-
-
 class StepPlan(msgspec.Struct, frozen=True):
     """One step's decisions: `sequences[i]` computes its next `query_lens[i]` tokens.
 
-    It has two lists and not one list of `Work`, which would need an object for each sequence in
-    each step.
+    Tokens beyond the sequence's last one are the first tokens of its draft.
 
     num_decodes: the first `num_decodes` sequences compute one token, and sample the next one.
     features: the step's features for the time model.
@@ -67,11 +56,6 @@ class StepPlan(msgspec.Struct, frozen=True):
     def first_positions(self) -> SequenceOf[int]:
         """The position at which each sequence continues, while the step before is not applied."""
         return self.starts or [each.num_computed + self.continues for each in self.sequences]
-
-    @property
-    def work(self) -> list[Work]:
-        """The plan as one `Work` for each sequence."""
-        return list(map(Work, self.sequences, self.query_lens))
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):

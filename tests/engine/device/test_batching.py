@@ -18,7 +18,7 @@ from disagg.engine.sched.sequence import NO_SLOT, Sequence
 from disagg.engine.sched.step import Choose, Sampled, StepPlan
 from disagg.models.batch import Batch
 from disagg.time_model import StepFeatures
-from tests.engine.fake_runner import FakeDevice, FakeKV
+from tests.engine.fake_runner import FakeDevice, FakeKV, work_of
 from tests.engine.workload import Driver, Workload, new_sequence, workloads
 
 
@@ -235,13 +235,13 @@ def test_a_step_uploads_what_it_changes_and_not_whole_tables() -> None:
 def check(plan: StepPlan, block_size: int, batch: Batch) -> None:
     rows: list[tuple[Sequence, int]] = []
     starts, wanted = [0], []
-    for work in plan.work:
+    for work in work_of(plan):
         first = work.sequence.num_computed
         rows += [(work.sequence, first + i) for i in range(work.num_tokens)]
         starts.append(len(rows))
         if first + work.num_tokens == len(work.sequence.tokens):
             wanted.append(len(rows) - 1)
-    ends = [work.sequence.num_computed + work.num_tokens for work in plan.work]
+    ends = [work.sequence.num_computed + work.num_tokens for work in work_of(plan)]
     assert batch.token_ids.tolist() == [sequence.tokens[p] for sequence, p in rows]
     assert batch.positions.tolist() == [p for _, p in rows]
     assert batch.slots.tolist() == [
@@ -250,12 +250,12 @@ def check(plan: StepPlan, block_size: int, batch: Batch) -> None:
     assert batch.query_start.tolist() == starts
     assert batch.logits_rows.tolist() == wanted
     assert batch.context_lens.tolist() == ends == list(batch.context_lens_host)
-    assert batch.query_lens == tuple(work.num_tokens for work in plan.work)
+    assert batch.query_lens == tuple(work.num_tokens for work in work_of(plan))
     assert batch.max_query_len == max(batch.query_lens)
     assert batch.num_decodes == plan.num_decodes
     num_columns = -(-max(ends) // block_size)
-    assert batch.block_tables.shape == (len(plan.work), num_columns)
-    for row, work, end in zip(batch.block_tables.tolist(), plan.work, ends, strict=True):
+    assert batch.block_tables.shape == (len(plan.sequences), num_columns)
+    for row, work, end in zip(batch.block_tables.tolist(), work_of(plan), ends, strict=True):
         used = work.sequence.block_ids[: -(-end // block_size)]
         assert row[: len(used)] == used
 

@@ -11,7 +11,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Sampled, SampledToken, StepPlan
 from disagg.errors import ContextLengthExceeded, RequestError, StartupError
 from disagg.messages import GenerateRequest, SamplingParams, TokenLogprobs
-from tests.engine.fake_runner import FakeRunner, expected_tokens
+from tests.engine.fake_runner import FakeRunner, expected_tokens, work_of
 from tests.engine.workload import (
     Driver,
     Workload,
@@ -39,7 +39,7 @@ def run(engine: Engine, num_steps: int = 1000) -> dict[str, list[int]]:
 
 def step_sizes(engine: Engine) -> list[tuple[str, int]]:
     engine.step()
-    return [(work.sequence.request_id, work.num_tokens) for work in engine.last_plan.work]
+    return [(work.sequence.request_id, work.num_tokens) for work in work_of(engine.last_plan)]
 
 
 @settings(max_examples=200, deadline=None)

@@ -15,7 +15,7 @@ from disagg.engine.sched.speculation import MAX_AHEAD, DraftedSequence, rows, us
 from disagg.engine.sched.step import SampledToken, TokenEvent
 from disagg.messages import TokenLogprobs
 from disagg.time_model import StepFeatures, StepTimeFit
-from tests.engine.fake_runner import draft_of, expected_tokens
+from tests.engine.fake_runner import draft_of, expected_tokens, work_of
 from tests.engine.workload import ROOT, Driver, Workload, new_engine, new_sequence, workloads
 
 PROMPT = (4, 5, 6, 7, 8)
@@ -139,8 +139,8 @@ def test_log_probabilities_go_with_their_tokens() -> None:
     sequence = drafted(1, 2)
     engine.submit(sequence)
     plan = engine.scheduler.plan()
-    places = [work.sequence for work in plan.work].index(sequence)
-    sampled: list[SampledToken | tuple[SampledToken, ...]] = [SampledToken(9)] * len(plan.work)
+    places = [work.sequence for work in work_of(plan)].index(sequence)
+    sampled: list[SampledToken | tuple[SampledToken, ...]] = [SampledToken(9)] * len(plan.sequences)
     sampled[places] = verified[:1] + tuple(SampledToken(token) for token in answer[1:])
     event = next(e for e in engine.scheduler.apply(plan, sampled) if e.sequence is sequence)
     assert event.token_ids == tuple(answer[:2])
@@ -178,7 +178,7 @@ def test_drafts_never_take_the_token_of_a_step_from_others() -> None:
         before = [len(sequence.tokens) for sequence in others]
         running = list(engine.scheduler.running)
         engine.step()
-        planned = {work.sequence.request_id for work in engine.last_plan.work}
+        planned = {work.sequence.request_id for work in work_of(engine.last_plan)}
         for sequence, num_tokens in zip(others, before, strict=True):
             assert len(sequence.tokens) == num_tokens + (sequence in running)
         decoding = [s for s in running if s.num_computed >= len(PROMPT)]
