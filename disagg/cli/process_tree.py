@@ -31,6 +31,7 @@ NUM_LOOKS = 5
 STILL_S = 10.0
 # Share of a CPU core. A start on a busy machine uses 0.8, a start that hangs 0.02 to 0.1.
 STILL_WORK = 0.2
+IDLE_PERCENT = 50.0  # a machine whose CPUs are idle for less of the time is busy
 
 _LOCK = "alive"
 _PR_SET_CHILD_SUBREAPER = 36
@@ -158,11 +159,13 @@ def end_family(timeout_s: float = 2.0) -> list[psutil.Process]:
 
 
 class Standstill:
-    """Distinguishes a start that hangs from a slow one, by the CPU use of all descendants.
+    """Distinguishes a start that hangs from a slow one, by the work of all descendants.
 
-    Work is the time in which threads ran or waited for a CPU, so that a start on an overloaded
-    machine does not look like one that hangs. On systems other than Linux this is unknown, and
-    nothing counts as a standstill.
+    Work is the time in which threads ran or waited for a CPU. On a busy machine a start may also
+    wait for what others do: for a disk, for memory, for a thread whose wait is not counted before
+    it ends. So nothing counts as a standstill while the machine is busy, unless a process of the
+    start is suspended. The same holds where work is unknown: on systems other than Linux, and on a
+    Linux that does not count it.
     """
 
     def __init__(self) -> None:
@@ -172,14 +175,16 @@ class Standstill:
 
     def is_there(self, now_s: float) -> bool:
         """Whether there was hardly any work for `STILL_S`. Call it about once a second."""
-        is_busy = not os.path.exists("/proc/self/schedstat")
+        states = set()
         for process in family():
             with contextlib.suppress(psutil.Error, OSError, ValueError):
-                is_busy |= process.status() == psutil.STATUS_DISK_SLEEP
+                states.add(process.status())
                 work_s = _work_s(process.pid)
                 self._total_s += max(work_s - self._work_s.get(process, 0.0), 0.0)
                 self._work_s[process] = work_s
-        if is_busy:
+        is_busy = psutil.cpu_times_percent().idle < IDLE_PERCENT  # since the last look
+        is_busy &= psutil.STATUS_STOPPED not in states
+        if is_busy or psutil.STATUS_DISK_SLEEP in states or not self._total_s:
             self._seen.clear()
         self._seen.append((now_s, self._total_s))
         while len(self._seen) > 1 and self._seen[1][0] <= now_s - STILL_S:

@@ -159,3 +159,22 @@ def test_a_standstill_is_told_from_work(
         assert busy.is_running()
     found = [standstill.is_there(float(now_s)) for now_s in range(30, 60)]
     assert not any(found[:9]) and all(found[11:])
+
+
+@pytest.mark.parametrize(("idle_percent", "is_standstill"), [(90.0, True), (10.0, False)])
+def test_nothing_is_told_from_waiting_on_a_busy_machine(
+    left_behind: list[subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    idle_percent: float,
+    is_standstill: bool,
+) -> None:
+    machine = psutil.cpu_times_percent()._replace(idle=idle_percent)
+    monkeypatch.setattr(psutil, "cpu_times_percent", lambda: machine)
+    left_behind.append(run_with())
+    waiting = psutil.Process(left_behind[0].pid)
+    while waiting.status() != psutil.STATUS_SLEEPING:
+        assert waiting.is_running()
+    monkeypatch.setattr(process_tree, "family", lambda: [waiting])
+    standstill = process_tree.Standstill()
+    found = [standstill.is_there(float(now_s)) for now_s in range(30)]
+    assert not any(found[:9]) and set(found[11:]) == {is_standstill}
