@@ -63,9 +63,12 @@ class Launches:
         self, launcher: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     ) -> None:
         """Triton compiles anew for other constants, types, alignments, and for an integer of 1."""
-        key: list[object] = [launcher._kernel.fn.__name__, *sorted(constants.items())]
-        for argument, (by_value, by_address) in zip(arguments, launcher._asked, strict=True):
+        key: list[object] = [launcher.kernel.fn.__name__, *sorted(constants.items())]
+        asked = [each for each in launcher.kernel.params if not each.is_constexpr]
+        for argument, parameter in zip(arguments, asked, strict=True):
+            by_value = not parameter.do_not_specialize
             if isinstance(argument, Tensor):
+                by_address = by_value and not parameter.do_not_specialize_on_alignment
                 is_aligned = by_address and argument.data_ptr() % 16 == 0
                 key.append((argument.dtype, is_aligned))
             elif isinstance(argument, int):
