@@ -18,6 +18,7 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import msgspec
@@ -68,46 +69,19 @@ class Charge(msgspec.Struct, frozen=True):
     num_expected: int
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class WaitingRequest(Waiter):
-    """One request in the queue. Create it inside the event loop in which it waits.
+    """One request in the queue. Create it inside the event loop in which it waits."""
 
-    Args:
-        set_out: sends it to a worker; returns False if none has room.
-        began_s: Unix time of its arrival.
-        num_before: requests that waited when it arrived.
-        num_uncomputed_tokens: predicted number of prompt tokens that are not cached.
-    """
-
-    __slots__ = (
-        "began_s", "num_before", "num_uncomputed_tokens", "predicted_s", "request", "set_out",
-        "turn",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        request: GenerateRequest,
-        charge: Charge,
-        set_out: Callable[[Queued], bool],
-        began_s: float,
-        num_before: int,
-        num_uncomputed_tokens: int,
-        number: int,
-    ) -> None:
-        super().__init__(
-            request.tenant,
-            charge.cost_s,
-            REQUEST_NBYTES + TOKEN_NBYTES * len(request.token_ids),
-            priority=request.priority,
-            deadline_s=request.deadline_unix_s,
-            number=number,
-        )
-        self.request = request
-        self.set_out = set_out
-        self.began_s = began_s
-        self.num_before = num_before
-        self.num_uncomputed_tokens = num_uncomputed_tokens
-        self.predicted_s = 0.0
-        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    request: GenerateRequest
+    set_out: Callable[[Queued], bool]  # sends it to a worker; False if none has room
+    began_s: float  # Unix time of its arrival
+    num_before: int  # requests that waited when it arrived
+    num_uncomputed_tokens: int  # predicted number of prompt tokens that are not cached
+    predicted_s: float = 0.0
+    turn: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def queued(self, now: float) -> Queued:
         request, waited_s = self.request, now - self.began_s
@@ -280,9 +254,16 @@ class AdmissionQueue:
             Overloaded: the first token would be too late, or the queue is full.
         """
         line, self._num = self._line(request.model), self._num + 1
-        num_uncomputed_tokens = len(request.token_ids) - route.num_cached_tokens
         waiter = WaitingRequest(
-            request, charge, set_out, self._now(), len(line), num_uncomputed_tokens, self._num
+            request.tenant,
+            charge.cost_s,
+            REQUEST_NBYTES + TOKEN_NBYTES * len(request.token_ids),
+            (request.priority, request.deadline_unix_s, self._num),
+            request=request,
+            set_out=set_out,
+            began_s=self._now(),
+            num_before=len(line),
+            num_uncomputed_tokens=len(request.token_ids) - route.num_cached_tokens,
         )
         line.starts_waiting()
         waiter.predicted_s = self._wait_s(line, waiter)

@@ -13,29 +13,22 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, TypeVar
 
 
+@dataclass(slots=True, eq=False)
 class Waiter:
-    """One waiting request. `number` is unique, in order of arrival."""
+    """One waiting request.
 
-    __slots__ = ("cost_s", "key", "nbytes", "tenant")
+    key: its order among those of its tenant: priority, deadline, and a number in order of arrival.
+    """
 
-    def __init__(
-        self,
-        tenant: str,
-        cost_s: float,
-        nbytes: int,
-        *,
-        priority: int = 0,
-        deadline_s: float = 0.0,
-        number: int = 0,
-    ) -> None:
-        self.tenant = tenant
-        self.cost_s = cost_s
-        self.nbytes = nbytes
-        self.key = (priority, deadline_s, number)
+    tenant: str
+    cost_s: float
+    nbytes: int
+    key: tuple[int, float, int] = (0, 0.0, 0)
 
     @property
     def priority(self) -> int:

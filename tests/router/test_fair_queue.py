@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +17,15 @@ costs = st.floats(0.1, MOST_S)
 tenants = st.sampled_from(sorted(WEIGHTS))
 
 
-def waiter(tenant: str, cost_s: float = 1.0, nbytes: int = 10, **more: Any) -> Waiter:
-    return Waiter(tenant, cost_s, nbytes, number=next(_numbers), **more)
+def waiter(
+    tenant: str,
+    cost_s: float = 1.0,
+    nbytes: int = 10,
+    *,
+    priority: int = 0,
+    deadline_s: float = 0.0,
+) -> Waiter:
+    return Waiter(tenant, cost_s, nbytes, (priority, deadline_s, next(_numbers)))
 
 
 def new_queue() -> FairQueue[Waiter]:
