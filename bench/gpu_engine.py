@@ -243,7 +243,7 @@ class Served:
     @contextmanager
     def _without_graphs(self) -> Iterator[None]:
         runner = cast(ModelRunner, self.engine.runner)
-        graphs, runner.graphs = runner.graphs, ()
+        graphs, runner.graphs = runner.graphs, None
         try:
             yield
         finally:

@@ -14,8 +14,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.models.batch import Batch
 
 if TYPE_CHECKING:  # a CPU captures nothing
-    from disagg.engine.device.decode_graphs import DecodeGraphs
-    from disagg.engine.device.mixed_graphs import MixedGraphs
+    from disagg.engine.device.step_graphs import StepGraphs
 
 # Prompts that come together: each step's rows must not be those of the one before.
 COMPARED_PROMPTS = [(60, 60, 60), (20,), (1, 250), (7,) * 30, (130, 3), (33,) * 7]
@@ -27,19 +26,20 @@ class Compared:
     """Captured graphs of a runner, each of whose steps is then computed without them.
 
     Attributes:
-        differences: of each step's logits, as a part of the largest.
+        differences: of each step's logits, as a part of the largest; of decodes, and of others.
     """
 
-    def __init__(self, graphs: DecodeGraphs | MixedGraphs, runner: ModelRunner) -> None:
+    def __init__(self, graphs: StepGraphs, runner: ModelRunner) -> None:
         self._graphs, self._runner = graphs, runner
-        self.differences: list[float] = []
+        self.differences: dict[str, list[float]] = {"decodes": [], "mixed": []}
 
     def forward(self, batch: Batch) -> Tensor | None:
         logits = self._graphs.forward(batch)
         if logits is not None:
             plain = self._runner.decoder.forward(batch, self._runner.kv_cache.pages)
             difference = (logits - plain).abs().max() / plain.abs().max()
-            self.differences.append(float(difference.nan_to_num(nan=float("inf"))))
+            kind = "decodes" if batch.max_query_len == 1 else "mixed"
+            self.differences[kind].append(float(difference.nan_to_num(nan=float("inf"))))
         return logits
 
 
@@ -50,9 +50,9 @@ def compare_graphs(engine: Engine, new_prompt: Callable[[int], Sequence]) -> dic
         new_prompt: a request with a prompt of so many tokens.
     """
     runner = cast(ModelRunner, engine.runner)
-    if not runner.graphs:
+    if runner.graphs is None:
         raise Absent("a CPU captures no graphs")
-    compared = tuple(Compared(graphs, runner) for graphs in runner.graphs)
+    compared = Compared(runner.graphs, runner)
     graphs, runner.graphs = runner.graphs, compared  # type: ignore[assignment]
     try:
         for lens in COMPARED_PROMPTS:
@@ -63,10 +63,10 @@ def compare_graphs(engine: Engine, new_prompt: Callable[[int], Sequence]) -> dic
     finally:
         runner.graphs = graphs
     found: dict[str, Any] = {}
-    for each, name in zip(compared, ("decodes", "mixed"), strict=True):
-        if not each.differences:
+    for name, differences in compared.differences.items():
+        if not differences:
             raise RuntimeError(f"no step was one of {name}")
-        found |= {f"{name} steps": len(each.differences), name: max(each.differences)}
+        found |= {f"{name} steps": len(differences), name: max(differences)}
     if not max(found["decodes"], found["mixed"]) <= MOST_DIFFERENT:
         raise ArithmeticError(f"logits differ, as a part of the largest: {found}")
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.gpu_paged import INTERPRETED_DTYPE, LATENT, TINY, TINY_LATENT, Heads, Paged
 from bench.gpu_rows import Row, parser_of, run_part
-from bench.gpu_step_parity import check_cuts, check_decode_inputs
+from bench.gpu_step_parity import check_cuts, check_step_arrays
 from disagg.kernels import reference
 from disagg.kernels.gpu.gated_mul import gated_mul
 from disagg.kernels.gpu.norm_rope import norm_rope_
@@ -175,7 +175,7 @@ def main() -> None:
     rows = [
         *attention_rows(device, arguments.tiny),
         *map(row, dtypes),
-        Row("rows of a batch of decodes", lambda: check_decode_inputs(device), 60.0),
+        Row("rows of a small step", lambda: check_step_arrays(device), 60.0),
         Row("rows of cut attention", lambda: check_cuts(device), 60.0),
     ]
     run_part("gpu_parity", rows, arguments)

@@ -15,13 +15,13 @@ from disagg.kernels.gpu.attention_work import (
     AttentionWork,
     attention_work,
 )
-from disagg.kernels.gpu.decode_inputs import DecodeInputs
+from disagg.kernels.gpu.step_arrays import StepArrays
 
-NUM_SLOTS, NUM_SEQS, NUM_UNREAD, NUM_COLUMNS, MAX_NUM_BLOCKS = 40, 24, 10, 140, 200
+NUM_SLOTS, NUM_SEQS, NUM_UNREAD, MAX_NUM_BLOCKS = 40, 24, 10, 200
 GROUP, NUM_PROGRAMS = 4, 49  # of Llama-3-8B, on an H200
 
 
-def check_decode_inputs(device: torch.device) -> dict[str, int]:
+def check_step_arrays(device: torch.device) -> dict[str, int]:
     """A batch of decodes, and the block tables that change with it.
 
     Raises:
@@ -39,27 +39,34 @@ def check_decode_inputs(device: torch.device) -> dict[str, int]:
     changed = draw(MAX_NUM_BLOCKS, NUM_SEQS)  # a column of each, and the first one
     cells = torch.cat((slots * MAX_NUM_BLOCKS + changed, slots * MAX_NUM_BLOCKS))
     blocks = draw(9999, len(cells))
-    inputs = DecodeInputs.empty(NUM_SLOTS, MAX_NUM_BLOCKS, device)
+    arrays = StepArrays.empty(NUM_SLOTS, 256, device)
     on_device = tables.to(device, copy=True)
-    inputs.fill(
+    arrays.fill(
         torch.cat((slots, *per_token, known, cells, blocks)).to(device),
         on_device,
         chosen.to(device),
         num_seqs=NUM_SEQS,
+        num_tokens=NUM_SEQS,
         num_unread=NUM_UNREAD,
         num_changes=len(cells),
-        num_columns=NUM_COLUMNS,
+        num_logits=NUM_SEQS,
+        are_decodes=True,
     )
     tables.view(-1)[cells] = blocks.int()
-    token_ids, positions, kv_slots, ends, columns = inputs.first(NUM_SEQS)
+    counted = torch.arange(NUM_SEQS)
+    idle = NUM_SLOTS - NUM_SEQS
     pairs = {
         "tables": (on_device, tables),
-        "token_ids": (token_ids, torch.cat((chosen[slots[:NUM_UNREAD]], known))),
-        "positions": (positions, per_token[0]),
-        "slots": (kv_slots, per_token[1]),
-        "context_lens": (ends, per_token[2].int()),
-        "block_tables": (columns[:, :NUM_COLUMNS], tables[slots, :NUM_COLUMNS]),
-        "idle slots": (inputs.slots[NUM_SEQS:], torch.full((NUM_SLOTS - NUM_SEQS,), -1)),
+        "token_ids": (arrays.token_ids[:NUM_SEQS], torch.cat((chosen[slots[:NUM_UNREAD]], known))),
+        "positions": (arrays.positions[:NUM_SEQS], per_token[0]),
+        "slots": (arrays.slots[:NUM_SEQS], per_token[1]),
+        "context_lens": (arrays.context_lens[:NUM_SEQS], per_token[2].int()),
+        "table_rows": (arrays.table_rows[:NUM_SEQS], slots),
+        "query_start": (arrays.query_start[: NUM_SEQS + 1], torch.arange(NUM_SEQS + 1).int()),
+        "logits_rows": (arrays.logits_rows[:NUM_SEQS], counted),
+        "idle slots": (arrays.slots[NUM_SEQS:], torch.full((256 - NUM_SEQS,), -1)),
+        "idle contexts": (arrays.context_lens[NUM_SEQS:], torch.zeros(idle + 1).int()),
+        "idle queries": (arrays.query_start[NUM_SEQS + 1 :], torch.full((idle + 1,), 256).int()),
     }
     wrong = [
         name for name, (found, wanted) in pairs.items() if not torch.equal(found.cpu(), wanted)

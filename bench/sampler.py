@@ -98,12 +98,12 @@ class Stepping:
 @contextmanager
 def kernels_that_do_nothing() -> Iterator[list[str]]:
     """What the GPU's path launches, by name; results are whatever memory holds, and token 0."""
-    from disagg.kernels.gpu import decode_inputs
     from disagg.kernels.gpu import floors as triton_floors
     from disagg.kernels.gpu import sampling as triton_sampling
+    from disagg.kernels.gpu import step_arrays
 
     modules = {
-        "_fill": decode_inputs,
+        "_fill": step_arrays,
         **dict.fromkeys(("_adjust", "_score", "_pick", "_remember"), triton_sampling),
         **dict.fromkeys(("_groups", "_select", "_floors"), triton_floors),
     }

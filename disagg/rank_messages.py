@@ -109,8 +109,6 @@ class RankCapture(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Capture these steps as CUDA graphs, while the first rank does; see `ModelRunner.capture`."""
 
     max_num_seqs: int
-    max_model_len: int
-    with_drafts: bool
 
 
 class RankCopies(msgspec.Struct, frozen=True, array_like=True, tag=2):

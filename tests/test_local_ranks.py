@@ -342,7 +342,7 @@ def test_a_rank_that_fails_while_graphs_are_captured_ends_the_start(
 
     def capture(runner: ModelRunner, plan: EnginePlan) -> NoReturn:
         assert isinstance(runner.followers, Ranks)
-        runner.followers.follow(RankCapture(4, 64, False))
+        runner.followers.follow(RankCapture(4))
         assert ended.get(timeout=60) == 1
         statuses.extend(process_of(other).poll() for other in runner.followers.others)
         raise StartupError("the process would have ended")

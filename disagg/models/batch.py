@@ -22,11 +22,12 @@ class Batch:
     slots: torch.Tensor  # int64 [num_tokens]: KV slots, block_id * block_size + offset
     query_start: torch.Tensor  # int32 [num_seqs + 1]
     context_lens: torch.Tensor  # int32 [num_seqs]: tokens with KV after this step
-    block_tables: (
-        torch.Tensor
-    )  # int32 [num_seqs, max_num_blocks]; entries beyond a sequence's context are undefined
+    # int32 [num_rows, max_num_blocks]; entries beyond a sequence's context are undefined
+    block_tables: torch.Tensor
     logits_rows: torch.Tensor  # int64 [num_logits], increasing: token rows whose logits are needed
     num_decodes: int  # the first `num_decodes` sequences have exactly one token
     max_query_len: int
     query_lens: tuple[int, ...]  # host copy, for code that loops over sequences
     context_lens_host: Sequence[int]
+    # int64 [num_seqs]: the row of each sequence in `block_tables`; None: row i is sequence i's
+    table_rows: torch.Tensor | None = None

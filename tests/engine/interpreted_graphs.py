@@ -21,19 +21,19 @@ from disagg.engine.device import build, step_graphs
 from disagg.engine.device import follower as follower_module
 from disagg.engine.device import runner as runner_module
 from disagg.engine.device.batching import Batching
-from disagg.engine.device.decode_graphs import DecodeGraphs, new_logits
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.kv_shape import KVShape
-from disagg.engine.device.mixed_graphs import MixedGraphs, MixedSize
 from disagg.engine.device.runner import ModelRunner
+from disagg.engine.device.step_graphs import GraphSize, StepGraphs, graph_sizes
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
-from disagg.kernels.gpu.decode_inputs import DecodeInputs
 from disagg.kernels.gpu.launcher import KernelLauncher
 from disagg.kernels.gpu.ops import TritonOps
+from disagg.kernels.gpu.step_arrays import StepArrays
 from disagg.kernels.kv_pages import KVPages, format_of
 from disagg.models import decoder as decoder_module
+from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 from disagg.models.weights import random_weights
 from disagg.rank_messages import RankCapture, RankWork
@@ -54,8 +54,44 @@ def fake_record(forward: Callable[[], object]) -> Callable[[], object]:
     return forward
 
 
-def inputs_of(max_num_seqs: int) -> DecodeInputs:
-    return DecodeInputs.empty(max_num_seqs, 32, torch.device("cpu"))
+class Captured:
+    """Graphs, and the arrays that they read."""
+
+    def __init__(
+        self, decoder: Decoder, slab: KVPages, max_num_seqs: int, sizes: list[GraphSize]
+    ) -> None:
+        most = max(size.num_tokens for size in sizes)
+        self.arrays = StepArrays.empty(max_num_seqs, most, decoder.device)
+        self.tables = torch.zeros(max_num_seqs + 1, 128, dtype=torch.int32)
+        made = decoder, slab, self.arrays, self.tables, sizes, fake_record
+        self.graphs = StepGraphs(*made)
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        """With the batch in the arrays, as `StepArrays.fill` writes it, and tables by slot."""
+        arrays, num_seqs = self.arrays, len(batch.query_lens)
+        num_tokens, num_logits = len(batch.token_ids), len(batch.logits_rows)
+        if num_tokens > arrays.max_num_tokens:
+            return self.graphs.forward(batch)
+        arrays.clear()
+        arrays.token_ids.zero_()
+        rows = num_seqs - torch.arange(num_seqs)
+        self.tables[rows, : batch.block_tables.shape[1]] = batch.block_tables
+        there = dataclasses.replace(
+            batch,
+            token_ids=arrays.token_ids[:num_tokens].copy_(batch.token_ids),
+            positions=arrays.positions[:num_tokens].copy_(batch.positions),
+            slots=arrays.slots[:num_tokens].copy_(batch.slots),
+            query_start=arrays.query_start[: num_seqs + 1].copy_(batch.query_start),
+            context_lens=arrays.context_lens[:num_seqs].copy_(batch.context_lens),
+            block_tables=self.tables,
+            table_rows=arrays.table_rows[:num_seqs].copy_(rows),
+            logits_rows=arrays.logits_rows[:num_logits].copy_(batch.logits_rows),
+        )
+        return self.graphs.forward(there)
+
+
+def decodes(max_num_seqs: int) -> list[GraphSize]:
+    return [size for size in graph_sizes(max_num_seqs) if size.are_decodes]
 
 
 def _sequences(contexts: list[int]) -> list[Tokens]:
@@ -81,11 +117,7 @@ def _steps(groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages
     for sequence, context in zip(sequences, [9, 1, 22, 13, 5], strict=True):
         plain.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
         sequence.num_computed = context
-    captured = (
-        DecodeGraphs(decoder, slab, 5, inputs_of(5), fake_record, new_logits(decoder, 5))
-        if graphs
-        else None
-    )
+    captured = Captured(decoder, slab, 5, decodes(5)) if graphs else None
     logits = []
     for group in groups:
         work = [(sequences[index], 1) for index in group]
@@ -115,7 +147,7 @@ def test_all_graphs_write_the_same_logits() -> None:
     weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
     slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
     decoder = Decoder(SMALL, weights, TritonOps(6, 1))
-    graphs = DecodeGraphs(decoder, slab, 5, inputs_of(5), fake_record, new_logits(decoder, 5))
+    graphs = Captured(decoder, slab, 5, decodes(5))
     logits = [
         graphs.forward(make_batch([(each, 1) for each in group], BLOCK_SIZE))
         for group in (_sequences([9]), _sequences([9, 1, 5]), _sequences([9, 1, 5, 22, 13]))
@@ -132,7 +164,7 @@ class _Mixed(NamedTuple):
     """Four sequences, some of whose KV is there, a decoder on torch, and graphs of the kernels."""
 
     plain: Decoder
-    graphs: MixedGraphs
+    graphs: Captured
     slab: KVPages
     sequences: list[Tokens]
     values: Tensor  # of the slab before any step
@@ -155,8 +187,7 @@ def mixed(request: pytest.FixtureRequest) -> _Mixed:
             plain.forward(make_batch([(sequences[-1], context)], BLOCK_SIZE), slab)
             sequences[-1].num_computed = context
     values = slab.values.clone()
-    sizes = [MixedSize(16, 8), MixedSize(16, 16), MixedSize(32, 16)]
-    graphs = MixedGraphs(decoder, slab, sizes, 4, 128, fake_record, new_logits(decoder, 16))
+    graphs = Captured(decoder, slab, 4, [GraphSize(False, 16), GraphSize(False, 32)])
     return _Mixed(plain, graphs, slab, sequences, values)
 
 
@@ -199,7 +230,7 @@ def test_what_no_graph_holds_is_left_to_the_decoder() -> None:
     weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
     decoder = Decoder(SMALL, weights, TritonOps(6, 1))
     slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
-    graphs = DecodeGraphs(decoder, slab, 2, inputs_of(2), fake_record, new_logits(decoder, 2))
+    graphs = Captured(decoder, slab, 2, decodes(2))
     sequences = _sequences([9, 1, 5])
     too_many = make_batch([(each, 1) for each in sequences], BLOCK_SIZE)
     assert graphs.forward(too_many) is None
@@ -218,14 +249,11 @@ def _texts(graphs: bool) -> list[list[int]]:
         runner.batching = Batching(
             runner.slots, BLOCK_SIZE, num_blocks, decoder.device, use_kernel=True
         )
-        inputs = runner.batching.decode_inputs
-        assert inputs is not None
-        pages, logits = kv_cache.pages, new_logits(decoder, 16)
-        sizes = [MixedSize(8, 4), MixedSize(8, 8)]
-        runner.graphs = (
-            DecodeGraphs(decoder, pages, 3, inputs, fake_record, logits),
-            MixedGraphs(decoder, pages, sizes, 3, 32, fake_record, logits),
-        )
+        arrays, tables = runner.batching.arrays, runner.batching.tables
+        assert arrays is not None
+        sizes = [GraphSize(False, 8), *decodes(3)]
+        made = decoder, kv_cache.pages, arrays, tables, sizes, fake_record
+        runner.graphs = StepGraphs(*made)
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, array("Q", bytes(8 * NUM_BLOCKS)))
     scheduler = Scheduler(pool, max_num_seqs=3, max_num_batched_tokens=8, max_model_len=128)
     engine = Engine(scheduler, runner)
@@ -263,7 +291,7 @@ def _texts_of_ranks(
     with made as (engine, _, others):
         assert isinstance(engine.runner, ModelRunner)
         if num_ranks > 1:
-            engine.runner.capture(2, 16)
+            engine.runner.capture(2)
             engine.launcher = engine.runner  # tokens of a step are input of the next on every rank
         texts = _said(engine, [[3, 1, 4], list(range(6))])
     return texts, others.given
@@ -297,7 +325,8 @@ def test_ranks_that_capture_and_replay_the_same_graphs_say_the_same(
     for module in (runner_module, follower_module):
         monkeypatch.setattr(module, "Batching", partial(Batching, use_kernel=True))
     monkeypatch.setattr(step_graphs, "record_cuda_graph", lambda: record)
-    monkeypatch.setattr(step_graphs, "mixed_sizes", lambda *_: [MixedSize(4, 2)])
+    sizes = [GraphSize(False, 4), *decodes(2)]
+    monkeypatch.setattr(step_graphs, "graph_sizes", lambda _: sizes)
     monkeypatch.setattr(build, "_warm_up", lambda runner, plan: runner.warm_up(4, 2))
     captured, given = _texts_of_ranks(tmp_path / "model", 2, tmp_path)
     assert captured == plain

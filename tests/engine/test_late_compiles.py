@@ -110,7 +110,7 @@ def _engine(config: ModelConfig, format: str, *, has_graphs: bool, has_drafts: b
     runner.warm_up(MAX_TOKENS, MAX_NUM_SEQS)
     runner.warm_up_tiles(MAX_MODEL_LEN)
     if has_graphs:
-        runner.capture(MAX_NUM_SEQS, MAX_MODEL_LEN, with_drafts=has_drafts)
+        runner.capture(MAX_NUM_SEQS)
     scheduler = Scheduler(
         BlockPool(NUM_BLOCKS, BLOCK_SIZE, array("Q", bytes(8 * NUM_BLOCKS))),
         max_num_seqs=MAX_NUM_SEQS,

@@ -44,7 +44,7 @@ STRIDES = (
     "scale_block_stride",
 )  # multiples of 16 in every supported model
 POINTERS = {
-    "slots_ptr": "*i64",
+    **dict.fromkeys(("slots_ptr", "table_rows_ptr"), "*i64"),
     **dict.fromkeys(
         (
             "tables_ptr",
@@ -181,6 +181,7 @@ def check_attention(
         "ROWS": rows,
         "TILE": KEY_TILE,
         "WINDOW": window,
+        "HAS_ROWS": True,
         "HAS_SINKS": head_dim == 64,  # of gpt-oss
         "CAP": cap,
         **_units(stored, rows, block_size, head_dim),
@@ -226,6 +227,7 @@ def check_latent_attention(
         "BLOCK_ROPE": 64,
         "TILE": latent_attention.key_tile(block_size, most),
         "BLOCK_SIZE": block_size,
+        "HAS_ROWS": True,
     }
     options = latent_attention.launch_options(rows)
     kernel = latent_attention._latent_attention_kernel

@@ -10,7 +10,7 @@ from triton.compiler import ASTSource
 
 from disagg.kernels.gpu import floors as triton_floors
 from disagg.kernels.gpu import sampling as triton_sampling
-from disagg.kernels.gpu.decode_inputs import _fill_kernel
+from disagg.kernels.gpu.step_arrays import _fill_kernel
 
 POINTERS = {
     **dict.fromkeys(("numbers_ptr", "slots_ptr", "rows_ptr", "positions_ptr"), "*i64"),
@@ -27,7 +27,7 @@ KERNELS = [
     *((name, "") for name in ("adjust", *FLOORS, "remember")),
     *((name, absent) for name in ("score", "pick") for absent in ("", "floors_ptr")),
 ]
-NARROW = {"tables_ptr", "context_lens_ptr", "block_tables_ptr"}
+NARROW = {"tables_ptr", "query_start_ptr", "context_lens_ptr"}
 
 
 def check_sampling(name: str, absent: str, arch: int) -> None:
@@ -46,7 +46,7 @@ def check_sampling(name: str, absent: str, arch: int) -> None:
     assert compiled.asm["cubin"]
 
 
-def check_decode_inputs(arch: int) -> None:
+def check_step_arrays(arch: int) -> None:
     signature = {
         name: "*i32" if name in NARROW else "*i64" if name.endswith("_ptr") else "i32"
         for name in _fill_kernel.arg_names

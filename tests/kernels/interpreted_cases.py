@@ -50,9 +50,7 @@ def _attend(
         inputs.qkv,
         inputs.kv_cache,
         LAYER,
-        inputs.block_tables,
-        inputs.query_start,
-        inputs.context_lens,
+        inputs,
         work,
     )
     return out, expected
@@ -267,8 +265,7 @@ def test_nan_of_a_sequence_stays_and_is_its_own(row: int, name: str) -> None:
     inputs.qkv[first:end, -4:] = torch.nan  # its keys and values
     kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
     work = inputs.work(2, None, 2)
-    step = inputs.block_tables, inputs.query_start, inputs.context_lens
-    out = paged_attention(inputs.qkv, inputs.kv_cache, LAYER, *step, work)
+    out = paged_attention(inputs.qkv, inputs.kv_cache, LAYER, inputs, work)
     assert out[first:end].isnan().all()
     for others in (slice(first), slice(end, None)):
         _assert_close(out[others], expected[others], SINGLE)

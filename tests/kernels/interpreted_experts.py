@@ -281,8 +281,7 @@ def test_attention_with_sinks(num_programs: int, window: int | None, format: str
     expected = inputs.expected(window, sinks)
     inputs.write()
     work = inputs.work(3, window, num_programs)
-    step = (inputs.block_tables, inputs.query_start, inputs.context_lens)
-    out = paged_attention(inputs.qkv, inputs.kv_cache, LAYER, *step, work, sinks)
+    out = paged_attention(inputs.qkv, inputs.kv_cache, LAYER, inputs, work, sinks)
     torch.testing.assert_close(out, expected, atol=SINGLE, rtol=SINGLE)
 
 

@@ -50,8 +50,7 @@ def _attend(
     expected = inputs.expected(None, scale=SCALE).view(-1, num_heads, rank + rope)[..., :rank]
     kv_write(inputs.qkv, inputs.kv_cache, LAYER, inputs.slots)
     work = inputs.work(latent_group(num_heads), None, num_programs, LONG_ROWS)
-    step = inputs.block_tables, inputs.query_start, inputs.context_lens
-    out = latent_attention(inputs.qkv, inputs.kv_cache, LAYER, step, work, rank, SCALE)
+    out = latent_attention(inputs.qkv, inputs.kv_cache, LAYER, inputs, work, rank, SCALE)
     return out, expected
 
 

@@ -32,6 +32,7 @@ class PagedInputs:
     block_tables: Tensor
     query_lens: tuple[int, ...]
     context_lens_host: tuple[int, ...]
+    table_rows: Tensor | None = None
 
     @property
     def num_decodes(self) -> int:

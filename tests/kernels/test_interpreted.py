@@ -17,7 +17,7 @@ FILES = [
     "tests/kernels/interpreted_packed.py",
     "tests/kernels/interpreted_sampling.py",
     "tests/kernels/interpreted_attention_work.py",
-    "tests/kernels/interpreted_decode_inputs.py",
+    "tests/kernels/interpreted_step_arrays.py",
     "tests/engine/interpreted_graphs.py",
 ]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.compiling_sampling import KERNELS, check_decode_inputs, check_sampling
+from tests.kernels.compiling_sampling import KERNELS, check_sampling, check_step_arrays
 
 SM = 90  # H100 and H200
 
@@ -24,5 +24,5 @@ def test_kernels_compile(name: str, absent: str) -> None:
     check_sampling(name, absent, SM)
 
 
-def test_decode_inputs_compile() -> None:
-    check_decode_inputs(SM)
+def test_step_arrays_compile() -> None:
+    check_step_arrays(SM)

@@ -24,15 +24,19 @@ from torch import Tensor
 
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.speculation import MAX_AHEAD
 from disagg.engine.sched.step import StepPlan
 from disagg.models.batch import Batch
 
 if TYPE_CHECKING:  # imports Triton, which a machine without a GPU may lack
-    from disagg.kernels.gpu.decode_inputs import DecodeInputs
+    from disagg.kernels.gpu.step_arrays import StepArrays
 
 Ints: TypeAlias = SequenceOf[int] | NDArray[np.int64]
 
 
+# With more tokens than that of prompts the device needs longer to compute than the host to launch.
+# Not yet measured.
+MAX_PROMPT_TOKENS = 256
 NUM_FIRST = 5  # parts that have the same length in the next step if the same sequences decode
 
 
@@ -157,10 +161,12 @@ class Batching:
     Args:
         slots: the slots of the runner.
         max_num_blocks: most blocks of one sequence.
-        use_kernel: whether the kernel of `decode_inputs` makes batches of decodes; None: on a GPU.
+        use_kernel: whether the kernel of `step_arrays` makes the batches of small steps; None: on a
+            GPU.
 
     Attributes:
-        decode_inputs: the tensors to which that kernel writes; None without it.
+        arrays: the tensors to which that kernel writes; None without it.
+        tables: int32 [num_slots, max_num_blocks], the block tables by slot.
     """
 
     def __init__(
@@ -176,13 +182,12 @@ class Batching:
         self._block_size = block_size
         self._max_num_blocks = max_num_blocks
         self._device = device
-        self._tables = torch.zeros(0, max_num_blocks, dtype=torch.int32, device=device)
-        self._cells, self._columns = self._tables.view(-1), self._tables[:, :0]
+        self.tables = torch.zeros(0, max_num_blocks, dtype=torch.int32, device=device)
+        self._cells, self._columns = self.tables.view(-1), self.tables[:, :0]
         self._chosen = torch.zeros(0, dtype=torch.int64, device=device)
         self._counted = self._chosen, self._chosen.int()
         self._use_kernel = device.type == "cuda" if use_kernel is None else use_kernel
-        self.decode_inputs: DecodeInputs | None = None
-        self._views: tuple[Tensor, ...] = (self._chosen,)  # some rows of `decode_inputs`
+        self.arrays: StepArrays | None = None
         self._make_room()
         self._decodes = _Decodes((), (), [])  # the decoding sequences of the step before
         self._numbers, self._numbers_before = StepBuffer(device), StepBuffer(device)
@@ -282,11 +287,11 @@ class Batching:
         """
         if self._slots.num_slots > self._chosen.shape[0]:
             self._make_room()
-        if self.decode_inputs is not None and step.are_decodes:
-            return self._decode_batch(step, self.decode_inputs)
+        num_seqs, num_tokens, arrays = len(step.ends), step.lengths[1], self.arrays
+        if arrays is not None and num_tokens <= arrays.max_num_tokens:
+            return self._in_arrays(step, arrays)
         parts = step.numbers.send_parts(step.lengths)
         slots, positions, kv_slots, ends, token_ids, cells, block_ids = parts[:7]
-        num_seqs = len(step.ends)
         if step.lengths[5]:
             self._cells.index_copy_(0, cells, block_ids.int())
         if step.are_decodes:
@@ -299,16 +304,22 @@ class Batching:
             unread_slots = slots if step.num_unread == num_seqs else slots[: step.num_unread]
             unread = self._chosen.index_select(0, unread_slots)
             token_ids = torch.cat((unread, token_ids)) if step.lengths[4] else unread
-        num_columns = -(-step.longest // self._block_size)
-        if num_columns != self._columns.shape[1]:
-            self._columns = self._tables[:, :num_columns]
+        block_tables, table_rows = self.tables, None
+        if arrays is not None:
+            table_rows = slots  # kernels find the rows themselves
+        else:
+            num_columns = -(-step.longest // self._block_size)
+            if num_columns != self._columns.shape[1]:
+                self._columns = self.tables[:, :num_columns]
+            block_tables = self._columns.index_select(0, slots)
         batch = Batch(
             token_ids=token_ids,
             positions=positions,
             slots=kv_slots,
             query_start=query_start,
             context_lens=ends.int(),
-            block_tables=self._columns.index_select(0, slots),
+            block_tables=block_tables,
+            table_rows=table_rows,
             logits_rows=logits_rows,
             num_decodes=step.num_decodes,
             max_query_len=max_query_len,
@@ -317,37 +328,38 @@ class Batching:
         )
         return batch, slots_of_logits
 
-    def _decode_batch(self, step: StepInputs, inputs: DecodeInputs) -> tuple[Batch, Tensor]:
-        """As `batch`, for decodes: one kernel launch writes it to the tensors of `inputs`."""
-        num_seqs = len(step.ends)
-        numbers = step.numbers.send(sum(step.lengths))
-        inputs.fill(
+    def _in_arrays(self, step: StepInputs, arrays: StepArrays) -> tuple[Batch, Tensor]:
+        """As `batch`: one kernel launch writes it to the arrays."""
+        num_seqs, num_tokens = len(step.ends), step.lengths[1]
+        num_logits = num_seqs if step.are_decodes else step.lengths[8]
+        num = sum(step.lengths)
+        numbers = step.numbers.send(num)
+        arrays.fill(
             numbers,
-            self._tables,
+            self.tables,
             self._chosen,
             num_seqs=num_seqs,
+            num_tokens=num_tokens,
             num_unread=step.num_unread,
             num_changes=step.lengths[5],
-            num_columns=-(-step.longest // self._block_size),
+            num_logits=num_logits,
+            are_decodes=step.are_decodes,
         )
-        if self._views[0].shape[0] != num_seqs:
-            self._views = inputs.first(num_seqs)
-        token_ids, positions, kv_slots, context_lens, block_tables = self._views
-        logits_rows, query_start = self._count(num_seqs)
         batch = Batch(
-            token_ids=token_ids,
-            positions=positions,
-            slots=kv_slots,
-            query_start=query_start,
-            context_lens=context_lens,
-            block_tables=block_tables,
-            logits_rows=logits_rows,
-            num_decodes=num_seqs,
-            max_query_len=1,
+            token_ids=arrays.token_ids[:num_tokens],
+            positions=arrays.positions[:num_tokens],
+            slots=arrays.slots[:num_tokens],
+            query_start=arrays.query_start[: num_seqs + 1],
+            context_lens=arrays.context_lens[:num_seqs],
+            block_tables=self.tables,
+            table_rows=arrays.table_rows[:num_seqs],
+            logits_rows=arrays.logits_rows[:num_logits],
+            num_decodes=step.num_decodes,
+            max_query_len=1 if step.are_decodes else max(step.query_lens),
             query_lens=step.query_lens,
             context_lens_host=step.ends,
         )
-        return batch, numbers[:num_seqs]
+        return batch, numbers[:num_seqs] if step.are_decodes else numbers[num - num_logits : num]
 
     def remember(self, slots: Tensor, token_ids: Tensor) -> None:
         """Keep the tokens sampled for the sequences in these slots, as input of the next step."""
@@ -362,16 +374,20 @@ class Batching:
 
     def _make_room(self) -> None:
         missing = self._slots.num_slots - self._chosen.shape[0]
-        rows = self._tables.new_zeros(missing, self._max_num_blocks)
-        self._tables = torch.cat((self._tables, rows))
-        self._cells, self._columns = self._tables.view(-1), self._tables[:, :0]
+        rows = self.tables.new_zeros(missing, self._max_num_blocks)
+        self.tables = torch.cat((self.tables, rows))
+        self._cells, self._columns = self.tables.view(-1), self.tables[:, :0]
         self._chosen = torch.cat((self._chosen, self._chosen.new_zeros(missing)))
         if self._use_kernel:
-            from disagg.kernels.gpu.decode_inputs import DecodeInputs
+            from disagg.kernels.gpu.step_arrays import StepArrays
 
             num_slots = self._slots.num_slots
-            self.decode_inputs = DecodeInputs.empty(num_slots, self._max_num_blocks, self._device)
-            self._views = self.decode_inputs.first(0)
+            self.arrays = StepArrays.empty(num_slots, max_graph_tokens(num_slots), self._device)
+
+
+def max_graph_tokens(max_num_seqs: int) -> int:
+    """The most tokens of a step that is small enough for the arrays, and for a graph."""
+    return max(max_num_seqs + MAX_AHEAD, MAX_PROMPT_TOKENS)
 
 
 def _tokens(plan: StepPlan, starts: SequenceOf[int]) -> tuple[list[int], list[int]]:

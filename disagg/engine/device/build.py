@@ -127,8 +127,7 @@ def _warm_up(runner: ModelRunner, plan: EnginePlan) -> None:
         return
     runner.warm_up_tiles(plan.max_model_len)
     if not plan.config.enforce_eager:
-        with_drafts = plan.config.speculative_config is not None
-        runner.capture(memory.max_num_seqs, plan.max_model_len, with_drafts=with_drafts)
+        runner.capture(memory.max_num_seqs)
 
 
 def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:

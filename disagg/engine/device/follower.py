@@ -50,7 +50,7 @@ class Follower:
         torch.set_num_threads(num_threads)
         self._description, self._share = description, share
         self._plan = EnginePlan.from_config(config, description, share, largest_step)
-        self._graphs: StepGraphs = ()
+        self._graphs: StepGraphs | None = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -124,20 +124,15 @@ class Follower:
             self._batching.remember(slots, ranks.broadcast_(token_ids))
 
     def _forward(self, batch: Batch) -> Tensor:
-        for graphs in self._graphs:
-            logits = graphs.forward(batch)
-            if logits is not None:
-                return logits
+        logits = None if self._graphs is None else self._graphs.forward(batch)
+        if logits is not None:
+            return logits
         return self._decoder.forward(batch, self._kv_cache.pages)
 
     def _capture(self, capture: RankCapture) -> None:
-        from disagg.engine.device.step_graphs import capture_steps
+        from disagg.engine.device.step_graphs import StepGraphs, graph_sizes
 
-        self._graphs = capture_steps(
-            self._decoder,
-            self._kv_cache,
-            self._batching,
-            capture.max_num_seqs,
-            capture.max_model_len,
-            capture.with_drafts,
-        )
+        arrays, tables = self._batching.arrays, self._batching.tables
+        assert arrays is not None, "only a GPU captures"
+        sizes, pages = graph_sizes(capture.max_num_seqs), self._kv_cache.pages
+        self._graphs = StepGraphs(self._decoder, pages, arrays, tables, sizes)

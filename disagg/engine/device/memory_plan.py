@@ -113,10 +113,10 @@ def plan_memory(
     workspace_nbytes = step_nbytes(model, itemsize, num_seqs, num_tokens)
     workspace_nbytes += running_nbytes(model, num_seqs, max_model_len)
     if claim_nbytes is not None and not config.enforce_eager:
-        from disagg.engine.device.mixed_graphs import graph_sizes  # needs Triton
+        from disagg.engine.device.step_graphs import graph_sizes  # needs Triton
 
         num_blocks = -(-max_model_len // shape.block_size)
-        sizes = graph_sizes(num_seqs, with_drafts=config.speculative_config is not None)
+        sizes = [size.num_tokens for size in graph_sizes(num_seqs)]
         is_packed = tensors is not None or config.quantization is not None
         workspace_nbytes += captured_nbytes(
             model, itemsize, sizes, num_blocks, first.num_ranks, is_packed=is_packed

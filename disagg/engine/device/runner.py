@@ -70,7 +70,7 @@ class ModelRunner:
         self.followers = followers
         self.kv_cache = kv_cache
         self.grammars = grammars
-        self.graphs: StepGraphs = ()
+        self.graphs: StepGraphs | None = None
         self.threads = StepThreads(torch.get_num_threads())
         self.slots = Slots(max_num_seqs)
         block_size = kv_cache.block_size
@@ -139,8 +139,8 @@ class ModelRunner:
         logits = None
         if scored:
             logits = forward_scored(self.decoder, batch, self.kv_cache.pages, scored)
-        for graphs in self.graphs:
-            logits = graphs.forward(batch) if logits is None else logits
+        elif self.graphs is not None:
+            logits = self.graphs.forward(batch)
         if logits is None:
             logits = self.decoder.forward(batch, self.kv_cache.pages)
         is_all = batch.logits_rows.shape[0] == batch.positions.shape[0]
@@ -250,16 +250,16 @@ class ModelRunner:
 
         self.threads.measure(compute)
 
-    def capture(self, max_num_seqs: int, max_model_len: int, *, with_drafts: bool = False) -> None:
-        """Capture small steps as CUDA graphs: decodes of up to `max_num_seqs` sequences, short
-        prompts, and the verification of drafts if there are any."""
-        from disagg.engine.device.step_graphs import capture_steps
+    def capture(self, max_num_seqs: int) -> None:
+        """Capture small steps of up to `max_num_seqs` sequences as CUDA graphs."""
+        from disagg.engine.device.step_graphs import StepGraphs, graph_sizes
 
         if self.followers is not None:
-            self.followers.follow(RankCapture(max_num_seqs, max_model_len, with_drafts))
-        self.graphs = capture_steps(
-            self.decoder, self.kv_cache, self.batching, max_num_seqs, max_model_len, with_drafts
-        )
+            self.followers.follow(RankCapture(max_num_seqs))
+        arrays, tables = self.batching.arrays, self.batching.tables
+        assert arrays is not None, "only a GPU captures"
+        sizes, pages = graph_sizes(max_num_seqs), self.kv_cache.pages
+        self.graphs = StepGraphs(self.decoder, pages, arrays, tables, sizes)
 
 
 @dataclass(slots=True)

@@ -178,7 +178,8 @@ def _reader(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:
     on_host = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
     for host, device in zip(on_host, tensors, strict=True):
         host.copy_(device, non_blocking=True)
-    is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # Without spinning, which would hold a lock of the driver that transfers need.
+    is_there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     is_there.record()
 
     def read() -> list[list[Any]]:

@@ -24,6 +24,7 @@ from disagg.kernels.gpu.latent_group import latent_group
 from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.gpu.paged_attention import _NOTHING_SEEN, _STEP_TENSORS, reduce_partials
 from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.ops import PagedBatch
 
 LONG_ROWS = 64  # queries in a prompt's tile: registers hold no more sums of 512 values
 # Keys of an inner step: 32 need 144 KB of shared memory, 16 need 92.
@@ -95,6 +96,7 @@ def _latent_attention_kernel(
     heads_ptr,
     pages_ptr,
     tables_ptr,
+    table_rows_ptr,
     query_start_ptr,
     context_lens_ptr,
     pieces_ptr,
@@ -115,6 +117,7 @@ def _latent_attention_kernel(
     BLOCK_ROPE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
 ):
     # The groups of a piece stand side by side, so that they find its latents in the cache.
     group, piece = tl.program_id(0), tl.program_id(1)
@@ -150,7 +153,10 @@ def _latent_attention_kernel(
     acc = tl.zeros([ROWS, BLOCK_RANK], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     peak = tl.zeros([ROWS], dtype=tl.float32) + _NOTHING_SEEN
-    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    table_row = sequence.to(tl.int64)
+    if HAS_ROWS:
+        table_row = tl.load(table_rows_ptr + sequence)
+    table_ptr = tables_ptr + table_row * table_stride
     for start in range(first_key, full_end, TILE):
         acc, total, peak = _latent_tile(
             latent_q, turned_q, acc, total, peak, start, pages_ptr, table_ptr, positions, context,
@@ -196,7 +202,7 @@ def latent_attention(
     heads: Tensor,
     kv_cache: KVPages,
     layer: int,
-    step: tuple[Tensor, Tensor, Tensor],
+    batch: PagedBatch,
     work: AttentionWork,
     value_dim: int,
     scale: float,
@@ -207,7 +213,6 @@ def latent_attention(
     Args:
         heads: [num_tokens, num_heads + 1, head_dim]: the queries, and last the token's cached
             vector, which is not read here.
-        step: block tables, starts of queries, context lengths: int32, as in `models.batch.Batch`.
         work: from `attention_work`, cut for this step, for groups of `latent_group` heads.
         value_dim: the first `value_dim` values of a cached vector are its value.
         scale: scores are multiplied by this before the softmax.
@@ -219,7 +224,7 @@ def latent_attention(
     num_heads = heads.shape[1] - 1
     out = torch.empty(heads.shape[0], num_heads, value_dim, dtype=heads.dtype, device=heads.device)
     for launch in work.launches:
-        _run(launch, heads, kv_cache, layer, step, out, scale * math.log2(math.e), max_tile)
+        _run(launch, heads, kv_cache, layer, batch, out, scale * math.log2(math.e), max_tile)
     return out
 
 
@@ -228,7 +233,7 @@ def _run(
     heads: Tensor,
     kv_cache: KVPages,
     layer: int,
-    step: tuple[Tensor, Tensor, Tensor],
+    batch: PagedBatch,
     out: Tensor,
     scale: float,
     max_tile: int,
@@ -245,7 +250,10 @@ def _run(
         (num_groups, launch.pieces.shape[0]),
         heads,
         pages,
-        *step,
+        batch.block_tables,
+        batch.table_rows,
+        batch.query_start,
+        batch.context_lens,
         launch.pieces,
         launch.counts,
         out,
@@ -253,7 +261,7 @@ def _run(
         weights,
         scale,
         heads.stride(0),
-        step[0].stride(0),
+        batch.block_tables.stride(0),
         pages.stride(0),
         NUM_GROUPS=num_groups,
         GROUP=group,
@@ -264,6 +272,7 @@ def _run(
         BLOCK_ROPE=max(16, next_power_of_2(rope)),
         TILE=key_tile(kv_cache.values.shape[4], max_tile),
         BLOCK_SIZE=kv_cache.values.shape[4],
+        HAS_ROWS=batch.table_rows is not None,
         **launch_options(launch.rows),
     )
     sizes = {
@@ -274,4 +283,4 @@ def _run(
         "BLOCK_D": block_rank,
         "PARTIALS": REDUCED_AT_ONCE,
     }
-    reduce_partials(launch, partials, weights, step[1], out, None, sizes)
+    reduce_partials(launch, partials, weights, batch.query_start, out, None, sizes)

@@ -273,9 +273,7 @@ class TritonOps:
             qkv,
             kv_cache,
             layer,
-            batch.block_tables,
-            batch.query_start,
-            batch.context_lens,
+            batch,
             paging.work[window],
             sinks,
             self._scores,
@@ -292,6 +290,5 @@ class TritonOps:
     ) -> Tensor:
         batch = paging.batch
         kv_write(heads, kv_cache, layer, batch.slots)
-        step = batch.block_tables, batch.query_start, batch.context_lens
         numbers = value_dim, scale, self._latent_tile
-        return latent_attention(heads, kv_cache, layer, step, paging.work[None], *numbers)
+        return latent_attention(heads, kv_cache, layer, batch, paging.work[None], *numbers)

@@ -22,7 +22,7 @@ from disagg.kernels.gpu.attention_tile import attend_tile
 from disagg.kernels.gpu.attention_work import KEY_TILE, MAX_SHORT_ROWS, AttentionWork, Launch
 from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages
-from disagg.kernels.ops import PLAIN_SCORES, Scores
+from disagg.kernels.ops import PLAIN_SCORES, PagedBatch, Scores
 
 # Up to so many rows `attend_tile` reads bytes in pairs. For int4 it is half of that, because its
 # parts are half as wide.
@@ -37,7 +37,8 @@ _NOTHING_SEEN = tl.constexpr(-1.0e30)  # finite, so that a row that sees no key 
 # These tensors are parts of one upload and change from step to step. Neither their alignment nor
 # their length may cause another compilation.
 _STEP_TENSORS = (
-    "tables_ptr", "query_start_ptr", "context_lens_ptr", "reductions_ptr", "counts_ptr"
+    "tables_ptr", "table_rows_ptr", "query_start_ptr", "context_lens_ptr", "reductions_ptr",
+    "counts_ptr",
 )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def _paged_attention_kernel(
     pages_ptr,
     scales_ptr,
     tables_ptr,
+    table_rows_ptr,
     query_start_ptr,
     context_lens_ptr,
     pieces_ptr,
@@ -73,6 +75,7 @@ def _paged_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     CAP: tl.constexpr,
 ):
@@ -126,7 +129,10 @@ def _paged_attention_kernel(
     if HAS_SINKS and partial < 0:  # otherwise the reduction adds the sink once
         peak = tl.load(sinks_ptr + head * GROUP + row % GROUP) * _LOG2_E
         total += 1.0
-    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    table_row = sequence.to(tl.int64)
+    if HAS_ROWS:
+        table_row = tl.load(table_rows_ptr + sequence)
+    table_ptr = tables_ptr + table_row * table_stride
     page_ptr = pages_ptr + head * (HEAD_PAGES * PAGE_STRIDE)
     if LARGEST != 0.0:
         scales_ptr += head * (HEAD_PAGES * SCALE_PAGE_STRIDE)
@@ -266,9 +272,7 @@ def paged_attention(
     qkv: Tensor,
     kv_cache: KVPages,
     layer: int,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
+    batch: PagedBatch,
     work: AttentionWork,
     sinks: Tensor | None = None,
     scores: Scores = PLAIN_SCORES,
@@ -277,7 +281,6 @@ def paged_attention(
 
     Args:
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; only the queries are read.
-        block_tables, query_start, context_lens: int32, as in `models.batch.Batch`.
         work: from `attention_work`, cut for this step.
         sinks: float32 [num_heads], a logit in each head's softmax that has no value; or None.
         scores: how scores are made.
@@ -287,9 +290,8 @@ def paged_attention(
     """
     num_heads = qkv.shape[1] - 2 * kv_cache.values.shape[3]
     out = torch.empty(qkv.shape[0], num_heads * qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
-    step = (block_tables, query_start, context_lens)
     for launch in work.launches:
-        _run(launch, qkv, kv_cache, layer, step, work.window, out, sinks, scores)
+        _run(launch, qkv, kv_cache, layer, batch, work.window, out, sinks, scores)
     return out
 
 
@@ -298,7 +300,7 @@ def _run(
     qkv: Tensor,
     kv_cache: KVPages,
     layer: int,
-    step: tuple[Tensor, Tensor, Tensor],
+    batch: PagedBatch,
     window: int | None,
     out: Tensor,
     sinks: Tensor | None,
@@ -313,7 +315,6 @@ def _run(
         units = pages.pairs
     num_kv_heads, _, num_units = units.shape[2:]
     page_nbytes = kv_cache.page_stride * pages.values.element_size()
-    block_tables, query_start, _ = step
     parts = head_dim // num_units
     # A product sums over at least 16 values, and each part of a unit has a separate product.
     block_d = max(16 * parts, next_power_of_2(head_dim))
@@ -333,7 +334,10 @@ def _run(
         qkv,
         units,
         scales,
-        *step,
+        batch.block_tables,
+        batch.table_rows,
+        batch.query_start,
+        batch.context_lens,
         launch.pieces,
         launch.counts,
         out,
@@ -342,7 +346,7 @@ def _run(
         sinks,
         scale,
         qkv.stride(0),
-        block_tables.stride(0),
+        batch.block_tables.stride(0),
         units.stride(0),
         0 if scales is None else scales.stride(0),
         TILE=KEY_TILE,
@@ -353,13 +357,14 @@ def _run(
         PARTS=parts,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
+        HAS_ROWS=batch.table_rows is not None,
         HAS_SINKS=sinks is not None,
         CAP=cap,
         **launch_options(launch.rows, num_units * units.element_size()),
         **sizes,
     )
     sizes["PARTIALS"] = REDUCED_AT_ONCE
-    reduce_partials(launch, partials, weights, query_start, out, sinks, sizes)
+    reduce_partials(launch, partials, weights, batch.query_start, out, sinks, sizes)
 
 
 def reduce_partials(

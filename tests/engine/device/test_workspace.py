@@ -13,12 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagg.config import EngineConfig
 from disagg.engine.device.batching import Batching
-from disagg.engine.device.decode_graphs import capture_sizes
 from disagg.engine.device.kv_shape import KVShape
 from disagg.engine.device.memory_plan import plan_memory
-from disagg.engine.device.mixed_graphs import graph_sizes
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
+from disagg.engine.device.step_graphs import graph_sizes
 from disagg.engine.device.workspace import (
     LAUNCHES_OF_WIDE_NORMS,
     SAMPLING_NBYTES,
@@ -51,7 +50,7 @@ LLAMA_3_8B = dataclasses.replace(
 
 def test_logits_of_graphs_are_counted_once_and_not_for_each_graph() -> None:
     small, large = (
-        captured_nbytes(dataclasses.replace(LLAMA_3_8B, vocab_size=n), 2, capture_sizes(1024), 128)
+        captured_nbytes(dataclasses.replace(LLAMA_3_8B, vocab_size=n), 2, [8, 1024], 128)
         for n in (1, 128257)
     )
     assert large - small == 1024 * 128256 * (4 + 2)
@@ -88,7 +87,9 @@ def test_what_is_captured_is_kept_from_kv_unless_nothing_is() -> None:
     claim_nbytes = 72 * 10**9
     eager = workspace(claim_nbytes, enforce_eager=True)
     captured = workspace(claim_nbytes) - eager
-    assert captured == captured_nbytes(LLAMA_3_8B, 2, graph_sizes(256, False), 2048 // 64)
+    assert captured == captured_nbytes(
+        LLAMA_3_8B, 2, [size.num_tokens for size in graph_sizes(256)], 2048 // 64
+    )
     assert workspace(None) == eager
     packed = workspace(claim_nbytes, quantization="int8") - eager
     assert packed == captured + SPLITS_NBYTES
@@ -127,6 +128,6 @@ def test_tables_of_running_sequences_are_kept_from_kv() -> None:
     assert slots.num_slots == num_seqs, "as many as a step may have"
     assert tables.seen_ids.shape[1] > max_model_len
     assert tables.counts.nbytes <= num_seqs * model.vocab_size * SAMPLING_NBYTES // 8
-    kept = tables.numbers, tables.stop_ids, tables.seen_ids, tables.num_seen, batching._tables
+    kept = tables.numbers, tables.stop_ids, tables.seen_ids, tables.num_seen, batching.tables
     room = running_nbytes(model, num_seqs, max_model_len)
     assert room / 3 < sum(table.nbytes for table in kept) < room

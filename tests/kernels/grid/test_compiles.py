@@ -32,7 +32,7 @@ from tests.kernels.compiling_experts import (
     check_sums,
 )
 from tests.kernels.compiling_packed import FORMATS, check_adding, check_packed
-from tests.kernels.compiling_sampling import KERNELS, check_decode_inputs, check_sampling
+from tests.kernels.compiling_sampling import KERNELS, check_sampling, check_step_arrays
 
 ARCHES = sorted(SHARED_NBYTES)
 FEW_FORMATS = ("fp8 blocks", "int8 rows", "int4 groups of 32 with zeros")
@@ -190,5 +190,5 @@ def test_sampling(name: str, absent: str, arch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_decode_inputs(arch: int) -> None:
-    check_decode_inputs(arch)
+def test_step_arrays(arch: int) -> None:
+    check_step_arrays(arch)

@@ -1,4 +1,4 @@
-"""Decodes made by the kernel; run by `test_interpreted.py` under Triton's interpreter."""
+"""Small steps made by the kernel; run by `test_interpreted.py` under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,13 @@ def test_the_kernel_makes_the_batches_that_torch_makes(data: st.DataObject, size
             sequence.num_computed = len(sequence.tokens) - 1
         num = len(some)
         plan = StepPlan(some, [1] * num, num, StepFeatures())
-        if data.draw(st.booleans()):
+        num_decodes = num if data.draw(st.booleans()) else data.draw(st.integers(0, num))
+        if num_decodes < num:  # the others are prompts that are computed again, whole or in part
+            for sequence in some[num_decodes:]:
+                sequence.num_computed = data.draw(st.integers(0, len(sequence.tokens) - 1))
+            lens = [data.draw(st.integers(1, each.num_uncomputed)) for each in some[num_decodes:]]
+            plan = StepPlan(some, [1] * num_decodes + lens, num_decodes, StepFeatures())
+        elif data.draw(st.booleans()):
             starts = plan.first_positions()
             num_unread = data.draw(st.integers(1, num))
             plan = replace(plan, starts=starts, num_unread=num_unread)
@@ -52,10 +58,14 @@ def test_the_kernel_makes_the_batches_that_torch_makes(data: st.DataObject, size
         found, found_slots = kernel.batch(kernel.inputs(plan, entered))
         check(found, expected)
         assert torch.equal(found_slots, expected_slots)
-        assert kernel.decode_inputs is not None
-        assert (kernel.decode_inputs.slots[num:] == -1).all(), "nobody is there to be written"
-        assert (kernel.decode_inputs.token_ids[num:] == 0).all(), "experts would be read for them"
-        chosen = torch.arange(num) + 50 * step
+        arrays, num_tokens = kernel.arrays, len(expected.token_ids)
+        assert arrays is not None
+        assert (arrays.slots[num_tokens:] == -1).all(), "nobody is there to be written"
+        assert (arrays.token_ids[num_tokens:] == 0).all(), "experts would be read for them"
+        assert (arrays.context_lens[num:] == 0).all(), "these tokens see no keys"
+        ends = arrays.query_start[num:].tolist()
+        assert ends == [num_tokens] + [arrays.max_num_tokens] * (len(ends) - 1)
+        chosen = torch.arange(len(expected_slots)) + 50 * step
         torch_ops.remember(expected_slots, chosen)
         kernel.remember(found_slots, chosen)
 
@@ -64,9 +74,9 @@ def check(found: Batch, expected: Batch) -> None:
     for name in ("token_ids", "positions", "slots", "context_lens", "query_start", "logits_rows"):
         one, other = getattr(found, name), getattr(expected, name)
         assert one.dtype == other.dtype and torch.equal(one, other), name
+    assert found.table_rows is not None
     num_columns = expected.block_tables.shape[1]
-    rows = zip(found.block_tables[:, :num_columns], expected.block_tables, strict=True)
-    for one, other in rows:
-        assert torch.equal(one, other)
+    tables = found.block_tables[found.table_rows, :num_columns]
+    assert torch.equal(tables, expected.block_tables)
     assert [*found.context_lens_host] == [*expected.context_lens_host]
     assert (found.query_lens, found.max_query_len) == (expected.query_lens, expected.max_query_len)
