@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from bench.shapes import SHAPES, model_config, transformers_config
-from disagg.kernels.cpu.step import CpuStep
 from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.models.batch import Batch
-from disagg.models.decoder import Decoder, random_decoder
+from disagg.models.decoder import CpuDecoder, Decoder, random_decoder
+from disagg.models.weights import random_weights
 
 PROMPT, OUTPUT, LONG_PROMPT, BLOCK_SIZE, NUM_BLOCKS = 128, 128, 1024, 16, 1024
 
@@ -98,16 +98,15 @@ def _peer(shape: str) -> Callable[[torch.Tensor, int], None]:
 
 def _ours(decoder: Decoder, slab: KVPages) -> dict[str, Callable[[torch.Tensor, int], None]]:
     """As it starts, and where that is a compiled program with torch's decode steps."""
-
-    def run(step: CpuStep | None, prompts: torch.Tensor, num_new: int) -> None:
-        decoder.step = step
-        generate(decoder, slab, prompts, num_new)
-
     print(f"decode steps: {decoder.step_sentence}")
-    if decoder.step is None:
-        return {"disagg": partial(run, None)}
-    decoder.step.use_huge_pages()
-    return {"disagg": partial(run, decoder.step), "disagg, torch": partial(run, None)}
+    contenders: dict[str, Callable[[torch.Tensor, int], None]] = {
+        "disagg": partial(generate, decoder, slab)
+    }
+    if isinstance(decoder, CpuDecoder):
+        decoder.step.use_huge_pages()
+        weights = random_weights(decoder.config, torch.bfloat16, torch.device("cpu"), seed=0)
+        contenders["disagg, torch"] = partial(generate, Decoder(decoder.config, weights), slab)
+    return contenders
 
 
 def main() -> None:

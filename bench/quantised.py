@@ -42,7 +42,7 @@ from disagg.kernels.dispatch import Quantization
 from disagg.kernels.kv_pages import FORMATS, new_pages
 from disagg.kernels.packed_matrix import quantized
 from disagg.kernels.packed_sizes import BITS, Kind
-from disagg.models.decoder import Decoder, load_model
+from disagg.models.decoder import Decoder, build_decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.fetched import FETCHED, cached_file, fetch
 from disagg.models.packing import LAYER_FIELDS
@@ -135,7 +135,7 @@ def as_on_a_gpu(place: Path, kind: Kind) -> Contender:
         return dataclasses.replace(layer, **kept)
 
     weights = dataclasses.replace(weights, layers=(widened(each) for each in weights.layers))
-    return Contender(place, Decoder(model.config, weights))
+    return Contender(place, build_decoder(model.config, weights))
 
 
 def loaded_nbytes(place: Path, quantization: Quantization | None) -> int:

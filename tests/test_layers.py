@@ -60,7 +60,6 @@ THIRD_PARTY = {
         "models/batch.py",
         "models/communicator.py",
         "models/decoder.py",
-        "models/dense.py",
         "models/layers.py",
         "models/latent.py",
         "models/gguf_values.py",

@@ -16,8 +16,7 @@ from disagg.engine.device import check
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import check_quantization
 from disagg.errors import StartupError
-from disagg.kernels.cpu.int4_linear import Int4Linear
-from disagg.kernels.cpu.int8_linear import Int8Linear
+from disagg.kernels.cpu.narrow_linear import NarrowLinear, int4_linear
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.gpu.experts import TritonExperts
 from disagg.kernels.gpu.ops import TritonOps
@@ -43,7 +42,7 @@ def _tensors(held: Any, seen: dict[int, torch.Tensor]) -> dict[int, torch.Tensor
     elif isinstance(held, list | tuple):
         for each in held:
             _tensors(each, seen)
-    elif isinstance(held, Int8Linear | Int4Linear):
+    elif isinstance(held, NarrowLinear):
         _tensors(list(vars(held).values()), seen)
     elif isinstance(held, PackedProduct):
         _tensors([held.weight, held.bias], seen)
@@ -180,7 +179,7 @@ def test_logits_of_4_bits_are_those_of_the_widened_matrices(variant: str, tmp_pa
         if matrix is None or matrix.dim() != 2:
             return matrix
         return torch.cat(
-            [Int4Linear(matrix[row : row + 1], None).widened() for row in range(len(matrix))]
+            [int4_linear(matrix[row : row + 1], None).widened() for row in range(len(matrix))]
         )
 
     layers = [

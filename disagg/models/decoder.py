@@ -14,16 +14,14 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.cpu.int4_linear import Int4Linear
-from disagg.kernels.cpu.int8_linear import Int8Linear
-from disagg.kernels.cpu.step import cpu_step
+from disagg.kernels.cpu.narrow_linear import NarrowLinear, int4_linear
+from disagg.kernels.cpu.step import CpuStep, DenseLayer, DenseModel, cpu_step
 from disagg.kernels.dispatch import Quantization, ops_for
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Ops, Paging, Scores, Weight
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.batch import Batch
 from disagg.models.communicator import Communicator
-from disagg.models.dense import dense_model
 from disagg.models.description import ModelDescription
 from disagg.models.layers import ExpertMlp, Layer, LayerPacker, Mlp
 from disagg.models.model_config import ModelConfig
@@ -57,7 +55,6 @@ class Decoder:
 
     Attributes:
         ranks: the communicator.
-        step: the compiled decode step; None if `ops` compute decode steps.
         step_sentence: tells people what computes decode steps, and why.
     """
 
@@ -85,30 +82,25 @@ class Decoder:
         self._window_rope = (
             None if config.window_rope is None else self._rope_table(config.window_rope)
         )
-        dense, has = None, not_compiled(config)
-        if not has:
-            tables = self._embedding, self._rope, self._norm, self._lm_head
-            dense = dense_model(config, self._layers, *tables)
-        is_rank = communicator is not None
         self._embedding_scale: float | None = None
         if config.scaled_embedding:  # in the type of activations, as transformers rounds it
             scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype)
             self._embedding_scale = scale.item()
-        self.step, self.step_sentence = cpu_step(dense, has, is_rank=is_rank)
+        self.step_sentence = "torch"
 
     def _rope_table(self, rope: RopeConfig) -> Tensor:
         cos, sin = rope_tables(rope, self.config.rope_dim, self.config.max_model_len)
         return self.ops.rope_table(cos, sin, self.dtype).to(self.device)
 
-    def _table(self, weights: DecoderWeights) -> Tensor | Int8Linear | Int4Linear:
+    def _table(self, weights: DecoderWeights) -> Tensor | NarrowLinear:
         """The table in which embeddings are looked up."""
-        if isinstance(self._lm_head, Int8Linear | Int4Linear):
+        if isinstance(self._lm_head, NarrowLinear):
             if weights.lm_head is weights.embedding:  # one quantised table serves both
                 return self._lm_head
-            if isinstance(self._lm_head, Int4Linear) and isinstance(weights.embedding, Tensor):
-                return Int4Linear(weights.embedding, None)
+            if self._lm_head.bits == 4 and isinstance(weights.embedding, Tensor):
+                return int4_linear(weights.embedding, None)
         if isinstance(weights.embedding, PackedMatrix):
-            table: Int8Linear | Int4Linear = self.ops.pack_table(weights.embedding)
+            table: NarrowLinear = self.ops.pack_table(weights.embedding)
             return table
         embedding: Tensor = weights.embedding
         return embedding
@@ -141,8 +133,6 @@ class Decoder:
             float32 [num_logits, vocab_size] for the tokens of `batch.logits_rows`. With a
             communicator only the first rank has all columns; the others have their part.
         """
-        if logits is None and self.step is not None and self.step.takes(batch, kv_cache):
-            return self.step.run(batch, kv_cache)
         projected = self._project_vocabulary(self.hidden(batch, kv_cache, paging))
         return self._capped(projected.float() if logits is None else logits.copy_(projected))
 
@@ -154,8 +144,6 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
         """As `forward`, but returns the normed hidden states, [num_logits, hidden_size]."""
-        if self.step is not None and self.step.takes_large(kv_cache):
-            return self.step.hidden(batch, kv_cache, self._embed(batch.token_ids))
         ops = self.ops
         num_tokens = batch.token_ids.shape[0]
         if paging is None:
@@ -277,6 +265,81 @@ class Decoder:
         cap = self.config.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def described(self) -> DenseModel | None:
+        """The packed weights, for the compiled step; None if it lacks a feature of the model."""
+        if not_compiled(self.config):
+            return None
+        layers = []
+        for layer in self._layers:
+            assert isinstance(layer.mlp, Mlp)
+            assert layer.input_norm is not None and layer.post_norm is not None
+            layers.append(
+                DenseLayer(
+                    input_norm=layer.input_norm,
+                    qkv=layer.qkv,
+                    qk_norm=layer.qk_norm,
+                    output=layer.output,
+                    post_norm=layer.post_norm,
+                    gate_up=layer.mlp.gate_up,
+                    down=layer.mlp.down,
+                    window=layer.window,
+                )
+            )
+        return DenseModel(
+            num_heads=self.config.num_heads,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            eps=self.config.rms_norm_eps,
+            embedding=self._embedding,
+            rope=self._rope,
+            layers=layers,
+            norm=self._norm,
+            head=self._lm_head,
+        )
+
+
+class CpuDecoder(Decoder):
+    """A decoder of which each step is one call of a compiled program (`csrc/step.cpp`).
+
+    Args:
+        decoder: its twin, whose packed weights it reads.
+        step: the program with these weights.
+    """
+
+    def __init__(self, decoder: Decoder, step: CpuStep) -> None:
+        vars(self).update(vars(decoder))
+        self.step = step
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: Batch,
+        kv_cache: KVPages,
+        paging: Paging | None = None,
+        logits: Tensor | None = None,
+    ) -> Tensor:
+        if logits is None and self.step.takes(batch):
+            return self.step.run(batch, kv_cache)
+        return super().forward(batch, kv_cache, paging, logits)
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
+        return self.step.hidden(batch, kv_cache, self._embed(batch.token_ids))
+
+
+def build_decoder(
+    config: ModelConfig,
+    weights: DecoderWeights,
+    ops: Ops | None = None,
+    quantization: Quantization | None = None,
+    communicator: Communicator | None = None,
+) -> Decoder:
+    """The fastest decoder for the device of the weights. The arguments are those of `Decoder`."""
+    decoder = Decoder(config, weights, ops, quantization, communicator)
+    is_rank, has = communicator is not None, not_compiled(config)
+    step, decoder.step_sentence = cpu_step(decoder.described(), has, is_rank=is_rank)
+    return decoder if step is None else CpuDecoder(decoder, step)
+
 
 def load_model(
     model: ModelDescription,
@@ -303,12 +366,12 @@ def load_model(
     quantises = quantization not in (None, "packed")
     keeps_packed = None if quantises else ops.keeps_packed
     weights = load_weights(model, dtype, device, progress, share, keeps_packed=keeps_packed)
-    decoder = Decoder(config, weights, ops, communicator=communicator)
+    decoder = build_decoder(config, weights, ops, communicator=communicator)
     del weights
     _give_back_freed_memory()
     if device.type == "cpu":
         log.info("Decode steps: %s.", decoder.step_sentence)
-    if decoder.step is not None:
+    if isinstance(decoder, CpuDecoder):
         # This comes after memory was freed; otherwise freeing would split the huge pages again.
         log.info("%d MB of weights are in huge pages.", decoder.step.use_huge_pages() >> 20)
     return decoder
@@ -323,7 +386,7 @@ def random_decoder(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Decoder:
     """Build a decoder with random weights, for measurements that need no checkpoint."""
-    return Decoder(config, random_weights(config, dtype, device, seed))
+    return build_decoder(config, random_weights(config, dtype, device, seed))
 
 
 def _give_back_freed_memory() -> None:

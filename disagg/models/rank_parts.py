@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from disagg.kernels.cpu.int4_groups import num_groups
-from disagg.kernels.packed_sizes import Kind, quantized_nbytes
+from disagg.kernels.packed_sizes import INT4_GROUP, Kind, quantized_nbytes
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.experts_config import MXFP4_GROUP
 from disagg.models.latent_config import LatentConfig
@@ -171,7 +170,7 @@ def _quantized_nbytes(shape: Shape, itemsize: int, quantization: str) -> int:
     num_out, num_in = shape
     if quantization == "int8":
         return num_out * (num_in + itemsize)
-    return num_out * (-(-num_in // 2) + 2 * num_groups(num_in) * itemsize)
+    return num_out * (-(-num_in // 2) + 2 * -(-num_in // INT4_GROUP) * itemsize)
 
 
 def _nbytes(part: Part, itemsize: int, widens: bool) -> int:

@@ -30,7 +30,6 @@ from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.sampling import TritonSampling
 from disagg.kernels.kv_pages import FORMATS
 from disagg.messages import SamplingParams
-from disagg.models import decoder as decoder_module
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import random_weights
@@ -94,7 +93,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(torch, "empty", torch.zeros)
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     monkeypatch.setattr(Tensor, "new_empty", Tensor.new_zeros)
-    monkeypatch.setattr(decoder_module, "cpu_step", lambda *_, **__: (None, ""))
     monkeypatch.setattr(runner_module, "Batching", partial(Batching, use_kernel=True))
     monkeypatch.setattr(sampler_module, "sampling_ops_for", lambda device: TritonSampling())
     monkeypatch.setattr(step_graphs, "record_cuda_graph", lambda: record)

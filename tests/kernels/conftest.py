@@ -14,7 +14,7 @@ from disagg.kernels.cpu import linear as linear_module
 from disagg.kernels.cpu import step as cpu_step_module
 from disagg.kernels.cpu.library import Found
 from disagg.kernels.dispatch import Quantization
-from disagg.models.decoder import Decoder
+from disagg.models.decoder import CpuDecoder, build_decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import DecoderWeights, random_weights
 from tests.kernels.compiled import can_compile, can_run_step, compiled, steps_here
@@ -28,8 +28,6 @@ collect_ignore = [
         ("test_cpu_step_packed.py", can_run_step()),
         ("test_large_step.py", can_run_step()),
         ("test_cpu_prompts.py", can_run_step()),
-        ("test_int4_compiled.py", can_run_step()),
-        ("test_panel_linear.py", can_run_step()),
         ("test_cpu_sampling.py", can_compile()),
     )
     if not can_run
@@ -52,10 +50,10 @@ def new_decoder(step: Found, monkeypatch: pytest.MonkeyPatch) -> NewDecoder:
         config: ModelConfig,
         weights: DecoderWeights | None = None,
         quantization: Quantization | None = None,
-    ) -> Decoder:
+    ) -> CpuDecoder:
         weights = weights or random_weights(config, torch.bfloat16, CPU, seed=2)
-        decoder = Decoder(config, weights, quantization=quantization)
-        assert decoder.step is not None, decoder.step_sentence
+        decoder = build_decoder(config, weights, quantization=quantization)
+        assert isinstance(decoder, CpuDecoder), decoder.step_sentence
         return decoder
 
     return new

@@ -29,7 +29,7 @@ from disagg.kernels.cpu.library import (
 )
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.torch.sampling import TorchSampling
-from disagg.models.decoder import Decoder
+from disagg.models.decoder import CpuDecoder, build_decoder
 from disagg.models.weights import random_weights
 from tests.models.paging import SMALL, Tokens, make_batch, new_slab
 
@@ -112,8 +112,8 @@ def test_without_compiled_kernels_a_step_is_torchs(
     monkeypatch.setattr(cpu_step, "find_step", lambda: found)
     cpu = torch.device("cpu")
     weights = random_weights(SMALL, torch.bfloat16, cpu, seed=2)
-    decoder = Decoder(SMALL, weights, quantization=quantization)
-    assert decoder.step is None
+    decoder = build_decoder(SMALL, weights, quantization=quantization)
+    assert not isinstance(decoder, CpuDecoder)
     assert decoder.step_sentence == "torch, because this CPU has no avx512f"
     slab = new_slab(SMALL, 1, 16, torch.bfloat16)
     assert decoder.forward(make_batch([(Tokens([1], [0]), 1)], 16), slab).isfinite().all()

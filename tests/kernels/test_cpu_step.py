@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import reference
-from disagg.kernels.cpu import step as cpu_step_module
-from disagg.kernels.cpu.library import AVX2_STEP, Found
+from disagg.kernels.cpu.library import AVX2_STEP
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.kernels.torch.ops import TorchOps
-from disagg.models.decoder import Decoder
+from disagg.models.decoder import CpuDecoder, Decoder, build_decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import random_weights
 from tests.kernels.compiled import compiled
@@ -45,8 +44,7 @@ def test_quantised_kv(format: str, head_dim: int, new_decoder: NewDecoder) -> No
     config = replace(SMALL, head_dim=head_dim, max_model_len=1024, num_layers=1)
     config = replace(config, sliding_windows=(None,))
     weights = loud_weights(config)
-    ours, torchs = new_decoder(config, weights), new_decoder(config, weights)
-    torchs.step = None
+    ours, torchs = new_decoder(config, weights), Decoder(config, weights)
     exact = Decoder(config, in_float32(weights))
     lengths, block_size = [7, 600, 15, 16], 16
     heads = (config.num_layers, config.num_kv_heads, block_size, head_dim)
@@ -84,8 +82,7 @@ def test_weights_of_8_bits(case: str, new_decoder: NewDecoder) -> None:
     if case == "odd sizes":
         config = replace(config, hidden_size=53, intermediate_size=75)
     weights = loud_weights(config)
-    ours, torchs = new_decoder(config, weights, "int8"), new_decoder(config, weights, "int8")
-    torchs.step = None
+    ours, torchs = new_decoder(config, weights, "int8"), Decoder(config, weights, None, "int8")
     exact = Decoder(config, in_float32(weights), TorchOps(bits=8))
     decoders = exact, ours, torchs
     assert_as_close(*(prompts_and_step(each, config, lengths, block_size)[1] for each in decoders))
@@ -103,18 +100,13 @@ WITH_4_BITS = {
 
 
 @pytest.mark.parametrize("case", WITH_4_BITS)
-def test_weights_of_4_bits(
-    case: str, new_decoder: NewDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_4_bits(case: str, new_decoder: NewDecoder) -> None:
     """Prompts and steps: the logits of torch with the same numbers, widened, and in float32."""
     config, lengths, block_size = WITH_4_BITS[case]
     weights = loud_weights(config)
     ours = new_decoder(config, weights, "int4")
-    with monkeypatch.context() as patched:
-        patched.setattr(cpu_step_module, "find_step", lambda: Found(None, "torch"))
-        torchs = Decoder(config, weights, quantization="int4")
-        exact = Decoder(config, in_float32(weights), TorchOps(bits=4))
-    assert torchs.step is None and exact.step is None
+    torchs = Decoder(config, weights, quantization="int4")
+    exact = Decoder(config, in_float32(weights), TorchOps(bits=4))
     found = (prompts_and_step(each, config, lengths, block_size) for each in (exact, ours, torchs))
     assert_as_close(*(torch.stack([*prompts, *after]) for prompts, after in found))
 
@@ -142,8 +134,7 @@ def test_a_gate_far_away_is_open_or_closed(new_decoder: NewDecoder) -> None:
     (layer,) = weights.layers
     gate, up = layer.gate_up.chunk(2)
     weights = replace(weights, layers=[replace(layer, gate_up=torch.cat((gate * 2.0**48, up)))])
-    ours, torchs = new_decoder(config, weights), new_decoder(config, weights)
-    torchs.step = None
+    ours, torchs = new_decoder(config, weights), Decoder(config, weights)
     logits = []
     for decoder in (ours, torchs):
         (sequence,) = random_sequences([5], 16, config.vocab_size)
@@ -202,7 +193,6 @@ def test_only_a_few_decodes_are_taken(
 ) -> None:
     """Prompts, drafts and many sequences are computed in another way."""
     decoder = new_decoder(LLAMA)
-    assert decoder.step is not None
     most = decoder.step.most_rows
     sequences = random_sequences([4] * (most + 1), 16, LLAMA.vocab_size)
     slab = slab_of(LLAMA, sequences, 16)
@@ -210,10 +200,10 @@ def test_only_a_few_decodes_are_taken(
         run_step(decoder, slab, [(sequence, 4)], 16)
     decodes = [(sequence, 1) for sequence in sequences]
     first = sequences[0]
-    assert decoder.step.takes(make_batch(decodes[:most], 16), slab)
-    assert not decoder.step.takes(make_batch(decodes, 16), slab)
-    assert not decoder.step.takes(make_batch([(first, 2)], 16), slab)
-    assert not decoder.step.takes(make_batch([decodes[1], (first, 2)], 16), slab)
+    assert decoder.step.takes(make_batch(decodes[:most], 16))
+    assert not decoder.step.takes(make_batch(decodes, 16))
+    assert not decoder.step.takes(make_batch([(first, 2)], 16))
+    assert not decoder.step.takes(make_batch([decodes[1], (first, 2)], 16))
     monkeypatch.setattr(decoder.step, "run", None)
     assert decoder.forward(make_batch(decodes, 16), slab).shape[0] == most + 1
 
@@ -243,8 +233,8 @@ def test_what_it_does_not_compute_is_torchs_and_says_so(
 ) -> None:
     quantization: Quantization | None = "int4" if "4-bit" in reason else None
     weights = random_weights(config, dtype, CPU, seed=2)
-    decoder = Decoder(config, weights, quantization=quantization)
-    assert decoder.step is None
+    decoder = build_decoder(config, weights, quantization=quantization)
+    assert not isinstance(decoder, CpuDecoder)
     assert decoder.step_sentence == f"torch, because {reason}"
     sequence = Tokens([1], [0])
     slab = new_slab(config, 1, 16, dtype)

@@ -113,7 +113,6 @@ def test_logits_are_those_of_the_widened_matrices(
     weights = _packed(config, cycle(KINDS[kinds]))
     ours = new_decoder(config, weights, "packed")
     torchs = Decoder(config, _as_kept(weights, torch.bfloat16), TorchOps())
-    torchs.step = None
     exact = Decoder(config, in_float32(_as_kept(weights, torch.float32)), TorchOps())
     found = (prompts_and_step(each, config, [9, 50, 3], 16) for each in (exact, ours, torchs))
     assert_as_close(*(torch.stack([*prompts, *after]) for prompts, after in found))

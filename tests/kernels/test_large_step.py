@@ -38,7 +38,6 @@ def num_threads() -> Iterator[int]:
 
 def _hidden(decoder: Decoder, slab: KVPages, work: list[tuple[Tokens, int]]) -> Tensor:
     """Of all tokens, after the last norm."""
-    assert decoder.step is not None and decoder.step.takes_large(slab)
     hidden = decoder.hidden(make_batch(work, 16, every_row=True), slab)
     for sequence, count in work:
         sequence.num_computed += count

@@ -89,7 +89,7 @@ def test_projections(num_rows: int, with_bias: bool, dtype: torch.dtype) -> None
 
 def test_plain_and_packed_products_agree() -> None:
     x, other, weight, bias = torch.randn(3, 8), torch.randn(3, 6), torch.randn(6, 8), torch.randn(6)
-    plain, packed = linear.PlainLinear(weight, bias), linear.PackedLinear(weight, bias)
+    plain, packed = linear.PlainLinear(weight, bias), linear.OnednnLinear(weight, bias)
     _assert_close(packed(x), plain(x))
     _assert_close(packed.silu(x), plain.silu(x))
     _assert_close(packed.times(x, other), plain.times(x, other))

@@ -18,8 +18,7 @@ from disagg.config import EngineConfig
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import check_quantization
 from disagg.errors import ModelError, StartupError
-from disagg.kernels.cpu.int4_linear import Int4Linear
-from disagg.kernels.cpu.int8_linear import Int8Linear
+from disagg.kernels.cpu.narrow_linear import NarrowLinear
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
@@ -80,10 +79,10 @@ def _check_decoder(model: ModelDescription) -> Decoder:
 
 def _nbytes(decoder: Decoder, model: ModelDescription) -> int:
     """Of what a decoder keeps packed, and of all else as it was loaded."""
-    linears: dict[int, Int4Linear | Int8Linear] = {}
+    linears: dict[int, NarrowLinear] = {}
 
     def look(each: Any) -> None:
-        if isinstance(each, Int4Linear | Int8Linear):
+        if isinstance(each, NarrowLinear):
             linears[id(each)] = each
         elif isinstance(each, list | tuple):
             for one in each:
@@ -117,8 +116,9 @@ def test_blocks_of_gguf(tied: bool, kind: Type, tmp_path: Path) -> None:
         assert torch.equal(own.widened(torch.float32), its)
     assert (packed.lm_head is packed.embedding) == tied
     decoder = _check_decoder(described)
-    of_kind = Int8Linear if kind == Type.Q8_0 else Int4Linear
-    assert isinstance(decoder._embedding, of_kind) and isinstance(decoder._lm_head, of_kind)
+    bits = 8 if kind == Type.Q8_0 else 4
+    for table in (decoder._embedding, decoder._lm_head):
+        assert isinstance(table, NarrowLinear) and table.bits == bits
     assert (decoder._embedding is decoder._lm_head) == tied
 
 

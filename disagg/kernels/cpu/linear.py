@@ -21,8 +21,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from disagg.kernels.cpu.library import find_step
-from disagg.kernels.cpu.matrix import PANEL, CpuMatrix
-from disagg.kernels.cpu.narrow_rows import narrow_rows
+from disagg.kernels.cpu.panels import PANEL, CpuMatrix, multiply_rows
 
 ROWS_AT_ONCE = 64
 PANEL_WIDTHS = 64, 32  # rows of oneDNN's panels without and with AMX
@@ -55,7 +54,7 @@ class PlainLinear:
         return self(x).add_(summand)
 
 
-class PackedLinear:
+class OnednnLinear:
     """The same products from a weight in oneDNN's own layout.
 
     oneDNN generates code for every number of rows that it has not seen recently, which takes some
@@ -137,7 +136,7 @@ class PanelLinear(PlainLinear):
     """The same products by the compiled program, for a CPU without bf16 instructions.
 
     On such a CPU oneDNN does not pack a bfloat16 weight, and multiplies it at a fifth of the speed.
-    The attributes are those of `PackedLinear`.
+    The attributes are those of `OnednnLinear`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
@@ -154,14 +153,14 @@ class PanelLinear(PlainLinear):
         self._described = _in_panels(self)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return narrow_rows(self._library, self._described, x)
+        return multiply_rows(self._library, self._described, x)
 
     def described(self) -> CpuMatrix:
         """The structure in which compiled code reads this weight."""
         return self._described
 
 
-def _in_panels(linear: PackedLinear | PanelLinear) -> CpuMatrix:
+def _in_panels(linear: OnednnLinear | PanelLinear) -> CpuMatrix:
     return CpuMatrix(
         panels=linear.panels,
         panel_width=linear.panel_width,
@@ -206,7 +205,7 @@ class HalfLinear:
         return result
 
 
-Linear: TypeAlias = PlainLinear | PackedLinear | HalfLinear
+Linear: TypeAlias = PlainLinear | OnednnLinear | HalfLinear
 
 
 def fits_half(weight: Tensor) -> bool:
@@ -242,7 +241,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> Linear:
         if _prefers_float32(weight.dtype) and _has_fbgemm() and fits_half(weight):
             return HalfLinear(weight, bias)
         if torch._C._has_mkldnn and _onednn_packs(weight.dtype):
-            return PackedLinear(weight, bias)
+            return OnednnLinear(weight, bias)
     return PlainLinear(weight, bias)
 
 

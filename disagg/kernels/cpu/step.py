@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.cpu.huge_pages import use_huge_pages
-from disagg.kernels.cpu.int4_linear import Int4Linear
-from disagg.kernels.cpu.int8_linear import Int8Linear
 from disagg.kernels.cpu.library import find_step
-from disagg.kernels.cpu.linear import PackedLinear, PanelLinear
-from disagg.kernels.cpu.matrix import CpuMatrix
-from disagg.kernels.cpu.pages import FORMATS, LANES, PagesOfSlab
+from disagg.kernels.cpu.linear import OnednnLinear, PanelLinear
+from disagg.kernels.cpu.narrow_linear import NarrowLinear
+from disagg.kernels.cpu.pages import LANES, PagesOfSlab
+from disagg.kernels.cpu.panels import CpuMatrix
 from disagg.kernels.cpu.prompts import chunks_of
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch, Weight
@@ -30,8 +29,8 @@ from disagg.kernels.ops import PagedBatch, Weight
 # Most rows of a step with decodes only. The large step computes more rows, as it does prompts.
 MOST_ROWS = 256
 _UNKNOWN_TOKEN = 2  # `Status` of csrc/model.h
-_Matrix: TypeAlias = PackedLinear | PanelLinear | Int8Linear | Int4Linear
-_IN_PANELS = PackedLinear, PanelLinear  # weights of 16 bits
+_Matrix: TypeAlias = OnednnLinear | PanelLinear | NarrowLinear
+_IN_PANELS = OnednnLinear, PanelLinear  # weights of 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class DenseModel:
     num_kv_heads: int
     head_dim: int
     eps: float
-    embedding: Tensor | Int8Linear | Int4Linear  # [vocab, hidden]
+    embedding: Tensor | NarrowLinear  # [vocab, hidden]
     rope: Tensor  # of `TorchOps.rope_table`
     layers: Sequence[DenseLayer]
     norm: Tensor  # [hidden]
@@ -184,14 +183,13 @@ class CpuStep:
         """Move the weights into huge pages. Returns how many bytes are in huge pages now."""
         return use_huge_pages(map(_region, _matrices(self._model)))
 
-    def takes(self, batch: StepBatch, kv_cache: KVPages) -> bool:
+    def takes(self, batch: StepBatch) -> bool:
         """Whether `run` supports this batch: it must be one token each of a few sequences."""
         num_rows = len(batch.query_lens)
         return (
             0 < num_rows <= self.most_rows
             and batch.num_decodes == num_rows
             and batch.logits_rows.shape[0] == num_rows
-            and kv_cache.format.name in FORMATS
         )
 
     def run(self, batch: StepBatch, kv_cache: KVPages) -> Tensor:
@@ -225,12 +223,8 @@ class CpuStep:
             )
         return logits
 
-    def takes_large(self, kv_cache: KVPages) -> bool:
-        """Whether `hidden` supports batches over this slab."""
-        return kv_cache.format.name in FORMATS
-
     def hidden(self, batch: StepBatch, kv_cache: KVPages, embedded: Tensor) -> Tensor:
-        """As `Decoder.hidden`, for slabs for which `takes_large` is true.
+        """As `Decoder.hidden`, for any batch.
 
         Args:
             embedded: [num_tokens, hidden_size], embeddings of the tokens. They may be overwritten.
@@ -296,15 +290,11 @@ def _compiled_products(model: DenseModel | None, library: ctypes.CDLL) -> str:
     sentence = "torch, because the sum over ranks is not compiled"
     if model is None or model.norm.device.type != "cpu" or model.norm.dtype != torch.bfloat16:
         return sentence
-    linears = list(filter(_can_be_in_panels, _narrow(model)))
+    linears = [each for each in _narrow(model) if each.can_be_in_panels]
     if not linears:
         return sentence
     _lay_in_panels(linears, library)
     return f"{sentence}; products with weights of 4 or 8 bits are compiled"
-
-
-def _can_be_in_panels(linear: Int8Linear | Int4Linear) -> bool:
-    return isinstance(linear, Int8Linear) or linear.can_be_in_panels
 
 
 def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
@@ -316,9 +306,9 @@ def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
     if model.head_dim % LANES:
         return f"the head size {model.head_dim} is not a multiple of {LANES}"
     matrices = _matrices(model)
-    if not all(map(_can_be_in_panels, _narrow(model))):
+    if not all(each.can_be_in_panels for each in _narrow(model)):
         return "a 4-bit weight has rows whose length is no multiple of 8"
-    wide = [each for each in matrices if not isinstance(each, Int8Linear | Int4Linear)]
+    wide = [each for each in matrices if not isinstance(each, NarrowLinear)]
     widths = {each.panel_width if isinstance(each, _IN_PANELS) else 0 for each in wide}
     if not all(library.disagg_step_reads_panels(width) for width in widths):
         return "oneDNN packs the weights in an unknown layout on this CPU"
@@ -351,19 +341,16 @@ def _layer(layer: DenseLayer) -> _LayerPointers:
     )
 
 
-def _narrow(model: DenseModel) -> list[Int8Linear | Int4Linear]:
-    return [each for each in _matrices(model) if isinstance(each, Int8Linear | Int4Linear)]
+def _narrow(model: DenseModel) -> list[NarrowLinear]:
+    return [each for each in _matrices(model) if isinstance(each, NarrowLinear)]
 
 
-def _lay_in_panels(linears: Sequence[Int8Linear | Int4Linear], library: ctypes.CDLL) -> None:
+def _lay_in_panels(linears: Sequence[NarrowLinear], library: ctypes.CDLL) -> None:
     """Lay weights in panels, in one piece of memory, so that its huge pages hold nothing else."""
     sizes = [each.panels_nbytes for each in linears]
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
     for linear, own in zip(linears, torch.split(memory, sizes), strict=True):
-        if isinstance(linear, Int4Linear):
-            linear.lay_in_panels(own, library)
-        else:
-            linear.lay_in_panels(own.view(torch.int8), library)
+        linear.lay_in_panels(own, library)
 
 
 def _region(linear: _Matrix) -> tuple[int, int]:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.activation import Activation
-from disagg.kernels.cpu.int4_linear import Int4Linear
-from disagg.kernels.cpu.int8_linear import Int8Linear
 from disagg.kernels.cpu.linear import Linear, linear
+from disagg.kernels.cpu.narrow_linear import int4_linear, int8_linear, packed_linear
 from disagg.kernels.cpu.prompts import PromptAttention
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
@@ -31,8 +30,7 @@ class TorchOps:
     """`Ops` for CPUs. Weights become oneDNN's packed matrices where that is possible.
 
     Args:
-        bits: bits of the weights except for experts; with 8 or 4 they become `Int8Linear` or
-            `Int4Linear`.
+        bits: bits of the weights except for experts; with 8 or 4 they become `NarrowLinear`.
         keeps_packed: whether numbers of 4 or 8 bits stay as they are in a checkpoint.
         dtype: dtype of the scales of these; by default float32.
         prompts: compiled attention of prompts, for a model in bfloat16 with the usual `scores`;
@@ -67,11 +65,10 @@ class TorchOps:
         self, weight: Tensor | PackedMatrix, bias: Tensor | None, largest: Largest | None = None
     ) -> Linear:
         if isinstance(weight, PackedMatrix):
-            of_packed = Int4Linear.of_packed if weight.kind == "int4" else Int8Linear.of_packed
-            return of_packed(weight, bias, self._dtype)
+            return packed_linear(weight, bias, self._dtype)
         if self._bits == 8:
-            return Int8Linear(weight, bias, largest)
-        return Int4Linear(weight, bias) if self._bits == 4 else linear(weight, bias)
+            return int8_linear(weight, bias, largest)
+        return int4_linear(weight, bias) if self._bits == 4 else linear(weight, bias)
 
     def pack_table(self, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Linear:
         return self.pack(weight, bias)

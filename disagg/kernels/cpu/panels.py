@@ -1,24 +1,39 @@
-"""Products of rows with weights in panels, by the compiled program."""
+"""Weights in panels as compiled code reads them, and its products of rows with them."""
 
 from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_int32, c_void_p
+from ctypes import Structure, byref, c_int32, c_void_p
 from functools import cache
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.cpu.matrix import PANEL, CpuMatrix
-
+PANEL = 64  # rows of a weight in one panel of our layout
 FEW_ROWS = 16  # with more rows, AMX reads up to a multiple of `_TILE_ROWS` rows
 _TILE_ROWS = 16
 _PANELS_AT_ONCE = 16  # with fewer panels, waking another thread costs more than it saves
 
 
-def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
+class CpuMatrix(Structure):
+    """`Matrix` of csrc/product.h, which explains the fields. Unset fields are null or 0."""
+
+    _fields_ = (
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("numbers", c_void_p),
+        ("nibbles", c_void_p),
+        ("scales", c_void_p),
+        ("num_out", c_int32),
+        ("num_in", c_int32),
+        ("group_size", c_int32),
+        ("panel_width", c_int32),
+    )
+
+
+def multiply_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
     """Compute x W^T + b, from bfloat16 [num_rows, num_in] to [num_rows, num_out].
 
     Threads divide the panels of the weight.
@@ -60,4 +75,4 @@ def narrow_rows(library: ctypes.CDLL, matrix: CpuMatrix, x: Tensor) -> Tensor:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="narrow")
+    return ThreadPoolExecutor(thread_name_prefix="panels")
