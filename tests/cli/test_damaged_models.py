@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from disagg.cli.main import main
 from disagg.cli.ports import free_port
 from disagg.cli.start_checks import check_models
 from disagg.config_checks import parse_config
@@ -63,14 +64,20 @@ def test_refused_in_words(
     assert all(word in sentence for word in words), sentence
 
 
-def test_the_command_says_it_and_ends(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def serve(model: Path, *flags: str) -> tuple[int, str, str]:
+    """Exit status and output of `disagg serve`, which ends all children of its process."""
+    words = [sys.executable, "-m", "disagg.cli.main", "serve", str(model), *flags]
+    words += ["--port", str(free_port())]
+    done = subprocess.run(words, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_says_it_and_ends(model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "damaged"
     shutil.copytree(model, directory)
     _write("tokenizer.json", POINTER)(directory)
-    assert main(["serve", str(directory), "--port", str(free_port())]) == 2
-    shown, sentence = capsys.readouterr()
+    status, shown, sentence = serve(directory)
+    assert status == 2
     assert refusal(directory) in sentence and "Traceback" not in sentence
     assert "logs: " in shown + sentence and "starting Ray" not in shown + sentence
 
@@ -87,11 +94,8 @@ def test_a_chat_template_that_cannot_be_read(
     assert f"Cannot read the chat template {template}" in sentence and words in sentence
 
 
-def test_the_command_takes_the_template_that_it_is_given(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_the_template_that_it_is_given(model: Path, tmp_path: Path) -> None:
     template = str(tmp_path / "absent")
-    flags = ["--chat-template", template, "--port", str(free_port())]
-    assert main(["serve", str(model), *flags]) == 2
-    sentence = capsys.readouterr().err
+    status, _, sentence = serve(model, "--chat-template", template)
+    assert status == 2
     assert refusal(model, chat_template=template) in sentence and "Traceback" not in sentence
