@@ -44,22 +44,25 @@ class ProjectedPlan:
     __slots__ = ("decodes", "growing", "num_here", "prefills")
 
     def __init__(self, plan: StepPlan, gone: set[Sequence]) -> None:
-        self.num_here = len(plan.sequences) - len(gone.intersection(plan.sequences))
-        self.decodes: list[Sequence] = []
-        self.growing: list[Sequence] = []
+        n, sequences = plan.num_decodes, plan.sequences
+        self.num_here = len(sequences) - len(gone.intersection(sequences))
         self.prefills: list[tuple[Sequence, int]] = []
-        for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True):
-            if sequence in gone:
-                continue
-            end, num_known = sequence.num_computed + num_tokens, len(sequence.tokens)
-            if end < num_known:
+        sampling = [*sequences[:n]]
+        for sequence, num_tokens in zip(sequences[n:], plan.query_lens[n:], strict=True):
+            end = sequence.num_computed + num_tokens
+            if end >= len(sequence.tokens):
+                sampling.append(sequence)
+            elif sequence not in gone:
                 self.prefills.append((sequence, end))
-            elif sequence.draft:
-                continue  # verified in this step, or in the step after the next
-            elif num_known + 1 < sequence.max_num_tokens and not sequence.hand_over:
-                self.decodes.append(sequence)
-                if num_known == sequence.num_slots:
-                    self.growing.append(sequence)
+        if gone:
+            sampling = [sequence for sequence in sampling if sequence not in gone]
+        # A draft is verified in this step, or in the step after the next.
+        self.decodes = [
+            each
+            for each in sampling
+            if len(each.tokens) + 1 < each.max_num_tokens and not (each.hand_over or each.draft)
+        ]
+        self.growing = [each for each in self.decodes if len(each.tokens) == each.num_slots]
 
     @property
     def starts(self) -> list[int]:

@@ -280,34 +280,41 @@ class Scheduler:
         gone = self._async_scheduling.end() if plan.is_ahead else ()
         events: list[TokenEvent] = []
         num_computed = num_gained = 0
+        token_ids: tuple[int, ...]
+        logprobs: tuple[TokenLogprobs, ...] | None
         for sequence, num_tokens, result in zip(
             plan.sequences, plan.query_lens, sampled, strict=True
         ):
             if sequence in gone:
                 continue
-            token_ids: tuple[int, ...] = ()
-            logprobs: tuple[TokenLogprobs, ...] | None = None
             if isinstance(result, int):
-                token_ids = (result,)
+                token_ids, logprobs = (result,), None
+            elif result is None:
+                token_ids, logprobs = (), None
             elif isinstance(result, SampledToken):
                 token_ids = (result.token_id,)
                 logprobs = None if result.logprobs is None else (result.logprobs,)
             elif isinstance(result, tuple):
                 events.append(self._verified(sequence, result))
                 continue
-            elif isinstance(result, DisaggError):
+            else:
                 events.append(self._failed(sequence, result))
                 continue
             num_computed += num_tokens
-            sequence.num_computed += num_tokens
+            sequence.num_computed = end = sequence.num_computed + num_tokens
             sequence.tokens += token_ids
-            if sequence.num_computed >= sequence.publish_at:
+            if end >= sequence.publish_at:
                 publish(self.pool, sequence)
-            if token_ids:
-                num_gained += 1
-                if sequence.draft:  # the step was launched before the draft was proposed
-                    sequence.draft = sequence.draft[1:] if sequence.draft[:1] == token_ids else ()
+            if not token_ids:
+                continue
+            num_gained += 1
+            if sequence.draft:  # the step was launched before the draft was proposed
+                sequence.draft = sequence.draft[1:] if sequence.draft[:1] == token_ids else ()
+            may_end = end + 1 >= sequence.max_num_tokens or token_ids[0] in sequence.stop_ids
+            if may_end or sequence.hand_over or sequence.thinking is not None:
                 events.append(self._gained(sequence, token_ids, logprobs))
+            else:  # nearly always, so two calls are saved
+                events.append(TokenEvent(sequence, token_ids, logprobs))
         self.queues.advance(num_computed, num_gained)
         return events
 
