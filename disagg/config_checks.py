@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-from msgspec import inspect
 
 from disagg.api_keys import (
     DEFAULT_TENANT,
@@ -20,6 +19,7 @@ from disagg.api_keys import (
 )
 from disagg.config import AUTO, CascadeConfig, HttpConfig, ServeConfig, TierConfig
 from disagg.errors import StartupError
+from disagg.settings import setting_at
 
 MIN_CLUSTER_KEY_LENGTH = 16
 EXAMPLE_PREFIX = "change-me"  # in the files under deploy/
@@ -35,7 +35,7 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
         config = msgspec.convert(raw, ServeConfig)
     except msgspec.ValidationError as error:
         raise StartupError(
-            f"The configuration is not valid: {error}.{_supported(str(error))}",
+            f"The configuration is not valid: {error}.{_explained(str(error))}",
             param=_param_of(str(error)),
         ) from error
     if not config.cluster_key:  # now, and not when workers have loaded their models
@@ -113,23 +113,16 @@ def _param_of(error: str) -> str | None:
     return f"{before[-1]}_{name}" if is_of_pool else name
 
 
-def _supported(error: str) -> str:
-    """What msgspec leaves out: the values that are possible where another one was given."""
-    match = re.fullmatch(r"Invalid enum value .* at `\$\.(.+)`", error, re.DOTALL)
-    if match is None:
+def _explained(error: str) -> str:
+    """What msgspec leaves out: the values that are possible where another one was given, or what
+    the setting is."""
+    match = re.search(r" - at `\$\.(.+)`$", error)
+    setting = setting_at(match[1]) if match is not None else None
+    if setting is None or " field `" in error:  # then the path is that of the whole section
         return ""
-    found: inspect.Type = inspect.type_info(ServeConfig)
-    for name in re.findall(r"\w+", match[1]):
-        if isinstance(found, inspect.UnionType):  # of something and None
-            found = next(t for t in found.types if not isinstance(t, inspect.NoneType))
-        if isinstance(found, inspect.Metadata):
-            found = found.type
-        if isinstance(found, inspect.StructType):
-            found = next(field.type for field in found.fields if field.name == name)
-        elif isinstance(found, inspect.VarTupleType):  # `name` is a place in it
-            found = found.item_type
-    values = found.values if isinstance(found, inspect.LiteralType) else ()
-    return f" Supported: {', '.join(map(str, values))}." if values else ""
+    if setting.values:
+        return f" Supported: {', '.join(map(str, setting.values))}."
+    return f" {setting.name}: {setting.help}."
 
 
 def _check_origins(http: HttpConfig) -> None:

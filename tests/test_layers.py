@@ -33,6 +33,7 @@ LAYERS = {
     "worker_status": 1,
     "config": 1,
     "config_checks": 1,
+    "settings": 1,  # descriptions of those of `config`
     "doctor_report": 2,
     "api_keys": 0,
     "time_model": 1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import signal
 import sys
 from typing import Any
@@ -12,11 +11,6 @@ from typing import Any
 from disagg.errors import DisaggError
 
 # Settings whose flags have other names.
-OTHER_NAMES = {
-    "num_ingress": "ingress",
-    "max_num_workers": "max_workers",
-    "cold_tier_nbytes": "cold_tier_bytes",
-}
 VERBS = {
     "serve": "disagg.cli.serve",
     "chat": "disagg.tools.chat",
@@ -83,14 +77,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def at_fault(error: DisaggError, parser: argparse.ArgumentParser) -> str:
     """Name the flag that the error is about; "" if the command has no such flag."""
-    if not error.param:
-        return ""
-    name = OTHER_NAMES.get(error.param, error.param)
-    flag = f"--{name.replace('_', '-')}"
-    actions = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
-    parsers = [parser, *(action for each in actions for action in each.choices.values())]
-    usages = "".join(each.format_usage() for each in parsers)
-    return f" ({flag})" if re.search(rf"{flag}(?![\w-])", usages) else ""
+    actions = list(parser._actions)
+    for each in actions:
+        if isinstance(each, argparse._SubParsersAction):
+            actions += [action for sub in each.choices.values() for action in sub._actions]
+        elif each.dest == error.param and each.option_strings and each.help != argparse.SUPPRESS:
+            return f" ({each.option_strings[0]})"
+    return ""
 
 
 if __name__ == "__main__":

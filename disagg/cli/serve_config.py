@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
-from disagg.config import ASSETS, EngineConfig, ServeConfig
+from disagg.config import ASSETS, EngineConfig, HttpConfig, ServeConfig, TierConfig
 from disagg.config_checks import filled_in, parse_config
 from disagg.doctor_report import DoctorReport
 from disagg.errors import StartupError
@@ -97,57 +97,43 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
         sizes = [size.most if size else 1 for size in (arguments.prefill, arguments.decode)]
         num_workers = len(models) * sum(sizes)
         arguments.num_threads = max(1, usable_cores() // max(1, num_workers))
-    engine = {
-        key: value
-        for key in EngineConfig.__struct_fields__
-        if (value := getattr(arguments, key, None)) is not None  # not every setting has a flag
+    sections = {
+        "prefill": _pool(arguments, "prefill"),
+        "decode": _pool(arguments, "decode"),
+        "engine": _given(arguments, EngineConfig),
+        "ttft_slo_s": arguments.ttft_slo_s,  # also where it is none
     }
     tiers = [
         {
+            **_given(arguments, TierConfig),
+            **sections,
             "model": model,
             "revision": revision,
             "served_model_name": name,
-            "prefill": _pool(arguments, "prefill"),
-            "decode": _pool(arguments, "decode"),
-            "engine": engine,
-            "chat_template": arguments.chat_template,
-            "tool_call_parser": arguments.tool_call_parser,
-            "reasoning_parser": arguments.reasoning_parser,
-            "ttft_slo_s": arguments.ttft_slo_s,
-            "tpot_slo_s": arguments.tpot_slo_s,
         }
         for model, name, revision in zip(
             models, names or [None] * len(models), revisions or [None] * len(models), strict=True
         )
     ]
     api_keys, tenants = _tenants(arguments.tenants)
+    nbytes = arguments.cold_tier_nbytes
     return {
+        **_given(arguments, ServeConfig),
         "tiers": tiers,
         "tenants": tenants,
         "cascade": _cascade_section(arguments.cascade, models),
-        "http": {
-            "host": arguments.host,
-            "port": arguments.port,
-            "api_key": arguments.api_key,
-            "api_keys": api_keys,
-            "api_keys_file": arguments.api_keys_file,
-            "allowed_origins": arguments.allowed_origins,
-            "metrics_key": arguments.metrics_key,
-            "ssl_certfile": arguments.ssl_certfile,
-            "ssl_keyfile": arguments.ssl_keyfile,
-        },
-        "num_ingress": arguments.ingress,
-        "max_num_workers": arguments.max_workers,
-        "drain_s": arguments.drain_s,
-        "transport": arguments.transport,
+        "http": {**_given(arguments, HttpConfig), "api_keys": api_keys},
         "transfer_prior": _transfer_prior(arguments.doctor_report),
-        "transfer_interface": arguments.transfer_interface,
-        "redis_url": arguments.redis_url,
-        "cold_tier_nbytes": 0 if arguments.no_redis else _store_nbytes(arguments.cold_tier_bytes),
+        "cold_tier_nbytes": 0 if arguments.no_redis else _store_nbytes(nbytes),
         "link_host": None if arguments.ray_address else "127.0.0.1",
         "cluster_key": _new_key(),
-        "insecure": arguments.insecure,
     }
+
+
+def _given(arguments: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """The settings of a struct that have a flag and a value."""
+    values = ((name, getattr(arguments, name, None)) for name in struct.__struct_fields__)
+    return {name: value for name, value in values if value is not None}
 
 
 def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
@@ -213,7 +199,7 @@ def _pool(arguments: argparse.Namespace, role: str) -> dict[str, Any]:
     """A pool's section. A scaled pool starts with its minimum, and with one worker at least."""
     size: PoolSize | None = getattr(arguments, role)
     settings = {
-        "num_gpus": arguments.num_gpus_per_worker,
+        "num_gpus": arguments.num_gpus,
         "tensor_parallel_size": getattr(arguments, f"{role}_tensor_parallel_size"),
         "nnodes": getattr(arguments, f"{role}_nnodes"),
     }

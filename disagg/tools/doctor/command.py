@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from disagg.cli.embedded_redis import find_redis_server
-from disagg.cli.engine_arguments import add_model_arguments
-from disagg.config import TierConfig
+from disagg.cli.engine_arguments import add_model_arguments, add_setting
+from disagg.config import HttpConfig, TierConfig
 from disagg.config_checks import parse_config
 from disagg.doctor_report import DoctorReport, Finding, NodeReport, TransferReport
 from disagg.errors import StartupError
@@ -33,12 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ray-address",
         help="check every node of this running Ray cluster (default: check this machine)",
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address of the HTTP server (default: 127.0.0.1)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=8000, help="port of the HTTP server (default: 8000)"
-    )
+    add_setting(parser, HttpConfig, "host")
+    add_setting(parser, HttpConfig, "port")
     add_model_arguments(
         parser.add_argument_group("settings of `disagg serve` with which models are checked")
     )

@@ -141,7 +141,11 @@ def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
         "--tpot-slo-s", type=float, default=math.inf, help="TPOT SLO in seconds (default: none)"
     )
     group.add_argument(
-        "--max-workers", type=int, help="largest number of workers in both pools together"
+        "--max-workers",
+        dest="max_num_workers",
+        type=int,
+        metavar="MAX_WORKERS",
+        help="largest number of workers in both pools together",
     )
     group.add_argument(
         "--start-s",

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         tpot_slo_s=args.tpot_slo_s,
         scale_prefill=_limits(args.prefill, args),
         scale_decode=_limits(args.decode, args),
-        max_num_workers=args.max_workers,
+        max_num_workers=args.max_num_workers,
         num_blocks=args.num_blocks,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
