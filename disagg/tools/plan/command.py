@@ -30,11 +30,9 @@ from disagg.capacity.roofline import Placement, placements
 from disagg.capacity.shapes import KV_BITS, NBYTES, SHAPES, ModelShape, read_shape
 from disagg.cli.engine_arguments import number
 from disagg.errors import NotEnoughMemory, StartupError
-from disagg.tools.chart import check_path, write_svg
 from disagg.tools.plan.advice import advise
 from disagg.tools.plan.load import Slo, Workload
 from disagg.tools.plan.play import play, why_not_played
-from disagg.tools.plan.plot import cost_chart, worker_charts
 from disagg.tools.plan.report import report, show
 from disagg.tools.plan.sizing import FleetPlan, Prices
 from disagg.tools.plan.write import (
@@ -161,18 +159,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables"
     )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="write plots of batch sizes and costs to this SVG file",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises `DisaggError` for an unknown name, a model that does not fit, or an unmet SLO."""
-    if args.plot is not None:
-        check_path(args.plot)
     is_asked = args.requests_per_s is not None or args.trace is not None
     for name in ("play", "write"):
         if getattr(args, name) and not is_asked:
@@ -195,7 +185,6 @@ def run(args: argparse.Namespace) -> int:
     load.check_fits(shape)
     every, left_out = _placements(args, shape, load)
     advice, played = None, None
-    charts = worker_charts(load, every) if args.plot is not None else []
     if is_asked:
         prices = _prices_of(args, every)
         advice = advise(load, slo, every, link, prices)
@@ -204,12 +193,8 @@ def run(args: argparse.Namespace) -> int:
             advice, played = play(advice, load, slo, link)
         else:
             notes.append(why_not)
-        if args.plot is not None:
-            charts += filter(None, [cost_chart(load, slo, every, link, prices)])
         if args.write is not None:
             notes += _write(args, shape, advice.fleet, load, slo)
-    if args.plot is not None:
-        write_svg(args.plot, charts)
     notes += left_out
     if shape.quantized:
         notes += dict.fromkeys(_how_quantized(each.shape, args.weights) for each in every)

@@ -127,9 +127,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=default.seed, help=f"random seed (default: {default.seed})"
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write a plot of p95 TTFT by load to an SVG file"
-    )
 
 
 def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,6 @@ from disagg.cli.serve_arguments import PoolSize
 from disagg.config import AutoscalingConfig
 from disagg.errors import RequestError
 from disagg.router.baselines import OURS, POLICIES
-from disagg.tools.chart import Chart, check_path, write_svg
 from disagg.tools.sim import grid_command as sim_grid
 from disagg.tools.sim.arguments import add_arguments
 from disagg.tools.sim.config import SimConfig, SmallTier
@@ -82,8 +81,6 @@ def _smaller(args: argparse.Namespace) -> tuple[SmallTier, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Raises `RequestError` for an invalid trace or fleet."""
-    if args.plot is not None:
-        check_path(args.plot)
     trace = _trace(args)
     policies = POLICIES if args.compare else args.policy or [OURS]
     config = SimConfig(
@@ -116,8 +113,6 @@ def run(args: argparse.Namespace) -> int:
         for policy in policies
     ]
     _print(reports)
-    if args.plot is not None:
-        write_svg(args.plot, [_ttft_by_load(reports)])
     settings = json.loads(msgspec.json.encode(config))  # infinite values become null
     del settings["policy"], settings["speed"]
     line = {"simulated": True, "config": settings}
@@ -200,11 +195,3 @@ def _tiers(reports: Sequence[SimReport]) -> Table:
                 f"{each.cost_percent:.1f}" if tier is each.tiers[-1] else "",
             )
     return table
-
-
-def _ttft_by_load(reports: Sequence[SimReport]) -> Chart:
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for each in sorted(reports, key=lambda report: report.speed):
-        lines.setdefault(each.policy, []).append((each.requests_per_s, each.ttft_p95_s))
-    title = "p95 TTFT (s) by requests/s; engines and network are simulated"
-    return Chart(title, lines, " s", "/s", is_logarithmic=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -356,40 +355,3 @@ def test_what_serve_cannot_do_is_said(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_refusal_names_only_flags_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--model" not in refused(capsys, "gpt-5")
     assert "(--gpu)" in refused(capsys, "llama-3-8b", "--gpu", "h300")
-
-
-def test_plans_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot = tmp_path / "plan.svg"
-    words = ("llama-3-8b", "--gpu", "h100", "--requests-per-s", "60", "--plot", str(plot))
-    assert "Prior of the time model" in printed(capsys, *words)
-    root = ET.parse(plot).getroot()  # noqa: S314 - written above
-    texts = " ".join(element.text or "" for element in root.iter())
-    for words_there in (
-        "ms per token",
-        "Tokens/s",
-        "dollars",
-        "apart",
-        "together",
-        "predict",
-    ):
-        assert words_there in texts
-    worker, throughput, cost = root.findall("{*}g")
-    assert len(worker.findall(".//{*}circle")) == len(throughput.findall(".//{*}circle")) > 20
-    assert len(cost.findall(".//{*}circle")) == 18
-    rising = [float(each.attrib["cy"]) for each in worker.findall(".//{*}circle")][:20]
-    assert rising == sorted(rising, reverse=True)  # larger batches take longer
-
-
-def test_without_a_load_a_plot_has_no_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plot = tmp_path / "plan.svg"
-    printed(capsys, "llama-3-8b", "--plot", str(plot))
-    assert len(ET.parse(plot).getroot().findall("{*}g")) == 2  # noqa: S314
-
-
-@pytest.mark.parametrize("name", ["plan.png", "no such folder/plan.svg"])
-def test_a_plot_that_cannot_be_written_is_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert name in refused(capsys, "llama-3-8b", "--plot", str(tmp_path / name))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -25,11 +24,10 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_policies_are_compared_and_two_runs_print_the_same(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plot = tmp_path / "plot.svg"
     arguments = ["sim", "--trace", str(trace), "--compare", "--speed", "1", "--speed", "2"]
-    assert main([*arguments, "--plot", str(plot)]) == 0
+    assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert main(arguments) == 0
     assert capsys.readouterr().out == printed
@@ -39,10 +37,6 @@ def test_policies_are_compared_and_two_runs_print_the_same(
     reports = figures["reports"]
     assert [each["policy"] for each in reports] == [*POLICIES, *POLICIES]
     assert {each["num_failed"] for each in reports} == {0}
-    root = ET.parse(plot).getroot()  # noqa: S314 - written above
-    texts = [element.text for element in root.iter() if element.text]
-    assert set(POLICIES) <= set(texts)
-    assert any("simulated" in text for text in texts)
 
 
 def test_sizes_may_have_the_suffixes_of_serve() -> None:
