@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 BENCHES = (
+    "attention_cut",
     "autoscale",
     "cascade",
     "engine",

@@ -35,6 +35,7 @@ def rehearse(*arguments: str, **environment: str) -> Any:
 @pytest.mark.timeout(900)  # a dozen processes that import torch, Ray and transformers
 def test_named_benches_run_one_after_another() -> None:
     names = [
+        "attention_cut",
         "autoscale",
         "cascade",
         "engine",
@@ -52,6 +53,8 @@ def test_named_benches_run_one_after_another() -> None:
     ]
     results = rehearse("bench", *names, "--tiny")
     assert list(results) == names
+    cuts = results["attention_cut"]["rows"]
+    assert all(row["longest"] <= row["longest before"] for row in cuts)
     engine = results["engine"]["rows"]
     assert [row["case"] for row in engine] == ["prefill", "1 at once", "8 at once", "32 at once"]
     for row in engine:
