@@ -10,7 +10,6 @@ from torch import Tensor
 
 from disagg.kernels import reference
 from disagg.kernels.activation import Activation
-from disagg.kernels.cpu import linear
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.ops import Scores
@@ -85,15 +84,6 @@ def test_projections(num_rows: int, with_bias: bool, dtype: torch.dtype) -> None
     added, normed = ops.project_add_norm(x, ops.pack(square, None), residual, norm, 1e-6)
     _assert_close(added, total)
     _assert_close(normed, reference.rms_norm(added, norm, 1e-6))
-
-
-def test_plain_and_packed_products_agree() -> None:
-    x, other, weight, bias = torch.randn(3, 8), torch.randn(3, 6), torch.randn(6, 8), torch.randn(6)
-    plain, packed = linear.PlainLinear(weight, bias), linear.OnednnLinear(weight, bias)
-    _assert_close(packed(x), plain(x))
-    _assert_close(packed.silu(x), plain.silu(x))
-    _assert_close(packed.times(x, other), plain.times(x, other))
-    _assert_close(packed.plus(x, other), plain.plus(x, other))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

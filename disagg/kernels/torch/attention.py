@@ -16,7 +16,7 @@ from disagg.kernels.cpu.prompts import PromptAttention
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PLAIN_SCORES, Scores
 from disagg.kernels.torch.paging import PIECE_TOKENS, CachedKeys, Chunk, DecodeGroup, TorchPaging
-from disagg.kernels.torch.products import attend_by_products, capped_, softmax
+from disagg.kernels.torch.products import attend_by_products
 from disagg.kernels.torch.quantized import attend_quantized, store_quantized
 
 
@@ -78,20 +78,8 @@ class _Attend:
         Takes [num_seqs, num_heads, head_dim], and returns [num_seqs, num_heads * head_dim].
         """
         # Heads that share keys become queries of one head; otherwise torch reads the keys for each.
-        if group.products is None:
-            packed = q.view(q.shape[0], self._num_kv_heads, -1, self._head_dim)
-            return self._attend(packed, group.keys).reshape(q.shape[0], -1)
-        self._gather(group.keys)
-        keys, values, mask = group.products.keys, group.products.values, group.products.mask
-        packed = q.reshape(keys.shape[0], -1, self._head_dim)
-        if self._cap is None:
-            scores = torch.baddbmm(mask, packed, keys, alpha=self._scale)
-        else:
-            scores = capped_(torch.bmm(packed, keys).mul_(self._scale), self._cap).add_(mask)
-        sinks = self._sinks
-        if sinks is not None:
-            sinks = sinks.view(self._num_kv_heads, -1, 1).repeat(q.shape[0], 1, 1)
-        return torch.bmm(softmax(scores, sinks), values).view(q.shape[0], -1)
+        packed = q.view(q.shape[0], self._num_kv_heads, -1, self._head_dim)
+        return self._attend(packed, group.keys).reshape(q.shape[0], -1)
 
     def chunk(self, qkv: Tensor, chunk: Chunk) -> Tensor:
         """Attention of several queries of one sequence.

@@ -38,24 +38,11 @@ class CachedKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeProducts:
-    """Keys and values of a float32 group, as a matrix for each KV head of each sequence.
-
-    With so few queries, matrix products take two thirds of the time of torch's attention.
-    """
-
-    keys: Tensor  # [num_seqs * num_kv_heads, head_dim, num_keys]
-    values: Tensor  # [num_seqs * num_kv_heads, num_keys, head_dim]
-    mask: Tensor  # [num_seqs * num_kv_heads or 1, 1, num_keys or 1]
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Decoding sequences whose attention is computed together."""
 
     queries: Tensor | None  # int64 [num_seqs]: their token rows; None: all decodes, in order
     keys: CachedKeys
-    products: DecodeProducts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +120,6 @@ class _Planner:
     def __init__(self, batch: PagedBatch, kv_cache: KVPages, scratch: Tensor) -> None:
         _, _, self._num_vectors, self._num_kv_heads, self._block_size, _ = kv_cache.values.shape
         self._batch = batch
-        self._head_dim = kv_cache.head_dim
         self._has_scales = kv_cache.scales is not None
         self._mask_dtype = torch.float32 if self._has_scales else kv_cache.values.dtype
         self._device = kv_cache.values.device
@@ -165,7 +151,7 @@ class _Planner:
             max(seen) * len(seen) - sum(seen) <= _MAX_WASTED_TOKENS
             and max(seen) * len(seen) <= self._most_tokens
         ):
-            return [self._group(None, tables[: len(seen)], lengths, window)]
+            return [DecodeGroup(None, self._decode_keys(tables[: len(seen)], lengths, window))]
         cuts: list[list[int]] = [[]]
         wasted = 0
         for row in sorted(range(len(seen)), key=lambda row: -seen[row]):
@@ -179,23 +165,9 @@ class _Planner:
         for rows in cuts:
             queries = torch.tensor(rows, device=self._device)
             own = [lengths[row] for row in rows]
-            groups.append(self._group(queries, tables.index_select(0, queries), own, window))
+            cached = self._decode_keys(tables.index_select(0, queries), own, window)
+            groups.append(DecodeGroup(queries, cached))
         return groups
-
-    def _group(
-        self, queries: Tensor | None, tables: Tensor, lengths: Sequence[int], window: int | None
-    ) -> DecodeGroup:
-        cached = self._decode_keys(tables, lengths, window)
-        if self._has_scales or self._mask_dtype != torch.float32:
-            return DecodeGroup(queries, cached, None)
-        # These must be views, not copies, because gathering fills them later.
-        both = cached.keys_and_values(self._head_dim)
-        keys, values = (each.view(-1, *each.shape[2:]) for each in both)
-        if cached.mask is None:
-            mask = keys.new_zeros(1, 1, 1)
-        else:
-            mask = cached.mask.expand(-1, self._num_kv_heads, -1, -1).flatten(0, 1)
-        return DecodeGroup(queries, cached, DecodeProducts(keys.transpose(1, 2), values, mask))
 
     def _decode_keys(
         self, tables: Tensor, lengths: Sequence[int], window: int | None

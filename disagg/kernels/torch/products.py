@@ -32,24 +32,17 @@ def attend_by_products(
     packed = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])  # queries that share a KV head
     scores = torch.matmul(packed, keys.transpose(2, 3)).float()
     scores *= scale if scales is None else scales[0] * scale
-    capped_(scores, cap)
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
     by_head = scores.view(*q.shape[:3], -1)
     if mask is not None:
         by_head.add_(mask)
-    weights = softmax(by_head, sinks).view(scores.shape)
+    if sinks is None:
+        weights = torch.softmax(by_head, -1)
+    else:  # sinks take part in the softmax and have no value
+        own = sinks.float().expand(*by_head.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((by_head, own), -1), -1)[..., :-1].contiguous()
+    weights = weights.view(scores.shape)
     if scales is not None:
         weights.mul_(scales[1])
     return torch.matmul(weights.to(q.dtype), values).view(q.shape)
-
-
-def capped_(scores: Tensor, cap: float | None) -> Tensor:
-    """Make the scores cap * tanh(score / cap), in place."""
-    return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
-
-
-def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last dimension. `sinks` [..., 1] take part in it; the result omits them."""
-    if sinks is None:
-        return torch.softmax(scores, -1)
-    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1].contiguous()
