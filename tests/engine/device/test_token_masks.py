@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from disagg.config import EngineConfig
 from disagg.engine.device.build import build_engine
+from disagg.engine.device.runner import ModelRunner
 from disagg.engine.device.token_masks import TokenMasks
 from disagg.engine.engine import Engine
 from disagg.engine.sched.grammar import MAX_CACHED
@@ -67,6 +68,21 @@ def test_others_in_the_batch_are_as_without(engine: Engine) -> None:
     beside = [sequence(None, prompt=(9, i), max_tokens=20, seed=i) for i in range(3)]
     run(engine, beside[0], sequence(Grammar("regex", "[ab]{15}")), *beside[1:])
     assert [answer(each) for each in beside] == [answer(each) for each in alone]
+
+
+def test_steps_launched_ahead_follow_grammars_as_steps_in_order_do(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the step after a grammar's end, of which the device learns too late."""
+    assert isinstance(engine.runner, ModelRunner)
+    found = []
+    for launcher in (None, engine.runner):
+        monkeypatch.setattr(engine, "launcher", launcher)
+        made = [sequence(Grammar("regex", "[0-9]{2,12}"), prompt=(8, i), seed=i) for i in range(3)]
+        made += [sequence(None, prompt=(9, i), max_tokens=30, seed=i) for i in range(3)]
+        found.append((run(engine, *made), [answer(each) for each in made]))
+    assert found[0] == found[1]
+    assert found[0][0].count("stop") >= 3
 
 
 def test_logprobs_are_of_the_model_itself(engine: Engine) -> None:
