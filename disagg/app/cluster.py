@@ -18,7 +18,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.handle import DeploymentBroadcastResponse
 from ray.serve.schema import ApplicationStatus
 
-from disagg.app import start_board
+from disagg.app import private_ray, start_board
 from disagg.app.autoscaling import INGRESS
 from disagg.app.build import build_application
 from disagg.app.gpus import gpus_of_cluster, nodes_of_cluster
@@ -34,11 +34,6 @@ APPLICATION = "disagg"
 DRAIN_MARGIN_S = 5.0
 STOP_PERIOD_S = 0.2
 NUM_RAY_STARTS = 4
-# Methods of Ray's node that each start a Python process that we do not need, and that `ray.init`
-# cannot disable: the API server of the dashboard, which sends usage statistics, and the monitors of
-# logs and of Ray's autoscaler. They are skipped only in this version of Ray.
-_OBSERVED_RAY = "2.60."
-_OBSERVERS = ("start_api_server", "start_log_monitor", "start_monitor")
 _TOO_SLOW = "timed out during startup"  # Ray's message after 30 s, a limit that is not configurable
 logger = logging.getLogger(__name__)
 
@@ -143,9 +138,7 @@ class Cluster:
                         process.kill()
 
     def _init_local(self, num_gpus: int) -> None:
-        if ray.__version__.startswith(_OBSERVED_RAY):
-            for each in _OBSERVERS:
-                setattr(ray._private.node.Node, each, lambda *_, **__: None)
+        private_ray.leave_out_observers()
         ray.init(
             address="local",
             num_gpus=num_gpus,
@@ -158,10 +151,7 @@ class Cluster:
 
     def http_address(self) -> tuple[str, int] | None:
         """Host and port of Ray Serve if it runs already; it cannot change them. Otherwise None."""
-        client = serve.context._get_global_client(raise_if_no_controller_running=False)
-        if client is None:
-            return None
-        return client.http_config.host, client.http_config.port
+        return private_ray.serve_address()
 
     def check_is_free(self) -> None:
         """Raises `StartupError` if the cluster already has an application of our name."""
@@ -255,20 +245,19 @@ class Cluster:
         haproxy = (
             HAProxyWatch(self._haproxy, self._host, say) if self._haproxy is not None else None
         )
-        return Watch(ray._private.worker._global_node, haproxy, self._url, say, stop)
+        return Watch(private_ray.local_node(), haproxy, self._url, say, stop)
 
     def is_replaced(self) -> bool:
         """Whether somebody else has replaced our application by another one."""
         try:
             self._come_back()
-            client = serve.context._get_global_client()
-            found, _ = client.get_deployment_info(INGRESS, APPLICATION)
+            version = private_ray.version_of(INGRESS, APPLICATION)
         except KeyError:  # not created yet, or removed
             return False
         except Exception as error:  # the next call to Ray or Serve fails, too
             logger.exception("Cannot find out whose application runs: %r", error)
             return False
-        return bool(found.version != self._version)
+        return version != self._version
 
     def drain(self, timeout_s: float, stop: threading.Event | None = None) -> tuple[int, int]:
         """Make every ingress finish its running requests and refuse new ones.
@@ -281,8 +270,7 @@ class Cluster:
         """
         try:
             self._come_back()
-            handle = serve.get_app_handle(APPLICATION)
-            handle._init(_run_router_in_separate_loop=True)
+            handle = private_ray.broadcaster_of(APPLICATION)
             answers = _results(
                 handle.broadcast("drain", timeout_s), timeout_s + DRAIN_MARGIN_S, stop
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from disagg.app import private_ray
 from disagg.app.haproxy_launcher import socket_of
 from disagg.app.http_protocol import IngressProtocol
 
@@ -26,24 +27,11 @@ def bind_to_node() -> None:
 
     By default Serve's gRPC server, which unpickles what it receives, listens on all interfaces, and
     its HTTP server on the address that HAProxy listens on for clients, although only HAProxy uses
-    it. Serve has no setting for either (Ray 2.60, `serve/_private/replica.py`), nor for limits of
-    request heads. Call it in the replica's `__init__`; Serve starts the servers after that.
+    it. Serve has no setting for either, nor for limits of request heads. Call it in the replica's
+    `__init__`; Serve starts the servers after that.
     """
-    from ray.serve._private import replica
-
-    for name, bound in (
-        ("add_port_to_grpc_server", _add_port),
-        ("start_asgi_http_server", _start_http),
-    ):
-        serves = getattr(replica, name, None)
-        if serves is None:
-            log.warning(
-                "This version of Ray has no %s (Ray 2.60 has it), so Serve's own servers listen on"
-                " more addresses than necessary: see docs/security.md for who can reach them.",
-                name,
-            )
-        elif not isinstance(serves, functools.partial):
-            setattr(replica, name, functools.partial(bound, serves))
+    private_ray.wrap_server("grpc", _add_port)
+    private_ray.wrap_server("http", _start_http)
 
 
 def _add_port(add_port: Any, server: Any, address: str) -> int:

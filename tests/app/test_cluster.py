@@ -95,11 +95,13 @@ class FakeServe(FakeRay):
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    from disagg.app import cluster
+    from disagg.app import cluster, private_ray
 
     fake = FakeRay()
-    monkeypatch.setattr(cluster, "ray", fake)
-    monkeypatch.setattr(cluster, "serve", FakeServe(fake.calls))
+    fake_serve = FakeServe(fake.calls)
+    for module in (cluster, private_ray):
+        monkeypatch.setattr(module, "ray", fake)
+        monkeypatch.setattr(module, "serve", fake_serve)
     monkeypatch.setattr("disagg.app.start_board.Board", lambda: None)
     monkeypatch.setattr(cluster, "build_application", lambda config, version: version)
     return fake
@@ -286,9 +288,9 @@ def test_what_observes_is_left_out_of_the_ray_that_was_tried_only(
     from ray._private.node import Node
     from ray._version import version as installed
 
-    from disagg.app import cluster
+    from disagg.app import cluster, private_ray
 
-    assert all(hasattr(Node, each) for each in cluster._OBSERVERS)
+    assert all(hasattr(Node, each) for each in private_ray.OBSERVERS)
     monkeypatch.setattr(cluster, "see_only", lambda device_ids: None)
     node = type("Node", (FakeNode,), {})
     monkeypatch.setattr(ray, "__version__", version or installed)

@@ -1,0 +1,74 @@
+"""Everything private of Ray and Ray Serve that is used here: each version may change it.
+
+Tried with Ray `TRIED`, which pyproject.toml requires. For another version, compare each function
+with Ray's sources, run tests/app and tests/e2e, and change `TRIED`. What Serve writes for HAProxy
+is private, too: `haproxy_launcher` finds its places in it and names those that it does not find.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import serve
+
+TRIED = "2.60."
+# Methods of Ray's node that each start a Python process that we do not need, and that `ray.init`
+# cannot disable: the API server of the dashboard, which sends usage statistics, and the monitors of
+# logs and of Ray's autoscaler.
+OBSERVERS = ("start_api_server", "start_log_monitor", "start_monitor")
+# Functions of Serve's replica that start its servers.
+SERVERS = {"grpc": "add_port_to_grpc_server", "http": "start_asgi_http_server"}
+log = logging.getLogger(__name__)
+
+
+def leave_out_observers() -> None:
+    """Make a local Ray start without its observers, if its version was tried."""
+    if ray.__version__.startswith(TRIED):
+        for each in OBSERVERS:
+            setattr(ray._private.node.Node, each, lambda *_, **__: None)
+
+
+def local_node() -> Any:
+    """Ray's record of the processes that it started on this machine."""
+    return ray._private.worker._global_node
+
+
+def serve_address() -> tuple[str, int] | None:
+    """Host and port of a Serve that runs already; None if none does."""
+    client = serve.context._get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else (client.http_config.host, client.http_config.port)
+
+
+def version_of(deployment: str, application: str) -> str:
+    """The version of a deployment. Raises `KeyError` if there is none."""
+    found, _ = serve.context._get_global_client().get_deployment_info(deployment, application)
+    version: str = found.version
+    return version
+
+
+def broadcaster_of(application: str) -> Any:
+    """A handle of an application's ingress whose `broadcast` may be called in any thread."""
+    handle = serve.get_app_handle(application)
+    handle._init(_run_router_in_separate_loop=True)
+    return handle
+
+
+def wrap_server(name: str, wrapper: Callable[..., Any]) -> None:
+    """Call `wrapper` in place of one of `SERVERS`, with the function as its first argument."""
+    from ray.serve._private import replica
+
+    name = SERVERS[name]
+    serves = getattr(replica, name, None)
+    if serves is None:
+        log.warning(
+            "This version of Ray has no %s (Ray %s has it), so Serve's own servers listen on more"
+            " addresses than necessary: see docs/security.md for who can reach them.",
+            name,
+            f"{TRIED}x",
+        )
+    elif not isinstance(serves, functools.partial):  # not wrapped yet
+        setattr(replica, name, functools.partial(wrapper, serves))
