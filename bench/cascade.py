@@ -14,7 +14,7 @@ before a cancellation arrived, and rejected draft tokens. Prefix caching is off,
 model to be asked would find what the others computed.
 
 The measures of the curve are predicted from the answers of both models alone
-(`router/calibration.py`). Accuracy and cost of `auto` are those of the served answers.
+(`tools/calibrate/calibration.py`). Accuracy and cost of `auto` are those of the served answers.
 
 TTFT is measured separately, one request at a time, with the three models in turns: from the call of
 the HTTP application to its first bytes of text, also in CPU time of this process, which other work
@@ -48,8 +48,8 @@ from disagg.cli.serve_config import bundled_cascade
 from disagg.config import AUTO, CascadeConfig, EngineConfig, ServeConfig, TierConfig
 from disagg.engine.sched.step import StepPlan
 from disagg.kvtransfer.local_transport import LocalFleet
-from disagg.router.calibration import CascadeOutcome, Compared, curve, played
 from disagg.router.prompt_judge import log_odds
+from disagg.tools.calibrate.calibration import CascadeOutcome, Compared, curve, played
 from disagg.tools.calibrate.command import CHAT, PATIENCE_S, Question, ScoredAnswer, asker, compared
 from disagg.tools.calibrate.report import SHARES
 from disagg.worker.parts import Parts, build_parts

@@ -18,10 +18,9 @@ from msgspec.structs import replace
 from disagg.cli import process_tree
 from disagg.cli.lines import Lines
 from disagg.cli.reports import Order
-from disagg.cli.restarts import Ended, keep_serving
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments, raw_config
-from disagg.cli.supervisor import Signals, Supervisor
+from disagg.cli.supervisor import Ended, Signals, Supervisor, keep_serving
 from disagg.config import AUTO, ServeConfig, url_of
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from disagg.cli.lines import Lines
-from disagg.cli.restarts import BROKEN, LONGEST_PAUSE_S, NUM_STARTS, Ended, keep_serving
+from disagg.cli.supervisor import BROKEN, LONGEST_PAUSE_S, NUM_STARTS, Ended, keep_serving
 from disagg.errors import StartupError
 
 STOPPED = Ended(0, 1.0)

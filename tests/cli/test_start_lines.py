@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from disagg.cli.lines import Lines
-from disagg.cli.start_lines import StartLog, one_line
+from disagg.cli.lines import Lines, StartLog, one_line
 from disagg.messages import StartPhase, StartStep
 
 GB = 10**9

@@ -25,7 +25,7 @@ from disagg.config import (
 from disagg.errors import DisaggError, RequestError, StartupError
 from disagg.host import usable_cores
 from disagg.messages import TokenLogprobs
-from disagg.router.calibration import (
+from disagg.tools.calibrate.calibration import (
     Compared,
     Curve,
     Point,

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from disagg.config import CascadeConfig, Signal
 from disagg.errors import RequestError
 from disagg.messages import TokenLogprobs
-from disagg.router.calibration import (
+from disagg.router.cascade import judge
+from disagg.tools.calibrate.calibration import (
     CONFIDENCE,
     Compared,
     Curve,
@@ -24,7 +25,6 @@ from disagg.router.calibration import (
     played,
     upper_bound,
 )
-from disagg.router.cascade import judge
 
 SMALL, LARGE = 10, 100  # parameters
 SIGNALS: tuple[Signal, ...] = ("minimum", "mean", "margin")
