@@ -41,14 +41,12 @@ from disagg.tools.sim.simulation import simulate
 
 # What `disagg plan llama-3-70b --gpu h100 --json` says of a worker of four: step times, KV tokens.
 TIMES = StepTimeModel(
-    (
-        0.01462598912636816,
-        5.3639619981229217e-05,
-        1.1039687352604272e-09,
-        2.2483047619047602e-05,
-        2.7170812603648424e-08,
-        0.0,
-    )
+    0.01462598912636816,
+    5.3639619981229217e-05,
+    1.1039687352604272e-09,
+    2.2483047619047602e-05,
+    2.7170812603648424e-08,
+    0.0,
 )
 NUM_BLOCKS, BLOCK_TOKENS, KV_NBYTES = 875, 512, 320 << 10
 

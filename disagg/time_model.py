@@ -27,7 +27,7 @@ Pure arithmetic: no clock and no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import mul
@@ -66,9 +66,6 @@ NUM_STEPS_OF_CHANGE, CHANGE_S = 3, 0.05
 CHANGE, MOST_CHANGE = 1.5, 16.0
 NUM_BEFORE_CHANGE = 50  # steps: until then everything is learned fast
 
-# A mid-size CPU core running a small model; `disagg plan` prints those of a model on a GPU.
-DEFAULT_COEFFICIENTS = (2e-3, 1e-4, 1e-8, 5e-4, 1e-7, 0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class StepFeatures:
@@ -103,31 +100,51 @@ def attended(num_new_tokens: float, num_context_tokens: float) -> float:
 
 
 class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
-    """Predicts seconds. Coefficients are seconds per unit of each feature of `StepFeatures`."""
+    """Predicts seconds. Fields are seconds per unit of each feature of `StepFeatures`.
 
-    coefficients: tuple[float, ...] = DEFAULT_COEFFICIENTS
+    The defaults are of a mid-size CPU core with a small model; `disagg plan` prints those of a
+    model on a GPU.
+    """
+
+    per_step_s: float = 2e-3
+    per_token_s: float = 1e-4  # of a prompt
+    per_attended_s: float = 1e-8  # by a prompt token, for each token that it attends to
+    per_sequence_s: float = 5e-4  # that decodes
+    per_context_s: float = 1e-7  # for each token in the context of a sequence that decodes
+    per_prompt_step_s: float = 0.0  # what a step with prompt tokens takes beside per_step_s
 
     def __post_init__(self) -> None:
-        if len(self.coefficients) != NUM_STEP_FEATURES or min(self.coefficients) < 0:
+        if min(self.coefficients) < 0:
+            raise ValueError(f"A step time model needs coefficients >= 0, got {self.coefficients}")
+
+    @classmethod
+    def of(cls, coefficients: Iterable[float]) -> StepTimeModel:
+        """The model with these coefficients, in the order of the fields.
+
+        Raises:
+            ValueError: there are more or fewer, or one is negative.
+        """
+        found = tuple(coefficients)
+        if len(found) != NUM_STEP_FEATURES:
             raise ValueError(
-                f"A step time model needs {NUM_STEP_FEATURES} coefficients >= 0,"
-                f" got {self.coefficients}"
+                f"A step time model needs {NUM_STEP_FEATURES} coefficients >= 0, got {found}"
             )
+        return cls(*found)
 
     @classmethod
     def from_costs(cls, costs: StepCosts | None) -> StepTimeModel:
         """The model that a worker reports, or the default until it does."""
-        return cls(costs.coefficients) if costs is not None else cls()
+        return cls.of(costs.coefficients) if costs is not None else cls()
 
     @property
-    def context_s(self) -> float:
-        """Of one token more in the context of a sequence that decodes."""
-        return self.coefficients[4]
+    def coefficients(self) -> tuple[float, ...]:
+        """All fields in their order, for the fit and for messages."""
+        return msgspec.structs.astuple(self)
 
     @property
     def prompt_step_s(self) -> float:
         """A step with prompt tokens, without the seconds of each of these tokens."""
-        return self.coefficients[0] + self.coefficients[5]
+        return self.per_step_s + self.per_prompt_step_s
 
     def step_s(self, features: StepFeatures) -> float:
         seconds: float = sum(map(mul, self.coefficients, features.row()))
@@ -154,17 +171,16 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False):
         self, num_new_tokens: float, num_context_tokens: float = 0, num_sequences: float = 1
     ) -> float:
         """What the tokens of such prompts add to the steps that compute them."""
-        _, per_token, per_attended, _, _, _ = self.coefficients
         each = num_new_tokens / num_sequences if num_sequences > 1 else num_new_tokens
         reach = num_context_tokens + 0.5 * (each + 1)
-        return num_new_tokens * (per_token + per_attended * reach)
+        return num_new_tokens * (self.per_token_s + self.per_attended_s * reach)
 
     def decode_step_s(self, num_sequences: float, num_context_tokens: float) -> float:
         """One step that gives each of `num_sequences` a token; their lengths add up to the rest."""
         if num_sequences <= 0:
             return 0.0
-        per_step, _, _, per_sequence, per_context, _ = self.coefficients
-        return per_step + per_sequence * num_sequences + per_context * num_context_tokens
+        sequences_s = self.per_sequence_s * num_sequences
+        return self.per_step_s + sequences_s + self.per_context_s * num_context_tokens
 
 
 def prompt_tokens_within(
@@ -190,9 +206,8 @@ def prompt_tokens_within(
 
 def prompt_tokens_in(times: StepTimeModel, room_s: float, num_before: float = 0) -> int:
     """The same, with the seconds that the step has left for prompts."""
-    _, per_token, per_attended, _, _, per_prompt_step = times.coefficients
-    room_s -= per_prompt_step
-    token_s = per_token + per_attended * num_before
+    room_s -= times.per_prompt_step_s
+    token_s = times.per_token_s + times.per_attended_s * num_before
     if room_s <= LEAST_CHUNK_TOKENS * token_s:
         return LEAST_CHUNK_TOKENS
     return min(MOST_CHUNK_TOKENS, int(room_s / token_s)) if token_s else MOST_CHUNK_TOKENS
@@ -241,7 +256,7 @@ class StepTimeFit:
 
     @property
     def model(self) -> StepTimeModel:
-        return StepTimeModel(self._solver.coefficients())
+        return StepTimeModel.of(self._solver.coefficients())
 
     @property
     def median_error(self) -> float:

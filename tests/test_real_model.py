@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 from disagg.config_checks import parse_config
 from disagg.local import running
 from disagg.models.fetched import cached_file, fetch
-from disagg.time_model import DEFAULT_COEFFICIENTS, StepTimeModel
+from disagg.time_model import StepTimeModel
 from disagg.worker import parts
 
 NAME = "smollm2"
@@ -87,7 +87,7 @@ def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
     and a worker computes prompts to measure its steps. Here they seem slow, so that short prompts
     too are computed by the prefill worker."""
     monkeypatch.setattr(gguf, "GGUFReader", _read_gguf)
-    slow = StepTimeModel(tuple(100 * each for each in DEFAULT_COEFFICIENTS))
+    slow = StepTimeModel.of(100 * each for each in StepTimeModel().coefficients)
     monkeypatch.setattr(parts, "first_steps", lambda engine, timer, prior: slow)
 
 

@@ -20,7 +20,7 @@ from disagg.time_model import (
     attended,
 )
 
-GPU = StepTimeModel((4e-3, 2e-5, 1e-9, 5e-5, 3e-8, 2e-3))
+GPU = StepTimeModel(4e-3, 2e-5, 1e-9, 5e-5, 3e-8, 2e-3)
 SCALES = st.floats(min_value=0.05, max_value=20.0)
 
 
@@ -63,7 +63,7 @@ def test_a_planted_model_is_found_under_noise(scales: tuple[float, ...], seed: i
     prior = StepTimeModel()
     *units, _ = prior.coefficients
     units = [*units, units[0]]  # the prior knows no cost of steps with prompts
-    truth = StepTimeModel(tuple(a * scale for a, scale in zip(units, scales, strict=True)))
+    truth = StepTimeModel.of(a * scale for a, scale in zip(units, scales, strict=True))
     fit = StepTimeFit(prior)
     observe(fit, truth, random.Random(seed), 1500, noise=0.1)
     assert error_of(fit, truth, prefill=True) < 0.08
@@ -97,7 +97,7 @@ def test_nothing_observed_makes_a_prediction_negative(
 def test_it_follows_a_machine_that_changes() -> None:
     rng = random.Random(5)
     fit = experienced(rng)
-    slower = StepTimeModel(tuple(3 * a for a in GPU.coefficients))
+    slower = StepTimeModel.of(3 * a for a in GPU.coefficients)
     assert error_of(fit, slower, prefill=True) > 0.5
     observe(fit, slower, rng, 1500, noise=0.05)
     assert error_of(fit, slower, prefill=True) < 0.08
@@ -110,7 +110,7 @@ def test_another_speed_is_believed_after_some_steps(factor: float, prefill: bool
     """All that is known keeps its shape: steps of one kind tell the speed of the other too."""
     rng = random.Random(5)
     fit = experienced(rng)
-    other = StepTimeModel(tuple(factor * a for a in GPU.coefficients))
+    other = StepTimeModel.of(factor * a for a in GPU.coefficients)
     num_steps = took_s = 0.0
     while num_steps < 3 or took_s < CHANGE_S:
         assert error_of(fit, other, prefill=not prefill) > 0.4
@@ -132,7 +132,7 @@ def test_two_slow_steps_are_not_another_speed(num_usual: int) -> None:
             features = random_step(rng, prefill=False)
             fit.observe(features, factor * GPU.step_s(features))
             assert error_of(fit, GPU, prefill=True) < 0.1
-    slow = StepTimeModel(tuple(3.0 * a for a in GPU.coefficients))
+    slow = StepTimeModel.of(3.0 * a for a in GPU.coefficients)
     assert error_of(fit, slow, prefill=True) > 0.5
 
 
@@ -184,9 +184,9 @@ def test_short_prompts_do_not_change_what_is_known_of_long_ones(
     rng = random.Random(seed)
     *others, _ = GPU.coefficients
     per_prompt_step_s = prompt_steps * others[0]
-    prior = StepTimeModel((*others, per_prompt_step_s if is_constant_known else 0.0))
+    prior = StepTimeModel.of((*others, per_prompt_step_s if is_constant_known else 0.0))
     known = (*others, per_prompt_step_s)
-    truth = StepTimeModel(tuple(a * scale for a, scale in zip(known, scales, strict=True)))
+    truth = StepTimeModel.of(a * scale for a, scale in zip(known, scales, strict=True))
     fit = StepTimeFit(prior)
 
     def serve(number: int) -> None:
@@ -270,12 +270,12 @@ def test_no_work_takes_no_time() -> None:
 @pytest.mark.parametrize("coefficients", [(1.0,) * 5, (1.0, 1.0, -1e-9, 1.0, 1.0, 1.0)])
 def test_a_model_that_could_be_negative_is_refused(coefficients: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="coefficients >= 0"):
-        StepTimeModel(coefficients)
+        StepTimeModel.of(coefficients)
 
 
 def test_a_prior_that_rules_something_out_is_refused() -> None:
     with pytest.raises(ValueError, match="must be > 0"):
-        StepTimeFit(StepTimeModel((1.0, 0.0, 1.0, 1.0, 1.0, 1.0)))
+        StepTimeFit(StepTimeModel(1.0, 0.0, 1.0, 1.0, 1.0, 1.0))
 
 
 @settings(max_examples=25, deadline=None)

@@ -27,8 +27,7 @@ from ray.util.metrics import Gauge
 from disagg.config import ServeConfig, TierConfig
 from disagg.messages import Role
 from disagg.router.autoscale import Autoscaler, PoolTarget, pools
-from disagg.router.demand import RequestTotals
-from disagg.router.load_report import asked_in, state_in
+from disagg.router.load_report import RequestTotals, asked_in, state_in
 from disagg.router.worker_view import Pool
 
 logger = logging.getLogger(__name__)

@@ -93,7 +93,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
             self._tokens_s(step.num_new_tokens + step.num_decoding)
             + sequences_s
             + step.num_attended * self.attended_s
-            + step.num_decode_context * self.context_s
+            + step.num_decode_context * self.per_context_s
         )
 
     def decode_step_s(self, num_sequences: int, num_context_tokens: float) -> float:
@@ -126,8 +126,14 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         grown_s = (self._tokens_s(num_sequences) - per_step_s) / num_sequences
         per_sequence_s = grown_s + self.efficiency.sequence_s
         # In a range where reading the weights takes all the time, tokens would seem to be free.
-        coefficients = (per_step_s, per_token_s, self.attended_s, per_sequence_s, self.context_s)
-        return StepTimeModel((*(max(each, 1e-12) for each in coefficients), 0.0))
+        coefficients = (
+            per_step_s,
+            per_token_s,
+            self.attended_s,
+            per_sequence_s,
+            self.per_context_s,
+        )
+        return StepTimeModel.of((*(max(each, 1e-12) for each in coefficients), 0.0))
 
     @cached_property
     def attended_s(self) -> float:
@@ -141,7 +147,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         return num_flop / (self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention)
 
     @cached_property
-    def context_s(self) -> float:
+    def per_context_s(self) -> float:
         """Seconds of reading one token's KV; for latents, of multiplying if that takes longer."""
         bytes_per_s = self.gpu.memory_bytes_per_s * self.efficiency.memory
         flops = self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention

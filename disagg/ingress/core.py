@@ -36,8 +36,7 @@ from disagg.models.description import describe_model
 from disagg.router.autoscale import may_be_empty
 from disagg.router.cascade import CascadeDecision
 from disagg.router.fleet import Fleet
-from disagg.router.load_report import report
-from disagg.router.pool_state import states_of
+from disagg.router.load_report import report, states_of
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.worker_view import Pool
 from disagg.store.limits import LimitBoard, Limits, keep_in_step

@@ -34,8 +34,8 @@ from disagg.ingress.admission_queue import AdmissionQueue, Charge, Queued
 from disagg.ingress.workers import Workers
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta
-from disagg.router.demand import Demand
 from disagg.router.fleet import Fleet, FleetView, Reservation
+from disagg.router.load_report import Demand
 from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
 from disagg.router.worker_view import RequestLoad

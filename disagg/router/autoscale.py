@@ -27,8 +27,7 @@ import msgspec
 from disagg.config import AutoscalingConfig, PoolConfig, TierConfig
 from disagg.messages import Role
 from disagg.queueing import smallest
-from disagg.router.demand import RequestTotals
-from disagg.router.pool_state import PoolState
+from disagg.router.load_report import PoolState, RequestTotals
 from disagg.router.replay import (
     Slice,
     decode_tpot_s,

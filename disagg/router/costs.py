@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from disagg.messages import HostCounts
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS
-from disagg.router.running_streams import RunningStreams
-from disagg.router.slack import AddedStream, added_stream, first_stream_s
-from disagg.router.worker_view import WorkerView
-from disagg.time_model import CHUNK_TOKENS
+from disagg.router.worker_view import RunningStreams, WorkerView, prompt_rate
+from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE
 
 # A prompt on a decode worker is charged for delaying at least one stream, even if none runs there:
 # one may arrive meanwhile. So an idle fleet still prefills long prompts on prefill workers, and
@@ -102,11 +101,13 @@ def prefill_cost(
     if num_in_host > num_cached and worker.host is not None:
         num_cached, load_s = _with_host(worker, worker.host, num_tokens, num_cached, num_in_host)
     num_new = num_tokens - num_cached
-    per_step_s, per_token_s, per_attended_s, _, _, per_prompt_step_s = worker.times.coefficients
+    times = worker.times
     # As `StepTimeModel.prompts_s`; a decision computes it for dozens of workers.
-    work_s = num_new * (per_token_s + per_attended_s * (num_cached + 0.5 * (num_new + 1)))
+    work_s = num_new * (
+        times.per_token_s + times.per_attended_s * (num_cached + 0.5 * (num_new + 1))
+    )
     num_steps = num_new / CHUNK_TOKENS if num_new > CHUNK_TOKENS else 1.0
-    alone_s = work_s + num_steps * (per_step_s + per_prompt_step_s)
+    alone_s = work_s + num_steps * (times.per_step_s + times.per_prompt_step_s)
     backlog = worker.backlog
     num_at_once, step_s = backlog.num_at_once, backlog.step_s
     num_own = -(-num_new // num_at_once)
@@ -129,7 +130,7 @@ def prefill_cost(
         num_delayed = worker.num_decoding
         if not num_delayed and worker.record.role == "decode":
             num_delayed = NUM_STREAMS_EXPECTED
-        harm_s = num_delayed * (work_s + num_own * per_prompt_step_s)
+        harm_s = num_delayed * (work_s + num_own * times.per_prompt_step_s)
     harm_s += num_behind * alone_s
     if not worker.is_home:
         harm_s += SHARE_MEETING_OTHERS * alone_s * (num_new / num_tokens)
@@ -161,19 +162,18 @@ def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, f
 
     What depends on the request or on the whole pool is left out: cached tokens and requests behind.
     """
-    _, per_token_s, per_attended_s, _, _, per_prompt_step_s = worker.times.coefficients
-    backlog = worker.backlog
+    times, backlog = worker.times, worker.backlog
     num_delayed = 0
     if spares_decodes and worker.tpot_slo_s == math.inf:
         num_expected = NUM_STREAMS_EXPECTED if worker.record.role == "decode" else 0
         num_delayed = worker.num_decoding or num_expected
     step_s = beside_s = backlog.step_s / backlog.num_at_once
-    work_s = per_token_s + 0.5 * CHUNK_TOKENS * per_attended_s
+    work_s = times.per_token_s + 0.5 * CHUNK_TOKENS * times.per_attended_s
     streams = worker.streams
     if streams is not None and streams.num and streams.room_s > 0.0:
         beside_s = max(step_s, streams.prompt_step_s * work_s / streams.room_s)
     token_s = work_s * (1 + num_delayed) + beside_s
-    token_s += num_delayed * per_prompt_step_s / backlog.num_at_once
+    token_s += num_delayed * times.per_prompt_step_s / backlog.num_at_once
     if not worker.is_home:
         token_s *= 1.0 + SHARE_MEETING_OTHERS
     return backlog.under_way_s + backlog.later_s + backlog.num_later * step_s, token_s
@@ -273,9 +273,10 @@ def decode_cost(
         usual_output_tokens: expected answer length of the sequences that run there.
     """
     num_decoding, num_context = worker.num_decoding, worker.num_context_tokens
-    per_step_s, _, _, per_sequence_s, per_context_s, _ = worker.times.coefficients
-    added_s = per_sequence_s + per_context_s * (num_tokens + 0.5 * num_output_tokens)
-    batch_s = per_step_s + per_sequence_s * (num_decoding or 1) + per_context_s * num_context
+    times = worker.times
+    added_s = times.per_sequence_s
+    added_s += times.per_context_s * (num_tokens + 0.5 * num_output_tokens)
+    batch_s = times.decode_step_s(num_decoding or 1, num_context)
     added = None
     if worker.tpot_slo_s == math.inf:
         decode_s = num_output_tokens * (added_s + batch_s + added_s * num_decoding)
@@ -325,3 +326,93 @@ def transfer_s(source: WorkerView, destination: WorkerView, num_tokens: int) -> 
     num_blocks = -(-num_tokens // source.record.block_size)
     nbytes = num_blocks * destination.record.peer.block_nbytes  # of one rank: they pull at once
     return destination.pulls.seconds(source.worker_id, nbytes)
+
+
+class AddedStream(NamedTuple):
+    """What one more stream, which will generate `num_tokens`, costs a worker with a TPOT SLO.
+
+    A worker fills each step with prompt tokens up to the SLO of its streams
+    (`engine/sched/step_budget.py`). While steps stay within the SLO, one more stream does not delay
+    the others; it leaves room for fewer prompt tokens. The first stream of a worker displaces most,
+    since steps without streams may have any length. So with a tight SLO it is best to gather
+    streams on few workers; with a loose one they cost little anywhere. Once decode steps alone
+    exceed the SLO, each additional stream makes all of them miss it.
+
+    per_step_s: a step with nothing in it.
+    before_s, step_s: a step without prompt tokens, before it and with it.
+    lost_s: how long the worker, without the stream, would compute the prompts that the stream
+        displaces.
+    is_tight: the SLO leaves less room in a step than a full chunk of prompt tokens takes.
+    """
+
+    num_tokens: int
+    num_streams: int  # before it
+    tpot_slo_s: float
+    per_step_s: float
+    before_s: float
+    step_s: float
+    lost_s: float
+    is_tight: bool
+
+    @property
+    def num_others_missed(self) -> float:
+        """How many running streams miss their TPOT SLO because of the new stream.
+
+        If they miss it anyway, one more stream must end before the worker meets the SLO again.
+        Until then it serves fewer streams in time, by the share of its streams that could meet the
+        SLO. That share is zero on a GPU that is too slow for any stream, so streams that cannot
+        meet their SLO go there first.
+        """
+        slo_s = TPOT_SHARE * self.tpot_slo_s
+        if self.step_s <= slo_s:
+            return 0.0
+        if self.before_s <= slo_s:
+            return self.num_streams
+        room_s = slo_s - self.per_step_s
+        return room_s / (self.before_s - self.per_step_s) if room_s > 0.0 else 0.0
+
+    def is_missed(self, gap_s: float) -> bool:
+        """Whether the new stream misses its own TPOT SLO.
+
+        Args:
+            gap_s: between its first token and its first step on this worker.
+        """
+        return self.step_s + gap_s / self.num_tokens > TPOT_SHARE * self.tpot_slo_s
+
+
+def added_stream(worker: WorkerView, num_tokens: int, num_output_tokens: int) -> AddedStream:
+    """A stream of `num_output_tokens` after `num_tokens` on `worker`, which has a TPOT SLO."""
+    times, tpot_slo_s, before = worker.times, worker.tpot_slo_s, worker.streams
+    assert before is not None
+    num_context_then = worker.num_context_tokens + num_tokens + 0.5 * num_output_tokens
+    step_s = times.decode_step_s(before.num + 1, num_context_then)
+    rate_then, mixed_s = prompt_rate(times, tpot_slo_s, before.num + 1, step_s)
+    lost_s = 0.0
+    if rate_then < before.prompt_rate:
+        lost_rate = before.prompt_rate - rate_then
+        lost_s = num_output_tokens * mixed_s * lost_rate / before.full_prompt_rate
+        num_queued = worker.num_uncomputed_tokens  # queued prompts wait longer
+        slower_s = num_queued * (1.0 / rate_then - 1.0 / before.prompt_rate)
+        lost_s += worker.backlog.num_prompts * slower_s
+    full_s = step_s + times.per_prompt_step_s + CHUNK_TOKENS * times.per_token_s
+    is_tight = full_s > TPOT_SHARE * tpot_slo_s
+    return AddedStream(
+        num_output_tokens,
+        before.num,
+        tpot_slo_s,
+        times.per_step_s,
+        before.step_s,
+        step_s,
+        lost_s,
+        is_tight,
+    )
+
+
+def first_stream_s(worker: WorkerView, num_tokens: int, num_output_tokens: int) -> float:
+    """As `lost_s`, if the stream were the first one on a worker like this."""
+    times, tpot_slo_s, streams = worker.times, worker.tpot_slo_s, worker.streams
+    assert streams is not None
+    step_s = times.decode_step_s(1, num_tokens + 0.5 * num_output_tokens)
+    rate, mixed_s = prompt_rate(times, tpot_slo_s, 1, step_s)
+    full_rate = streams.full_prompt_rate
+    return num_output_tokens * mixed_s * max(0.0, full_rate - rate) / full_rate

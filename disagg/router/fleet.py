@@ -192,7 +192,7 @@ def _scaled(known: StepTimeModel, own: StepTimeModel, its: StepTimeModel) -> Ste
     prompt_step_s = known.prompt_step_s
     if its.prompt_step_s > 0.0:
         prompt_step_s *= own.prompt_step_s / its.prompt_step_s
-    return StepTimeModel((*others, max(0.0, prompt_step_s - others[0])))
+    return StepTimeModel.of((*others, max(0.0, prompt_step_s - others[0])))
 
 
 class _Heard:

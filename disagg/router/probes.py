@@ -41,7 +41,7 @@ class _Fastest(msgspec.Struct):
 
     worker_id: str
     chunk_s: float
-    coefficients: tuple[float, ...]
+    times: StepTimeModel
 
 
 class Probes:
@@ -68,7 +68,7 @@ class Probes:
         elif report.num_observed == num_observed:
             return
         if costs is not None and num_observed:  # else nobody has measured them
-            self._compare(record, costs.coefficients)
+            self._compare(record, StepTimeModel.from_costs(costs))
         if report is None:
             return
         report.num_observed, report.learned_s = num_observed, now
@@ -78,17 +78,17 @@ class Probes:
             self._last(worker_id, now)
             self._assumed.pop(worker_id, None)
 
-    def _compare(self, record: WorkerRecord, coefficients: tuple[float, ...]) -> None:
+    def _compare(self, record: WorkerRecord, times: StepTimeModel) -> None:
         """Keep the fastest worker of its pool. When that one becomes slower or leaves, the others
         take its place as they report."""
         pool = (record.model, record.role)
-        chunk_s = _chunk_s(coefficients)
+        chunk_s = times.prefill_s(CHUNK_TOKENS)
         fastest = self._fastest.get(pool)
         if fastest is None:
-            self._fastest[pool] = _Fastest(record.worker_id, chunk_s, coefficients)
+            self._fastest[pool] = _Fastest(record.worker_id, chunk_s, times)
         elif chunk_s < fastest.chunk_s or record.worker_id == fastest.worker_id:
             fastest.worker_id = record.worker_id
-            fastest.chunk_s, fastest.coefficients = chunk_s, coefficients
+            fastest.chunk_s, fastest.times = chunk_s, times
 
     def drop(self, record: WorkerRecord) -> None:
         for each in (self._assumed, self._reports, self._prompts_s):
@@ -121,7 +121,8 @@ class Probes:
             if worker is not None and worker.accepting:
                 decodes = now - self._reports[name].learned_s < SILENT_S
                 times = self._yardstick(worker, decodes)
-                if SLOWER * _chunk_s(times.coefficients) < _chunk_s(worker.times.coefficients):
+                chunk_s = worker.times.prefill_s(CHUNK_TOKENS)
+                if SLOWER * times.prefill_s(CHUNK_TOKENS) < chunk_s:
                     self._assumed[name] = times, decodes
                     del self._prompts_s[name]
                     return name
@@ -143,36 +144,22 @@ class Probes:
         fastest = [self._fastest[model, each] for each in roles if (model, each) in self._fastest]
         if not fastest:
             return worker.times
-        times = StepTimeModel(min(fastest, key=lambda each: each.chunk_s).coefficients)
+        times = min(fastest, key=lambda each: each.chunk_s).times
         return _on_its_gpu(times, worker.times) if decodes else times
-
-
-def _chunk_s(coefficients: tuple[float, ...]) -> float:
-    """Computing a prompt of one chunk."""
-    per_step_s, per_token_s, per_attended_s, _, _, per_prompt_step_s = coefficients
-    each_s = per_token_s + 0.5 * (CHUNK_TOKENS + 1) * per_attended_s
-    return per_step_s + per_prompt_step_s + CHUNK_TOKENS * each_s
 
 
 def _on_its_gpu(times: StepTimeModel, own: StepTimeModel) -> StepTimeModel:
     """`times`, slower by as much as a step of `own` takes longer."""
-    per_step_s = times.coefficients[0]
-    factor = max(1.0, own.coefficients[0] / per_step_s) if per_step_s > 0.0 else 1.0
-    return StepTimeModel(tuple(factor * seconds for seconds in times.coefficients))
+    factor = own.per_step_s / times.per_step_s if times.per_step_s > 0.0 else 1.0
+    factor = max(1.0, factor)
+    return StepTimeModel.of(factor * seconds for seconds in times.coefficients)
 
 
 def _with_prompts_of(times: StepTimeModel, own: StepTimeModel) -> StepTimeModel:
     """`own` with prompts computed as `times` says."""
-    per_step_s, _, _, per_sequence_s, per_context_s, _ = own.coefficients
-    _, per_token_s, per_attended_s, _, _, _ = times.coefficients
-    per_prompt_step_s = max(0.0, times.prompt_step_s - per_step_s)
-    return StepTimeModel(
-        (
-            per_step_s,
-            per_token_s,
-            per_attended_s,
-            per_sequence_s,
-            per_context_s,
-            per_prompt_step_s,
-        )
+    return msgspec.structs.replace(
+        own,
+        per_token_s=times.per_token_s,
+        per_attended_s=times.per_attended_s,
+        per_prompt_step_s=max(0.0, times.prompt_step_s - own.per_step_s),
     )

@@ -14,9 +14,8 @@ from functools import lru_cache
 import msgspec
 
 from disagg.queueing import QUANTILE, under_way, wait_s
-from disagg.router.demand import RequestTotals
+from disagg.router.load_report import PoolState, RequestTotals
 from disagg.router.output_length import USUAL_DELAY
-from disagg.router.pool_state import PoolState
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 
 # A queue of prompts of unlike lengths: variance of their seconds over the squared mean.

@@ -210,7 +210,7 @@ def _decode_s(worker: WorkerView) -> float:
     """The cost of decoding a usual request."""
     goal = decode_cost(worker, CHUNK_TOKENS, 0, USUAL_OUTPUT_TOKENS)
     decode_s = goal.place_s + goal.decode_s
-    if goal.added is not None:  # as `candidates` charges for missed SLOs
+    if goal.added is not None:  # as `policy` charges for missed SLOs
         num_missed = goal.added.num_others_missed + goal.added.is_missed(0.0)
         decode_s += num_missed * USUAL_OUTPUT_TOKENS * worker.tpot_slo_s
     return decode_s

@@ -68,7 +68,7 @@ def _fitted(seen: list[tuple[StepFeatures, float]], prior: StepTimeModel) -> Ste
         solver.sweep(evidence)
     both = zip(solver.coefficients(), prior.coefficients, strict=True)
     # The result is used as a prior, in which a coefficient of 0 could never grow.
-    return StepTimeModel(tuple(max(found, LEAST_OF_PRIOR * before) for found, before in both))
+    return StepTimeModel.of(max(found, LEAST_OF_PRIOR * before) for found, before in both)
 
 
 def _fastest_steps(

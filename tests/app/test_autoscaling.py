@@ -12,12 +12,10 @@ from disagg.app import autoscaling
 from disagg.app.autoscaling import INGRESS, Scaler, scaler_of, serve_options
 from disagg.app.pool_policy import PoolPolicy
 from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig
-from disagg.router.demand import Demand
-from disagg.router.load_report import report
-from disagg.router.pool_state import PoolState
+from disagg.router.load_report import Demand, PoolState, report
 from disagg.time_model import StepTimeModel
 
-TIMES = StepTimeModel((1e-2, 1e-4, 1e-9, 1e-4, 1e-8, 0.0))
+TIMES = StepTimeModel(1e-2, 1e-4, 1e-9, 1e-4, 1e-8, 0.0)
 LIMITS = AutoscalingConfig(
     min_replicas=1, max_replicas=9, start_s=5.0, look_back_s=20.0, down_after_s=5.0
 )

@@ -89,7 +89,7 @@ class TimedWorker:
         )
         self.engine = Engine(scheduler, NoModel())
         self.is_stepping = False
-        self._times = StepTimeModel(COEFFICIENTS)
+        self._times = StepTimeModel.of(COEFFICIENTS)
         self._fit = StepTimeFit()
         self._rng = rng
 

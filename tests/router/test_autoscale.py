@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from disagg.config import AutoscalingConfig, PoolConfig, TierConfig
 from disagg.router.autoscale import HELPING_SHARE, Autoscaler, may_be_empty
-from disagg.router.demand import RequestTotals
-from disagg.router.pool_state import PoolState
+from disagg.router.load_report import PoolState, RequestTotals
 from disagg.router.replay import Slice, decode_tpot_s, prefill_ttft_s
 from disagg.time_model import StepTimeModel
 
-TIMES = StepTimeModel((1e-2, 1e-4, 1e-9, 1e-4, 1e-8, 0.0))
+TIMES = StepTimeModel(1e-2, 1e-4, 1e-9, 1e-4, 1e-8, 0.0)
 PREFILL, DECODE = ("tier", "prefill"), ("tier", "decode")
 
 

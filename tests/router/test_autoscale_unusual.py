@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from disagg.router.autoscale import Autoscaler
-from disagg.router.demand import RequestTotals
-from disagg.router.pool_state import PoolState
+from disagg.router.load_report import PoolState, RequestTotals
 from disagg.router.replay import prefill_ttft_s
 from tests.router.test_autoscale import (
     DECODE,

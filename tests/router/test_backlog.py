@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.router.backlog import Backlog
 from disagg.router.costs import prefill_cost
-from disagg.router.worker_view import RequestLoad, WorkerView
+from disagg.router.worker_view import Backlog, RequestLoad, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 from tests.router.fakes import COSTS, make_record, make_status
 

@@ -8,8 +8,8 @@ import pytest
 
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.ingress.dispatch import Dispatcher
-from disagg.router.demand import RequestTotals
 from disagg.router.fleet import Fleet
+from disagg.router.load_report import RequestTotals
 from tests.router.fakes import make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (
     Clock,

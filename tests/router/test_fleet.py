@@ -109,7 +109,7 @@ def test_the_view_is_current_after_whatever_happened(happened: list[tuple[str, i
 def test_a_worker_that_ran_no_step_is_taken_for_one_of_its_pool() -> None:
     """Else the first one of a fast pool gets all requests, and the others never learn."""
     fleet = Fleet()
-    prior = StepTimeModel((0.5,) * 6)
+    prior = StepTimeModel.of((0.5,) * 6)
     untried = make_status(step_costs=StepCosts(prior.coefficients, 0, 0.0))
     for name in ("p0", "p1", "d0"):
         fleet.worker_synced(make_record(name), [], untried)
@@ -154,7 +154,7 @@ def test_a_view_speaks_the_workers_own_costs() -> None:
     fleet.worker_synced(make_record("d0"), [], make_status(step_costs=None))
     assert worker(fleet).times == StepTimeModel()
     fleet.worker_stepped("d0", (), make_status())
-    assert worker(fleet).times == StepTimeModel(COSTS.coefficients)
+    assert worker(fleet).times == StepTimeModel.of(COSTS.coefficients)
 
 
 def test_a_reservation_counts_at_once_and_until_release() -> None:

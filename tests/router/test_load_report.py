@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from disagg.messages import StepCosts
-from disagg.router.demand import Demand, RequestTotals
-from disagg.router.load_report import asked_in, report, state_in
-from disagg.router.pool_state import PoolState, states_of
+from disagg.router.load_report import (
+    Demand,
+    PoolState,
+    RequestTotals,
+    asked_in,
+    report,
+    state_in,
+    states_of,
+)
 from disagg.time_model import StepTimeModel
 from tests.router.fakes import make_record, make_status
 

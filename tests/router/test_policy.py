@@ -14,9 +14,8 @@ from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest, HostCounts, KVEvent, TransferFigure
 from disagg.router.fleet import Fleet
 from disagg.router.policy import NUM_CANDIDATES_KEPT, _choose, choose_decode, choose_route
-from disagg.router.pull_times import UNMEASURED_LATENCY_S, UNMEASURED_S_PER_BYTE
 from disagg.router.route import Candidate, Route
-from disagg.router.worker_view import RequestLoad
+from disagg.router.worker_view import UNMEASURED_LATENCY_S, UNMEASURED_S_PER_BYTE, RequestLoad
 from tests.router.fakes import far_from, make_fleet, make_record, make_request, make_status
 
 

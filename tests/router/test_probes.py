@@ -4,9 +4,8 @@ import pytest
 
 from disagg.messages import StepCosts
 from disagg.router.fleet import Fleet
-from disagg.router.probes import NUM_LOOKED_AT, NUM_PER_PROBE, SILENT_S, _chunk_s
+from disagg.router.probes import NUM_LOOKED_AT, NUM_PER_PROBE, SILENT_S
 from disagg.router.worker_view import RequestLoad
-from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 from tests.router.fakes import COSTS, make_record, make_status
 
 SLOW = tuple(3 * each for each in COSTS.coefficients)
@@ -202,9 +201,3 @@ def test_a_prior_is_no_yardstick() -> None:
     speak(fleet, 101, "p1", "p2", "d0")
     reserve(fleet, NUM_PER_PROBE)
     assert believed(fleet, "p0") == COSTS.coefficients
-
-
-def test_workers_are_compared_by_what_the_time_model_says_of_a_chunk() -> None:
-    coefficients = (1e-2, 1e-4, 1e-6, 1e-1, 1e-1, 2e-2)
-    expected_s = StepTimeModel(coefficients).prefill_s(CHUNK_TOKENS)
-    assert _chunk_s(coefficients) == pytest.approx(expected_s)

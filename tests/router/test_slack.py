@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.messages import StepCosts
-from disagg.router.costs import prefill_cost
+from disagg.router.costs import added_stream, prefill_cost
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
-from disagg.router.slack import added_stream
 from disagg.router.worker_view import WorkerView
 from disagg.time_model import CHUNK_TOKENS
 from tests.router.fakes import COSTS, make_record, make_request, make_status

@@ -207,8 +207,14 @@ def _prior_table(every: Sequence[Placement]) -> Table:
         *("GPUs", "step", "prompt token", "1,000 attended", "sequence", "1,000 context"),
     )
     for each in every:
-        step, token, position, sequence, context, _ = each.time_model().coefficients
-        figures = (step, token, position * 1e3, sequence, context * 1e3)
+        times = each.time_model()
+        figures = (
+            times.per_step_s,
+            times.per_token_s,
+            times.per_attended_s * 1e3,
+            times.per_sequence_s,
+            times.per_context_s * 1e3,
+        )
         table.add_row(
             f"{each.num_gpus} x {each.gpu.name}", *(f"{figure * 1e6:,.2f}" for figure in figures)
         )

@@ -224,7 +224,7 @@ def _step_times(text: str) -> StepTimeModel:
             f"{text!r} must be five numbers greater than 0, separated by commas, and may have a"
             " sixth one, which may be 0"
         ) from None
-    return StepTimeModel((*others, per_prompt_step_s))
+    return StepTimeModel.of((*others, per_prompt_step_s))
 
 
 def _tier(text: str) -> tuple[str, PoolSize, PoolSize, float]:

@@ -23,9 +23,9 @@ LARGEST = "largest"  # the name of the largest model, which the configuration do
 # memory bandwidth (3.35 TB/s). The coefficients are: reading the weights; 16 GFLOP per prompt
 # token; 4 x 32 layers x 4,096 FLOP for each earlier token to which it attends; the arithmetic of a
 # decoding sequence; and reading 128 KiB of KV for each token of context.
-H100_8B = StepTimeModel((6.8e-3, 3.2e-5, 1.06e-9, 3.2e-5, 5.6e-8, 0.0))
+H100_8B = StepTimeModel(6.8e-3, 3.2e-5, 1.06e-9, 3.2e-5, 5.6e-8, 0.0)
 # The same model on one L40S: half of 362 TFLOP/s, and 70 % of 864 GB/s.
-L40S_8B = StepTimeModel((2.65e-2, 8.8e-5, 2.9e-9, 8.8e-5, 2.17e-7, 0.0))
+L40S_8B = StepTimeModel(2.65e-2, 8.8e-5, 2.9e-9, 8.8e-5, 2.17e-7, 0.0)
 H100_8B_KV_NBYTES = 128 << 10  # of one token
 
 
@@ -234,7 +234,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     def times_of(self, model: str, role: Role) -> StepTimeModel:
         size = self.sizes[model]
         times = (self.decode_times if role == "decode" else None) or self.times
-        return StepTimeModel(tuple(size * seconds for seconds in times.coefficients))
+        return StepTimeModel.of(size * seconds for seconds in times.coefficients)
 
     def num_blocks_of(self, role: Role) -> int:
         if role == "decode" and self.decode_num_blocks is not None:

@@ -175,18 +175,18 @@ def at_rate(window: Sequence[TraceRequest], requests_per_s: float, seed: int) ->
 
 def saturation(config: SimConfig, window: Sequence[TraceRequest]) -> float:
     """The most requests per second that `NUM_WORKERS` workers could compute."""
-    per_step_s, _, _, per_sequence_s, per_context_s, _ = config.times.coefficients
+    times = config.times
     known: set[int] = set()
     work_s = 0.0
     for each in window:
         num_cached = TRACE_BLOCK_TOKENS * sum(name in known for name in each.block_names)
         known.update(each.block_names)
         num_new = max(1, each.num_prompt_tokens - num_cached)
-        work_s += config.times.prefill_s(num_new, num_cached)
+        work_s += times.prefill_s(num_new, num_cached)
         num_steps = each.num_output_tokens - 1
         num_context = each.num_prompt_tokens + 0.5 * num_steps
-        share_s = per_step_s / config.max_num_seqs
-        work_s += num_steps * (share_s + per_sequence_s + per_context_s * num_context)
+        share_s = times.per_step_s / config.max_num_seqs
+        work_s += num_steps * (share_s + times.per_sequence_s + times.per_context_s * num_context)
     return NUM_WORKERS * len(window) / work_s
 
 

@@ -16,8 +16,7 @@ from disagg.errors import RequestError
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.messages import WorkerRecord, WorkerStatus
 from disagg.router.autoscale import Autoscaler, lacks_tpot, pools
-from disagg.router.demand import Demand, RequestTotals
-from disagg.router.pool_state import PoolState, states_of
+from disagg.router.load_report import Demand, PoolState, RequestTotals, states_of
 from disagg.router.worker_view import Pool
 from disagg.time_model import StepTimeModel
 

@@ -25,7 +25,7 @@ class StepTimes(Protocol):
     def step_s(self, features: StepFeatures, /) -> float: ...
 
     @property
-    def context_s(self) -> float:
+    def per_context_s(self) -> float:
         """Seconds that one more token in the context of a decoding sequence adds to a step."""
 
 
@@ -75,7 +75,7 @@ class StepRun:
         self._step_s = times.step_s(features)
         self._first_end_s = began_s + self._step_s
         # In each step every sequence has one more token of context than in the step before.
-        self._longer_s = times.context_s * features.num_decoding
+        self._longer_s = times.per_context_s * features.num_decoding
 
     @property
     def ends_s(self) -> float:

@@ -14,9 +14,7 @@ from tests.engine.fake_runner import FakeKV
 from tests.engine.workload import arrive, new_engine, new_sequence, prompt
 
 NO_STOP: frozenset[int] = frozenset()
-TIMES = StepTimeModel(
-    (5e-3, 1e-4, 1e-12, 1e-3, 1e-12, 0.0)
-)  # 5 ms, 0.1 ms a prompt token, 1 ms a stream
+TIMES = StepTimeModel(5e-3, 1e-4, 1e-12, 1e-3, 1e-12)  # 5 ms, 0.1 ms a prompt token, 1 ms a stream
 MOST = 100  # tokens of a step
 
 

@@ -110,7 +110,7 @@ def test_machines_get_the_same_figures_and_priors(capsys: pytest.CaptureFixture[
     assert per_million["output"] == pytest.approx(hour / (1000 * 3600 * 256 / 1e6))
     assert per_million["input_and_output"] == pytest.approx(per_million["output"] / 5)
     for pool in (*plan["apart"]["pools"], *plan["together"]["pools"], *plan["workers"]):
-        StepTimeFit(StepTimeModel(tuple(pool["time_model"])))  # a fit can begin with it
+        StepTimeFit(StepTimeModel.of(pool["time_model"]))  # a fit can begin with it
 
 
 def test_a_directory_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
