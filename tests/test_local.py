@@ -54,6 +54,7 @@ async def cluster(
         engine=ENGINE,
         prefill=PoolConfig(num_replicas=num_prefill),
         decode=PoolConfig(num_replicas=num_decode, num_standby=num_standby),
+        ttft_slo_s=None,  # or a busy machine refuses
     )
     config = ServeConfig(tiers=(tier,), transport=transport, cluster_key="key")
     async with local.running(config, tiny_parts()) as running:
