@@ -1,6 +1,6 @@
 // Products of a few rows with a 4-bit weight: numbers from 0 to 15. Some neighbouring numbers in a row
 // of the checkpoint (a group) share a scale and a least value. The twin is
-// disagg/kernels/cpu/int4_linear.py. A result does not depend on the other rows of `x`.
+// disagg/kernels/cpu/narrow_linear.py. A result does not depend on the other rows of `x`.
 //
 // Panels have 64 columns (rows of the checkpoint's weight). For each 8 numbers of these columns, a
 // panel has 4 vectors of 16 columns, in which a column has two words of 16 bits: the first has the

@@ -1,6 +1,6 @@
 // Products of a few rows with an 8-bit weight: int8 numbers in panels of 64 columns, in which the
 // numbers of one k are contiguous. There is a scale for each column, or for each group of numbers of
-// a column. The twin is disagg/kernels/cpu/int8_linear.py. A result does not depend on the other rows of
+// a column. The twin is disagg/kernels/cpu/narrow_linear.py. A result does not depend on the other rows of
 // `x`.
 #pragma once
 

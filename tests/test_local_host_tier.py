@@ -50,7 +50,7 @@ async def comes_back(
 async def test_an_evicted_prefix_comes_back_from_host_memory(
     kv_cache_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepTimeModel, "prefill_s", lambda model, num_new, num_before: COMPUTE_S)
+    monkeypatch.setattr(StepTimeModel, "prefill_s", lambda model, num_new, num_before=0: COMPUTE_S)
     model = write_tiny_model(tmp_path / "model")
     engine = {"dtype": "float32", "num_threads": 1, "kv_cache_dtype": kv_cache_dtype}
     alone = SingleEngine(

@@ -225,7 +225,7 @@ async def test_an_evicted_prefix_comes_back_from_the_host_memory_of_all_ranks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have int8 weights. And then, without work, the worker ends with a rank."""
-    monkeypatch.setattr(StepTimeModel, "prefill_s", lambda model, num_new, num_before: 10.0)
+    monkeypatch.setattr(StepTimeModel, "prefill_s", lambda model, num_new, num_before=0: 10.0)
     few = msgspec.structs.replace(
         TWO, num_gpu_blocks_override=40, kv_offloading_size=0.1, quantization="int8"
     )

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _slow_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a load may take longer than computing, and would be given up."""
-    monkeypatch.setattr(StepTimeModel, "prefill_s", lambda model, num_new, num_before: COMPUTE_S)
+    monkeypatch.setattr(StepTimeModel, "prefill_s", lambda model, num_new, num_before=0: COMPUTE_S)
 
 
 class Worker:
