@@ -12,7 +12,7 @@ Kind: TypeAlias = Literal["fp8", "int8", "int4"]
 BITS: Mapping[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4}
 UNIT_BITS = 16
 LEAST_GROUP = 16  # a matrix product in Triton sums over at least so many numbers
-INT4_GROUP = 32  # group size of weights that are quantised when they are loaded: decision 120
+INT4_GROUP = 32  # group size of weights that are quantised when they are loaded
 _PART = {8: 64, 4: 32}  # bits -> numbers of a part, unless a group has fewer
 
 

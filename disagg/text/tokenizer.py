@@ -20,7 +20,7 @@ from disagg.errors import ModelError
 BREAK = "\ufdd0"  # a Unicode noncharacter, reserved for use inside a program
 
 # By default the library caches the tokens of 10,000 words of up to 256 bytes, at up to 8 KB each. A
-# tokenizer without words treats a whole prompt as one. A smaller cache is as fast (decision 38).
+# tokenizer without words treats a whole prompt as one. A smaller cache is as fast.
 NUM_WORDS_KEPT = 1000
 
 # Size of the pieces in which a text is counted, and how many tokens the cuts between them may add.

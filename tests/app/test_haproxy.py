@@ -405,7 +405,7 @@ def test_a_client_that_waits_for_its_answer_is_not_silent(proxy: Proxy, path: st
 
 
 def test_a_client_that_closes_its_sending_side_is_gone(proxy: Proxy) -> None:
-    """It may have disconnected: nobody computes its answer to the end. See decision 86."""
+    """It may have disconnected: nobody computes its answer to the end."""
     with proxy.connect() as client:
         client.sendall(request("/hold"))
         assert proxy.server.held.get(timeout=60) == "begun"
