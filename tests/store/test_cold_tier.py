@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 
 import pytest
 
@@ -44,6 +46,7 @@ def new_tier() -> Iterator[Callable[..., ColdTier]]:
         store: ColdStore,
         *,
         times: TransferTimeModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
         num_queued: int = 100,
         num_fetched: int = 100,
     ) -> ColdTier:
@@ -54,6 +57,7 @@ def new_tier() -> Iterator[Callable[..., ColdTier]]:
                 times or one_second_a_block(),
                 queue_nbytes=num_queued * NBYTES,
                 fetch_nbytes=num_fetched * NBYTES,
+                clock=clock,
             )
         )
         return tiers[-1]
@@ -70,8 +74,8 @@ def known(tier: ColdTier, *numbers: int) -> list[bool]:
 
 
 def test_offered_blocks_come_back_up_to_the_first_gap(new_tier: Opener) -> None:
-    times = one_second_a_block()
-    tier = new_tier(FakeStore(1 << 20), times=times)
+    times, ticks = one_second_a_block(), count()
+    tier = new_tier(FakeStore(1 << 20), times=times, clock=lambda: next(ticks) / 1024)
     assert all(offer(tier, i) for i in (0, 1, 3))
     settle(tier)
     fetch = tier.lookup(names(0, 1, 2, 3))
