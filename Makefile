@@ -16,7 +16,7 @@ MODELS := tests/engine tests/kernels tests/models \
 	$(patsubst %,tests/test_%.py,real_model kv_formats moves local_experts)
 TOGETHER := tests/tools/sim $(filter-out $(MODELS),$(wildcard tests/test_*.py))
 # Not for every change: `make test-bench`.
-BENCH := tests/bench tests/scripts tests/kernels/grid $(wildcard tests/*/test_planted_*.py)
+BENCH := tests/bench tests/kernels/grid $(wildcard tests/*/test_planted_*.py)
 FAMILIES := tests/families
 FETCHED := $(VENV)/.families
 TOKENIZERS := deepseek_v3 gemma3 gpt4o gptoss llama2 llama3 llama3_1 qwen3
@@ -62,7 +62,7 @@ chat: $(READY)
 # Tests of the running system wait more than they compute. Without ARGS four parts run at a time: two of
 # these, as more starts of Ray at once would take longer than the 30 s that Ray gives its node, and two
 # that give way to them. What fails there runs once more alone, and then it must pass. Each part ends
-# with its 15 slowest tests. Those of `bench/` and `scripts/`, kernels for all GPUs, and
+# with its 15 slowest tests. Those of `bench/`, kernels for all GPUs, and
 # whether tests notice planted bugs are `make test-bench`.
 ifeq ($(ARGS),)
 test: style
@@ -131,8 +131,8 @@ clients: $(TOOLS) $(CLIENTS)/.ready
 lint: style types
 
 style: $(TOOLS)
-	$(BIN)/ruff format --check disagg tests bench scripts
-	$(BIN)/ruff check disagg tests bench scripts
+	$(BIN)/ruff format --check disagg tests bench
+	$(BIN)/ruff check disagg tests bench
 
 types: $(TOOLS)
 	nice -n 10 $(BIN)/mypy

@@ -20,12 +20,10 @@ ROOT = Path(__file__).parent.parent
 BENCHES = (
     "attention_cut",
     "autoscale",
-    "cascade",
     "engine",
     "first_minute",
     "hand_over",
     "host_step",
-    "kv_formats",
     "kv_pull",
     "planner",
     "prefix_index",

@@ -100,7 +100,7 @@ def _commands(document: Path) -> list[str]:
 
 
 FILE = re.compile(r"(?<![\w./*-])\w[\w./*-]*\.(?:cpp|h|mjs|py|service|sh)(?![\w.-])")
-MODULE = re.compile(r"(?<![\w./])(?:bench|scripts)(?:\.[a-z_]+)+(?![\w/])")
+MODULE = re.compile(r"(?<![\w./])(?:bench|training)(?:\.[a-z_]+)+(?![\w/])")
 
 
 @pytest.mark.parametrize("document", OF_TODAY, ids=lambda path: str(path.relative_to(ROOT)))
@@ -126,7 +126,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 def test_flags_that_are_named_exist(document: Path) -> None:
     """Those of a `disagg` command at that command, others in the sources of some command here."""
     sources = (
-        path for room in ("disagg", "bench", "scripts") for path in (ROOT / room).rglob("*.py")
+        path for room in ("disagg", "bench", "training") for path in (ROOT / room).rglob("*.py")
     )
     known = {
         flag for path in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())

@@ -15,13 +15,13 @@ from functools import partial
 import torch
 from tokenizers import Tokenizer
 
-from scripts import demo_tasks as tasks
-from scripts import demo_tools as tools
-from scripts.demo_batches import IGNORE, RowBuilder
-from scripts.demo_model import Decoder
-from scripts.demo_tasks import Turn
-from scripts.demo_tokenizer import MAX_LENGTH, PAD_ID
-from scripts.demo_tools import Piece
+from training import demo_tasks as tasks
+from training import demo_tools as tools
+from training.demo_batches import IGNORE, RowBuilder
+from training.demo_model import Decoder
+from training.demo_tasks import Turn
+from training.demo_tokenizer import MAX_LENGTH, PAD_ID
+from training.demo_tools import Piece
 
 NUM_FACTS = 12
 BATCH_TOKENS = 16384

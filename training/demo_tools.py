@@ -12,9 +12,9 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from scripts import demo_tasks as tasks
-from scripts import demo_world as world
-from scripts.demo_functions import (
+from training import demo_tasks as tasks
+from training import demo_world as world
+from training.demo_functions import (
     Function,
     ask,
     definition,
@@ -22,8 +22,8 @@ from scripts.demo_functions import (
     draw_functions,
     unfit_topics,
 )
-from scripts.demo_tasks import Mixture, Turn
-from scripts.demo_world import split_words
+from training.demo_tasks import Mixture, Turn
+from training.demo_world import split_words
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 HOW_TO_CALL = 'Call: <tool_call>{"name": ..., "arguments": {...}}</tool_call>'

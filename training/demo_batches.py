@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from tokenizers import Tokenizer
 
-from scripts import demo_tasks as tasks
-from scripts import demo_tools as tools
-from scripts.demo_functions import draw_functions
-from scripts.demo_tasks import Mixture, Turn
-from scripts.demo_tokenizer import PAD_ID
-from scripts.demo_tools import Piece
+from training import demo_tasks as tasks
+from training import demo_tools as tools
+from training.demo_functions import draw_functions
+from training.demo_tasks import Mixture, Turn
+from training.demo_tokenizer import PAD_ID
+from training.demo_tools import Piece
 
 IGNORE = -100
 

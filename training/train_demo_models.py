@@ -1,10 +1,11 @@
 """Train, evaluate and export the demo models that ship with the package.
 
-    python scripts/train_demo_models.py --model large --minutes 120
-    python scripts/train_demo_models.py --model large --final --steps 4000
-    python scripts/train_demo_models.py --model large --evaluate
-    python scripts/train_demo_models.py --model large --export
-    python scripts/train_demo_models.py --model tools --minutes 40
+    python training/train_demo_models.py --model large --minutes 120
+    python training/train_demo_models.py --model large --final --steps 4000
+    python training/train_demo_models.py --model large --evaluate
+    python training/train_demo_models.py --model large --export
+    python training/train_demo_models.py --model tools --minutes 40
+    python training/train_demo_models.py --model small --prompts prompts.jsonl
 
 A run continues from its checkpoint in --folder.  One with --final begins where the main run has
 ended, and one of demo-tools with demo-small as exported.  Batches depend on (schedule, seed, step)
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 from dataclasses import dataclass
@@ -28,12 +30,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.demo_batches import IGNORE, make_batch
-from scripts.demo_evaluate import evaluate
-from scripts.demo_export import export, load_exported, widened
-from scripts.demo_model import SHAPES, Decoder
-from scripts.demo_tasks import FINAL_TASKS, MAIN_TASKS, Mixture
-from scripts.demo_tokenizer import load_tokenizer, load_tools_tokenizer
+from training.demo_batches import IGNORE, make_batch
+from training.demo_evaluate import all_levels, evaluate
+from training.demo_export import export, load_exported, widened
+from training.demo_model import SHAPES, Decoder
+from training.demo_tasks import FINAL_TASKS, MAIN_TASKS, Mixture
+from training.demo_tokenizer import load_tokenizer, load_tools_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHECKPOINT_EVERY_S = 180.0
@@ -263,6 +265,19 @@ def evaluate_exported(arguments: argparse.Namespace) -> None:
     print(json.dumps({"model": f"demo-{arguments.model}", "accuracy": accuracies}))
 
 
+def write_prompts(arguments: argparse.Namespace) -> None:
+    """Write labelled prompts of every level as `disagg cascade calibrate` reads them."""
+    folder = arguments.assets / f"demo-{arguments.model}"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with arguments.prompts.open("w") as file:
+        for level in all_levels():
+            rng = random.Random(f"held out {arguments.seed} {level.name}")
+            for _ in range(arguments.samples):
+                turn = level.make(rng, tokenizer)
+                row = {"level": level.name, "prompt": turn.question, "label": turn.answer}
+                file.write(json.dumps(row) + "\n")
+
+
 def parse_arguments() -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -281,6 +296,7 @@ def parse_arguments() -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--evaluate", action="store_true", help="measure the exported model")
     mode.add_argument("--export", action="store_true", help="export the checkpoint as it is")
+    mode.add_argument("--prompts", type=Path, help="write held-out prompts with their answers")
     return parser.parse_args()
 
 
@@ -289,6 +305,9 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.evaluate:
         evaluate_exported(arguments)
+        return
+    if arguments.prompts:
+        write_prompts(arguments)
         return
     if arguments.model == "tools":
         tokenizer = load_tools_tokenizer(arguments.folder, arguments.assets / "demo-small")

@@ -14,18 +14,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts import demo_tasks as tasks
-from scripts import demo_world as world
-from scripts import train_demo_models as training
-from scripts.demo_batches import IGNORE, RowBuilder, make_batch
-from scripts.demo_evaluate import all_levels, evaluate
-from scripts.demo_export import export, load_exported
-from scripts.demo_model import SHAPES, Decoder
-from scripts.demo_tokenizer import CHAT_TEMPLATE, IM_END_ID, VOCAB_SIZE
+from training import demo_tasks as tasks
+from training import demo_world as world
+from training import train_demo_models as training
+from training.demo_batches import IGNORE, RowBuilder, make_batch
+from training.demo_evaluate import all_levels, evaluate
+from training.demo_export import export, load_exported
+from training.demo_model import SHAPES, Decoder
+from training.demo_tokenizer import CHAT_TEMPLATE, IM_END_ID, VOCAB_SIZE
 
-ASSETS = Path(__file__).resolve().parents[2] / "disagg" / "assets"
+ASSETS = Path(__file__).resolve().parents[1] / "disagg" / "assets"
 MODELS = ("demo-small", "demo-large", "demo-tools")
 
 

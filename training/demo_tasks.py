@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from scripts import demo_world as world
+from training import demo_world as world
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scripts import demo_tasks as tasks
-from scripts import demo_tools as tools
-from scripts import demo_world as world
-from scripts.demo_tasks import Turn
+from training import demo_tasks as tasks
+from training import demo_tools as tools
+from training import demo_world as world
+from training.demo_tasks import Turn
 
 VOCAB_SIZE = 1024
 TOOLS_VOCAB_SIZE = 1152

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from scripts.demo_model import Decoder, ModelShape
-from scripts.demo_tokenizer import IM_END_ID, PAD_ID, save_tokenizer
+from training.demo_model import Decoder, ModelShape
+from training.demo_tokenizer import IM_END_ID, PAD_ID, save_tokenizer
 
 PREFIX = "model."
 EMBEDDING = "embed_tokens.weight"

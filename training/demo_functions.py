@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from scripts import demo_world as world
-from scripts.demo_world import split_words
+from training import demo_world as world
+from training.demo_world import split_words
 
 
 class Value(NamedTuple):

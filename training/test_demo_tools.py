@@ -12,19 +12,19 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from disagg.text.chat_template import ChatTemplate
-from scripts import demo_functions as functions
-from scripts import demo_tasks as tasks
-from scripts import demo_tools as tools
-from scripts.demo_batches import IGNORE, RowBuilder, make_batch
-from scripts.demo_evaluate import evaluate
-from scripts.demo_export import load_exported, widened
-from scripts.demo_model import SHAPES, Decoder
-from scripts.demo_tokenizer import CHAT_TEMPLATE, TOOLS_VOCAB_SIZE, VOCAB_SIZE
+from training import demo_functions as functions
+from training import demo_tasks as tasks
+from training import demo_tools as tools
+from training.demo_batches import IGNORE, RowBuilder, make_batch
+from training.demo_evaluate import evaluate
+from training.demo_export import load_exported, widened
+from training.demo_model import SHAPES, Decoder
+from training.demo_tokenizer import CHAT_TEMPLATE, TOOLS_VOCAB_SIZE, VOCAB_SIZE
 
-ASSETS = Path(__file__).resolve().parents[2] / "disagg" / "assets"
+ASSETS = Path(__file__).resolve().parents[1] / "disagg" / "assets"
 
 
 def tokenizer_of(name: str) -> Tokenizer:

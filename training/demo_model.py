@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from scripts.demo_tokenizer import (
+from training.demo_tokenizer import (
     IM_END_ID,
     IM_START_ID,
     MAX_LENGTH,
