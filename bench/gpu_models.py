@@ -83,12 +83,16 @@ def new_engine(
     runner = ModelRunner(decoder, kv_cache)
     runner.warm_up(min(max_num_batched_tokens, num_blocks * block_size), max_num_seqs)
     scheduler = Scheduler(
-        BlockPool(num_blocks, block_size, new_generations(num_blocks)),
+        BlockPool(
+            num_blocks,
+            block_size,
+            new_generations(num_blocks),
+            enable_prefix_caching=enable_prefix_caching,
+        ),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
-        enable_prefix_caching=enable_prefix_caching,
     )
     return Engine(scheduler, runner), kv_cache
 

@@ -145,7 +145,7 @@ class KVImport:
         names = asked.block_hashes[:num_blocks]
         is_sound = 0 < num_blocks == len(names)
         is_sound &= ticket.num_tokens == num_blocks * scheduler.pool.block_size
-        if is_sound and scheduler.enable_prefix_caching:
+        if is_sound and scheduler.pool.enable_prefix_caching:
             source = TicketSource(
                 ticket,
                 names,
@@ -225,8 +225,7 @@ class KVImport:
             self._transport.release(ticket)
             return None
         num_full = ticket.num_tokens // pool.block_size
-        caches = self._engine.scheduler.enable_prefix_caching
-        names = sequence.block_hashes[:num_full] if caches else []
+        names = sequence.block_hashes[:num_full] if pool.enable_prefix_caching else []
         return TicketSource(ticket, names, self._transport, self._transfer_times, traceparent)
 
     def _queue(self, each: _Import) -> None:

@@ -160,7 +160,7 @@ def test_a_ticket_whose_last_block_is_not_full_is_ignored() -> None:
 
 def test_without_prefix_caching_nothing_is_pulled() -> None:
     rig = EarlyRig()
-    rig.engine.scheduler.enable_prefix_caching = False
+    rig.engine.pool.enable_prefix_caching = False
     rig.tell(2)
     assert not rig.transport.pulls and rig.is_empty
 

@@ -436,7 +436,7 @@ def test_a_cancelled_one_in_line_lets_the_source_go() -> None:
 
 def test_without_prefix_caching_everything_is_pulled() -> None:
     rig = ImportRig()
-    rig.engine.scheduler.enable_prefix_caching = False
+    rig.engine.pool.enable_prefix_caching = False
     for pull_id in (0, 1):
         sequence = rig.arrive()
         rig.advance()

@@ -70,13 +70,13 @@ def new_engine(
     caching: bool = True,
     on_device: bool = False,
 ) -> tuple[Engine, FakeKV]:
-    pool = BlockPool(num_blocks, block_size, array("Q", bytes(8 * num_blocks)))
+    generations = array("Q", bytes(8 * num_blocks))
+    pool = BlockPool(num_blocks, block_size, generations, enable_prefix_caching=caching)
     scheduler = Scheduler(
         pool,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
-        enable_prefix_caching=caching,
     )
     kv = FakeKV(num_blocks, block_size)
     if not on_device:

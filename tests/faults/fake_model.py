@@ -103,12 +103,16 @@ def fake_parts(config: ServeConfig, tier: TierConfig, worker_id: str, epoch: int
     kv = FakeKV(num_blocks, block_size)
     stamps = Stamps(num_blocks, worker_id, epoch)
     scheduler = Scheduler(
-        BlockPool(num_blocks, block_size, stamps.generations),
+        BlockPool(
+            num_blocks,
+            block_size,
+            stamps.generations,
+            enable_prefix_caching=tier.engine.enable_prefix_caching,
+        ),
         max_num_seqs=tier.engine.max_num_seqs or 64,
         max_num_batched_tokens=tier.engine.max_num_batched_tokens or 1024,
         max_model_len=tier.engine.max_model_len or MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
-        enable_prefix_caching=tier.engine.enable_prefix_caching,
     )
     slab = Slab(kv.base_address, num_blocks, kv.block_nbytes, kv.layout, owner=kv)
     store = new_store(config, tier.engine, kv.layout)

@@ -64,13 +64,14 @@ class Member:
         epoch = next(world.epochs)
         stamps = Stamps(num_blocks, self.name, epoch)
         kv = FakeKV(num_blocks, play.block_size)
-        self.pool = BlockPool(num_blocks, play.block_size, stamps.generations)
+        self.pool = BlockPool(
+            num_blocks, play.block_size, stamps.generations, enable_prefix_caching=play.caching
+        )
         scheduler = Scheduler(
             self.pool,
             max_num_seqs=play.max_num_seqs,
             max_num_batched_tokens=play.max_num_batched_tokens,
             max_model_len=1000,
-            enable_prefix_caching=play.caching,
         )
         self.runner = BreakableRunner(kv)
         self.engine = Engine(scheduler, self.runner)

@@ -59,7 +59,7 @@ def test_nothing_is_left_of_it() -> None:
     engine, _ = new_engine(64, 16)
     lookup = engine.scheduler.prompt_lookup = PromptLookup(num_tokens=2, match_length=1)
     first_steps(engine, lambda: 0.0)
-    assert not engine.has_work and engine.scheduler.enable_prefix_caching
+    assert not engine.has_work and engine.pool.enable_prefix_caching
     assert engine.scheduler.prompt_lookup is lookup and not engine.scheduler.num_drafted
     assert engine.pool.num_free == engine.pool.num_blocks
     assert not engine.pool.hashes() and not engine.pool.take_events()

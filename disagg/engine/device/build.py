@@ -101,12 +101,16 @@ def build_engine(
     progress(StartStep("warm_up"))
     _warm_up(runner, plan)
     scheduler = Scheduler(
-        BlockPool(num_blocks, plan.shape.block_size, generations),
+        BlockPool(
+            num_blocks,
+            plan.shape.block_size,
+            generations,
+            enable_prefix_caching=config.enable_prefix_caching,
+        ),
         max_num_seqs=memory.max_num_seqs,
         max_num_batched_tokens=memory.max_num_batched_tokens,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        enable_prefix_caching=config.enable_prefix_caching,
         prompt_lookup=_prompt_lookup(config),
     )
     # A CPU has no async scheduling, because the same threads plan and compute.

@@ -33,14 +33,24 @@ class BlockPool:
         generations: one counter per block, shared with the transport's stamp table. It is
             incremented before a block may be written for another use, so that a remote reader can
             tell that its copy is not what its ticket promised.
+        enable_prefix_caching: whether full blocks of sequences are cached and found by their
+            hashes.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, generations: MutableSequence[int]) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        generations: MutableSequence[int],
+        *,
+        enable_prefix_caching: bool = True,
+    ) -> None:
         if len(generations) != num_blocks:
             raise ValueError(f"got {len(generations)} generations for {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.generations = generations
+        self.enable_prefix_caching = enable_prefix_caching
         self._num_holders = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}

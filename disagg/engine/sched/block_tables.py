@@ -16,12 +16,7 @@ from disagg.engine.sched.sequence import Sequence
 _NEVER = 1 << 62
 
 
-def give_blocks(
-    pool: BlockPool,
-    sequence: Sequence,
-    leaves_room: Callable[[int], bool],
-    enable_prefix_caching: bool,
-) -> bool:
+def give_blocks(pool: BlockPool, sequence: Sequence, leaves_room: Callable[[int], bool]) -> bool:
     """Give a sequence the blocks of all its tokens, cached or new; False if there are too few.
 
     It gets all blocks at once, so that two half-computed prompts never wait for each other's
@@ -34,7 +29,7 @@ def give_blocks(
     if sequence.block_ids:
         fits = num_needed <= 0 or leaves_room(num_needed)
         return fits and extend(pool, sequence, max(0, num_needed))
-    found = find_prefix(pool, sequence) if enable_prefix_caching else []
+    found = find_prefix(pool, sequence)
     num_new = num_needed - len(found)
     if not leaves_room(num_new):
         return False
@@ -44,27 +39,27 @@ def give_blocks(
         pool.release(found)
         return False
     adopt(pool, sequence, found, new)
-    watch_blocks(pool, sequence, enable_prefix_caching)
+    watch_blocks(pool, sequence)
     if not sequence.was_admitted:
         sequence.was_admitted = True
         sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
     return True
 
 
-def take_imported(pool: BlockPool, sequence: Sequence, enable_prefix_caching: bool) -> None:
+def take_imported(pool: BlockPool, sequence: Sequence) -> None:
     """Record the blocks with imported KV that a sequence has come with; cache the full ones."""
     sequence.num_slots = len(sequence.block_ids) * pool.block_size
     sequence.was_admitted = True
     sequence.num_published = 0
-    watch_blocks(pool, sequence, enable_prefix_caching)
+    watch_blocks(pool, sequence)
     if sequence.num_computed >= sequence.publish_at:
         publish(pool, sequence)
 
 
-def watch_blocks(pool: BlockPool, sequence: Sequence, enable_prefix_caching: bool) -> None:
+def watch_blocks(pool: BlockPool, sequence: Sequence) -> None:
     """Cache the sequence's blocks as they fill up, from the block after `num_published` on."""
     num_tokens = (sequence.num_published + 1) * pool.block_size
-    sequence.publish_at = num_tokens if enable_prefix_caching else _NEVER
+    sequence.publish_at = num_tokens if pool.enable_prefix_caching else _NEVER
 
 
 def find_prefix(pool: BlockPool, sequence: Sequence) -> list[int]:
@@ -72,7 +67,7 @@ def find_prefix(pool: BlockPool, sequence: Sequence) -> list[int]:
 
     They never include its last token, which is always computed because its logits are needed.
     """
-    if sequence.prompt_logprobs is not None:
+    if not pool.enable_prefix_caching or sequence.prompt_logprobs is not None:
         return []  # log-probabilities of a prompt require that all of it is computed
     num_findable = (len(sequence.tokens) - 1) // pool.block_size
     return pool.match(sequence.block_hashes[:num_findable])

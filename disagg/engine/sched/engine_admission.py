@@ -31,14 +31,14 @@ class EngineAdmission:
         self._left_out: list[Sequence] = []  # found too few blocks in the last plan ...
         self._num_spare_then = 0  # ... when this many were available
 
-    def enqueue(self, sequence: Sequence, enable_prefix_caching: bool) -> None:
+    def enqueue(self, sequence: Sequence) -> None:
         """Queue a sequence that owns no blocks.
 
         Its cached tokens do not count as queued work. Otherwise the router would send the next turn
         of a conversation away from the worker that has cached the earlier turns.
         """
-        found = find_prefix(self._pool, sequence) if enable_prefix_caching else []
-        self._queues.put(sequence, self._queues.waiting, len(found) * self._pool.block_size)
+        num_cached = len(find_prefix(self._pool, sequence)) * self._pool.block_size
+        self._queues.put(sequence, self._queues.waiting, num_cached)
 
     @property
     def _num_spare_blocks(self) -> int:
@@ -68,17 +68,17 @@ class EngineAdmission:
             self._refused = min(arrival, self._refused)
         return False
 
-    def join_decodes(self, enable_prefix_caching: bool) -> list[Sequence]:
+    def join_decodes(self) -> list[Sequence]:
         """Move imported sequences that only decode to `running`, before prompts use the budget."""
         joined: list[Sequence] = []
         imported = self._queues.imported
         while self._may_decode():
-            if not give_blocks(self._pool, imported[0], self.leaves_room, enable_prefix_caching):
+            if not give_blocks(self._pool, imported[0], self.leaves_room):
                 break
             joined.append(self._queues.admit(imported))
         return joined
 
-    def admit(self, budget: int, enable_prefix_caching: bool) -> list[Sequence]:
+    def admit(self, budget: int) -> list[Sequence]:
         """Move sequences to `running` while there are tokens, places and blocks.
 
         Sequences that found too few blocks in the last plan may try again.
@@ -89,7 +89,7 @@ class EngineAdmission:
         self._left_out.clear()
         while budget > 0 and self._has_place() and (queue := self._next_queue()):
             sequence = queue[0]
-            if not give_blocks(self._pool, sequence, self.leaves_room, enable_prefix_caching):
+            if not give_blocks(self._pool, sequence, self.leaves_room):
                 self._leave_out(sequence)
                 if queue is queues.imported:
                     break

@@ -50,7 +50,6 @@ class Scheduler:
         max_num_batched_tokens: most tokens in one step.
         max_model_len: most tokens of one sequence, prompt and output.
         vocab_size: token ids from here on are refused, since they would fail on a device.
-        enable_prefix_caching: whether full blocks are cached and found by their hashes.
         prompt_lookup: proposes drafts for decoding sequences.
 
     Raises:
@@ -65,7 +64,6 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int = 1 << 31,
-        enable_prefix_caching: bool = True,
         prompt_lookup: PromptLookup | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
@@ -79,7 +77,6 @@ class Scheduler:
         self.step_budget = StepBudget(max_num_batched_tokens)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.enable_prefix_caching = enable_prefix_caching
         self.prompt_lookup = prompt_lookup
         self.queues = queues = Queues()
         self.running, self.imported, self.waiting = queues.running, queues.imported, queues.waiting
@@ -106,7 +103,7 @@ class Scheduler:
         if sequence.block_ids or sequence.num_computed:
             raise ValueError(f"{sequence} owns blocks; call `join` instead of `submit`")
         self._accept(sequence)
-        self._admission.enqueue(sequence, self.enable_prefix_caching)
+        self._admission.enqueue(sequence)
 
     def join(self, sequence: Sequence) -> None:
         """Queue a sequence whose first `num_computed` tokens have their KV in its `block_ids`.
@@ -120,7 +117,7 @@ class Scheduler:
         if not 0 < sequence.num_computed <= min(num_slots, len(sequence.tokens) - 1):
             raise ValueError(f"{sequence} cannot join with blocks of {num_slots} KV slots")
         self._accept(sequence)
-        take_imported(self.pool, sequence, self.enable_prefix_caching)
+        take_imported(self.pool, sequence)
         self.queues.put(sequence, self.imported)
 
     def reserve(self, num_blocks: int, arrival: tuple[int, int] | None = None) -> list[int] | None:
@@ -198,7 +195,7 @@ class Scheduler:
             decodes = [sequence for sequence in decodes if sequence.block_ids]
             prefills = [sequence for sequence in prefills if sequence.block_ids]
         if num_preempted == self.num_preempted:
-            decodes += self._admission.join_decodes(self.enable_prefix_caching)
+            decodes += self._admission.join_decodes()
         num_context = self.queues.num_computed + len(decodes)
         num_context -= sum(sequence.num_computed for sequence in prefills)
         first = next(iter(prefills or self.imported or self.waiting), None)
@@ -245,7 +242,7 @@ class Scheduler:
     def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
         """Admit prompts in a step that goes on with `prefills`; `budget` tokens are for both."""
         budget -= sum(sequence.num_uncomputed for sequence in prefills)
-        admitted = self._admission.admit(budget, self.enable_prefix_caching)
+        admitted = self._admission.admit(budget)
         if not self.running and self.imported and len(self.imported) + len(self.waiting) > 1:
             self._preempt_latest()  # imported sequences hold all blocks, and none can run
         self._admission.end()
