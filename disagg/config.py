@@ -65,7 +65,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_dtype: KVCacheDType = "auto"
     """data type of the KV cache: auto (the model's dtype), float32, bfloat16, float16, fp8 (e4m3),
     int8 or int4. The last three store one scale per token and head; int4 changes answers
-    (docs/notebook/kv-formats.md)"""
+    (docs/notebook/kv.md)"""
     quantization: Literal["int8", "int4", "fp8", "packed"] | None = None
     """quantise the weights while they are loaded: int8 or (on GPUs) fp8 with one scale per row of a
     matrix, int4 with one scale per 32 values. packed (on CPUs, for dense models) keeps the weights
@@ -129,7 +129,7 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """seconds until a new worker serves, about"""
     look_back_s: Annotated[float, Meta(gt=0)] = 900.0
     """95 % of the requests of so many seconds are to be in time. Bursts that come every few minutes
-    recur within it (docs/notebook/autoscaling.md)"""
+    recur within it (docs/notebook/routing.md)"""
     down_after_s: Annotated[float, Meta(ge=0)] = 60.0
     """a worker that was not needed for so many seconds is ended"""
 

@@ -47,7 +47,7 @@ PRIOR_SOURCE = "prior"  # stands for every source in figures that were measured 
 
 # Decode steps come fast and are all alike: once so many are known, one in a few is learned from,
 # and those that took longer or shorter than predicted. That takes 4 us a step on average, and
-# learning from each took 17 (docs/notebook/cpu-step.md).
+# learning from each took 17 (docs/notebook/engine.md).
 NUM_DECODES_ALL_LEARNED = 64
 DECODES_PER_LEARNED = 8
 SURPRISE = 0.15

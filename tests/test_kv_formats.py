@@ -256,7 +256,7 @@ def test_a_bundled_model_keeps_its_quality(
     percent: float,
     num_lost: int,
 ) -> None:
-    """Perplexity, by how much at most, and answers: what docs/notebook/kv-formats.md states."""
+    """Perplexity, by how much at most, and answers: what docs/notebook/kv.md states."""
     stored = quality(kv_cache_dtype, conversations)
     assert 0 < abs(stored[0] / exact[0] - 1) <= percent / 100
     assert stored[1] >= exact[1] - num_lost / len(conversations), "answers right"

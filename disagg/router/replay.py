@@ -22,7 +22,7 @@ from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 VARIABILITY = 1.0
 
 # A refused prompt is longer than the mean, because short ones still fit: by this share of the
-# variability of lengths. Compared with a queue of single requests in docs/notebook/autoscaling.md.
+# variability of lengths. Compared with a queue of single requests in docs/notebook/routing.md.
 REFUSED_LONGER = 1 / 3
 
 # A rate counts as steady after so long. That of the first second would often be several times the

@@ -37,7 +37,7 @@ CONFIDENCE = 0.9  # that the risk of early releases holds
 NUM_FOLDS = 5
 # Of prompts that are less likely to be unsure, most would have had a good answer from the small
 # model. Chosen of 0.3 and 1/3 on the bundled models: with 1/3, the first token of one task comes
-# later than the goal allows (docs/notebook/cascade.md).
+# later than the goal allows (docs/cascade.md).
 MIN_CHANCE_TO_START = 0.3
 
 
