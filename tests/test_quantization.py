@@ -17,15 +17,14 @@ from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import check_quantization
 from disagg.errors import StartupError
 from disagg.kernels.cpu.narrow_linear import NarrowLinear, int4_linear
-from disagg.kernels.dispatch import Quantization
 from disagg.kernels.gpu.experts import TritonExperts
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.packed_linear import PackedProduct
 from disagg.kernels.packed_sizes import Kind
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
+from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.quantized_config import QuantizedFormat
-from disagg.models.rank_parts import quantized_on_gpu_nbytes, weights_nbytes
 from disagg.models.share import WHOLE
 from disagg.models.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import write_checkpoint
@@ -55,9 +54,7 @@ def _tensors(held: Any, seen: dict[int, torch.Tensor]) -> dict[int, torch.Tensor
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("variant", ["llama-tied-biased-llama3", "qwen3-mixed-windows", "phi3"])
-def test_what_is_counted_is_what_is_kept(
-    variant: str, quantization: Quantization, tmp_path: Path
-) -> None:
+def test_what_is_counted_is_what_is_kept(variant: str, quantization: Kind, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, variant)
     model = describe_model(tmp_path)
     decoder = load_model(model, torch.float32, CPU, quantization=quantization)
@@ -70,8 +67,12 @@ def test_what_is_counted_is_what_is_kept(
     if config.qk_norm:
         num_copies = config.num_heads + config.num_kv_heads - 2
         widened = config.num_layers * num_copies * config.head_dim * 4
-    assert nbytes - widened == weights_nbytes(config, 4, quantization=quantization)
-    assert nbytes < (0.5 if quantization == "int8" else 0.35) * weights_nbytes(config, 4)
+    assert nbytes - widened == weights_nbytes(
+        config, DeviceFormat(4, "cpu", quantization=quantization)
+    )
+    assert nbytes < (0.5 if quantization == "int8" else 0.35) * weights_nbytes(
+        config, DeviceFormat(4)
+    )
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
@@ -86,14 +87,16 @@ def test_what_is_counted_is_what_a_gpu_keeps(variant: str, kind: Kind, tmp_path:
     for each in (decoder._embedding, decoder._norm, decoder._lm_head, decoder._layers):
         _tensors(each, kept)
     nbytes = sum(each.nbytes for each in kept.values())
-    assert nbytes == quantized_on_gpu_nbytes(model.config, 4, kind)
-    assert nbytes < weights_nbytes(model.config, 4)
+    assert nbytes == weights_nbytes(model.config, DeviceFormat(4, quantization=kind))
+    assert nbytes < weights_nbytes(model.config, DeviceFormat(4))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_of_4_bits_take_a_third_of_the_memory_of_bfloat16(tied: bool) -> None:
     config = replace(model_config("160m"), tie_word_embeddings=tied)
-    plain, narrow = (weights_nbytes(config, 2, quantization=each) for each in (None, "int4"))
+    plain, narrow = (
+        weights_nbytes(config, DeviceFormat(2, "cpu", quantization=each)) for each in (None, "int4")
+    )
     assert 0.31 < narrow / plain < 0.32
 
 

@@ -6,14 +6,16 @@ Knows no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal["fp8", "int8", "int4"]
+Keeper: TypeAlias = Literal["gpu", "cpu"]  # the device that multiplies packed matrices
 BITS: Mapping[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4}
 UNIT_BITS = 16
 LEAST_GROUP = 16  # a matrix product in Triton sums over at least so many numbers
 INT4_GROUP = 32  # group size of weights that are quantised when they are loaded
 _PART = {8: 64, 4: 32}  # bits -> numbers of a part, unless a group has fewer
+_ORDER_NBYTES = 8  # per column
 
 
 def kept_group(size: int) -> int:
@@ -38,18 +40,38 @@ def part_size(kind: Kind, group: int | None) -> int:
     return usual if group is None else min(usual, group)
 
 
-def packed_nbytes(
-    kind: Kind, shape: tuple[int, int], group: int | None, scale_nbytes: int, *, has_zeros: bool
-) -> int:
-    """The size of a packed matrix [out, in] whose columns are in order."""
-    num_out, num_in = shape
-    chunk = part_size(kind, group) * UNIT_BITS // BITS[kind]
-    num_groups = 1 if group is None else -(-num_in // group)
-    row_nbytes = -(-num_in // chunk) * chunk * BITS[kind] // 8
-    return num_out * (row_nbytes + num_groups * (scale_nbytes + has_zeros))
+class Packing(NamedTuple):
+    """How a matrix is kept packed.
+
+    Attributes:
+        group: number of neighbouring columns that share a scale; None: all.
+        scale_nbytes: bytes of a scale.
+        has_least: whether it has least values instead of zeros.
+    """
+
+    kind: Kind
+    group: int | None
+    scale_nbytes: int
+    has_zeros: bool = False
+    has_order: bool = False
+    has_least: bool = False
+
+    def nbytes(self, shape: tuple[int, int], keeper: Keeper) -> int:
+        """The size of a matrix [out, in]: of a `PackedMatrix`, or on CPUs of a `NarrowLinear`."""
+        num_out, num_in = shape
+        bits = BITS[self.kind]
+        num_groups = 1 if self.group is None else -(-num_in // self.group)
+        if keeper == "cpu":  # all 4-bit numbers have least values there
+            row_nbytes = -(-num_in * bits // 8)
+            group_nbytes = self.scale_nbytes * (2 if bits == 4 else 1)
+        else:
+            chunk = part_size(self.kind, self.group) * UNIT_BITS // bits
+            row_nbytes = -(-num_in // chunk) * chunk * bits // 8
+            group_nbytes = self.scale_nbytes + self.has_zeros
+        order_nbytes = num_in * _ORDER_NBYTES * self.has_order
+        return num_out * (row_nbytes + num_groups * group_nbytes) + order_nbytes
 
 
-def quantized_nbytes(kind: Kind, shape: tuple[int, int], itemsize: int) -> int:
-    """The size of a matrix that `packed_matrix.quantized` made. itemsize: bytes of its scales."""
-    group = INT4_GROUP if kind == "int4" else None
-    return packed_nbytes(kind, shape, group, itemsize, has_zeros=kind == "int4")
+def quantized_packing(kind: Kind, itemsize: int) -> Packing:
+    """The packing of floats of `itemsize` bytes that are quantised when they are loaded."""
+    return Packing(kind, INT4_GROUP if kind == "int4" else None, itemsize, kind == "int4")

@@ -19,9 +19,9 @@ from gguf import GGMLQuantizationType, dequantize
 from torch import Tensor
 
 from disagg.kernels.packed_matrix import PackedMatrix, pack_units
+from disagg.kernels.packed_sizes import Packing
 from disagg.models.gguf_file import BLOCKS
 from disagg.models.gguf_model import GgufStored
-from disagg.models.packing import Packing
 
 # The contents of blocks [rows, blocks, bytes]: numbers, as in `PackedMatrix`, and, in the order of
 # groups, scales and least values.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.packed_matrix import PackedMatrix, pack_units
-from disagg.models.packing import Packing
+from disagg.kernels.packed_sizes import Packing
 from disagg.models.parts import Range
 from disagg.models.quantized_tensors import QuantizedStored
 from disagg.models.quantized_values import ReadPiece, affine_of, ranges_of, sizes_of

@@ -10,43 +10,35 @@ GGUF blocks and embedding tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from disagg.kernels.packed_sizes import BITS, Kind, can_pack, kept_group, packed_nbytes
+from disagg.kernels.packed_sizes import (
+    BITS,
+    Keeper,
+    Kind,
+    Packing,
+    can_pack,
+    kept_group,
+    quantized_packing,
+)
 from disagg.models.checkpoint import DTYPE_NBYTES, StoredTensor
 from disagg.models.gguf_model import GgufStored
+from disagg.models.model_config import ModelConfig
 from disagg.models.parts import Fields, Part
 from disagg.models.quantized_config import QuantizedFormat
 from disagg.models.quantized_tensors import QuantizedStored
-
-Keeper: TypeAlias = Literal["gpu", "cpu"]  # the device that multiplies the packed matrices
+from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts
+from disagg.models.share import WHOLE, Share
 
 # The packed fields of a layer; in a layer with experts the last two belong to the experts.
 LAYER_FIELDS = ("qkv", "q_b", "output", "shared_gate_up", "shared_down", "gate_up", "down")
 _OF_EXPERTS = LAYER_FIELDS[-2:]
+_TABLES = ("lm_head", "embedding")
 _EXPONENT_NBYTES = 4  # a scale that is stored as a power of two becomes a float32
-_ORDER_NBYTES = 8  # per column
+_EXACT_NBYTES = 4  # bytes of a value that is read as float32
 _COLUMNS = 1
 _CPU_UNIT = 8  # compiled code for CPUs reads so many 4-bit numbers together
-
-
-class Packing(NamedTuple):
-    """How a matrix is kept packed.
-
-    Attributes:
-        group: number of neighbouring columns that share a scale; None: all.
-        has_least: whether it has least values instead of zeros.
-    """
-
-    kind: Kind
-    group: int | None
-    scale_nbytes: int
-    has_zeros: bool = False
-    has_order: bool = False
-    has_least: bool = False
-
-
 _OF_BLOCKS: Mapping[str, Packing] = {
     "Q4_0": Packing("int4", 32, 2),
     "Q4_1": Packing("int4", 32, 2, has_least=True),
@@ -75,44 +67,71 @@ def packing_of(
     return alike.pop()._replace(has_zeros=has_zeros, has_order=has_order, has_least=has_least)
 
 
-def packed_parts_nbytes(
-    packing: Packing, parts: Sequence[Part], itemsize: int, keeper: Keeper = "gpu"
-) -> int:
-    """Bytes of a packed matrix on a device. itemsize: bytes of the model's floats."""
-    num_in = parts[0].shape[_COLUMNS]
-    shape = sum(part.shape[0] for part in parts), num_in
-    if keeper == "cpu":
-        return _on_cpu_nbytes(packing, shape, itemsize)
-    kind, group, scale_nbytes, has_zeros, has_order, _ = packing
-    nbytes = packed_nbytes(kind, shape, group, scale_nbytes, has_zeros=has_zeros)
-    return nbytes + num_in * _ORDER_NBYTES * has_order
+@dataclass(frozen=True)
+class DeviceFormat:
+    """How a device holds a model's weights.
 
+    Attributes:
+        itemsize: bytes of the model's floats.
+        keeper: the device.
+        kept: tensors of a checkpoint, whose quantised matrices stay packed if the device can
+            multiply them; None: all are widened.
+        quantization: how matrices of floats are quantised when they are loaded. A GPU quantises
+            layers only. A CPU also quantises tables, but not to int8 if they are only looked up.
+    """
 
-def _on_cpu_nbytes(packing: Packing, shape: tuple[int, int], itemsize: int) -> int:
-    """Bytes on a CPU, where scales are the model's floats, and 4-bit numbers have least values."""
-    num_out, num_in = shape
-    num_groups = 1 if packing.group is None else -(-num_in // packing.group)
-    if packing.kind == "int4":
-        return num_out * (-(-num_in // 2) + 2 * num_groups * itemsize)
-    return num_out * (num_in + num_groups * itemsize)
+    itemsize: int
+    keeper: Keeper = "gpu"
+    kept: Mapping[str, StoredTensor] | None = None
+    quantization: Kind | None = None
 
+    def packings(self, fields: Fields) -> dict[str, Packing]:
+        """The packed fields, of a layer or outside the layers, and how they are packed."""
+        found = {field: self._packing(field, fields) for field in fields}
+        return {field: packing for field, packing in found.items() if packing is not None}
 
-def packed_fields(
-    fields: Fields,
-    has_experts: bool,
-    tensors: Mapping[str, StoredTensor],
-    keeper: Keeper = "gpu",
-) -> Iterator[tuple[str, Packing]]:
-    """The fields, of a layer or outside the layers, that stay packed, and how."""
-    for field in (*LAYER_FIELDS, "lm_head", *(("embedding",) if keeper == "cpu" else ())):
-        packing = packing_of(tensors, fields[field], keeper) if field in fields else None
-        if packing is None:
-            continue
+    def nbytes(self, parts: Sequence[Part], packing: Packing | None) -> int:
+        """Bytes of one field. packing: how it is packed; None: it has floats."""
+        if packing is not None:
+            shape = sum(part.shape[0] for part in parts), parts[0].shape[_COLUMNS]
+            return packing.nbytes(shape, self.keeper)
+        return sum(self._unpacked_nbytes(part) for part in parts)
+
+    def _packing(self, field: str, fields: Fields) -> Packing | None:
+        is_on_cpu, is_in_layer = self.keeper == "cpu", field in LAYER_FIELDS
+        if self.quantization is not None:
+            is_only_looked_up = field == "embedding" and "lm_head" in fields
+            is_table = field in _TABLES and not (is_only_looked_up and self.quantization == "int8")
+            is_quantized = is_in_layer or (is_on_cpu and is_table)
+            return quantized_packing(self.quantization, self.itemsize) if is_quantized else None
+        is_multiplied = is_in_layer or field == "lm_head" or (is_on_cpu and field in _TABLES)
+        if self.kept is None or not is_multiplied:
+            return None
+        packing = packing_of(self.kept, fields[field], self.keeper)
         # The experts of a layer are one matrix, but each would have its own column order; CPUs
         # support no order.
-        is_shut = packing.has_order or keeper == "cpu"
-        if not (is_shut and has_experts and field in _OF_EXPERTS):
-            yield field, packing
+        if "router" in fields and field in _OF_EXPERTS:
+            return None if is_on_cpu or (packing and packing.has_order) else packing
+        # Scales become the model's floats on a CPU.
+        return packing._replace(scale_nbytes=self.itemsize) if packing and is_on_cpu else packing
+
+    def _unpacked_nbytes(self, part: Part) -> int:
+        num_values = math.prod(part.shape)
+        if not part.is_raw:
+            return num_values * (_EXACT_NBYTES if part.is_exact else self.itemsize)
+        if self.keeper == "gpu":
+            return num_values
+        return 0 if part.is_scales else 2 * num_values * self.itemsize
+
+
+def weights_nbytes(config: ModelConfig, format: DeviceFormat, share: Share = WHOLE) -> int:
+    """Bytes of a rank's weights on a device."""
+    nbytes = 0
+    layers = (rank_layer_parts(config, layer, share) for layer in range(config.num_layers))
+    for fields in (rank_outer_parts(config, share), *layers):
+        packings = format.packings(fields)
+        nbytes += sum(format.nbytes(its, packings.get(field)) for field, its in fields.items())
+    return nbytes
 
 
 def value_nbytes(format: QuantizedFormat) -> float | None:

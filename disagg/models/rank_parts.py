@@ -8,19 +8,15 @@ rank. With expert parallelism a rank reads whole experts with their biases, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
-from disagg.kernels.packed_sizes import INT4_GROUP, Kind, quantized_nbytes
-from disagg.models.checkpoint import StoredTensor
 from disagg.models.experts_config import MXFP4_GROUP
 from disagg.models.latent_config import LatentConfig
 from disagg.models.model_config import ModelConfig
-from disagg.models.packing import LAYER_FIELDS, Keeper, packed_fields, packed_parts_nbytes
 from disagg.models.parts import Fields, Part, Range, Shape, layer_parts, outer_parts
 from disagg.models.share import WHOLE, Share
 
-_EXACT_NBYTES = 4  # bytes of a value that is read as float32
 _OF_EXPERTS = (
     *("gate_up", "gate_up_bias", "gate_up_scales"),
     *("down", "down_bias", "down_scales"),
@@ -89,97 +85,6 @@ def rank_parts(config: ModelConfig, share: Share = WHOLE) -> Iterator[Part]:
     for fields in (rank_outer_parts(config, share), *layers):
         for parts in fields.values():
             yield from parts
-
-
-def weights_nbytes(
-    config: ModelConfig,
-    itemsize: int,
-    *,
-    widens: bool = False,
-    quantization: str | None = None,
-    share: Share = WHOLE,
-    kept: Mapping[str, StoredTensor] | None = None,
-    keeper: Keeper = "gpu",
-) -> int:
-    """Bytes of a rank's weights on a CPU, or on a GPU without `quantization`.
-
-    Args:
-        itemsize: bytes of the model's floats.
-        widens: whether MXFP4 is widened to floats.
-        quantization: with "int8", matrices have 8 bits per value and a float per row, except for a
-            table that is only looked up. With "int4", all matrices have 4 bits per value and two
-            floats per group.
-        kept: tensors of a checkpoint whose matrices stay packed if `packing` supports it; None: all
-            are widened.
-        keeper: the device that multiplies packed matrices.
-    """
-    if kept is not None:
-        return _packed_nbytes(config, itemsize, share, kept, keeper)
-    looked_up: list[Part] = []
-    if quantization == "int8" and not config.tie_word_embeddings:
-        looked_up = rank_outer_parts(config, share)["embedding"]
-    return sum(
-        _nbytes(part, itemsize, widens)
-        if quantization is None or len(part.shape) != 2 or part in looked_up
-        else _quantized_nbytes(part.shape, itemsize, quantization)
-        for part in rank_parts(config, share)
-    )
-
-
-def quantized_on_gpu_nbytes(
-    config: ModelConfig, itemsize: int, kind: Kind, share: Share = WHOLE
-) -> int:
-    """As `weights_nbytes`, for a float model whose layers are quantised on a GPU."""
-    nbytes = 0
-    for _, fields in _all_fields(config, share):
-        for field, parts in fields.items():
-            if field in LAYER_FIELDS:
-                shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
-                nbytes += quantized_nbytes(kind, shape, itemsize)
-            else:
-                nbytes += sum(_nbytes(part, itemsize, False) for part in parts)
-    return nbytes
-
-
-def _packed_nbytes(
-    config: ModelConfig,
-    itemsize: int,
-    share: Share,
-    kept: Mapping[str, StoredTensor],
-    keeper: Keeper,
-) -> int:
-    nbytes = 0
-    for has_experts, fields in _all_fields(config, share):
-        packings = dict(packed_fields(fields, has_experts, kept, keeper))
-        for field, parts in fields.items():
-            if field in packings:
-                nbytes += packed_parts_nbytes(packings[field], parts, itemsize, keeper)
-            else:
-                nbytes += sum(_nbytes(part, itemsize, False) for part in parts)
-    return nbytes
-
-
-def _all_fields(config: ModelConfig, share: Share) -> Iterator[tuple[bool, Fields]]:
-    """The fields outside the layers, and of each layer; and whether they have experts."""
-    yield False, rank_outer_parts(config, share)
-    for layer in range(config.num_layers):
-        yield config.experts_in(layer) is not None, rank_layer_parts(config, layer, share)
-
-
-def _quantized_nbytes(shape: Shape, itemsize: int, quantization: str) -> int:
-    num_out, num_in = shape
-    if quantization == "int8":
-        return num_out * (num_in + itemsize)
-    return num_out * (-(-num_in // 2) + 2 * -(-num_in // INT4_GROUP) * itemsize)
-
-
-def _nbytes(part: Part, itemsize: int, widens: bool) -> int:
-    num_values = math.prod(part.shape)
-    if not part.is_raw:
-        return num_values * (_EXACT_NBYTES if part.is_exact else itemsize)
-    if not widens:
-        return num_values
-    return 0 if part.is_scales else 2 * num_values * itemsize
 
 
 def _scaled(heads: Range, size: int) -> Range:

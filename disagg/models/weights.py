@@ -21,16 +21,17 @@ from torch import Tensor
 
 from disagg.errors import ModelError
 from disagg.kernels.packed_matrix import PackedMatrix, stack
+from disagg.kernels.packed_sizes import Keeper, Packing
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
 from disagg.models.packed_values import packed_values
-from disagg.models.packing import Keeper, Packing, packed_fields, packed_parts_nbytes
+from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.parts import Fields, Part, Range, layer_parts, outer_parts
 from disagg.models.quantized_tensors import QuantizedStored
 from disagg.models.quantized_values import widened
-from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts, weights_nbytes
+from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts
 from disagg.models.share import WHOLE, Share
 from disagg.models.tensor_check import check_weights
 
@@ -120,23 +121,13 @@ def load_weights(
     outer = rank_outer_parts(config, share)
     layers = [rank_layer_parts(config, layer, share) for layer in range(config.num_layers)]
     kept = model.tensors if keeps_packed is not None else None
-    keeper: Keeper = keeps_packed or "gpu"
-    total_nbytes = weights_nbytes(config, dtype.itemsize, share=share, kept=kept, keeper=keeper)
-    reader = _Reader(model.tensors, dtype, device, total_nbytes, progress, keeper)
-
-    def read(fields: Fields, has_experts: bool) -> dict[str, Matrix]:
-        packings = {}
-        if kept is not None:
-            packings = dict(packed_fields(fields, has_experts, kept, keeper))
-        return {name: reader.read(its, packings.get(name)) for name, its in fields.items()}
-
-    tables = read(outer, has_experts=False)
+    format = DeviceFormat(dtype.itemsize, keeps_packed or "gpu", kept)
+    total_nbytes = weights_nbytes(config, format, share)
+    reader = _Reader(model.tensors, dtype, device, total_nbytes, progress, format)
+    tables = reader.read(outer)
     tables.setdefault("lm_head", tables["embedding"])
     # The reader and its mapped files are freed after the last layer.
-    read_layers = (
-        _layer(read(fields, config.experts_in(layer) is not None))
-        for layer, fields in enumerate(layers)
-    )
+    read_layers = (_layer(reader.read(fields)) for fields in layers)
     return DecoderWeights(layers=read_layers, dtype=dtype, **tables)
 
 
@@ -211,29 +202,29 @@ class _Reader:
         device: torch.device,
         total_nbytes: int,
         progress: Progress | None,
-        keeper: Keeper,
+        format: DeviceFormat,
     ) -> None:
         self._stored = stored
         self._dtype = dtype
         self._device = device
         self._progress = progress
-        self._keeper = keeper
+        self._format = format
         self._total_nbytes = total_nbytes
         self._loaded_nbytes = 0
         self._opened: dict[Path, safe_open] = {}
 
-    def read(self, parts: list[Part], packing: Packing | None = None) -> Matrix:
-        """Read `parts`, and stack them along their first dimension.
+    def read(self, fields: Fields) -> dict[str, Matrix]:
+        """Read the fields of a layer, or those outside the layers."""
+        packings = self._format.packings(fields)
+        return {name: self._field(its, packings.get(name)) for name, its in fields.items()}
 
-        packing: how they are kept packed; None: as floats.
-        """
+    def _field(self, parts: list[Part], packing: Packing | None) -> Matrix:
+        """Read `parts`, and stack them along their first dimension."""
         made: Matrix = None if packing is None else self._packed(parts, packing)
-        if packing is not None and made is not None:
-            itemsize = self._dtype.itemsize
-            self._loaded_nbytes += packed_parts_nbytes(packing, parts, itemsize, self._keeper)
-        else:
+        nbytes = self._format.nbytes(parts, None if made is None else packing)
+        self._loaded_nbytes += nbytes
+        if made is None:
             made = self._floats(parts)
-            self._loaded_nbytes += made.nbytes
         if self._progress is not None:
             self._progress(self._loaded_nbytes, self._total_nbytes)
         return made

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from disagg.kernels.packed_matrix import PackedMatrix, pack_units, quantized, stack
-from disagg.kernels.packed_sizes import Kind, can_pack, packed_nbytes, quantized_nbytes
+from disagg.kernels.packed_sizes import Kind, Packing, can_pack, quantized_packing
 from tests.kernels.packed_cases import random_numbers, random_packed
 
 
@@ -38,7 +38,7 @@ def test_a_matrix_is_its_numbers_less_zeros_times_scales() -> None:
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_what_is_counted_is_what_is_kept(kind: Kind, group: int | None, has_zeros: bool) -> None:
     matrix = random_packed(kind, 24, 208, group, has_zeros=has_zeros, dtype=torch.float16)
-    assert matrix.nbytes == packed_nbytes(kind, (24, 208), group, 2, has_zeros=has_zeros)
+    assert matrix.nbytes == Packing(kind, group, 2, has_zeros).nbytes((24, 208), "gpu")
 
 
 def test_matrices_are_stacked_if_they_are_alike() -> None:
@@ -74,7 +74,7 @@ def test_quantised_floats_are_near(kind: Kind, most: float) -> None:
     least = 1e-2 if kind == "fp8" else 0.0  # below, e4m3 has fewer digits
     assert ((wide - weight).abs() <= most * scale + least).all()
     assert not torch.equal(wide, weight)
-    assert matrix.nbytes == quantized_nbytes(kind, (70, 96), 4)
+    assert matrix.nbytes == quantized_packing(kind, 4).nbytes((70, 96), "gpu")
 
 
 def test_groups_that_a_product_can_have() -> None:

@@ -19,8 +19,8 @@ from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.families import FAMILIES
-from disagg.models.packing import LAYER_FIELDS
-from disagg.models.rank_parts import quantized_on_gpu_nbytes, rank_parts, weights_nbytes
+from disagg.models.packing import LAYER_FIELDS, DeviceFormat, weights_nbytes
+from disagg.models.rank_parts import rank_parts
 from disagg.models.share import Share, check_ranks, possible_ranks
 from disagg.models.weights import load_weights
 from tests.models.checkpoints import VARIANTS, write_checkpoint
@@ -107,7 +107,7 @@ def test_each_expert_is_read_by_one_rank_with_its_biases(variant: str, tmp_path:
             own += num_values * 4
             if ".experts." in part.name and ".router." not in part.name:
                 read[part.name] += num_values
-        assert own == weights_nbytes(model.config, 4, share=share)
+        assert own == weights_nbytes(model.config, DeviceFormat(4), share)
     stored = {name: each.num_values for name, each in model.tensors.items() if ".experts." in name}
     assert read == stored
     loaded = load_weights(model, torch.float32, CPU, share=_share(1, 2))
@@ -158,7 +158,7 @@ def test_quantised_experts_keep_their_groups(variant: str, kind: str, tmp_path: 
                 nbytes += 0 if each is None else each.nbytes
         tables = {id(each): each for each in (own.embedding, own.norm, own.lm_head)}  # may be tied
         nbytes += sum(each.nbytes for each in tables.values())
-        assert nbytes == weights_nbytes(model.config, 4, share=share, kept=model.tensors)
+        assert nbytes == weights_nbytes(model.config, DeviceFormat(4, kept=model.tensors), share)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
@@ -181,7 +181,7 @@ def test_experts_are_quantised_as_one_process_does(kind: Kind, tmp_path: Path) -
             each = getattr(layer, field)
             if each is not None:
                 nbytes += (quantized(each, kind) if field in LAYER_FIELDS else each).nbytes
-    assert nbytes == quantized_on_gpu_nbytes(model.config, 4, kind, _share(1, 2))
+    assert nbytes == weights_nbytes(model.config, DeviceFormat(4, quantization=kind), _share(1, 2))
 
 
 def test_ranks_ask_nothing_of_each_other_for_scales_of_experts(tmp_path: Path) -> None:

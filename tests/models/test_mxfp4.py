@@ -14,7 +14,7 @@ from torch import Tensor
 from disagg.errors import ModelError
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
-from disagg.models.rank_parts import weights_nbytes
+from disagg.models.packing import DeviceFormat, weights_nbytes
 from tests.models.checkpoints import Checkpoint, assert_logits_are_transformers
 
 CPU = torch.device("cpu")
@@ -83,8 +83,8 @@ def test_bytes_are_those_of_the_file_unless_they_are_widened(tmp_path: Path) -> 
     write_mxfp4(tmp_path)
     model = describe_model(tmp_path)
     stored = sum(tensor.end - tensor.begin for tensor in model.tensors.values())
-    assert weights_nbytes(model.config, 4) == stored
-    widened = weights_nbytes(model.config, 4, widens=True)
+    assert weights_nbytes(model.config, DeviceFormat(4)) == stored
+    widened = weights_nbytes(model.config, DeviceFormat(4, "cpu"))
     assert widened == 4 * model.num_parameters
     assert widened > 1.5 * stored
 

@@ -32,8 +32,7 @@ from disagg.models import weights
 from disagg.models.communicator import Communicator
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
-from disagg.models.packing import value_nbytes
-from disagg.models.rank_parts import weights_nbytes
+from disagg.models.packing import DeviceFormat, value_nbytes, weights_nbytes
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import load_weights
 from tests.models.paging import Tokens, new_slab, run_step
@@ -118,7 +117,7 @@ def test_what_is_kept_stands_for_the_same_floats(kind: str, tmp_path: Path) -> N
             own = own.widened(torch.float32) if isinstance(own, PackedMatrix) else own
             assert torch.equal(own, its), (name, share)
         nbytes = sum(each.nbytes for each in found.values())
-        counted = weights_nbytes(model.config, 4, share=share, kept=model.tensors)
+        counted = weights_nbytes(model.config, DeviceFormat(4, kept=model.tensors), share)
         assert nbytes == counted
     assert num_packed[WHOLE] == 4 * model.config.num_layers
     # Of `down`, a rank of two has 40 columns: groups of 16 are cut in two, and both ranks widen it,
@@ -172,7 +171,7 @@ def test_a_head_keeps_its_bits(kind: str, tmp_path: Path) -> None:
         assert isinstance(found["lm_head"], PackedMatrix)
         assert torch.equal(found["lm_head"].widened(torch.float32), wanted)
         nbytes = sum(each.nbytes for each in found.values())
-        assert nbytes == weights_nbytes(model.config, 4, share=share, kept=model.tensors)
+        assert nbytes == weights_nbytes(model.config, DeviceFormat(4, kept=model.tensors), share)
     packed, wide = (
         compute(load_model(describe_model(place), torch.float32, CPU, ops=ops), [*range(30)], same)
         for place, ops in ((directory, FakeGpuOps()), (tmp_path / "floats", TorchOps()))
@@ -202,7 +201,7 @@ def test_experts_keep_their_bits(
             assert isinstance(own, PackedMatrix), field
             assert torch.equal(own.widened(torch.float32), wanted[f"1.{field}"])
         nbytes = sum(each.nbytes for each in found.values())
-        assert nbytes == weights_nbytes(model.config, 4, share=share, kept=model.tensors)
+        assert nbytes == weights_nbytes(model.config, DeviceFormat(4, kept=model.tensors), share)
 
 
 def test_experts_in_orders_of_their_own_are_widened_and_counted_so(tmp_path: Path) -> None:
@@ -212,7 +211,7 @@ def test_experts_in_orders_of_their_own_are_widened_and_counted_so(tmp_path: Pat
     for field, is_packed in (("gate_up", False), ("down", False), ("shared_gate_up", True)):
         assert isinstance(found[f"1.{field}"], PackedMatrix) == is_packed
     nbytes = sum(each.nbytes for each in found.values())
-    assert nbytes == weights_nbytes(model.config, 4, kept=model.tensors)
+    assert nbytes == weights_nbytes(model.config, DeviceFormat(4, kept=model.tensors))
     assert shape_of(model).has_widened_experts
 
 
@@ -298,7 +297,7 @@ def test_a_gpu_plans_with_the_bytes_that_it_keeps(tmp_path: Path) -> None:
         model = describe_model(place)
         plans[name] = choose(engine, model, WHOLE).plan_memory(model, 1 << 30, (4, 64))
     config = describe_model(directory).config
-    assert plans["floats"].weights_nbytes == weights_nbytes(config, 2)
+    assert plans["floats"].weights_nbytes == weights_nbytes(config, DeviceFormat(2))
     assert plans["packed"].weights_nbytes < 0.65 * plans["floats"].weights_nbytes
     assert plans["packed"].num_kv_tokens(engine, 1 << 30) > 0
 
@@ -346,7 +345,8 @@ def test_disagg_plan_counts_what_several_gpus_widen(tmp_path: Path) -> None:
     sizes = {**eight_heads("llama"), "hidden_size": 64, "intermediate_size": 128}
     model = describe_model(write_quantized(tmp_path, "llama", kind, **sizes).directory)
     shares = [Share(rank, 2) for rank in range(2)]
-    kept = [weights_nbytes(model.config, 2, share=each, kept=model.tensors) for each in shares]
+    format = DeviceFormat(2, kept=model.tensors)
+    kept = [weights_nbytes(model.config, format, each) for each in shares]
     of_one, of_two = placements(shape_of(model), GPUS["h100"])[:2]
     assert of_two.weights_nbytes == pytest.approx(sum(kept), rel=0.1)
     assert of_one.weights_nbytes < 0.8 * of_two.weights_nbytes

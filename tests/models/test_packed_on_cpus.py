@@ -24,9 +24,8 @@ from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.gguf_model import GgufStored
 from disagg.models.gguf_values import packed_values, read_values
-from disagg.models.packing import packing_of
+from disagg.models.packing import DeviceFormat, packing_of, weights_nbytes
 from disagg.models.parts import Part
-from disagg.models.rank_parts import weights_nbytes
 from disagg.models.weights import load_weights
 from disagg.worker.check import loading_sentence
 from tests.models.checkpoints import write_checkpoint
@@ -72,7 +71,7 @@ def _check_decoder(model: ModelDescription) -> Decoder:
     )
     assert wanted.abs().max() > 0.05
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
-    kept = weights_nbytes(model.config, 4, kept=model.tensors, keeper="cpu")
+    kept = weights_nbytes(model.config, DeviceFormat(4, "cpu", model.tensors))
     assert _nbytes(packed, model) == kept == nbytes[-1][1]
     return packed
 

@@ -20,10 +20,10 @@ from disagg.errors import ModelError
 from disagg.models.checkpoint import StoredTensor, read_header
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
+from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.quantized_config import QuantizedFormat
 from disagg.models.quantized_tensors import QuantizedStored, as_floats
 from disagg.models.quantized_values import widened
-from disagg.models.rank_parts import weights_nbytes
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import load_weights
 from disagg.worker.check import check_tier
@@ -133,7 +133,11 @@ def test_the_memory_is_that_of_the_widened_weights(tmp_path: Path) -> None:
     assert quantized.num_parameters == floats.num_parameters
     plan, plain = check_engine(ENGINE, quantized), check_engine(ENGINE, floats)
     assert plan is not None and plain is not None
-    assert plan.weights_nbytes == plain.weights_nbytes == weights_nbytes(floats.config, 4)
+    assert (
+        plan.weights_nbytes
+        == plain.weights_nbytes
+        == weights_nbytes(floats.config, DeviceFormat(4))
+    )
     assert plan.shape.layout != plain.shape.layout  # nor is its KV that of other weights
 
 
@@ -146,7 +150,7 @@ def test_the_start_and_the_plan_say_that_weights_are_widened(
         check_tier(TierConfig(model=str(place), engine=ENGINE), tell=said.append)
     (sentence,) = said
     stored = sum(each.end - each.begin for each in _stored(directory))
-    wide = weights_nbytes(describe_model(directory).config, 4)
+    wide = weights_nbytes(describe_model(directory).config, DeviceFormat(4))
     assert sentence == (
         "The weights of quantised are converted to float32 when they are loaded; they take"
         f" {wide / 1e6:.1f} MB instead of {stored / 1e6:.1f} MB."

@@ -28,8 +28,7 @@ from disagg.models import weights
 from disagg.models.communicator import Communicator
 from disagg.models.decoder import CpuDecoder, Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
-from disagg.models.packing import LAYER_FIELDS
-from disagg.models.rank_parts import quantized_on_gpu_nbytes
+from disagg.models.packing import LAYER_FIELDS, DeviceFormat, weights_nbytes
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import load_weights
 from tests.models.checkpoints import write_checkpoint
@@ -159,7 +158,7 @@ def test_ranks_on_gpus_quantise_as_one_process_does(
                 each = getattr(layer, field)
                 if each is not None:
                     nbytes += (quantized(each, kind) if field in LAYER_FIELDS else each).nbytes
-        assert nbytes == quantized_on_gpu_nbytes(model.config, 4, kind, share)
+        assert nbytes == weights_nbytes(model.config, DeviceFormat(4, quantization=kind), share)
 
 
 def _gguf(kind: Type) -> Callable[[Path], ModelDescription]:

@@ -22,7 +22,8 @@ from disagg.models.communicator import Communicator
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.model_config import ModelConfig
-from disagg.models.rank_parts import rank_parts, weights_nbytes
+from disagg.models.packing import DeviceFormat, weights_nbytes
+from disagg.models.rank_parts import rank_parts
 from disagg.models.share import Share, check_ranks
 from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
 from tests.models.gguf_files import write_gguf
@@ -112,8 +113,8 @@ def test_mxfp4_experts_are_divided_by_whole_scales(tmp_path: Path) -> None:
     assert experts is not None
     assert [Share(rank, 2).of_experts(experts) for rank in range(2)] == [(0, 64), (64, 96)]
     compare(model, checkpoint, 2, tmp_path)
-    nbytes = [weights_nbytes(model.config, 4, share=Share(rank, 2)) for rank in range(2)]
-    assert nbytes[1] < nbytes[0] < weights_nbytes(model.config, 4)
+    nbytes = [weights_nbytes(model.config, DeviceFormat(4), Share(rank, 2)) for rank in range(2)]
+    assert nbytes[1] < nbytes[0] < weights_nbytes(model.config, DeviceFormat(4))
     with pytest.raises(StartupError, match=r"has 3 x 32 values .* too few for 4 ranks"):
         check_ranks(model.config, 4)
 
@@ -140,8 +141,8 @@ def test_ranks_read_all_of_a_checkpoint_and_no_divided_tensor_twice(
     whole = {name: stored.num_values for name, stored in model.tensors.items()}
     assert read == {name: whole[name] for name in read}
     assert len(read) > 0.5 * len(whole)
-    own = [weights_nbytes(model.config, 4, share=Share(rank, 2)) for rank in range(2)]
-    assert max(own) < 0.55 * weights_nbytes(model.config, 4)
+    own = [weights_nbytes(model.config, DeviceFormat(4), Share(rank, 2)) for rank in range(2)]
+    assert max(own) < 0.55 * weights_nbytes(model.config, DeviceFormat(4))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from disagg.engine.device.workspace import captured_nbytes, running_nbytes, step
 from disagg.errors import NotEnoughMemory
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.model_config import ModelConfig
-from disagg.models.rank_parts import quantized_on_gpu_nbytes, weights_nbytes
+from disagg.models.packing import DeviceFormat, weights_nbytes
 
 # Sequences and tokens of the largest step on a GPU whose speed is not known.
 LARGEST_STEP = 512, 8192
@@ -91,16 +91,14 @@ def plan_memory(
         NotEnoughMemory: one sequence of full length does not fit.
     """
     first = replace(shape.share, rank=0)
-    if config.quantization == "packed":
-        model_nbytes = weights_nbytes(model, itemsize, share=first, kept=tensors, keeper="cpu")
-    elif claim_nbytes is None:
-        model_nbytes = weights_nbytes(
-            model, itemsize, widens=True, quantization=config.quantization, share=first
-        )
-    elif config.quantization is not None:
-        model_nbytes = quantized_on_gpu_nbytes(model, itemsize, config.quantization, first)
-    else:
-        model_nbytes = weights_nbytes(model, itemsize, share=first, kept=tensors)
+    keeps = claim_nbytes is not None or config.quantization == "packed"
+    format = DeviceFormat(
+        itemsize,
+        "cpu" if claim_nbytes is None else "gpu",
+        tensors if keeps else None,
+        None if config.quantization == "packed" else config.quantization,
+    )
+    model_nbytes = weights_nbytes(model, format, first)
     model = first.config(model)
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:

@@ -13,7 +13,7 @@ from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan, plan_memo
 from disagg.errors import NotEnoughMemory
 from disagg.kernels.kv_pages import FORMATS
 from disagg.models.experts_config import ExpertsConfig
-from disagg.models.rank_parts import weights_nbytes
+from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.share import Share
 from tests.engine.device.test_workspace import LLAMA_3_8B
 
@@ -91,7 +91,8 @@ def test_ranks_with_unequal_parts_choose_steps_alike(has_whole_experts: bool) ->
         other.weights_nbytes,
         other.workspace_nbytes,
     )
-    own = [weights_nbytes(model, 2, share=Share(rank, 2, has_whole_experts)) for rank in range(2)]
+    shares = [Share(rank, 2, has_whole_experts) for rank in range(2)]
+    own = [weights_nbytes(model, DeviceFormat(2), share) for share in shares]
     assert own[1] < own[0] == first.weights_nbytes
 
 
