@@ -117,7 +117,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Autoscaling of one pool (`router/autoscale.py`, docs/autoscaling.md)."""
+    """Autoscaling of one pool (`router/autoscale.py`, docs/planning.md)."""
 
     min_replicas: Annotated[int, Meta(ge=0)] = 1
     """smallest number of workers; with 0, none is kept without requests"""

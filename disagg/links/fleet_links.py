@@ -33,7 +33,8 @@ from disagg.messages import (
 )
 from disagg.token_fast_path import TokenCallback
 
-# That an ingress takes in at most, each second; one takes about 11 us of CPU (docs/scale.md).
+# Reports of all workers that an ingress takes in each second; one takes about 11 us of CPU
+# (docs/notebook/routing.md).
 MAX_REPORTS_PER_S = 10_000
 NUM_UNLIMITED = 64  # workers that may report every step, of 10 ms and more
 LONGEST_INTERVAL_S = 0.5  # half of a heartbeat

@@ -21,7 +21,7 @@ import msgspec
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent, WorkerStatus
 
-PART_NAMES = 4096  # of a snapshot, in one frame; docs/scale.md has what they cost
+PART_NAMES = 4096  # of a snapshot, in one frame (costs: docs/notebook/routing.md)
 NUM_AT_ONCE = 2  # reports after a request has arrived, as `router.fleet` counts them
 # Parts of a status that are long and rarely change, and what they are with nothing to say. The
 # bits of `StepFrame.kept` are in this order.
