@@ -161,6 +161,11 @@ class TransferFailed(DisaggError):
 
 
 class EngineFailed(DisaggError):
+    """An engine failed in a step of the request, which may be the cause.
+
+    It is never sent to a second engine.
+    """
+
     code = "engine_failed"
 
 

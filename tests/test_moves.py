@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from disagg.errors import EngineFailed, WorkerLost
+from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.local import LocalCluster
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
@@ -63,7 +63,7 @@ class Trouble:
 
     after: tokens of the visit that still arrive; if `in_all`, of the whole answer so far, and it is
         no matter whether a prefill worker made the first: a router does without a slow one.
-    how: "lost" (the link ends), "failed" (an engine's error), "expired" (the ticket names blocks
+    how: "lost" (the link ends), "failed" (the worker says so), "expired" (the ticket names blocks
         that were used again; after `after` tokens the link ends too, unless that is 0).
     """
 
@@ -79,7 +79,7 @@ TROUBLES: dict[str, list[Trouble]] = {
     "ticket expired": [Trouble("decode", how="expired")],
     "decode lost before a token": [Trouble("decode")],
     "decode lost": [Trouble("decode", 7)],
-    "engine failed": [Trouble("decode", 7, "failed")],
+    "device failed": [Trouble("decode", 7, "failed")],
     "all of it": [
         Trouble("prefill"),
         Trouble("decode", 2, "expired"),
@@ -150,7 +150,7 @@ class TroubledWorkers:
         if trouble.how == "lost":
             raise WorkerLost(f"Worker {worker_id} was lost.")
         yield TokenDelta(
-            0, (), error=WireError.from_error(EngineFailed("The device fell off the bus."))
+            0, (), error=WireError.from_error(WorkerLost("The device fell off the bus."))
         )
 
 

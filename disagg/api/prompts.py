@@ -90,6 +90,7 @@ async def _conversation(conversation: Conversation, model: ServedModel, nbytes: 
         rendered = template.render(
             messages,
             tools=[_shielded(tool, shield) for tool in conversation.tools],
+            documents=[_shielded(document, shield) for document in conversation.documents],
             add_generation_prompt=conversation.add_generation_prompt,
             arguments={
                 name: shield(value) if isinstance(value, str) else value
@@ -121,12 +122,13 @@ async def _conversation(conversation: Conversation, model: ServedModel, nbytes: 
 def _cost_num_chars(conversation: Conversation, model: ServedModel) -> int:
     """The cost of rendering, as a number of characters. Raises `ContextLengthExceeded`."""
     num_messages = len(conversation.messages)
-    num_tools_chars = len(msgspec.json.encode(conversation.tools)) if conversation.tools else 0
-    num_chars = num_tools_chars + sum(len(each["content"] or "") for each in conversation.messages)
+    others = conversation.tools, conversation.documents
+    num_other_chars = len(msgspec.json.encode(others)) if any(others) else 0
+    num_chars = num_other_chars + sum(len(each["content"] or "") for each in conversation.messages)
     _check_fits(max(num_messages, _fewest_tokens(num_chars, model)), model, "messages")
     # This includes earlier calls, although a template may leave them out.
     return (
-        num_tools_chars + _num_chars(conversation.messages) + num_messages * MESSAGE_COST_NUM_CHARS
+        num_other_chars + _num_chars(conversation.messages) + num_messages * MESSAGE_COST_NUM_CHARS
     )
 
 

@@ -21,13 +21,15 @@ class JsonText(str):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Messages and tools in the form that chat templates read: plain types, one text per message.
+    """Messages, tools and documents in the form that chat templates read.
 
-    Text in them never becomes a control token; only the template writes control tokens.
+    That is plain types and one text per message. Text in them never becomes a control token; only
+    the template writes control tokens.
     """
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()
+    documents: Sequence[dict[str, str]] = ()
     template_arguments: Mapping[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer continues the last message

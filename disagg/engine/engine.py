@@ -224,13 +224,19 @@ class Engine:
         for sequence in self.scheduler.sequences():
             self.end(sequence, error)
 
-    def abandon(self, error: DisaggError) -> list[TokenEvent]:
+    def abandon(self, of_step: DisaggError, of_others: DisaggError) -> list[TokenEvent]:
         """Return the last events of all sequences, after the engine broke in the middle of a step.
 
         Unlike `end_all` it does not rely on the engine's state, so it releases no blocks.
+
+        Args:
+            of_step: the error of sequences that were in a running step, which they may have broken.
+            of_others: the error of those that waited for one.
         """
+        in_steps = {*self.last_plan.sequences, *self.scheduler.running}
         events = self._ended + [
-            TokenEvent(sequence, error=error) for sequence in self.scheduler.abandon()
+            TokenEvent(sequence, error=of_step if sequence in in_steps else of_others)
+            for sequence in self.scheduler.abandon()
         ]
         self._ended, self._under_way = [], None
         return events

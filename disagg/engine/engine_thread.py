@@ -35,7 +35,7 @@ class StepResult(msgspec.Struct, frozen=True):
 
     features, seconds: features and duration of the step, for the time model; features is None if
         the iteration had no step.
-    failure: not None if the engine is broken; then everything that waits for it must end.
+    failure: not None if the engine is broken; then everything that waits for it must end with it.
     """
 
     events: tuple[TokenEvent, ...]
@@ -46,8 +46,17 @@ class StepResult(msgspec.Struct, frozen=True):
     failure: DisaggError | None = None
 
 
+# CUDA's codes for the device's own faults: it is unavailable, or its memory or NVLink is defective.
+DEVICE_FAULTS = (46, 214, 220)
+
+
 def engine_failed(cause: Exception) -> DisaggError:
-    return EngineFailed(f"The engine failed and its worker must restart: {cause!r}")
+    """The error of the requests in a step that broke the engine, of which any may be the cause."""
+    if getattr(cause, "error_code", None) in DEVICE_FAULTS:  # of torch.AcceleratorError
+        return WorkerLost(f"The worker's device failed: {cause!r}")
+    return EngineFailed(
+        f"The engine failed in a step of this request, which is sent to no other: {cause!r}"
+    )
 
 
 class EngineThread:
@@ -60,8 +69,8 @@ class EngineThread:
         timer: returns monotonic seconds, for durations.
         between_steps: called between steps with the time of the clock; returns whether it has work
             in progress and wants to be called again soon.
-        diagnose: makes the error that requests get from the exception that broke the engine; it
-            may block.
+        diagnose: makes the error that requests in a step get from the exception that broke the
+            engine; it may block.
     """
 
     def __init__(
@@ -166,12 +175,16 @@ class EngineThread:
         self._publish(result)
 
     def _refuse_all(self, cause: Exception) -> None:
-        """Answer every request with the cause of the engine's failure, until `stop` is called."""
-        error = self._diagnose(cause)
-        error.__cause__ = cause
+        """Answer every request with the engine's failure, until `stop` is called.
+
+        Those that were in no step are not its cause: another worker may serve them.
+        """
+        of_step = self._diagnose(cause)
+        of_step.__cause__ = cause
+        of_others = WorkerLost(f"The engine of this worker failed before this request: {cause!r}")
         while True:
-            events = tuple(self.engine.abandon(error))
-            self._publish(StepResult(events, (), self._last_status, failure=error))
+            events = tuple(self.engine.abandon(of_step, of_others))
+            self._publish(StepResult(events, (), self._last_status, failure=of_others))
             if self._stopping:
                 return
             with contextlib.suppress(Exception):  # the first failure is the one to report

@@ -29,7 +29,7 @@ import msgspec
 from disagg import telemetry
 from disagg.api.http.metrics import ApiMetrics
 from disagg.blocks import hash_block
-from disagg.errors import DisaggError, EngineFailed, Overloaded, Unavailable, WorkerLost
+from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue, Charge, Queued
 from disagg.ingress.workers import Workers
 from disagg.kvtransfer.ticket import KVTicket
@@ -99,7 +99,6 @@ class RequestState:
         self.model = request.model
         self._generated: list[int] = []  # tokens that follow those of `request`
         self._is_first = True
-        self._had_engine_failure = False
         self._num_refusals = 0  # consecutive refusals since its answer has begun
 
     @property
@@ -184,18 +183,7 @@ class RequestState:
         """How long to wait before workers that refused the request are tried again."""
         return min(MOST_PAUSE_S, LEAST_PAUSE_S * 2.0 ** min(self._num_refusals, 10))
 
-    def may_move(self, error: DisaggError) -> bool:
-        """Whether to reroute after `error`.
-
-        A failed engine fails all its requests, so this request may not be the cause. After a second
-        such failure it is not rerouted, so that it cannot break a third engine.
-        """
-        if isinstance(error, EngineFailed):
-            return not self._had_engine_failure
-        return error.retryable
-
     def move(self, error: DisaggError) -> None:
-        self._had_engine_failure |= isinstance(error, EngineFailed)
         is_full, has_begun = isinstance(error, Overloaded), self.num_output_tokens > 0
         self.is_turned_away = is_full and not has_begun
         if is_full and has_begun:  # this is not a failure: the request waits for room
@@ -327,7 +315,7 @@ class Dispatcher:
                         async for delta in deltas:
                             yield delta
                 except DisaggError as error:
-                    if not state.may_move(error) or state.num_moves >= self._max_moves:
+                    if not error.retryable or state.num_moves >= self._max_moves:
                         raise
                     self._cancel_visits(state)
                     state.move(error)

@@ -237,17 +237,19 @@ class ModelDescription:
         """The Jinja source of the chat template; None if there is none.
 
         It is in `chat_template.jinja`, or else in `tokenizer_config.json`, or else in
-        `chat_template.json`, which older models that read images have. A second template for
-        conversations with tools becomes a part of it.
+        `chat_template.json`, which older models that read images have. Further templates, for
+        conversations with tools or documents, become parts of it.
         """
         named = {name: self._files.read(file) for name, file in TEMPLATE_FILES.items()}
         if named["default"] is None:
             named |= self._configured_templates()
-        default, with_tools = named["default"], named["tool_use"]
-        if default is None or with_tools is None:
-            return default
-        default, with_tools = default.removesuffix("\n"), with_tools.removesuffix("\n")
-        return f"{{% if tools +%}}{with_tools}{{%+ else +%}}{default}{{%+ endif %}}"
+        source = named["default"]
+        for name, variable in (("rag", "documents"), ("tool_use", "tools")):
+            other = named[name]
+            if source is not None and other is not None:
+                other, source = other.removesuffix("\n"), source.removesuffix("\n")
+                source = f"{{% if {variable} +%}}{other}{{%+ else +%}}{source}{{%+ endif %}}"
+        return source
 
     def _configured_templates(self) -> dict[str, str]:
         """The named templates of the configuration; a single one is named "default"."""
@@ -331,11 +333,12 @@ class ModelDescription:
         return ModelError(f"{self._files.named(name)} is wrong: {what}")
 
 
-# Chat templates by transformers' names. "tool_use" is used if there are tools. The server has no
-# use for others, such as "rag".
+# Chat templates by transformers' names. "tool_use" is used if there are tools, otherwise "rag" if
+# there are documents.
 TEMPLATE_FILES = {
     "default": "chat_template.jinja",
     "tool_use": "additional_chat_templates/tool_use.jinja",
+    "rag": "additional_chat_templates/rag.jinja",
 }
 
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {

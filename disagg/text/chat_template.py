@@ -128,6 +128,7 @@ class ChatTemplate:
         # Variables that clients may set besides messages and tools.
         self.arguments = _read_by(tree).difference(environment.globals, variables, _OWN)
         self.shows_tools = "tools" in source
+        self.shows_documents = "documents" in source
         self.source = source
         self._variables = dict(variables)
         self.key = (source, tuple(sorted(self._variables.items())))  # identifies the template
@@ -177,6 +178,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, str]] = (),
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
         limit_s: float = RENDER_LIMIT_S,
@@ -196,7 +198,7 @@ class ChatTemplate:
                 **(arguments or {}),
                 messages=messages,
                 tools=tools or None,
-                documents=None,
+                documents=documents or None,
                 add_generation_prompt=add_generation_prompt,
             ):
                 num_chars += len(piece)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
-from disagg.errors import DisaggError, Overloaded, RequestFailed, request_failed
+from disagg.errors import DisaggError, EngineFailed, Overloaded, RequestFailed, request_failed
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import Start, TokenDelta, WireError
 from disagg.worker.phases import Phases
@@ -159,7 +159,7 @@ class Streams:
                 else:
                     delta = TokenDelta(stream.stream_id, event.token_ids)
                 stream.phases.gained(now, event)
-                if isinstance(event.error, RequestFailed):
+                if isinstance(event.error, RequestFailed | EngineFailed):
                     _log_failed(stream, event.error)
             except Exception as error:
                 failed = request_failed(error)
@@ -196,9 +196,11 @@ class Streams:
             self._queued.pop(name).phases.admitted(step_began_s)
 
 
-def _log_failed(stream: WorkerStream, error: RequestFailed) -> None:
+def _log_failed(stream: WorkerStream, error: RequestFailed | EngineFailed) -> None:
     extra = {"request_id": stream.request_id}
-    log.error("A request is ended: %s", error.message, exc_info=error.__cause__, extra=extra)
+    # An engine's failure ends many requests, and is logged once with its traceback.
+    cause = error.__cause__ if isinstance(error, RequestFailed) else None
+    log.error("A request is ended: %s", error.message, exc_info=cause, extra=extra)
 
 
 def _delta(

@@ -194,6 +194,14 @@ async def test_template_arguments_are_given_and_shielded() -> None:
     assert END not in request.token_ids
 
 
+async def test_documents_are_given_and_shielded() -> None:
+    template = "{% for each in documents %}{{ each.title }}: {{ each.text }}{% endfor %}"
+    document = {"title": "A", "text": "<|im_end|>"}
+    request = await chat_request(service(served_model(template=template)), documents=[document])
+    assert TOKENIZER.decode(request.token_ids) == "A: <|im_end|>"
+    assert END not in request.token_ids
+
+
 @pytest.mark.parametrize(("num_prompt", "fits"), [(510, True), (511, True), (512, False)])
 async def test_the_context_is_filled_exactly(num_prompt: int, fits: bool) -> None:
     prompt = [70] * num_prompt

@@ -113,9 +113,11 @@ def test_a_broken_engine_reports_everybody_once() -> None:
     first, second = new_sequence((5, 6), 4), new_sequence((7, 8), 4)
     engine.submit(first)
     engine.submit(second)
+    third, broken, lost = new_sequence((9, 1), 4), EngineFailed("broken"), WorkerLost("lost")
+    engine.step()
     engine.end(first, WorkerLost("gone"))
-    error = EngineFailed("broken")
-    events = engine.abandon(error)
-    assert [event.sequence for event in events] == [first, second]
-    assert events[1].error is error
-    assert engine.abandon(error) == [] and not engine.has_work
+    engine.submit(third)
+    events = engine.abandon(broken, lost)
+    assert [event.sequence for event in events] == [first, second, third]
+    assert [event.error for event in events[1:]] == [broken, lost]  # the third was in no step
+    assert engine.abandon(broken, lost) == [] and not engine.has_work

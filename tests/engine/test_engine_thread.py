@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from disagg.engine.engine import Engine
-from disagg.engine.engine_thread import EngineThread, StepResult
+from disagg.engine.engine_thread import EngineThread, StepResult, engine_failed
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import SampledToken, StepPlan, TokenEvent
 from disagg.errors import DeadlineExceeded, DisaggError, EngineFailed, RequestError, WorkerLost
@@ -179,9 +179,9 @@ def test_a_failure_ends_every_request_also_those_that_come_later(
         assert isinstance(event.error, EngineFailed)
         assert "device on fire" in event.error.message
         assert isinstance(thread.failed, RuntimeError)
-        submit(thread, second)
+        submit(thread, second)  # which another worker may serve
         (event,) = inbox.events_of(second)
-        assert isinstance(event.error, EngineFailed)
+        assert isinstance(event.error, WorkerLost)
         assert all(result.failure is not None for result in inbox.seen[-2:])
     (record,) = (each for each in caplog.records if each.levelname == "ERROR")
     assert "device on fire" in record.getMessage() and record.exc_info
@@ -199,7 +199,14 @@ def test_a_failure_between_steps_is_told_even_if_nothing_runs() -> None:
         thread.post(lambda: 1 / 0)  # type: ignore[arg-type]
         sequence = new_sequence((5, 6), 4)
         submit(thread, sequence)
-        assert isinstance(inbox.events_of(sequence)[0].error, EngineFailed)
+        assert isinstance(inbox.events_of(sequence)[0].error, WorkerLost)
+
+
+def test_a_device_that_reports_its_own_fault_is_no_requests_fault() -> None:
+    cause = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    assert isinstance(engine_failed(cause), EngineFailed)
+    cause.error_code = 214  # type: ignore[attr-defined]
+    assert isinstance(engine_failed(cause), WorkerLost)
 
 
 def test_stopping_ends_what_still_runs() -> None:

@@ -25,7 +25,7 @@ READ = {
     "glm45": 7, "granite": 1, "hermes": 10, "kimi_k2": 3, "llama3_json": 3, "minimax_m2": 1,
     "mistral": 4, "openai": 1, "qwen3_coder": 5, "deepseek_v3": 1, "deepseek_v32": 3, "gemma4": 2,
     "lfm2": 3, "cohere_command3": 2, "gigachat3": 2, "minimax": 3, "nemotron_json": 1,
-    "minicpm5": 1, "hy_v3": 1,
+    "minicpm5": 1, "hy_v3": 1, "functionary": 1,
 }  # fmt: skip
 
 

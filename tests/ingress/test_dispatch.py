@@ -200,14 +200,12 @@ async def test_a_final_error_is_not_tried_again() -> None:
     assert_nothing_reserved(fleet)
 
 
-async def test_a_failed_engine_is_left_once_but_a_second_one_makes_the_request_suspect() -> None:
-    fleet, request = make_fleet("d0", "d1", "d2"), make_request()
-    once = ScriptedWorkers(deque([Script(after=4, then=EngineFailed("A bug."))]))
-    assert_complete(await collect(make_dispatcher(once, fleet), request), request)
-    twice = ScriptedWorkers(deque([Script(after=4, then=EngineFailed("A bug."))] * 2))
+async def test_a_request_in_a_step_that_broke_an_engine_is_sent_to_no_other() -> None:
+    fleet = make_fleet("d0", "d1", "d2")
+    workers = ScriptedWorkers(deque([Script(after=4, then=EngineFailed("A bug."))]))
     with pytest.raises(EngineFailed, match=r"A bug\."):
-        await collect(make_dispatcher(twice, fleet), request)
-    assert len({call.worker_id for call in twice.calls}) == len(twice.calls) == 2
+        await collect(make_dispatcher(workers, fleet), make_request())
+    assert len(workers.calls) == 1
 
 
 async def test_moves_are_bounded() -> None:

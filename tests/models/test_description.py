@@ -96,7 +96,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         "bos_token": {"content": "<s>", "special": True},
         "eos_token": "</s>",
         "chat_template": [
-            {"name": "rag", "template": "documents"},
+            {"name": "rag", "template": "{{ documents[0].text }}"},
             {"name": "tool_use", "template": TOOL_USE},
             {"name": "default", "template": "{{ bos_token }}config"},
         ],
@@ -105,6 +105,8 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert describe_model(directory).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert rendered(directory) == "<s>config"
     assert rendered(directory, tools=[{"name": "look"}]) == "\n  tool: look"
+    assert rendered(directory, documents=[{"text": "grounds"}]) == "grounds"
+    assert rendered(directory, None, [{"name": "look"}], [{"text": "a"}]) == "\n  tool: look"
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}file")
     assert rendered(directory) == "<s>file"
     assert rendered(directory, tools=[{"name": "look"}]) == "<s>file"  # the file counts alone
@@ -134,13 +136,16 @@ def test_an_end_token_that_the_model_does_not_have_is_ignored(tmp_path: Path) ->
 
 
 def rendered(
-    directory: Path, chat_template: str | None = None, tools: Sequence[Mapping[str, Any]] = ()
+    directory: Path,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    documents: Sequence[Mapping[str, str]] = (),
 ) -> str:
     model = ServedModel.from_description(
         describe_model(directory), name="m", block_size=16, chat_template=chat_template
     )
     assert model.template is not None
-    return model.template.render([], tools=tools)
+    return model.template.render([], tools=tools, documents=documents)
 
 
 @pytest.mark.parametrize("tools", [(), [{"name": "look"}, {"name": "rest"}]])

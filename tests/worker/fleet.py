@@ -228,14 +228,15 @@ class Fleet:
         member.core.check()
 
     def _take_error(self, journey: Journey, error: WireError) -> None:
-        """Too late is too late; whatever else a worker says, another one may not."""
-        if error.code == "deadline_exceeded":
-            assert self.world.now >= journey.trip.deadline_s, "ended before its time"
+        """Too late is too late, and who may have broken an engine breaks no other; whatever else a
+        worker says, another one may not."""
+        is_broken = self.members[journey.last_worker].is_broken
+        if error.code in ("deadline_exceeded", "engine_failed"):
+            is_late = self.world.now >= journey.trip.deadline_s
+            assert is_broken if error.code == "engine_failed" else is_late, error
             self._end(journey, error.code)
             return
-        assert error.code in ("unavailable", "engine_failed"), error
-        is_broken = self.members[journey.last_worker].is_broken
-        assert is_broken or error.code != "engine_failed", f"failed on one request: {error}"
+        assert error.code == "unavailable" or (is_broken and error.code == "worker_lost"), error
         self.met[f"moved, {error.code}"] += 1
         self._visit(journey, (journey.last_worker + 1) % NUM_WORKERS)
 

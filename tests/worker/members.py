@@ -12,7 +12,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.engine_thread import StepResult
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
-from disagg.errors import EngineFailed
+from disagg.errors import EngineFailed, WorkerLost
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.stamps import Stamps
@@ -167,8 +167,9 @@ class Member:
     def _fail(self, failure: EngineFailed) -> dict[int, list[TokenDelta]]:
         """What `EngineThread` does when the engine breaks: everybody hears of it, nobody waits."""
         self.is_broken = True
-        events = tuple(self.engine.abandon(failure))
-        result = StepResult(events, (), self.engine.status(), failure=failure)
+        lost = WorkerLost(failure.message)
+        events = tuple(self.engine.abandon(failure, lost))
+        result = StepResult(events, (), self.engine.status(), failure=lost)
         deltas = self.core.take(result, self._world.now)
         assert not self.core._streams.num_open, "a stream outlives its engine"
         return deltas

@@ -52,6 +52,7 @@ Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)
 ]
 TemplateArguments: TypeAlias = dict[str, bool | int | Label]
+Documents: TypeAlias = list[dict[str, str]]  # for retrieval, as vLLM takes them: title and text
 
 
 class StreamOptions(msgspec.Struct):
@@ -148,6 +149,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no limit
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    documents: Documents | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -191,6 +193,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    documents: Documents | None = None
     tools: Tools | None = None
 
 
@@ -223,7 +226,6 @@ _INTERNAL_FIELDS = (
 # Fields that would change the answer, with the values (besides null) that have no effect.
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "length_penalty": (1.0,),
@@ -243,7 +245,7 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 
 
 # Fields of chats that are refused in text completions, because clients rely on their effect.
-_OF_CHATS = ("tools", "reasoning_effort", "thinking_token_budget")
+_OF_CHATS = ("tools", "documents", "reasoning_effort", "thinking_token_budget")
 
 
 def read_request(body: bytes, kind: type[Request]) -> Request:
@@ -490,6 +492,8 @@ def _conversation(
         _message(message, f"messages[{index}]", is_harmony=is_harmony)
         for index, message in enumerate(request.messages or ())
     ]
+    if request.documents and not (model.template and model.template.shows_documents):
+        raise unsupported("documents", f"The chat template of {model.name!r} does not use them.")
     plain_tools = [msgspec.to_builtins(tool) for tool in tools]
     for tool in plain_tools if is_harmony else ():
         tool["function"].setdefault("description", "")  # the template fails without a description
@@ -502,6 +506,7 @@ def _conversation(
     return Conversation(
         messages,
         plain_tools,
+        request.documents or (),
         arguments,
         request.add_generation_prompt is not False and not continues,
         continues,

@@ -120,6 +120,7 @@ _UNSUPPORTED = {
     "prompt": "This server stores no prompts: send the text as input.",
     "top_logprobs": "Use /v1/chat/completions for log-probabilities.",
     "max_tool_calls": "The client executes all calls, so it can limit their number.",
+    "documents": "Use /v1/chat/completions, which supports them.",
     "max_tokens": "Here its name is max_output_tokens.",
     "response_format": "Here its name is text.format.",
 }

@@ -1,4 +1,5 @@
-"""Calls whose arguments are JSON: of Hermes, Llama 3, Granite, Mistral, DeepSeek, Kimi K2, Cohere.
+"""Calls whose arguments are JSON: of Hermes, Llama 3, Granite, Mistral, DeepSeek, Kimi K2, Cohere,
+Functionary.
 
 Most are JSON objects with a name and arguments, or lists of them. Others have the name before the
 arguments, between marks. White space between marks is ignored.
@@ -71,6 +72,22 @@ def _mistral(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
 
 
 read_mistral = Marked(("[TOOL_CALLS]",), _mistral)
+
+
+def _functionary(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
+    """`<function=NAME>{...}</function>`, also the format of Llama 3.1's own prompts."""
+    name = yield from text.word(_NAME)
+    if not (yield from text.skip(">")):
+        return False
+    if (yield from text.spaces()) != "{" or not sink.begin_call(name):
+        return False
+    yield from _read_object(text, sink)
+    yield from text.spaces()
+    yield from text.skip("</function>")
+    return True
+
+
+read_functionary = Marked(("<function=",), _functionary)
 
 
 # Marks of a section of calls: around the section, around a call, between its head and arguments.

@@ -21,6 +21,7 @@ from disagg.text.tool_parsers.json_calls import (
     KIMI_K2,
     MARK_ENDS,
     read_deepseek,
+    read_functionary,
     read_kimi_k2,
     read_llama3_json,
     read_marked_json,
@@ -135,6 +136,7 @@ FORMATS = (
         ("mistral",), read_mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         call_id_style="mistral",
     ),
+    ToolFormat(("functionary",), read_functionary),
     ToolFormat(
         ("lfm2",), read_lfm2, ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
         ("<|tool_call_start|>", "<|tool_call_end|>"),

@@ -158,7 +158,7 @@ QWEN3_CODER = [
      "</function>", Found(calls=(("only", '{"code": "a</parameter>\\n<parameter=b>\\nc"}'),))),
     ("<function=look>\n<parameter=where>\na\n</parameter>\n<parameter=b>\nc\n</parameter>\n"
      "</function>", Found(calls=(called(where="a", b="c"),))),
-    # Functionary's: another format.
+    # Another format.
     ('<function=look>{"where": "a"}</function>',
      Found(text='<function=look>{"where": "a"}</function>')),
     ("a <tool_call> b", Found(text="a <tool_call> b")),
@@ -311,6 +311,7 @@ WRITERS: dict[str, Callable[[Called], list[str]]] = {
         json.dumps({"tool_call_id": "0", "tool_name": c[0], "parameters": c[1]}), "]",
         "<|END_ACTION|>",
     ],
+    "functionary": lambda c: [f"<function={c[0]}>", json.dumps(c[1]), "</function>"],
     "gigachat3": lambda c: ["<|function_call|>", _json([c], "")],
     "nemotron_json": lambda c: ["<TOOLCALL>", "[", _json([c, c], ", "), "]", "</TOOLCALL>"],
     "minimax": lambda c: ["<tool_calls>", _json([c], ""), _json([c], ""), "</tool_calls>"],
@@ -438,8 +439,8 @@ SHOWN = (
         (SHOWN % '<|START_ACTION|>[{"tool_name": "{{ c.name }}", "parameters":'
          " {{ c.arguments | tojson }}}]<|END_ACTION|>", "cohere_command3"),
         ("{# <tool_call> #}" + SHOWN % "<tool_calls>[{{ c | tojson }}]</tool_calls>", "minimax"),
-        # Functionary's and Apertus': of no format, although they have texts of some.
-        (SHOWN % "<function={{ c.name }}>{{ c.arguments | tojson }}</function>", ""),
+        (SHOWN % "<function={{ c.name }}>{{ c.arguments | tojson }}</function>", "functionary"),
+        # Apertus': of no format, although it has texts of some.
         (SHOWN % '<tool_call>[{"{{ c.name }}": {{ c.arguments | tojson }}}]</tool_call>', ""),
         # Llama 4's tells the model another format than it shows.
         ("[func_name1(" + SHOWN % '{"name": "{{ c.name }}", "parameters": {{ c.arguments }}}',
