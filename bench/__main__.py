@@ -22,23 +22,15 @@ BENCHES = (
     "autoscale",
     "engine",
     "first_minute",
-    "hand_over",
     "host_step",
-    "kv_pull",
-    "planner",
-    "prefix_index",
-    "quantised",
     "routing",
     "serving_path",
     "sim",
     "stalls",
-    "strangers",
-    "time_model",
 )
 PEERS = ("peers", "peers.serving", "peers.pair")  # install others' systems, some GB
 ALL = (*BENCHES, *PEERS)
 COVERED = {"engine": "peers"}  # what the first one measures, the second one measures with more
-WITHOUT_REHEARSAL = ("kv_pull",)
 
 
 def run(name: str, flags: list[str]) -> dict[str, Any]:
@@ -82,8 +74,7 @@ def main() -> int:
         parser.error(f"no bench is named {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
     results = {}
     for name in arguments.names or default_names(arguments.no_peers):
-        is_tiny = arguments.tiny and name not in WITHOUT_REHEARSAL
-        results[name] = run(name, ["--tiny"] if is_tiny else [])
+        results[name] = run(name, ["--tiny"] if arguments.tiny else [])
     print(json.dumps(results))
     return int(any("failed" in figures for figures in results.values()))
 

@@ -1,9 +1,9 @@
-"""Ray Serve with our application and the stock one, until standard input ends.
+"""Ray Serve with our application, until standard input ends.
 
     python -m bench.serving_cluster --port 8000 [--haproxy]
 
 `bench.serving_path` starts it. Serve reads its switches from the environment when it is imported,
-so each mode needs a process of its own. Prints `ready` when both applications run.
+so each mode needs a process of its own. Prints `ready` when the application runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def config_for(port: int) -> ServeConfig:
 def serve_until_told(port: int, scratch: Path) -> None:
     from ray import serve
 
-    from bench import stock_serve
     from bench.paced_replica import PacedReplica
     from disagg.app.build import build_application
     from disagg.app.cluster import APPLICATION, Cluster
@@ -51,16 +50,7 @@ def serve_until_told(port: int, scratch: Path) -> None:
     try:
         cluster.connect()
         cluster.start(config.http)
-        serve.run_many(
-            [
-                serve.RunTarget(
-                    stock_serve.application(), name=stock_serve.NAME, route_prefix="/stock"
-                ),
-                serve.RunTarget(
-                    build_application(config, PacedReplica), name=APPLICATION, route_prefix="/"
-                ),
-            ]
-        )
+        serve.run(build_application(config, PacedReplica), name=APPLICATION, route_prefix="/")
         cluster.wait(lambda pools: None, START_TIMEOUT_S, threading.Event())
         print("ready", flush=True)
         sys.stdin.read()

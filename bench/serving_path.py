@@ -4,9 +4,8 @@
     python -m bench.serving_path --haproxy-only --streams 64 256 --before COMMIT
 
 The application on Ray Serve is real (ingress, router, links, worker, scheduler). Its fake model
-only keeps time: 50 tokens/s for each stream. A plain Serve application of the same shape takes
-turns with it in the same cluster; its ingress reads the worker through a handle. With `--before`,
-the application of an older commit takes turns, too, in a cluster of its own.
+only keeps time: 50 tokens/s for each stream. With `--before`, the application of an older commit
+takes turns, in a cluster of its own.
 
 `long` streams last for the whole measurement. `128` and `1` are requests of so many tokens, one
 after the other, and include the cost of requests. CPU time is user and system time, in microseconds
@@ -26,16 +25,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from bench.paced_worker import ENGINE_THREAD, MARKER, STEP_S
-from bench.processes import cpu_s, find
 from bench.report import finish, print_table
 from bench.serving_cluster import MODEL
 from bench.sse_clients import Clients
@@ -48,49 +45,58 @@ PROMPT = "a request that has about as many tokens as words in it and says nothin
 SETTLE_S = 1.0
 
 
-@dataclass(frozen=True)
-class Way:
-    """An application: how to ask it, and which processes serve it."""
-
-    name: str
-    path: str
-    body: dict[str, Any]
-    processes: dict[str, str]  # part -> mark in the process's title
-
-    def clients(self, port: int, num_tokens: int) -> Clients:
-        """That ask for one stream of so many tokens after the other."""
-        body = {**self.body, "prompt": PROMPT, "max_tokens": num_tokens, "stream": True}
-        return Clients(port, self.path, body, MARKER)
-
-
-WAYS = (
-    Way(
-        "disagg",
-        "/v1/completions",
-        {"model": MODEL, "temperature": 0, "ignore_eos": True},
-        {"ingress": "ServeReplica:disagg:Ingress", "worker": f"ServeReplica:disagg:{MODEL}-decode"},
-    ),
-    Way(
-        "handle",
-        "/stock/completions",
-        {},
-        {"ingress": "ServeReplica:stock:ingress", "worker": "ServeReplica:stock:worker"},
-    ),
-)
+PATH = "/v1/completions"
+BODY = {"model": MODEL, "temperature": 0, "ignore_eos": True}
+# What the titles of a part's processes contain.
+PROCESSES = {
+    "ingress": "ServeReplica:disagg:Ingress",
+    "worker": f"ServeReplica:disagg:{MODEL}-decode",
+}
 PROXIES = {True: "haproxy", False: "ProxyActor"}
 
 
+def new_clients(port: int, num_tokens: int) -> Clients:
+    """That ask for one stream of so many tokens after the other."""
+    body = {**BODY, "prompt": PROMPT, "max_tokens": num_tokens, "stream": True}
+    return Clients(port, PATH, body, MARKER)
+
+
 class Cluster:
-    """Both applications, running."""
+    """The application, running."""
 
     def __init__(self, process: subprocess.Popen[str], port: int, haproxy: bool) -> None:
         self.port = port
         self.haproxy = haproxy
         self._root = psutil.Process(process.pid)
 
-    def processes_of(self, way: Way) -> dict[str, list[psutil.Process]]:
-        marks = {"proxy": PROXIES[self.haproxy], **way.processes}
-        return {part: find(self._root, mark) for part, mark in marks.items()}
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """Those of each part.
+
+        Raises:
+            SystemExit: a part has none; says which there are.
+        """
+        titles = {each: title(each) for each in self._root.children(recursive=True)}
+        found = {}
+        for part, mark in {"proxy": PROXIES[self.haproxy], **PROCESSES}.items():
+            found[part] = [each for each, text in titles.items() if mark in text]
+            if not found[part]:
+                listed = "\n".join(text[:100] for text in titles.values())
+                raise SystemExit(f"no process is titled {mark!r} among\n{listed}")
+        return found
+
+
+def title(process: psutil.Process) -> str:
+    """As Ray gives it; empty for a process that has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def cpu_s(processes: Iterable[psutil.Process]) -> float:
+    """User and system time, to the nanosecond: /proc has hundredths of a second."""
+    # The clocks that clock_getcpuclockid(3) names.
+    return sum(time.clock_gettime((~each.pid << 3) | 2) for each in processes)
 
 
 @contextmanager
@@ -133,9 +139,9 @@ def engine_thread_s(processes: list[psutil.Process]) -> float:
     return total
 
 
-def measure_idle(where: Cluster, way: Way, window_s: float) -> dict[str, float]:
+def measure_idle(where: Cluster, window_s: float) -> dict[str, float]:
     """Milliseconds of CPU a second for each part, while nothing is asked."""
-    parts = where.processes_of(way)
+    parts = where.processes()
     before = {part: cpu_s(processes) for part, processes in parts.items()}
     time.sleep(window_s)
     spent = {part: cpu_s(processes) - before[part] for part, processes in parts.items()}
@@ -144,15 +150,15 @@ def measure_idle(where: Cluster, way: Way, window_s: float) -> dict[str, float]:
 
 
 async def measure(
-    where: Cluster, way: Way, num_streams: int, num_tokens: int, window_s: float
+    where: Cluster, num_streams: int, num_tokens: int, window_s: float
 ) -> dict[str, float]:
     """Microseconds of CPU a token for each part, tokens/s and the median wait for a first token."""
-    clients = way.clients(where.port, num_tokens)
+    clients = new_clients(where.port, num_tokens)
     spread_s = min(num_tokens * STEP_S, 1.0)
     await clients.start(num_streams, spread_s)
     await clients.wait_first_tokens(60)
     await asyncio.sleep(SETTLE_S)
-    parts = where.processes_of(way)
+    parts = where.processes()
     before = {part: cpu_s(processes) for part, processes in parts.items()}
     engine_s = engine_thread_s(parts["worker"])
     tokens, requests = clients.num_tokens, clients.num_ended
@@ -183,33 +189,31 @@ def measure_mode(
     window_s: float,
     older: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for each application, number of streams and length; medians of `rounds`.
+    """A row for each version, number of streams and length; medians of `rounds`.
 
     Args:
         older: the files of an older commit, which take turns.
     """
     rows = []
     with ExitStack() as clusters:
-        now = clusters.enter_context(cluster(haproxy))
-        contenders = [(now, way) for way in WAYS]
+        contenders = {"now": clusters.enter_context(cluster(haproxy))}
         if older is not None:
-            then = clusters.enter_context(cluster(haproxy, older))
-            contenders.append((then, replace(WAYS[0], name="before")))
-        for where, way in contenders:
-            idle = measure_idle(where, way, window_s)
+            contenders["before"] = clusters.enter_context(cluster(haproxy, older))
+        for name, where in contenders.items():
+            idle = measure_idle(where, window_s)
             us = {f"idle us, {num}": 1e3 * idle["sum"] * STEP_S / num for num in streams}
-            print_table([{"way": way.name, "unit": "CPU ms/s", **idle, **us}])
+            print_table([{"version": name, "unit": "CPU ms/s", **idle, **us}])
         for num_streams in streams:
             for num_tokens in lengths:
-                taken: dict[str, list[dict[str, float]]] = {way.name: [] for _, way in contenders}
+                taken: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
                 for _ in range(rounds):
-                    for where, way in contenders:
-                        figures = measure(where, way, num_streams, num_tokens, window_s)
-                        taken[way.name].append(asyncio.run(figures))
+                    for name, where in contenders.items():
+                        figures = measure(where, num_streams, num_tokens, window_s)
+                        taken[name].append(asyncio.run(figures))
                 for name, turns in taken.items():
                     row: dict[str, Any] = {
                         "proxy in front": PROXIES[haproxy],
-                        "way": name,
+                        "version": name,
                         "streams": num_streams,
                         "tokens": "long" if num_tokens == LONG else num_tokens,
                     }

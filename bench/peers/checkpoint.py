@@ -9,8 +9,8 @@ from pathlib import Path
 
 from bench.engine import MAX_MODEL_LEN, write_checkpoint
 from bench.peers.environments import ENVIRONMENTS
-from bench.quantised import place_of
 from bench.shapes import SHAPES, transformers_config
+from disagg.models.fetched import cached_file, fetch
 
 SMOLLM2 = "smollm2"
 WORD = "~"  # begins every word and is nowhere else, so a client counts tokens by it
@@ -37,12 +37,13 @@ def _write_smollm2(directory: Path) -> Path:
     import torch
     import transformers
 
+    fetch(SMOLLM2, lambda event, message, **fields: print(message, flush=True), lambda: False)
     config = transformers_config(SMOLLM2, MAX_MODEL_LEN)
     config.tie_word_embeddings, config.rms_norm_eps = True, 1e-5
     config.rope_parameters = {"rope_type": "default", "rope_theta": 100000.0}
     model = transformers.LlamaForCausalLM(config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    stored = {each.name: each for each in gguf.GGUFReader(place_of(SMOLLM2)).tensors}
+    stored = {each.name: each for each in gguf.GGUFReader(cached_file(SMOLLM2)).tensors}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     with torch.no_grad():
         for name, parameter in model.named_parameters():

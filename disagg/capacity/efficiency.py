@@ -1,8 +1,8 @@
 """The shares of datasheet figures that engines reach, by engine, weight format and GPU family.
 
 Only the share of the matrix units' FLOP/s depends on these, because published runs differ mainly in
-it, and one figure can be fitted to one run. `bench/published_runs.py` has these runs, and
-`python -m bench.planner` shows how well the figures predict the others.
+it, and one figure can be fitted to one run. `tests/tools/plan/published_runs.py` has these runs and
+others, which the figures predict.
 """
 
 from __future__ import annotations

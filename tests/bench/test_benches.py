@@ -38,15 +38,10 @@ def test_named_benches_run_one_after_another() -> None:
         "attention_cut",
         "autoscale",
         "engine",
-        "hand_over",
         "host_step",
-        "prefix_index",
-        "quantised",
         "routing",
         "sim",
         "stalls",
-        "strangers",
-        "time_model",
         "peers",
     ]
     results = rehearse("bench", *names, "--tiny")
@@ -59,19 +54,6 @@ def test_named_benches_run_one_after_another() -> None:
         assert min(row["disagg"], row["generate"], row["continuous"]) > 0
     assert all(row["together us"] > 0 for row in results["host_step"]["rows"])
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
-    assert all(row["own count MB"] > 0 for row in results["prefix_index"]["rows"])
-    names = results["prefix_index"]["names"]
-    assert names and all(20 < row["bytes a name, least"] <= row["most"] for row in names)
-    quantised = results["quantised"]["rows"]
-    assert [row["weights"] for row in quantised] == ["bfloat16", "int8", "int4"]
-    # Of 15m: 31 MB in bfloat16, and what the allocator keeps.
-    wide, *narrow = (row["weights MB"] for row in quantised)
-    assert wide > 25 and all(each < 0.8 * wide for each in narrow)
-    assert all(min(row["ms/step of 1"], row["ms/prompt"]) > 0 for row in quantised)
-    on_gpus = results["quantised"]["perplexity_on_gpus"]
-    assert on_gpus.keys() == {"fp8", "int8", "int4"}
-    assert all(0.8 < each / quantised[0]["perplexity"] < 1.5 for each in on_gpus.values())
-    assert {row["what"] for row in results["time_model"]["rows"]} >= {"TTFT", "decode step"}
     assert all(row["failed"] == 0 < row["TTFT p50"] for row in results["sim"]["rows"])
     stalls = results["stalls"]["rows"]
     assert [row["request"] for row in stalls if row["status"] != 200] == [
@@ -82,12 +64,10 @@ def test_named_benches_run_one_after_another() -> None:
         "schema of a tool",  # and this an enum with too many values
     ]
     assert all(row["stream ms"] > 0 < row["loop ms"] for row in stalls)
-    assert all(row["answered"] == row["asked"] for row in results["strangers"]["rows"])
     scaled = results["autoscale"]["rows"]
     assert [row["load"] for row in scaled] == ["flash crowd", "diurnal", "from zero"]
     for row in scaled:
         assert row["in time %"] > 0 < row["worker hours"] and row["cost, of it"] > 0
-    assert [row["same tokens"] for row in results["hand_over"]["rows"]] == ["1/1"]
     beside = results["peers"]
     ours_and_transformers = {"disagg", "disagg auto", "generate", "continuous"}
     assert {row["engine"] for row in beside["engines"]} == ours_and_transformers

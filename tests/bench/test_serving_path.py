@@ -11,7 +11,7 @@ import pytest
 from bench import trees
 from bench.paced_worker import MARKER, STEP_S, PacedRunner, paced_parts
 from bench.serving_cluster import MODEL, config_for
-from bench.serving_path import WAYS, main
+from bench.serving_path import PATH, main, new_clients
 from bench.sse_clients import Clients
 from bench.trees import checked_out
 from disagg.engine.sched.sequence import Sequence
@@ -46,9 +46,8 @@ def test_steps_come_on_a_beat_and_each_takes_its_time() -> None:
 
 
 async def test_clients_count_every_token_of_one_request_after_another() -> None:
-    way = WAYS[0]
     async with served_port(config_for(port=0), paced_parts) as port:
-        clients = way.clients(port, 5)
+        clients = new_clients(port, 5)
         await clients.start(3, over_s=0.0)
         await clients.wait_first_tokens(10)
         async with asyncio.timeout(10):
@@ -63,7 +62,7 @@ async def test_clients_count_every_token_of_one_request_after_another() -> None:
 async def test_clients_tell_why_a_request_was_refused() -> None:
     body = {"model": "nobody", "prompt": "a request", "max_tokens": 5, "stream": True}
     async with served_port(config_for(port=0), paced_parts) as port:
-        clients = Clients(port, WAYS[0].path, body, MARKER)
+        clients = Clients(port, PATH, body, MARKER)
         await clients.start(1, over_s=0.0)
         with pytest.raises(SystemExit, match="nobody"):
             await clients.wait_first_tokens(10)

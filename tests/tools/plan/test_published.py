@@ -7,11 +7,29 @@ from collections import Counter
 import msgspec
 import pytest
 
-from bench.planner import fitted, is_near, row_of
-from bench.published_runs import RUNS, SOURCES
 from disagg.capacity.efficiency import ENGINES, MATMUL, PLANNED, efficiency_of
 from disagg.capacity.gpus import CPU_CORE, GPUS
 from disagg.errors import StartupError
+from tests.tools.plan.published_runs import RUNS, SOURCES, Run
+
+
+def fitted(run: Run) -> float:
+    """The share with which the prediction is what was published."""
+    placement = run.placement()
+    low, high = 0.01, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        efficiency = msgspec.structs.replace(placement.efficiency, matmul=middle)
+        tried = msgspec.structs.replace(placement, efficiency=efficiency)
+        if run.predicted_tokens_per_s(tried) < run.tokens_per_s:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def is_near(run: Run) -> bool:
+    return abs(run.predicted_tokens_per_s() / run.tokens_per_s - 1.0) <= 0.2
 
 
 def test_every_share_was_fitted_to_one_run() -> None:
@@ -32,9 +50,9 @@ def test_every_run_has_a_source_that_can_be_read() -> None:
 
 def test_runs_that_were_not_fitted_are_predicted() -> None:
     """Goal: 12 runs within 20 %, 6 of them not fitted. docs/planning.md says where it fails."""
-    held_out = [row_of(run) for run in RUNS if not run.is_fitted]
+    held_out = [run for run in RUNS if not run.is_fitted]
     assert len(held_out) > 100 and sum(map(is_near, held_out)) >= 0.7 * len(held_out)
-    prompts = [row for row in held_out if float(row["in"]) >= 2 * float(row["out"])]
+    prompts = [run for run in held_out if run.num_in >= 2 * run.num_out]
     assert len(prompts) > 50 and sum(map(is_near, prompts)) >= 0.85 * len(prompts)
 
 
