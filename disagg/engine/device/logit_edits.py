@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from disagg.engine.device.workspace import ROWS_AT_ONCE
 from disagg.engine.sched.speculation import Continued
 from disagg.kernels.uploads import copied, upload
 from disagg.messages import SamplingParams
@@ -61,8 +62,8 @@ class LogitEdits:
         flat = logits.view(-1)
         if self._limited.shape[0]:
             kept = flat[self._allowed]
-            rows = logits.index_select(0, self._limited)
-            logits.index_copy_(0, self._limited, rows.clamp_(max=BANNED))
+            for rows in torch.split(self._limited, ROWS_AT_ONCE):
+                logits.index_copy_(0, rows, logits.index_select(0, rows).clamp_(max=BANNED))
             flat[self._allowed] = kept
         if self._biased.shape[0]:
             flat.index_add_(0, self._biased, self._added)

@@ -108,7 +108,7 @@ def plan_memory(
     # All sequences of a step may decode. If one of the two sizes is set, the other follows from it.
     num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
     num_tokens = config.max_num_batched_tokens or max(num_tokens, num_seqs)
-    workspace_nbytes = step_nbytes(model, itemsize, num_seqs, num_tokens)
+    workspace_nbytes = step_nbytes(model, itemsize, num_seqs, num_tokens, first.num_ranks)
     workspace_nbytes += running_nbytes(model, num_seqs, max_model_len)
     if claim_nbytes is not None and not config.enforce_eager:
         from disagg.engine.device.step_graphs import graph_sizes  # needs Triton
@@ -137,11 +137,12 @@ def _step_of_gpu(
 ) -> tuple[int, int]:
     """Sequences and tokens of the largest step that fits into the memory besides the weights."""
     most_seqs, num_tokens = largest_step
+    num_ranks = shape.share.num_ranks
     seq_nbytes = TOKENS_PER_SEQ * shape.block_nbytes // shape.block_size
     num_fitting = room_nbytes // seq_nbytes // 32 * 32
     num_seqs = config.max_num_seqs or max(LEAST_NUM_SEQS, min(num_fitting, most_seqs))
     while num_tokens > LEAST_BATCHED_TOKENS and (
-        MOST_OF_ROOM * step_nbytes(model, itemsize, num_seqs, num_tokens) > room_nbytes
+        MOST_OF_ROOM * step_nbytes(model, itemsize, num_seqs, num_tokens, num_ranks) > room_nbytes
     ):
         num_tokens //= 2
     return num_seqs, num_tokens

@@ -2,7 +2,7 @@
 
 A row of logits is as wide as the vocabulary, so a prompt's logits are computed a few rows at a
 time, from the hidden states of its chunk. Their memory is freed before the step samples, and they
-take less memory than sampling (`workspace.SAMPLING_NBYTES`).
+take less memory than sampling (`workspace.step_nbytes`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from disagg.engine.device.workspace import ROWS_AT_ONCE
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
 from disagg.kernels.kv_pages import KVPages
@@ -23,8 +24,6 @@ from disagg.kernels.uploads import upload
 from disagg.messages import TokenLogprobs
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
-
-ROWS_AT_ONCE = 64
 
 
 class ScoredRows(NamedTuple):

@@ -28,6 +28,7 @@ from torch import Tensor
 from disagg.engine.device.sampling_state import RowSampling, SamplingState
 from disagg.engine.device.slots import Slots
 from disagg.engine.device.token_masks import TokenMasks
+from disagg.engine.device.workspace import ROWS_AT_ONCE
 from disagg.engine.sched.speculation import Continued
 from disagg.engine.sched.step import SampledToken
 from disagg.errors import InvalidLogits
@@ -103,8 +104,10 @@ class _Scores:
     def __init__(self, logits: Tensor, wanted: list[tuple[int, int]]) -> None:
         self.wanted = wanted
         self.rows = upload([row for row, _ in wanted], torch.int64, logits.device)
-        is_whole = len(wanted) == logits.shape[0]
-        self.log_probs = torch.log_softmax(logits if is_whole else logits[self.rows], dim=-1)
+        self.log_probs = logits.new_empty(len(wanted), logits.shape[1])
+        parts = torch.split(self.rows, ROWS_AT_ONCE), torch.split(self.log_probs, ROWS_AT_ONCE)
+        for rows, log_probs in zip(*parts, strict=True):
+            torch.log_softmax(logits[rows], dim=-1, out=log_probs)
 
     @classmethod
     def gather(

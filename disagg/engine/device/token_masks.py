@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.engine.device.workspace import ROWS_AT_ONCE
 from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued
@@ -44,12 +45,17 @@ class TokenMasks:
     def apply_(self, logits: Tensor) -> None:
         """Set the logits, float32 [num_rows, vocab_size], of forbidden tokens to -inf in place."""
         # A table look-up per byte of eight tokens; `masked_fill_` took twice as long on a CPU.
-        table = _biases_of_bytes(logits.device)
-        biases = table.index_select(0, self._masks.view(torch.uint8).flatten().int())
-        biases = biases.view(len(self._rows), -1)[:, : logits.shape[-1]]
-        # A model's vocabulary may be larger than its tokenizer's.
-        num_missing = logits.shape[-1] - biases.shape[1]
-        logits.index_add_(0, self._rows, functional.pad(biases, (0, num_missing), value=-math.inf))
+        table, vocab_size = _biases_of_bytes(logits.device), logits.shape[-1]
+        for rows, masks in zip(
+            torch.split(self._rows, ROWS_AT_ONCE),
+            torch.split(self._masks, ROWS_AT_ONCE),
+            strict=True,
+        ):
+            biases = table.index_select(0, masks.view(torch.uint8).flatten().int())
+            biases = biases.view(len(rows), -1)[:, :vocab_size]
+            # A model's vocabulary may be larger than its tokenizer's.
+            num_missing = vocab_size - biases.shape[1]
+            logits.index_add_(0, rows, functional.pad(biases, (0, num_missing), value=-math.inf))
 
 
 def bound_rows(sequences: SequenceOf[Continued]) -> list[int]:

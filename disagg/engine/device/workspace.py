@@ -7,8 +7,11 @@ from collections.abc import Iterable
 from disagg.engine.sched.speculation import MAX_AHEAD
 from disagg.models.model_config import ModelConfig
 
-# Bytes per logit: float32, its token's count, the grammar's mask, its log-probability, and copies.
-SAMPLING_NBYTES = 32
+# Operations on logits that need copies of them, such as masks, take so many rows at a time.
+ROWS_AT_ONCE = 64
+COPIES_NBYTES = 12  # of such an operation per logit
+# Bytes per logit that sampling keeps: float32, its log-probability, and its token's count.
+SAMPLING_NBYTES = 12
 # Bytes of a captured kernel launch: its arguments and the driver's objects. Not yet measured.
 LAUNCH_NBYTES = 16 << 10
 LAUNCHES_A_LAYER = 16
@@ -27,16 +30,22 @@ SPLITS_NBYTES = 640 * 128 * 128 * 4
 
 
 def step_nbytes(
-    model: ModelConfig, itemsize: int, max_num_seqs: int, max_num_batched_tokens: int
+    model: ModelConfig,
+    itemsize: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    num_ranks: int = 1,
 ) -> int:
     """Bytes of the largest step: activations, logits and the memory of sampling.
 
     Args:
+        model: the first rank's part of the model; there are `num_ranks` ranks.
         itemsize: bytes of one number of the activations.
     """
     activations = max_num_batched_tokens * _token_nbytes(model, itemsize)
     num_rows = max_num_seqs + MAX_AHEAD
-    sampling = num_rows * model.vocab_size * SAMPLING_NBYTES
+    logit_nbytes = SAMPLING_NBYTES + _projected_nbytes(itemsize, num_ranks)
+    sampling = (num_rows * logit_nbytes + ROWS_AT_ONCE * COPIES_NBYTES) * model.vocab_size
     return activations + sampling + _partials_nbytes(model) + CUBLAS_NBYTES
 
 
@@ -73,9 +82,7 @@ def captured_nbytes(
     sizes = list(capture_sizes)
     num_rows = max(sizes)
     inputs = num_rows * (3 * 8 + 3 * 4 + 4 * max_num_blocks)
-    logits = num_rows * model.vocab_size * (4 + itemsize)  # float32, and the projection's output
-    if num_ranks > 1:  # all ranks' logits, joined; and this rank's before and after padding
-        logits += num_rows * model.vocab_size * itemsize * (num_ranks + 2) // num_ranks
+    logits = num_rows * model.vocab_size * (4 + _projected_nbytes(itemsize, num_ranks))
     pool = num_rows * _token_nbytes(model, itemsize) + _partials_nbytes(model) + CUBLAS_NBYTES
     pool += SPLITS_NBYTES * is_packed
     # Each piece of work has its own numbers, once for each window.
@@ -86,6 +93,14 @@ def captured_nbytes(
     launches_a_layer += LAUNCHES_OF_WIDE_NORMS if model.qk_norm_all_heads else 0
     launches = len(sizes) * model.num_layers * launches_a_layer * LAUNCH_NBYTES
     return inputs + logits + pool + pieces + launches
+
+
+def _projected_nbytes(itemsize: int, num_ranks: int) -> int:
+    """Bytes per logit before it is float32.
+
+    With ranks also those of all ranks, joined, and this rank's before and after padding.
+    """
+    return itemsize + (-(-itemsize * (num_ranks + 2) // num_ranks) if num_ranks > 1 else 0)
 
 
 def _partials_nbytes(model: ModelConfig) -> int:

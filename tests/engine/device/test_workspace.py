@@ -9,6 +9,8 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagg.config import EngineConfig
@@ -18,8 +20,11 @@ from disagg.engine.device.memory_plan import plan_memory
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.device.step_graphs import graph_sizes
+from disagg.engine.device.token_masks import TokenMasks
 from disagg.engine.device.workspace import (
+    COPIES_NBYTES,
     LAUNCHES_OF_WIDE_NORMS,
+    ROWS_AT_ONCE,
     SAMPLING_NBYTES,
     SPLITS_NBYTES,
     captured_nbytes,
@@ -75,6 +80,60 @@ def test_launches_of_norms_over_all_heads_are_counted() -> None:
     assert launches.num == LAUNCHES_OF_WIDE_NORMS - 1  # and the sum over ranks
 
 
+class _LiveNbytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the most bytes that tensors made meanwhile have at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live: dict[int, tuple[Any, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+        self._live = {at: each for at, each in self._live.items() if not each[0].expired()}
+        self.most = max(self.most, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
+class _ChoosesNothing:
+    """The place of the kernels, whose memory does not grow with the vocabulary."""
+
+    def adjust_(self, logits: Tensor, *_: Any) -> None:
+        pass
+
+    def choose(self, logits: Tensor, *_: Any) -> Tensor:
+        return torch.zeros(2, len(logits), dtype=torch.int64)
+
+    def remember(self, *_: Any) -> None:
+        pass
+
+
+def test_sampling_takes_what_is_kept_for_it() -> None:
+    """All rows have everything at once: scores, penalties, a mask, and allowed tokens."""
+    num_seqs, vocab_size = 3 * ROWS_AT_ONCE, 40_000
+    asked = SamplingParams(
+        max_tokens=8, logprobs=1, repetition_penalty=1.1, allowed_token_ids=tuple(range(64))
+    )
+    slots, cpu = Slots(num_seqs), torch.device("cpu")
+    sampler = Sampler(slots, vocab_size, cpu, _ChoosesNothing())
+    sequences = [new_sequence(asked, (1,)) for _ in range(num_seqs)]
+    words = torch.zeros(num_seqs, vocab_size // 32, dtype=torch.int32)
+    masks, positions = TokenMasks([*range(num_seqs)], words, cpu), torch.zeros(num_seqs).long()
+    logits = torch.zeros(num_seqs, vocab_size)
+    with _LiveNbytes() as live:
+        sampler.enter([each.slot for each in slots.enter(sequences)])
+        sampler.sample(logits, sequences, positions, masks)
+    rows_nbytes = num_seqs * SAMPLING_NBYTES * vocab_size
+    copies_nbytes = ROWS_AT_ONCE * COPIES_NBYTES * vocab_size
+    assert rows_nbytes + copies_nbytes / 2 < live.most < rows_nbytes + copies_nbytes
+
+
 def test_what_is_captured_is_kept_from_kv_unless_nothing_is() -> None:
     shape = KVShape.from_model(LLAMA_3_8B, "weights", 64, FORMATS["bfloat16"])
 
@@ -127,7 +186,7 @@ def test_tables_of_running_sequences_are_kept_from_kv() -> None:
     tables = sampler._state.tables
     assert slots.num_slots == num_seqs, "as many as a step may have"
     assert tables.seen_ids.shape[1] > max_model_len
-    assert tables.counts.nbytes <= num_seqs * model.vocab_size * SAMPLING_NBYTES // 8
+    assert tables.counts.nbytes == num_seqs * model.vocab_size * 4
     kept = tables.numbers, tables.stop_ids, tables.seen_ids, tables.num_seen, batching.tables
     room = running_nbytes(model, num_seqs, max_model_len)
     assert room / 3 < sum(table.nbytes for table in kept) < room
