@@ -2,52 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
 from typing import Any, Generic, Protocol, TypeVar
 
-from disagg.api.anthropic import answers as messages
-from disagg.api.anthropic.requests import read_messages, understand_messages
+import msgspec
+
+from disagg.api import anthropic, responses
 from disagg.api.openai import answers
 from disagg.api.openai.requests import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    TokenizeRequest,
     read_request,
     understand_chat,
     understand_completion,
 )
-from disagg.api.refusals import error_json
+from disagg.api.refusals import ErrorReply, error_json
 from disagg.api.request_spec import RequestSpec
-from disagg.api.responses import answers as response_items
-from disagg.api.responses.requests import read_response_request, understand_response_request
-from disagg.api.running_job import ChoiceDelta, Job, RunningJob
+from disagg.api.running_job import Frames, Job, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
-
-
-class Frames(Protocol):
-    """The events of one streamed answer."""
-
-    def name_models(self, run: RunningJob) -> bool:
-        """Name the models that the cascade chose so far. Returns whether it chose for all."""
-        ...
-
-    def opening(self) -> bytes:
-        """The events before the first token of each choice."""
-        ...
-
-    def piece(self, piece: ChoiceDelta) -> bytes:
-        """The events for new tokens of a choice."""
-        ...
-
-    def closing(self, run: RunningJob) -> bytes:
-        """The events after the last token."""
-        ...
-
-    def error(self, error: DisaggError) -> bytes:
-        """The last event of a stream that fails."""
-        ...
 
 
 class Request(Protocol):
@@ -70,7 +49,7 @@ class Api(Generic[ApiRequest]):
         understand: converts a request for a model to a `RequestSpec`; the integer is the lowest
             priority number that the client may set. Raises `InvalidRequest`.
         frames: makes the events of a streamed response.
-        body: makes the body of a response that is not streamed.
+        body: makes the body of a response that is not streamed, from the answers that were kept.
         error_body: makes the body of an error response.
         operation: what OpenTelemetry calls it.
     """
@@ -79,7 +58,7 @@ class Api(Generic[ApiRequest]):
     read: Callable[[bytes], ApiRequest]
     understand: Callable[[ApiRequest, ServedModel, int], RequestSpec]
     frames: Callable[[Job], Frames]
-    body: Callable[[RunningJob, Sequence[ChoiceDelta]], bytes]
+    body: Callable[[RunningJob], bytes]
     error_body: Callable[[DisaggError], bytes] = error_json
     operation: str = "chat"
 
@@ -101,18 +80,18 @@ COMPLETIONS = Api(
 )
 RESPONSES = Api(
     "resp_",
-    read_response_request,
-    understand_response_request,
-    response_items.ResponseFrames,
-    response_items.response_body,
+    responses.read_response_request,
+    responses.understand_response_request,
+    responses.ResponseFrames,
+    responses.response_body,
 )
 MESSAGES = Api(
     "msg_",
-    read_messages,
-    understand_messages,
-    messages.MessageFrames,
-    messages.message_body,
-    messages.error_body,
+    anthropic.read_messages,
+    anthropic.understand_messages,
+    anthropic.MessageFrames,
+    anthropic.message_body,
+    anthropic.error_body,
 )
 
 BY_PATH: Mapping[str, Api[Any]] = {
@@ -128,3 +107,63 @@ def error_body(error: DisaggError, path: str) -> bytes:
     if path.startswith("/v1/messages"):
         return MESSAGES.error_body(error)
     return BY_PATH[path].error_body(error) if path in BY_PATH else error_json(error)
+
+
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": responses.ResponsesRequest,
+    "/v1/messages": anthropic.MessagesRequest,
+    "/v1/messages/count_tokens": anthropic.CountTokensRequest,
+    "/v1/embeddings": EmbeddingsRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+PATHS = (*BODIES, "/v1/models", "/v1/models/{name}", "/health", "/ready", "/live", "/version")
+
+
+@cache
+def openapi() -> bytes:
+    """The JSON of `/openapi.json`: a description of all requests in OpenAPI 3.1.
+
+    It is generated from the structs that parse requests, so it has exactly the types, limits and
+    required fields that the server checks.
+    """
+    kinds = [*BODIES.values(), ErrorReply]
+    schemas, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
+    error = schemas[-1]
+    bodies = dict(zip(BODIES, schemas, strict=False))
+    keys = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "disagg", "version": version("disagg")},
+            "paths": {path: _operation(path, bodies.get(path), error) for path in PATHS},
+            "components": {"schemas": components, "securitySchemes": keys},
+            "security": [{"bearer": []}, {"x-api-key": []}, {}],
+        }
+    )
+
+
+def _operation(path: str, body: Any, error: Any) -> dict[str, Any]:
+    answers = {"application/json": {"schema": {"type": "object"}}}
+    if path in BY_PATH:
+        answers["text/event-stream"] = {"schema": {"type": "string"}}
+    responses = {
+        "200": {"description": "The answer", "content": answers},
+        "default": {
+            "description": "An error",
+            "content": {"application/json": {"schema": error}},
+        },
+    }
+    if body is None:
+        in_path = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        parameters = {"parameters": in_path} if "{name}" in path else {}
+        return {"get": parameters | {"responses": responses}}
+    request = {"required": True, "content": {"application/json": {"schema": body}}}
+    return {"post": {"requestBody": request, "responses": responses}}

@@ -6,12 +6,14 @@ half a gigabyte of objects, and no other thread runs for seconds while the parse
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
@@ -228,3 +230,22 @@ def invalid_field(sentence: str, parent: str = "") -> InvalidRequest:
     return InvalidRequest(
         f"Invalid {param}: {detail[0].lower()}{detail[1:]}.", code=code, param=param[:128]
     )
+
+
+Result = TypeVar("Result")
+
+INLINE_NBYTES = 64 << 10  # work on a larger input goes to a thread
+
+# Threads share the interpreter lock with the loop: each busy thread delays it by up to 5 ms.
+_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="large-request")
+
+
+async def off_loop(nbytes: int, work: Callable[[], Result]) -> Result:
+    """Run `work`, which reads `nbytes` of input, and return its result. Raises its exceptions.
+
+    At most two large pieces of work run at a time. If the caller is cancelled, waiting work is
+    never started, and running work runs to its end.
+    """
+    if nbytes <= INLINE_NBYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)

@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from disagg.api.json_body import load_arguments
-from disagg.api.off_loop import off_loop
+from disagg.api.json_body import load_arguments, off_loop
 from disagg.api.refusals import invalid_value, too_long
 from disagg.api.request_spec import Conversation, JsonText, Prompt, Text
 from disagg.api.served_model import ServedModel

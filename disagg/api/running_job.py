@@ -7,6 +7,7 @@ while it is busy are merged.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import msgspec
 
 from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel
-from disagg.errors import EngineFailed
+from disagg.errors import DisaggError, EngineFailed
 from disagg.messages import (
     FinishReason,
     GenerateRequest,
@@ -277,6 +278,7 @@ class RunningJob:
     Attributes:
         on_piece: if set, called at once with pieces of a job with one choice; `batches` yields the
             pieces that it does not take.
+        kept: the whole answer of each choice so far, after a call of `keep`.
     """
 
     def __init__(
@@ -289,10 +291,15 @@ class RunningJob:
         self.num_completion_tokens = 0
         self.num_reasoning_tokens = 0  # part of `num_completion_tokens`
         self.on_piece: Callable[[ChoiceDelta], Taken] | None = None
+        self.kept: list[ChoiceDelta] = []
         self._generate = generate
         self._answers = [
             Answer(index, request, job.spec, explain) for index, request in enumerate(job.requests)
         ]
+
+    def keep(self) -> None:
+        """Keep whole answers, as a reply needs them that is not a stream."""
+        self.kept = [ChoiceDelta(index) for index in range(len(self._answers))]
 
     @property
     def num_cached_tokens(self) -> int:
@@ -381,6 +388,37 @@ class RunningJob:
     def _count(self, piece: ChoiceDelta) -> None:
         self.num_completion_tokens += piece.num_tokens
         self.num_reasoning_tokens += piece.num_reasoning_tokens
+        if self.kept:
+            self.kept[piece.index].extend(piece)
+
+
+class Frames(ABC):
+    """The events of one streamed answer, in the format of an API."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._model_name = job.model.name
+
+    def name_models(self, run: RunningJob) -> bool:
+        """Name the models that the cascade chose so far. Returns whether it chose for all."""
+        self._model_name = run.model_name
+        return all(run.decisions)
+
+    @abstractmethod
+    def opening(self) -> bytes:
+        """The events before the first token of each choice."""
+
+    @abstractmethod
+    def piece(self, piece: ChoiceDelta) -> bytes:
+        """The events for new tokens of a choice."""
+
+    @abstractmethod
+    def closing(self, run: RunningJob) -> bytes:
+        """The events after the last token."""
+
+    @abstractmethod
+    def error(self, error: DisaggError) -> bytes:
+        """The last event of a stream that fails."""
 
 
 class _Inbox:

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
-from disagg.api.choices import hash_request
 from disagg.api.http.app import HttpApp, Readiness
 from disagg.api.http.metrics import ApiMetrics
 from disagg.api.http.quota import Quota
 from disagg.api.served_model import ServedModel, auto_model, check_one_language
-from disagg.api.service import Service
+from disagg.api.service import Service, hash_request
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.config import AUTO, ServeConfig, TierConfig
 from disagg.ingress.admission_queue import AdmissionQueue

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from disagg.api.anthropic import requests as messages
-from disagg.api.anthropic.answers import error_body
+from disagg.api import anthropic as messages
+from disagg.api import responses
+from disagg.api.anthropic import error_body
 from disagg.api.openai import tools
 from disagg.api.openai.requests import ChatRequest
 from disagg.api.refusals import UnknownUrl
-from disagg.api.responses import requests as responses
 from disagg.errors import DeadlineExceeded, DisaggError, RateLimited, Unavailable
 from tests.api.apps import http_client, make_app
 from tests.api.fakes import FakeGenerate, served_model

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from disagg.api import apis, prompts
-from disagg.api.choices import Caller
 from disagg.api.http import reply
 from disagg.api.http.metrics import ApiMetrics
 from disagg.api.served_model import ServedModel
+from disagg.api.service import Caller
 from disagg.config import HttpConfig
 from disagg.text import chat_template
 from disagg.text.chat_template import ChatTemplate

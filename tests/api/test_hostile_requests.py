@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.api import apis
-from disagg.api.anthropic.requests import (
+from disagg.api.anthropic import (
     CountTokensRequest,
     MessagesRequest,
     read_count,
@@ -28,7 +28,7 @@ from disagg.api.openai.requests import (
     read_request,
     understand_tokenize,
 )
-from disagg.api.responses.requests import ResponsesRequest
+from disagg.api.responses import ResponsesRequest
 from disagg.api.served_model import ServedModel
 from disagg.errors import RequestError
 from tests.api.apps import http_client, make_app

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from disagg.api import json_body, off_loop
+from disagg.api import json_body
 from disagg.api.json_body import MAX_DEPTH, load_object
 from disagg.api.prompts import MANY_CHARS_A_TOKEN
 from disagg.errors import InvalidRequest
@@ -24,7 +24,7 @@ from tests.api.fakes import TOKENIZER, served_model
 from tests.api.openai.test_tools import HERMES, LOOK
 
 JSON = {"content-type": "application/json"}
-PAD = " " * off_loop.INLINE_NBYTES
+PAD = " " * json_body.INLINE_NBYTES
 
 
 def is_on_loop() -> bool:
@@ -77,7 +77,7 @@ async def test_many_ids_are_made_into_text_off_the_loop() -> None:
     model = replace(
         served_model(max_model_len=1 << 20), tokenizer=Watched(TOKENIZER.core), block_size=1024
     )
-    large = off_loop.INLINE_NBYTES
+    large = json_body.INLINE_NBYTES
     async with http_client(make_app(None, model)) as client:
         body = {"prompt": [5] * large, "echo": True, "max_tokens": 1}
         reply = await client.post("/v1/completions", json=body)
@@ -150,7 +150,7 @@ def test_depth_counts_levels_not_lists() -> None:
 async def test_lengths_are_checked_before_ids_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("disagg.api.fit.check_ids", never)
+    monkeypatch.setattr("disagg.api.service.check_ids", never)
     monkeypatch.setattr(Tokenizer, "decode", never)
     async with http_client(make_app()) as client:
         body = {"prompt": [5] * 10_000, "echo": True}

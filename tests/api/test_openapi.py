@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from disagg.api.openapi import BODIES
+from disagg.api.apis import BODIES
 from tests.api.apps import http_client, make_app
 
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from disagg.api import prompts
 from disagg.api.apis import CHAT, COMPLETIONS
-from disagg.api.choices import Caller
 from disagg.api.served_model import ServedModel
-from disagg.api.service import Service
+from disagg.api.service import Caller, Service
 from disagg.blocks import hash_blocks, hash_root
 from disagg.errors import ContextLengthExceeded, ModelError, RequestError
 from disagg.messages import GenerateRequest, SamplingParams

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from disagg.api.http.app import AsgiApp
-from disagg.api.slo import RequestSlo, choose_slo, in_headers
+from disagg.api.request_spec import RequestSlo, choose_slo, in_headers
 from disagg.config import TenantConfig
 from disagg.errors import InvalidRequest
 from tests.api.apps import openai_client as client_of

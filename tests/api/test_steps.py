@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 from msgspec import structs
 
 from disagg.api.apis import Api
-from disagg.api.choices import Caller, name_choices
-from disagg.api.fit import fit
 from disagg.api.openai import answers
 from disagg.api.openai.requests import (
     ChatRequest,
@@ -27,9 +24,9 @@ from disagg.api.openai.requests import (
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
 from disagg.api.request_spec import Conversation, RequestSpec, Text
-from disagg.api.running_job import ChoiceDelta, RunningJob
+from disagg.api.running_job import RunningJob
 from disagg.api.served_model import ServedModel
-from disagg.api.service import Service
+from disagg.api.service import Caller, Service, fit, name_choices
 from disagg.blocks import hash_blocks
 from disagg.errors import ContextLengthExceeded, InvalidRequest
 from disagg.messages import Grammar, SamplingParams
@@ -225,8 +222,8 @@ async def test_another_api_is_two_steps_and_a_way_to_answer() -> None:
             max_tokens=30,
         )
 
-    def body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
-        return json.dumps({"said": answers[0].text, "of": run.job.id}).encode()
+    def body(run: RunningJob) -> bytes:
+        return json.dumps({"said": run.kept[0].text, "of": run.job.id}).encode()
 
     read = msgspec.json.Decoder(Message).decode
     api = Api("msg_", read, understand, answers.ChatFrames, body)
@@ -234,7 +231,7 @@ async def test_another_api_is_two_steps_and_a_way_to_answer() -> None:
     run = await service.prepare(api, b'{"system": "be kind", "ask": "hi"}', Caller("msg_1"))
     prompt = TOKENIZER.decode(run.job.requests[0].token_ids, skip_special_tokens=False)
     assert "system\nbe kind" in prompt and "user\nhi" in prompt
-    answer = ChoiceDelta(0)
-    async for batch in run.batches():
-        answer.extend(batch[0])
-    assert json.loads(api.body(run, [answer])) == {"said": "the quick fox", "of": "msg_1"}
+    run.keep()
+    async for _ in run.batches():
+        pass
+    assert json.loads(api.body(run)) == {"said": "the quick fox", "of": "msg_1"}

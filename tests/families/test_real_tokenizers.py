@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from disagg.api.fit import thinking_of
 from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel
+from disagg.api.service import thinking_of
 from disagg.messages import Grammar, SamplingParams
 from disagg.text.answer_reader import AnswerReader, AnswerSyntax
 from disagg.text.chat_template import CallShape, ChatTemplate

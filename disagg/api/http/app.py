@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from functools import partial
 from importlib.metadata import version
@@ -19,10 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from disagg import logs, telemetry
-from disagg.api import openapi
+from disagg.api import apis
 from disagg.api.apis import BY_PATH, Api, ApiRequest
-from disagg.api.choices import Caller
-from disagg.api.http.captured import CapturedFrames
 from disagg.api.http.cors import Cors
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import (
@@ -45,12 +43,12 @@ from disagg.api.http.reply import (
 from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.http.request_spans import shown_tenant
 from disagg.api.http.request_timer import CUT_BY_DRAIN, RequestTimer
-from disagg.api.off_loop import off_loop
+from disagg.api.json_body import off_loop
 from disagg.api.openai import answers
 from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error
-from disagg.api.running_job import ChoiceDelta, RunningJob
-from disagg.api.service import Service
-from disagg.api.slo import in_headers
+from disagg.api.request_spec import in_headers
+from disagg.api.running_job import RunningJob
+from disagg.api.service import Caller, Service
 from disagg.config import HttpConfig
 from disagg.errors import Overloaded, Unavailable
 
@@ -187,7 +185,7 @@ class HttpApp:
             await self._serve_untraced(request, send)
             return
         self._route(request)  # the span's name has the route
-        request.traceparent = request.spans.open(request)
+        request.open_span()
         logs.set_request(request.request_id, request.traceparent)
         status = None
         try:
@@ -336,51 +334,27 @@ class HttpApp:
         tenant = shown_tenant(request.tenant, self._quota.tenant_class)
         begin = partial(request.spans.begin, api.operation, caller.request_id, tenant)
         run = await self._service.prepare(api, body, caller, begin)
-        answers = [ChoiceDelta(index) for index in range(len(run.job.requests))]
-        request.spans.runs(run, answers)
-        self._begin(request, run, arrived_s, read_s)
-        if run.job.spec.stream:
-            frames = api.frames(run.job)
-            if telemetry.captures_content():
-                frames = CapturedFrames(frames, answers)
-            timer = self._timer(api, request, run, arrived_s)
-            events = partial(stream_events, run, frames, timer, partial(_say_why, run, request))
-            return Stream(events, frames.error)
-        await self._collect(request, run, answers, self._timer(api, request, run, arrived_s))
-        nbytes = SCORE_NBYTES * run.job.num_prompt_scores
-        return Reply(await off_loop(nbytes, lambda: api.body(run, answers)))
-
-    def _begin(
-        self, request: HttpRequest, run: RunningJob, arrived_s: float, read_s: float
-    ) -> None:
-        """Count a request that is read and checked. Raises `RateLimited`."""
+        request.spans.runs(run)
         model, metrics = run.job.model.name, self._metrics
         metrics.observe_stage(model, "receive", read_s - arrived_s)
         metrics.observe_stage(model, "tokenize", metrics.clock() - read_s)
         self._quota.take_prompt(request, run)
-
-    def _timer(
-        self, api: Api[ApiRequest], request: HttpRequest, run: RunningJob, arrived_s: float
-    ) -> RequestTimer:
-        tenant = self._quota.tenant_class(request.tenant)
-        spans = request.spans
-        return RequestTimer(self._metrics, run, arrived_s, api.operation, spans, tenant)
-
-    async def _collect(
-        self,
-        request: HttpRequest,
-        run: RunningJob,
-        answers: Sequence[ChoiceDelta],
-        timer: RequestTimer,
-    ) -> None:
-        """Complete the answers of all choices. If one choice fails, the whole request fails."""
+        of_tenant = self._quota.tenant_class(request.tenant)
+        timer = RequestTimer(metrics, run, arrived_s, api.operation, request.spans, of_tenant)
+        is_stream = run.job.spec.stream
+        if not is_stream or telemetry.captures_content():
+            run.keep()
+        if is_stream:
+            frames = api.frames(run.job)
+            events = partial(stream_events, run, frames, timer, partial(_say_why, run, request))
+            return Stream(events, frames.error)
         async with aclosing(run.batches()) as batches:
-            with timer:
+            with timer:  # if one choice fails, the whole request fails
                 async for batch in batches:
                     timer.observe(batch)
-                    for piece in batch:
-                        answers[piece.index].extend(piece)
         _say_why(run, request)
+        nbytes = SCORE_NBYTES * run.job.num_prompt_scores
+        return Reply(await off_loop(nbytes, lambda: api.body(run)))
 
     # Other endpoints
 
@@ -399,7 +373,7 @@ class HttpApp:
         return Reply(PLACES, headers=[(b"content-type", b"text/plain; charset=utf-8")])
 
     async def _show_openapi(self, request: HttpRequest) -> Reply:
-        return Reply(openapi.document())
+        return Reply(apis.openapi())
 
     async def _ready(self, request: HttpRequest) -> Reply:
         state = self._readiness()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from disagg.api.http.request import HttpRequest
+from disagg.api.request_spec import RequestSlo
 from disagg.api.running_job import RunningJob
-from disagg.api.slo import RequestSlo
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.config import TenantConfig
 from disagg.store.limits import Limits, Remaining

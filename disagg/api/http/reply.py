@@ -8,12 +8,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from disagg.api.apis import Frames, error_body
+from disagg.api.apis import error_body
 from disagg.api.http.request import HttpRequest
 from disagg.api.http.request_timer import RequestTimer
 from disagg.api.openai.answers import PING
 from disagg.api.refusals import error_headers
-from disagg.api.running_job import ChoiceDelta, RunningJob
+from disagg.api.running_job import ChoiceDelta, Frames, RunningJob
 from disagg.config import AUTO
 from disagg.errors import DisaggError
 from disagg.token_fast_path import WRITE_NOW, Taken, WriteNow, begun

@@ -10,14 +10,15 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from disagg import semconv, telemetry
 from disagg.api.http.request_spans import RequestSpans
 from disagg.api.refusals import RequestTimeout, UnsupportedMediaType
 from disagg.errors import InvalidRequest, Overloaded, RequestError, RequestTooLarge
-from disagg.telemetry import parse_traceparent
 
 BODY_TIMEOUT_S = 30.0
 MAX_NUM_HEADERS = 100
 MAX_HEADERS_NBYTES = 32 << 10
+MAX_TEXT_LEN = 128  # of texts that clients choose, in spans
 
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 _HOST = re.compile(rb"([\w.\-]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
@@ -80,6 +81,7 @@ class HttpRequest:
         self._scope = scope
         self._receive = receive
         self._read = asyncio.Event()
+        self._http_version: str = scope.get("http_version", "1.1")
         self.method: str = scope["method"]
         self.path = _plain(scope["path"].removeprefix(scope.get("root_path", "")))
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
@@ -97,26 +99,30 @@ class HttpRequest:
         if names_reply:
             self.reply_headers.append((b"x-request-id", self.request_id.encode()))
         trace = self.headers.get(b"traceparent", b"").decode("latin-1")
-        self.traceparent = trace if parse_traceparent(trace) is not None else ""
+        self.traceparent = trace if telemetry.parse_traceparent(trace) is not None else ""
 
-    @property
-    def scheme(self) -> str:
-        scheme: str = self._scope.get("scheme", "http")
-        return scheme
+    def open_span(self) -> None:
+        """Start the server's span, whose traceparent becomes that of the request."""
+        method = self.method if self.method in semconv.HTTP_METHODS else semconv.OTHER
+        route = self.route + "{id}" if self.route.endswith("/") else self.route
 
-    @property
-    def http_version(self) -> str:
-        http_version: str = self._scope.get("http_version", "1.1")
-        return http_version
+        def attributes() -> dict[str, telemetry.Value]:
+            host = _HOST.fullmatch(self.headers.get(b"host", b""))
+            name, port = (b"", None) if host is None else host.groups()
+            agent = self.headers.get(b"user-agent", b"").decode("latin-1")[:MAX_TEXT_LEN]
+            texts = {
+                semconv.HTTP_REQUEST_METHOD: method,
+                semconv.URL_PATH: self.path[:MAX_TEXT_LEN],
+                semconv.URL_SCHEME: self._scope.get("scheme", "http"),
+                semconv.NETWORK_PROTOCOL_VERSION: self._http_version,
+                semconv.HTTP_ROUTE: route,
+                semconv.SERVER_ADDRESS: name.decode(),
+                semconv.USER_AGENT_ORIGINAL: agent,
+            }
+            found: dict[str, telemetry.Value] = {key: text for key, text in texts.items() if text}
+            return found if port is None else found | {semconv.SERVER_PORT: int(port)}
 
-    @property
-    def authority(self) -> tuple[str, int | None]:
-        """Host and port as the client calls them; empty and None if it sends none that is valid."""
-        host = _HOST.fullmatch(self.headers.get(b"host", b""))
-        if host is None:
-            return "", None
-        name, port = host.groups()
-        return name.decode(), None if port is None else int(port)
+        self.traceparent = self.spans.open(method, route, self.traceparent, attributes)
 
     @property
     def body_is_read(self) -> bool:
@@ -136,7 +142,7 @@ class HttpRequest:
                 f" {MAX_HEADERS_NBYTES} bytes in total."
             )
         host = self.headers.get(b"host")
-        modern = self.http_version == "1.1"
+        modern = self._http_version == "1.1"
         if (host is None and modern) or (host is not None and not _HOST.fullmatch(host)):
             raise InvalidRequest("The Host header is missing or malformed.", code="invalid_host")
 

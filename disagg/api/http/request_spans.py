@@ -10,34 +10,18 @@ was told to capture them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from disagg import semconv, telemetry
-from disagg.api.http.captured import input_messages, output_messages
-from disagg.api.request_spec import RequestSpec
+from disagg.api.request_spec import Conversation, Prompt, RequestSpec, Text
 from disagg.api.running_job import ChoiceDelta, RunningJob
 from disagg.errors import DisaggError
+from disagg.text.answer_delta import join_calls
 
-MAX_TEXT_LEN = 128  # of texts that clients choose
 TENANT_HASH_NBYTES = 8
-
-
-class Head(Protocol):
-    """What spans show of the head of a request."""
-
-    method: str
-    path: str
-    route: str  # "" if there is no such endpoint
-    headers: dict[bytes, bytes]
-    traceparent: str
-
-    @property
-    def scheme(self) -> str: ...
-    @property
-    def http_version(self) -> str: ...
-    @property
-    def authority(self) -> tuple[str, int | None]: ...
 
 
 class RequestSpans:
@@ -46,14 +30,18 @@ class RequestSpans:
     def __init__(self) -> None:
         self._server = self._inference = telemetry.NO_SPAN
         self._run: RunningJob | None = None
-        self._answers: Sequence[ChoiceDelta] = ()
 
-    def open(self, head: Head) -> str:
+    def open(
+        self,
+        method: str,
+        route: str,
+        traceparent: str,
+        attributes: Callable[[], dict[str, telemetry.Value]],
+    ) -> str:
         """Start the server's span. Returns its traceparent."""
-        method = head.method if head.method in semconv.HTTP_METHODS else semconv.OTHER
-        name = f"{'HTTP' if method == semconv.OTHER else method} {_route(head)}".rstrip()
-        attributes = _of_http(head, method) if telemetry.enabled() else None
-        self._server = telemetry.span(name, head.traceparent, attributes, "server")
+        name = f"{'HTTP' if method == semconv.OTHER else method} {route}".rstrip()
+        of_head = attributes() if telemetry.enabled() else None
+        self._server = telemetry.span(name, traceparent, of_head, "server")
         return self._server.traceparent
 
     def begin(self, operation: str, answer_id: str, tenant: str, spec: RequestSpec) -> str:
@@ -67,10 +55,9 @@ class RequestSpans:
         self._inference = telemetry.span(name, self._server.traceparent, attributes)
         return self._inference.traceparent
 
-    def runs(self, run: RunningJob, answers: Sequence[ChoiceDelta]) -> None:
-        """Take the counts of `run` when the spans end, and `answers` if they are to be captured."""
+    def runs(self, run: RunningJob) -> None:
+        """Take the counts of `run` when the spans end, and its answers if they are captured."""
         self._run = run
-        self._answers = answers
 
     @property
     def exemplar(self) -> dict[str, str] | None:
@@ -97,7 +84,7 @@ class RequestSpans:
         if self._run is not None and telemetry.enabled():
             self._inference.set_all(_of_answer(self._run))
             if telemetry.captures_content():
-                shown = output_messages(self._answers)
+                shown = output_messages(self._run.kept)
                 self._inference.set(semconv.GEN_AI_OUTPUT_MESSAGES, shown)
         if status is not None:
             self._server.set(semconv.HTTP_RESPONSE_STATUS_CODE, status)
@@ -111,30 +98,6 @@ def shown_tenant(tenant: str, tenant_class: Callable[[str], str]) -> str:
     if not tenant or known == tenant:
         return known
     return hashlib.blake2b(tenant.encode(), digest_size=TENANT_HASH_NBYTES).hexdigest()
-
-
-def _route(head: Head) -> str:
-    return head.route + "{id}" if head.route.endswith("/") else head.route
-
-
-def _of_http(head: Head, method: str) -> dict[str, telemetry.Value]:
-    attributes: dict[str, telemetry.Value] = {
-        semconv.HTTP_REQUEST_METHOD: method,
-        semconv.URL_PATH: head.path[:MAX_TEXT_LEN],
-        semconv.URL_SCHEME: head.scheme,
-        semconv.NETWORK_PROTOCOL_VERSION: head.http_version,
-    }
-    address, port = head.authority
-    agent = head.headers.get(b"user-agent", b"").decode("latin-1")[:MAX_TEXT_LEN]
-    texts = {
-        semconv.HTTP_ROUTE: _route(head),
-        semconv.SERVER_ADDRESS: address,
-        semconv.USER_AGENT_ORIGINAL: agent,
-    }
-    attributes |= {name: text for name, text in texts.items() if text}
-    if port is not None:
-        attributes[semconv.SERVER_PORT] = port
-    return attributes
 
 
 def _of_inference(operation: str, answer_id: str, spec: RequestSpec) -> dict[str, telemetry.Value]:
@@ -177,3 +140,55 @@ def _of_answer(run: RunningJob) -> dict[str, telemetry.Value]:
     if run.num_completion_tokens:
         attributes[semconv.GEN_AI_RESPONSE_MODEL] = run.model_name
     return attributes
+
+
+Part = dict[str, Any]
+
+
+def input_messages(prompts: Sequence[Prompt]) -> str:
+    """The messages of conversations; other prompts are messages of the user."""
+    messages: list[dict[str, Any]] = []
+    for prompt in prompts:
+        if isinstance(prompt, Conversation):
+            messages += ({"role": each["role"], "parts": _parts(each)} for each in prompt.messages)
+        elif isinstance(prompt, Text):
+            messages.append({"role": "user", "parts": [_text(prompt.text)]})
+        else:
+            messages.append({"role": "user", "parts": [{"type": "token_ids", "content": prompt}]})
+    return msgspec.json.encode(messages).decode()
+
+
+def output_messages(answers: Iterable[ChoiceDelta]) -> str:
+    """One message for each choice, also if it is not complete."""
+    messages = []
+    for answer in answers:
+        calls = (_call(call.id, call.name, call.arguments) for call in join_calls(answer.calls))
+        parts = [*_texts(answer.reasoning, answer.text), *calls]
+        reason = answer.finish_reason or semconv.UNFINISHED
+        messages.append({"role": "assistant", "parts": parts, "finish_reason": reason})
+    return msgspec.json.encode(messages).decode()
+
+
+def _parts(message: Mapping[str, Any]) -> list[Part]:
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        answered = message.get("tool_call_id")
+        return [{"type": "tool_call_response", "id": answered, "response": content}]
+    calls = (
+        _call(call.get("id"), call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls") or ()
+    )
+    return [*_texts(message.get("reasoning_content") or "", content), *calls]
+
+
+def _texts(reasoning: str, text: str) -> list[Part]:
+    parts = [{"type": "reasoning", "content": reasoning}] if reasoning else []
+    return [*parts, _text(text)] if text else parts
+
+
+def _text(text: str) -> Part:
+    return {"type": "text", "content": text}
+
+
+def _call(call_id: str | None, name: str, arguments: str) -> Part:
+    return {"type": "tool_call", "id": call_id, "name": name, "arguments": str(arguments)}

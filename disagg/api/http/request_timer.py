@@ -9,8 +9,8 @@ from types import TracebackType
 from disagg import semconv
 from disagg.api.http.metrics import ApiMetrics
 from disagg.api.http.request_spans import RequestSpans
+from disagg.api.request_spec import RequestSlo
 from disagg.api.running_job import ChoiceDelta, RunningJob
-from disagg.api.slo import RequestSlo
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.errors import DisaggError, Overloaded, Unavailable
 

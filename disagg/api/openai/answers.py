@@ -7,24 +7,116 @@ fails ends without `[DONE]`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
-from disagg.api.openai.logprobs import (
-    CompletionLogprobs,
-    chat_logprobs,
-    completion_logprobs,
-    echoed_logprobs,
-    prompt_logprobs,
-)
 from disagg.api.refusals import error_frame
-from disagg.api.running_job import ChoiceDelta, Job, RunningJob
+from disagg.api.running_job import ChoiceDelta, Frames, Job, RunningJob, ScoredToken
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
+from disagg.messages import TokenLogprobs
 from disagg.text.answer_delta import CallDelta, join_calls
+from disagg.text.detokenizer import TextStream
+from disagg.text.tokenizer import Tokenizer
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities in text completions. The first token of a prompt has none (null)."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+PromptLogprobs = list[dict[int, dict[str, Any]] | None]
+
+
+def chat_logprobs(scored: Iterable[ScoredToken], tokenizer: Tokenizer) -> dict[str, Any]:
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token_id)
+        text = tokenizer.token_text(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+    content = [
+        shown(token.token_id, token.logprobs.logprob)
+        | {"top_logprobs": [shown(*pair) for pair in token.logprobs.top]}
+        for token in scored
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    scored: Sequence[ScoredToken], tokenizer: Tokenizer, start: int
+) -> CompletionLogprobs:
+    """Log-probabilities of an answer. `start` is the length of the echoed prompt, or 0."""
+    return CompletionLogprobs(
+        [tokenizer.token_text(token.token_id) for token in scored],
+        [_finite(token.logprobs.logprob) for token in scored],
+        [_top_and_chosen(token, tokenizer) for token in scored],
+        [start + token.offset for token in scored],
+    )
+
+
+def _top_and_chosen(token: ScoredToken, tokenizer: Tokenizer) -> dict[str, float]:
+    """The most likely tokens, and the chosen one if it is none of them, as OpenAI returns them."""
+    pairs = [*token.logprobs.top, (token.token_id, token.logprobs.logprob)]
+    return {tokenizer.token_text(number): _finite(value) for number, value in pairs}
+
+
+def echoed_logprobs(
+    token_ids: Sequence[int],
+    scores: Sequence[TokenLogprobs],
+    answer: CompletionLogprobs,
+    tokenizer: Tokenizer,
+) -> CompletionLogprobs:
+    """The log-probabilities of a prompt, followed by those of the answer.
+
+    Args:
+        token_ids: token ids of the prompt.
+        scores: log-probabilities of all prompt tokens except the first.
+    """
+    stream, num_chars, scored = TextStream(tokenizer), 0, []
+    first, *others = token_ids
+    num_chars += len(stream.push(first))
+    for token_id, score in zip(others, scores, strict=True):
+        scored.append(ScoredToken(token_id, score, num_chars))
+        num_chars += len(stream.push(token_id))
+    prompt = completion_logprobs(scored, tokenizer, 0)
+    return CompletionLogprobs(
+        [tokenizer.token_text(first), *prompt.tokens, *answer.tokens],
+        [None, *prompt.token_logprobs, *answer.token_logprobs],
+        [None, *prompt.top_logprobs, *answer.top_logprobs],
+        [0, *prompt.text_offset, *answer.text_offset],
+    )
+
+
+def prompt_logprobs(
+    token_ids: Sequence[int], scores: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`. The arguments are those of `echoed_logprobs`."""
+    found: PromptLogprobs = [None]
+    for token_id, score in zip(token_ids[1:], scores, strict=True):
+        ranked = [(number, value, rank) for rank, (number, value) in enumerate(score.top, start=1)]
+        found.append(
+            {
+                number: {
+                    "logprob": _finite(value),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_text(number),
+                }
+                for number, value, rank in [(token_id, score.logprob, score.rank), *ranked]
+            }
+        )
+    return found
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, -9999.0)  # OpenAI's value for "very unlikely"; JSON has no infinity
+
 
 _to_json = msgspec.json.Encoder().encode
 Body = dict[str, Any]
@@ -62,7 +154,7 @@ def usage_of(run: RunningJob) -> Body:
     }
 
 
-def chat_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
+def chat_body(run: RunningJob) -> bytes:
     job = run.job
     has_logprobs, tokenizer = job.spec.sampling.logprobs is not None, job.model.tokenizer
     choices = [
@@ -73,9 +165,9 @@ def chat_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
             "finish_reason": answer.finish_reason,
             **_token_ids(job, answer),
         }
-        for answer in answers
+        for answer in run.kept
     ]
-    return _body("chat.completion", run, choices, _of_prompt(job, answers[0]))
+    return _body("chat.completion", run, choices, _of_prompt(job, run.kept[0]))
 
 
 def _message(answer: ChoiceDelta) -> Body:
@@ -99,7 +191,7 @@ def _message(answer: ChoiceDelta) -> Body:
     return message
 
 
-def completion_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
+def completion_body(run: RunningJob) -> bytes:
     job = run.job
     choices = [
         {
@@ -110,7 +202,7 @@ def completion_body(run: RunningJob, answers: Sequence[ChoiceDelta]) -> bytes:
             **_of_prompt(job, answer),
             **_token_ids(job, answer),
         }
-        for answer in answers
+        for answer in run.kept
     ]
     return _body("text_completion", run, choices, {})
 
@@ -155,14 +247,14 @@ DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
 
-class OpenAIFrames(ABC):
+class OpenAIFrames(Frames):
     """Events of a streamed answer. Their constant parts are built once per request."""
 
     kind: ClassVar[str]
     gain: ClassVar[bytes]  # the JSON key of new text
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        super().__init__(job)
         self._tokenizer = job.model.tokenizer
         self._heads = [self._head(i, job.model.name) for i in range(len(job.requests))]
         self._set_tail(b',"usage":null}\n\n' if job.spec.include_usage else b"}\n\n")
@@ -170,7 +262,6 @@ class OpenAIFrames(ABC):
         self._num_tokens = [0] * len(job.requests) if job.spec.continuous_usage else None
 
     def name_models(self, run: RunningJob) -> bool:
-        """Name the models that the cascade chose so far. Returns whether it chose for all."""
         names = [None if each is None else each.model for each in run.decisions]
         for index, name in enumerate(names):
             if name is not None:
@@ -188,10 +279,6 @@ class OpenAIFrames(ABC):
     def _head(self, index: int, model_name: str) -> bytes:
         """The event of a choice up to the value of its new text."""
         return self._preamble(model_name) + b'{"index":%d,' % index + self.gain
-
-    @abstractmethod
-    def opening(self) -> bytes:
-        """The events before the first token of each choice."""
 
     def piece(self, piece: ChoiceDelta) -> bytes:
         """The event for `piece`, and if it is the last one, the event with its finish reason."""

@@ -33,9 +33,16 @@ from disagg.api.openai.tools import (
     required_calls,
 )
 from disagg.api.refusals import invalid_value, missing_parameter, only_text, unsupported
-from disagg.api.request_spec import Conversation, JsonText, Prompt, RequestSpec, Text
+from disagg.api.request_spec import (
+    Conversation,
+    JsonText,
+    Milliseconds,
+    Prompt,
+    RequestSpec,
+    Text,
+    in_body,
+)
 from disagg.api.served_model import ServedModel
-from disagg.api.slo import Milliseconds, in_body
 from disagg.config import MAX_PRIORITY
 from disagg.errors import InvalidRequest
 from disagg.messages import Grammar, SamplingParams

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from disagg import telemetry
-from disagg.api.http.captured import input_messages, output_messages
+from disagg.api.http.request_spans import input_messages, output_messages
 from disagg.api.request_spec import Conversation, JsonText, Text
 from disagg.api.running_job import ChoiceDelta
 from disagg.text.answer_delta import CallDelta

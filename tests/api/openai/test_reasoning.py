@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from disagg.api.apis import CHAT
-from disagg.api.choices import Caller
 from disagg.api.http.app import AsgiApp
 from disagg.api.served_model import ServedModel
-from disagg.api.service import Service
+from disagg.api.service import Caller, Service
 from disagg.config import ASSETS
 from disagg.errors import InvalidRequest, ModelError
 from disagg.messages import GenerateRequest
