@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from itertools import groupby, permutations
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -39,7 +39,7 @@ from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
 from tests.e2e.single_engine import SingleEngine
 from tests.engine.device.test_runner import config, new_sequence, prompts, run
-from tests.held_out import held_out
+from tests.held_out import NUM_PER_LEVEL, held_out
 from tests.models.paging import Tokens, make_batch
 from tests.poison import poison_new_blocks
 from tests.tiny_model import tiny_parts, write_tiny_model
@@ -208,12 +208,12 @@ def conversations() -> list[tuple[list[int], list[int]]]:
     """Tokens of prompts and of their answers: two of each task, one where prompts are long."""
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     rows = []
-    for _, turns in groupby(held_out(), key=lambda turn: turn.level):
-        for number, turn in enumerate(list(turns)[:2]):
-            asked = f"<|im_start|>user\n{turn.prompt}<|im_end|>\n<|im_start|>assistant\n"
-            row = [tokenizer.encode(text).ids for text in (asked, f"{turn.label}<|im_end|>")]
-            if number or len(row[0]) < 700:
-                rows.append((row[0], row[1]))
+    for place, turn in enumerate(held_out()):
+        number = place % NUM_PER_LEVEL
+        text = f"<|im_start|>user\n{turn.prompt}<|im_end|>\n<|im_start|>assistant\n"
+        asked = tokenizer.encode(text).ids
+        if number == 1 or (number == 0 and len(asked) < 700):
+            rows.append((asked, tokenizer.encode(f"{turn.label}<|im_end|>").ids))
     return rows
 
 

@@ -12,11 +12,11 @@ import httpx
 
 from disagg.config_checks import parse_config
 from disagg.local import running
-from tests.held_out import held_out
+from tests.held_out import LONG_RECALL, held_out
 
 
 async def test_planted_facts_come_back() -> None:
-    turns = [turn for turn in held_out() if turn.level in ("recall-1000", "recall-1500")]
+    turns = held_out()[LONG_RECALL]
     engine = {"num_threads": 1, "kv_cache_memory_bytes": 64 << 20}
     config = parse_config(
         {"tiers": [{"model": "demo-large", "engine": engine}], "cluster_key": "k"}

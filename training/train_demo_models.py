@@ -274,7 +274,7 @@ def write_prompts(arguments: argparse.Namespace) -> None:
             rng = random.Random(f"held out {arguments.seed} {level.name}")
             for _ in range(arguments.samples):
                 turn = level.make(rng, tokenizer)
-                row = {"level": level.name, "prompt": turn.question, "label": turn.answer}
+                row = {"prompt": turn.question, "label": turn.answer}
                 file.write(json.dumps(row) + "\n")
 
 

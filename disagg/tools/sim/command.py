@@ -10,26 +10,195 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from disagg.cli.serve_arguments import PoolSize
+from disagg.cli.engine_arguments import add_setting, number
+from disagg.cli.serve_arguments import PoolSize, pool_size
 from disagg.config import AutoscalingConfig
 from disagg.errors import RequestError
 from disagg.router.baselines import OURS, POLICIES
-from disagg.tools.sim import grid_command as sim_grid
-from disagg.tools.sim.arguments import add_arguments
-from disagg.tools.sim.config import SimConfig, SmallTier
+from disagg.time_model import NUM_STEP_FEATURES, StepTimeModel
+from disagg.tools.sim import grid
+from disagg.tools.sim.config import Fault, SimConfig, SmallTier
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import Sessions, TraceRequest, generate, read_trace
 
-__all__ = ["add_arguments", "run"]
-
 SIMULATED = "Engines and network are simulated."
+SCALING = ("start_s", "look_back_s", "down_after_s", "slo_fraction")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--trace", type=Path, help="trace file in the format of Mooncake or Azure")
+    add(
+        "--requests-per-s",
+        type=float,
+        default=4.0,
+        help="request rate of the synthetic load (default: 4)",
+    )
+    add(
+        "--num-requests",
+        type=number,
+        help="number of requests to simulate (default: the whole trace, or 1000 synthetic ones)",
+    )
+    add(
+        "--policy",
+        action="append",
+        choices=POLICIES,
+        help=f"routing policy; repeat the flag to compare several (default: {OURS})",
+    )
+    add("--compare", action="store_true", help="simulate all routing policies")
+    add(
+        "--speed",
+        type=float,
+        action="append",
+        help="factor on the request rate; repeat the flag to simulate several (default: 1)",
+    )
+    for role, also in (("prefill", ""), ("decode", "; with 0, prefill workers also decode")):
+        add(
+            f"--{role}",
+            type=pool_size,
+            default=PoolSize(4, 4),
+            metavar="WORKERS",
+            help=f"number of {role} workers: 4, or 1..4 to scale with the load{also} (default: 4)",
+        )
+    for name in ("num_blocks", "num_ingress", "block_size", "max_num_seqs"):
+        add_setting(parser, SimConfig, name)
+    add_setting(parser, SimConfig, "max_num_batched_tokens")
+    add_setting(
+        parser,
+        SimConfig,
+        "times",
+        flag="--step-times",
+        type=_step_times,
+        metavar="S,S,S,S,S[,S]",
+    )
+    add_setting(parser, SimConfig, "kv_nbytes", flag="--kv-bytes")
+    add_setting(parser, SimConfig, "bytes_per_s", flag="--link-bytes-per-s")
+    add_setting(
+        parser,
+        SimConfig,
+        "faults",
+        flag="--fault",
+        type=_fault,
+        action="append",
+        default=[],
+        metavar="WORKER@SECOND+SECONDS",
+    )
+    add_setting(parser, SimConfig, "seed")
+    group = parser.add_argument_group("SLOs and autoscaling")
+    for name in ("ttft_slo_s", "tpot_slo_s"):
+        add_setting(group, SimConfig, name)
+    add_setting(group, SimConfig, "max_num_workers", flag="--max-workers")
+    for name in SCALING:
+        add_setting(group, AutoscalingConfig, name)
+    group = parser.add_argument_group("cascade: a small model answers first")
+    group.add_argument(
+        "--tier",
+        type=_tier,
+        action="append",
+        default=[],
+        metavar="NAME=PREFILL+DECODE@SIZE",
+        help="a smaller model that answers first: its name, its pools, and its size as a fraction"
+        " of the main model, for example small=1+1@0.125 or small=1..2+1@0.125; may be repeated,"
+        " smallest first",
+    )
+    group.add_argument(
+        "--unsure",
+        type=_share,
+        action="append",
+        default=[],
+        metavar="NAME=SHARE",
+        help="share of its answers that this smaller model escalates (simulated), for example"
+        " small=0.2",
+    )
+    add_setting(group, SimConfig, "num_judged_tokens")
+    add_setting(group, SimConfig, "max_shift", metavar="NATS")
+    grid.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `RequestError` for an invalid trace or fleet."""
+    trace = _trace(args)
+    flags = vars(args).keys() & set(SimConfig.__struct_fields__) - {"policy", "speed", "faults"}
+    settings = {name: getattr(args, name) for name in flags}
+    for role in ("prefill", "decode"):
+        size = getattr(args, role)
+        settings |= {f"num_{role}": _first(size), f"scale_{role}": _limits(size, args)}
+    config = SimConfig(**settings, faults=tuple(args.faults), smaller=_smaller(args))
+    if args.grid:
+        return grid.run(args, config, trace)
+    reports = [
+        simulate(msgspec.structs.replace(config, policy=policy, speed=speed), trace)
+        for speed in args.speed or [1.0]
+        for policy in (POLICIES if args.compare else args.policy or [OURS])
+    ]
+    _print(reports)
+    simulated = json.loads(msgspec.json.encode(config))  # infinite values become null
+    del simulated["policy"], simulated["speed"]
+    line = {"simulated": True, "config": simulated}
+    print(json.dumps(line | {"reports": msgspec.to_builtins(reports)}))
+    return 0
+
+
+def _step_times(text: str) -> StepTimeModel:
+    try:
+        coefficients = tuple(float(each) for each in text.split(","))
+        *others, per_prompt_step_s = (*coefficients, 0.0)[:NUM_STEP_FEATURES]
+        num_needed = NUM_STEP_FEATURES - 1
+        if not num_needed <= len(coefficients) <= NUM_STEP_FEATURES:
+            raise ValueError
+        if min(others) <= 0.0 or per_prompt_step_s < 0.0:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be five numbers greater than 0, separated by commas, and may have a"
+            " sixth one, which may be 0"
+        ) from None
+    return StepTimeModel.of((*others, per_prompt_step_s))
+
+
+def _tier(text: str) -> tuple[str, PoolSize, PoolSize, float]:
+    match = re.fullmatch(r"([^=]+)=([0-9.]+)\+([0-9.]+)@([0-9.e-]+)", text)
+    try:
+        if match is None:
+            raise ValueError
+        return match[1], pool_size(match[2]), pool_size(match[3]), float(match[4])
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must look like small=1+1@0.125: name, prefill workers, decode workers, size"
+            " of the model"
+        ) from None
+
+
+def _share(text: str) -> tuple[str, float]:
+    name, _, share = text.partition("=")
+    try:
+        return name, float(share)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must look like small=0.2: a tier and a share of its answers"
+        ) from None
+
+
+def _fault(text: str) -> Fault:
+    match = re.fullmatch(r"(.+)@([0-9.]+)\+([0-9.]+)", text)
+    try:
+        if match is None:
+            raise ValueError
+        return Fault(match[1], float(match[2]), float(match[3]))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must look like decode-0@120+30: worker, second of its death, seconds until"
+            " it is replaced"
+        ) from None
 
 
 def _first(size: PoolSize) -> int:
@@ -77,47 +246,6 @@ def _smaller(args: argparse.Namespace) -> tuple[SmallTier, ...]:
         )
         for name, prefill, decode, size in args.tier
     )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Raises `RequestError` for an invalid trace or fleet."""
-    trace = _trace(args)
-    policies = POLICIES if args.compare else args.policy or [OURS]
-    config = SimConfig(
-        num_prefill=_first(args.prefill),
-        num_decode=_first(args.decode),
-        ttft_slo_s=args.ttft_slo_s,
-        tpot_slo_s=args.tpot_slo_s,
-        scale_prefill=_limits(args.prefill, args),
-        scale_decode=_limits(args.decode, args),
-        max_num_workers=args.max_num_workers,
-        num_blocks=args.num_blocks,
-        block_size=args.block_size,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        times=args.step_times,
-        kv_nbytes=args.kv_bytes,
-        bytes_per_s=args.link_bytes_per_s,
-        faults=tuple(args.fault),
-        num_ingress=args.num_ingress,
-        smaller=_smaller(args),
-        num_judged_tokens=args.num_judged_tokens,
-        max_shift=args.max_shift,
-        seed=args.seed,
-    )
-    if args.grid:
-        return sim_grid.run(args, config, trace)
-    reports = [
-        simulate(msgspec.structs.replace(config, policy=policy, speed=speed), trace)
-        for speed in args.speed or [1.0]
-        for policy in policies
-    ]
-    _print(reports)
-    settings = json.loads(msgspec.json.encode(config))  # infinite values become null
-    del settings["policy"], settings["speed"]
-    line = {"simulated": True, "config": settings}
-    print(json.dumps(line | {"reports": msgspec.to_builtins(reports)}))
-    return 0
 
 
 def _trace(args: argparse.Namespace) -> list[TraceRequest]:

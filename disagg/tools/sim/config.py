@@ -55,69 +55,90 @@ class SmallTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet and its load.
-
-    num_decode: number of decode workers; with 0, each prefill worker decodes its own requests.
-    num_blocks: KV blocks of each worker; each holds `block_size` tokens.
-    decode_num_blocks: KV blocks of decode workers; None: `num_blocks`.
-    times: step times of one worker.
-    decode_times: step times of decode workers; None: `times`.
-    steps, decode_steps: true step times of the largest model, if they are not linear; `times` is
-        then the prior of workers until they have measured. None: `times` is true.
-    speed: factor by which requests come faster than in the trace.
-    bytes_per_s: rate of each worker's network card in each direction; transfers share it.
-    latency_s: time of a transfer between two workers before its first byte.
-    fair_queue: whether the ingress has its admission queue, as in production; without it, only the
-        effects of policies are compared.
-    ttft_slo_s, tpot_slo_s: the SLOs, by which pools are scaled; with `fair_queue`, requests that
-        would wait longer are refused.
-    scale_prefill, scale_decode: whether to autoscale that pool, starting with the number above.
-    max_num_workers: most workers of all autoscaled pools together.
-    num_ingress: number of ingresses, which get requests in turn. If there are several, workers
-        report to each of them as rarely as in a real fleet of that size.
-    smaller: smaller models of a cascade, smallest first.
-    num_judged_tokens, max_shift: as in `config.CascadeConfig`, if there are smaller models.
-    """
+    """A fleet and its load. What stands below a setting is its help in `disagg sim`."""
 
     num_prefill: int = 4
+    """number of prefill workers"""
     num_decode: int = 4
+    """number of decode workers; with 0, each prefill worker decodes its own requests"""
     num_blocks: int = 1024
+    """number of KV blocks per worker"""
     decode_num_blocks: int | None = None
+    """number of KV blocks per decode worker (default: num_blocks)"""
     block_size: int = TRACE_BLOCK_TOKENS
+    """number of tokens in a KV block"""
     max_num_seqs: int = 64
+    """largest number of sequences in one step"""
     max_num_batched_tokens: int = 1024
+    """largest number of tokens in one step"""
     times: StepTimeModel = H100_8B
+    """coefficients of the step time, in seconds: per step, per prompt token, per pair of a prompt
+    token and a token that it attends to, per decoding sequence, per token of its context, and per
+    step with prompt tokens (0 if left out; default: predicted for a model of 8 billion parameters
+    on one H100)"""
     decode_times: StepTimeModel | None = None
+    """the same for decode workers (default: times)"""
     steps: StepTimes | None = None
+    """true step times of the largest model, if they are not linear; `times` is then the prior of
+    workers until they have measured (default: `times` is true)"""
     decode_steps: StepTimes | None = None
+    """the same for decode workers (default: steps)"""
     kv_nbytes: int = H100_8B_KV_NBYTES
+    """bytes of KV per token"""
     bytes_per_s: float = 25e9
+    """bandwidth of KV transfers per worker: of its network card in each direction"""
     latency_s: float = 1e-3
+    """seconds of a transfer between two workers before its first byte"""
     speed: float = 1.0
+    """factor on the request rate"""
     policy: str = OURS
+    """routing policy"""
     faults: tuple[Fault, ...] = ()
+    """the worker dies at SECOND and is replaced SECONDS later, for example decode-0@120+30; may be
+    repeated"""
     fair_queue: bool = False
+    """whether the ingress has its admission queue, as in production, which refuses requests that
+    would wait longer than the TTFT SLO; without it, only the effects of policies are compared"""
     ttft_slo_s: float = math.inf
+    """TTFT SLO in seconds, by which pools are scaled (default: none)"""
     tpot_slo_s: float = math.inf
+    """TPOT SLO in seconds, by which pools are scaled (default: none)"""
     scale_prefill: AutoscalingConfig | None = None
+    """scales the prefill pool, which begins with num_prefill workers"""
     scale_decode: AutoscalingConfig | None = None
+    """scales the decode pool, which begins with num_decode workers"""
     max_num_workers: int | None = None
+    """largest number of workers in all autoscaled pools together"""
     num_ingress: int = 1
+    """number of ingresses, which get requests in turn; several have views of their own, to which
+    workers report as rarely as in a real fleet of that size"""
     smaller: tuple[SmallTier, ...] = ()
+    """smaller models of a cascade, smallest first"""
     num_judged_tokens: int = CascadeConfig().num_judged_tokens
+    """number of tokens that are held back until an answer is judged"""
     max_shift: float = 0.0
+    """how far load may move the confidence threshold; needs ttft_slo_s"""
     seed: int = 0
+    """random seed"""
 
     def __post_init__(self) -> None:
-        blocks = (self.num_blocks_of("prefill"), self.num_blocks_of("decode"))
-        if (
-            min(self.num_prefill, self.max_num_seqs, self.kv_nbytes, *blocks) < 1
-            or self.num_decode < 0
+        for name, least in (
+            ("num_prefill", 1),
+            ("num_decode", 0),
+            ("num_blocks", 1),
+            ("decode_num_blocks", 1),
+            ("max_num_seqs", 1),
+            ("kv_nbytes", 1),
+            ("latency_s", 0),
+            ("num_ingress", 1),
+            ("num_judged_tokens", 1),
+            ("max_shift", 0),
         ):
-            raise RequestError(
-                "A simulation needs num_prefill, max_num_seqs, kv_nbytes and num_blocks of at least"
-                " 1, and num_decode of at least 0."
-            )
+            number = getattr(self, name)
+            if number is not None and not least <= number < math.inf:
+                raise RequestError(
+                    f"{name} must be finite and at least {least}, but is {number:g}.", param=name
+                )
         if self.block_size < 1 or TRACE_BLOCK_TOKENS % self.block_size:
             raise RequestError(
                 f"block_size is {self.block_size}, but must divide {TRACE_BLOCK_TOKENS}, because"
@@ -136,17 +157,10 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise RequestError(
                     f"{what} must be finite and greater than 0, but is {value:g}.", param=name
                 )
-        if not 0.0 <= self.latency_s < math.inf:
-            raise RequestError(f"The latency must be at least 0, but is {self.latency_s:g}.")
         if self.policy not in POLICIES:
             known = ", ".join(POLICIES)
             raise RequestError(
                 f"There is no policy {self.policy!r}; choose one of {known}.", param="policy"
-            )
-        if self.num_ingress < 1:
-            raise RequestError(
-                f"num_ingress must be at least 1, but is {self.num_ingress}.",
-                param="num_ingress",
             )
         if self.num_ingress > 1 and (self.scale_prefill or self.scale_decode):
             raise RequestError(
@@ -186,11 +200,6 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "Tiers must be ordered from the smallest model to the largest, whose size is 1; the"
                 f" sizes are {', '.join(f'{size:g}' for size in sizes[1:-1])}.",
                 param="tier",
-            )
-        if self.num_judged_tokens < 1 or self.max_shift < 0.0:
-            raise RequestError(
-                "num_judged_tokens must be at least 1, and max_shift at least 0.",
-                param="num_judged_tokens",
             )
         if self.max_shift and math.isinf(self.ttft_slo_s):
             raise RequestError(

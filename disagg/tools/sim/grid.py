@@ -1,9 +1,9 @@
-"""A grid of simulations: the goodput of each split of a few workers into pools, by load.
+"""`disagg sim --grid`: the goodput of each split of a few workers into pools, by load.
 
 A row is one load and one TPOT SLO. Its columns are the splits of the same workers into prefill and
 decode workers, with the current policy, and `collocated`: each worker prefills and decodes its own
-requests, and prompts do not consider the streams that decode there. Rows of unlike GPUs have a
-column for each pool that has the faster GPUs.
+requests, and prompts do not consider the streams that decode there. Rows of unlike GPUs, 2 x H100
+and 4 x L40S, have a column for each pool that has the faster GPUs.
 
 Arrivals are a Poisson process, so that the load is steady. Lengths and shared prefixes come from a
 window of a trace. Saturation is the rate at which all workers would compute all the time if no
@@ -12,12 +12,20 @@ prefix were computed twice and batches were full.
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import multiprocessing
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
+from disagg.host import usable_cores
 from disagg.router.baselines import FIXED_ROLES, OURS
 from disagg.tools.sim.config import H100_8B, L40S_8B, SimConfig
 from disagg.tools.sim.simulation import simulate
@@ -30,6 +38,17 @@ LOADS = (0.3, 0.5, 0.7, 0.9, 1.1)
 UNLIKE_SPLITS = ((2, 4), (4, 2))  # 2 x H100 are the prefill workers, or the decode workers
 NUM_REQUESTS = 600  # requests of a window
 TTFT_PER_PREFILL = 10.0  # the TTFT SLO as a multiple of the time of a mean prompt alone
+
+TITLE = (
+    "Percentage of requests within both SLOs, by split into prefill + decode workers. fixed: the"
+    " best split if workers keep their roles; collocated: 6 workers that each prefill and decode"
+    " their own requests; worst: the lowest of the splits as a share of the highest. Simulated."
+)
+UNLIKE_TITLE = (
+    "The same for 2 x H100 and 4 x L40S, with a model of 8 billion parameters, with the H100s as"
+    " prefill workers or as decode workers. fixed: the better of the two if workers keep their"
+    " roles. Simulated."
+)
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -45,12 +64,12 @@ class Cell(msgspec.Struct, frozen=True):
     is_unlike: bool = False
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     """The goodput of one load and TPOT SLO: percent of the requests that met both SLOs.
 
-    by_split: the goodput of each split, in the order of `SPLITS`.
+    by_split: the goodput of each split, in the order of `SPLITS` or `UNLIKE_SPLITS`.
     fixed: the best goodput of splits whose workers keep to their roles.
-    collocated: the goodput of workers that do both, each for its own requests.
+    collocated: the goodput of workers that do both, each for its own requests; None: unlike GPUs.
     """
 
     tpot_slo_s: float
@@ -58,7 +77,7 @@ class Row(msgspec.Struct, frozen=True):
     requests_per_s: float
     by_split: tuple[float, ...]
     fixed: float
-    collocated: float
+    collocated: float | None = None
 
     @property
     def best(self) -> float:
@@ -67,36 +86,87 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def worst_share(self) -> float:
         """The goodput of the worst split as a fraction of the best goodput of the row."""
-        most = max(self.best, self.fixed, self.collocated)
+        most = max(self.best, self.fixed, self.collocated or 0.0)
         return min(self.by_split) / most if most else 1.0
 
 
-class UnlikeRow(msgspec.Struct, frozen=True):
-    """The goodput, in percent, of 2 x H100 and 4 x L40S under one load and TPOT SLO.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("grid of splits")
+    group.add_argument(
+        "--grid",
+        action="store_true",
+        help="run a window of the trace on 6 workers, in every split, at several loads and TPOT"
+        " SLOs, and print the percentage of requests that meet both SLOs",
+    )
+    slos_ms = [1e3 * each for each in TPOT_SLOS_S]
+    group.add_argument(
+        "--grid-tpot-slo-ms",
+        type=_positive,
+        nargs="+",
+        default=slos_ms,
+        metavar="MS",
+        help="TPOT SLOs of the grid in milliseconds (default:"
+        f" {' '.join(f'{each:g}' for each in slos_ms)})",
+    )
+    group.add_argument(
+        "--grid-load",
+        type=_positive,
+        nargs="+",
+        default=LOADS,
+        metavar="SHARE",
+        help="loads of the grid, as shares of the rate at which all workers are always busy"
+        f" (default: {' '.join(f'{each:g}' for each in LOADS)})",
+    )
+    group.add_argument(
+        "--processes",
+        type=int,
+        default=usable_cores(),
+        help="number of simulations that run in parallel (default: the number of cores)",
+    )
 
-    by_split: the goodput of each split, in the order of `UNLIKE_SPLITS`.
-    fixed: the better goodput of these splits if workers keep to their roles.
-    """
 
-    tpot_slo_s: float
-    load: float
-    requests_per_s: float
-    by_split: tuple[float, ...]
-    fixed: float
+def run(args: argparse.Namespace, config: SimConfig, trace: Sequence[TraceRequest]) -> int:
+    """Simulate the first requests of `trace` in each cell of the grid, and print the results."""
+    window = trace[: args.num_requests or NUM_REQUESTS]
+    if math.isinf(config.ttft_slo_s):
+        mean_s = sum(config.times.prefill_s(e.num_prompt_tokens) for e in window) / len(window)
+        config = msgspec.structs.replace(config, ttft_slo_s=TTFT_PER_PREFILL * mean_s)
+    tpot_slos_s = [each / 1e3 for each in args.grid_tpot_slo_ms]
+    alike = list(cells(tpot_slos_s, args.grid_load))
+    unlike = list(cells(tpot_slos_s, args.grid_load, is_unlike=True))
+    simulated = partial(play, config=config, window=window)
+    if args.processes > 1:
+        with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+            percents = pool.map(simulated, alike + unlike, chunksize=1)
+    else:
+        percents = list(map(simulated, alike + unlike))
+    rows = make_rows(config, window, alike, percents[: len(alike)])
+    unlike_rows = make_rows(config, window, unlike, percents[len(alike) :])
+    splits = tuple(f"{num_prefill}+{num_decode}" for num_prefill, num_decode in SPLITS)
+    columns = (*splits, "best", "fixed", "collocated", "worst")
+    _print(f"{TITLE} TTFT SLO {config.ttft_slo_s:.2f} s.", columns, rows)
+    _print(UNLIKE_TITLE, ("H100 prefill", "H100 decode", "fixed"), unlike_rows)
+    line = {
+        "simulated": True,
+        "num_requests": len(window),
+        "ttft_slo_s": config.ttft_slo_s,
+        "splits": SPLITS,
+        "rows": msgspec.to_builtins(rows),
+        "unlike_splits": UNLIKE_SPLITS,
+        "unlike": msgspec.to_builtins(unlike_rows),
+    }
+    print(json.dumps(line))
+    return 0
 
 
-def cells(tpot_slos_s: Sequence[float], loads: Sequence[float]) -> Iterator[Cell]:
+def cells(
+    tpot_slos_s: Sequence[float], loads: Sequence[float], *, is_unlike: bool = False
+) -> Iterator[Cell]:
     """All simulations of a grid, row by row."""
+    splits = UNLIKE_SPLITS if is_unlike else SPLITS
     for tpot_slo_s, load in product(tpot_slos_s, loads):
-        for policy, split in product((OURS, FIXED_ROLES), SPLITS):
-            yield Cell(split, policy, tpot_slo_s, load)
-
-
-def unlike_cells(tpot_slos_s: Sequence[float], loads: Sequence[float]) -> Iterator[Cell]:
-    """All simulations of unlike GPUs, row by row."""
-    for tpot_slo_s, load in product(tpot_slos_s, loads):
-        for policy, split in product((OURS, FIXED_ROLES), UNLIKE_SPLITS):
-            yield Cell(split, policy, tpot_slo_s, load, is_unlike=True)
+        for policy, split in product((OURS, FIXED_ROLES), splits):
+            yield Cell(split, policy, tpot_slo_s, load, is_unlike)
 
 
 def play(cell: Cell, config: SimConfig, window: Sequence[TraceRequest]) -> float:
@@ -114,52 +184,40 @@ def play(cell: Cell, config: SimConfig, window: Sequence[TraceRequest]) -> float
         tpot_slo_s=cell.tpot_slo_s,
         fair_queue=True,
     )
-    rate = cell.load * saturation(config, window)
+    rate = requests_per_s(cell, config, window)
     if cell.is_unlike:
-        rate = cell.load * unlike_saturation(config, window)
         times = (H100_8B, L40S_8B) if num_prefill == 2 else (L40S_8B, H100_8B)
         config = msgspec.structs.replace(config, times=times[0], decode_times=times[1])
     return simulate(config, at_rate(window, rate, config.seed)).in_time_percent
 
 
-def rows(
+def make_rows(
     config: SimConfig,
     window: Sequence[TraceRequest],
-    played: Sequence[tuple[Cell, float]],
+    cells: Sequence[Cell],
+    percents: Sequence[float],
 ) -> list[Row]:
-    """The rows of a grid. `played`: all cells with their goodput, in the order of `cells`."""
-    found: list[Row] = []
-    num_splits = len(SPLITS)
-    for begin in range(0, len(played), 2 * num_splits):
-        ours = played[begin : begin + num_splits]
-        fixed = played[begin + num_splits : begin + 2 * num_splits]
-        cell = ours[0][0]
-        found.append(
+    """The rows of a grid.
+
+    Args:
+        cells, percents: all cells of a grid in their order, and their goodput.
+    """
+    rows = []
+    num_splits = len({cell.split for cell in cells})
+    for begin in range(0, len(cells), 2 * num_splits):
+        cell, middle = cells[begin], begin + num_splits
+        fixed = {cells[at].split: percents[at] for at in range(middle, middle + num_splits)}
+        rows.append(
             Row(
                 cell.tpot_slo_s,
                 cell.load,
-                cell.load * saturation(config, window),
-                tuple(percent for _, percent in ours),
-                max(percent for each, percent in fixed if each.split[1]),
-                next(percent for each, percent in fixed if not each.split[1]),
+                requests_per_s(cell, config, window),
+                tuple(percents[begin:middle]),
+                max(percent for (_, num_decode), percent in fixed.items() if num_decode),
+                fixed.get((NUM_WORKERS, 0)),
             )
         )
-    return found
-
-
-def unlike_rows(
-    config: SimConfig, window: Sequence[TraceRequest], played: Sequence[tuple[Cell, float]]
-) -> list[UnlikeRow]:
-    """The rows of unlike GPUs. `played`: all `unlike_cells` with their goodput, in that order."""
-    found = []
-    num_splits = len(UNLIKE_SPLITS)
-    for begin in range(0, len(played), 2 * num_splits):
-        cell = played[begin][0]
-        percents = [percent for _, percent in played[begin : begin + 2 * num_splits]]
-        rate = cell.load * unlike_saturation(config, window)
-        ours, fixed = tuple(percents[:num_splits]), max(percents[num_splits:])
-        found.append(UnlikeRow(cell.tpot_slo_s, cell.load, rate, ours, fixed))
-    return found
+    return rows
 
 
 def at_rate(window: Sequence[TraceRequest], requests_per_s: float, seed: int) -> list[TraceRequest]:
@@ -171,6 +229,17 @@ def at_rate(window: Sequence[TraceRequest], requests_per_s: float, seed: int) ->
         requests.append(msgspec.structs.replace(each, arrival_s=now))
         now += rng.expovariate(requests_per_s)
     return requests
+
+
+def requests_per_s(cell: Cell, config: SimConfig, window: Sequence[TraceRequest]) -> float:
+    """The rate of a cell: its share of the most that its workers could compute."""
+    if not cell.is_unlike:
+        return cell.load * saturation(config, window)
+    h100, l40s = (
+        saturation(msgspec.structs.replace(config, times=times), window) / NUM_WORKERS
+        for times in (H100_8B, L40S_8B)
+    )
+    return cell.load * (2 * h100 + 4 * l40s)
 
 
 def saturation(config: SimConfig, window: Sequence[TraceRequest]) -> float:
@@ -190,16 +259,27 @@ def saturation(config: SimConfig, window: Sequence[TraceRequest]) -> float:
     return NUM_WORKERS * len(window) / work_s
 
 
-def unlike_saturation(config: SimConfig, window: Sequence[TraceRequest]) -> float:
-    """The most requests per second that 2 x H100 and 4 x L40S could compute."""
-    each = [
-        saturation(msgspec.structs.replace(config, times=times), window) / NUM_WORKERS
-        for times in (H100_8B, L40S_8B)
-    ]
-    return 2 * each[0] + 4 * each[1]
+def _print(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in ("TPOT ms", "load", "req/s", *columns):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = [f"{1e3 * row.tpot_slo_s:g}", f"{row.load:g}", f"{row.requests_per_s:.1f}"]
+        if row.collocated is None:
+            cells += (f"{percent:.1f}" for percent in (*row.by_split, row.fixed))
+        else:
+            percents = (*row.by_split, row.best, row.fixed, row.collocated)
+            cells += (f"{percent:.1f}" for percent in percents)
+            cells.append(f"{row.worst_share:.3f}")
+        table.add_row(*cells)
+    Console(width=160).print(table)
 
 
-def usual_ttft_slo_s(config: SimConfig, window: Sequence[TraceRequest]) -> float:
-    """The default TTFT SLO."""
-    mean_s = sum(config.times.prefill_s(each.num_prompt_tokens) for each in window) / len(window)
-    return TTFT_PER_PREFILL * mean_s
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+        if not 0.0 < number < math.inf:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number greater than 0") from None
+    return number

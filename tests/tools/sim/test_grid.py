@@ -8,7 +8,7 @@ import pytest
 from disagg.cli.main import main
 from disagg.router.baselines import FIXED_ROLES, OURS
 from disagg.tools.sim import grid
-from disagg.tools.sim.config import SimConfig
+from disagg.tools.sim.config import H100_8B, L40S_8B, SimConfig
 from disagg.tools.sim.trace import Sessions, TraceRequest, generate
 
 CONFIG = SimConfig(ttft_slo_s=0.5)
@@ -40,20 +40,31 @@ def test_known_prefixes_are_no_work() -> None:
 
 def test_a_tight_slo_is_held_by_every_split_where_fixed_roles_and_collocation_miss_it() -> None:
     """The goals of the grid, on a load that was made up for this test."""
-    played = [(cell, grid.play(cell, CONFIG, WINDOW)) for cell in grid.cells([0.01], [0.9])]
-    (row,) = grid.rows(CONFIG, WINDOW, played)
+    cells = list(grid.cells([0.01], [0.9]))
+    percents = [grid.play(cell, CONFIG, WINDOW) for cell in cells]
+    (row,) = grid.make_rows(CONFIG, WINDOW, cells, percents)
     assert row.worst_share >= 0.96  # a request is 0.8 %
-    assert min(row.by_split) >= 1.15 * row.collocated
-    of_fixed = [percent for cell, percent in played if cell.policy == FIXED_ROLES]
-    assert min(of_fixed) < 0.8 * row.best
-    assert [cell.split for cell, _ in played if cell.policy == OURS] == [*grid.SPLITS]
+    assert row.collocated is not None and min(row.by_split) >= 1.15 * row.collocated
+    assert min(percents[len(grid.SPLITS) :]) < 0.8 * row.best
+    assert {cell.policy for cell in cells[len(grid.SPLITS) :]} == {FIXED_ROLES}
+    assert [cell.split for cell in cells if cell.policy == OURS] == [*grid.SPLITS]
+
+
+def unlike_row(config: SimConfig, window: list[TraceRequest], tpot_slo_s: float) -> grid.Row:
+    cells = list(grid.cells([tpot_slo_s], [0.5], is_unlike=True))
+    percents = [grid.play(cell, config, window) for cell in cells]
+    (row,) = grid.make_rows(config, window, cells, percents)
+    return row
 
 
 def test_unlike_gpus_serve_more_than_with_fixed_roles_whichever_pool_they_are() -> None:
     """L40S take 27 ms for a step, so no stream can meet the SLO on them."""
-    played = [(cell, grid.play(cell, CONFIG, WINDOW)) for cell in grid.unlike_cells([0.02], [0.5])]
-    (row,) = grid.unlike_rows(CONFIG, WINDOW, played)
-    assert row.requests_per_s == 0.5 * grid.unlike_saturation(CONFIG, WINDOW)
+    row = unlike_row(CONFIG, WINDOW, tpot_slo_s=0.02)
+    h100, l40s = (
+        grid.saturation(msgspec.structs.replace(CONFIG, times=times), WINDOW) / grid.NUM_WORKERS
+        for times in (H100_8B, L40S_8B)
+    )
+    assert row.requests_per_s == 0.5 * (2 * h100 + 4 * l40s) and row.collocated is None
     assert min(row.by_split) >= 0.97 * max(row.fixed, *row.by_split)
 
 
@@ -61,8 +72,7 @@ def test_unlike_gpus_lend_each_other_the_prefixes_of_conversations() -> None:
     """Streams are on the H100s, and with them the prefixes of prompts that L40S must compute."""
     window = generate(Sessions(requests_per_s=50.0, num_requests=200), seed=3)
     config = SimConfig(num_blocks=2000, ttft_slo_s=0.5)
-    played = [(cell, grid.play(cell, config, window)) for cell in grid.unlike_cells([0.015], [0.5])]
-    (row,) = grid.unlike_rows(config, window, played)
+    row = unlike_row(config, window, tpot_slo_s=0.015)
     assert min(row.by_split) >= 0.97 * max(row.fixed, *row.by_split)
 
 
@@ -75,7 +85,7 @@ def test_a_grid_prints_a_row_for_each_load_and_slo(capsys: pytest.CaptureFixture
     rows = [msgspec.convert(each, grid.Row) for each in said["rows"]]
     assert [(each.tpot_slo_s, each.load) for each in rows] == [(0.0125, 0.5), (0.05, 0.5)]
     assert {len(each.by_split) for each in rows} == {len(grid.SPLITS)}
-    unlike = [msgspec.convert(each, grid.UnlikeRow) for each in said["unlike"]]
+    unlike = [msgspec.convert(each, grid.Row) for each in said["unlike"]]
     assert [(each.tpot_slo_s, each.load) for each in unlike] == [(0.0125, 0.5), (0.05, 0.5)]
     assert said["simulated"] is True and said["ttft_slo_s"] > 0
 

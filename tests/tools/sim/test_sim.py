@@ -8,7 +8,7 @@ import pytest
 
 from disagg.cli.main import main
 from disagg.router.baselines import POLICIES
-from disagg.tools.sim import arguments as sim_arguments
+from disagg.tools.sim import command as sim_command
 
 LINES = [
     {"timestamp": 400 * n, "input_length": 1500, "output_length": 9, "hash_ids": [n % 3, 9, n + 10]}
@@ -41,11 +41,11 @@ def test_policies_are_compared_and_two_runs_print_the_same(
 
 def test_sizes_may_have_the_suffixes_of_serve() -> None:
     parser = argparse.ArgumentParser()
-    sim_arguments.add_arguments(parser)
+    sim_command.add_arguments(parser)
     blocks, steps = ("--num-blocks", "2K"), ("--max-num-batched-tokens", "8k")
     parsed = parser.parse_args([*blocks, *steps, "--kv-bytes", "1m", "--num-requests", "1M"])
     assert (parsed.num_blocks, parsed.max_num_batched_tokens) == (2048, 8000)
-    assert (parsed.kv_bytes, parsed.num_requests) == (10**6, 1 << 20)
+    assert (parsed.kv_nbytes, parsed.num_requests) == (10**6, 1 << 20)
 
 
 def test_load_is_made_up_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
