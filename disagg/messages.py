@@ -2,7 +2,7 @@
 
 Frozen `msgspec` structs over msgpack; unknown fields are refused, so a version mismatch shows as
 an error and never as a silently dropped option. Hot messages are arrays on the wire. What comes
-from outside (HTTP) has structs of its own in `api/openai/requests.py`.
+from outside (HTTP) has structs of its own in `api/openai/fields.py`.
 
     ingress -> worker   Hello, then Start | Prefetch | Cancel | Release | Peers | Resync | Frequency
     worker -> ingress   Challenge, then Welcome | Refused, then Snapshot and StepFrames

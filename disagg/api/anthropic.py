@@ -10,25 +10,24 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from disagg.api.json_body import read_struct
-from disagg.api.openai.requests import (
+from disagg.api.openai.fields import (
     ChatMessage,
     ChatRequest,
     Count,
     FunctionCall,
-    Label,
-    StopString,
-    ToolCall,
-    understand_chat,
-)
-from disagg.api.openai.structured_output import JsonSchemaFormat, ResponseFormat
-from disagg.api.openai.tools import (
     FunctionDefinition,
     FunctionName,
+    JsonSchemaFormat,
+    Label,
     NamedFunction,
     NamedTool,
+    ResponseFormat,
+    StopString,
     Tool,
+    ToolCall,
     ToolChoice,
 )
+from disagg.api.openai.requests import understand_chat
 from disagg.api.refusals import invalid_value, missing_parameter, only_text, unsupported
 from disagg.api.request_spec import Prompt, RequestSpec
 from disagg.api.running_job import ChoiceDelta, Frames, Job, RunningJob

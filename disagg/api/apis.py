@@ -12,16 +12,14 @@ import msgspec
 
 from disagg.api import anthropic, responses
 from disagg.api.openai import answers
-from disagg.api.openai.requests import (
+from disagg.api.openai.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
     TokenizeRequest,
-    read_request,
-    understand_chat,
-    understand_completion,
 )
+from disagg.api.openai.requests import read_request, understand_chat, understand_completion
 from disagg.api.refusals import ErrorReply, error_json
 from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import Frames, Job, RunningJob

@@ -13,30 +13,28 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from disagg.api.json_body import read_struct
-from disagg.api.openai.reasoning import Effort
-from disagg.api.openai.requests import (
+from disagg.api.openai.fields import (
     AnswerFields,
     ChatMessage,
     ChatRequest,
     ContentPart,
     Count,
+    Effort,
     FunctionCall,
-    Label,
-    SamplingFields,
-    TemplateArguments,
-    ToolCall,
-    refuse_unsupported,
-    understand_chat,
-)
-from disagg.api.openai.structured_output import JsonSchemaFormat, ResponseFormat
-from disagg.api.openai.tools import (
     FunctionDefinition,
     FunctionName,
+    JsonSchemaFormat,
+    Label,
     NamedFunction,
     NamedTool,
+    ResponseFormat,
+    SamplingFields,
+    TemplateArguments,
     Tool,
+    ToolCall,
     ToolChoice,
 )
+from disagg.api.openai.requests import refuse_unsupported, understand_chat
 from disagg.api.refusals import missing_parameter, only_text, unsupported
 from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import ChoiceDelta, Frames, Job, RunningJob

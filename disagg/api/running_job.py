@@ -18,13 +18,7 @@ import msgspec
 from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError, EngineFailed
-from disagg.messages import (
-    FinishReason,
-    GenerateRequest,
-    SamplingParams,
-    TokenDelta,
-    TokenLogprobs,
-)
+from disagg.messages import FinishReason, GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs
 from disagg.router.cascade import CascadeDecision
 from disagg.text.answer_delta import AnswerDelta, CallDelta
 from disagg.text.answer_reader import AnswerReader

@@ -21,13 +21,8 @@ from disagg import telemetry
 from disagg.api.anthropic import read_count, understand_count
 from disagg.api.apis import Api, ApiRequest
 from disagg.api.json_body import off_loop
-from disagg.api.openai.requests import (
-    DetokenizeRequest,
-    EmbeddingsRequest,
-    TokenizeRequest,
-    read_request,
-    understand_tokenize,
-)
+from disagg.api.openai.fields import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
+from disagg.api.openai.requests import read_request, understand_tokenize
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
 from disagg.api.refusals import invalid_value, too_long, unsupported

@@ -30,13 +30,7 @@ import msgspec
 from disagg.blocks import BlockHash
 from disagg.errors import StartupError
 from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
-from disagg.links.frames import (
-    BadFrame,
-    fresh_nonce,
-    ingress_proof,
-    proofs_equal,
-    worker_proof,
-)
+from disagg.links.frames import BadFrame, fresh_nonce, ingress_proof, proofs_equal, worker_proof
 from disagg.links.home import home_of
 from disagg.links.reports import PART_NAMES, LinkReports, Report, parts_of
 from disagg.messages import (

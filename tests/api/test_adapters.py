@@ -10,8 +10,8 @@ import pytest
 from disagg.api import anthropic as messages
 from disagg.api import responses
 from disagg.api.anthropic import error_body
-from disagg.api.openai import tools
-from disagg.api.openai.requests import ChatRequest
+from disagg.api.openai import fields as tools
+from disagg.api.openai.fields import ChatRequest
 from disagg.api.refusals import UnknownUrl
 from disagg.errors import DeadlineExceeded, DisaggError, RateLimited, Unavailable
 from tests.api.apps import http_client, make_app

@@ -13,21 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.api import apis
-from disagg.api.anthropic import (
-    CountTokensRequest,
-    MessagesRequest,
-    read_count,
-    understand_count,
-)
+from disagg.api.anthropic import CountTokensRequest, MessagesRequest, read_count, understand_count
 from disagg.api.apis import Api
-from disagg.api.openai.requests import (
+from disagg.api.openai.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    read_request,
-    understand_tokenize,
 )
+from disagg.api.openai.requests import read_request, understand_tokenize
 from disagg.api.responses import ResponsesRequest
 from disagg.api.served_model import ServedModel
 from disagg.errors import RequestError

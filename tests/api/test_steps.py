@@ -13,14 +13,8 @@ from msgspec import structs
 
 from disagg.api.apis import Api
 from disagg.api.openai import answers
-from disagg.api.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    SamplingFields,
-    read_request,
-    understand_chat,
-    understand_completion,
-)
+from disagg.api.openai.fields import ChatRequest, CompletionRequest, SamplingFields
+from disagg.api.openai.requests import read_request, understand_chat, understand_completion
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
 from disagg.api.request_spec import Conversation, RequestSpec, Text

@@ -1,6 +1,5 @@
 """OpenAI's chats and text completions: reads requests and converts them to `RequestSpec`s.
 
-Types are strict (no `"5"` for 5, no 1 for true) and every number, string and list has a bound.
 Unknown fields are ignored because clients send extra ones. Unsupported fields that would change the
 answer are refused by name. Everything that can be refused without a tokenizer is refused here, with
 the name of the field and without side effects.
@@ -8,211 +7,39 @@ the name of the field and without side effects.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
 from disagg.api.json_body import invalid_field, read_struct
-from disagg.api.openai.reasoning import Effort, template_arguments, thinking_budget
-from disagg.api.openai.structured_output import (
-    Choices,
-    ResponseFormat,
-    Schema,
-    StructuredOutputs,
-    requested_grammar,
+from disagg.api.openai.fields import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    DetokenizeRequest,
+    Effort,
+    EmbeddingsRequest,
+    FunctionDefinition,
+    NamedTool,
+    SamplingFields,
+    TokenId,
+    TokenizeRequest,
+    Tool,
 )
-from disagg.api.openai.tools import (
-    ToolChoice,
-    Tools,
-    answer_syntax,
-    check_tools,
-    offered_tools,
-    required_calls,
-)
+from disagg.api.openai.structured_output import requested_grammar, strict
 from disagg.api.refusals import invalid_value, missing_parameter, only_text, unsupported
-from disagg.api.request_spec import (
-    Conversation,
-    JsonText,
-    Milliseconds,
-    Prompt,
-    RequestSpec,
-    Text,
-    in_body,
-)
+from disagg.api.request_spec import Conversation, JsonText, Prompt, RequestSpec, Text, in_body
 from disagg.api.served_model import ServedModel
-from disagg.config import MAX_PRIORITY
 from disagg.errors import InvalidRequest
 from disagg.messages import Grammar, SamplingParams
-
-Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
-StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
-TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-TokenIdKey: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,10}\Z")]
-Bias: TypeAlias = Annotated[float, Meta(ge=-100.0, le=100.0)]
-Label: TypeAlias = Annotated[str, Meta(max_length=512)]
-Priority: TypeAlias = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
-Metadata: TypeAlias = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)
-]
-TemplateArguments: TypeAlias = dict[str, bool | int | Label]
-Documents: TypeAlias = list[dict[str, str]]  # for retrieval, as vLLM takes them: title and text
-
-
-class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class AnswerFields(msgspec.Struct, kw_only=True):
-    """Fields that chat completions, text completions and responses have in common."""
-
-    model: Annotated[str, Meta(max_length=256)] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
-    logit_bias: Annotated[dict[TokenIdKey, Bias], Meta(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    timeout: Annotated[float, Meta(gt=0.0)] | None = None  # in seconds, for the whole answer
-    priority: Priority | None = None
-    slo_ttft_ms: Milliseconds | None = None
-    slo_tpot_ms: Milliseconds | None = None
-    structured_outputs: StructuredOutputs | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
-    user: Label | None = None
-    metadata: Metadata | None = None
-
-
-class SamplingFields(AnswerFields, kw_only=True):
-    """More fields that chat completions and text completions have in common."""
-
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    max_tokens: Count | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    return_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=8192)] | None = None
-    bad_words: Annotated[list[StopString], Meta(max_length=128)] | None = None
-    response_format: ResponseFormat | None = None
-    guided_json: Schema | None = None  # vLLM's older names for parts of `structured_outputs`
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
-
-
-class ContentPart(msgspec.Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class FunctionCall(msgspec.Struct):
-    name: Label
-    arguments: str = ""
-
-
-class ToolCall(msgspec.Struct):
-    function: FunctionCall
-    id: Label | None = None
-    type: Literal["function"] = "function"
-
-
-class ChatMessage(msgspec.Struct):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Meta(min_length=1)] | None = None
-    name: Label | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: Label | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # newer name of `reasoning_content`
-
-
-class ChatRequest(SamplingFields, kw_only=True):
-    prompt_field: ClassVar = "messages"
-    default_token_limit: ClassVar[int | None] = None  # as many as fit
-
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    add_generation_prompt: bool | None = None
-    include_reasoning: bool | None = None
-    reasoning_effort: Effort | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no limit
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateArguments | None = None
-    documents: Documents | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-
-    @property
-    def token_limit(self) -> int | None:
-        """The limit of answer tokens. `max_completion_tokens` is its newer name and wins."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class CompletionRequest(SamplingFields, kw_only=True):
-    prompt_field: ClassVar = "prompt"
-    default_token_limit: ClassVar = 16  # OpenAI's
-
-    prompt: str | list[Any]  # text, texts, token ids or lists of token ids; see `understand`
-    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # 0 with `echo`: no answer
-    echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
-    add_special_tokens: bool | None = None
-
-    @property
-    def token_limit(self) -> int | None:
-        return 1 if self.max_tokens == 0 else self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
-
-class TokenizeRequest(msgspec.Struct, kw_only=True):
-    model: Annotated[str, Meta(max_length=256)] | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    return_token_strs: bool | None = None
-    chat_template_kwargs: TemplateArguments | None = None
-    documents: Documents | None = None
-    tools: Tools | None = None
-
-
-class EmbeddingsRequest(msgspec.Struct, kw_only=True):
-    input: str | list[Any]
-    model: Annotated[str, Meta(max_length=256)] | None = None
-
-
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    tokens: Annotated[list[TokenId], Meta(max_length=1 << 20)]
-    model: Annotated[str, Meta(max_length=256)] | None = None
-
+from disagg.text.answer_delta import Reader
+from disagg.text.answer_reader import AnswerSyntax, read_arguments_of
+from disagg.text.tool_parsers.json_calls import read_llama3_json
 
 Request = TypeVar(
     "Request",
@@ -572,3 +399,217 @@ def _part(part: ContentPart, path: str) -> str:
     if text is None:
         raise missing_parameter(f"{path}.{part.type}")
     return text
+
+
+MAX_REQUIRED_CALLS = 32  # per answer; a weak model would generate calls until its limit of tokens
+
+
+def offered_tools(request: ChatRequest) -> Sequence[Tool]:
+    """The functions that the model may call; none with `tool_choice: "none"`."""
+    return () if request.tool_choice == "none" else request.tools or ()
+
+
+def check_tools(request: ChatRequest) -> None:
+    """Check tools and `tool_choice`.
+
+    Raises:
+        InvalidRequest: two functions have the same name, or `tool_choice` names an unknown one.
+    """
+    names = [tool.function.name for tool in request.tools or ()]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise invalid_value(
+                f"tools[{index}].function.name", f"two functions have the name {name!r}."
+            )
+    choice = request.tool_choice
+    if choice == "required" and not names:
+        raise invalid_value("tool_choice", "'required' needs tools.")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise invalid_value("tool_choice", f"the tools have no function {choice.function.name!r}.")
+
+
+def required_calls(request: ChatRequest) -> Grammar | None:
+    """The grammar of the answer if a call is required, else None.
+
+    Raises:
+        InvalidRequest: two functions have different definitions of the same name in their schemas.
+    """
+    if isinstance(request.tool_choice, NamedTool):
+        name = request.tool_choice.function.name
+        function = next(t.function for t in request.tools or () if t.function.name == name)
+        return _grammar(_parameters(function))
+    if request.tool_choice != "required":
+        return None
+    definitions: dict[str, dict[str, Any]] = {}
+    calls = [_call_schema(tool.function, definitions) for tool in request.tools or ()]
+    most = 1 if request.parallel_tool_calls is False else MAX_REQUIRED_CALLS
+    items = {"anyOf": calls}
+    return _grammar(
+        {"type": "array", "minItems": 1, "maxItems": most, "items": items, **definitions}
+    )
+
+
+def _call_schema(
+    function: FunctionDefinition, definitions: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The schema of a call.
+
+    Definitions in the schema of its parameters move to `definitions`, so that references stay
+    valid.
+    """
+    parameters = dict(_parameters(function))
+    for place in ("$defs", "definitions"):
+        own = parameters.pop(place, None)
+        if not isinstance(own, dict):
+            continue
+        known = definitions.setdefault(place, {})
+        for name, definition in own.items():
+            if known.setdefault(name, definition) != definition:
+                raise invalid_value(
+                    "tools",
+                    f"two functions have different definitions of {place}/{name}; rename one.",
+                )
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _parameters(function: FunctionDefinition) -> dict[str, Any]:
+    """The schema of a function's arguments, always strict; without one a function has none.
+
+    They are an object, also where the schema leaves the type out or allows others, such as null.
+    """
+    return strict({**(function.parameters or {"properties": {}}), "type": "object"})
+
+
+def _grammar(schema: dict[str, Any]) -> Grammar:
+    try:
+        return Grammar("json", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+    except RecursionError:
+        raise invalid_value("tools", "a schema is nested too deeply.") from None
+
+
+def answer_syntax(request: ChatRequest, model: ServedModel) -> AnswerSyntax | None:
+    """How reasoning and calls are parsed in the answers to `request`; None for plain text.
+
+    Raises:
+        InvalidRequest: the model's chat template does not support tools, or its format of calls is
+            unknown.
+    """
+    reasoning, tools = model.reasoning_format, offered_tools(request)
+    if reasoning is None and not tools:
+        return None
+    return AnswerSyntax.from_formats(
+        reasoning,
+        model.tool_format,
+        {tool.function.name: tool.function.parameters or {} for tool in tools},
+        read_calls=_checked_reader(request, model) if tools else None,
+        parallel=request.parallel_tool_calls is not False,
+    )
+
+
+def _checked_reader(request: ChatRequest, model: ServedModel) -> Reader | None:
+    """The reader of calls that a grammar enforces; None if the model calls in its own format."""
+    if model.template is None or not model.template.shows_tools:
+        raise unsupported("tools", f"The chat template of {model.name!r} does not support tools.")
+    if isinstance(request.tool_choice, NamedTool):
+        return read_arguments_of(request.tool_choice.function.name)
+    if request.tool_choice == "required":
+        return read_llama3_json
+    if model.tool_format is None:
+        raise unsupported(
+            "tools",
+            f"The format of tool calls of {model.name!r} is unknown; set tool_choice to"
+            " 'required', to a function or to 'none', or start the server with"
+            " --tool-call-parser.",
+        )
+    return None
+
+
+_SWITCHES = ("enable_thinking", "thinking")  # names of the same switch in different templates
+_HARMONY_EFFORTS = ("low", "medium", "high")
+
+
+def thinking_budget(request: ChatRequest, model: ServedModel) -> int | None:
+    """The largest number of reasoning tokens; None for no limit.
+
+    Raises:
+        InvalidRequest: the model has no known reasoning format.
+    """
+    budget = request.thinking_token_budget
+    if budget is None or budget < 0:
+        return None
+    if model.reasoning_format is None:
+        raise unsupported("thinking_token_budget", _no_reasoning(model))
+    return budget
+
+
+def template_arguments(
+    given: Mapping[str, Any] | None, effort: Effort | None, model: ServedModel
+) -> dict[str, Any]:
+    """The variables of the chat template besides the messages.
+
+    Args:
+        given: `chat_template_kwargs`.
+        effort: `reasoning_effort`.
+
+    Raises:
+        InvalidRequest: the template does not use a given variable, or not with this value.
+    """
+    read = model.template.arguments if model.template else frozenset()
+    arguments = {}
+    for name, value in (given or {}).items():
+        known = name if name in read else _switch(read) if name in _SWITCHES else None
+        if known is not None:
+            arguments[known] = value
+        elif not (name in _SWITCHES and value is False and model.reasoning_format is None):
+            reads = ", ".join(sorted(read)) or "nothing"
+            raise unsupported(
+                f"chat_template_kwargs.{name[:64]}",
+                f"The chat template of {model.name!r} does not use it. Besides the messages it"
+                f" uses: {reads}.",
+            )
+    if effort is not None:
+        arguments = _of_effort(effort, model, read) | arguments
+    return arguments
+
+
+def _of_effort(effort: Effort, model: ServedModel, read: frozenset[str]) -> dict[str, Any]:
+    reasoning, switch = model.reasoning_format, _switch(read)
+    if effort == "none" and switch is not None:
+        return {switch: False}
+    if "reasoning_effort" in read:
+        if reasoning is not None and reasoning.is_harmony and effort not in _HARMONY_EFFORTS:
+            raise _no_such_effort(effort, model, _HARMONY_EFFORTS)
+        return {"reasoning_effort": effort}
+    if switch is not None:
+        if effort not in ("none", "medium"):
+            raise _no_such_effort(effort, model, ("none", "medium"))
+        return {switch: effort != "none"}
+    if reasoning is None and effort != "none":
+        raise unsupported("reasoning_effort", _no_reasoning(model))
+    if reasoning is not None and effort != "medium":
+        raise _no_such_effort(effort, model, ("medium",))
+    return {}
+
+
+def _switch(read: frozenset[str]) -> str | None:
+    return next((name for name in _SWITCHES if name in read), None)
+
+
+def _no_such_effort(effort: str, model: ServedModel, efforts: tuple[str, ...]) -> Exception:
+    return invalid_value(
+        "reasoning_effort",
+        f"the chat template of {model.name!r} does not support {effort!r}; it supports"
+        f" {', '.join(efforts)}. thinking_token_budget limits the reasoning of every model.",
+    )
+
+
+def _no_reasoning(model: ServedModel) -> str:
+    return (
+        f"The chat template of {model.name!r} shows no reasoning; if the model reasons anyway,"
+        " start the server with --reasoning-parser."
+    )

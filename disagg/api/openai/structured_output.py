@@ -18,11 +18,9 @@ import json
 from collections.abc import Container, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any
 
-import msgspec
-from msgspec import Meta
-
+from disagg.api.openai.fields import SamplingFields, Schema
 from disagg.api.refusals import invalid_value, missing_parameter
 from disagg.api.served_model import ServedModel
 from disagg.engine.sched.grammar import Compiled, Grammars
@@ -34,48 +32,9 @@ from disagg.messages import Grammar
 MAX_COMPILE_S = 0.5
 ANY_OBJECT = Grammar("json", '{"type":"object"}')
 
-Choices = Annotated[
-    list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=1000)
-]
-Schema = dict[str, Any] | str
-
-
-class JsonSchemaFormat(msgspec.Struct):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
-    schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-    schema: dict[str, Any] | None = None  # of `json_object`, as llama.cpp and others have it
-
-
-class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    json: Schema | None = None
-    regex: str | None = None
-    choice: Choices | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-
-class GrammarFields(Protocol):
-    """The request fields of structured output."""
-
-    response_format: ResponseFormat | None
-    structured_outputs: StructuredOutputs | None
-    guided_json: Schema | None
-    guided_regex: str | None
-    guided_choice: Choices | None
-    guided_grammar: str | None
-    ignore_eos: bool | None
-    min_tokens: int | None
-
 
 def requested_grammar(
-    request: GrammarFields, required_calls: Grammar | None = None
+    request: SamplingFields, required_calls: Grammar | None = None
 ) -> tuple[str, Grammar] | None:
     """The field that asks for a grammar, and its grammar; None if no such field is set.
 
@@ -101,7 +60,7 @@ def requested_grammar(
     return param, grammar
 
 
-def _requested(request: GrammarFields) -> dict[str, Grammar]:
+def _requested(request: SamplingFields) -> dict[str, Grammar]:
     grammars: dict[str, Grammar] = {}
     form = request.response_format
     if form is not None and form.type == "json_object" and form.schema is not None:

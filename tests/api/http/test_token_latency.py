@@ -1,11 +1,6 @@
 from __future__ import annotations
 
-from prometheus_client import (
-    CollectorRegistry,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 
 from disagg.api.http.metrics import TokenLatency
 

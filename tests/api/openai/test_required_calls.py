@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -14,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.api.openai.tools import (
+from disagg.api.openai.fields import (
+    ChatRequest,
     FunctionDefinition,
     NamedFunction,
     NamedTool,
     Tool,
     ToolChoice,
-    answer_syntax,
-    required_calls,
 )
+from disagg.api.openai.requests import answer_syntax, required_calls
 from disagg.messages import Grammar
 from disagg.text.tool_parsers.registry import NAMES
 from tests.api.fakes import served_model
@@ -82,7 +81,7 @@ def test_arguments_are_an_object(
     """Also whatever the format in which the model calls functions of its own accord."""
     tool = Tool("function", FunctionDefinition("look", parameters=schema))
     choice: ToolChoice = NamedTool("function", NamedFunction("look")) if is_named else "required"
-    request = SimpleNamespace(tools=[tool], tool_choice=choice, parallel_tool_calls=None)
+    request = ChatRequest(messages=[], tools=[tool], tool_choice=choice)
     grammar = required_calls(request)
     assert grammar is not None
     syntax = answer_syntax(request, replace(MODEL, tool_call_parser=parser))
