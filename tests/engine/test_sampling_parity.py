@@ -1,9 +1,12 @@
 """Tokens are those of a sampler that keeps nothing, whatever is beside them and whatever came
-before: `plain_sampler`, which reads all tokens of every sequence in every step.
+before: a new one for each sequence and step, which reads all tokens of the sequence.
+
+What it chooses is right by `device/test_sampler.py` and `device/test_sampling_law.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import pytest
@@ -19,7 +22,6 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued, DraftedSequence
 from disagg.engine.sched.step import SampledToken
 from disagg.messages import SamplingParams
-from tests.engine import plain_sampler
 from tests.engine.device.test_sampler import new_sequence
 
 VOCAB_SIZE = 600  # groups that are full, and one that is not
@@ -69,6 +71,16 @@ class Stepped:
         ).read()
 
 
+def sample_anew(logits: Tensor, rows: SequenceOf[Continued]) -> list[SampledToken]:
+    """The tokens of these rows, each by a sampler that has seen nothing before."""
+    tokens = []
+    for row, each in zip(logits, rows, strict=True):
+        n = each.num_prompt_tokens
+        alike = new_sequence(each.sampling, tuple(each.tokens[:n]), tuple(each.tokens[n:]))
+        tokens += Stepped().sample(row.unsqueeze(0).clone(), [alike])
+    return tokens
+
+
 def check(found: list[SampledToken], expected: list[SampledToken]) -> None:
     assert [token.token_id for token in found] == [token.token_id for token in expected]
     for token, wanted in zip(found, expected, strict=True):
@@ -94,7 +106,7 @@ def test_batches_that_change(data: st.DataObject) -> None:
     for number in range(data.draw(st.integers(1, 6))):
         step = data.draw(st.permutations(everybody))[: data.draw(st.integers(1, 4))]
         logits = logits_of(len(step), number)
-        expected = plain_sampler.sample(logits.clone(), step)
+        expected = sample_anew(logits.clone(), step)
         check(stepped.sample(logits, [*step]), expected)
         for sequence, token in zip(step, expected, strict=True):
             sequence.tokens.append(token.token_id)
@@ -113,7 +125,7 @@ def test_tokens_that_the_host_has_not_read(params: list[SamplingParams], num_ste
         found = stepped.sample(logits.clone(), [*sequences], num_unread=int(bool(unread)))
         for sequence, token_id in zip(sequences, unread, strict=bool(unread)):
             sequence.tokens.append(token_id)
-        expected = plain_sampler.sample(logits, sequences)
+        expected = sample_anew(logits, sequences)
         check(found, expected)
         unread = [token.token_id for token in expected]
 
@@ -134,7 +146,7 @@ def test_drafts(
         rows += [DraftedSequence(sequence, n + 1) for n in range(len(sequence.draft))]
         rows.append(other)
         logits = logits_of(len(rows), number)
-        expected = plain_sampler.sample(logits.clone(), rows)
+        expected = sample_anew(logits.clone(), rows)
         check(stepped.sample(logits, rows), expected)
         sequence.tokens += [*sequence.draft[:num_right], expected[0].token_id]
         sequence.draft = sequence.draft[num_right:]
@@ -149,7 +161,7 @@ def test_many_tokens_at_once_and_a_row_that_grows() -> None:
     other = new_sequence(SamplingParams(max_tokens=900, **asked), tuple(range(40)))
     for number, rows in enumerate([[sequence], [sequence, other], [other, sequence], [other]]):
         logits = logits_of(len(rows), number)
-        expected = plain_sampler.sample(logits.clone(), rows)
+        expected = sample_anew(logits.clone(), rows)
         check(stepped.sample(logits, [*rows]), expected)
         sequence.tokens += range(100, 100 + 20 * number)
         other.tokens += range(7)
