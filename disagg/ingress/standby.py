@@ -37,9 +37,6 @@ class Standby:
 
     # links.client.LinkObserver
 
-    def link_up(self, record: WorkerRecord) -> None:
-        self._fleet.link_up(record)
-
     def worker_synced(
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
     ) -> None:

@@ -12,17 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from typing import Protocol
 
 from disagg.blocks import BlockHash
-from disagg.errors import Unavailable, WorkerLost
+from disagg.errors import DeadlineExceeded, Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket, Peer
-from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
-from disagg.links.frames import BadFrame, fresh_nonce, ingress_proof, proofs_equal, worker_proof
+from disagg.links.connection import (
+    MAX_BUFFER_NBYTES,
+    BadFrame,
+    Connection,
+    fresh_nonce,
+    ingress_proof,
+    proofs_equal,
+    worker_proof,
+)
 from disagg.links.reports import restored
-from disagg.links.stream import DeltaStream
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,
@@ -58,9 +64,6 @@ NUM_CHECKS = 8  # checks without a message, before a worker counts as lost
 class LinkObserver(Protocol):
     """Receives the events of links, in order for each link."""
 
-    def link_up(self, record: WorkerRecord) -> None:
-        """The worker takes messages. It is not routable yet."""
-
     def worker_synced(
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
     ) -> None:
@@ -83,6 +86,7 @@ class Link:
         record: the worker as membership has it.
         key: the cluster's secret.
         rng: spreads the reconnects of many ingresses.
+        lost: called after `observer.worker_lost`.
         silence_s: a worker that sends nothing for so long, not even a heartbeat, counts as lost.
     """
 
@@ -94,6 +98,7 @@ class Link:
         ingress_id: str,
         observer: LinkObserver,
         rng: random.Random,
+        lost: Callable[[str], None] = lambda worker_id: None,
         handshake_timeout_s: float = 5.0,
         silence_s: float = SILENCE_S,
         max_buffer_nbytes: int = MAX_BUFFER_NBYTES,
@@ -107,6 +112,7 @@ class Link:
         self.interval_s = 0.0  # see `report_every`
         self.last_error = "not connected yet"  # for messages: why the link is not up
         self._rng = rng
+        self._lost = lost
         self._handshake_timeout_s = handshake_timeout_s
         self._connection: _WorkerConnection | None = None
         self._task: asyncio.Task[None] | None = None
@@ -196,6 +202,11 @@ class Link:
             timer.cancel()
             connection.forget(stream_id, cancel=not is_ended)
 
+    def lost(self) -> None:
+        """Tell that what is known of the worker is out of date."""
+        self.observer.worker_lost(self.record.worker_id)
+        self._lost(self.record.worker_id)
+
     def _send(self, message: ToWorker) -> None:
         """Does nothing while the link is down."""
         if self._connection is not None and self._connection.is_up:
@@ -278,7 +289,7 @@ class _WorkerConnection(Connection):
         if self.is_up:
             self.is_up = False
             self._fail_streams(f"was lost: {self.reason}")
-            self._link.observer.worker_lost(self._link.record.worker_id)
+            self._link.lost()
 
     def received(self, payload: bytes) -> None:
         self._was_heard = True
@@ -326,7 +337,6 @@ class _WorkerConnection(Connection):
                 self.welcomed.set_result(None)
                 if link.interval_s:
                     self.send(Frequency(link.interval_s))
-                link.observer.link_up(link.record)
         else:
             raise BadFrame(f"{type(message).__name__} came in the middle of the handshake")
 
@@ -367,7 +377,7 @@ class _WorkerConnection(Connection):
         self._num_received = sequence_number
         if self._status is not None:
             self._status = None
-            self._link.observer.worker_lost(self._link.record.worker_id)
+            self._link.lost()
         self.send(Resync())
 
     def _fail_streams(self, what: str) -> None:
@@ -387,3 +397,97 @@ class _WorkerConnection(Connection):
             return
         self._was_heard = False
         self._watch = self._loop.call_later(self._link.silence_s / NUM_CHECKS, self._check_liveness)
+
+
+class DeltaStream:
+    """The deltas of one stream, merged while the reader is busy.
+
+    Args:
+        on_token: is given deltas while the reader waits.
+    """
+
+    __slots__ = ("_error", "_loop", "_on_token", "_rest", "_waiter", "deltas")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_token: TokenCallback | None = None
+    ) -> None:
+        self.deltas: list[TokenDelta] = []
+        self._on_token = on_token
+        self._rest: Awaitable[None] | None = None  # of what `on_token` began, for the reader
+        self._error: Exception | None = None
+        self._loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, delta: TokenDelta) -> None:
+        if self._error is not None:  # a delta may be lost, and no later one may hide that
+            return
+        on_token, waiter = self._on_token, self._waiter
+        if on_token is not None and waiter is not None and not waiter.done():
+            try:
+                taken = on_token(delta)
+            except Exception as error:  # the failure of one request, and not of its link
+                self.fail(error)
+                return
+            if taken is True:
+                return
+            if taken is not False:
+                self._rest = taken
+                self._wake()
+                return
+        self.deltas.append(delta)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error, after all deltas before it. Only the first error counts."""
+        self._error = self._error or error
+        self._wake()
+
+    def expire(self) -> None:
+        self.fail(
+            DeadlineExceeded(
+                "The request's deadline passed before its answer was complete; ask for fewer"
+                " tokens or allow more time."
+            )
+        )
+
+    async def wait(self) -> None:
+        """Wait until there is something to take. Raises the error that ended the stream."""
+        while self._rest is not None or not self.deltas:
+            if self._rest is not None:
+                rest, self._rest = self._rest, None
+                await rest
+                continue
+            if self._error is not None:
+                raise self._error
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def take(self) -> TokenDelta:
+        """All deltas since the last call, merged."""
+        deltas, self.deltas = self.deltas, []
+        return deltas[0] if len(deltas) == 1 else merge(deltas)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Consecutive deltas of one stream as one."""
+    first, last = deltas[0], deltas[-1]
+    logprobs = None
+    if any(delta.logprobs is not None for delta in deltas):
+        logprobs = tuple(item for delta in deltas for item in delta.logprobs or ())
+    scored = (delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None)
+    return TokenDelta(
+        stream_id=first.stream_id,
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        finish_reason=last.finish_reason,
+        logprobs=logprobs,
+        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),  # only one says it
+        ticket=last.ticket,
+        error=last.error,
+        early_ticket=last.early_ticket,
+        times=next((delta.times for delta in deltas if delta.times is not None), None),
+        prompt_logprobs=next(scored, None),
+    )

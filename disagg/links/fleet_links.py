@@ -19,18 +19,10 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
-from disagg.blocks import BlockHash
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.client import Link, LinkObserver
-from disagg.messages import (
-    GenerateRequest,
-    KVEvent,
-    Prefetch,
-    TokenDelta,
-    WorkerRecord,
-    WorkerStatus,
-)
+from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WorkerRecord
 from disagg.token_fast_path import TokenCallback
 
 # Reports of all workers that an ingress takes in each second; one takes about 11 us of CPU
@@ -102,7 +94,8 @@ class FleetLinks:
                 record,
                 key=self._key,
                 ingress_id=self._ingress_id,
-                observer=self,
+                observer=self._observer,
+                lost=self._lost,
                 rng=self._rng,
             )
             self._links[record.worker_id] = link
@@ -170,23 +163,7 @@ class FleetLinks:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    # LinkObserver
-
-    def link_up(self, record: WorkerRecord) -> None:
-        self._observer.link_up(record)
-
-    def worker_synced(
-        self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
-    ) -> None:
-        self._observer.worker_synced(record, block_hashes, status)
-
-    def worker_stepped(
-        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus | None
-    ) -> None:
-        self._observer.worker_stepped(worker_id, kv_events, status)
-
-    def worker_lost(self, worker_id: str) -> None:
-        self._observer.worker_lost(worker_id)
+    def _lost(self, worker_id: str) -> None:
         if worker_id in self._leaving:
             self._leaving.remove(worker_id)
             self._drop(self._links[worker_id])

@@ -18,9 +18,10 @@ Knows no engine: `receive` decides what a `Start` means. Runs on one event loop.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
@@ -29,9 +30,15 @@ import msgspec
 
 from disagg.blocks import BlockHash
 from disagg.errors import StartupError
-from disagg.links.connection import MAX_BUFFER_NBYTES, Connection
-from disagg.links.frames import BadFrame, fresh_nonce, ingress_proof, proofs_equal, worker_proof
-from disagg.links.home import home_of
+from disagg.links.connection import (
+    MAX_BUFFER_NBYTES,
+    BadFrame,
+    Connection,
+    fresh_nonce,
+    ingress_proof,
+    proofs_equal,
+    worker_proof,
+)
 from disagg.links.reports import PART_NAMES, LinkReports, Report, parts_of
 from disagg.messages import (
     WIRE_VERSION,
@@ -392,3 +399,20 @@ class _IngressLink(Connection):
             self.send(message)
         except BadFrame as error:  # tokens would be missing from here on
             self.end(str(error))
+
+
+def home_of(worker_id: str, ingress_ids: Collection[str]) -> str:
+    """The home of a worker, one of the ingresses; "" if there are fewer than two.
+
+    Ingresses that route at the same moment do not know of each other's requests. Among idle workers
+    that cost the same, each ingress prefers those whose home it is, so two rarely choose the same.
+    Rendezvous hashing: each ingress gets a similar share of the workers, and if an ingress comes or
+    goes, only its own share changes.
+    """
+    if len(set(ingress_ids)) < 2:
+        return ""
+    return max(ingress_ids, key=lambda ingress_id: _draw(worker_id, ingress_id))
+
+
+def _draw(worker_id: str, ingress_id: str) -> bytes:
+    return hashlib.blake2b(f"{worker_id} {ingress_id}".encode(), digest_size=8).digest()

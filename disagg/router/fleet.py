@@ -274,9 +274,6 @@ class Fleet:
 
     # links.client.LinkObserver
 
-    def link_up(self, record: WorkerRecord) -> None:
-        """Not routable before its snapshot."""
-
     def worker_synced(
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
     ) -> None:

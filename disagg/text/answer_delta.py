@@ -97,7 +97,6 @@ class Sink:
         self._reasoning = ""
         self._text = ""
         self._calls: list[CallDelta] = []
-        self._arguments: list[str] = []  # new arguments of the last call
 
     def reasoning(self, text: str) -> None:
         if text and self.is_calling:
@@ -125,8 +124,6 @@ class Sink:
         self.end_call()
         self.is_reasoning = False
         if not self.is_full:
-            if self._arguments:
-                self._give_arguments()
             self.is_calling = True
             number, self._has_arguments = self.num_calls, False
             self.num_calls += 1
@@ -138,15 +135,7 @@ class Sink:
         if self.is_full or not text:
             return
         self._has_arguments = True
-        self._arguments.append(text)
-
-    def _give_arguments(self) -> None:
-        pieces, self._arguments = self._arguments, []
-        text = pieces[0] if len(pieces) == 1 else "".join(pieces)
-        if self._calls:
-            self._calls[-1] = replace(self._calls[-1], arguments=text)
-        else:
-            self._calls.append(CallDelta(self.num_calls - 1, text))
+        self._calls.append(CallDelta(self.num_calls - 1, text))
 
     def end_call(self) -> None:
         """End the open call, if there is one; the mark at its end may be missing."""
@@ -159,9 +148,8 @@ class Sink:
 
     def take(self) -> AnswerDelta:
         """Return the parts since the last call."""
-        if self._arguments:
-            self._give_arguments()
-        delta = AnswerDelta(self._reasoning, self._text, self._calls)
+        calls = join_calls(self._calls) if len(self._calls) > 1 else self._calls
+        delta = AnswerDelta(self._reasoning, self._text, calls)
         self._reasoning = self._text = ""
         self._calls = []
         return delta

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Iterable
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -23,25 +23,50 @@ _JSON_SCALAR_END = re.compile(r"[\s,;\]})<]")
 _PYTHON = re.compile(r"""["'(){}\[\],]""")
 
 
-class ValueEnd(Protocol):
-    """Finds the end of one value that arrives in pieces."""
+class ValueEnd:
+    """Finds the end of one value that arrives in pieces.
+
+    It is after the last character of a JSON string, object or list, and otherwise before the
+    character that ends the value: for a Python argument, a comma or a closing bracket.
+    """
+
+    def __init__(self, *, is_json: bool) -> None:
+        self._marks = None if is_json else _PYTHON  # None: its first character decides
+        self._ends_itself = False
+        self._depth = 0
+        self._quote = ""  # of the string that the text is inside
+        self._is_escaped = False
 
     def find(self, text: str, start: int) -> int | None:
         """The end of the value in `text`, which continues it at `start`; None if it goes on."""
+        if self._marks is None:
+            self._ends_itself = text[start] in '"{['
+            self._marks = _JSON if self._ends_itself else _JSON_SCALAR_END
+        at = start
+        while True:
+            if self._quote:
+                at = self._after_string(text, at)
+                if self._quote:
+                    return None
+                if self._ends_itself and not self._depth:
+                    return at
+            found = self._marks.search(text, at)
+            if found is None:
+                return None
+            at, char = found.end(), found.group()
+            if char in "\"'":
+                self._quote = char
+            elif char in "([{":
+                self._depth += 1
+            elif not self._depth:
+                return found.start()
+            elif char != ",":
+                self._depth -= 1
+                if self._ends_itself and not self._depth:
+                    return at
 
-    def next_mark(self) -> Search | None:
-        """A search for characters that matter to the next `find`; None if `find` needs all text."""
-
-
-class _Strings:
-    """Tracks whether the text is inside a string, and skips strings."""
-
-    def __init__(self) -> None:
-        self._quote = ""
-        self._is_escaped = False
-
-    def skip(self, text: str, at: int) -> int:
-        """The place after the string that `at` is in, or `at` if it is in none."""
+    def _after_string(self, text: str, at: int) -> int:
+        """The place after the string that `at` is in, or the end of `text`."""
         while self._quote and at < len(text):
             if self._is_escaped:
                 at, self._is_escaped = at + 1, False
@@ -56,78 +81,11 @@ class _Strings:
                 self._quote = ""
         return at
 
-    def begin(self, quote: str) -> None:
-        self._quote = quote
-
-    @property
-    def is_inside(self) -> bool:
-        return bool(self._quote)
-
-    def next_mark(self, outside: Search) -> Search | None:
-        """See `ValueEnd`. `outside` finds the characters that matter outside of strings."""
-        if not self._quote:
-            return outside
-        return None if self._is_escaped else _STRING_END[self._quote].search
-
-
-class JsonEnd:
-    """Finds the end of a JSON value."""
-
-    def __init__(self) -> None:
-        self._strings = _Strings()
-        self._depth = 0
-        self._is_scalar: bool | None = None
-
-    def find(self, text: str, start: int) -> int | None:
-        if self._is_scalar is None:
-            self._is_scalar = text[start] not in '"{['
-        if self._is_scalar:
-            ends = _JSON_SCALAR_END.search(text, start)
-            return ends.start() if ends else None
-        at = self._strings.skip(text, start)
-        if at > start and not self._depth and not self._strings.is_inside:
-            return at
-        while found := _JSON.search(text, at):
-            at, char = found.end(), found.group()
-            if char == '"':
-                self._strings.begin(char)
-                at = self._strings.skip(text, at)
-            else:
-                self._depth += 1 if char in "{[" else -1
-            if not self._depth and not self._strings.is_inside:
-                return at
-            if self._strings.is_inside:
-                return None
-        return None
-
     def next_mark(self) -> Search | None:
-        return None if self._is_scalar else self._strings.next_mark(_JSON.search)
-
-
-class PythonEnd:
-    """Finds the end of a Python literal that is an argument: a comma or closing bracket follows."""
-
-    def __init__(self) -> None:
-        self._strings = _Strings()
-        self._depth = 0
-
-    def find(self, text: str, start: int) -> int | None:
-        at = self._strings.skip(text, start)
-        while not self._strings.is_inside and (found := _PYTHON.search(text, at)):
-            at, char = found.end(), found.group()
-            if char in "\"'":
-                self._strings.begin(char)
-                at = self._strings.skip(text, at)
-            elif char in "([{":
-                self._depth += 1
-            elif self._depth == 0:
-                return found.start()
-            elif char != ",":
-                self._depth -= 1
-        return None
-
-    def next_mark(self) -> Search | None:
-        return self._strings.next_mark(_PYTHON.search)
+        """A search for characters that matter to the next `find`; None if it needs all text."""
+        if self._quote:
+            return None if self._is_escaped else _STRING_END[self._quote].search
+        return None if self._marks is None else self._marks.search
 
 
 Result = TypeVar("Result")
@@ -310,10 +268,11 @@ class Incoming:
 
         Only brackets and strings are checked; whoever parses the value sees other errors.
         """
-        return (yield from self.value(JsonEnd(), take))
+        return (yield from self.value(take, is_json=True))
 
-    def value(self, value_end: ValueEnd, take: Take) -> Reading[bool]:
-        """Like `json_value`, for a value whose end `value_end` finds."""
+    def value(self, take: Take, *, is_json: bool) -> Reading[bool]:
+        """Like `json_value`, also for an argument in Python."""
+        value_end = ValueEnd(is_json=is_json)
         while (yield from self.more()):
             self._search = None
             end = value_end.find(self._text, self._at)

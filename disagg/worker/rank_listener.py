@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Literal, TypeAlias
 
 from disagg.errors import StartupError
-from disagg.links.frames import NONCE_NBYTES, fresh_nonce, proof_of, proofs_equal
+from disagg.links.connection import NONCE_NBYTES, fresh_nonce, proof_of, proofs_equal
 
 log = logging.getLogger(__name__)
 

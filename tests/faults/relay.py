@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter, deque
 from typing import Literal, TypeAlias
 
-from disagg.links.frames import HEADER
+from disagg.links.connection import HEADER
 
 Fate: TypeAlias = Literal["drop", "double", "swap"]
 

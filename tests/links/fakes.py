@@ -109,9 +109,6 @@ class RecordingObserver(LinkObserver):
         self.statuses: dict[str, WorkerStatus] = {}
         self.calls: list[tuple[str, str]] = []
 
-    def link_up(self, record: WorkerRecord) -> None:
-        self.calls.append(("up", record.worker_id))
-
     def worker_synced(
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
     ) -> None:

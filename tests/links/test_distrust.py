@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from disagg.errors import WorkerLost
-from disagg.links.frames import HEADER, frame, worker_proof
+from disagg.links.connection import HEADER, frame, worker_proof
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,

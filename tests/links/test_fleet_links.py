@@ -89,7 +89,7 @@ async def test_an_empty_membership_takes_no_living_worker_away() -> None:
         links.update([a.record])
         links.update([a.record, b.record])
         assert set(observer.held) == {"a", "b"}
-        assert observer.calls.count(("up", "a")) == observer.calls.count(("up", "b")) == 1
+        assert observer.calls.count(("synced", "a")) == observer.calls.count(("synced", "b")) == 1
 
 
 async def test_a_worker_that_left_the_membership_finishes_its_streams() -> None:

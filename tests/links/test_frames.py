@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.links import frames
-from disagg.links.frames import (
+from disagg.links import connection as frames
+from disagg.links.connection import (
     HEADER,
     BadFrame,
     FrameReader,

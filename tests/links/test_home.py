@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from disagg.links.home import home_of
+from disagg.links.server import home_of
 
 WORKERS = [f"worker-{number}" for number in range(400)]
 INGRESSES = ["a", "b", "c", "d"]

@@ -11,7 +11,7 @@ import pytest
 
 from disagg.errors import StartupError
 from disagg.links import reports, server
-from disagg.links.frames import HEADER, MAX_HANDSHAKE_NBYTES, frame, ingress_proof
+from disagg.links.connection import HEADER, MAX_HANDSHAKE_NBYTES, frame, ingress_proof
 from disagg.links.server import LinkClosed, LinkServer
 from disagg.messages import (
     WIRE_VERSION,

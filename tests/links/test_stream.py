@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.links.stream import DeltaStream
+from disagg.links.client import DeltaStream
 from disagg.messages import TokenDelta
 from disagg.token_fast_path import Taken
 

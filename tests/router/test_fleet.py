@@ -22,7 +22,6 @@ def worker(fleet: Fleet, worker_id: str = "d0") -> WorkerView:
 
 def test_a_worker_is_in_the_view_from_its_snapshot_to_its_loss() -> None:
     fleet = Fleet()
-    fleet.link_up(make_record("d0"))
     assert fleet.view().workers == {}
     fleet.worker_synced(make_record("d0"), [], make_status())
     assert set(fleet.view().workers) == {"d0"}

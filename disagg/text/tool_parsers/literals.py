@@ -9,7 +9,7 @@ import json
 import re
 
 from disagg.text.answer_delta import Marked, Sink, marks_of, read_text
-from disagg.text.incoming import Incoming, PythonEnd, Reading, Take
+from disagg.text.incoming import Incoming, Reading, Take
 from disagg.text.tool_parsers.tags import NamedArguments, json_of
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]")
@@ -77,7 +77,7 @@ def _read_call(text: Incoming, sink: Sink) -> Reading[bool]:
             arguments = NamedArguments(sink, None)
         arguments.begin(key)
         yield from text.spaces()
-        if not (yield from text.value(PythonEnd(), arguments.add)):
+        if not (yield from text.value(arguments.add, is_json=False)):
             return True
         arguments.end()
     if not char:

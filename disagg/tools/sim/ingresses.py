@@ -10,8 +10,8 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sequence
 
 from disagg.blocks import BlockHash
-from disagg.links.home import home_of
 from disagg.links.reports import LinkReports, Report
+from disagg.links.server import home_of
 from disagg.messages import KVEvent, WorkerRecord, WorkerStatus
 from disagg.router.fleet import Fleet
 
