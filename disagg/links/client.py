@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from itertools import count
 from typing import Protocol
 
 from disagg.blocks import BlockHash
 from disagg.errors import DeadlineExceeded, Unavailable, WorkerLost
-from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.connection import (
     MAX_BUFFER_NBYTES,
     BadFrame,
@@ -47,7 +47,6 @@ from disagg.messages import (
     StepFrame,
     ToIngress,
     TokenDelta,
-    ToWorker,
     Welcome,
     WorkerRecord,
     WorkerStatus,
@@ -143,24 +142,16 @@ class Link:
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    def send_peers(self, peers: Iterable[Peer], gone: Iterable[str] = ()) -> None:
-        """Send peers, and ids of those that have left. Does nothing while the link is down."""
-        self._send(Peers(tuple(peers), tuple(gone)))
-
     def report_every(self, interval_s: float) -> None:
         """Have the worker report its cache and load at most so often, in seconds."""
         if interval_s != self.interval_s:
             self.interval_s = interval_s
-            self._send(Frequency(interval_s))
+            self.send(Frequency(interval_s))
 
-    def release(self, ticket: KVTicket) -> None:
-        """Tell the worker that its ticket will not be used. A lost message costs only memory."""
-        self._send(Release(ticket.ticket_id))
-
-    def prefetch(self, asked: Prefetch) -> None:
-        """Make the worker pull blocks that a later request will need. If the message is lost, they
-        are pulled with that request."""
-        self._send(asked)
+    def send(self, message: Frequency | Peers | Prefetch | Release) -> None:
+        """Does nothing while the link is down: a lost message costs only time or memory."""
+        if self._connection is not None and self._connection.is_up:
+            self._connection.send(message)
 
     async def stream(
         self,
@@ -206,11 +197,6 @@ class Link:
         """Tell that what is known of the worker is out of date."""
         self.observer.worker_lost(self.record.worker_id)
         self._lost(self.record.worker_id)
-
-    def _send(self, message: ToWorker) -> None:
-        """Does nothing while the link is down."""
-        if self._connection is not None and self._connection.is_up:
-            self._connection.send(message)
 
     async def _keep_connected(self) -> None:
         pause_s = FIRST_PAUSE_S

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.client import Link, LinkObserver
-from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WorkerRecord
+from disagg.messages import GenerateRequest, Peers, Prefetch, Release, TokenDelta, WorkerRecord
 from disagg.token_fast_path import TokenCallback
 
 # Reports of all workers that an ingress takes in each second; one takes about 11 us of CPU
@@ -49,7 +49,6 @@ class FleetLinks:
     Args:
         key: the cluster's secret.
         observer: called with every worker's cache and load; never blocks.
-        new_link: how a link is made; for tests with shorter timeouts.
     """
 
     def __init__(
@@ -59,13 +58,11 @@ class FleetLinks:
         ingress_id: str,
         observer: LinkObserver,
         rng: random.Random,
-        new_link: Callable[..., Link] = Link,
     ) -> None:
         self._key = key
         self._ingress_id = ingress_id
         self._observer = observer
         self._rng = rng
-        self._new_link = new_link
         self._links: dict[str, Link] = {}
         self._leaving: set[str] = set()  # linked, and not in the membership any more
         self._closing: set[asyncio.Task[None]] = set()
@@ -90,7 +87,7 @@ class FleetLinks:
         if gone:
             self._tell_gone(gone)
         for record in [wanted[worker_id] for worker_id in wanted if worker_id not in self._links]:
-            link = self._new_link(
+            link = Link(
                 record,
                 key=self._key,
                 ingress_id=self._ingress_id,
@@ -135,19 +132,19 @@ class FleetLinks:
         """Tell the ticket's source that it will not be used, so that it frees the blocks."""
         link = self._links.get(ticket.source_id)
         if link is not None and link.record.epoch == ticket.epoch:
-            link.release(ticket)
+            link.send(Release(ticket.ticket_id))
 
     def prefetch(self, worker_id: str, asked: Prefetch) -> None:
-        """`Link.prefetch` of that worker, unless it has left."""
+        """Make a worker pull blocks that a later request will need, unless it has left."""
         link = self._links.get(worker_id)
         if link is not None:
-            link.prefetch(asked)
+            link.send(asked)
 
     def introduce(self, worker_id: str, source_id: str) -> None:
         """Tell a worker how to reach another one, whose KV it will pull."""
         link, source = self._links.get(worker_id), self._links.get(source_id)
         if link is not None and source is not None and link is not source:
-            link.send_peers((source.record.peer,))
+            link.send(Peers((source.record.peer,)))
 
     async def close(self) -> None:
         self._leaving.clear()
@@ -171,4 +168,4 @@ class FleetLinks:
 
     def _tell_gone(self, gone: Sequence[str]) -> None:
         for link in self._links.values():
-            link.send_peers((), gone)
+            link.send(Peers((), tuple(gone)))

@@ -63,7 +63,7 @@ async def test_many_streams_share_a_link() -> None:
                 await asyncio.sleep(0)
         for i, task in enumerate(tasks):
             assert await task == [100 * i + step for step in range(30)]
-        link.send_peers([worker.record.peer])
+        link.send(Peers((worker.record.peer,)))
         await until(lambda: worker.of_type(Peers))
         assert worker.of_type(Cancel) == []  # nothing came before the peers either
 
@@ -125,7 +125,7 @@ async def test_what_arrived_in_time_is_read_after_the_deadline() -> None:
 
 async def test_an_unused_ticket_is_released_at_its_source() -> None:
     async with pair() as (worker, link, _):
-        link.release(KVTicket("1/7", "w", 1, "layout", 16, (0,), (1,)))
+        link.send(Release("1/7"))
         await until(lambda: worker.of_type(Release))
         assert worker.of_type(Release) == [Release("1/7")]
 
@@ -203,11 +203,11 @@ def test_an_early_ticket_that_was_overtaken_hides_nothing() -> None:
 async def test_prefetches_reach_a_worker_whose_link_is_up() -> None:
     asked = Prefetch(KVTicket("1+1", "p", 1, "toy", 16, (0,), (0,)), (bytes(HASH_NBYTES),), "trace")
     async with pair() as (worker, link, _):
-        link.prefetch(asked)
+        link.send(asked)
         await until(lambda: worker.of_type(Prefetch))
         assert worker.of_type(Prefetch) == [asked]
         link.close()
-        link.prefetch(asked)  # nobody is there, and nothing is raised
+        link.send(asked)  # nobody is there, and nothing is raised
 
 
 async def test_a_dead_worker_ends_its_streams_after_what_it_had_said() -> None:
