@@ -37,13 +37,12 @@ from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.errors import DisaggError
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.local import LocalCluster
 from disagg.messages import GenerateRequest, SamplingParams
-from disagg.prefill_worker import kv_export
 from disagg.router.worker_view import RequestLoad
+from disagg.worker import kv_export
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.engine.fake_runner import FakeKV, FakeRunner, expected_tokens

@@ -21,13 +21,12 @@ import torch
 from bench.gpu_device import synchronize
 from bench.gpu_models import new_engine, new_sequence
 from bench.shapes import model_config
-from disagg.decode_worker.kv_import import KVImport
 from disagg.engine.sched.sequence import Sequence
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps, first_generation
+from disagg.kvtransfer.slab import Slab, Stamps, first_generation
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.prefill_worker.kv_export import KVExport
+from disagg.worker.kv_export import KVExport
+from disagg.worker.kv_import import KVImport
 
 SOURCE, READER, EPOCH = "source", "reader", 1
 NUM_OUTPUT, NUM_REPEATS = 16, 5

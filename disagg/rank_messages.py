@@ -6,7 +6,7 @@ Pipes on one node, TCP between nodes (where `RankStart` comes from who starts th
     first -> other   RankStep | RankCapture, ConnectPeer | ForgetPeer | PullBlocks, RankCopies,
                      RankPut | RankFetch, on the second one: begun one after another
     other -> first   RankUp, RankLoaded, RankReady;
-                     then RankPulled | RankCopied | RankStored | RankFetched;
+                     then RankDone for each numbered task;
                      RankFailed before it ends by itself
 
 The end of a connection is the end of the other process.
@@ -73,7 +73,7 @@ class ForgetPeer(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class PullBlocks(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Pull `ticket.block_ids[first_block:]` into the blocks `into`. The answer is `RankPulled`."""
+    """Pull `ticket.block_ids[first_block:]` into the blocks `into`."""
 
     number: int
     ticket: KVTicket
@@ -113,29 +113,30 @@ class RankCapture(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 class RankCopies(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Begin to copy this rank's part of blocks between its KV cache and its host memory, as of the
-    steps before. `RankCopied` reports the end.
+    steps before.
 
     pairs: (block, slot) of blocks to save, or (slot, block) of blocks to load.
     """
 
+    number: int
     is_load: bool
     pairs: list[tuple[int, int]]
 
 
 class RankPut(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Put this rank's part of blocks into the store, as of the steps before. They are read before
-    anything that is said later is begun. `RankStored` reports the end.
+    anything that is said later is begun.
 
     blocks: each with its number in the cache or, if `in_host`, that of its slot in host memory.
     """
 
+    number: int
     blocks: list[tuple[int, bytes]]
     in_host: bool
 
 
 class RankFetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Load this rank's part of the blocks `names` from the store into the blocks `into`. The answer
-    is `RankFetched`."""
+    """Load this rank's part of the blocks `names` from the store into the blocks `into`."""
 
     number: int
     names: list[bytes]
@@ -164,52 +165,31 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-class RankPulled(msgspec.Struct, frozen=True, tag="pulled"):
-    """The pull of that number has ended."""
+class RankDone(msgspec.Struct, frozen=True, tag="done"):
+    """A task of the rank has ended: a pull, a copy, a put or a fetch.
 
-    number: int
-    done: PullDone
-
-
-class RankCopied(msgspec.Struct, frozen=True, tag="copied"):
-    """So many `RankCopies` that save have ended since the last report, and those that load in so
-    many seconds each; both in order."""
-
-    num_saved: int
-    loaded_s: list[float]
-
-
-class RankStored(msgspec.Struct, frozen=True, tag="stored"):
-    """An error or None for each block of `RankPut` that was put since the last report, in order."""
-
-    errors: list[str | None]
-
-
-class RankFetched(msgspec.Struct, frozen=True, tag="fetched"):
-    """The fetch of that number has ended.
-
-    num_damaged: damaged values that this rank has read from the store so far.
+    seconds: of pulls, and of copies from host memory.
+    nbytes, is_torn: of pulls, as in `PullDone`.
+    num_damaged: of fetches, damaged values that this rank has read from the store so far.
     """
 
     number: int
-    error: str | None
-    num_damaged: int
+    error: str | None = None
+    seconds: float = 0.0
+    nbytes: int = 0
+    is_torn: bool = False
+    num_damaged: int = 0
+
+    @classmethod
+    def of_pull(cls, number: int, done: PullDone) -> RankDone:
+        return cls(number, done.error, done.seconds, done.nbytes, done.is_torn)
 
 
 ToRank: TypeAlias = RankStart | RankCache
 RankWork: TypeAlias = RankStep | RankCapture
-RankOffload: TypeAlias = RankCopies | RankPut | RankFetch
-RankTask: TypeAlias = RankWork | RankOffload | ConnectPeer | ForgetPeer | PullBlocks
-FromRank: TypeAlias = (
-    RankUp
-    | RankLoaded
-    | RankReady
-    | RankFailed
-    | RankPulled
-    | RankCopied
-    | RankStored
-    | RankFetched
-)
+RankMove: TypeAlias = ConnectPeer | ForgetPeer | PullBlocks | RankCopies | RankPut | RankFetch
+RankTask: TypeAlias = RankWork | RankMove
+FromRank: TypeAlias = RankUp | RankLoaded | RankReady | RankFailed | RankDone
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

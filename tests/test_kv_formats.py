@@ -33,8 +33,7 @@ from disagg.kernels.kv_pages import FORMATS as FORMATS_BY_NAME
 from disagg.kernels.kv_pages import SCALE_NBYTES, new_pages
 from disagg.kernels.torch import paging as torch_paging
 from disagg.kvtransfer.pulls import PullBook, describe
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
 from tests.e2e.single_engine import SingleEngine

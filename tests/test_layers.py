@@ -17,8 +17,6 @@ LAYERS = {
     "local": 5,
     "ingress": 4,
     "worker": 4,
-    "prefill_worker": 3,
-    "decode_worker": 3,
     "api": 3,
     "capacity": 3,
     "text": 2,

@@ -16,7 +16,7 @@ from disagg import local
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.local import LocalCluster
 from disagg.time_model import TransferTimeModel
-from disagg.worker.draining import Draining
+from disagg.worker.core import WorkerCore
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.e2e.single_engine import SingleEngine
@@ -254,7 +254,8 @@ async def test_a_planned_stop_moves_kv_and_no_answer_shows_it(
     model: Path, transport: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever was asked for; and nothing is counted or computed twice."""
-    monkeypatch.setattr(Draining, "_step_s", lambda draining: 10.0)
+    empty = WorkerCore._empty
+    monkeypatch.setattr(WorkerCore, "_empty", lambda core, left_s: empty(core, -1.0))
     sources: set[str] = set()  # of pulls; workers forget the figures of who has left
     observe = TransferTimeModel.observe
 

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,16 +27,13 @@ from disagg.engine.device import build
 from disagg.engine.device.engine_plan import EnginePlan
 from disagg.engine.device.runner import ModelRunner
 from disagg.errors import EngineFailed, StartupError
-from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone
 from disagg.local import LocalCluster
 from disagg.models.communicator import Communicator
-from disagg.rank_messages import ConnectPeer, FromRank, RankCapture
+from disagg.rank_messages import PullBlocks, RankCapture, encode
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
 from disagg.time_model import StepTimeModel
-from disagg.worker import rank
 from disagg.worker.check import check_tier
 from disagg.worker.other_rank import LocalRank, Rank
 from disagg.worker.parts import build_parts
@@ -384,29 +380,10 @@ def test_a_pull_on_a_rank_that_is_gone_is_no_error_of_its_request(
     ranks = Ranks(config(model), config(model).tiers[0], "gone", 1)
     (gone,) = ranks.others
     process_of(gone).wait()
-    gone.pull(1, Memory("source").ticket("t", [3]), 0, [0])
-    assert gone.poll() == [] and not gone.wait(60.0)
+    gone.tell(encode(PullBlocks(1, Memory("source").ticket("t", [3]), 0, [0])))
+    assert gone.take_reports() == [] and not gone.wait(60.0)
     assert isinstance(ranks.diagnose(RuntimeError("a step's")), EngineFailed)
     ranks.close()
-
-
-class BrokenTransport(LocalTransport):
-    def add_peer(self, peer: Peer) -> None:
-        raise RuntimeError("planted")
-
-
-def test_a_rank_ends_with_the_thread_that_moves_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: queue.Queue[int] = queue.Queue()
-    monkeypatch.setattr(rank, "_end", ended.put)
-    jobs: queue.SimpleQueue[rank.Job] = queue.SimpleQueue()
-    told: list[FromRank] = []
-    memory = Memory("reader.1")
-    own = memory.slab, memory.stamps
-    transport = BrokenTransport(LocalFleet(), "reader.1", 1, *own, clock=lambda: 0.0)
-    rank._start_thread("move", partial(rank._move, transport, jobs, told.append))
-    jobs.put(ConnectPeer(Memory("source").peer()))
-    assert ended.get(timeout=60) == 1
-    assert not told
 
 
 PROGRAM = """

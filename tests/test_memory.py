@@ -22,13 +22,13 @@ import pytest
 
 from disagg import local
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
+from disagg.kvtransfer import pulls
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.local import LocalCluster
 from disagg.models.description import describe_model
 from disagg.store import cold_tier
-from disagg.store.cold_tier import ColdTier
+from disagg.store.cold_tier import ColdTier, StoreThread
 from disagg.text.tokenizer import Tokenizer
 from disagg.time_model import TransferTimeModel
 from disagg.worker.parts import Parts
@@ -53,17 +53,16 @@ def small(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ServeConfig, Ca
     def new_transport(
         config: ServeConfig, worker_id: str, epoch: int, slab: Slab, stamps: Stamps, _: None
     ) -> LocalTransport:
-        made = LocalTransport(fleet, worker_id, epoch, slab, stamps, clock=time.monotonic)
-        made._book._max_used_tickets = 16
-        return made
+        return LocalTransport(fleet, worker_id, epoch, slab, stamps, clock=time.monotonic)
 
+    monkeypatch.setattr(pulls, "MAX_USED_TICKETS", 16)
     monkeypatch.setattr(cold_tier, "_MAX_KNOWN", 64)
     monkeypatch.setattr(fake_model, "new_transport", new_transport)
     monkeypatch.setattr(
         fake_model,
         "new_cold_tier",
         lambda store, slab: ColdTier(
-            FakeStore(64 * slab.block_nbytes), slab.block_nbytes, TransferTimeModel()
+            StoreThread(FakeStore(64 * slab.block_nbytes), slab.block_nbytes), TransferTimeModel()
         ),
     )
     tier = TierConfig(

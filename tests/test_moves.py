@@ -23,8 +23,8 @@ from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.local import LocalCluster
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
-from disagg.prefill_worker import kv_export
 from disagg.token_fast_path import TokenCallback
+from disagg.worker import kv_export
 from tests.test_local import LONG, cluster, until_empty
 from tests.tiny_model import write_tiny_model
 

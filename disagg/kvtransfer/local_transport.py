@@ -12,10 +12,8 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from disagg.errors import StartupError
-from disagg.kvtransfer.pulls import Pull, PullBook, describe
-from disagg.kvtransfer.slab import HOST, Slab
-from disagg.kvtransfer.sources import Source
-from disagg.kvtransfer.stamps import GENERATION_NBYTES, Stamps
+from disagg.kvtransfer.pulls import Pull, PullBook, Source, describe
+from disagg.kvtransfer.slab import GENERATION_NBYTES, HOST, Slab, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 

@@ -1,7 +1,7 @@
 """The transfer thread: executes pulls and checks their stamps. Only this thread uses the wire.
 
 A pull succeeds only if the stamps of its blocks did not change (`Mover._advance`). What happens to
-the blocks then is decided by the KV import (`decode_worker/kv_import.py`).
+the blocks then is decided by the KV import (`worker/kv_import.py`).
 
 Between processes of one machine, posting a READ performs the whole copy at the speed of memcpy, so
 it must not run in the engine's thread. The two threads exchange messages through two queues and
@@ -25,23 +25,59 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from disagg.errors import TransferFailed
-from disagg.kvtransfer.pulls import MAX_TICKET_ID_NBYTES, Pull
+from disagg.kvtransfer.pulls import MAX_TICKET_ID_NBYTES, ByteRange, Pull
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import TicketReleased
-from disagg.kvtransfer.wire import Wire
 
 MAX_UNREAD_NOTICES = 65_536
 MAX_WAIT_S = 0.001  # between two checks of running transfers
 CLOSE_PATIENCE_S = 2.0
 
 _log = logging.getLogger(__name__)
+
+
+class Wire(Protocol):
+    """The network under a transport (`nixl_transport`). Used by one thread; any method may raise
+    anything."""
+
+    def connect(self, record: bytes) -> str:
+        """Load a peer's connection record; returns the name it belongs to."""
+        ...
+
+    def forget(self, name: str) -> None: ...
+
+    def read_blocks(self, peer: Peer, pieces: Sequence[ByteRange]) -> Any:
+        """Prepare a READ from the peer's slab into the slab here."""
+        ...
+
+    def read_stamps(self, peer: Peer, pieces: Sequence[ByteRange]) -> Any:
+        """Prepare a READ from the peer's stamp table into the scratch table here."""
+        ...
+
+    def post(self, transfer: Any) -> None: ...
+
+    def is_done(self, transfer: Any) -> bool:
+        """False while it is running."""
+        ...
+
+    def release(self, transfer: Any) -> None: ...
+
+    def notify(self, name: str, message: bytes) -> None: ...
+
+    def messages(self) -> list[bytes]:
+        """Notifications that came since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Close every connection; nothing is read or written afterwards."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

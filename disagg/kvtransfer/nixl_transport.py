@@ -19,7 +19,6 @@ from queue import SimpleQueue
 from typing import Any
 
 from disagg.errors import StartupError, TransferFailed
-from disagg.kvtransfer.listeners import Listener, listeners
 from disagg.kvtransfer.mover import (
     Close,
     Connect,
@@ -32,14 +31,11 @@ from disagg.kvtransfer.mover import (
     agent_name,
 )
 from disagg.kvtransfer.nixl import _bindings, nixl_agent, nixl_agent_config, nixl_xfer_handle
-from disagg.kvtransfer.pulls import PullBook, describe
-from disagg.kvtransfer.slab import HOST, Slab
-from disagg.kvtransfer.sources import largest_nbytes
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.pulls import ByteRange, PullBook, describe, largest_nbytes
+from disagg.kvtransfer.slab import HOST, Slab, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.kvtransfer.ucx import UcxLog, in_environment, ucx_settings
-from disagg.kvtransfer.wire import ByteRange
+from disagg.kvtransfer.ucx import Listener, UcxLog, in_environment, listeners, ucx_settings
 
 TRANSPORT = "nixl"
 # UCX wakes the progress thread; this is for transports of UCX that cannot.

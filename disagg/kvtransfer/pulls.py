@@ -1,5 +1,8 @@
 """The reader's side of pulls: known peers, used tickets, and blocks that are being filled.
 
+All ranks of all workers of a model divide the same whole block, each into a run of bytes
+(`slab.BlockPart`), so any number of ranks can pull from any other (`sources_of`).
+
 Every transport checks a pull here before it builds a descriptor, and checks the stamps here after
 the copy (`Pull.is_unchanged`). Must not know how bytes move.
 """
@@ -7,25 +10,48 @@ the copy (`Pull.is_unchanged`). Must not know how bytes move.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from disagg.errors import StartupError, TransferFailed
-from disagg.kvtransfer.holds import check_block_ids
-from disagg.kvtransfer.runs import BlockRun, merge_runs
-from disagg.kvtransfer.slab import Slab, whole_nbytes
-from disagg.kvtransfer.sources import Source, byte_ranges, sources_of
-from disagg.kvtransfer.stamps import GENERATION_NBYTES, Stamps
-from disagg.kvtransfer.ticket import KVTicket, Peer
-from disagg.kvtransfer.wire import ByteRange
+from disagg.kvtransfer.slab import (
+    GENERATION_NBYTES,
+    BlockRun,
+    Slab,
+    Stamps,
+    begin_of,
+    merge_runs,
+    whole_nbytes,
+)
+from disagg.kvtransfer.ticket import KVTicket, Peer, check_block_ids
 
-MAX_PEERS = 1024
-MAX_USED_TICKETS = 4096  # forgetting one is harmless: the stamps still decide
+MAX_PEERS = 1024  # one more forgets the peer that was used least recently
+MAX_USED_TICKETS = 4096  # are remembered; forgetting one is harmless: the stamps still decide
 MAX_TICKET_ID_NBYTES = 256
 
 TicketName: TypeAlias = tuple[str, int, str]  # source, epoch, id: unique among all workers
+
+
+class ByteRange(NamedTuple):
+    """One run of bytes to copy."""
+
+    local_address: int
+    remote_address: int
+    nbytes: int
+
+
+class Source(NamedTuple):
+    """A rank of a peer, and the bytes of each block that are copied from it.
+
+    here, there: where they begin in a block of the slab here, and of the rank's.
+    """
+
+    rank: Peer
+    here: int
+    there: int
+    nbytes: int
 
 
 def describe(
@@ -133,22 +159,11 @@ class PullBook:
 
     Args:
         transport: the name that peers must have in `Peer.transport`.
-        max_peers: one more forgets the peer that was used least recently.
-        max_used_tickets: how many ticket ids are remembered as used.
     """
 
-    def __init__(
-        self,
-        slab: Slab,
-        transport: str,
-        *,
-        max_peers: int = MAX_PEERS,
-        max_used_tickets: int = MAX_USED_TICKETS,
-    ) -> None:
+    def __init__(self, slab: Slab, transport: str) -> None:
         self._slab = slab
         self._transport = transport
-        self._max_peers = max_peers
-        self._max_used_tickets = max_used_tickets
         self._peers: dict[str, _Known] = {}  # least recently used first
         self._used: dict[TicketName, None] = {}  # oldest first
         self._filling: set[int] = set()  # local blocks that a transport may still write
@@ -170,7 +185,7 @@ class PullBook:
         self._peers.pop(peer.worker_id, None)
         self._peers[peer.worker_id] = known
         gone = [] if before is None or before is known else [before]
-        while len(self._peers) > self._max_peers:
+        while len(self._peers) > MAX_PEERS:
             gone.append(self._peers.pop(next(iter(self._peers))))
         forgotten = tuple(rank for each in gone for rank in _agents(*each))
         return Change(_agents(*known), forgotten)
@@ -232,7 +247,7 @@ class PullBook:
 
     def mark_used(self, ticket: KVTicket) -> None:
         self._used[_name(ticket)] = None
-        while len(self._used) > self._max_used_tickets:
+        while len(self._used) > MAX_USED_TICKETS:
             del self._used[next(iter(self._used))]
 
     def _check_peer(self, peer: Peer) -> tuple[Source, ...]:
@@ -308,3 +323,64 @@ def _machine() -> str:
 
 def _name(ticket: KVTicket) -> TicketName:
     return ticket.source_id, ticket.epoch, ticket.ticket_id
+
+
+def sources_of(slab: Slab, peer: Peer) -> tuple[Source, ...]:
+    """The ranks of `peer` that together have the bytes of the slab's blocks: as few as possible.
+
+    Where several ranks have the same bytes, the slabs that need them choose different ones.
+
+    Raises:
+        TransferFailed: some bytes are on none of them.
+    """
+    ranks = (replace(peer, ranks=()), *peer.ranks)
+    begin = at = begin_of(slab)
+    end = begin + slab.block_nbytes
+    found: list[Source] = []
+    while at < end:
+        having = [each for each in ranks if 0 <= at - begin_of(each) < each.block_nbytes]
+        if not having:
+            parts = ", ".join(f"{begin_of(r)} to {begin_of(r) + r.block_nbytes}" for r in ranks)
+            raise TransferFailed(
+                f"worker {peer.worker_id} has bytes {parts} of each block, and of the bytes"
+                f" {begin} to {end} that are needed here, none of its ranks has byte {at}"
+            )
+        rank = having[(slab.part.copy if slab.part else 0) % len(having)]
+        there = at - begin_of(rank)
+        nbytes = min(end - at, rank.block_nbytes - there)
+        found.append(Source(rank, at - begin, there, nbytes))
+        at += nbytes
+    return tuple(found)
+
+
+def byte_ranges(slab: Slab, source: Source, runs: Iterable[BlockRun]) -> list[ByteRange]:
+    """What to copy from a source: one range for each run of whole blocks, or for each block of
+    which only a part is copied."""
+    rank, nbytes = source.rank, source.nbytes
+    if not _are_whole(slab, source):
+        runs = (
+            BlockRun(run.source_block + i, run.local_block + i, 1)
+            for run in runs
+            for i in range(run.num_blocks)
+        )
+    return [
+        ByteRange(
+            slab.address(run.local_block) + source.here,
+            rank.base_address + run.source_block * rank.block_nbytes + source.there,
+            run.num_blocks * nbytes,
+        )
+        for run in runs
+    ]
+
+
+def largest_nbytes(slab: Slab, source: Source, runs: Iterable[BlockRun]) -> int:
+    """The largest range of `byte_ranges`, without listing them: a long pull from several ranks has
+    thousands."""
+    if not _are_whole(slab, source):
+        return source.nbytes
+    return source.nbytes * max(run.num_blocks for run in runs)
+
+
+def _are_whole(slab: Slab, source: Source) -> bool:
+    """Whether the bytes of a source are whole blocks of both slabs, so that runs are copied."""
+    return slab.block_nbytes == source.nbytes == source.rank.block_nbytes

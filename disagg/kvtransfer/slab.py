@@ -1,4 +1,14 @@
-"""The slab: the memory of a worker's KV blocks, each block one contiguous run of bytes.
+"""The memory of a worker's KV blocks (`Slab`), each one run of bytes, and their `Stamps`.
+
+A stamp is a generation counter per block, by which a reader knows that its copy is intact. The
+owner of a slab increments a block's generation before the block may be written for another use. A
+reader copies blocks first and reads their generations afterwards. If they equal the ticket's, the
+copy has the content that the ticket was issued for. This is a sequence lock whose writer never
+waits.
+
+The order matters on both sides: the owner's bump must be visible before the first new byte (the
+engine bumps on the host before it launches the step that writes), and the reader's second read
+must start after the copy has ended.
 
 Knows addresses and sizes. Must not know what the bytes mean, nor who allocated them.
 """
@@ -7,15 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import logging
 import mmap
 import threading
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from disagg.errors import StartupError
 
 HOST = -1
+GENERATION_NBYTES = 8
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it yet
 STRIDE_NBYTES = 64 << 20  # per call of the kernel, between which others may use the mapping's lock
 
@@ -134,3 +148,62 @@ def touch(memory: mmap.mmap) -> bool:
             log.info("Memory for KV blocks comes as it is used: errno %d.", ctypes.get_errno())
             return False
     return True
+
+
+class BlockRun(NamedTuple):
+    """`num_blocks` blocks that are neighbours both at the source and here."""
+
+    source_block: int
+    local_block: int
+    num_blocks: int
+
+
+def merge_runs(pairs: Iterable[tuple[int, int]]) -> list[BlockRun]:
+    """The fewest runs that copy every (source block, local block) pair.
+
+    The order of copying is free, so pairs are sorted first: blocks that were handed out out of
+    order but lie side by side still share a descriptor.
+    """
+    runs: list[BlockRun] = []
+    for source, local in sorted(pairs):
+        if runs:
+            last = runs[-1]
+            end_source, end_local = last.source_block + last.num_blocks, last.local_block
+            if source == end_source and local == end_local + last.num_blocks:
+                runs[-1] = last._replace(num_blocks=last.num_blocks + 1)
+                continue
+        runs.append(BlockRun(source, local, 1))
+    return runs
+
+
+class Stamps:
+    """A table of one 64-bit generation per block, at a fixed address in host memory.
+
+    The first generation is drawn from (worker, epoch), so that a table of another process that
+    happens to lie at the same address, or memory full of zeros, never looks like this one.
+
+    Attributes:
+        generations: the table; the engine's block pool increments its entries in place.
+        address: of the first entry.
+    """
+
+    def __init__(self, num_blocks: int, worker_id: str, epoch: int) -> None:
+        if num_blocks <= 0:
+            raise StartupError(f"a stamp table needs at least one block, got {num_blocks}")
+        first = first_generation(worker_id, epoch)
+        self.generations: array[int] = array("Q", [first]) * num_blocks
+        # An array with an exported buffer refuses to be resized, so the address stays true.
+        self._pinned = memoryview(self.generations)
+        self.nbytes = self._pinned.nbytes
+        self.address = self.generations.buffer_info()[0]
+
+    def of(self, block_ids: Iterable[int]) -> tuple[int, ...]:
+        """The current generations of blocks."""
+        generations = self.generations
+        return tuple(generations[block_id] for block_id in block_ids)
+
+
+def first_generation(worker_id: str, epoch: int) -> int:
+    """The first generation of a worker's process: 63 bits, so increments never overflow."""
+    digest = hashlib.blake2b(f"{epoch}/{worker_id}".encode(), digest_size=8, person=b"disagg-stamp")
+    return int.from_bytes(digest.digest(), "little") >> 1

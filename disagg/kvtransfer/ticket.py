@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from disagg.errors import TransferFailed
 from disagg.kvtransfer.slab import BlockPart
 
 
@@ -40,3 +42,44 @@ class KVTicket:
     num_tokens: int
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]  # one per block
+
+
+def issue_ticket(
+    peer: Peer,
+    generations: Sequence[int],
+    *,
+    ticket_id: str,
+    num_tokens: int,
+    block_ids: Sequence[int],
+) -> KVTicket:
+    """A ticket for blocks of this worker with their current content.
+
+    Args:
+        peer: this worker's own.
+        generations: this worker's stamp table, one entry per block of the slab.
+
+    Raises:
+        TransferFailed: no blocks, a block id that is not in the slab, or one named twice.
+    """
+    check_block_ids(block_ids, peer.num_blocks, f"the slab of {peer.worker_id}")
+    return KVTicket(
+        ticket_id=ticket_id,
+        source_id=peer.worker_id,
+        epoch=peer.epoch,
+        layout=peer.layout,
+        num_tokens=num_tokens,
+        block_ids=tuple(block_ids),
+        generations=tuple(generations[block_id] for block_id in block_ids),
+    )
+
+
+def check_block_ids(block_ids: Sequence[int], num_blocks: int, where: str) -> None:
+    """Raises `TransferFailed` unless the ids are distinct blocks of a slab of `num_blocks`."""
+    if not block_ids:
+        raise TransferFailed(f"no block of {where} is named: there is nothing to copy")
+    lowest, highest = min(block_ids), max(block_ids)
+    if lowest < 0 or highest >= num_blocks:
+        wrong = lowest if lowest < 0 else highest
+        raise TransferFailed(f"block {wrong} is not in {where}, which has {num_blocks} blocks")
+    if len(set(block_ids)) != len(block_ids):
+        raise TransferFailed(f"a block of {where} is named twice")

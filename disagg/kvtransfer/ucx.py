@@ -1,4 +1,4 @@
-"""UCX's settings and its log. Only this file knows them.
+"""UCX's settings, its log, and the sockets on which it listens. Only this file knows them.
 
 UCX reads its settings from the environment when an agent is created. Its log (`UCX_PROTO_INFO`)
 says which lane it chose for which transfers. It is written to memory of this process, where
@@ -8,6 +8,7 @@ says which lane it chose for which transfers. It is written to memory of this pr
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -66,6 +68,32 @@ def interface_of(host: str) -> str | None:
     except OSError:
         return None
     return next((name for name, ip in _addresses().items() if ip == address), None)
+
+
+class Listener(NamedTuple):
+    """address: IPv4 or IPv6, "0.0.0.0" and "::" for all of this machine."""
+
+    address: str
+    port: int
+
+    @property
+    def is_public(self) -> bool:
+        """The address is one that other networks may route to, or stands for all addresses."""
+        address = ipaddress.ip_address(self.address)
+        return address.is_unspecified or address.is_global
+
+
+def listeners() -> set[Listener]:
+    """The listening sockets of this process; empty where the system does not tell."""
+    try:
+        sockets = psutil.Process().net_connections("tcp")
+    except (psutil.Error, OSError):
+        return set()
+    return {
+        Listener(each.laddr.ip, each.laddr.port)
+        for each in sockets
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 @contextmanager

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol, TypeVar
+from itertools import count
+from queue import Empty, PriorityQueue, SimpleQueue
+from typing import Protocol, TypeVar
 
-from disagg.kvtransfer.runs import merge_runs
-from disagg.kvtransfer.slab import Slab
+from disagg.kvtransfer.slab import Slab, merge_runs
 
 T = TypeVar("T")
 
@@ -48,32 +47,30 @@ class BlockCopier(Protocol):
     def close(self) -> None: ...
 
 
-class _BlockCopy(NamedTuple):
-    is_load: bool
-    pairs: tuple[tuple[int, int], ...]
-
-
 class ThreadCopier:
     """Copies between two slabs in host memory, in a separate thread.
 
     Loads go before saves: a request may wait for a load, but never for a save.
     """
 
+    _CLOSE, _LOAD, _SAVE = range(3)  # by priority
+
     def __init__(self, cache: Slab, host: Slab, timer: Callable[[], float]) -> None:
         self._cache = cache
         self._host = host
         self._timer = timer
-        self._inbox: SimpleQueue[_BlockCopy | None] = SimpleQueue()
+        self._inbox: PriorityQueue[tuple[int, int, tuple[tuple[int, int], ...]]] = PriorityQueue()
+        self._numbers = count()  # keep the order of a kind
         self._saved: SimpleQueue[None] = SimpleQueue()
         self._loaded: SimpleQueue[float] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
         self._thread.start()
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._inbox.put(_BlockCopy(False, tuple(pairs)))
+        self._inbox.put((self._SAVE, next(self._numbers), tuple(pairs)))
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._inbox.put(_BlockCopy(True, tuple(pairs)))
+        self._inbox.put((self._LOAD, next(self._numbers), tuple(pairs)))
 
     def take_saved(self) -> int:
         return len(_drained(self._saved))
@@ -86,28 +83,21 @@ class ThreadCopier:
 
     def close(self) -> None:
         """End after the running copy. Queued copies are dropped."""
-        self._inbox.put(None)
+        self._inbox.put((self._CLOSE, 0, ()))
         self._thread.join()
 
     def _run(self) -> None:
-        loads: deque[_BlockCopy] = deque()
-        saves: deque[_BlockCopy] = deque()
         while True:
-            try:
-                while True:
-                    copy = self._inbox.get(block=not (loads or saves))
-                    if copy is None:
-                        return
-                    (loads if copy.is_load else saves).append(copy)
-            except Empty:
-                pass
-            if loads:
+            kind, _, pairs = self._inbox.get()
+            if kind == self._LOAD:
                 began_s = self._timer()
-                _copy(self._host, self._cache, loads.popleft().pairs)
+                _copy(self._host, self._cache, pairs)
                 self._loaded.put(self._timer() - began_s)
-            else:
-                _copy(self._cache, self._host, saves.popleft().pairs)
+            elif kind == self._SAVE:
+                _copy(self._cache, self._host, pairs)
                 self._saved.put(None)
+            else:
+                return
 
 
 def _copy(source: Slab, into: Slab, pairs: Sequence[tuple[int, int]]) -> None:

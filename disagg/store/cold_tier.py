@@ -1,7 +1,7 @@
 """The cold KV tier: evicted blocks are stored outside of the worker (in Redis) and loaded again.
 
-It is used by the engine's thread only, and no method waits: `StoreThread` makes the network calls.
-Every failure is a cache miss: blocks that are lost, late or damaged are computed.
+`ColdTier` is used by the engine's thread only, and no method waits: `StoreThread` makes the network
+calls. Every failure is a cache miss: blocks that are lost, late or damaged are computed.
 
 After a failure the store counts as unreachable until it has answered a probe. No request waits for
 the probe.
@@ -10,16 +10,17 @@ the probe.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeAlias
 
 from disagg.blocks import BlockHash
+from disagg.errors import Unavailable
 from disagg.messages import StoreCounts
-from disagg.store.ranked_store import RankedStoreThread, RankStore
-from disagg.store.store import ColdStore
-from disagg.store.store_thread import Block, FetchDone, FetchJob, PutJob, PutsDone, StoreThread
 from disagg.time_model import TransferTimeModel
 
 log = logging.getLogger(__name__)
@@ -30,34 +31,218 @@ _STALE_S = 60.0  # measured times expire after this time, so that a slow store i
 
 _MAX_KNOWN = 32768  # largest number of remembered hashes, about 200 bytes each
 
+_CALL_NBYTES = 4 << 20  # approximate size of one call; a fetch waits for one call at most
 _QUEUE_NBYTES = 64 << 20  # usual limit of blocks that wait to be stored
 _FETCH_NBYTES = 256 << 20  # usual limit of blocks that are being fetched
-# Both limits have at least this many blocks, however large these are, because a prompt evicts many
-# blocks at once and needs all of them.
+# The last two limits have at least this many blocks, however large these are, because a prompt
+# evicts many blocks at once and needs all of them.
 _NUM_QUEUED_BLOCKS = 64
 _NUM_FETCHED_BLOCKS = 128
 
 
-def queue_nbytes_for(block_nbytes: int) -> int:
-    """Largest size of all blocks that wait to be stored: 64 MiB, or 64 blocks if that is more."""
-    return max(_QUEUE_NBYTES, _NUM_QUEUED_BLOCKS * block_nbytes)
+def num_queueable(block_nbytes: int) -> int:
+    """Largest number of blocks that wait to be stored: 64 MiB, or 64 blocks if that is more."""
+    return max(_QUEUE_NBYTES // block_nbytes, _NUM_QUEUED_BLOCKS)
 
 
-def fetch_nbytes_for(block_nbytes: int) -> int:
-    """Largest size of all blocks that are fetched at a time: 256 MiB, or 128 blocks if more."""
-    return max(_FETCH_NBYTES, _NUM_FETCHED_BLOCKS * block_nbytes)
+class ColdStore(Protocol):
+    """Blocks of one KV layout by hash. It is used by one thread, and may wait for a network.
+
+    Each rank of a worker has its own store, which puts and gets the rank's part of each block.
+    Stores with different layouts never share blocks, even on one server. The caller limits the
+    bytes of a call. A store is a cache: lost blocks are computed again. While it is unreachable,
+    every method except `close` raises `errors.Unavailable`, at once or within its time limit.
+    """
+
+    num_damaged: int  # number of values that were read with a wrong digest
+
+    def get_many(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
+        """The bytes under each key, or None if they are missing or damaged."""
+        ...
+
+    def put_many(self, items: Sequence[tuple[BlockHash, bytes]]) -> None:
+        """Store blocks. The least recently used ones are evicted first."""
+        ...
+
+    def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
+        """Number of leading keys that all ranks have stored. They may be evicted at any time."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# Bytes, or a function that the store's thread calls to get them; it may wait for a device.
+Block: TypeAlias = bytes | Callable[[], bytes]
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A lookup in progress. `ColdTier.poll` sets `done`; nothing changes after that."""
+    """A lookup of the longest stored prefix of `hashes`.
+
+    Its results belong to the store's thread until `ColdTier.poll` sets `done`, and do not change
+    after that.
+
+    worth: called in the store's thread with `num_found`; if false, no blocks are loaded.
+    is_cancelled: set by the submitting thread.
+    num_found: leading blocks in the store, loaded or not.
+    blocks: the blocks of `hashes[:len(blocks)]`.
+    seconds: time in the store, without the time in the queue.
+    error: why blocks may be missing.
+    """
 
     hashes: tuple[BlockHash, ...]
+    worth: Callable[[int], bool]
+    is_cancelled: bool = False
     done: bool = False
-    num_found: int = 0  # leading blocks in the store, loaded or not
-    blocks: list[bytes] = field(default_factory=list)  # the blocks of `hashes[:len(blocks)]`
-    seconds: float = 0.0  # time in the store, without the time in the queue
-    error: str | None = None  # why blocks may be missing
+    num_found: int = 0
+    blocks: list[bytes] = field(default_factory=list)
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Put:
+    """A block to store.
+
+    place: number of the block in the cache or, if `in_host`, of its slot in host memory. Other
+        ranks find their parts of the block with it.
+    error: why it was not stored.
+    """
+
+    block_hash: BlockHash
+    block: Block
+    place: int
+    in_host: bool = False
+    error: str | None = None
+
+
+class StoreThread:
+    """Makes the blocking calls to a store in a thread of its own, and closes it at the end.
+
+    Jobs come back with their results; until then the thread owns them. Fetches go before puts,
+    because a request may wait for a fetch, but never for a put.
+
+    Args:
+        store: used by this thread only from now on.
+        block_nbytes: size of every block; values of another size are not accepted.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(
+        self, store: ColdStore, block_nbytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self.block_nbytes = block_nbytes
+        self._num_per_call = max(1, _CALL_NBYTES // block_nbytes)
+        self._clock = clock
+        self._inbox: SimpleQueue[Fetch | Put | None] = SimpleQueue()  # None: `close` was called
+        self._outbox: SimpleQueue[Fetch | Put] = SimpleQueue()
+        self._fetches: deque[Fetch] = deque()
+        self._puts: deque[Put] = deque()
+        self._is_closing = False
+        self._close_by_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="cold-tier", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_damaged(self) -> int:
+        """The number of damaged values that were read so far."""
+        return self._store.num_damaged
+
+    def fetch(self, fetch: Fetch) -> None:
+        self._inbox.put(fetch)
+
+    def put(self, puts: Sequence[Put]) -> None:
+        for put in puts:
+            self._inbox.put(put)
+
+    def take_done(self) -> list[Fetch | Put]:
+        """The jobs that ended since the last call. Never waits."""
+        done: list[Fetch | Put] = []
+        while True:
+            try:
+                done.append(self._outbox.get_nowait())
+            except Empty:
+                return done
+
+    def close(self, timeout_s: float) -> bool:
+        """Process submitted jobs for at most `timeout_s`. Returns False if a call still hangs."""
+        self._close_by_s = self._clock() + timeout_s
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._take_jobs():
+            if self._fetches:
+                fetch = self._fetches.popleft()
+                self._fetch(fetch)
+                self._outbox.put(fetch)
+            elif self._puts:
+                num = min(len(self._puts), self._num_per_call)
+                puts = [self._puts.popleft() for _ in range(num)]
+                self._put(puts)
+                for put in puts:
+                    self._outbox.put(put)
+        self._store.close()
+
+    def _take_jobs(self) -> bool:
+        """Take all submitted jobs, and wait for one if idle. Returns False at the end."""
+        try:
+            while True:
+                is_idle = not (self._fetches or self._puts or self._is_closing)
+                job = self._inbox.get(block=is_idle)
+                if isinstance(job, Fetch):
+                    self._fetches.append(job)
+                elif isinstance(job, Put):
+                    self._puts.append(job)
+                else:
+                    self._is_closing = True
+        except Empty:
+            pass
+        if not self._is_closing:
+            return True
+        return bool(self._fetches or self._puts) and self._clock() < self._close_by_s
+
+    def _fetch(self, fetch: Fetch) -> None:
+        start_s = self._clock()
+        try:
+            if not fetch.is_cancelled:
+                fetch.num_found = self._store.contains_prefix(fetch.hashes)
+            if fetch.num_found and fetch.worth(fetch.num_found):
+                self._load(fetch)
+        except Exception as error:  # a bug in a store must not end the worker
+            fetch.error = _sentence(error)
+        fetch.seconds = self._clock() - start_s
+
+    def _load(self, fetch: Fetch) -> None:
+        for start in range(0, fetch.num_found, self._num_per_call):
+            if fetch.is_cancelled:
+                return
+            end = min(start + self._num_per_call, fetch.num_found)
+            for block in self._store.get_many(fetch.hashes[start:end]):
+                if block is None or len(block) != self.block_nbytes:
+                    # The rest was evicted meanwhile or is damaged.
+                    fetch.num_found = len(fetch.blocks)
+                    return
+                fetch.blocks.append(block)
+
+    def _put(self, puts: Sequence[Put]) -> None:
+        try:
+            self._store.put_many([(put.block_hash, self._read(put.block)) for put in puts])
+        except Exception as error:  # a bug in a store must not end the worker
+            for put in puts:
+                put.error = _sentence(error)
+
+    def _read(self, block: Block) -> bytes:
+        read = block if isinstance(block, bytes) else block()
+        if len(read) != self.block_nbytes:
+            raise ValueError(f"a block must have {self.block_nbytes} bytes, not {len(read)}")
+        return read
+
+
+def _sentence(error: Exception) -> str:
+    return error.message if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(slots=True)
@@ -77,40 +262,28 @@ class ColdTier:
     """One worker's access to the store.
 
     Args:
-        store: used only by the tier from now on; `close` closes it.
-        block_nbytes: size of every block; with several ranks, the size of the first rank's part.
+        thread: makes the calls to the store; `close` closes it. With several ranks, it has the
+            first rank's part of each block.
         times: learns the store's latency and rate under the source `STORE_ID`.
-        queue_nbytes: largest size of all blocks that wait to be stored; None for
-            `queue_nbytes_for`.
-        fetch_nbytes: largest size of all blocks that are being fetched or wait for `poll`; None
-            for `fetch_nbytes_for`.
         clock: returns monotonic seconds.
-        others: the stores of the worker's other ranks that put their parts.
     """
 
     def __init__(
         self,
-        store: ColdStore,
-        block_nbytes: int,
+        thread: StoreThread,
         times: TransferTimeModel,
-        *,
-        queue_nbytes: int | None = None,
-        fetch_nbytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        others: Sequence[RankStore] = (),
     ) -> None:
-        self._block_nbytes = block_nbytes
+        self._thread = thread
+        self._block_nbytes = thread.block_nbytes
         self._times = times
         self._clock = clock
         self._observed_s = clock()
-        self._queue_nbytes = queue_nbytes or queue_nbytes_for(block_nbytes)
-        fetch_nbytes = fetch_nbytes or fetch_nbytes_for(block_nbytes)
-        self._num_fetchable = max(1, fetch_nbytes // block_nbytes)
-        own = StoreThread(store, block_nbytes, clock)
-        self._thread = RankedStoreThread(own, others, clock) if others else own
-        self._under_way: dict[int, tuple[Fetch, FetchJob]] = {}
+        self._num_queueable = num_queueable(self._block_nbytes)
+        # Blocks that are being fetched or wait for `poll`.
+        self._num_fetchable = max(_FETCH_NBYTES // self._block_nbytes, _NUM_FETCHED_BLOCKS)
+        self._under_way: list[Fetch] = []
         self._ended: list[Fetch] = []
-        self._next_id = 0
         self._closed = False
         self._is_away = False
         self._known: OrderedDict[BlockHash, None] = OrderedDict()
@@ -163,7 +336,7 @@ class ColdTier:
             raise
         self._thread.put(
             [
-                PutJob(block_hash, block, number, in_host)
+                Put(block_hash, block, number, in_host)
                 for (number, block_hash), block in zip(to_store, found, strict=True)
             ]
         )
@@ -185,26 +358,25 @@ class ColdTier:
             compute_s: returns predicted seconds to compute the first n of them; called in another
                 thread. If computing is faster, the blocks are not loaded.
         """
-        fetch = Fetch(tuple(hashes))
         self._take_done()
-        room = self._num_fetchable - sum(len(job.hashes) for _, job in self._under_way.values())
-        room -= sum(len(ended.blocks) for ended in self._ended)
-        if self._closed or room <= 0:
-            fetch.error = "the tier is closed" if self._closed else "too many fetches at a time"
-        if not hashes or fetch.error is not None:
-            self._end(fetch)
-            return fetch
         # Another thread may not use the model itself, so it gets a straight line.
         base_s = self.predicted_s(0)
-        block_s = (self.predicted_s(len(hashes)) - base_s) / len(hashes)
+        block_s = (self.predicted_s(len(hashes)) - base_s) / max(1, len(hashes))
 
         def worth(num_found: int) -> bool:
             return compute_s is None or base_s + num_found * block_s < compute_s(num_found)
 
-        job = FetchJob(self._next_id, fetch.hashes[:room], worth)
-        self._next_id += 1
-        self._under_way[job.fetch_id] = (fetch, job)
-        self._thread.fetch(job)
+        room = self._num_fetchable - sum(len(fetch.hashes) for fetch in self._under_way)
+        room -= sum(len(fetch.blocks) for fetch in self._ended)
+        fetch = Fetch(tuple(hashes[: max(0, room)]), worth)
+        self.stats.num_misses += len(hashes) - len(fetch.hashes)
+        if self._closed or room <= 0:
+            fetch.error = "the tier is closed" if self._closed else "too many fetches at a time"
+        if not hashes or fetch.error is not None:
+            self._end(fetch)
+        else:
+            self._under_way.append(fetch)
+            self._thread.fetch(fetch)
         return fetch
 
     def probe(self, block_hash: BlockHash) -> None:
@@ -214,9 +386,7 @@ class ColdTier:
 
     def cancel(self, fetch: Fetch) -> None:
         """Cancel a lookup whose blocks are no longer needed. `poll` still reports it."""
-        for other, job in self._under_way.values():
-            if other is fetch:
-                job.cancelled = True
+        fetch.is_cancelled = True
 
     def forget(self, block_hashes: Sequence[BlockHash]) -> None:
         """Forget that these blocks are stored, so that they are stored again when evicted."""
@@ -252,8 +422,8 @@ class ColdTier:
         self._closed = True
         in_time = self._thread.close(timeout_s)
         self._take_done()
-        for fetch, job in self._under_way.values():
-            job.cancelled = True
+        for fetch in self._under_way:
+            fetch.is_cancelled = True
             fetch.error = "the tier is closed"
             self._end(fetch)
         self._under_way.clear()
@@ -265,47 +435,44 @@ class ColdTier:
             self._known.move_to_end(block_hash)
             self.stats.num_known += 1
             return False
-        queued_nbytes = self._block_nbytes + self.stats.queued_nbytes
+        num_queued = self.stats.queued_nbytes // self._block_nbytes
         if self._is_away:
             self.probe(block_hash)
-        elif not self._closed and queued_nbytes <= self._queue_nbytes:
+        elif not self._closed and num_queued < self._num_queueable:
             return True
         self.stats.num_dropped += 1
         return False
 
     def _take_done(self) -> None:
         for done in self._thread.take_done():
-            if isinstance(done, PutsDone):
-                self._finish_puts(done)
-            else:
+            if isinstance(done, Put):
+                self._finish_put(done)
+            elif done in self._under_way:  # otherwise `close` has ended it
                 self._finish_fetch(done)
 
-    def _finish_puts(self, done: PutsDone) -> None:
-        self.stats.queued_nbytes -= done.nbytes
-        if done.error is not None:
-            self.stats.num_put_failures += len(done.block_hashes)
-            self._failed(done.error)
+    def _finish_put(self, put: Put) -> None:
+        self.stats.queued_nbytes -= self._block_nbytes
+        if put.error is not None:
+            self.stats.num_put_failures += 1
+            self._failed(put.error)
             return
         self._is_away = False
-        self.stats.num_stored += len(done.block_hashes)
-        self._remember(done.block_hashes)
+        self.stats.num_stored += 1
+        self._remember((put.block_hash,))
 
-    def _finish_fetch(self, done: FetchDone) -> None:
-        if done.fetch_id not in self._under_way:
-            return  # `close` has ended it
-        fetch, job = self._under_way.pop(done.fetch_id)
-        fetch.num_found, fetch.seconds, fetch.error = done.num_found, done.seconds, done.error
-        if not job.cancelled:
-            fetch.blocks = done.blocks
-        if done.error is not None:
-            self._failed(done.error)
-        elif not job.cancelled:  # a cancelled job may not have called the store
+    def _finish_fetch(self, fetch: Fetch) -> None:
+        self._under_way.remove(fetch)
+        if fetch.error is not None:
+            self._failed(fetch.error)
+        elif not fetch.is_cancelled:  # otherwise the store may not have been called
             self._is_away = False
-            nbytes = len(done.blocks) * self._block_nbytes
-            self._times.observe(STORE_ID, nbytes, done.seconds)
+            nbytes = len(fetch.blocks) * self._block_nbytes
+            self._times.observe(STORE_ID, nbytes, fetch.seconds)
             self._observed_s = self._clock()
-            self._remember(job.hashes[: done.num_found])
-            self.forget(job.hashes[done.num_found :])
+            self._remember(fetch.hashes[: fetch.num_found])
+            self.forget(fetch.hashes[fetch.num_found :])
+        if fetch.is_cancelled:
+            fetch.blocks = []
         self._end(fetch)
 
     def _end(self, fetch: Fetch) -> None:

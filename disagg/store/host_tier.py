@@ -3,7 +3,7 @@
 Blocks are copied when they fill instead of when they are evicted, because at eviction a prompt
 waits for the space and would have to wait for the copy. A copy never delays the reuse of a block:
 it is valid only if the block's generation is unchanged after the copy, like a block that another
-worker pulls (`kvtransfer.stamps`).
+worker pulls (`kvtransfer.slab.Stamps`).
 
 The number of slots limits its size. The least recently used block is evicted first, and may then be
 stored in the cold tier. It is used by the engine's thread only, and no method waits. A
@@ -12,6 +12,7 @@ stored in the cold tier. It is used by the engine's thread only, and no method w
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,28 @@ class HostLoad:
     done: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class HostSource:
+    """Blocks in host memory as a `KVSource` of KV import; they may be evicted at any time."""
+
+    tier: HostTier
+    names: Sequence[BlockHash]
+    may_take_s: float
+    num_tokens: int = 0
+    answer_s: float = math.inf
+
+    def find(self, first_block: int) -> int:
+        return self.tier.match(self.names[first_block:])
+
+    def patience_s(self, num_blocks: int) -> float:
+        return self.may_take_s
+
+    def begin(self, first_block: int, into: list[int]) -> HostLoad:
+        return self.tier.load(self.names[first_block : first_block + len(into)], into)
+
+    def drop(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Save:
     block_hash: BlockHash
@@ -50,7 +73,7 @@ class _Save:
 
 
 class HostTier:
-    """Copies of blocks in host memory, by block hash.
+    """Copies of blocks in host memory, by block hash. Implements `KVTier` of KV import.
 
     Args:
         copier: owned by the tier from now on; `close` closes it.
@@ -132,6 +155,16 @@ class HostTier:
         """Predicted seconds to load `num_blocks` blocks, from recent loads or the prior."""
         return self._times.transfer_s(HOST_ID, num_blocks * self._block_nbytes)
 
+    def ask(
+        self, names: Sequence[BlockHash], num_here: int, compute_s: Callable[[int], float]
+    ) -> HostSource | None:
+        self.touch(names)
+        num_found = self.match(names[num_here:])
+        may_take_s = compute_s(num_found) if num_found else 0.0
+        if self.predicted_s(num_found) >= may_take_s:
+            return None
+        return HostSource(self, names[: num_here + num_found], may_take_s)
+
     def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> HostLoad:
         """Start to copy blocks from here to cache blocks that nothing else reads or writes."""
         slots = tuple(self._slot_of[block_hash] for block_hash in hashes)
@@ -142,17 +175,17 @@ class HostTier:
         self._copier.load(list(zip(slots, block_ids, strict=True)))
         return load
 
-    def poll(self) -> list[HostLoad]:
-        """Process the copies that have ended. Returns the loads among them."""
+    def poll(self) -> list[tuple[HostLoad, None]]:
+        """Process the copies that have ended. Returns the loads among them; none fails."""
         if not self.num_under_way:
             return []
         for _ in range(self._copier.take_saved()):
             for save in reversed(self._saves.popleft()):  # the first block is then evicted last
                 self._finish(save)
-        loaded: list[HostLoad] = []
+        loaded: list[tuple[HostLoad, None]] = []
         for seconds in self._copier.take_loaded():
             load = self._loads.popleft()
-            loaded.append(load)
+            loaded.append((load, None))
             load.done = True
             self._num_readers -= Counter(load.slots)
             self._num_loaded += len(load.slots)

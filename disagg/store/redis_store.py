@@ -28,14 +28,17 @@ from redis.retry import Retry
 
 from disagg.blocks import BlockHash
 from disagg.errors import StartupError, Unavailable
-from disagg.store.breaker import Breaker
 
 _SEAL_NBYTES = 16
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0  # between two attempts to reach a server
 BOARD_TTL_MS = 3_600_000  # how long the board is kept after the last ingress has stopped
 
 
 class _Server:
     """A Redis server that may be unreachable. It is connected at the first call.
+
+    After a failure no call goes through for a pause that doubles each time; then the next one is a
+    trial.
 
     Raises:
         StartupError: the URL is invalid.
@@ -43,7 +46,7 @@ class _Server:
 
     def __init__(self, url: str, timeout_s: float, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._breaker = Breaker()
+        self._pause_s = self._retry_at_s = 0.0
         self._why = ""
         try:
             self.client = redis.Redis.from_url(
@@ -52,7 +55,7 @@ class _Server:
                 socket_read_size=1 << 20,  # large reads take the interpreter lock less often
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
-                retry=Retry(NoBackoff(), 0),  # the breaker decides when to try again
+                retry=Retry(NoBackoff(), 0),  # `guarded` decides when to try again
             )
         except ValueError as error:
             raise StartupError(f"The Redis URL is invalid: {error}", param="redis_url") from error
@@ -60,8 +63,8 @@ class _Server:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """A context for calls to the server. Raises `Unavailable` if it is unreachable."""
-        left_s = self._breaker.left_s(self._clock())
-        if left_s > 0:
+        left_s = self._retry_at_s - self._clock()
+        if self._pause_s and left_s > 0:
             raise Unavailable(
                 f"Redis is unreachable ({self._why}); the next attempt is in {left_s:.1f} s."
             )
@@ -69,11 +72,12 @@ class _Server:
             yield
         except (redis.RedisError, OSError) as error:
             self._why = f"{type(error).__name__}: {error}"
-            self._breaker.failed(self._clock())
+            self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            self._retry_at_s = self._clock() + self._pause_s
             # Reconnect, because the name may resolve to another server by now.
             self.client.connection_pool.disconnect()
             raise Unavailable(f"Redis did not answer ({self._why}).") from error
-        self._breaker.succeeded()
+        self._pause_s = 0.0
 
 
 class RedisStore:

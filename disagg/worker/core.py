@@ -14,20 +14,19 @@ import msgspec
 
 from disagg import telemetry
 from disagg.blocks import BlockHash
-from disagg.decode_worker.kv_import import KVImport
 from disagg.engine.engine_thread import StepResult
 from disagg.engine.sched.sequence import Sequence, rename_blocks
-from disagg.errors import DisaggError, TransferFailed, request_failed
+from disagg.errors import DisaggError, TransferFailed, Unavailable, request_failed
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.messages import KVEvent, Prefetch, Start, TokenDelta, WireError, WorkerStatus
-from disagg.prefill_worker.kv_export import KVExport
 from disagg.time_model import StepTimeFit, TransferTimeModel
-from disagg.worker.draining import Draining, refusal
-from disagg.worker.offload import KVOffload
+from disagg.worker.kv_export import KVExport
+from disagg.worker.kv_import import KVImport
 from disagg.worker.parts import Parts
 from disagg.worker.phases import record_pull
 from disagg.worker.streams import LinkId, Streams, check_room, is_of_link, sequence_id
+from disagg.worker.tiers import KVOffload
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class WorkerCore:
         self._host, self._cold = parts.host_tier, parts.cold_tier
         self._offload = KVOffload(parts.engine, self._host, self._cold, parts.read_blocks)
         self._block_nbytes = parts.transport.peer.block_nbytes
-        self._draining: Draining | None = None
+        self._leave_by_s: float | None = None  # while it drains
 
     @property
     def is_idle(self) -> bool:
@@ -79,7 +78,7 @@ class WorkerCore:
             sequence.stream_since = now, sequence.num_tokens
         with self._ending(sequence):
             if not self.accepting:
-                raise refusal()
+                raise _refusal()
             check_room(self._streams.nbytes, self._streams.num_open, self._max_requests_nbytes)
             rename_blocks(sequence, start.request.block_size, self._engine.pool.block_size)
             traceparent = start.request.traceparent
@@ -89,7 +88,7 @@ class WorkerCore:
         """Answer a request for a cached prefix: one delta, with a ticket or an error."""
         try:
             if not self.accepting:
-                raise refusal()
+                raise _refusal()
             name = sequence_id(link_id, start.stream_id)
             ticket = self._kv_export.prefix_ticket(name, start.request, now)
         except DisaggError as error:
@@ -102,14 +101,17 @@ class WorkerCore:
             self._kv_import.prefetch(message, now)
 
     def drain(self, leave_by_s: float) -> None:
-        """Refuse new requests, and hand over running ones that will not finish in time."""
+        """Empty the worker, which is about to stop, without computing any token twice.
+
+        New requests and those that have not begun are refused, so that their ingress reroutes them.
+        Sequences that are predicted to finish in time may finish. The others are handed over after
+        one more token, with a ticket for their KV, as after a prefill.
+
+        Args:
+            leave_by_s: Unix seconds; sequences that would end later are handed over.
+        """
         self.accepting = False
-        self._draining = Draining(
-            self._engine,
-            self._kv_import.take_waiting,
-            lambda: self._step_times.model,
-            leave_by_s,
-        )
+        self._leave_by_s = leave_by_s
 
     def cancel(self, link_id: LinkId, stream_id: int, now: float) -> None:
         """Cancel a stream and its sequence in any state. No delta follows."""
@@ -157,8 +159,8 @@ class WorkerCore:
         is_stuck = self._kv_import.is_stuck and not self._engine.last_plan.sequences
         if (self._engine.is_stuck or is_stuck) and not has_freed:
             self._kv_export.break_oldest()  # two workers must not wait for each other's blocks
-        if self._draining is not None:
-            self._draining.advance(now)
+        if self._leave_by_s is not None:
+            self._empty(self._leave_by_s - now)
         return is_busy
 
     def take(self, result: StepResult, now: float) -> dict[LinkId, list[TokenDelta]]:
@@ -203,7 +205,7 @@ class WorkerCore:
             store=self._cold.counts() if self._cold is not None else None,
             host=self._host.counts() if self._host is not None else None,
             holds=self._kv_export.counts,
-            pulls=self._kv_import.pulls.counts,
+            pulls=self._kv_import.pull_counts,
             home_ingress=home_ingress,
             num_spans_dropped=telemetry.num_dropped(),
         )
@@ -221,6 +223,19 @@ class WorkerCore:
             self._host.close()
         if self._cold is not None:
             self._cold.close()
+
+    def _empty(self, left_s: float) -> None:
+        """Refuse waiting sequences, and hand over those that would not finish in `left_s`."""
+        scheduler = self._engine.scheduler
+        for sequence in [*scheduler.waiting, *self._kv_import.take_waiting()]:
+            self._engine.end(sequence, _refusal())
+        running = scheduler.running
+        num_context_tokens = sum(sequence.num_computed for sequence in running)
+        step_s = self._step_times.model.decode_step_s(len(running), num_context_tokens)
+        for sequence in [*running, *scheduler.imported]:
+            most_steps = sequence.max_num_tokens - len(sequence.tokens)
+            if not sequence.hand_over and most_steps * step_s > left_s:
+                scheduler.hand_over(sequence)
 
     def _transfer_s(self, source_id: str, num_blocks: int) -> float:
         return self._transfer_times.transfer_s(source_id, num_blocks * self._block_nbytes)
@@ -268,3 +283,7 @@ class WorkerCore:
         else:
             then = "is pulled later" if pulled.is_early else "is computed here instead"
             log.warning("A KV pull failed; %s %s: %s", pulled.ticket.ticket_id, then, done.error)
+
+
+def _refusal() -> Unavailable:
+    return Unavailable("This worker is stopping and takes no new requests.")

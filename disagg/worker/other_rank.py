@@ -19,27 +19,15 @@ from socket import socketpair
 from typing import Protocol, TypeVar
 
 import disagg
-from disagg.blocks import BlockHash
 from disagg.errors import StartupError
-from disagg.kvtransfer.ticket import KVTicket, Peer
-from disagg.kvtransfer.transport import PullDone
+from disagg.kvtransfer.ticket import Peer
 from disagg.rank_messages import (
-    ConnectPeer,
-    ForgetPeer,
-    PullBlocks,
     RankCache,
-    RankCopied,
-    RankCopies,
+    RankDone,
     RankFailed,
-    RankFetch,
-    RankFetched,
     RankLoaded,
-    RankPulled,
-    RankPut,
     RankReady,
     RankStart,
-    RankStored,
-    RankTask,
     RankUp,
     ToRank,
     decode_from_rank,
@@ -54,8 +42,7 @@ Answer = TypeVar("Answer", RankUp, RankLoaded, RankReady)
 
 
 class Rank(ABC):
-    """Another rank. Implements `kvtransfer.ranked_transport.RankTransport`,
-    `store.ranked_copier.RankCopier` and `store.ranked_store.RankStore`.
+    """Another rank. `ranked` uses it for what all ranks do.
 
     Attributes:
         num_damaged: number of damaged values that it has read from the store until its last fetch.
@@ -67,11 +54,7 @@ class Rank(ABC):
     def __init__(self, start: RankStart, place: str = "") -> None:
         self._name = f"rank {start.rank} of {start.num_ranks}{place}"
         self._peer: Peer | None = None
-        self._pulled: list[tuple[int, PullDone]] = []
-        self._num_saved = 0
-        self._loaded_s: list[float] = []
-        self._put_errors: list[str | None] = []
-        self._fetched: list[tuple[int, str | None]] = []
+        self._reports: list[RankDone] = []
         self.num_damaged = 0
         self._is_gone = False
         self._failure: str | None = None  # the rank's error message if it failed
@@ -134,57 +117,25 @@ class Rank(ABC):
         assert self._peer is not None, "the rank is not ready"
         return self._peer
 
-    def add_peer(self, peer: Peer) -> None:
-        self._begin(ConnectPeer(peer))
+    def tell(self, frame: bytes) -> None:
+        """Let the rank begin an encoded task."""
+        # If the rank has ended, `watch` reports it. An error here would end one request, to whose
+        # blocks the first rank may be writing.
+        with contextlib.suppress(OSError):
+            self._steps.send_bytes(frame)
 
-    def forget_peer(self, worker_id: str) -> None:
-        self._begin(ForgetPeer(worker_id))
-
-    def pull(self, number: int, ticket: KVTicket, first_block: int, into: list[int]) -> None:
-        self._begin(PullBlocks(number, ticket, first_block, into))
-
-    def poll(self) -> list[tuple[int, PullDone]]:
+    def take_reports(self) -> list[RankDone]:
+        """The tasks that ended since the last call."""
         self._read()
-        pulled, self._pulled = self._pulled, []
-        return pulled
-
-    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._begin(RankCopies(False, [*pairs]))
-
-    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._begin(RankCopies(True, [*pairs]))
-
-    def take_saved(self) -> int:
-        self._read()
-        num_saved, self._num_saved = self._num_saved, 0
-        return num_saved
-
-    def take_loaded(self) -> list[float]:
-        self._read()
-        loaded_s, self._loaded_s = self._loaded_s, []
-        return loaded_s
-
-    def put(self, blocks: Sequence[tuple[int, BlockHash]], in_host: bool) -> None:
-        self._begin(RankPut([*blocks], in_host))
-
-    def take_put(self) -> list[str | None]:
-        self._read()
-        errors, self._put_errors = self._put_errors, []
-        return errors
-
-    def fetch(self, number: int, names: Sequence[BlockHash], into: Sequence[int]) -> None:
-        self._begin(RankFetch(number, [*names], [*into]))
-
-    def take_fetched(self) -> list[tuple[int, str | None]]:
-        self._read()
-        fetched, self._fetched = self._fetched, []
-        return fetched
+        reports, self._reports = self._reports, []
+        return reports
 
     def wait(self, timeout_s: float) -> bool:
+        """Wait until the rank has a report. Returns False after the timeout or if it is gone."""
         return not self._is_gone and self._control.poll(timeout_s)
 
     def _read(self) -> None:
-        """Read and sort the rank's reports."""
+        """Read what the rank reports."""
         while not self._is_gone and self._control.poll():
             try:
                 report = decode_from_rank(self._control.recv_bytes())
@@ -192,24 +143,11 @@ class Rank(ABC):
                 self._is_gone = True  # `watch` reports this; an error here would fail one request
                 return
             match report:
-                case RankPulled(number=number, done=done):
-                    self._pulled.append((number, done))
-                case RankCopied(num_saved=num_saved, loaded_s=loaded_s):
-                    self._num_saved += num_saved
-                    self._loaded_s += loaded_s
-                case RankStored(errors=errors):
-                    self._put_errors += errors
+                case RankDone():
+                    self._reports.append(report)
+                    self.num_damaged = max(self.num_damaged, report.num_damaged)
                 case RankFailed(message=message):
                     self._failure = message
-                case RankFetched(number=number, error=error, num_damaged=num_damaged):
-                    self._fetched.append((number, error))
-                    self.num_damaged = num_damaged
-
-    def _begin(self, task: RankTask) -> None:
-        # If the rank has ended, `watch` reports it. An error here would end one request, to whose
-        # blocks the first rank may be writing.
-        with contextlib.suppress(OSError):
-            self._steps.send_bytes(encode(task))
 
     def _send(self, message: ToRank) -> None:
         with contextlib.suppress(OSError):  # `answer` reports if the rank has ended

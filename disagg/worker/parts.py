@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -17,35 +18,30 @@ from disagg.capacity.prior import step_times
 from disagg.capacity.shapes import shape_of
 from disagg.capacity.step_sizes import largest_step
 from disagg.config import EngineConfig, ServeConfig, TierConfig, TransferPrior
-from disagg.decode_worker.kv_source import KVTier
-from disagg.decode_worker.store_source import HostLookup, StoreLookup
 from disagg.engine.device.choices import choose_device
 from disagg.engine.engine import Engine
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.imports import uncollected_imports
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.ranked_transport import RankedTransport
-from disagg.kvtransfer.slab import HOST, Slab, allocate_host
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import HOST, Slab, Stamps, allocate_host
 from disagg.kvtransfer.transport import Transport
 from disagg.kvtransfer.ucx import LOOPBACK, interface_of
 from disagg.messages import StartStep
 from disagg.models.description import describe_model
 from disagg.store.block_copier import BlockCopier, ThreadCopier
-from disagg.store.cold_tier import ColdTier, queue_nbytes_for
+from disagg.store.cold_tier import Block, ColdStore, ColdTier, StoreThread, num_queueable
 from disagg.store.host_tier import HostTier
-from disagg.store.ranked_copier import RankedCopier
-from disagg.store.ranked_store import RankedFetches
-from disagg.store.store import ColdStore
-from disagg.store.store_thread import Block
 from disagg.time_model import StepTimeModel, TransferTimeModel
 from disagg.worker.first_steps import first_steps
+from disagg.worker.kv_import import KVTier
+from disagg.worker.other_rank import RankNodes
+from disagg.worker.ranked import RankedCopier, RankedFetches, RankedStoreThread, RankedTransport
+from disagg.worker.ranks import Ranks
+from disagg.worker.tiers import StoreLookup
 
 if TYPE_CHECKING:  # needs torch
     from disagg.engine.device.kv_cache import KVCache
     from disagg.engine.device.stream_copier import BlockReader
-    from disagg.worker.other_rank import RankNodes
-    from disagg.worker.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +74,9 @@ class Parts:
         """The tiers behind this worker's cache, fastest first."""
         tiers: list[KVTier] = []
         if self.host_tier is not None:
-            tiers.append(HostLookup(self.host_tier))
+            tiers.append(self.host_tier)
         if self.cold_tier is not None:
-            fetches = None if self.ranks is None else RankedFetches(self.ranks.others)
+            fetches = None if self.ranks is None else RankedFetches(self.ranks.tasks)
             tiers.append(StoreLookup(self.cold_tier, self.write_block, fetches))
         return tiers
 
@@ -110,96 +106,74 @@ def build_parts(
             " one process has one node.",
             param="nnodes",
         )
-    if tier.engine.tensor_parallel_size == 1:
-        return _build(config, tier, worker_id, epoch, local_fleet, progress, None)
-    # Imported here because `ranks` imports this module, and most workers have one rank.
-    from disagg.worker.ranks import Ranks
+    ranks: Ranks | None = None
+    with contextlib.ExitStack() as on_error:
+        if tier.engine.tensor_parallel_size > 1:
+            ranks = Ranks(config, tier, worker_id, epoch, nodes)
+            on_error.callback(ranks.close)
+        # Imported here so that this package can be imported without torch.
+        with uncollected_imports():
+            from disagg.engine.device.build import build_engine
 
-    ranks = Ranks(config, tier, worker_id, epoch, nodes)
-    try:
-        return _build(config, tier, worker_id, epoch, local_fleet, progress, ranks)
-    except BaseException:
-        ranks.close()
-        raise
+        made: list[Stamps] = []
 
+        def new_generations(num_blocks: int) -> MutableSequence[int]:
+            made.append(Stamps(num_blocks, worker_id, epoch))
+            return made[0].generations
 
-def _build(
-    config: ServeConfig,
-    tier: TierConfig,
-    worker_id: str,
-    epoch: int,
-    local_fleet: LocalFleet | None,
-    progress: Callable[[StartStep], None],
-    ranks: Ranks | None,
-) -> Parts:
-    # Imported here so that this package can be imported without torch.
-    with uncollected_imports():
-        from disagg.engine.device.build import build_engine
-
-    made: list[Stamps] = []
-
-    def new_generations(num_blocks: int) -> MutableSequence[int]:
-        made.append(Stamps(num_blocks, worker_id, epoch))
-        return made[0].generations
-
-    model, engine_config = describe_model(tier.directory), tier.engine
-    if ranks is not None:
-        engine_config = msgspec.structs.replace(engine_config, num_threads=ranks.num_threads)
-    gpu_name = first_gpu(tier.engine)
-    engine, kv_cache = build_engine(
-        engine_config,
-        model,
-        progress,
-        new_generations,
-        largest_step=largest_step(tier.engine, model, gpu_name),
-        followers=ranks,
-    )
-    prior, roofline = step_times(
-        shape_of(model),
-        gpu_name,
-        tier.engine.tensor_parallel_size,
-        expert_parallel=tier.engine.enable_expert_parallel,
-    )
-    log.info(
-        "Step times of %s are predicted from the roofline of %s at first.", tier.name, roofline
-    )
-    slab = slab_of(kv_cache)
-    cold_tier = new_cold_tier(store_of(config, tier.engine, kv_cache), slab, ranks)
-    reader = new_reader(kv_cache, slab) if cold_tier is not None else None
-    host_tier: HostTier | None = None
-    block_nbytes = slab.block_nbytes * tier.engine.tensor_parallel_size
-    num_slots = num_host_blocks(tier.engine, block_nbytes)
-    if num_slots:
-        copier = new_copier(kv_cache, slab, num_slots)
+        model, engine_config = describe_model(tier.directory), tier.engine
         if ranks is not None:
-            copier = RankedCopier(copier, ranks.others)
-        displaced = partial(cold_tier.offer, in_host=True) if cold_tier is not None else None
-        host_tier = HostTier(copier, num_slots, block_nbytes, made[0].generations, displaced)
-    own = new_transport(
-        config,
-        worker_id,
-        epoch,
-        slab,
-        made[0],
-        local_fleet,
-        kv_cache.begin_thread,
-        reader.wait if reader is not None else lambda: None,
-    )
-    if ranks is not None:
-        ranks.check_layout(own.peer.layout)
-    return Parts(
-        engine,
-        made[0],
-        own if ranks is None else RankedTransport(own, ranks.others),
-        cold_tier,
-        reader or kv_cache.read_blocks,
-        kv_cache.write_block,
-        first_steps(engine, time.perf_counter, prior),
-        tier.engine.max_requests_nbytes,
-        host_tier,
-        config.transfer_prior,
-        ranks,
-    )
+            engine_config = msgspec.structs.replace(engine_config, num_threads=ranks.num_threads)
+        gpu_name = first_gpu(tier.engine)
+        engine, kv_cache = build_engine(
+            engine_config,
+            model,
+            progress,
+            new_generations,
+            largest_step=largest_step(tier.engine, model, gpu_name),
+            followers=ranks,
+        )
+        prior, roofline = step_times(
+            shape_of(model),
+            gpu_name,
+            tier.engine.tensor_parallel_size,
+            expert_parallel=tier.engine.enable_expert_parallel,
+        )
+        log.info(
+            "Step times of %s are predicted from the roofline of %s at first.", tier.name, roofline
+        )
+        stamps = made[0]
+        memory = RankMemory.build(
+            config, tier.engine, kv_cache, worker_id, epoch, stamps, local_fleet
+        )
+        cold_tier = new_cold_tier(memory.store, memory.slab, ranks)
+        copier, transport, host_tier = memory.copier, memory.transport, None
+        if ranks is not None:
+            ranks.check_layout(transport.peer.layout)
+            transport = RankedTransport(transport, ranks.tasks)
+        if copier is not None:
+            if ranks is not None:
+                copier = RankedCopier(copier, ranks.tasks)
+            block_nbytes = memory.slab.block_nbytes * tier.engine.tensor_parallel_size
+            displaced = partial(cold_tier.offer, in_host=True) if cold_tier is not None else None
+            host_tier = HostTier(
+                copier, memory.num_slots, block_nbytes, stamps.generations, displaced
+            )
+        parts = Parts(
+            engine,
+            stamps,
+            transport,
+            cold_tier,
+            memory.read_blocks,
+            kv_cache.write_block,
+            first_steps(engine, time.perf_counter, prior),
+            tier.engine.max_requests_nbytes,
+            host_tier,
+            config.transfer_prior,
+            ranks,
+        )
+        on_error.pop_all()
+        return parts
 
 
 def first_gpu(config: EngineConfig) -> str:
@@ -209,17 +183,65 @@ def first_gpu(config: EngineConfig) -> str:
     return device_name(HOST if choose_device(config) == "cpu" else 0)
 
 
-def slab_of(kv_cache: KVCache) -> Slab:
-    """The slab with the memory of a cache, for transfers."""
-    return Slab(
-        kv_cache.base_address,
-        kv_cache.num_blocks,
-        kv_cache.block_nbytes,
-        kv_cache.layout,
-        kv_cache.device_id,
-        owner=kv_cache,
-        part=kv_cache.shape.part,
-    )
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The KV memory of one rank, and what moves its blocks.
+
+    store: for its part of evicted blocks.
+    num_slots: blocks in host memory behind the cache.
+    copier: copies to and from there; None if there is none.
+    read_blocks: see `Parts`.
+    """
+
+    slab: Slab
+    store: ColdStore | None
+    num_slots: int
+    copier: BlockCopier | None
+    read_blocks: Callable[[Sequence[int]], Sequence[Block]]
+    transport: Transport
+
+    @classmethod
+    def build(
+        cls,
+        config: ServeConfig,
+        engine: EngineConfig,
+        kv_cache: KVCache,
+        worker_id: str,
+        epoch: int,
+        stamps: Stamps,
+        local_fleet: LocalFleet | None = None,
+    ) -> RankMemory:
+        """Raises `StartupError`, also as `NotEnoughMemory`."""
+        shape = kv_cache.shape
+        slab = Slab(
+            kv_cache.base_address,
+            kv_cache.num_blocks,
+            kv_cache.block_nbytes,
+            kv_cache.layout,
+            kv_cache.device_id,
+            owner=kv_cache,
+            part=shape.part,
+        )
+        num_slots = num_host_blocks(engine, slab.block_nbytes * engine.tensor_parallel_size)
+        store = new_store(config, engine, kv_cache.layout, shape.own_heads, shape.num_kv_heads)
+        reader = new_reader(kv_cache, slab) if store is not None else None
+        return cls(
+            slab,
+            store,
+            num_slots,
+            new_copier(kv_cache, slab, num_slots) if num_slots else None,
+            reader or kv_cache.read_blocks,
+            new_transport(
+                config,
+                worker_id,
+                epoch,
+                slab,
+                stamps,
+                local_fleet,
+                kv_cache.begin_thread,
+                reader.wait if reader is not None else lambda: None,
+            ),
+        )
 
 
 def new_transport(
@@ -306,22 +328,19 @@ def new_store(
     return RedisStore(config.redis_url, layout, pieces=pieces, num_pieces=num_pieces, secret=secret)
 
 
-def store_of(config: ServeConfig, engine: EngineConfig, kv_cache: KVCache) -> ColdStore | None:
-    """Like `new_store`, for the KV heads of a cache."""
-    shape = kv_cache.shape
-    return new_store(config, engine, kv_cache.layout, shape.own_heads, shape.num_kv_heads)
-
-
 def new_cold_tier(
     store: ColdStore | None, slab: Slab, ranks: Ranks | None = None
 ) -> ColdTier | None:
     """The cold tier of the first rank, if there is a store."""
     if store is None:
         return None
-    others = ranks.others if ranks is not None else ()
-    # If several ranks have the same bytes, only one of them puts these.
-    putting = [rank for rank in others if rank.peer.part is None or not rank.peer.part.copy]
-    return ColdTier(store, slab.block_nbytes, TransferTimeModel(), others=putting)
+    nbytes = slab.block_nbytes
+    thread = (
+        StoreThread(store, nbytes)
+        if ranks is None
+        else RankedStoreThread(store, nbytes, ranks.tasks)
+    )
+    return ColdTier(thread, TransferTimeModel())
 
 
 def num_host_blocks(config: EngineConfig, block_nbytes: int) -> int:
@@ -352,7 +371,7 @@ def new_reader(kv_cache: KVCache, slab: Slab) -> BlockReader | None:
     from disagg.engine.device.stream_copier import BlockReader
 
     # More blocks than this never wait to be stored.
-    return BlockReader(kv_cache.slab, queue_nbytes_for(slab.block_nbytes) // slab.block_nbytes)
+    return BlockReader(kv_cache.slab, num_queueable(slab.block_nbytes))
 
 
 def new_copier(kv_cache: KVCache, slab: Slab, num_slots: int) -> BlockCopier:

@@ -29,6 +29,7 @@ from disagg.models.description import describe_model
 from disagg.rank_messages import LOOPBACK, RankLoaded, RankStart, RankUp, RankWork, encode
 from disagg.worker.other_rank import LocalRank, Rank, RankNodes, RemoteRank
 from disagg.worker.rank_listener import RankListener, listen
+from disagg.worker.ranked import RankTasks
 
 if TYPE_CHECKING:  # needs torch
     from disagg.models.communicator import Communicator
@@ -47,6 +48,7 @@ class Ranks:
         nodes: the nodes of the worker, if it has several.
 
     Attributes:
+        tasks: those that all ranks carry out.
         num_threads: number of torch threads in each rank, on a CPU.
         may_hang: whether a step hangs if a rank is gone. With NCCL it does; gloo raises an error,
             except if a whole node is gone.
@@ -98,6 +100,7 @@ class Ranks:
         except BaseException:
             self.close()
             raise
+        self.tasks = RankTasks(self.others)
 
     def _started(self, start: RankStart, node: int) -> Rank:
         if not node:

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NoReturn, TypeVar
 
 from disagg.config import ServeConfig, TierConfig
@@ -181,26 +182,17 @@ class Worker:
 
     async def _ask(self, question: Callable[[], T]) -> T:
         """Run `question` in the engine's thread and return its result."""
-        answer: asyncio.Future[T] = self._loop.create_future()
-
-        def reply(value: T | None, error: Exception | None) -> None:
-            if answer.done():  # the caller was cancelled
-                return
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(value)  # type: ignore[arg-type]
+        answer = Future[T]()
 
         def ask() -> None:
-            try:
-                value = question()
-            except Exception as error:
-                self._loop.call_soon_threadsafe(reply, None, error)
-            else:
-                self._loop.call_soon_threadsafe(reply, value, None)
+            if answer.set_running_or_notify_cancel():  # otherwise the caller was cancelled
+                try:
+                    answer.set_result(question())
+                except Exception as error:
+                    answer.set_exception(error)
 
         self._thread.post(ask)
-        return await answer
+        return await asyncio.wrap_future(answer)
 
     async def _keep_watch(self) -> None:
         """Close all links if the engine hangs, so that ingresses reroute its streams.

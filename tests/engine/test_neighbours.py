@@ -9,7 +9,7 @@ import pytest
 
 from disagg.engine.sched import block_pool
 from disagg.engine.sched.block_pool import BlockPool
-from disagg.kvtransfer.runs import merge_runs
+from disagg.kvtransfer.slab import merge_runs
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 1400
 LONG = 4096 // BLOCK_SIZE

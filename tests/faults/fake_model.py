@@ -21,8 +21,7 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Sampled, StepPlan
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.worker.parts import Parts, new_cold_tier, new_store, new_transport
 from tests.engine.fake_runner import VOCAB_SIZE, FakeKV, FakeRunner, expected_tokens
 

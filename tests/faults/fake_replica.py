@@ -18,7 +18,7 @@ import msgspec
 from disagg.app.deployments import WorkerReplica
 from disagg.config import ServeConfig, TierConfig
 from disagg.messages import Role
-from disagg.prefill_worker import kv_export
+from disagg.worker import kv_export
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.faults.fake_model import BACK_DOORS, fake_parts

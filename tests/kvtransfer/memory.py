@@ -7,11 +7,9 @@ import ctypes
 from collections.abc import Iterable
 from dataclasses import replace
 
-from disagg.kvtransfer.holds import issue_ticket
 from disagg.kvtransfer.pulls import describe
-from disagg.kvtransfer.slab import BlockPart, Slab, begin_of, whole_nbytes
-from disagg.kvtransfer.stamps import Stamps
-from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.kvtransfer.slab import BlockPart, Slab, Stamps, begin_of, whole_nbytes
+from disagg.kvtransfer.ticket import KVTicket, Peer, issue_ticket
 
 LAYOUT = "llama/bf16/16"
 

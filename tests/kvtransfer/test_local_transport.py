@@ -14,13 +14,10 @@ from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.kv_shape import KVShape
 from disagg.errors import StartupError
 from disagg.kernels.kv_pages import FORMATS
-from disagg.kvtransfer.holds import issue_ticket
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.pulls import Pull
-from disagg.kvtransfer.slab import BlockPart, Slab
-from disagg.kvtransfer.sources import Source
-from disagg.kvtransfer.stamps import Stamps
-from disagg.kvtransfer.ticket import Peer
+from disagg.kvtransfer.pulls import Pull, Source
+from disagg.kvtransfer.slab import BlockPart, Slab, Stamps
+from disagg.kvtransfer.ticket import Peer, issue_ticket
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from tests.kvtransfer.memory import Memory
 

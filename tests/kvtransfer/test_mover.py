@@ -27,11 +27,10 @@ from disagg.kvtransfer.mover import (
     PullEnded,
     agent_name,
 )
-from disagg.kvtransfer.pulls import PullBook
+from disagg.kvtransfer.pulls import ByteRange, PullBook
 from disagg.kvtransfer.slab import Slab
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import TicketReleased
-from disagg.kvtransfer.wire import ByteRange
 from tests.kvtransfer.memory import Memory, peer_of, rank_memories
 
 

@@ -21,13 +21,12 @@ import pytest
 from disagg.errors import StartupError, TransferFailed
 from disagg.kvtransfer.nixl import nixl_xfer_handle
 from disagg.kvtransfer.nixl_transport import EMPTY, NixlTransport
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone
-from tests.kvtransfer.fake_ranks import FakeWorker
 from tests.kvtransfer.memory import Memory
 from tests.kvtransfer.sides import finish, next_events, wait_until
+from tests.worker.fake_ranks import FakeWorker
 
 ROOT = Path(__file__).parent.parent.parent
 TCP = {"TLS": "tcp,self"}  # needs the source's help to read; shared memory reads past a stopped one

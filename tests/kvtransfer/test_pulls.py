@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.errors import StartupError, TransferFailed
+from disagg.kvtransfer import pulls
 from disagg.kvtransfer.pulls import MAX_TICKET_ID_NBYTES, PullBook, describe
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import Stamps
+from disagg.kvtransfer.ticket import issue_ticket
 from tests.kvtransfer.memory import Memory
 
 SOURCE = Memory("source", epoch=3)
@@ -83,8 +85,9 @@ def test_a_ticket_is_used_once() -> None:
         book.begin(ticket, 0, [0], now=0.0)
 
 
-def test_used_tickets_are_remembered_within_bounds() -> None:
-    book = PullBook(READER.slab, "local", max_used_tickets=3)
+def test_used_tickets_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "MAX_USED_TICKETS", 3)
+    book = PullBook(READER.slab, "local")
     book.add_peer(SOURCE.peer())
     for number in range(5):
         book.end(book.begin(SOURCE.ticket(f"t{number}", [4]), 0, [0], now=0.0))
@@ -113,8 +116,9 @@ def test_a_new_epoch_replaces_the_old_one() -> None:
     assert book.peer_of(SOURCE.ticket("t", [4])) is None
 
 
-def test_the_peer_used_least_recently_is_forgotten() -> None:
-    book = PullBook(READER.slab, "local", max_peers=2)
+def test_the_peer_used_least_recently_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "MAX_PEERS", 2)
+    book = PullBook(READER.slab, "local")
     peers = [dataclasses.replace(SOURCE.peer(), worker_id=name) for name in ("a", "b", "c")]
     assert book.add_peer(peers[0]).gone == () and book.add_peer(peers[1]).gone == ()
     ticket = dataclasses.replace(SOURCE.ticket("t", [4]), source_id="a")
@@ -174,3 +178,28 @@ def test_no_ids_whatever_lead_outside_a_slab(
         assert 0 <= source_block < source_block + num_blocks <= 32
         assert 0 <= local_block < local_block + num_blocks <= 32
     assert book.num_blocks_filling == len(into) == sum(run.num_blocks for run in pull.runs)
+
+
+def test_a_ticket_names_the_process_and_the_content() -> None:
+    memory = Memory("w", epoch=9)
+    memory.reuse(5)
+    ticket = memory.ticket("t", [5, 2])
+    assert (ticket.source_id, ticket.epoch, ticket.layout) == ("w", 9, memory.slab.layout)
+    assert ticket.generations == (memory.stamps.generations[2] + 1, memory.stamps.generations[2])
+
+
+@given(st.lists(st.integers(-(2**33), 2**33), max_size=4))
+def test_only_blocks_of_the_slab_get_a_ticket(block_ids: list[int]) -> None:
+    memory = Memory("w", num_blocks=4)
+    good = block_ids and set(block_ids) <= set(range(4)) and len(set(block_ids)) == len(block_ids)
+    if good:
+        assert memory.ticket("t", block_ids).block_ids == tuple(block_ids)
+        return
+    with pytest.raises(TransferFailed):
+        issue_ticket(
+            memory.peer(),
+            memory.stamps.generations,
+            ticket_id="t",
+            num_tokens=1,
+            block_ids=block_ids,
+        )

@@ -6,9 +6,20 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from disagg.errors import StartupError
-from disagg.kvtransfer.slab import Slab, allocate_host, touch
+from disagg.kvtransfer.slab import (
+    GENERATION_NBYTES,
+    BlockRun,
+    Slab,
+    Stamps,
+    allocate_host,
+    first_generation,
+    merge_runs,
+    touch,
+)
 
 
 def test_blocks_lie_one_after_the_other() -> None:
@@ -64,3 +75,67 @@ def test_a_slab_is_touched_by_itself() -> None:
 
 def resident_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+SIDES = st.integers(0, 24).flatmap(
+    lambda n: st.tuples(
+        st.permutations(range(32)).map(lambda ids: ids[:n]),
+        st.permutations(range(32)).map(lambda ids: ids[:n]),
+    )
+)
+
+
+def test_neighbours_on_both_sides_are_one_run() -> None:
+    assert merge_runs([(3, 7), (4, 8), (5, 9)]) == [BlockRun(3, 7, 3)]
+
+
+def test_neighbours_on_one_side_only_stay_apart() -> None:
+    assert merge_runs([(3, 7), (4, 9)]) == [BlockRun(3, 7, 1), BlockRun(4, 9, 1)]
+    assert merge_runs([(3, 7), (5, 8)]) == [BlockRun(3, 7, 1), BlockRun(5, 8, 1)]
+
+
+def test_order_does_not_matter() -> None:
+    assert merge_runs([(5, 9), (3, 7), (4, 8)]) == [BlockRun(3, 7, 3)]
+
+
+@given(SIDES)
+def test_runs_copy_exactly_the_pairs_and_none_could_be_merged(
+    sides: tuple[list[int], list[int]],
+) -> None:
+    pairs = set(zip(*sides, strict=True))
+    runs = merge_runs(pairs)
+    copied = [(run.source_block + i, run.local_block + i) for run in runs for i in range(run[2])]
+    assert len(copied) == len(pairs) and set(copied) == pairs
+    starts = {(run.source_block, run.local_block) for run in runs}
+    ends = {(run.source_block + run.num_blocks, run.local_block + run.num_blocks) for run in runs}
+    assert starts.isdisjoint(ends)
+
+
+def test_a_bump_is_seen_at_the_tables_address() -> None:
+    stamps = Stamps(4, "w", epoch=1)
+    before = stamps.of([2, 0])
+    stamps.generations[2] += 1
+    seen = (ctypes.c_uint64 * 4).from_address(stamps.address)
+    assert stamps.nbytes == 4 * GENERATION_NBYTES
+    assert tuple(seen) == stamps.of(range(4))
+    assert stamps.of([2, 0]) == (before[0] + 1, before[1])
+
+
+def test_the_table_cannot_move() -> None:
+    stamps = Stamps(4, "w", epoch=1)
+    with pytest.raises(BufferError):
+        stamps.generations.append(0)
+
+
+def test_a_table_needs_blocks() -> None:
+    with pytest.raises(StartupError):
+        Stamps(0, "w", epoch=1)
+
+
+@given(st.text(max_size=8), st.integers(0, 2**64), st.text(max_size=8), st.integers(0, 2**64))
+def test_no_two_processes_start_with_the_same_generation(
+    worker: str, epoch: int, other_worker: str, other_epoch: int
+) -> None:
+    first, other = first_generation(worker, epoch), first_generation(other_worker, other_epoch)
+    assert (first == other) == ((worker, epoch) == (other_worker, other_epoch))
+    assert 0 < first < 1 << 63

@@ -14,17 +14,15 @@ from torch import Tensor
 from disagg.engine.device.kv_shape import KVShape
 from disagg.errors import TransferFailed
 from disagg.kernels.kv_pages import FORMATS, KVFormat, KVPages, pages_of
-from disagg.kvtransfer.holds import issue_ticket
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.pulls import PullBook, describe
-from disagg.kvtransfer.ranked_transport import RankedTransport
-from disagg.kvtransfer.slab import BlockPart, Slab
-from disagg.kvtransfer.sources import largest_nbytes, sources_of
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.pulls import PullBook, describe, largest_nbytes, sources_of
+from disagg.kvtransfer.slab import BlockPart, Slab, Stamps
+from disagg.kvtransfer.ticket import issue_ticket
 from disagg.kvtransfer.transport import PullDone
 from disagg.models.share import Share
-from tests.kvtransfer.fake_ranks import FakeRank
+from disagg.worker.ranked import RankedTransport
 from tests.kvtransfer.memory import Memory, peer_of, rank_memories
+from tests.worker.fake_ranks import FakeRank, tasks_of
 
 NUM_BLOCKS = 6
 
@@ -109,7 +107,7 @@ def test_every_byte_of_every_head_arrives_where_the_layout_says_and_nothing_else
     reader, _ = ranks_of(whole, "reader", num_ranks, fleet)
     before = [rank.memory.clone() for rank in reader]
     transport = RankedTransport(
-        reader[0].transport, [FakeRank(rank.transport) for rank in reader[1:]]
+        reader[0].transport, tasks_of([FakeRank(rank.transport) for rank in reader[1:]])
     )
     transport.add_peer(peer_of([rank.transport.peer for rank in source]))
     ticket = issue_ticket(

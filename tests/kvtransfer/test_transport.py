@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import TransferFailed
-from disagg.kvtransfer.holds import Holds
 from disagg.kvtransfer.transport import PullDone, TicketReleased, Transport
 from tests.kvtransfer.memory import Memory
 from tests.kvtransfer.sides import Sides, finish, next_events
@@ -150,22 +149,22 @@ def test_many_pulls_at_once_end_once_each(shared: Pair) -> None:
 
 
 def test_everything_that_was_held_comes_back(shared: Pair) -> None:
-    holds, free = Holds(), set(range(32))
+    held, free = dict[str, list[int]](), set(range(32))
     rng = random.Random(7)
     for _ in range(40):
         blocks = rng.sample(sorted(free), k=rng.randint(1, 4))
         free.difference_update(blocks)
         ticket = shared.source.ticket(new_id(), blocks)
-        holds.hold(ticket.ticket_id, blocks, now=0.0, ttl_s=1.0)
+        held[ticket.ticket_id] = blocks
         if rng.random() < 0.5:
             shared.reading.release(ticket)
         else:
             shared.reading.pull(ticket, 0, list(range(len(blocks))))
             assert finish(shared.reading).error is None
         for event in next_events(shared.serving):
-            assert isinstance(event, TicketReleased) and holds.release(event.ticket_id)
-        free.update(block for blocks in holds.collect(0.0) for block in blocks)
-    assert free == set(range(32)) and holds.num_holds == holds.num_unknown == 0
+            assert isinstance(event, TicketReleased)
+            free.update(held.pop(event.ticket_id))
+    assert free == set(range(32)) and not held
 
 
 BLOCKS = st.permutations(range(32))

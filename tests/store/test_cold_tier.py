@@ -13,9 +13,12 @@ from disagg.blocks import BlockHash
 from disagg.errors import Unavailable
 from disagg.messages import StoreCounts
 from disagg.store import cold_tier
-from disagg.store.cold_tier import STORE_ID, ColdTier, fetch_nbytes_for, queue_nbytes_for
-from disagg.store.store import ColdStore
-from disagg.store.store_thread import StoreThread
+from disagg.store.cold_tier import (
+    STORE_ID,
+    ColdStore,
+    ColdTier,
+    StoreThread,
+)
 from disagg.time_model import TransferTimeModel
 from tests.store.fake_store import FakeStore
 from tests.store.tiers import (
@@ -50,17 +53,11 @@ def new_tier() -> Iterator[Callable[..., ColdTier]]:
         num_queued: int = 100,
         num_fetched: int = 100,
     ) -> ColdTier:
-        tiers.append(
-            ColdTier(
-                store,
-                NBYTES,
-                times or one_second_a_block(),
-                queue_nbytes=num_queued * NBYTES,
-                fetch_nbytes=num_fetched * NBYTES,
-                clock=clock,
-            )
-        )
-        return tiers[-1]
+        thread = StoreThread(store, NBYTES, clock)
+        tier = ColdTier(thread, times or one_second_a_block(), clock)
+        tier._num_queueable, tier._num_fetchable = num_queued, num_fetched
+        tiers.append(tier)
+        return tier
 
     yield new
     for tier in tiers:
@@ -93,7 +90,7 @@ def test_offered_blocks_come_back_up_to_the_first_gap(new_tier: Opener) -> None:
 def test_a_prefix_longer_than_one_call_is_loaded_in_order(
     new_tier: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("disagg.store.store_thread._CALL_NBYTES", 3 * NBYTES)
+    monkeypatch.setattr("disagg.store.cold_tier._CALL_NBYTES", 3 * NBYTES)
     gate = Gate()
     tier = new_tier(gate)
     for i in range(10):
@@ -122,8 +119,10 @@ def test_an_offer_never_waits_and_the_queue_is_bounded(new_tier: Opener, gate: G
 @pytest.mark.parametrize("block_nbytes", [1 << 10, 21 << 20])
 def test_the_queue_has_room_for_the_blocks_that_a_prompt_evicts(block_nbytes: int) -> None:
     """A block of 64 tokens of a 70B model has 21 MB."""
-    assert queue_nbytes_for(block_nbytes) == max(64 << 20, 64 * block_nbytes)
-    assert fetch_nbytes_for(block_nbytes) == max(256 << 20, 128 * block_nbytes)
+    tier = ColdTier(StoreThread(FakeStore(0), block_nbytes), TransferTimeModel())
+    assert tier._num_queueable * block_nbytes == max(64 << 20, 64 * block_nbytes)
+    assert tier._num_fetchable * block_nbytes == max(256 << 20, 128 * block_nbytes)
+    assert tier.close(timeout_s=60)
 
 
 def test_a_block_of_another_size_is_a_bug(new_tier: Opener) -> None:
@@ -242,7 +241,9 @@ def test_a_slow_time_is_forgotten_when_nobody_looks() -> None:
 
     store = Slow(1 << 20)
     store.put_many([(name(0), block(0))])
-    tier = ColdTier(store, NBYTES, one_second_a_block(), clock=lambda: now_s)
+    tier = ColdTier(
+        StoreThread(store, NBYTES, lambda: now_s), one_second_a_block(), clock=lambda: now_s
+    )
     for _ in range(5):
         finish(tier, tier.lookup(names(0)))
     assert tier.predicted_s(1) > 20
@@ -274,9 +275,7 @@ def test_blocks_that_nobody_polled_take_room(new_tier: Opener) -> None:
     store.put_many([(name(i), block(i)) for i in range(2)])
     tier = new_tier(store, num_fetched=2)
     one = tier.lookup(names(0, 1))
-    thread = tier._thread
-    assert isinstance(thread, StoreThread)
-    wait_until(lambda: not thread._outbox.empty())
+    wait_until(lambda: not tier._thread._outbox.empty())
     two = tier.lookup(names(0, 1))
     assert tier.poll() == [one, two]
     assert (len(one.blocks), two.error) == (2, "too many fetches at a time")
@@ -360,7 +359,7 @@ def test_a_cancelled_fetch_does_not_bring_a_store_back(new_tier: Opener, gate: G
 
 
 def test_close_stores_what_was_offered(gate: Gate) -> None:
-    tier = ColdTier(gate, NBYTES, one_second_a_block())
+    tier = ColdTier(StoreThread(gate, NBYTES), one_second_a_block())
     gate.open.clear()
     offer(tier, 0)
     assert gate.entered.acquire(timeout=30)
@@ -377,9 +376,11 @@ def test_close_stores_what_was_offered(gate: Gate) -> None:
 def test_close_leaves_what_there_is_no_time_for(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("disagg.store.store_thread._CALL_NBYTES", NBYTES)
+    monkeypatch.setattr("disagg.store.cold_tier._CALL_NBYTES", NBYTES)
     now_s = 0.0
-    tier = ColdTier(gate, NBYTES, one_second_a_block(), clock=lambda: now_s)
+    tier = ColdTier(
+        StoreThread(gate, NBYTES, lambda: now_s), one_second_a_block(), clock=lambda: now_s
+    )
     gate.open.clear()
     for i in range(5):
         offer(tier, i)
@@ -391,7 +392,7 @@ def test_close_leaves_what_there_is_no_time_for(
 
 
 def test_close_is_bounded_and_ends_every_fetch(gate: Gate) -> None:
-    tier = ColdTier(gate, NBYTES, one_second_a_block())
+    tier = ColdTier(StoreThread(gate, NBYTES), one_second_a_block())
     gate.open.clear()
     before = tier.lookup(names(0))
     assert not tier.close(timeout_s=0.05)

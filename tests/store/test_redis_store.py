@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.errors import StartupError, Unavailable
-from disagg.store.redis_store import RedisStore
+from disagg.models.share import Share
+from disagg.store.redis_store import RedisStore, _Server
 
 A, B = b"a" * 16, b"b" * 16
 BLOCK = bytes(range(256)) * 16
@@ -84,6 +88,26 @@ def test_a_killed_server_fails_fast_and_a_restarted_one_is_found(
     assert store.get_many([A]) == [None]
     store.put_many([(A, BLOCK)])
     assert store.get_many([A]) == [BLOCK]
+
+
+def test_pauses_double_up_to_a_limit_and_a_success_ends_them(clock: Clock) -> None:
+    server, pauses = _Server("redis://127.0.0.1:1", 1.0, clock), list[float]()
+
+    def fail() -> None:
+        with pytest.raises(Unavailable, match="did not answer"), server.guarded():
+            raise OSError("away")
+
+    for _ in range(8):
+        fail()
+        with pytest.raises(Unavailable, match="the next attempt is in"), server.guarded():
+            pass
+        pauses.append(server._retry_at_s - clock.now_s)
+        clock.now_s += pauses[-1]
+    assert pauses == [0.25, 0.5, 1, 2, 4, 8, 10, 10]
+    with server.guarded():
+        pass
+    fail()
+    assert server._retry_at_s - clock.now_s == 0.25
 
 
 def test_a_frozen_server_is_left_alone_after_one_timeout(
@@ -246,3 +270,67 @@ def test_the_server_bounds_the_bytes(
     assert any(found)
     assert client.dbsize() < 50
     assert client.info("stats")["evicted_keys"] > 0
+
+
+_layouts = itertools.count()
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8]).flatmap(
+    lambda heads: st.tuples(
+        st.just(heads),
+        *2 * [st.sampled_from([n for n in range(1, 17) if heads % n == 0 or n % heads == 0])],
+    )
+)
+
+
+def parts(num_heads: int, num_ranks: int, blocks: list[bytes]) -> list[tuple[range, list[bytes]]]:
+    """Of each rank: its heads, and its parts of blocks."""
+    found = []
+    for rank in range(num_ranks):
+        heads = range(*Share(rank, num_ranks).kv_heads(num_heads))
+        size = len(blocks[0]) // num_heads
+        own = slice(heads.start * size, heads.stop * size)
+        found.append((heads, [each[own] for each in blocks]))
+    return found
+
+
+@given(SIZES, st.integers(1, 9), st.integers(1, 4), st.randoms(use_true_random=False))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_ranks_find_what_ranks_of_another_number_stored_and_nothing_before_all_have(
+    shared_redis: EmbeddedRedis,
+    sizes: tuple[int, int, int],
+    head_nbytes: int,
+    num_blocks: int,
+    rng: object,
+) -> None:
+    num_heads, num_writing, num_reading = sizes
+    layout = f"ranked-{next(_layouts)}"
+
+    def stores(num_ranks: int) -> list[RedisStore]:
+        return [
+            RedisStore(
+                shared_redis.url,
+                layout,
+                pieces=range(*Share(rank, num_ranks).kv_heads(num_heads)),
+                num_pieces=num_heads,
+                timeout_s=10,
+            )
+            for rank in range(num_ranks)
+        ]
+
+    nbytes = num_heads * head_nbytes
+    blocks = [rng.randbytes(nbytes) for _ in range(num_blocks)]  # type: ignore[attr-defined]
+    keys = [i.to_bytes(16, "little") for i in range(num_blocks)]
+    writing, reading = stores(num_writing), stores(num_reading)
+    put: set[int] = set()
+    for store, (heads, own) in zip(writing, parts(num_heads, num_writing, blocks), strict=True):
+        is_all = put == set(range(num_heads))
+        assert all(each.contains_prefix(keys) == (num_blocks if is_all else 0) for each in reading)
+        store.put_many(list(zip(keys, own, strict=True)))
+        put.update(heads)
+    for store, (_, own) in zip(reading, parts(num_heads, num_reading, blocks), strict=True):
+        assert store.contains_prefix([*keys, bytes([99]) * 16]) == num_blocks
+        assert store.get_many(keys) == own
+    for store in (*writing, *reading):
+        store.close()

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg.cli.embedded_redis import EmbeddedRedis
+from disagg.store.cold_tier import ColdStore
 from disagg.store.redis_store import RedisStore
-from disagg.store.store import ColdStore
 from tests.store.fake_store import FakeStore
 
 _layouts = itertools.count()

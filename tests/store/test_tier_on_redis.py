@@ -8,7 +8,7 @@ import signal
 import redis
 
 from disagg.cli.embedded_redis import EmbeddedRedis
-from disagg.store.cold_tier import ColdTier
+from disagg.store.cold_tier import ColdTier, StoreThread
 from disagg.store.redis_store import RedisStore
 from tests.store.tiers import (
     NBYTES,
@@ -23,9 +23,8 @@ from tests.store.tiers import (
 
 
 def redis_tier(server: EmbeddedRedis, timeout_s: float) -> ColdTier:
-    return ColdTier(
-        RedisStore(server.url, "tier", timeout_s=timeout_s), NBYTES, one_second_a_block()
-    )
+    store = RedisStore(server.url, "tier", timeout_s=timeout_s)
+    return ColdTier(StoreThread(store, NBYTES), one_second_a_block())
 
 
 def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:

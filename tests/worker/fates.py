@@ -11,11 +11,10 @@ from typing import Any, TypeAlias
 from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.kvtransfer.local_transport import LocalTransport
 from disagg.kvtransfer.pulls import Pull
-from disagg.kvtransfer.runs import BlockRun
+from disagg.kvtransfer.slab import BlockRun
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.store.store import ColdStore
-from disagg.store.store_thread import Done, FetchJob, PutJob, PutsDone, StoreThread
+from disagg.store.cold_tier import ColdStore, Fetch, Put, StoreThread
 from tests.engine.fake_runner import FakeKV, FakeRunner
 
 Pairs: TypeAlias = Sequence[tuple[int, int]]
@@ -213,27 +212,26 @@ class SteppedStoreThread(StoreThread):
         self.block_nbytes = block_nbytes
         self._num_per_call = 2
         self._clock = clock
-        self._outbox: SimpleQueue[Done] = SimpleQueue()
-        self._jobs: deque[FetchJob | PutJob] = deque()
+        self._outbox: SimpleQueue[Fetch | Put] = SimpleQueue()
+        self._jobs: deque[Fetch | Put] = deque()
 
-    def fetch(self, job: FetchJob) -> None:
-        self._jobs.append(job)
+    def fetch(self, fetch: Fetch) -> None:
+        self._jobs.append(fetch)
 
-    def put(self, jobs: Sequence[PutJob]) -> None:
-        self._jobs.extend(jobs)
+    def put(self, puts: Sequence[Put]) -> None:
+        self._jobs.extend(puts)
 
-    def take_done(self) -> list[Done]:
+    def take_done(self) -> list[Fetch | Put]:
         while self._jobs and self._fates.draw() % 4 != 1:
             job = self._jobs.popleft()
-            if isinstance(job, FetchJob):
-                self._outbox.put(self._fetch(job))
+            if isinstance(job, Fetch):
+                self._fetch(job)
             elif self._fates.draw() % 8 == 1:
                 self._fates.met["store away"] += 1
-                self._outbox.put(
-                    PutsDone((job.block_hash,), self.block_nbytes, "the store is away")
-                )
+                job.error = "the store is away"
             else:
-                self._outbox.put(self._put([job]))
+                self._put([job])
+            self._outbox.put(job)
         return super().take_done()
 
     def close(self, timeout_s: float) -> bool:

@@ -27,7 +27,7 @@ from disagg.messages import (
     decode_to_worker,
     encode,
 )
-from disagg.prefill_worker.kv_export import HOLD_TTL_S
+from disagg.worker.kv_export import HOLD_TTL_S
 from tests.engine.fake_runner import FakeKV, FakeRunner, expected_tokens
 from tests.engine.workload import STOP_IDS
 from tests.worker.members import Member, World

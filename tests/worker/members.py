@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
-from unittest import mock
 
 from disagg.engine.engine import Engine
 from disagg.engine.engine_thread import StepResult
@@ -14,10 +13,8 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.errors import EngineFailed, WorkerLost
 from disagg.kvtransfer.local_transport import LocalFleet
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.messages import StepFrame, TokenDelta, decode_to_ingress, encode
-from disagg.store import cold_tier
 from disagg.store.cold_tier import ColdTier
 from disagg.store.host_tier import HostTier
 from disagg.time_model import TransferTimeModel
@@ -100,7 +97,6 @@ class Member:
             host_tier=self.host_tier,
         )
         self.core = WorkerCore(self.parts)
-        self.holds = self.core._kv_export._holds
         self.link_ids = count(1)
         self.links = [next(self.link_ids), next(self.link_ids)]
         self.stream_ids: dict[int, Iterator[int]] = defaultdict(partial(count, 1))
@@ -153,9 +149,10 @@ class Member:
         met["preempted"] += scheduler.num_preempted
         met["draft accepted"] += scheduler.num_accepted
         met["draft refused"] += scheduler.num_drafted - scheduler.num_accepted
-        met["hold expired"] += self.holds.num_expired
-        met["hold broken"] += self.holds.num_broken
-        met["released in vain"] += self.holds.num_unknown
+        holds = self.core._kv_export.counts
+        met["hold expired"] += holds.num_expired
+        met["hold broken"] += holds.num_broken
+        met["released in vain"] += holds.num_unknown
         if self.tier is not None:
             met["hit in the store"] += self.tier.stats.num_hits
         if self.host_tier is not None:
@@ -179,11 +176,5 @@ def new_tier(
     fates: Fates, store: FakeStore, block_nbytes: int, clock: Callable[[], float]
 ) -> ColdTier:
     """A tier without a thread of its own."""
-
-    def thread(
-        store: FakeStore, block_nbytes: int, clock: Callable[[], float]
-    ) -> SteppedStoreThread:
-        return SteppedStoreThread(fates, store, block_nbytes, clock)
-
-    with mock.patch.object(cold_tier, "StoreThread", thread):
-        return ColdTier(store, block_nbytes, TransferTimeModel(), clock=clock)
+    thread = SteppedStoreThread(fates, store, block_nbytes, clock)
+    return ColdTier(thread, TransferTimeModel(), clock=clock)

@@ -14,8 +14,7 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.links.client import Link

@@ -10,7 +10,8 @@ import pytest
 from disagg.ingress.dispatch import append_tokens
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, TokenDelta
-from disagg.worker.draining import Draining
+from disagg.time_model import StepTimeModel
+from disagg.worker.core import WorkerCore
 from tests.links.fakes import until
 from tests.worker.rig import BLOCK_SIZE, Rig, rig
 from tests.worker.test_worker import answer_to, make_request, prefilled, tokens
@@ -18,8 +19,9 @@ from tests.worker.test_worker import answer_to, make_request, prefilled, tokens
 
 @pytest.fixture
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second a token: no answer of this file would end by itself in time."""
-    monkeypatch.setattr(Draining, "_step_s", lambda draining: 1.0)
+    """No answer would end by itself in time."""
+    empty = WorkerCore._empty
+    monkeypatch.setattr(WorkerCore, "_empty", lambda core, left_s: empty(core, -1.0))
 
 
 async def follow(
@@ -82,7 +84,7 @@ async def test_many_leave_in_whatever_state_they_are() -> None:
 
 
 async def test_what_ends_in_time_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Draining, "_step_s", lambda draining: 0.1)
+    monkeypatch.setattr(StepTimeModel, "decode_step_s", lambda *arguments: 0.1)
     async with rig() as r:
         await r.start("decode", num_blocks=512)
         runner, scheduler = r.runners["decode"], r.workers["decode"]._engine.scheduler

@@ -24,7 +24,7 @@ from disagg.messages import (
     decode_to_worker,
     encode,
 )
-from disagg.prefill_worker import kv_export
+from disagg.worker import kv_export
 from tests.links.test_server import RawIngress
 from tests.worker.members import Member, World
 from tests.worker.mutations import mutated

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import DeadlineExceeded, InvalidLogits
-from disagg.worker.offload import KVOffload
+from disagg.worker.tiers import KVOffload
 from tests.engine.device.test_sampler import new_sequence, params
 from tests.store.test_host_tier import Tier, names
 

@@ -12,21 +12,19 @@ import msgspec
 import pytest
 
 from disagg.blocks import BlockHash, hash_block
-from disagg.decode_worker.kv_import import KVImport
-from disagg.decode_worker.kv_source import TicketSource
-from disagg.decode_worker.store_source import StoreSource
 from disagg.engine.engine import Engine
 from disagg.engine.sched import block_tables, scheduler
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.ingress import dispatch
 from disagg.kvtransfer import pulls
-from disagg.kvtransfer.holds import Holds
 from disagg.kvtransfer.pulls import Pull, PullBook
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest
-from disagg.prefill_worker.kv_export import KVExport
 from disagg.worker.core import WorkerCore
+from disagg.worker.kv_export import KVExport
+from disagg.worker.kv_import import KVImport, TicketSource
+from disagg.worker.tiers import StoreSource
 from tests.engine.workload import ROOT
 from tests.store.fake_store import FakeStore
 from tests.worker import plays as plays_module
@@ -48,7 +46,7 @@ _begin = PullBook.begin
 _leave = KVExport.leave
 _prefix_ticket = KVExport.prefix_ticket
 _early_ticket = KVExport.early_ticket
-_collect = Holds.collect
+_end_hold = KVExport._end
 _accept = KVImport._accept
 _finish = KVImport._finish
 _cancel = KVImport.cancel
@@ -149,11 +147,15 @@ def _an_arrival_counts_one_token_too_few(patch: pytest.MonkeyPatch) -> None:
 
 
 def _holds_never_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Holds, "collect", lambda holds, now: [])
+    patch.setattr(KVExport, "_end", lambda kv_export, ticket_id, how: None)
 
 
 def _holds_end_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Holds, "collect", lambda holds, now: _collect(holds, now) * 2)
+    def end(kv_export: KVExport, ticket_id: str, how: Any) -> None:
+        kv_export._engine.release(kv_export._holds[ticket_id].block_ids)
+        _end_hold(kv_export, ticket_id, how)
+
+    patch.setattr(KVExport, "_end", end)
 
 
 def _holds_end_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -162,7 +164,6 @@ def _holds_end_at_once(patch: pytest.MonkeyPatch) -> None:
     def leave(kv_export: KVExport, sequence: EngineSequence, now: float) -> KVTicket:
         ticket = _leave(kv_export, sequence, now)
         kv_export.release(ticket.ticket_id)
-        kv_export._engine.pool.release(_collect(kv_export._holds, now)[0])
         _allocate(kv_export._engine.pool, kv_export._engine.pool.num_free)
         return ticket
 
@@ -300,11 +301,11 @@ def _blocks_of_prefix_tickets_are_not_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def _prefix_holds_never_end(patch: pytest.MonkeyPatch) -> None:
-    def release(kv_export: KVExport, ticket_id: str) -> None:
-        kv_export._holds.release(ticket_id)
+    def end(kv_export: KVExport, ticket_id: str, how: Any) -> None:
+        if not kv_export._holds[ticket_id].is_prefix:
+            _end_hold(kv_export, ticket_id, how)
 
-    patch.setattr(KVExport, "release", release)
-    patch.setattr(Holds, "_expire", lambda holds, now: None)
+    patch.setattr(KVExport, "_end", end)
 
 
 def _an_early_ticket_names_one_block_too_many(patch: pytest.MonkeyPatch) -> None:

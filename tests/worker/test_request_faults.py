@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from disagg.decode_worker.kv_import import KVImport
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
-from disagg.kvtransfer.holds import issue_ticket
+from disagg.kvtransfer.ticket import issue_ticket
 from disagg.messages import GenerateRequest
-from disagg.prefill_worker import kv_export
+from disagg.worker import kv_export
+from disagg.worker.kv_import import KVImport
 from disagg.worker.phases import Phases
 from tests.links.fakes import until
 from tests.worker.rig import Rig, rig

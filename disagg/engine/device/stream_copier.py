@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from disagg.errors import StartupError
-from disagg.kvtransfer.runs import merge_runs
-from disagg.kvtransfer.slab import allocate_host
+from disagg.kvtransfer.slab import allocate_host, merge_runs
 
 
 class PinnedMemory:

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from disagg.errors import DisaggError
-from disagg.kvtransfer.slab import HOST, Slab, allocate_host
-from disagg.kvtransfer.stamps import Stamps, first_generation
+from disagg.kvtransfer.slab import HOST, Slab, Stamps, allocate_host, first_generation
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone
 

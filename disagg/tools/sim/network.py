@@ -12,8 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from disagg.kvtransfer.pulls import Pull, PullBook, describe
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.tools.sim.shared_bandwidth import Port, Transfer

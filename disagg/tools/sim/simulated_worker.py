@@ -21,8 +21,7 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import WorkerLost
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
     GenerateRequest,
@@ -34,7 +33,6 @@ from disagg.messages import (
     WorkerRecord,
     WorkerStatus,
 )
-from disagg.prefill_worker.kv_export import HOLD_TTL_S
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
 from disagg.time_model import StepTimeModel
 from disagg.tools.sim.answers import SimulatedConfidence
@@ -42,6 +40,7 @@ from disagg.tools.sim.ingresses import EveryIngress
 from disagg.tools.sim.network import SimulatedNetwork, SimulatedTransport
 from disagg.tools.sim.steps import StepRun, StepTimes, TimedRunner, move_on, num_alike
 from disagg.worker.core import WorkerCore
+from disagg.worker.kv_export import HOLD_TTL_S
 from disagg.worker.parts import Parts
 from disagg.worker.streams import sequence_id
 

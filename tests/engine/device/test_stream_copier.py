@@ -12,9 +12,9 @@ import torch
 
 from disagg.engine.device.stream_copier import BlockReader, StreamCopier
 from disagg.errors import StartupError
-from disagg.store.cold_tier import ColdTier
+from disagg.store.cold_tier import ColdTier, StoreThread
 from disagg.time_model import TransferTimeModel
-from disagg.worker.offload import KVOffload
+from disagg.worker.tiers import KVOffload
 from tests.store.tiers import Gate, name
 
 
@@ -206,7 +206,7 @@ def test_an_evicted_block_reaches_the_store_while_the_engine_goes_on(compute: St
     cache = torch.arange(8.0).view(8, 1)
     gate = Gate()
     gate.open.clear()
-    tier = ColdTier(gate, 4, TransferTimeModel())
+    tier = ColdTier(StoreThread(gate, 4), TransferTimeModel())
     tier.offer([(0, name(9))], lambda numbers: [bytes(4)])
     assert gate.entered.acquire(timeout=60)  # the store's thread is busy
     offload = KVOffload(SimpleNamespace(), None, tier, BlockReader(cache, 4))  # type: ignore[arg-type]

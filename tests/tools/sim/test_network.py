@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from disagg.kvtransfer.slab import Slab
-from disagg.kvtransfer.stamps import Stamps
+from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone
 from disagg.tools.sim.network import SimulatedNetwork, SimulatedTransport

@@ -1,19 +1,25 @@
 """KV export: tickets for the KV of finished prefills and for cached prefixes.
 
-Holds the blocks of a ticket until the reader has pulled them, or the hold ends. Blocks to which a
-running step still writes are freed after that step (`Engine.release`). Knows nothing of links or
-readers. Owned by the engine's thread.
+The blocks of a ticket are held until the reader has pulled them, the request is aborted, the hold
+expires, or the blocks are needed here. A hold that ends too early costs the reader a recomputation,
+never a wrong token, because the stamps change when blocks are reused. Blocks to which a running
+step still writes are freed after that step (`Engine.release`). Knows nothing of links or readers.
+Owned by the engine's thread.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
 
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence as EngineSequence
-from disagg.errors import Unavailable
-from disagg.kvtransfer.holds import Holds, issue_ticket
-from disagg.kvtransfer.ticket import KVTicket, Peer
+from disagg.errors import TransferFailed, Unavailable
+from disagg.kvtransfer.ticket import KVTicket, Peer, issue_ticket
 from disagg.messages import GenerateRequest, HoldCounts
 
 # A decode worker pulls when it has room. After this time the blocks are freed here. A later pull
@@ -21,10 +27,18 @@ from disagg.messages import GenerateRequest, HoldCounts
 HOLD_TTL_S = 60.0
 # The ingress that had the ticket may be dead. A reader that got the ticket pulls within this time.
 LOST_TTL_S = 1.0
+MAX_HOLDS = 4096  # one more breaks the oldest
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    block_ids: list[int]
+    expires_s: float
+    is_prefix: bool  # the blocks are cached here, too
 
 
 class KVExport:
-    """Issues tickets and holds their blocks.
+    """Issues tickets and holds their blocks. Every hold frees its blocks exactly once.
 
     Args:
         peer: this worker's own record, which tickets name as their source.
@@ -39,13 +53,14 @@ class KVExport:
         self._engine = engine
         self._peer = peer
         self._generations = generations
-        self._holds = Holds()
-        self._prefix_holds = Holds()
+        self._holds: dict[str, _Hold] = {}  # by ticket id, oldest first
+        self._next_expiry_s = math.inf  # no hold expires earlier
+        self._has_freed = False  # since the last `advance`
         self.counts = HoldCounts()
 
     @property
     def num_holds(self) -> int:
-        return self._holds.num_holds + self._prefix_holds.num_holds
+        return len(self._holds)
 
     def leave(self, sequence: EngineSequence, now: float) -> KVTicket:
         """Take over the blocks of a sequence that is handed over, and issue a ticket for them.
@@ -53,13 +68,12 @@ class KVExport:
         The ticket covers all tokens with KV: all but the one that was just sampled. If no ticket
         can be issued, the blocks are freed.
         """
-        pool = self._engine.pool
-        num_blocks = -(-sequence.num_computed // pool.block_size)
+        num_tokens = sequence.num_computed
+        num_blocks = -(-num_tokens // self._engine.pool.block_size)
         owned, sequence.block_ids = sequence.block_ids, []
         kept, spare = owned[:num_blocks], owned[num_blocks:]
         self._engine.release(spare)
-        until_s, num_tokens = sequence.deadline_unix_s, sequence.num_computed
-        return self._hold(self._holds, sequence.request_id, kept, num_tokens, now, until_s)
+        return self._hold(sequence.request_id, kept, num_tokens, now, sequence.deadline_unix_s)
 
     def early_ticket(self, sequence: EngineSequence) -> KVTicket | None:
         """A ticket for the full blocks so far of a sequence that will be handed over; None: none.
@@ -95,20 +109,19 @@ class KVExport:
         if not found:
             raise Unavailable("The prefix is not cached any more.")
         pool.acquire(found)
-        num_tokens = len(found) * pool.block_size
-        return self._hold(self._prefix_holds, name, found, num_tokens, now, request.deadline_unix_s)
+        num_tokens, until_s = len(found) * pool.block_size, request.deadline_unix_s
+        return self._hold(name, found, num_tokens, now, until_s, is_prefix=True)
 
     def _hold(
         self,
-        holds: Holds,
         name: str,
         block_ids: list[int],
         num_tokens: int,
         now: float,
         until_s: float,
+        is_prefix: bool = False,
     ) -> KVTicket:
         """Issue a ticket and hold the blocks for it; on failure free them."""
-        ttl_s = min(HOLD_TTL_S, max(0.0, until_s - now))  # no reader comes after the deadline
         try:
             ticket = issue_ticket(
                 self._peer,
@@ -117,52 +130,66 @@ class KVExport:
                 num_tokens=num_tokens,
                 block_ids=block_ids,
             )
-            holds.hold(name, block_ids, now, ttl_s)
+            if name in self._holds:
+                raise TransferFailed(f"ticket {name} is held already; ticket ids are used once")
         except BaseException:
             self._engine.release(block_ids)
             raise
+        if len(self._holds) >= MAX_HOLDS:
+            self.break_oldest()
+        expires_s = min(now + HOLD_TTL_S, max(now, until_s))  # no reader comes after the deadline
+        self._holds[name] = _Hold(block_ids, expires_s, is_prefix)
+        self._next_expiry_s = min(self._next_expiry_s, expires_s)
         return ticket
 
     def release(self, ticket_id: str) -> None:
-        """End the hold of a ticket: the reader has the blocks, or does not need them."""
-        (self._prefix_holds if self._prefix_holds.has(ticket_id) else self._holds).release(
-            ticket_id
-        )
-        self._count()
+        """End the hold of a ticket: the reader has the blocks, or does not need them.
+
+        A ticket that is not held (released twice, expired, or never issued) is only counted.
+        """
+        if ticket_id in self._holds:
+            self._end(ticket_id, "num_released")
+            self._has_freed = True
+        else:
+            self._count("num_unknown")
 
     def hurry(self, is_lost: Callable[[str], bool], now: float) -> None:
         """Shorten the holds of these tickets, by id: the ingress that had them may be dead."""
-        for holds in (self._holds, self._prefix_holds):
-            holds.expire_by(is_lost, now + LOST_TTL_S)
+        expires_s = now + LOST_TTL_S
+        for ticket_id, hold in self._holds.items():
+            if hold.expires_s > expires_s and is_lost(ticket_id):
+                self._holds[ticket_id] = replace(hold, expires_s=expires_s)
+                self._next_expiry_s = min(self._next_expiry_s, expires_s)
 
     def advance(self, now: float) -> bool:
-        """Free the blocks of holds that have ended. False: there were none."""
-        ended, passed_on = self._holds.collect(now), self._prefix_holds.collect(now)
-        for block_ids in ended:
-            self._engine.release(block_ids)
-        for block_ids in passed_on:
-            self._engine.release(block_ids, is_spent=True)
-        if not (ended or passed_on):
-            return False
-        self._count()
-        return True
+        """Free the blocks of expired holds. Returns whether a hold was released or has expired
+        since the last call."""
+        if now >= self._next_expiry_s:
+            for ticket_id in [name for name, hold in self._holds.items() if hold.expires_s <= now]:
+                self._end(ticket_id, "num_expired")
+                self._has_freed = True
+            left = (hold.expires_s for hold in self._holds.values())
+            self._next_expiry_s = min(left, default=math.inf)
+        has_freed, self._has_freed = self._has_freed, False
+        return has_freed
 
     def break_oldest(self) -> None:
-        """Free the blocks of the oldest hold, because no sequence here can continue otherwise."""
-        broken = self._prefix_holds.break_oldest() or self._holds.break_oldest()
-        if broken is not None:
-            self._engine.release(broken)
-            self._count()
+        """End the oldest hold, that of a prefix first, because its blocks are needed here."""
+        prefixes = (name for name, hold in self._holds.items() if hold.is_prefix)
+        oldest = next(prefixes, None) or next(iter(self._holds), None)
+        if oldest is not None:
+            self._end(oldest, "num_broken")
 
     def holders(self) -> Iterable[Sequence[int]]:
         """Blocks held for readers, for `Engine.check`."""
-        return [*self._holds.holders(), *self._prefix_holds.holders()]
+        return [hold.block_ids for hold in self._holds.values()]
 
-    def _count(self) -> None:
-        holds, prefix_holds = self._holds, self._prefix_holds
-        self.counts = HoldCounts(
-            holds.num_released + prefix_holds.num_released,
-            holds.num_expired + prefix_holds.num_expired,
-            holds.num_broken + prefix_holds.num_broken,
-            holds.num_unknown + prefix_holds.num_unknown,
-        )
+    def _end(
+        self, ticket_id: str, how: Literal["num_released", "num_expired", "num_broken"]
+    ) -> None:
+        hold = self._holds.pop(ticket_id)
+        self._engine.release(hold.block_ids, is_spent=hold.is_prefix)
+        self._count(how)
+
+    def _count(self, how: str) -> None:
+        self.counts = msgspec.structs.replace(self.counts, **{how: getattr(self.counts, how) + 1})

@@ -7,18 +7,16 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
-from disagg.decode_worker.kv_import import KVImport
-from disagg.decode_worker.store_source import HostLookup
 from disagg.engine.sched.sequence import Sequence
-from disagg.store.cold_tier import ColdTier
+from disagg.store.cold_tier import Block, ColdTier
 from disagg.store.host_tier import HostTier
-from disagg.store.store_thread import Block
-from disagg.worker.offload import KVOffload
-from tests.decode_worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
-from tests.decode_worker.test_kv_import import FakeTransport
+from disagg.worker.kv_import import KVImport
+from disagg.worker.tiers import KVOffload
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_sequence
+from tests.worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
 from tests.worker.fates import SteppedCopier
+from tests.worker.test_kv_import import FakeTransport
 
 
 class NextTier(ColdTier):
@@ -51,7 +49,7 @@ class ImportRig(Rig):
             self.engine,
             FakeTransport(),
             lambda source_id, num_blocks: 0.0,
-            [HostLookup(self.tier)],
+            [self.tier],
             lambda: lambda num_new, num_before: token_s * num_new,
         )
         self.next_tier = NextTier()

@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 
 from disagg.errors import TransferFailed
-from disagg.kvtransfer import ranked_transport
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from tests.kvtransfer.fake_ranks import FakeWorker
+from disagg.rank_messages import ConnectPeer, PullBlocks, encode
+from disagg.worker import ranked
 from tests.kvtransfer.memory import Memory
 from tests.kvtransfer.test_local_transport import open_side
+from tests.worker.fake_ranks import FakeWorker
 
 
 def pair(num_source_ranks: int, num_ranks: int, num_heads: int = 8) -> tuple[FakeWorker, ...]:
@@ -101,24 +102,28 @@ def test_a_source_one_of_whose_ranks_does_not_fit_is_refused_in_words() -> None:
 def test_ranks_are_told_of_a_source_once_and_again_when_they_have_forgotten_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranked_transport, "MAX_PEERS", 2)
+    monkeypatch.setattr(ranked, "MAX_PEERS", 2)
     source, reader = pair(2, 2)
-    (rank,), told = reader.ranks, list[str]()
-    monkeypatch.setattr(rank, "add_peer", lambda peer: told.append(peer.worker_id))
+    (rank,) = reader.ranks
+    rank.told.clear()
+
+    def told() -> list[str]:
+        return [task.peer.worker_id for task in rank.told if isinstance(task, ConnectPeer)]
+
     peer, add = source.transport.peer, reader.transport.add_peer
     add(peer)
-    assert not told
+    assert not told()
     restarted = replace(peer, epoch=2)
     add(restarted)
     add(replace(restarted))  # as it comes with each request
     add(peer)
-    assert told == ["source", "source"]
+    assert told() == ["source", "source"]
     add(replace(peer, worker_id="second"))
     reader.transport.pull(source.ticket("t", [3]), 0, [0])
     add(replace(peer, worker_id="third"))
     add(peer)
     add(replace(peer, worker_id="second"))  # was used least recently
-    assert told[2:] == ["second", "third", "second"]
+    assert told()[2:] == ["second", "third", "second"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -129,7 +134,7 @@ def test_all_ranks_forget_a_source_that_has_left(num_ranks: int) -> None:
         reader.transport.pull(source.ticket("t", [3]), 0, [0])
     for rank in reader.ranks:
         with pytest.raises(TransferFailed, match="source is not known here"):
-            rank.pull(1, source.ticket("t", [3]), 0, [0])
+            rank.tell(encode(PullBlocks(1, source.ticket("t", [3]), 0, [0])))
     reader.transport.add_peer(source.transport.peer)
     reader.transport.pull(source.ticket("t", [3]), 0, [0])
     (done,) = reader.transport.poll()

@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceOf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from disagg.blocks import BlockHash
 from disagg.engine.engine import Engine
@@ -18,7 +19,8 @@ from disagg.engine.sched.step import Choose, Sampled, StepPlan
 from disagg.errors import TransferFailed, Unavailable
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.messages import GenerateRequest, HoldCounts, SamplingParams
-from disagg.prefill_worker.kv_export import HOLD_TTL_S, LOST_TTL_S, KVExport
+from disagg.worker import kv_export as module
+from disagg.worker.kv_export import HOLD_TTL_S, LOST_TTL_S, KVExport
 from tests.engine.fake_runner import FakeDevice, FakeKV
 from tests.engine.workload import ROOT, new_engine, new_sequence
 
@@ -279,3 +281,71 @@ def test_ends_are_counted_by_their_kind() -> None:
         num_released=1, num_expired=1, num_broken=1, num_unknown=1
     )
     assert rig.num_held == 0
+
+
+def test_one_too_many_breaks_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_HOLDS", 2)
+    rig = ExportRig()
+    _, *kept = (rig.leave(4, first=20 * number) for number in range(1, 4))
+    assert rig.kv_export.num_holds == 2 and rig.kv_export.counts == HoldCounts(num_broken=1)
+    assert rig.num_held == sum(len(ticket.block_ids) for ticket in kept)
+
+
+class Holds(RuleBasedStateMachine):
+    """Whatever happens, in whatever order: every held block comes back exactly once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = ExportRig()
+        self.now = 0.0
+        self.num_tickets = 0
+        self.cached = computed(self.rig, 9, first=4)
+
+    @precondition(lambda self: self.rig.engine.pool.num_free > 4)
+    @rule(num_tokens=st.integers(1, 12), left_s=st.floats(0.0, 90.0))
+    def leave(self, num_tokens: int, left_s: float) -> None:
+        sequence = prefill(self.rig.engine, tuple(range(50, 50 + num_tokens)))
+        self.num_tickets += 1
+        sequence.request_id = f"t{self.num_tickets}"
+        sequence.deadline_unix_s = self.now + left_s
+        self.rig.kv_export.leave(sequence, self.now)
+
+    @precondition(lambda self: self.rig.engine.pool.match(self.cached))
+    @rule()
+    def prefix(self) -> None:
+        self.num_tickets += 1
+        request = prefix_request_of(self.cached)
+        self.rig.kv_export.prefix_ticket(f"t{self.num_tickets}", request, self.now)
+
+    @precondition(lambda self: self.num_tickets > 0)
+    @rule(which=st.integers(0, 1 << 16))
+    def release(self, which: int) -> None:
+        self.rig.kv_export.release(f"t{1 + which % self.num_tickets}")
+
+    @rule(seconds=st.floats(0.0, 30.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.rig.kv_export.advance(self.now)
+
+    @rule(which=st.integers(0, 3))
+    def hurry(self, which: int) -> None:
+        self.rig.kv_export.hurry(lambda name: int(name[1:]) % 4 == which, self.now)
+
+    @rule()
+    def press(self) -> None:
+        self.rig.kv_export.break_oldest()
+
+    @invariant()
+    def nothing_is_lost_or_given_twice(self) -> None:
+        self.rig.check()
+        counts = self.rig.kv_export.counts
+        num_ended = counts.num_released + counts.num_expired + counts.num_broken - 1
+        assert self.rig.kv_export.num_holds + num_ended == self.num_tickets
+
+    def teardown(self) -> None:
+        self.rig.kv_export.advance(self.now + HOLD_TTL_S)
+        self.rig.check()
+        assert self.rig.num_held == self.rig.kv_export.num_holds == 0
+
+
+TestHolds = Holds.TestCase

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from disagg.blocks import BlockHash
-from disagg.decode_worker.kv_source import PULL_PATIENCE_S
 from disagg.engine.sched.sequence import Sequence
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone
 from disagg.messages import Prefetch
-from tests.decode_worker.test_kv_import import BLOCK_SIZE, PROMPT, ImportRig
+from disagg.worker.kv_import import PULL_PATIENCE_S
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_sequence
+from tests.worker.test_kv_import import BLOCK_SIZE, PROMPT, ImportRig
 
 
 class EarlyRig(ImportRig):

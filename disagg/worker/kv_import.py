@@ -27,22 +27,119 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from disagg.decode_worker.kv_source import KVSource, KVTier, TicketSource, TransferTimes
-from disagg.decode_worker.pull_tally import PullTally
+import msgspec
+
+from disagg.blocks import BlockHash
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import DisaggError, TransferFailed, request_failed
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone, Transport
-from disagg.messages import Prefetch
+from disagg.messages import Prefetch, PullCounts
 from disagg.time_model import StepTimeModel
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PrefillTimes = Callable[[int, int], float]  # (new tokens, tokens before them) -> seconds
+TransferTimes = Callable[[str, int], float]  # (source id, blocks) -> seconds
+
+# If a source freezes, a transfer from it may hang. A pull may take this many seconds, plus this
+# many times the predicted time of the pull.
+PULL_PATIENCE_S = 3.0
+PULL_FACTOR = 4.0
+
+
+class KVSource(Protocol):
+    """The KV of one import. Blocks are counted from the prompt's first; no method waits.
+
+    names: hashes of the full blocks that it may have.
+    num_tokens: tokens with KV in its blocks, of which the last may be partial. The source keeps
+        them for this sequence, which may wait for free blocks. 0: full blocks for any sequence.
+    answer_s: how long `find` may return None.
+    """
+
+    names: SequenceOf[BlockHash]
+    num_tokens: int
+    answer_s: float
+
+    def find(self, first_block: int) -> int | None:
+        """How many blocks it has from `first_block` on; None: not known yet."""
+        ...
+
+    def patience_s(self, num_blocks: int) -> float:
+        """Seconds that a transfer of so many blocks may take before it is given up."""
+        ...
+
+    def begin(self, first_block: int, into: list[int]) -> Hashable | None:
+        """Start writing blocks. Returns the key that reports the end; None: it has ended already.
+
+        Raises:
+            TransferFailed: nothing was started.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Release the source: it will not be used."""
+        ...
+
+
+class KVTier(Protocol):
+    """A tier behind the cache that stores blocks by hash. No method waits.
+
+    num_under_way: copies in progress; poll often while there are any.
+    """
+
+    @property
+    def num_under_way(self) -> int: ...
+
+    def ask(
+        self, names: SequenceOf[BlockHash], num_here: int, compute_s: Callable[[int], float]
+    ) -> KVSource | None:
+        """A source for blocks `names[num_here:]`; None: it has none, or computing is faster.
+
+        Args:
+            compute_s: predicted seconds to compute the first n of them; any thread may call it.
+        """
+        ...
+
+    def poll(self) -> Iterable[tuple[Hashable, str | None]]:
+        """Keys of the transfers that ended since the last call, each with its error or None."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class TicketSource:
+    """Blocks in another worker's cache."""
+
+    ticket: KVTicket
+    names: SequenceOf[BlockHash]
+    transport: Transport
+    transfer_times: TransferTimes
+    traceparent: str
+    is_early: bool = False  # nothing is held for it
+    answer_s: float = math.inf
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.ticket.num_tokens
+
+    def find(self, first_block: int) -> int:
+        return len(self.ticket.block_ids) - first_block
+
+    def patience_s(self, num_blocks: int) -> float:
+        predicted_s = self.transfer_times(self.ticket.source_id, num_blocks)
+        return PULL_PATIENCE_S + PULL_FACTOR * predicted_s
+
+    def begin(self, first_block: int, into: list[int]) -> int:
+        # The end of the pull releases the ticket at the source. Nothing is held for an early one.
+        return self.transport.pull(self.ticket, first_block, into, releases=not self.is_early)
+
+    def drop(self) -> None:
+        if not self.is_early:
+            self.transport.release(self.ticket)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +177,9 @@ class KVImport:
         prefill_times: predicted seconds of computing instead.
 
     Attributes:
-        pulls: counts of pulls by lane and outcome.
+        pull_counts: outcomes of pulls since the start, one entry for each lane (UCX's names, or
+            ""). A new tuple when a pull ends, so that the status of every step can contain it
+            without a copy.
     """
 
     def __init__(
@@ -98,7 +197,8 @@ class KVImport:
         self._prefill_times = prefill_times
         self._queued: list[_Import] = []  # by priority, then by arrival
         self._moving: dict[Hashable, _Import] = {}
-        self.pulls = PullTally()
+        self._pulls: dict[str, PullCounts] = {}  # by lane
+        self.pull_counts: tuple[PullCounts, ...] = ()
         self._is_full = False  # in the last `advance` one found too few free blocks
 
     @property
@@ -181,7 +281,14 @@ class KVImport:
         sequence = self._moving[done.pull_id].sequence
         source = self._finish(done.pull_id, done.error, now)
         assert isinstance(source, TicketSource)
-        self.pulls.ended(done, is_given_up=sequence is None and not source.is_early)
+        if sequence is None and not source.is_early:
+            self._count(done.lane, num_given_up=1)
+        elif done.error is None:
+            self._count(done.lane, num_ok=1, nbytes=done.nbytes, seconds=done.seconds)
+        elif done.is_torn:
+            self._count(done.lane, num_torn=1)
+        else:
+            self._count(done.lane, num_failed=1)
         return source, sequence
 
     def cancel(self, request_id: str) -> bool:
@@ -213,6 +320,12 @@ class KVImport:
     def holders(self) -> Iterable[list[int]]:
         """Blocks held for imports, for `Engine.check`."""
         return ([*each.held, *each.reserved] for each in self._moving.values())
+
+    def _count(self, lane: str, **more: float) -> None:
+        before = self._pulls.get(lane, PullCounts(lane))
+        sums = {name: getattr(before, name) + num for name, num in more.items()}
+        self._pulls[lane] = msgspec.structs.replace(before, **sums)
+        self.pull_counts = tuple(self._pulls.values())
 
     def _source_of(
         self, ticket: KVTicket, sequence: Sequence, traceparent: str
@@ -289,7 +402,7 @@ class KVImport:
             if not isinstance(error, TransferFailed):
                 log.exception("KV could not begin to move.")
             if isinstance(source, TicketSource):
-                self.pulls.refused()
+                self._count("", num_failed=1)
             source.drop()
             self._engine.pool.release([*each.held, *each.reserved])
             self._pass_on(each, now)

@@ -6,35 +6,35 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
-from disagg.decode_worker.kv_import import KVImport
-from disagg.decode_worker.store_source import StoreLookup
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import Unavailable
-from disagg.store.ranked_store import RankedFetches, RankStore
-from disagg.worker.offload import KVOffload
-from tests.decode_worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
-from tests.decode_worker.test_kv_import import FakeTransport
+from disagg.rank_messages import RankFetch
+from disagg.worker.kv_import import KVImport
+from disagg.worker.ranked import RankedFetches
+from disagg.worker.tiers import KVOffload, StoreLookup
 from tests.engine.fake_runner import expected_tokens
 from tests.engine.workload import new_sequence
-from tests.store.fake_rank_store import FakeRankStore
 from tests.store.fake_store import FakeStore
+from tests.worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
+from tests.worker.fake_ranks import FakeRank, tasks_of
 from tests.worker.members import new_tier
+from tests.worker.test_kv_import import FakeTransport
 
 
 class ImportRig(Rig):
     """An engine with a store behind it. The store answers while `fates.calm`.
 
     Args:
-        others: the stores of other ranks.
+        others: other ranks.
     """
 
     def __init__(
-        self, num_blocks: int = 16, token_s: float = SLOW_S, others: SequenceOf[RankStore] = ()
+        self, num_blocks: int = 16, token_s: float = SLOW_S, others: SequenceOf[FakeRank] = ()
     ) -> None:
         super().__init__(num_blocks)
         self.store = FakeStore(1 << 20)
         self.tier = new_tier(self.fates, self.store, self.kv.block_nbytes, lambda: self.now)
-        fetches = RankedFetches(others) if others else None
+        fetches = RankedFetches(tasks_of(others)) if others else None
         self.kv_import = KVImport(
             self.engine,
             FakeTransport(),
@@ -205,31 +205,33 @@ def test_blocks_of_another_name_never_come() -> None:
 
 
 def test_blocks_are_there_when_all_ranks_have_loaded_their_parts() -> None:
-    ranks = [FakeRankStore(), FakeRankStore()]
+    ranks = [FakeRank(), FakeRank()]
     rig = ImportRig(others=ranks)
     warm(rig)
     sequence = rig.admit()
     assert rig.kv_import.advance(rig.now)
-    (number, names, into), *_ = ranks[0].fetches
-    assert names == sequence.block_hashes[:4] and len(into) == 4
-    assert ranks[1].fetches == ranks[0].fetches
+    (fetch,) = ranks[0].told
+    assert isinstance(fetch, RankFetch)
+    assert fetch.names == sequence.block_hashes[:4] and len(fetch.into) == 4
+    assert ranks[1].told == ranks[0].told
     rig.engine.check(rig.kv_import.holders())
-    ranks[1].fetched = [(number, None)]
+    ranks[1].end(fetch.number)
     assert rig.kv_import.advance(rig.now) and not rig.engine.has_work
-    ranks[0].fetched = [(number, None)]
+    ranks[0].end(fetch.number)
     rig.run()
     assert sequence.num_cached_tokens == 16
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
 
 
 def test_a_prompt_is_computed_if_a_rank_lacks_its_part_which_is_stored_again() -> None:
-    rank = FakeRankStore()
+    rank = FakeRank()
     rig = ImportRig(others=[rank])
     warm(rig)
     sequence = rig.admit()
     assert rig.kv_import.advance(rig.now)
-    ((number, _, _),) = rank.fetches
-    rank.fetched = [(number, "the store has only 3 of 4 blocks left")]
+    (fetch,) = rank.told
+    assert isinstance(fetch, RankFetch)
+    rank.end(fetch.number, "the store has only 3 of 4 blocks left")
     rig.run()
     assert sequence.num_cached_tokens == 0
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
@@ -239,7 +241,7 @@ def test_a_prompt_is_computed_if_a_rank_lacks_its_part_which_is_stored_again() -
 
 
 def test_a_rank_whose_store_is_silent_costs_no_more_than_computing() -> None:
-    rank = FakeRankStore()
+    rank = FakeRank()
     rig = ImportRig(others=[rank])
     warm(rig)
     began_s, sequence = rig.now, rig.admit()
@@ -250,8 +252,9 @@ def test_a_rank_whose_store_is_silent_costs_no_more_than_computing() -> None:
         rig.engine.step()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
     assert rig.engine.pool.num_free < rig.engine.pool.num_blocks, "it may still write to these"
-    ((number, _, _),) = rank.fetches
-    rank.fetched = [(number, None)]
+    (fetch,) = rank.told
+    assert isinstance(fetch, RankFetch)
+    rank.end(fetch.number)
     assert not rig.kv_import.advance(rig.now)
     assert rig.engine.pool.num_free == rig.engine.pool.num_blocks
     rig.engine.check()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from disagg.errors import ContextLengthExceeded
-from tests.decode_worker import test_host_source, test_store_source
+from tests.worker import test_host_source, test_store_source
 
 
 @pytest.mark.parametrize("tests", [test_host_source, test_store_source], ids=["host", "store"])

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from disagg.decode_worker.kv_import import KVImport
-from disagg.decode_worker.kv_source import PULL_FACTOR, PULL_PATIENCE_S
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import ContextLengthExceeded, GrammarError, TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
+from disagg.worker.kv_import import PULL_FACTOR, PULL_PATIENCE_S, KVImport
 from tests.engine.fake_runner import FakeKV, expected_tokens
 from tests.engine.workload import FOREVER_S, new_engine, new_sequence
 

@@ -1,68 +1,26 @@
-"""Host memory and the store as tiers of KV import: used if loading is predicted to beat computing.
+"""Host memory and the store behind a worker's cache: loading from there, and saving.
 
-A source that is slower than predicted costs at most the time of computing. Knows nothing of
-devices or Redis. Owned by the engine's thread.
+A tier is used if loading is predicted to beat computing. A source that is slower than predicted
+costs at most the time of computing. Knows nothing of devices or Redis. Owned by the engine's
+thread.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from disagg.blocks import BlockHash
-from disagg.store.cold_tier import ColdTier, Fetch
-from disagg.store.host_tier import HostLoad, HostTier
-from disagg.store.ranked_store import RankedFetch, RankedFetches
+from disagg.engine.engine import Engine
+from disagg.engine.sched.step import TokenEvent
+from disagg.errors import InvalidLogits
+from disagg.messages import KVEvent
+from disagg.store.cold_tier import Block, ColdTier, Fetch
+from disagg.store.host_tier import HostTier
+from disagg.worker.ranked import RankedFetch, RankedFetches
 
 WriteBlock = Callable[[int, bytes], None]
-
-
-@dataclass(slots=True, eq=False)
-class HostSource:
-    """Blocks in the worker's own host memory; they may be evicted at any time."""
-
-    tier: HostTier
-    names: SequenceOf[BlockHash]
-    may_take_s: float
-    num_tokens: int = 0
-    answer_s: float = math.inf
-
-    def find(self, first_block: int) -> int:
-        return self.tier.match(self.names[first_block:])
-
-    def patience_s(self, num_blocks: int) -> float:
-        return self.may_take_s
-
-    def begin(self, first_block: int, into: list[int]) -> HostLoad:
-        return self.tier.load(self.names[first_block : first_block + len(into)], into)
-
-    def drop(self) -> None: ...
-
-
-class HostLookup:
-    """Host memory as a tier."""
-
-    def __init__(self, tier: HostTier) -> None:
-        self._tier = tier
-
-    @property
-    def num_under_way(self) -> int:
-        return self._tier.num_under_way
-
-    def ask(
-        self, names: SequenceOf[BlockHash], num_here: int, compute_s: Callable[[int], float]
-    ) -> HostSource | None:
-        self._tier.touch(names)
-        num_found = self._tier.match(names[num_here:])
-        may_take_s = compute_s(num_found) if num_found else 0.0
-        if self._tier.predicted_s(num_found) >= may_take_s:
-            return None
-        return HostSource(self._tier, names[: num_here + num_found], may_take_s)
-
-    def poll(self) -> list[tuple[HostLoad, None]]:
-        return [(load, None) for load in self._tier.poll()]
 
 
 @dataclass(slots=True, eq=False)
@@ -152,3 +110,54 @@ class StoreLookup:
             if fetch.error is not None:
                 self._tier.forget(fetch.names)
         return [(fetch, fetch.error) for fetch in ended]
+
+
+class KVOffload:
+    """Copies blocks of an engine's cache to host memory and to the store.
+
+    Args:
+        read_blocks: returns the bytes of blocks by block id, or functions that return them in the
+            store's thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        host: HostTier | None,
+        cold: ColdTier | None,
+        read_blocks: Callable[[SequenceOf[int]], SequenceOf[Block]],
+    ) -> None:
+        self._engine = engine
+        self._host = host
+        self._cold = cold
+        self._read_blocks = read_blocks
+        if host is not None or cold is not None:
+            engine.save_evicted = self.save_evicted
+
+    def save(self, events: Iterable[KVEvent], ended: Iterable[TokenEvent]) -> None:
+        """Copy the blocks that a step has added to the cache.
+
+        Args:
+            ended: the last events of sequences. Their blocks become the most recently used in
+                host memory, and the first block of each the most recent one. The blocks of one with
+                `InvalidLogits` may be the reason, so they are forgotten.
+        """
+        if self._host is None:
+            return
+        stored = [name for event in events if event.kind == "stored" for name in event.block_hashes]
+        match = self._engine.pool.match
+        self._host.save([(block_id, name) for name in stored for block_id in match((name,))])
+        for event in ended:
+            is_bad = isinstance(event.error, InvalidLogits)
+            (self._host.forget if is_bad else self._host.touch)(event.sequence.block_hashes)
+
+    def save_evicted(self, evicted: list[tuple[int, BlockHash]]) -> None:
+        """Save blocks that are about to be overwritten. The engine calls it.
+
+        Blocks that are in host memory are not stored now; the host tier stores them when it evicts
+        them.
+        """
+        if self._host is not None:
+            evicted = [each for each in evicted if each[1] not in self._host]
+        if self._cold is not None:
+            self._cold.offer(evicted, self._read_blocks)

@@ -1,1 +1,0 @@
-"""KV import: brings KV from peers, host memory and the store into a worker's cache."""
