@@ -8,6 +8,7 @@ particular not Ray.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import shutil
@@ -46,16 +47,21 @@ END_TIMEOUT_S = 20.0  # for Serve and Ray to stop after the last stream has ende
 SERVED_S = 60.0  # a server that broke sooner is started again after a pause
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 60.0
+SAME_SIGNAL_S = 1.0  # a shell or `docker stop` may deliver one signal twice, to process and group
 NUM_STARTS = 3  # failed starts in a row after which the command gives up
 BROKEN = 1  # exit status
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """Counts the signals that ask the command to stop, from its construction on."""
+    """Counts the signals that ask the command to stop, from its construction on.
+
+    One that follows the first within `SAME_SIGNAL_S` does not count.
+    """
 
     def __init__(self) -> None:
         self.num = 0
+        self._first_s = -math.inf
         self.last = 0
         for number in STOP_SIGNALS:
             # nohup sets SIGHUP to be ignored, and it stays so. A shell sets SIGINT to be ignored
@@ -64,6 +70,11 @@ class Signals:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if now_s - self._first_s < SAME_SIGNAL_S:
+            return
+        if not self.num:
+            self._first_s = now_s
         self.num += 1
         self.last = number
 

@@ -30,6 +30,15 @@ def test_each_asks_for_an_end(number: signal.Signals) -> None:
     assert (signals.num, signals.last) == (1, number)
 
 
+def test_one_that_is_delivered_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`docker stop` and shells signal the process and its group. Later ones count, however soon."""
+    signals, now_s = Signals(), 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    for now_s, num in ((100.0, 1), (100.0, 1), (100.9, 1), (101.1, 2), (101.2, 3)):
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.num == num
+
+
 def test_what_a_shell_ignores_in_the_background_still_stops() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals = Signals()
