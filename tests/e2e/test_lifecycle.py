@@ -49,7 +49,7 @@ ONE_WORKER = f"{MODEL} --prefill 0"  # for what ends everything, whichever worke
 
 
 # Who may listen on a port: ours, Serve's and Ray's (docs/security.md).
-OURS = {"haproxy", "python", "valkey-server", "ServeReplica", "_Steps"}
+OURS = {"haproxy", "python", "ServeReplica", "_Steps"}
 SERVES = {"HAProxyManager", "ProxyActor", "SERVE_REPLICA", "ServeController"}
 RAYS = {"DashboardAgent", "IDLE", "RuntimeEnvAgent", "gcs_server", "raylet"}
 

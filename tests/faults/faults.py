@@ -147,8 +147,8 @@ class RedisDown(Fault):
         self._is_down = True
 
     def is_in_effect(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self._redis.port)) == errno.ECONNREFUSED
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self._redis.socket)) == errno.ECONNREFUSED
 
     def heal(self) -> None:
         if self._is_down:

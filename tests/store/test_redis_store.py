@@ -134,8 +134,11 @@ def test_a_server_that_never_was(open_store: Opener, tmp_path: Path) -> None:
     assert "No such file" in assert_away(store)
 
 
-def test_a_wrong_password_is_told(own_redis: EmbeddedRedis, open_store: Opener) -> None:
-    store = open_store(f"redis://:wrong@127.0.0.1:{own_redis.port}/0")
+def test_a_wrong_password_is_told(
+    own_redis: EmbeddedRedis, open_store: Opener, client: redis.Redis
+) -> None:
+    client.config_set("requirepass", "right")
+    store = open_store(f"unix://:wrong@{own_redis.socket}")
     assert "AuthenticationError" in assert_away(store)
 
 

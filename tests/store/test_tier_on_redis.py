@@ -39,7 +39,7 @@ def test_redis_killed_and_started_again(own_redis: EmbeddedRedis) -> None:
     for i in range(50):
         offer(tier, i)
     assert (tier.stats.num_dropped, tier.stats.queued_nbytes) == (50, 0)  # nothing piles up
-    own_redis.restart()
+    own_redis.start()
 
     def stored_again() -> bool:
         offer(tier, 0)
