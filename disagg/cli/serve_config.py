@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 
 from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
-from disagg.config import ASSETS, EngineConfig, HttpConfig, ServeConfig, TierConfig
+from disagg.config import ASSETS, EngineConfig, HttpConfig, ServeConfig, TierConfig, TransferPrior
 from disagg.config_checks import filled_in, parse_config
-from disagg.doctor_report import DoctorReport
 from disagg.errors import StartupError
 from disagg.host import read_memory, usable_cores
 
@@ -212,23 +211,28 @@ def _pool(arguments: argparse.Namespace, role: str) -> dict[str, Any]:
     return {"num_replicas": max(1, size.least), "autoscaling": limits, **settings}
 
 
-def _transfer_prior(path: str | None) -> dict[str, float] | None:
+class _DoctorReport(msgspec.Struct):
+    """What is read of the output of `disagg doctor --json`."""
+
+    transfer_prior: TransferPrior | None = None
+
+
+def _transfer_prior(path: str | None) -> TransferPrior | None:
     if path is None:
         return None
     try:
-        report = msgspec.json.decode(Path(path).read_bytes(), type=DoctorReport)
+        prior = msgspec.json.decode(Path(path).read_bytes(), type=_DoctorReport).transfer_prior
     except (OSError, msgspec.DecodeError) as error:
         raise StartupError(
             f"{path} is not a report of `disagg doctor --json`: {error}.", param="doctor_report"
         ) from error
-    prior = report.transfer_prior
     if prior is None:
         raise StartupError(
             f"{path} contains no measured KV transfer: run `disagg doctor --json` without"
             " --no-transfers, and fix the problems that it reports.",
             param="doctor_report",
         )
-    return {"latency_s": prior.latency_s, "bytes_per_s": prior.bytes_per_s}
+    return prior
 
 
 def _tenants(file: str | None) -> tuple[Any, Any]:

@@ -32,7 +32,7 @@ from disagg.app.haproxy import haproxy_environment
 from disagg.cli.main import main
 from disagg.cli.ports import free_port
 from disagg.config import HttpConfig
-from disagg.doctor_report import DoctorReport
+from disagg.tools.doctor.report import DoctorReport
 from tests import plain_http
 from tests.e2e.command import is_named, until
 from tests.e2e.load import MAX_TOKENS, PROMPTS, Load

@@ -15,13 +15,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from disagg.app.address import check_address
 from disagg.app.haproxy import find_haproxy
-from disagg.doctor_report import Finding, NodeReport, TransferReport
 from disagg.errors import StartupError
 from disagg.kvtransfer.slab import HOST
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.ucx import interface_of
 from disagg.tools.doctor.devices import check_devices, num_gpus
 from disagg.tools.doctor.machine import Machine, check_machine, clock, here, program
+from disagg.tools.doctor.report import Finding, NodeReport, TransferReport
 from disagg.tools.doctor.transfer_probe import Figures
 from disagg.tools.doctor.transfers import ProbeProcess, judge, measure_here
 

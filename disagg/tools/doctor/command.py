@@ -19,8 +19,14 @@ from disagg.cli.embedded_redis import find_redis_server
 from disagg.cli.engine_arguments import add_model_arguments, add_setting
 from disagg.config import HttpConfig, TierConfig
 from disagg.config_checks import parse_config
-from disagg.doctor_report import DoctorReport, Finding, NodeReport, TransferReport
 from disagg.errors import StartupError
+from disagg.tools.doctor.report import (
+    DoctorReport,
+    Finding,
+    NodeReport,
+    TransferReport,
+    slowest,
+)
 
 _MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "wrong": "[red]wrong[/red]"}
 
@@ -70,7 +76,7 @@ def _examine(arguments: argparse.Namespace) -> DoctorReport:
         nodes, transfers = examine(arguments.ray_address, with_transfers=arguments.transfers)
     else:
         nodes, transfers = _look_here(arguments)
-    return DoctorReport(tuple(nodes), tuple(transfers), tuple(models))
+    return DoctorReport(tuple(nodes), tuple(transfers), tuple(models), slowest(transfers))
 
 
 def _look_here(arguments: argparse.Namespace) -> tuple[list[NodeReport], list[TransferReport]]:

@@ -6,7 +6,7 @@ Uses no GPU memory itself.
 from __future__ import annotations
 
 from disagg.devices import Device, Gpus, gpus_here, what_triton_needs
-from disagg.doctor_report import Finding
+from disagg.tools.doctor.report import Finding
 
 BUSY_SHARE = 0.1  # share of a GPU's memory that other processes may use without a warning
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.doctor_report import Finding, Status
 from disagg.host import read_memory, usable_cores
 from disagg.kernels.cpu.library import SAMPLING, Found, find_library, find_step
+from disagg.tools.doctor.report import Finding, Status
 
 GIB = 1 << 30
 LEAST_OPEN_FILES = 1024  # for a connection per client, and for Ray

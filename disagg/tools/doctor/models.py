@@ -6,10 +6,10 @@ from disagg.capacity.shapes import shape_of
 from disagg.capacity.step_sizes import largest_step
 from disagg.config import TierConfig
 from disagg.devices import gpus_here
-from disagg.doctor_report import Finding
 from disagg.engine.device.check import check_engine
 from disagg.errors import DisaggError, NotEnoughMemory
 from disagg.models.description import describe_model
+from disagg.tools.doctor.report import Finding
 
 GIB = 1 << 30
 

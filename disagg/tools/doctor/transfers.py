@@ -10,12 +10,12 @@ import time
 
 import msgspec
 
-from disagg.doctor_report import Finding, TransferReport
 from disagg.errors import TransferFailed
 from disagg.kvtransfer.slab import HOST
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.ucx import LOOPBACK
 from disagg.tools.doctor.machine import Machine
+from disagg.tools.doctor.report import Finding, TransferReport
 from disagg.tools.doctor.transfer_probe import Figures
 
 START_TIMEOUT_S = 60.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disagg.devices import Device, Gpus
-from disagg.doctor_report import Status
 from disagg.tools.doctor.devices import check_devices, compiler
+from disagg.tools.doctor.report import Status
 
 GIB = 1 << 30
 

@@ -16,8 +16,8 @@ from disagg.cli.main import main
 from disagg.cli.ports import free_port
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments
-from disagg.doctor_report import DoctorReport
 from disagg.errors import StartupError
+from disagg.tools.doctor.report import DoctorReport, slowest
 from disagg.tools.doctor.transfers import judge
 from tests.tools.doctor.test_transfers import figures, node
 
@@ -107,7 +107,7 @@ def serve_config(*flags: str) -> float | None:
 def test_a_report_seeds_the_time_model(tmp_path: Path) -> None:
     measured = judge(node("a", "x"), node("b", "y"), figures("tcp", 2.0), True)
     path = tmp_path / "doctor.json"
-    path.write_bytes(msgspec.json.encode(DoctorReport((), (measured,))))
+    path.write_bytes(msgspec.json.encode(DoctorReport((), transfer_prior=slowest((measured,)))))
     assert serve_config("--doctor-report", str(path)) == 2e9
     assert serve_config() is None
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from disagg.doctor_report import Finding, Status
 from disagg.kernels.cpu.library import Found
 from disagg.tools.doctor import machine
+from disagg.tools.doctor.report import Finding, Status
 
 GIB = 1 << 30
 COMPILED = Found(ctypes.CDLL(None), "compiled")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.doctor_report import DoctorReport, Status, TransferReport
 from disagg.errors import TransferFailed
 from disagg.tools.doctor.machine import Machine, here
+from disagg.tools.doctor.report import Status, TransferReport, slowest
 from disagg.tools.doctor.transfer_probe import Figures
 from disagg.tools.doctor.transfers import ProbeProcess, judge, measure_here
 
@@ -88,9 +88,9 @@ def test_the_slowest_transfer_between_nodes_is_what_to_believe() -> None:
         return judge(node("a", "x"), node("b", "y"), figures("tcp", speed), between)
 
     within, fast, slow = report(0.1, False), report(3.0, True), report(2.0, True)
-    prior = DoctorReport((), (within, fast, slow)).transfer_prior
+    prior = slowest((within, fast, slow))
     assert prior is not None and prior.bytes_per_s == 2e9
-    only = DoctorReport((), (within,)).transfer_prior
+    only = slowest((within,))
     assert only is not None and only.bytes_per_s == 1e8
     broken = judge(node("a", "x"), node("b", "y"), Figures(error="no"), True)
-    assert DoctorReport((), (broken,)).transfer_prior is None
+    assert slowest((broken,)) is None

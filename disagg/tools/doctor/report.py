@@ -64,11 +64,12 @@ class TransferReport(msgspec.Struct, frozen=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True):
-    """The whole report."""
+    """The whole report. `disagg serve --doctor-report` reads its `transfer_prior`."""
 
     nodes: tuple[NodeReport, ...]
     transfers: tuple[TransferReport, ...] = ()
     models: tuple[Finding, ...] = ()
+    transfer_prior: TransferPrior | None = None
 
     def findings(self) -> Iterator[Finding]:
         for node in self.nodes:
@@ -77,20 +78,16 @@ class DoctorReport(msgspec.Struct, frozen=True):
         yield from self.models
 
     @property
-    def transfer_prior(self) -> TransferPrior | None:
-        """The slowest transfer between two nodes, or within a node if there is only one."""
-        done = [each for each in self.transfers if each.latency_s and each.bytes_per_s]
-        between = [each for each in done if each.is_between_nodes]
-        if not done:
-            return None
-        slowest = min(between or done, key=lambda each: each.bytes_per_s or 0.0)
-        assert slowest.latency_s is not None and slowest.bytes_per_s is not None
-        return TransferPrior(latency_s=slowest.latency_s, bytes_per_s=slowest.bytes_per_s)
-
-    @property
     def is_healthy(self) -> bool:
-        return is_healthy(self.findings())
+        return all(finding.status != "wrong" for finding in self.findings())
 
 
-def is_healthy(findings: Iterable[Finding]) -> bool:
-    return all(finding.status != "wrong" for finding in findings)
+def slowest(transfers: Iterable[TransferReport]) -> TransferPrior | None:
+    """The slowest transfer between two nodes, or within a node if there is only one."""
+    done = [each for each in transfers if each.latency_s and each.bytes_per_s]
+    if not done:
+        return None
+    between = [each for each in done if each.is_between_nodes]
+    found = min(between or done, key=lambda each: each.bytes_per_s or 0.0)
+    assert found.latency_s is not None and found.bytes_per_s is not None
+    return TransferPrior(latency_s=found.latency_s, bytes_per_s=found.bytes_per_s)
