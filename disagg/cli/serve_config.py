@@ -15,7 +15,7 @@ from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
 from disagg.config import ASSETS, EngineConfig, HttpConfig, ServeConfig, TierConfig, TransferPrior
 from disagg.config_checks import filled_in, parse_config
 from disagg.errors import StartupError
-from disagg.host import read_memory, usable_cores
+from disagg.host import read_memory
 
 BUNDLED = ("demo-small", "demo-large")
 STORE_SHARE = 16  # the embedded store gets one sixteenth of the free memory
@@ -90,12 +90,6 @@ def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
     names, revisions = arguments.served_model_name, arguments.revision
     _check_one_per_model(models, names, "served names", "served_model_name")
     _check_one_per_model(models, revisions, "revisions", "revision")
-    if arguments.num_threads is None and arguments.ray_address is None:
-        # All workers are on this machine; with more threads than cores, steps take several times
-        # as long.
-        sizes = [size.most if size else 1 for size in (arguments.prefill, arguments.decode)]
-        num_workers = len(models) * sum(sizes)
-        arguments.num_threads = max(1, usable_cores() // max(1, num_workers))
     sections = {
         "prefill": _pool(arguments, "prefill"),
         "decode": _pool(arguments, "decode"),

@@ -22,7 +22,6 @@ from disagg.cli.server_process import pool_sizes
 from disagg.cli.start_checks import check_models
 from disagg.config import CascadeConfig, EngineConfig, PoolConfig, ServeConfig, SpeculativeConfig
 from disagg.errors import StartupError
-from disagg.host import usable_cores
 from tests.tiny_model import write_tiny_model
 
 
@@ -203,7 +202,6 @@ def test_a_pool_between_two_numbers_follows_the_load() -> None:
     limits = tier.decode.autoscaling
     assert limits is not None and (limits.min_replicas, limits.max_replicas) == (1, 4)
     assert (tier.decode.num_replicas, config.max_num_workers) == (1, 5)
-    assert tier.engine.num_threads == max(1, usable_cores() // 6)
 
 
 def test_drafts_are_asked_for_as_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
