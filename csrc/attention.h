@@ -157,14 +157,15 @@ inline void add_values(const float* weights, const bf16* values, int num_queries
 inline float softmax(float* scores, int num_keys, float* peak) {
   Floats largest = broadcast(-std::numeric_limits<float>::infinity());
   for (int j = 0; j < num_keys; j += LANES)
-    largest = select(first_lanes(num_keys - j), larger(largest, load(scores + j)), largest);
+    largest = select(lanes_of(first_lanes(num_keys - j)), larger(largest, load(scores + j)),
+                     largest);
   *peak = largest_of(largest);
   const Floats subtracted = broadcast(*peak);
   Floats total = zeros();
   for (int j = 0; j < num_keys; j += LANES) {
     const Floats weights = exponential(load(scores + j) - subtracted);
     store(scores + j, weights);
-    total = select(first_lanes(num_keys - j), total + weights, total);
+    total = select(lanes_of(first_lanes(num_keys - j)), total + weights, total);
   }
   return sum_of(total);
 }

@@ -85,8 +85,7 @@ inline void pack_keys(const bf16* const* keys, int head_dim, uint32_t* out) {
 
 inline void pack_values(const bf16* const* values, int head_dim, uint32_t* out) {
   auto words = [](const bf16* value, int d) {
-    if (value == nullptr) return zero_words();
-    return from_halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + d)));
+    return value == nullptr ? Words{} : load_halves(value + d);
   };
   for (int pair = 0; pair < KEY_PAIRS; ++pair)
     for (int d = 0; d < head_dim; d += LANES) {

@@ -39,7 +39,7 @@ inline Floats from_fp8(const uint8_t* from) {
   const Words normal = add_words(shift_left(size, E4M3_SHIFT), broadcast_word(E4M3_EXPONENT));
   const Floats small = to_floats(size) * broadcast(E4M3_SMALLEST);
   const Words sign = bits & broadcast_word(INT32_MIN);
-  const Words value = where_less(size, broadcast_word(8), as_words(small), normal);
+  const Words value = select(less(size, broadcast_word(8)), as_words(small), normal);
   return as_floats(value | sign);
 }
 
@@ -52,7 +52,7 @@ inline __m128i to_fp8(Floats values) {
   const Words moved = subtract_words(size, broadcast_word(E4M3_EXPONENT));
   const Words normal = shift_right(add_words(add_words(moved, half), last), E4M3_SHIFT);
   const Floats steps = as_floats(size) * broadcast(1.0f / E4M3_SMALLEST);
-  const Words code = where_less(steps, broadcast(8.0f), nearest(steps), normal);
+  const Words code = select(less(steps, broadcast(8.0f)), nearest(steps), normal);
   const Words sign = shift_right(bits, 24) & broadcast_word(0x80);
   return low_bytes(code | sign);
 }

@@ -279,7 +279,7 @@ class PromptAttention {
       for (int k = 0; k < KEY_TILE; k += LANES) {
         const Mask seen = first_lanes(end - k) & ~first_lanes(first - k);
         const Floats lowest = broadcast(-std::numeric_limits<float>::infinity());
-        store(scores[r] + k, select(seen, load(scores[r] + k), lowest));
+        store(scores[r] + k, select(lanes_of(seen), load(scores[r] + k), lowest));
       }
     }
   }
@@ -295,7 +295,7 @@ class PromptAttention {
     const Floats before = load(peaks, rows);
     const Floats largest = row_maxima(scores) * scale;
     const Floats highest = before + broadcast(HEADROOM);
-    const Mask grown = rows & greater(largest, highest);
+    const Mask grown = rows & mask_of(less(highest, largest));
     if (grown != 0) {
       store(peaks, largest, grown);
       multiply_sums(own, begin, grown, power_of_two(before - largest));

@@ -10,9 +10,7 @@ namespace disagg {
 
 // Pairs of the numbers of one k and the next, for 16 columns, each rounded.
 inline void store_pairs(uint32_t* to, Floats even, Floats odd) {
-  const Words low = from_halves(narrowed(even));
-  const Words high = shift_left(from_halves(narrowed(odd)), 16);
-  store_words(to, low | high);
+  store_words(to, narrowed_words(even) | as_words(rounded(odd)));
 }
 
 // out: [pairs of numbers, PANEL].
