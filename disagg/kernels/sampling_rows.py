@@ -79,8 +79,6 @@ class SampledRows:
     adjusted: int64, the rows with penalties or `min_tokens`.
     remembered: int64, the rows with penalties, whose tokens are counted.
     has_min_p: whether some row has min-p.
-    largest_top_k: the largest top-k of the narrowed rows; a number above the vocabulary size if
-        one has no top-k.
     """
 
     slots: Tensor
@@ -89,7 +87,6 @@ class SampledRows:
     adjusted: Tensor
     remembered: Tensor
     has_min_p: bool
-    largest_top_k: int
 
 
 class SamplingOps(Protocol):

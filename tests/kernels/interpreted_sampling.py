@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.kernels.gpu.floors import FloorBuffers, find_floors
+from disagg.kernels.gpu.floors import find_floors
 from disagg.kernels.gpu.sampling import TritonSampling
 from disagg.kernels.sampling_rows import TEMPERATURE
 from disagg.kernels.torch import sampling as torch_sampling
@@ -45,9 +45,7 @@ def test_kept_tokens(scale: float, dtype: torch.dtype) -> None:
     ]
     tables, rows = tables_of(numbers, VOCAB_SIZE), rows_of(numbers)
     logits = logits_of(len(numbers), scale).to(dtype).float()
-    found = find_floors(
-        logits, tables, rows, FloorBuffers(logits.shape[0], logits.shape[1], logits.device)
-    )
+    found = find_floors(logits, tables, rows)
     temperatures = tables.numbers[:, TEMPERATURE].view(torch.float64).float().unsqueeze(1)
     scaled = logits / temperatures
     expected = torch_sampling.floors(scaled, tables.numbers, rows)

@@ -93,7 +93,6 @@ def rows_of(numbers: Sequence[Numbers], slots: Sequence[int] | None = None) -> S
         adjusted=rows(adjusted),
         remembered=rows(penalised),
         has_min_p=any(own[row].reach < math.inf for row in drawn),
-        largest_top_k=max((own[row].top_k for row in drawn), default=0),
     )
 
 

@@ -160,7 +160,6 @@ class SamplingState:
                 adjusted=tensors[3],
                 remembered=tensors[4],
                 has_min_p=any(params[row].min_p > 0 for row in drawn),
-                largest_top_k=max((params[drawn[i]].top_k or _OFF for i in narrowed), default=0),
             ),
             penalised=penalised,
             scored=[row for row, each in enumerate(params) if each.logprobs is not None],

@@ -308,42 +308,23 @@ _select = KernelLauncher(_select_kernel)
 _floors = KernelLauncher(_floors_kernel)
 
 
-class FloorBuffers:
-    """Buffers for so many rows of logits, which the kernels overwrite in every step.
-
-    Attributes:
-        floors: float32 [num_rows], the result of `find_floors`.
-    """
-
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        num_groups = -(-vocab_size // GROUP_SIZE)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self.peaks, self.sums = empty(num_rows, num_groups), empty(num_rows, num_groups)
-        chosen = empty(num_rows, num_groups, dtype=torch.int32)
-        bounds, totals = empty(num_rows, 3, dtype=torch.int64), empty(num_rows, dtype=torch.float64)
-        self.found = chosen, bounds, totals
-        self.floors = empty(num_rows)
-
-
-def find_floors(
-    logits: Tensor, tables: SamplingTables, rows: SampledRows, buffers: FloorBuffers
-) -> Tensor:
-    """The smallest scaled logit that stays a candidate, float32 [num_rows]; -inf if all do.
-
-    Args:
-        buffers: buffers for as many rows on the same device.
-    """
+def find_floors(logits: Tensor, tables: SamplingTables, rows: SampledRows) -> Tensor:
+    """The smallest scaled logit that stays a candidate, float32 [num_rows]; -inf if all do."""
     num_rows, vocab_size = logits.shape
     num_groups = -(-vocab_size // GROUP_SIZE)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    peaks, sums, floors = empty(num_rows, num_groups), empty(num_rows, num_groups), empty(num_rows)
+    chosen = empty(num_rows, num_groups, dtype=torch.int32)
+    bounds, totals = empty(num_rows, 3, dtype=torch.int64), empty(num_rows, dtype=torch.float64)
     of_row, sizes = (tables.numbers, rows.slots), (vocab_size, num_groups)
-    of_groups, found = (buffers.peaks, buffers.sums), buffers.found
+    found = chosen, bounds, totals
     tile = NUM_GROUPS_AT_ONCE
     grid = (num_rows, -(-num_groups // tile))
-    _groups(grid, logits, *of_row, *of_groups, *sizes, TILE=tile)
+    _groups(grid, logits, *of_row, peaks, sums, *sizes, TILE=tile)
     block = next_power_of_2(num_groups)
-    _select((num_rows,), *of_row, *of_groups, *found, *sizes, BLOCK=block)
-    _floors((num_rows,), logits, *of_row, *found, buffers.floors, *sizes, TILE=tile, num_warps=8)
-    return buffers.floors
+    _select((num_rows,), *of_row, peaks, sums, *found, *sizes, BLOCK=block)
+    _floors((num_rows,), logits, *of_row, *found, floors, *sizes, TILE=tile, num_warps=8)
+    return floors

@@ -16,7 +16,6 @@ from torch import Tensor
 from disagg.kernels import sampling_rows
 from disagg.kernels.gpu.floors import (
     NUM_GROUPS_AT_ONCE,
-    FloorBuffers,
     find_floors,
     float_of,
     row_of,
@@ -214,21 +213,8 @@ _pick = KernelLauncher(_pick_kernel)
 _remember = KernelLauncher(_remember_kernel)
 
 
-class _Buffers(FloorBuffers):
-    """Buffers of all kernels. scores: float64 [num_rows, num_groups], the scores of groups."""
-
-    def __init__(self, logits: Tensor) -> None:
-        num_rows, vocab_size = self.shape = logits.shape
-        super().__init__(num_rows, vocab_size, logits.device)
-        num_groups = -(-vocab_size // GROUP_SIZE)
-        self.scores = torch.empty(num_rows, num_groups, dtype=torch.float64, device=logits.device)
-
-
 class TritonSampling:
-    """`SamplingOps` for CUDA. All steps are on one stream, and each overwrites the same buffers."""
-
-    def __init__(self) -> None:
-        self._buffers: _Buffers | None = None
+    """`SamplingOps` for CUDA."""
 
     def adjust_(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
@@ -254,16 +240,14 @@ class TritonSampling:
     def choose(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
     ) -> Tensor:
-        buffers = self._buffers
-        if buffers is None or buffers.shape != logits.shape:
-            self._buffers = buffers = _Buffers(logits)
         floors = None
         if rows.has_min_p or rows.narrowed.shape[0]:
-            floors = find_floors(logits, tables, rows, buffers)
+            floors = find_floors(logits, tables, rows)
         num_rows, vocab_size = logits.shape
         num_groups = -(-vocab_size // GROUP_SIZE)
         chosen = torch.empty(2, num_rows, dtype=torch.int64, device=logits.device)
-        row = (logits, tables.numbers, rows.slots, positions, floors, buffers.scores)
+        scores = torch.empty(num_rows, num_groups, dtype=torch.float64, device=logits.device)
+        row = (logits, tables.numbers, rows.slots, positions, floors, scores)
         tile = NUM_GROUPS_AT_ONCE
         grid = (num_rows, -(-num_groups // tile))
         _score(grid, *row, vocab_size, num_groups, TILE=tile)
