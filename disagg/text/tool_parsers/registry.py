@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 from disagg.text.answer_delta import CallIdStyle, Reader, Sink, join_calls
 from disagg.text.chat_template import PROBE_ARGUMENTS, PROBE_NAME, ChatTemplate
 from disagg.text.incoming import Incoming
-from disagg.text.tool_parsers import tags
 from disagg.text.tool_parsers.harmony import MARKS as HARMONY_MARKS
 from disagg.text.tool_parsers.harmony import read_harmony
 from disagg.text.tool_parsers.json_calls import (
@@ -33,6 +32,15 @@ from disagg.text.tool_parsers.literals import (
     read_braces,
     read_lfm2,
     read_pythonic,
+)
+from disagg.text.tool_parsers.tags import (
+    GLM45,
+    HY_V3,
+    MINICPM5,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    Tags,
+    read_deepseek_v32,
 )
 
 
@@ -96,31 +104,21 @@ def _json(names: tuple[str, ...], *begins: str) -> ToolFormat:
     return ToolFormat(names, read_marked_json(begins), begins[:1], (*begins, *filter(None, ends)))
 
 
+def _tags(names: tuple[str, ...], tags: Tags, shown_by: str) -> ToolFormat:
+    return ToolFormat(names, tags.reader, (shown_by,), tags.marks)
+
+
 # The first format whose texts a template has is used, so texts of several formats come later.
 FORMATS = (
     HARMONY,
     ToolFormat(("deepseek_v3", "deepseek_v31"), read_deepseek, (DEEPSEEK[2],), DEEPSEEK),
     ToolFormat(("kimi_k2",), read_kimi_k2, (KIMI_K2[2],), KIMI_K2),
-    ToolFormat(
-        ("deepseek_v32", "deepseek_v4"), tags.read_deepseek_v32, ("｜DSML｜",), ("｜DSML｜",)
-    ),
-    ToolFormat(
-        ("qwen3_coder", "qwen3_xml"), tags.read_qwen3_coder, ("<function=",),
-        ("<tool_call>", "</tool_call>"),
-    ),
-    ToolFormat(
-        ("glm45", "glm47"), tags.read_glm45, ("<arg_key>",),
-        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    ),
-    ToolFormat(("hy_v3",), tags.read_hy_v3, ("<tool_sep:opensource>",), tags.HY_V3_MARKS),
-    ToolFormat(
-        ("minimax_m2",), tags.read_minimax_m2, ("<minimax:tool_call>",),
-        ("<minimax:tool_call>", "</minimax:tool_call>"),
-    ),
-    ToolFormat(
-        ("minicpm5",), tags.read_minicpm5, ("<param name=",),
-        ("<function name=", "</function>", "<param name=", "</param>"),
-    ),
+    ToolFormat(("deepseek_v32", "deepseek_v4"), read_deepseek_v32, ("｜DSML｜",), ("｜DSML｜",)),
+    _tags(("qwen3_coder", "qwen3_xml"), QWEN3_CODER, "<function="),
+    _tags(("glm45", "glm47"), GLM45, "<arg_key>"),
+    _tags(("hy_v3",), HY_V3, "<tool_sep:opensource>"),
+    _tags(("minimax_m2",), MINIMAX_M2, "<minimax:tool_call>"),
+    _tags(("minicpm5",), MINICPM5, "<param name="),
     ToolFormat(("gemma4",), read_braces(*GEMMA_4), ("<|tool_call>call:",), GEMMA_4),
     ToolFormat(
         ("functiongemma",), read_braces(*FUNCTION_GEMMA), ("<start_function_call>",),

@@ -156,7 +156,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class _Tags:
+class Tags:
     """The tags of a format.
 
     Attributes:
@@ -182,8 +182,20 @@ class _Tags:
     has_lines: bool = False
 
     @property
-    def begins(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.section, self.call)))
+    def reader(self) -> Marked:
+        return Marked(tuple(filter(None, (self.section, self.call))), self.read_call)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All tags. Some models have control tokens for them."""
+        return tuple(
+            tag
+            for tag in (
+                self.section, self.section_end, self.call, self.call_end, self.name_end,
+                self.key, self.key_end, self.value, self.value_end,
+            )
+            if len(tag) > 1
+        )  # fmt: skip
 
     def read_call(self, text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
         if mark == self.section:
@@ -275,34 +287,29 @@ class _Tags:
 
 _ATTRIBUTE = re.compile(r"[^>\n]")
 # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
-_QWEN3_CODER = _Tags(
+QWEN3_CODER = Tags(
     "<tool_call>", "</tool_call>", "<function=", "</function>", _ATTRIBUTE, ">",
     "<parameter=", ">", "", "</parameter>",
     forgotten=("<parameter=", "</function>", "</tool_call>"), has_lines=True,
 )  # fmt: skip
 # <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
-_GLM45 = _Tags(
+GLM45 = Tags(
     "", "", "<tool_call>", "</tool_call>", re.compile(r"[^<\s]"), "",
     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
 )  # fmt: skip
 # <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>
 # </minimax:tool_call>
-_MINIMAX_M2 = _Tags(
+MINIMAX_M2 = Tags(
     "<minimax:tool_call>", "</minimax:tool_call>", "<invoke name=", "</invoke>", _ATTRIBUTE, ">",
     "<parameter name=", ">", "", "</parameter>", forgotten=("</invoke>", "</minimax:tool_call>"),
 )  # fmt: skip
 # <function name="NAME"><param name="KEY">VALUE</param></function>
-_MINICPM5 = _Tags(
+MINICPM5 = Tags(
     "", "", "<function name=", "</function>", _ATTRIBUTE, ">", "<param name=", ">", "", "</param>",
     forgotten=("</function>",),
 )  # fmt: skip
-HY_V3_MARKS = tuple(
-    f"<{slash}{tag}:opensource>"
-    for tag in ("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
-    for slash in ("", "/")
-)
 # GLM's, with ":opensource" in each tag, a section, and <tool_sep:opensource> after the name
-_HY_V3 = _Tags(
+HY_V3 = Tags(
     "<tool_calls:opensource>", "</tool_calls:opensource>", "<tool_call:opensource>",
     "</tool_call:opensource>", re.compile(r"[^<\s]"), "<tool_sep:opensource>",
     "<arg_key:opensource>", "</arg_key:opensource>", "<arg_value:opensource>",
@@ -310,7 +317,7 @@ _HY_V3 = _Tags(
 )  # fmt: skip
 # MiniMax-M2's, with "｜DSML｜" in each tag; DeepSeek V3.2 and V4 differ in the tag of the section.
 _DSML = {
-    f"<｜DSML｜{section}>": _Tags(
+    f"<｜DSML｜{section}>": Tags(
         f"<｜DSML｜{section}>", f"</｜DSML｜{section}>", "<｜DSML｜invoke name=",
         "</｜DSML｜invoke>", _ATTRIBUTE, ">", "<｜DSML｜parameter name=", ">", "",
         "</｜DSML｜parameter>", forgotten=("</｜DSML｜invoke>", f"</｜DSML｜{section}>"),
@@ -324,9 +331,4 @@ def _dsml(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
     return (yield from tags.read_call(text, sink, mark))
 
 
-read_qwen3_coder = Marked(_QWEN3_CODER.begins, _QWEN3_CODER.read_call)
-read_glm45 = Marked(_GLM45.begins, _GLM45.read_call)
-read_minimax_m2 = Marked(_MINIMAX_M2.begins, _MINIMAX_M2.read_call)
-read_minicpm5 = Marked(_MINICPM5.begins, _MINICPM5.read_call)
-read_hy_v3 = Marked(_HY_V3.begins, _HY_V3.read_call)
 read_deepseek_v32 = Marked((*_DSML, "<｜DSML｜invoke name="), _dsml)
