@@ -40,7 +40,7 @@ from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import ChoiceDelta, Frames, Job, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
-from disagg.text.answer_delta import CallDelta, join_calls
+from disagg.text.answer_delta import CallDelta
 
 
 class MessageItem(msgspec.Struct, tag="message"):
@@ -270,15 +270,11 @@ _GROWN = (
 
 
 def response_body(run: RunningJob) -> bytes:
-    (answer,) = run.kept
-    items = []
-    if answer.reasoning:
-        items.append(_reasoning(run.job, 0, answer.reasoning, "completed"))
-    if answer.text or not (answer.calls or items):
-        items.append(_message(run.job, len(items), answer.text, "completed"))
-    items += [_call(call, "completed") for call in join_calls(answer.calls)]
-    items[-1]["status"] = _status(answer)  # only the last item can be cut off
-    return _to_json(_response(run.job, run.model_name, answer, items) | {"usage": _usage(run)})
+    """The response at the end of a stream, as if the answer had come at once."""
+    frames = ResponseFrames(run.job)
+    frames.piece(run.kept[0])
+    frames.closing(run)
+    return _to_json(frames.response(run))
 
 
 def _status(answer: ChoiceDelta) -> str:
@@ -429,11 +425,15 @@ class ResponseFrames(Frames):
     def closing(self, run: RunningJob) -> bytes:
         is_empty = not self._kind and not self._items
         events = [self._begin("message")] if is_empty else []
-        events.append(self._end_item(_status(self._answer)))
-        response = _response(self._job, run.model_name, self._answer, self._items)
-        response["usage"] = _usage(run)
+        events.append(self._end_item(_status(self._answer)))  # only the last can be cut off
+        response = self.response(run)
         events.append(self._event(f"response.{response['status']}", response=response))
         return b"".join(events)
+
+    def response(self, run: RunningJob) -> dict[str, Any]:
+        """The complete response, after `closing`."""
+        response = _response(self._job, run.model_name, self._answer, self._items)
+        return response | {"usage": _usage(run)}
 
     def error(self, error: DisaggError) -> bytes:
         return self._event("error", code=error.code, message=error.message, param=error.param)

@@ -65,6 +65,8 @@ PLACES = b"""This is disagg, a server of language models.
 /metrics       Prometheus metrics
 """
 
+PLAIN_TEXT = (b"content-type", b"text/plain; charset=utf-8")
+
 SCORE_NBYTES = 32  # size of a log-probability and its token in JSON
 CUT_TIMEOUT_S = 1.0  # time to write the error to clients that may read slowly
 END_WAIT_S = 30.0  # from the end of a drain to the end of the process; Serve needs a few seconds
@@ -88,10 +90,6 @@ class Drained(NamedTuple):
 
     num_ended: int  # completed
     num_cut: int  # ended with an error because the drain time was over
-
-
-class _Version(msgspec.Struct):
-    version: str
 
 
 Endpoint: TypeAlias = Callable[[HttpRequest], Awaitable[Reply | Stream]]
@@ -155,13 +153,13 @@ class HttpApp:
             "/v1/embeddings": ("POST", partial(self._answer_at_once, service.embeddings)),
             "/tokenize": ("POST", partial(self._answer_at_once, service.tokenize)),
             "/detokenize": ("POST", partial(self._answer_at_once, service.detokenize)),
-            "/": ("GET", self._show_places),
+            "/": ("GET", _always(Reply(PLACES, headers=[PLAIN_TEXT]))),
             "/openapi.json": ("GET", self._show_openapi),
             "/health": ("GET", self._ready),
             "/ready": ("GET", self._ready),
             "/ping": ("GET", self._ready),
-            "/live": ("GET", self._live),
-            "/version": ("GET", self._show_version),
+            "/live": ("GET", _always(Reply(b"{}"))),
+            "/version": ("GET", _always(Reply(b'{"version":"%b"}' % version("disagg").encode()))),
             "/metrics": ("GET", self._show_metrics),
         }
         self._prefix_routes: dict[str, tuple[str, Endpoint]] = {
@@ -369,9 +367,6 @@ class HttpApp:
     ) -> Reply:
         return Reply(await answer(await self._read_json(request)))
 
-    async def _show_places(self, request: HttpRequest) -> Reply:
-        return Reply(PLACES, headers=[(b"content-type", b"text/plain; charset=utf-8")])
-
     async def _show_openapi(self, request: HttpRequest) -> Reply:
         return Reply(apis.openapi())
 
@@ -380,12 +375,6 @@ class HttpApp:
         if self._stopping is not None:
             state = msgspec.structs.replace(state, ready=False, reason="the server is stopping")
         return Reply(msgspec.json.encode(state), 200 if state.ready else 503)
-
-    async def _live(self, request: HttpRequest) -> Reply:
-        return Reply(b"{}")
-
-    async def _show_version(self, request: HttpRequest) -> Reply:
-        return Reply(msgspec.json.encode(_Version(version("disagg"))))
 
     async def _show_metrics(self, request: HttpRequest) -> Reply:
         more = await asyncio.to_thread(self._beside)
@@ -410,6 +399,13 @@ class HttpApp:
         return await request.read_body(
             self._config.max_body_nbytes, self._bodies, self._config.default_timeout_s
         )
+
+
+def _always(reply: Reply) -> Endpoint:
+    async def answer(request: HttpRequest) -> Reply:
+        return reply
+
+    return answer
 
 
 def _say_why(run: RunningJob, request: HttpRequest) -> None:
