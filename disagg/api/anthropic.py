@@ -30,7 +30,7 @@ from disagg.api.openai.fields import (
 from disagg.api.openai.requests import understand_chat
 from disagg.api.refusals import invalid_value, missing_parameter, only_text, unsupported
 from disagg.api.request_spec import Prompt, RequestSpec
-from disagg.api.running_job import ChoiceDelta, Frames, Job, RunningJob
+from disagg.api.running_job import ChoiceDelta, Frames, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
 from disagg.text.answer_delta import join_calls
@@ -338,9 +338,7 @@ def message_body(run: RunningJob) -> bytes:
         {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
         for call in join_calls(answer.calls)
     ]
-    return _to_json(
-        _message(run.job, run.model_name, content) | _end(answer) | {"usage": _usage(run)}
-    )
+    return _to_json(_message(run, run.model_name, content) | _end(answer) | {"usage": _usage(run)})
 
 
 def _input(arguments: str) -> msgspec.Raw:
@@ -360,9 +358,9 @@ def _thinking(text: str) -> dict[str, Any]:
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
-def _message(job: Job, model_name: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+def _message(run: RunningJob, model_name: str, content: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "id": job.id,
+        "id": run.id,
         "type": "message",
         "role": "assistant",
         "model": model_name,
@@ -383,7 +381,7 @@ def _usage(run: RunningJob) -> dict[str, int]:
     """The usage object. Anthropic counts cached tokens separately from input tokens."""
     num_cached = run.num_cached_tokens
     return {
-        "input_tokens": run.job.num_prompt_tokens - num_cached,
+        "input_tokens": run.num_prompt_tokens - num_cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached,
         "output_tokens": run.num_completion_tokens,
@@ -393,15 +391,15 @@ def _usage(run: RunningJob) -> dict[str, int]:
 class MessageFrames(Frames):
     """Events of a streamed message: blocks, each with a start, deltas and a stop."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, run: RunningJob) -> None:
+        super().__init__(run)
         self._block = -1  # index of the open block; -1 if none has begun
         self._kind: str | int = ""  # kind of the open block: "thinking", "text" or a call's number
         self._end: dict[str, Any] = {}
 
     def opening(self) -> bytes:
-        usage = {"input_tokens": self._job.num_prompt_tokens, "output_tokens": 0}
-        message = _message(self._job, self._model_name, []) | {"usage": usage}
+        usage = {"input_tokens": self._run.num_prompt_tokens, "output_tokens": 0}
+        message = _message(self._run, self._model_name, []) | {"usage": usage}
         return _event("message_start", {"message": message})
 
     def piece(self, piece: ChoiceDelta) -> bytes:
@@ -432,8 +430,8 @@ class MessageFrames(Frames):
             self._end = _end(piece)
         return b"".join(events)
 
-    def closing(self, run: RunningJob) -> bytes:
-        usage = _usage(run)
+    def closing(self) -> bytes:
+        usage = _usage(self._run)
         events = b"" if self._block >= 0 else self._begin("text", {"type": "text", "text": ""})
         return b"".join(
             (

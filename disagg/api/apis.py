@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -22,28 +22,19 @@ from disagg.api.openai.fields import (
 from disagg.api.openai.requests import read_request, understand_chat, understand_completion
 from disagg.api.refusals import ErrorReply, error_json
 from disagg.api.request_spec import RequestSpec
-from disagg.api.running_job import Frames, Job, RunningJob
+from disagg.api.running_job import Frames, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
 
 
-class Request(Protocol):
-    """The fields that the requests of all APIs have."""
-
-    @property
-    def model(self) -> str | None: ...
-
-
-ApiRequest = TypeVar("ApiRequest", bound=Request)
-
-
 @dataclass(frozen=True)
-class Api(Generic[ApiRequest]):
+class Api:
     """The functions of one API.
 
     Attributes:
         id_prefix: prefix of the ids of its responses.
-        read: parses a body and checks its fields, types and sizes. Raises `InvalidRequest`.
+        read: parses a body and checks its fields, types and sizes. The request has at least the
+            field `model`, a text or None. Raises `InvalidRequest`.
         understand: converts a request for a model to a `RequestSpec`; the integer is the lowest
             priority number that the client may set. Raises `InvalidRequest`.
         frames: makes the events of a streamed response.
@@ -53,9 +44,9 @@ class Api(Generic[ApiRequest]):
     """
 
     id_prefix: str
-    read: Callable[[bytes], ApiRequest]
-    understand: Callable[[ApiRequest, ServedModel, int], RequestSpec]
-    frames: Callable[[Job], Frames]
+    read: Callable[[bytes], Any]
+    understand: Callable[[Any, ServedModel, int], RequestSpec]
+    frames: Callable[[RunningJob], Frames]
     body: Callable[[RunningJob], bytes]
     error_body: Callable[[DisaggError], bytes] = error_json
     operation: str = "chat"
@@ -92,7 +83,7 @@ MESSAGES = Api(
     anthropic.error_body,
 )
 
-BY_PATH: Mapping[str, Api[Any]] = {
+BY_PATH: Mapping[str, Api] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,

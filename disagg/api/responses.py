@@ -37,7 +37,7 @@ from disagg.api.openai.fields import (
 from disagg.api.openai.requests import refuse_unsupported, understand_chat
 from disagg.api.refusals import missing_parameter, only_text, unsupported
 from disagg.api.request_spec import RequestSpec
-from disagg.api.running_job import ChoiceDelta, Frames, Job, RunningJob
+from disagg.api.running_job import ChoiceDelta, Frames, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
 from disagg.text.answer_delta import CallDelta
@@ -271,10 +271,10 @@ _GROWN = (
 
 def response_body(run: RunningJob) -> bytes:
     """The response at the end of a stream, as if the answer had come at once."""
-    frames = ResponseFrames(run.job)
+    frames = ResponseFrames(run)
     frames.piece(run.kept[0])
-    frames.closing(run)
-    return _to_json(frames.response(run))
+    frames.closing()
+    return _to_json(frames.response())
 
 
 def _status(answer: ChoiceDelta) -> str:
@@ -282,18 +282,18 @@ def _status(answer: ChoiceDelta) -> str:
 
 
 def _response(
-    job: Job, model_name: str, answer: ChoiceDelta | None, items: Sequence[dict[str, Any]]
+    run: RunningJob, model_name: str, answer: ChoiceDelta | None, items: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """The response object. `answer` is None at the start of a stream."""
-    request, sampling = job.spec.repeated, job.spec.sampling
+    request, sampling = run.spec.repeated, run.spec.sampling
     assert isinstance(request, ResponsesRequest)
     status = "in_progress" if answer is None else _status(answer)
     is_cut = status == "incomplete"
     text = request.text.format if request.text is not None else None
     return {
-        "id": job.id,
+        "id": run.id,
         "object": "response",
-        "created_at": job.created_unix_s,
+        "created_at": run.created_unix_s,
         "status": status,
         "background": False,
         "error": None,
@@ -318,11 +318,11 @@ def _response(
     }
 
 
-def _reasoning(job: Job, index: int, text: str, status: str) -> dict[str, Any]:
+def _reasoning(run: RunningJob, index: int, text: str, status: str) -> dict[str, Any]:
     """A reasoning item. `index` is its position in the response."""
     content = [{"type": "reasoning_text", "text": text}] if text else []
     return {
-        "id": _item_id("rs_", job, index),
+        "id": _item_id("rs_", run, index),
         "type": "reasoning",
         "status": status,
         "summary": [],
@@ -330,11 +330,11 @@ def _reasoning(job: Job, index: int, text: str, status: str) -> dict[str, Any]:
     }
 
 
-def _message(job: Job, index: int, text: str | None, status: str) -> dict[str, Any]:
+def _message(run: RunningJob, index: int, text: str | None, status: str) -> dict[str, Any]:
     """A message item. `index` is its position; `text` is None if it has no part yet."""
     content = [] if text is None else [_part(text)]
     return {
-        "id": _item_id("msg_", job, index),
+        "id": _item_id("msg_", run, index),
         "type": "message",
         "status": status,
         "role": "assistant",
@@ -342,9 +342,9 @@ def _message(job: Job, index: int, text: str | None, status: str) -> dict[str, A
     }
 
 
-def _item_id(prefix: str, job: Job, index: int) -> str:
+def _item_id(prefix: str, run: RunningJob, index: int) -> str:
     """A unique id of an item. A stream may have several messages, with calls between them."""
-    return f"{prefix}{job.id.removeprefix('resp_')}_{index}"
+    return f"{prefix}{run.id.removeprefix('resp_')}_{index}"
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -363,7 +363,7 @@ def _call(call: CallDelta, status: str) -> dict[str, Any]:
 
 
 def _usage(run: RunningJob) -> dict[str, Any]:
-    num_prompt, num_output = run.job.num_prompt_tokens, run.num_completion_tokens
+    num_prompt, num_output = run.num_prompt_tokens, run.num_completion_tokens
     return {
         "input_tokens": num_prompt,
         "input_tokens_details": {"cached_tokens": run.num_cached_tokens},
@@ -376,8 +376,8 @@ def _usage(run: RunningJob) -> dict[str, Any]:
 class ResponseFrames(Frames):
     """Events of a streamed response."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, run: RunningJob) -> None:
+        super().__init__(run)
         self._num_events = 0
         self._items: list[dict[str, Any]] = []  # complete items
         self._kind: Literal["", "reasoning", "message", "call"] = ""  # kind of the open item
@@ -388,7 +388,7 @@ class ResponseFrames(Frames):
         self._answer = ChoiceDelta(0)  # the last piece of the answer
 
     def opening(self) -> bytes:
-        response = _response(self._job, self._model_name, None, [])
+        response = _response(self._run, self._model_name, None, [])
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
@@ -422,17 +422,18 @@ class ResponseFrames(Frames):
                 events.append(self._grow(b"function_call_arguments", call.arguments))
         return b"".join(events)
 
-    def closing(self, run: RunningJob) -> bytes:
+    def closing(self) -> bytes:
         is_empty = not self._kind and not self._items
         events = [self._begin("message")] if is_empty else []
         events.append(self._end_item(_status(self._answer)))  # only the last can be cut off
-        response = self.response(run)
+        response = self.response()
         events.append(self._event(f"response.{response['status']}", response=response))
         return b"".join(events)
 
-    def response(self, run: RunningJob) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         """The complete response, after `closing`."""
-        response = _response(self._job, run.model_name, self._answer, self._items)
+        run = self._run
+        response = _response(run, run.model_name, self._answer, self._items)
         return response | {"usage": _usage(run)}
 
     def error(self, error: DisaggError) -> bytes:
@@ -487,11 +488,11 @@ class ResponseFrames(Frames):
         """The open item as it is now."""
         text = "".join(self._parts)
         if self._kind == "reasoning":
-            return _reasoning(self._job, len(self._items), text, status)
+            return _reasoning(self._run, len(self._items), text, status)
         if self._kind == "call":
             return _call(replace(self._call, arguments=text), status)
         shown = None if status == "in_progress" else text
-        return _message(self._job, len(self._items), shown, status)
+        return _message(self._run, len(self._items), shown, status)
 
     def _item_event(self, change: str, item: dict[str, Any]) -> bytes:
         place = {"output_index": len(self._items), "item": item}

@@ -10,7 +10,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -68,38 +67,6 @@ class ChoiceDelta(msgspec.Struct):
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
         self.finish_reason, self.stop_string = later.finish_reason, later.stop_string
-
-
-@dataclass(frozen=True)
-class Job:
-    """A checked request.
-
-    Attributes:
-        spec: the request without its prompts.
-        requests: for each prompt, the requests of its `spec.num_choices` choices.
-        echoes: texts of the prompts, if they are repeated before the answers.
-    """
-
-    id: str
-    created_unix_s: int
-    spec: RequestSpec
-    requests: tuple[GenerateRequest, ...]
-    echoes: tuple[str, ...] = ()
-
-    @property
-    def model(self) -> ServedModel:
-        return self.spec.model
-
-    @property
-    def num_prompt_scores(self) -> int:
-        """The number of prompt log-probabilities in the response."""
-        requests = self.requests
-        return sum(num_prompt_scores(each.sampling, each.num_prompt_tokens) for each in requests)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        firsts = self.requests[:: self.spec.num_choices]
-        return sum(request.num_prompt_tokens for request in firsts)
 
 
 def num_prompt_scores(sampling: SamplingParams, num_prompt_tokens: int) -> int:
@@ -263,9 +230,12 @@ def _is_one_token(delta: TokenDelta) -> bool:
 
 
 class RunningJob:
-    """One running job. Iterate over `batches`; afterwards the counts are final.
+    """A checked request that runs. Iterate over `batches`; afterwards the counts are final.
 
     Args:
+        spec: the request without its prompts.
+        requests: for each prompt, the requests of its `spec.num_choices` choices.
+        echoes: texts of the prompts, if they are repeated before the answers.
         generate: runs a request and enforces its deadline.
         explain: called when the first tokens of a choice arrive.
 
@@ -277,18 +247,26 @@ class RunningJob:
 
     def __init__(
         self,
-        job: Job,
+        id: str,
+        created_unix_s: int,
+        spec: RequestSpec,
+        requests: tuple[GenerateRequest, ...],
         generate: Generate,
         explain: Explain = lambda request_id: None,
+        echoes: tuple[str, ...] = (),
     ) -> None:
-        self.job = job
+        self.id = id
+        self.created_unix_s = created_unix_s
+        self.spec = spec
+        self.requests = requests
+        self.echoes = echoes
         self.num_completion_tokens = 0
         self.num_reasoning_tokens = 0  # part of `num_completion_tokens`
         self.on_piece: Callable[[ChoiceDelta], Taken] | None = None
         self.kept: list[ChoiceDelta] = []
         self._generate = generate
         self._answers = [
-            Answer(index, request, job.spec, explain) for index, request in enumerate(job.requests)
+            Answer(index, request, spec, explain) for index, request in enumerate(requests)
         ]
 
     def keep(self) -> None:
@@ -296,9 +274,25 @@ class RunningJob:
         self.kept = [ChoiceDelta(index) for index in range(len(self._answers))]
 
     @property
+    def model(self) -> ServedModel:
+        """The model that was requested."""
+        return self.spec.model
+
+    @property
+    def num_prompt_scores(self) -> int:
+        """The number of prompt log-probabilities in the response."""
+        requests = self.requests
+        return sum(num_prompt_scores(each.sampling, each.num_prompt_tokens) for each in requests)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        firsts = self.requests[:: self.spec.num_choices]
+        return sum(request.num_prompt_tokens for request in firsts)
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens whose KV was cached; only the first choice of each prompt counts."""
-        firsts = self._answers[:: self.job.spec.num_choices]
+        firsts = self._answers[:: self.spec.num_choices]
         return sum(answer.num_cached_tokens for answer in firsts)
 
     @property
@@ -314,7 +308,7 @@ class RunningJob:
     @property
     def model_name(self) -> str:
         """The model that answers; the model in the request if several answer, or none yet."""
-        requested = self.job.model.name
+        requested = self.model.name
         names = {requested if each is None else each.model for each in self.decisions}
         return names.pop() if len(names) == 1 else requested
 
@@ -389,14 +383,14 @@ class RunningJob:
 class Frames(ABC):
     """The events of one streamed answer, in the format of an API."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._model_name = job.model.name
+    def __init__(self, run: RunningJob) -> None:
+        self._run = run
+        self._model_name = run.model.name
 
-    def name_models(self, run: RunningJob) -> bool:
+    def name_models(self) -> bool:
         """Name the models that the cascade chose so far. Returns whether it chose for all."""
-        self._model_name = run.model_name
-        return all(run.decisions)
+        self._model_name = self._run.model_name
+        return all(self._run.decisions)
 
     @abstractmethod
     def opening(self) -> bytes:
@@ -407,7 +401,7 @@ class Frames(ABC):
         """The events for new tokens of a choice."""
 
     @abstractmethod
-    def closing(self, run: RunningJob) -> bytes:
+    def closing(self) -> bytes:
         """The events after the last token."""
 
     @abstractmethod

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from disagg import telemetry
 from disagg.api.anthropic import read_count, understand_count
-from disagg.api.apis import Api, ApiRequest
+from disagg.api.apis import Api
 from disagg.api.json_body import off_loop
 from disagg.api.openai.fields import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from disagg.api.openai.requests import read_request, understand_tokenize
@@ -27,7 +27,7 @@ from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
 from disagg.api.refusals import invalid_value, too_long, unsupported
 from disagg.api.request_spec import Prompt, RequestSlo, RequestSpec, Text, choose_slo
-from disagg.api.running_job import Explain, Generate, Job, RunningJob, num_prompt_scores
+from disagg.api.running_job import Explain, Generate, RunningJob, num_prompt_scores
 from disagg.api.served_model import ServedModel
 from disagg.blocks import hash_blocks, hash_root
 from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
@@ -73,7 +73,7 @@ class Service:
 
     async def prepare(
         self,
-        api: Api[ApiRequest],
+        api: Api,
         body: bytes,
         caller: Caller,
         begin: Callable[[RequestSpec], str] = lambda spec: "",
@@ -116,11 +116,13 @@ class Service:
             caller,
             traceparent,
             slo=slo,
-            created_unix_s=now,
             deadline_unix_s=deadline_unix_s,
         )
-        job = await off_loop(TOKEN_NBYTES * sum(map(len, prompts)), named)
-        return RunningJob(job, self._generate, self._explain)
+        requests, echoes = await off_loop(TOKEN_NBYTES * sum(map(len, prompts)), named)
+        answered = replace(spec, prompts=())
+        return RunningJob(
+            caller.request_id, int(now), answered, requests, self._generate, self._explain, echoes
+        )
 
     async def tokenize(self, body: bytes) -> bytes:
         """The response body of `/tokenize`. Raises `RequestError`."""
@@ -239,10 +241,11 @@ def name_choices(
     traceparent: str = "",
     *,
     slo: RequestSlo = RequestSlo(),  # noqa: B008 - it is frozen
-    created_unix_s: float,
     deadline_unix_s: float,
-) -> Job:
+) -> tuple[tuple[GenerateRequest, ...], tuple[str, ...]]:
     """Give each choice an id and a seed, and hash the blocks of each prompt.
+
+    Returns the requests, and the texts of the prompts if they are to be repeated.
 
     Args:
         prompts: the token ids of each prompt.
@@ -268,9 +271,7 @@ def name_choices(
         )
         request, first = hash_request(unnamed, spec.model), len(requests)
         requests += [_choice(request, first + index) for index in range(spec.num_choices)]
-    echoes = _texts(spec, prompts) if spec.echo else ()
-    answered = replace(spec, prompts=())
-    return Job(caller.request_id, int(created_unix_s), answered, tuple(requests), echoes)
+    return tuple(requests), _texts(spec, prompts) if spec.echo else ()
 
 
 def hash_request(request: GenerateRequest, model: ServedModel) -> GenerateRequest:

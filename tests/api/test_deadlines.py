@@ -45,7 +45,7 @@ async def test_the_clock_runs_from_arrival_and_clients_may_ask_for_less_time(
     """The clock of this service says 1000, its limit is 60 s, and the body took 2 s."""
     body = json.dumps(CHAT | fields).encode()
     run = await service().prepare(apis.CHAT, body, Caller("id", waited_s=2.0))
-    assert run.job.requests[0].deadline_unix_s == deadline_unix_s
+    assert run.requests[0].deadline_unix_s == deadline_unix_s
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "5", [1]])

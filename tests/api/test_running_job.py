@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.api.request_spec import RequestSpec
-from disagg.api.running_job import ChoiceDelta, Generate, Job, RunningJob
+from disagg.api.running_job import ChoiceDelta, Generate, RunningJob
 from disagg.errors import EngineFailed, Overloaded
 from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs, WireError
 from disagg.token_fast_path import Taken, TokenCallback
@@ -18,7 +18,7 @@ TEXT = "the quick brown fox jumps"
 IDS = (*TOKENIZER.encode(TEXT, add_special_tokens=False), END)
 
 
-def job(num_choices: int = 1, *, stops: Sequence[str] = ()) -> Job:
+def job(generate: Generate, num_choices: int = 1, *, stops: Sequence[str] = ()) -> RunningJob:
     request = GenerateRequest(
         request_id="r",
         model="tiny",
@@ -37,7 +37,7 @@ def job(num_choices: int = 1, *, stops: Sequence[str] = ()) -> Job:
         num_choices=num_choices,
         stops=tuple(stops),
     )
-    return Job("r", 0, spec, (request,) * num_choices)
+    return RunningJob("r", 0, spec, (request,) * num_choices, generate)
 
 
 def playing(*deltas: TokenDelta | Exception) -> Generate:
@@ -56,7 +56,7 @@ def playing(*deltas: TokenDelta | Exception) -> Generate:
 
 
 async def result(run: RunningJob) -> list[ChoiceDelta]:
-    whole = [ChoiceDelta(index) for index in range(len(run.job.requests))]
+    whole = [ChoiceDelta(index) for index in range(len(run.requests))]
     async for batch in run.batches():
         for piece in batch:
             assert whole[piece.index].finish_reason is None  # one end for each
@@ -78,7 +78,7 @@ async def test_deltas_may_be_cut_anywhere(sizes: list[int], stops: tuple[str, ..
         if ids:
             reason = "stop" if last else None
             deltas.append(TokenDelta(0, ids, reason, scores[: len(ids)]))  # type: ignore[arg-type]
-    run = RunningJob(job(stops=stops), playing(*deltas))
+    run = job(playing(*deltas), stops=stops)
     whole = (await result(run))[0]
     assert whole.finish_reason == "stop"
     first = min((TEXT.find(stop) for stop in stops if stop in TEXT), default=len(TEXT))
@@ -98,7 +98,7 @@ async def test_cached_tokens_are_those_of_the_first_delta_of_each_prompts_first_
         TokenDelta(0, IDS[:1], num_cached_tokens=5),
         TokenDelta(0, IDS[1:], "stop", num_cached_tokens=7),
     )
-    run = RunningJob(job(3), playing(*deltas))
+    run = job(playing(*deltas), 3)
     await result(run)
     assert run.num_cached_tokens == 5
 
@@ -118,7 +118,7 @@ async def test_text_before_a_failure_is_delivered_then_the_failure(
     deltas = [TokenDelta(0, IDS[:2]), *([] if last is None else [last])]
     text = ""
     with pytest.raises(error):
-        async for batch in RunningJob(job(num_choices), playing(*deltas)).batches():
+        async for batch in job(playing(*deltas), num_choices).batches():
             text += "".join(piece.text for piece in batch)
     assert text.startswith("the quick")
     assert len(asyncio.all_tasks()) == 1
@@ -145,7 +145,7 @@ async def test_a_refused_choice_refuses_all_before_anything_is_sent(refused: int
         finally:
             closed += 1
 
-    batches = RunningJob(job(3), generate).batches()
+    batches = job(generate, 3).batches()
     with pytest.raises(Overloaded) as error:
         await anext(batches)
     assert error.value.retry_after_s == 7.0
@@ -168,7 +168,7 @@ async def test_choices_that_have_all_begun_wait_for_nobody() -> None:
         yield TokenDelta(0, IDS[1:], "stop")
 
     texts = ["", ""]
-    async for batch in RunningJob(job(2), generate).batches():
+    async for batch in job(generate, 2).batches():
         for piece in batch:
             texts[piece.index] += piece.text
             if piece.index == 0 and piece.finish_reason is not None:
@@ -194,7 +194,7 @@ async def test_one_failed_choice_ends_the_others() -> None:
             closed.append(number)
 
     with pytest.raises(EngineFailed, match="planted"):
-        await result(RunningJob(job(3), generate))
+        await result(job(generate, 3))
     assert sorted(closed) == [0, 1, 2]
 
 
@@ -211,7 +211,7 @@ async def test_closing_waits_until_the_source_is_closed() -> None:
             await asyncio.sleep(0.01)
             steps.append("source closed")
 
-    batches = RunningJob(job(), generate).batches()
+    batches = job(generate).batches()
     await anext(batches)
     await batches.aclose()
     steps.append("closed")
@@ -234,7 +234,7 @@ async def test_a_stop_string_closes_the_source_even_if_others_hold_it() -> None:
         held.append(deltas())
         return held[-1]
 
-    whole = await result(RunningJob(job(stops=["quick"]), generate))
+    whole = await result(job(generate, stops=["quick"]))
     assert (whole[0].text, whole[0].finish_reason) == ("the ", "stop")
     assert closed == [True]
 
@@ -252,7 +252,7 @@ async def test_pieces_may_be_taken_where_their_tokens_arrive(stops: tuple[str, .
                 yield delta
         yield TokenDelta(0, (), "length")
 
-    run = RunningJob(job(stops=stops), generate)
+    run = job(generate, stops=stops)
     whole, num_taken = ChoiceDelta(0), 0
 
     def take(piece: ChoiceDelta) -> Taken:
@@ -265,7 +265,7 @@ async def test_pieces_may_be_taken_where_their_tokens_arrive(stops: tuple[str, .
     async for (piece,) in run.batches():
         whole.extend(piece)
         run.on_piece = take
-    (usual,) = await result(RunningJob(job(stops=stops), playing_one_by_one()))
+    (usual,) = await result(job(playing_one_by_one(), stops=stops))
     assert (whole.text, whole.finish_reason) == (usual.text, usual.finish_reason)
     assert whole.num_tokens == usual.num_tokens == run.num_completion_tokens
     assert num_taken >= whole.num_tokens - 2
@@ -286,6 +286,6 @@ async def test_pieces_of_several_choices_come_one_way() -> None:
             await asyncio.sleep(0)
         yield TokenDelta(0, (), "length")
 
-    run = RunningJob(job(2), generate)
+    run = job(generate, 2)
     run.on_piece = lambda piece: True
     assert [each.num_tokens for each in await result(run)] == [len(IDS)] * 2

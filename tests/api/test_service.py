@@ -37,13 +37,13 @@ def service(*models: ServedModel, seed: int = 0) -> Service:
 async def chat_request(chat: Service, **fields: Any) -> GenerateRequest:
     raw = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
     run = await chat.prepare(CHAT, raw, CALLER, lambda spec: "trace")
-    return run.job.requests[0]
+    return run.requests[0]
 
 
 async def text_request(text: Service, **fields: Any) -> GenerateRequest:
     raw = json.dumps({"prompt": "a", **fields}).encode()
     run = await text.prepare(COMPLETIONS, raw, CALLER)
-    return run.job.requests[0]
+    return run.requests[0]
 
 
 async def test_what_an_engine_gets_to_know() -> None:

@@ -175,16 +175,14 @@ async def test_ends_of_the_model_may_lie_beyond_the_vocabulary_of_prompts() -> N
 def test_every_choice_has_an_id_and_a_seed_and_shares_its_prompts_blocks() -> None:
     spec = completion(prompt=[[5] * 9, [6] * 4], n=2, echo=True)
     sampling = SamplingParams(max_tokens=3, seed=7)
-    job = name_choices(
+    requests, echoes = name_choices(
         spec,
         [[5] * 9, [6] * 4],
         sampling,
         Caller("id", "t"),
         "trace",
-        created_unix_s=8.5,
         deadline_unix_s=20.0,
     )
-    requests = job.requests
     assert [request.request_id for request in requests] == ["id", "id-1", "id-2", "id-3"]
     assert len({request.sampling.seed for request in requests}) == 4
     assert requests[0].sampling == sampling
@@ -194,7 +192,7 @@ def test_every_choice_has_an_id_and_a_seed_and_shares_its_prompts_blocks() -> No
     assert {(r.tenant, r.traceparent, r.deadline_unix_s) for r in requests} == {
         ("t", "trace", 20.0)
     }
-    assert job.echoes == tuple(TOKENIZER.decode(ids) for ids in ([5] * 9, [6] * 4))
+    assert echoes == tuple(TOKENIZER.decode(ids) for ids in ([5] * 9, [6] * 4))
 
 
 class Message(msgspec.Struct):
@@ -217,13 +215,13 @@ async def test_another_api_is_two_steps_and_a_way_to_answer() -> None:
         )
 
     def body(run: RunningJob) -> bytes:
-        return json.dumps({"said": run.kept[0].text, "of": run.job.id}).encode()
+        return json.dumps({"said": run.kept[0].text, "of": run.id}).encode()
 
     read = msgspec.json.Decoder(Message).decode
     api = Api("msg_", read, understand, answers.ChatFrames, body)
     service = Service({"tiny": served_model()}, FakeGenerate("the quick fox"))
     run = await service.prepare(api, b'{"system": "be kind", "ask": "hi"}', Caller("msg_1"))
-    prompt = TOKENIZER.decode(run.job.requests[0].token_ids, skip_special_tokens=False)
+    prompt = TOKENIZER.decode(run.requests[0].token_ids, skip_special_tokens=False)
     assert "system\nbe kind" in prompt and "user\nhi" in prompt
     run.keep()
     async for _ in run.batches():

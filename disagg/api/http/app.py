@@ -20,7 +20,7 @@ import msgspec
 
 from disagg import logs, telemetry
 from disagg.api import apis
-from disagg.api.apis import BY_PATH, Api, ApiRequest
+from disagg.api.apis import BY_PATH, Api
 from disagg.api.http.cors import Cors
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import (
@@ -317,7 +317,7 @@ class HttpApp:
 
     # Completions
 
-    async def _generate(self, api: Api[ApiRequest], request: HttpRequest) -> Reply | Stream:
+    async def _generate(self, api: Api, request: HttpRequest) -> Reply | Stream:
         arrived_s = self._metrics.clock()
         body = await self._read_json(request)
         read_s = self._metrics.clock()
@@ -333,17 +333,17 @@ class HttpApp:
         begin = partial(request.spans.begin, api.operation, caller.request_id, tenant)
         run = await self._service.prepare(api, body, caller, begin)
         request.spans.runs(run)
-        model, metrics = run.job.model.name, self._metrics
+        model, metrics = run.model.name, self._metrics
         metrics.observe_stage(model, "receive", read_s - arrived_s)
         metrics.observe_stage(model, "tokenize", metrics.clock() - read_s)
         self._quota.take_prompt(request, run)
         of_tenant = self._quota.tenant_class(request.tenant)
         timer = RequestTimer(metrics, run, arrived_s, api.operation, request.spans, of_tenant)
-        is_stream = run.job.spec.stream
+        is_stream = run.spec.stream
         if not is_stream or telemetry.captures_content():
             run.keep()
         if is_stream:
-            frames = api.frames(run.job)
+            frames = api.frames(run)
             events = partial(stream_events, run, frames, timer, partial(_say_why, run, request))
             return Stream(events, frames.error)
         async with aclosing(run.batches()) as batches:
@@ -351,7 +351,7 @@ class HttpApp:
                 async for batch in batches:
                     timer.observe(batch)
         _say_why(run, request)
-        nbytes = SCORE_NBYTES * run.job.num_prompt_scores
+        nbytes = SCORE_NBYTES * run.num_prompt_scores
         return Reply(await off_loop(nbytes, lambda: api.body(run)))
 
     # Other endpoints

@@ -54,7 +54,7 @@ class Quota:
 
     def take_prompt(self, request: HttpRequest, run: RunningJob) -> None:
         """Count the tokens of a request's prompts. Raises `RateLimited`."""
-        self._limits.take_tokens(request.tenant, run.job.num_prompt_tokens)
+        self._limits.take_tokens(request.tenant, run.num_prompt_tokens)
         request.num_output_tokens = lambda: run.num_completion_tokens
         self.say(request)
 

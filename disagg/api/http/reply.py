@@ -177,14 +177,14 @@ async def stream_events(
         events = frames.piece(piece)
         return writer.write_now(events) if events else True
 
-    has_begun, is_named = False, run.job.model.name != AUTO
+    has_begun, is_named = False, run.model.name != AUTO
     try:
         async with aclosing(run.batches()) as batches:
             with timer:
                 async for batch in batches:
                     timer.observe(batch)
                     if not is_named:
-                        is_named = frames.name_models(run)
+                        is_named = frames.name_models()
                     opening = b""
                     if not has_begun:
                         has_begun = True
@@ -196,4 +196,4 @@ async def stream_events(
                         run.on_piece = write
     finally:
         run.on_piece = None  # breaks the reference cycle of callback and run
-    yield frames.closing(run)
+    yield frames.closing()

@@ -132,7 +132,7 @@ def _of_answer(run: RunningJob) -> dict[str, telemetry.Value]:
         semconv.GEN_AI_RESPONSE_FINISH_REASONS: [
             reason or semconv.UNFINISHED for reason in run.finish_reasons
         ],
-        semconv.GEN_AI_USAGE_INPUT_TOKENS: run.job.num_prompt_tokens,
+        semconv.GEN_AI_USAGE_INPUT_TOKENS: run.num_prompt_tokens,
         semconv.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: run.num_cached_tokens,
         semconv.GEN_AI_USAGE_OUTPUT_TOKENS: run.num_completion_tokens,
         semconv.GEN_AI_USAGE_REASONING_OUTPUT_TOKENS: run.num_reasoning_tokens,

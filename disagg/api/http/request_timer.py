@@ -51,8 +51,8 @@ class RequestTimer:
         self._operation = operation
         self._spans = spans
         self._tenant = tenant
-        self._model = run.job.model.name
-        self._num_choices = len(run.job.requests)
+        self._model = run.model.name
+        self._num_choices = len(run.requests)
         self._itl = metrics.itl.of(self._model)
         self._arrived_s = arrived_s
         self._first_s: float | None = None
@@ -97,13 +97,13 @@ class RequestTimer:
         if failure is not None:
             metrics.of("request_failure", model, failure).inc()
         metrics.of("e2e_request_latency_seconds", model).observe(metrics.clock() - self._arrived_s)
-        metrics.of("prompt_tokens", model, self._tenant).inc(run.job.num_prompt_tokens)
+        metrics.of("prompt_tokens", model, self._tenant).inc(run.num_prompt_tokens)
         metrics.of("cached_prompt_tokens", model, self._tenant).inc(run.num_cached_tokens)
         metrics.of("generation_tokens", model, self._tenant).inc(run.num_completion_tokens)
         if error is None or failure is not None:
             self._observe_as_conventional(failure or "")
         if model in metrics.slo_s and (error is None or failure is not None):
-            slo = RequestSlo(run.job.requests[0].ttft_slo_s, run.job.requests[0].tpot_slo_s)
+            slo = RequestSlo(run.requests[0].ttft_slo_s, run.requests[0].tpot_slo_s)
             ttft_slo_s, tpot_slo_s = metrics.slo_s[model]
             has_met = error is None and self._is_in_time(
                 slo.ttft_s or ttft_slo_s, slo.tpot_s or tpot_slo_s

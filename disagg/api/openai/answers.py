@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from disagg.api.refusals import error_frame
-from disagg.api.running_job import ChoiceDelta, Frames, Job, RunningJob, ScoredToken
+from disagg.api.running_job import ChoiceDelta, Frames, RunningJob, ScoredToken
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
 from disagg.messages import TokenLogprobs
@@ -144,7 +144,7 @@ def _described(model: ServedModel) -> Body:
 
 
 def usage_of(run: RunningJob) -> Body:
-    num_prompt, num_completion = run.job.num_prompt_tokens, run.num_completion_tokens
+    num_prompt, num_completion = run.num_prompt_tokens, run.num_completion_tokens
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
@@ -155,19 +155,18 @@ def usage_of(run: RunningJob) -> Body:
 
 
 def chat_body(run: RunningJob) -> bytes:
-    job = run.job
-    has_logprobs, tokenizer = job.spec.sampling.logprobs is not None, job.model.tokenizer
+    has_logprobs, tokenizer = run.spec.sampling.logprobs is not None, run.model.tokenizer
     choices = [
         {
             "index": answer.index,
             "message": _message(answer),
             "logprobs": chat_logprobs(answer.scored, tokenizer) if has_logprobs else None,
             "finish_reason": answer.finish_reason,
-            **_token_ids(job, answer),
+            **_token_ids(run, answer),
         }
         for answer in run.kept
     ]
-    return _body("chat.completion", run, choices, _of_prompt(job, run.kept[0]))
+    return _body("chat.completion", run, choices, _of_prompt(run, run.kept[0]))
 
 
 def _message(answer: ChoiceDelta) -> Body:
@@ -192,15 +191,14 @@ def _message(answer: ChoiceDelta) -> Body:
 
 
 def completion_body(run: RunningJob) -> bytes:
-    job = run.job
     choices = [
         {
             "index": answer.index,
-            "text": echo_of(job, answer.index) + answer.text,
-            "logprobs": _completion_logprobs(job, answer),
+            "text": echo_of(run, answer.index) + answer.text,
+            "logprobs": _completion_logprobs(run, answer),
             "finish_reason": answer.finish_reason,
-            **_of_prompt(job, answer),
-            **_token_ids(job, answer),
+            **_of_prompt(run, answer),
+            **_token_ids(run, answer),
         }
         for answer in run.kept
     ]
@@ -208,39 +206,38 @@ def completion_body(run: RunningJob) -> bytes:
 
 
 def _body(kind: str, run: RunningJob, choices: Sequence[Body], more: Body) -> bytes:
-    job = run.job
-    head = {"id": job.id, "object": kind, "created": job.created_unix_s, "model": run.model_name}
+    head = {"id": run.id, "object": kind, "created": run.created_unix_s, "model": run.model_name}
     return _to_json(head | {"choices": choices, "usage": usage_of(run)} | more)
 
 
-def _completion_logprobs(job: Job, answer: ChoiceDelta) -> CompletionLogprobs | None:
-    if job.spec.sampling.logprobs is None:
+def _completion_logprobs(run: RunningJob, answer: ChoiceDelta) -> CompletionLogprobs | None:
+    if run.spec.sampling.logprobs is None:
         return None
-    tokenizer, echo = job.model.tokenizer, echo_of(job, answer.index)
+    tokenizer, echo = run.model.tokenizer, echo_of(run, answer.index)
     own = completion_logprobs(answer.scored, tokenizer, len(echo))
-    if not job.spec.echo:
+    if not run.spec.echo:
         return own
-    prompt = job.requests[answer.index].token_ids
+    prompt = run.requests[answer.index].token_ids
     return echoed_logprobs(prompt, answer.prompt_logprobs or (), own, tokenizer)
 
 
-def _of_prompt(job: Job, answer: ChoiceDelta) -> Body:
+def _of_prompt(run: RunningJob, answer: ChoiceDelta) -> Body:
     """The fields about the prompt of an answer that were requested."""
-    prompt, fields = job.requests[answer.index].token_ids, Body()
-    if job.spec.shows_prompt_logprobs:
+    prompt, fields = run.requests[answer.index].token_ids, Body()
+    if run.spec.shows_prompt_logprobs:
         scores = answer.prompt_logprobs or ()
-        fields["prompt_logprobs"] = prompt_logprobs(prompt, scores, job.model.tokenizer)
-    if job.spec.return_token_ids:
+        fields["prompt_logprobs"] = prompt_logprobs(prompt, scores, run.model.tokenizer)
+    if run.spec.return_token_ids:
         fields["prompt_token_ids"] = prompt
     return fields
 
 
-def _token_ids(job: Job, answer: ChoiceDelta) -> Body:
-    return {"token_ids": answer.token_ids} if job.spec.return_token_ids else {}
+def _token_ids(run: RunningJob, answer: ChoiceDelta) -> Body:
+    return {"token_ids": answer.token_ids} if run.spec.return_token_ids else {}
 
 
-def echo_of(job: Job, index: int) -> str:
-    return job.echoes[index // job.spec.num_choices] if job.echoes else ""
+def echo_of(run: RunningJob, index: int) -> str:
+    return run.echoes[index // run.spec.num_choices] if run.echoes else ""
 
 
 DONE = b"data: [DONE]\n\n"
@@ -253,26 +250,26 @@ class OpenAIFrames(Frames):
     kind: ClassVar[str]
     gain: ClassVar[bytes]  # the JSON key of new text
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self._tokenizer = job.model.tokenizer
-        self._heads = [self._head(i, job.model.name) for i in range(len(job.requests))]
-        self._set_tail(b',"usage":null}\n\n' if job.spec.include_usage else b"}\n\n")
+    def __init__(self, run: RunningJob) -> None:
+        super().__init__(run)
+        self._tokenizer = run.model.tokenizer
+        self._heads = [self._head(i, run.model.name) for i in range(len(run.requests))]
+        self._set_tail(b',"usage":null}\n\n' if run.spec.include_usage else b"}\n\n")
         # Tokens of each choice so far, where each event says how many.
-        self._num_tokens = [0] * len(job.requests) if job.spec.continuous_usage else None
+        self._num_tokens = [0] * len(run.requests) if run.spec.continuous_usage else None
 
-    def name_models(self, run: RunningJob) -> bool:
-        names = [None if each is None else each.model for each in run.decisions]
+    def name_models(self) -> bool:
+        names = [None if each is None else each.model for each in self._run.decisions]
         for index, name in enumerate(names):
             if name is not None:
                 self._heads[index] = self._head(index, name)
         return None not in names
 
     def _preamble(self, model_name: str) -> bytes:
-        job = self._job
+        run = self._run
         return (
-            b'data: {"id":' + _to_json(job.id) + b',"object":' + _to_json(self.kind)
-            + b',"created":%d' % job.created_unix_s
+            b'data: {"id":' + _to_json(run.id) + b',"object":' + _to_json(self.kind)
+            + b',"created":%d' % run.created_unix_s
             + b',"model":' + _to_json(model_name) + b',"choices":['
         )  # fmt: skip
 
@@ -296,17 +293,17 @@ class OpenAIFrames(Frames):
             events += self._event(piece.index, self._text(""), b"null", reason)
         return events
 
-    def closing(self, run: RunningJob) -> bytes:
+    def closing(self) -> bytes:
         """The usage chunk if it was requested, and `[DONE]`."""
-        if not self._job.spec.include_usage:
+        if not self._run.spec.include_usage:
             return DONE
-        preamble = self._preamble(run.model_name)
-        return preamble + b'],"usage":' + _to_json(usage_of(run)) + b"}\n\n" + DONE
+        preamble = self._preamble(self._run.model_name)
+        return preamble + b'],"usage":' + _to_json(usage_of(self._run)) + b"}\n\n" + DONE
 
     def _count(self, piece: ChoiceDelta, num_tokens: list[int]) -> None:
         """Let the events of `piece` carry the usage of its choice so far, as vLLM's do."""
         num_tokens[piece.index] += piece.num_tokens
-        num_prompt, num = self._job.requests[piece.index].num_prompt_tokens, num_tokens[piece.index]
+        num_prompt, num = self._run.requests[piece.index].num_prompt_tokens, num_tokens[piece.index]
         usage = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}'
         self._set_tail(b',"usage":' + usage % (num_prompt, num, num_prompt + num) + b"}\n\n")
 
@@ -321,9 +318,9 @@ class OpenAIFrames(Frames):
 
     def _prompt_token_ids(self, index: int) -> bytes:
         """The field with the prompt's token ids, if they were requested."""
-        if not self._job.spec.return_token_ids:
+        if not self._run.spec.return_token_ids:
             return b""
-        return b',"prompt_token_ids":' + _to_json(self._job.requests[index].token_ids)
+        return b',"prompt_token_ids":' + _to_json(self._run.requests[index].token_ids)
 
     def error(self, error: DisaggError) -> bytes:
         return error_frame(error)
@@ -376,7 +373,7 @@ class ChatFrames(OpenAIFrames):
         ids = self._prompt_token_ids(0)
         events = [self._event(0, delta, b"null", b"null", beside=ids)]
         events += [
-            self._event(i, delta, b"null", b"null") for i in range(1, len(self._job.requests))
+            self._event(i, delta, b"null", b"null") for i in range(1, len(self._run.requests))
         ]
         return b"".join(events)
 
@@ -408,13 +405,13 @@ class CompletionFrames(OpenAIFrames):
     gain = b'"text":'
 
     def opening(self) -> bytes:
-        if not (self._job.echoes or self._job.spec.return_token_ids):
+        if not (self._run.echoes or self._run.spec.return_token_ids):
             return b""
-        indices = range(len(self._job.requests))
+        indices = range(len(self._run.requests))
         events = (
             self._event(
                 index,
-                self._text(echo_of(self._job, index)),
+                self._text(echo_of(self._run, index)),
                 b"null",
                 b"null",
                 self._prompt_token_ids(index),
@@ -430,7 +427,7 @@ class CompletionFrames(OpenAIFrames):
         return _to_json(text)
 
     def _logprobs(self, piece: ChoiceDelta) -> bytes:
-        start = len(echo_of(self._job, piece.index))
+        start = len(echo_of(self._run, piece.index))
         return _to_json(completion_logprobs(piece.scored, self._tokenizer, start))
 
 

@@ -161,7 +161,7 @@ async def asked(model: ServedModel, **fields: Any) -> GenerateRequest:
     """What workers are asked for a chat with these fields."""
     body = json.dumps({"messages": HI, **fields}).encode()
     job = await Service({"tiny": model}, FakeGenerate()).prepare(CHAT, body, Caller("r"))
-    return job.job.requests[0]
+    return job.requests[0]
 
 
 def prompt_of(request: GenerateRequest) -> str:
