@@ -29,6 +29,8 @@ from disagg.kernels import reference
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.grouping import Grouping
 from disagg.kernels.ops import Experts, Ops
+from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.kernels.packed_sizes import MXFP4_GROUP
 
 TOLERANCE = 2e-2  # of the largest value
 NUM_CHECKED = 8  # tokens whose results are compared with the reference
@@ -106,8 +108,7 @@ class Bench:
         _, chosen = reference.choose(logits, matrices)
         matrices = replace(matrices, own=shape.busiest(chosen))
         alike: dict[str, Any] = {"own": matrices.own, "score_bias": matrices.score_bias}
-        pieces = matrices.gate_up, matrices.down, matrices.gate_up_scales, matrices.down_scales
-        nbytes = sum(each.nbytes for each in pieces if each is not None)
+        nbytes = matrices.gate_up.nbytes + matrices.down.nbytes
         num_layers = max(1, round(UNCACHED_NBYTES / nbytes)) if is_gpu else 1
         layers = [ops.pack_experts(matrices)]
         others = (replace(self._grouped(shape), **alike) for _ in range(num_layers - 1))
@@ -178,23 +179,23 @@ class Bench:
             numbers = shape.num_experts, shape.num_chosen
             return Experts(gate_up, down, self.dtype, *numbers, is_normalized=True)
 
-        def packed(*dims: int, high: int, low: int = 0) -> Tensor:
-            drawn = torch.randint(
-                low, high, dims, generator=self._generator, device=self.device, dtype=torch.uint8
-            )
-            return drawn
+        def packed(num_out: int, num_in: int) -> PackedMatrix:
+            def drawn(low: int, high: int, size: int) -> Tensor:
+                how: dict[str, Any] = {"generator": self._generator, "device": self.device}
+                return torch.randint(low, high, (num_out, size), dtype=torch.uint8, **how)
+
+            scales = drawn(118, 121, num_in // MXFP4_GROUP).view(torch.float8_e8m0fnu).T
+            return PackedMatrix("mxfp4", num_in, MXFP4_GROUP, drawn(0, 256, num_in // 2), scales)
 
         return Experts(
-            packed(count, 2 * inner, hidden // 2, high=256),
-            packed(count, hidden, inner // 2, high=256),
+            packed(count * 2 * inner, hidden),
+            packed(count * hidden, inner),
             self.dtype,
             shape.num_experts,
             shape.num_chosen,
             is_normalized=True,
             gate_up_bias=self._random(count, 2 * inner),
             down_bias=self._random(count, hidden),
-            gate_up_scales=packed(count, 2 * inner, hidden // 32, low=118, high=121),
-            down_scales=packed(count, hidden, inner // 32, low=118, high=121),
             limit=7.0,
             alpha=1.702,
         )

@@ -24,7 +24,7 @@ from disagg.kernels.packed_sizes import Kind
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.packing import DeviceFormat, weights_nbytes
-from disagg.models.quantized_config import QuantizedFormat
+from disagg.models.quantized import QuantizedFormat
 from disagg.models.share import WHOLE
 from disagg.models.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import write_checkpoint

@@ -16,16 +16,17 @@ import msgspec
 from disagg.config import ASSETS, SCALED_KV_BITS
 from disagg.errors import ModelError
 from disagg.models.description import ModelDescription, describe_model
-from disagg.models.experts_config import MXFP4_NBYTES
 from disagg.models.hub import fetch_config, is_repository
 from disagg.models.latent_config import LatentConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.packing import value_nbytes
+from disagg.models.quantized import MXFP4
 
 # Bytes of one value of a weight. fp8 has one scale per matrix, or (fp8-block) per block of 128 x
 # 128; fp4 (NVFP4) has an 8-bit scale per 16 values. The two vocabulary tables stay in 16 bits.
 NBYTES = {"bf16": 2, "fp8": 1, "fp8-block": 1, "fp4": 9 / 16}
 TABLE_NBYTES = 2
+MXFP4_NBYTES = value_nbytes(MXFP4) or 0.0
 KV_BITS = {"bf16": (16, 0), **SCALED_KV_BITS}
 
 
@@ -252,7 +253,9 @@ def read_shape(name_or_directory: str) -> ModelShape:
 def shape_of(model: ModelDescription) -> ModelShape:
     config = model.config
     numbers = {name: getattr(config, name) for name in _OF_THE_CONFIG}
-    format = config.quantized
+    experts = config.experts
+    is_mxfp4 = experts is not None and experts.is_mxfp4
+    format = None if is_mxfp4 else config.quantized
     shape = ModelShape(
         model.name,
         model.source,
@@ -264,7 +267,6 @@ def shape_of(model: ModelDescription) -> ModelShape:
     )
     if config.latent is not None:
         shape = msgspec.structs.replace(shape, **_latent_numbers(config, config.latent))
-    experts = config.experts
     if experts is None:
         return shape
     return msgspec.structs.replace(

@@ -11,12 +11,12 @@ from disagg.kernels.cpu.library import SAMPLING, find_library, find_step
 from disagg.kernels.cpu.prompts import PromptAttention
 from disagg.kernels.cpu.sampling import CpuSampling
 from disagg.kernels.ops import PLAIN_SCORES, Ops, Scores
-from disagg.kernels.packed_sizes import Kind
+from disagg.kernels.packed_sizes import OnlineKind
 from disagg.kernels.sampling_rows import SamplingOps
 from disagg.kernels.torch.ops import TorchOps
 from disagg.kernels.torch.sampling import TorchSampling
 
-Quantization: TypeAlias = Kind | Literal["packed"]
+Quantization: TypeAlias = OnlineKind | Literal["packed"]
 _BITS: dict[Quantization, Literal[4, 8]] = {"int8": 8, "int4": 4}  # on a CPU
 
 

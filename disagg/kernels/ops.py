@@ -47,8 +47,6 @@ class Experts:
         down: [len(held), hidden, inner]. If one of the two is packed, it is a single matrix with
             the rows of all experts, one expert after the other.
         gate_up_bias, down_bias: with the first two dimensions of these matrices.
-        gate_up_scales, down_scales: uint8 exponents of MXFP4, one for 32 values of a row; the
-            matrices are then uint8 with two values per byte, the first one in its low half.
         dtype: dtype of the activations.
         num_experts: number of experts from which the router chooses.
         num_chosen: number of experts that a token goes through.
@@ -71,8 +69,6 @@ class Experts:
     is_normalized: bool
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    gate_up_scales: Tensor | None = None
-    down_scales: Tensor | None = None
     limit: float | None = None
     alpha: float = 1.0
     grouping: Grouping | None = None

@@ -4,6 +4,9 @@ Numbers are e4m3, or integers of 8 or 4 bits. The numbers of a row are cut into 
 into as many parts as a unit of 16 bits holds numbers. Unit j of a chunk has the j-th number of each
 part, the first one in its lowest bits. So a product splits units with shifts, and multiplies each
 part with neighbouring columns of the activations.
+
+Numbers of MXFP4 are e2m1. They stay as in checkpoints: a byte has two neighbouring numbers, the
+first one in its lower half.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from disagg.kernels.packed_sizes import BITS, INT4_GROUP, UNIT_BITS, Kind, part_
 Largest: TypeAlias = Callable[[Tensor], Tensor]
 
 _LARGEST: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 15.0}
+_E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # by the bits of the number, without a sign
+_E2M1 += [-each for each in _E2M1]
 _ROWS_AT_ONCE = 4096  # rows that are packed or quantised together, which takes additional memory
 
 
@@ -30,8 +35,9 @@ class PackedMatrix:
     """A packed weight.
 
     Attributes:
-        units: int16 [num_out, num_chunks * part], padded with zeros.
-        scales: floats [num_groups, num_out].
+        units: int16 [num_out, num_chunks * part], padded with zeros; MXFP4: uint8 [num_out,
+            num_in / 2].
+        scales: floats [num_groups, num_out]; MXFP4: float8_e8m0fnu, the groups of a row adjacent.
         zeros: int8 [num_groups, num_out]; None: all are 0.
         order: int64 [num_in]: column i of the numbers is column order[i] of W; None: the same.
         least: floats [num_groups, num_out], for int4 without zeros: W = (numbers + 8) * scales +
@@ -81,7 +87,9 @@ class PackedMatrix:
         return (-8.0 - zeros) * self.scales.float()
 
     def numbers(self) -> Tensor:
-        """The unpacked numbers: float8_e4m3fn or int8 [num_out, num_in]."""
+        """The unpacked numbers: float8_e4m3fn, int8, or the bits of e2m1 [num_out, num_in]."""
+        if self.kind == "mxfp4":
+            return torch.stack((self.units & 15, self.units >> 4), 2).flatten(1)
         bits, part = BITS[self.kind], part_size(self.kind, self.group)
         units = self.units.view(self.num_out, -1, 1, part)
         shifts = torch.arange(0, UNIT_BITS, bits, dtype=torch.int16, device=self.device)
@@ -94,23 +102,46 @@ class PackedMatrix:
     def widened(self, dtype: torch.dtype) -> Tensor:
         """W as [num_out, num_in] of `dtype`, computed in float32 and rounded once."""
         size, num_groups = self.group or self.num_in, self.scales.shape[0]
-        values = functional.pad(self.numbers().float(), (0, num_groups * size - self.num_in))
-        groups = values.view(self.num_out, num_groups, size)
-        if self.zeros is not None:
-            groups.sub_(self.zeros.float().T.unsqueeze(2))
+        padded = (0, num_groups * size - self.num_in)
+        numbers = functional.pad(self.numbers().view(torch.int8), padded)
+        numbers = numbers.view(torch.float8_e4m3fn) if self.kind == "fp8" else numbers
         if self.least is not None:
-            groups.add_(8.0)
-        groups.mul_(self.scales.float().T.unsqueeze(2))
-        if self.least is not None:
-            groups.add_(self.least.float().T.unsqueeze(2))
-        wide = values[:, : self.num_in].to(dtype)
+            numbers = numbers + 8
+        groups = widen(
+            numbers.view(self.num_out, num_groups, size),
+            self.kind,
+            self.scales.T.unsqueeze(2),
+            None if self.zeros is None else self.zeros.T.unsqueeze(2),
+            None if self.least is None else self.least.T.unsqueeze(2),
+        )
+        wide = groups.flatten(1)[:, : self.num_in].to(dtype)
         return (
             wide if self.order is None else torch.empty_like(wide).index_copy_(1, self.order, wide)
         )
 
 
+def widen(
+    numbers: Tensor,
+    kind: Kind,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    least: Tensor | None = None,
+) -> Tensor:
+    """Return (numbers - zeros) * scales + least in float32; all have as many dimensions."""
+    if kind == "mxfp4":
+        wide = torch.tensor(_E2M1, device=numbers.device)[numbers.int()]
+    else:
+        wide = numbers.float()
+    if zeros is not None:
+        wide = wide.sub_(zeros.float())
+    wide = wide.mul_(scales.float())
+    return wide if least is None else wide.add_(least.float())
+
+
 def pack_units(numbers: Tensor, kind: Kind, group: int | None) -> Tensor:
-    """Pack numbers, float8_e4m3fn or int8 [num_out, num_in], into int16 [num_out, num_units]."""
+    """Pack numbers, as `PackedMatrix.numbers` returns them, into `PackedMatrix.units`."""
+    if kind == "mxfp4":
+        return numbers[:, 0::2] | numbers[:, 1::2] << 4
     bits, part = BITS[kind], part_size(kind, group)
     num_parts = UNIT_BITS // bits
     num_out, num_in = numbers.shape

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-Kind: TypeAlias = Literal["fp8", "int8", "int4"]
+OnlineKind: TypeAlias = Literal["fp8", "int8", "int4"]  # floats can be quantised to these
+Kind: TypeAlias = OnlineKind | Literal["mxfp4"]
 Keeper: TypeAlias = Literal["gpu", "cpu"]  # the device that multiplies packed matrices
-BITS: Mapping[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4}
+BITS: Mapping[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4}
 UNIT_BITS = 16
 LEAST_GROUP = 16  # a matrix product in Triton sums over at least so many numbers
+MXFP4_GROUP = 32  # numbers that share a scale, which is a power of two
 INT4_GROUP = 32  # group size of weights that are quantised when they are loaded
 _PART = {8: 64, 4: 32}  # bits -> numbers of a part, unless a group has fewer
 _ORDER_NBYTES = 8  # per column
@@ -61,13 +63,13 @@ class Packing(NamedTuple):
         num_out, num_in = shape
         bits = BITS[self.kind]
         num_groups = 1 if self.group is None else -(-num_in // self.group)
+        group_nbytes = self.scale_nbytes + self.has_zeros
+        row_nbytes = -(-num_in * bits // 8)
         if keeper == "cpu":  # all 4-bit numbers have least values there
-            row_nbytes = -(-num_in * bits // 8)
             group_nbytes = self.scale_nbytes * (2 if bits == 4 else 1)
-        else:
+        elif self.kind != "mxfp4":
             chunk = part_size(self.kind, self.group) * UNIT_BITS // bits
             row_nbytes = -(-num_in // chunk) * chunk * bits // 8
-            group_nbytes = self.scale_nbytes + self.has_zeros
         order_nbytes = num_in * _ORDER_NBYTES * self.has_order
         return num_out * (row_nbytes + num_groups * group_nbytes) + order_nbytes
 

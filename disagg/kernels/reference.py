@@ -115,23 +115,11 @@ def gated(gate: Tensor, up: Tensor, limit: float | None, alpha: float) -> Tensor
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def widen_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
-    """Widen uint8 pairs of e2m1 with uint8 exponents (OCP MX) to float32 [..., 2 * num_bytes]."""
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
-    halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
-    values = magnitudes[halves & 7] * (1 - (halves >> 3) * 2)
-    groups = values.view(*scales.shape, -1)
-    return torch.ldexp(groups, scales.int().unsqueeze(-1) - 127).flatten(-2)
-
-
-def _matrix_of(
-    stored: Tensor | PackedMatrix, scales: Tensor | None, num_rows: int, expert: int
-) -> Tensor:
+def _matrix_of(stored: Tensor | PackedMatrix, num_rows: int, expert: int) -> Tensor:
     """One expert's matrix, in float32."""
     if isinstance(stored, PackedMatrix):
         return stored.rows(expert * num_rows, (expert + 1) * num_rows).widened(torch.float32)
-    own = stored[expert]
-    return own.float() if scales is None else widen_mxfp4(own, scales[expert])
+    return stored[expert].float()
 
 
 def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
@@ -144,8 +132,8 @@ def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 def mix_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
     """Send each token through its experts, one by one; shapes as in `ops.Ops.mix_experts`."""
-    gate_up = partial(_matrix_of, experts.gate_up, experts.gate_up_scales, 2 * experts.inner)
-    down = partial(_matrix_of, experts.down, experts.down_scales, x.shape[1])
+    gate_up = partial(_matrix_of, experts.gate_up, 2 * experts.inner)
+    down = partial(_matrix_of, experts.down, x.shape[1])
     weights, chosen = choose(logits, experts)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token, own in enumerate(chosen.tolist()):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ModelError
+from disagg.kernels.packed_sizes import Packing
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WHOLE_WEIGHTS = "model.safetensors"
@@ -55,6 +56,16 @@ class StoredTensor:
     @property
     def num_values(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the files."""
+        return self.end - self.begin
+
+    @property
+    def packing(self) -> Packing | None:
+        """How its bits are kept in memory, if they are and no rank cuts it; None: it has floats."""
+        return None
 
     @property
     def is_float(self) -> bool:

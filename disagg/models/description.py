@@ -23,7 +23,7 @@ from disagg.models.families import FAMILIES
 from disagg.models.family import Json
 from disagg.models.gguf_model import GgufFiles, gguf_in
 from disagg.models.model_config import ModelConfig
-from disagg.models.quantized_tensors import QuantizedStored, as_floats
+from disagg.models.quantized import as_floats
 from disagg.models.text_part import text_config, text_name
 
 _SAMPLE_NBYTES = 1024
@@ -179,10 +179,7 @@ class ModelDescription:
     @property
     def stored_nbytes(self) -> int:
         """The size of the weights in their files, including scales."""
-        return sum(
-            tensor.nbytes if isinstance(tensor, QuantizedStored) else tensor.end - tensor.begin
-            for tensor in self.tensors.values()
-        )
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def is_quantized(self) -> bool:
@@ -194,11 +191,7 @@ class ModelDescription:
         """The number of stored parameters; tied matrices count once. 0: there are no weights."""
         if not self._files.has_weights:
             return 0
-        return sum(
-            tensor.num_values * (2 if name.endswith("_blocks") else 1)  # two values in a byte
-            for name, tensor in self.tensors.items()
-            if not name.endswith("_scales")
-        )
+        return sum(tensor.num_values for tensor in self.tensors.values())
 
     @cached_property
     def fingerprint(self) -> str:

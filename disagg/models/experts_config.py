@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from disagg.errors import ModelError
 from disagg.kernels.grouping import Grouping
 from disagg.models.config_fields import Fields
 from disagg.models.family import ExpertNames
 
-MXFP4 = "mxfp4"
-MXFP4_GROUP = 32  # values that share a scale
-MXFP4_NBYTES = (MXFP4_GROUP / 2 + 1) / MXFP4_GROUP  # bytes per value
 _MOST = 10_000  # most experts of a layer; real models have hundreds
 
 
@@ -71,7 +67,7 @@ def experts_config(fields: Fields, names: ExpertNames) -> ExpertsConfig:
         shared_intermediate_size=shared,
         is_normalized=names.is_normalized or fields.flag("norm_topk_prob"),
         has_bias=names.has_bias,
-        is_mxfp4=_is_mxfp4(fields, names),
+        is_mxfp4=names.is_stacked and bool(fields.raw.get("quantization_config")),
         grouping=_grouping(fields, names, num_experts, num_chosen) if names.scoring else None,
         **clamp,
     )
@@ -144,20 +140,3 @@ def _grouping(fields: Fields, names: ExpertNames, num_experts: int, num_chosen: 
     return Grouping(
         num_groups, num_chosen_groups, is_sigmoid, fields.number("routed_scaling_factor")
     )
-
-
-def _is_mxfp4(fields: Fields, names: ExpertNames) -> bool:
-    """Whether the experts of a family with stacked experts are MXFP4.
-
-    For other families see `quantized_config`.
-    """
-    quantization = fields.raw.get("quantization_config")
-    if not quantization or not names.is_stacked:
-        return False
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method != MXFP4:
-        raise ModelError(
-            f"{fields.place}: the weights are quantised ({method}); only float and MXFP4"
-            " checkpoints of this family are supported"
-        )
-    return True

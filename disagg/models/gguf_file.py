@@ -2,8 +2,7 @@
 
 It follows https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf`
 library takes seconds and hundreds of megabytes for a vocabulary, in every process that describes a
-model, and has no clear error for a truncated file. So it is used only to widen the values of
-blocks.
+model, and has no clear error for a truncated file.
 """
 
 from __future__ import annotations

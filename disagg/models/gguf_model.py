@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from disagg.errors import ModelError
+from disagg.kernels.packed_sizes import Packing
 from disagg.models.checkpoint import Header, StoredTensor
 from disagg.models.families import FAMILIES
 from disagg.models.gguf_file import GgufTensor, read_gguf
@@ -86,6 +87,14 @@ _SAMPLING: Mapping[str, str] = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
+# The types of blocks that can be kept.
+_PACKINGS: Mapping[str, Packing] = {
+    "Q4_0": Packing("int4", 32, 2),
+    "Q4_1": Packing("int4", 32, 2, has_least=True),
+    "Q8_0": Packing("int8", 32, 2),
+    "Q4_K": Packing("int4", 32, 4, has_least=True),
+    "Q6_K": Packing("int8", 16, 4),
+}
 _DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16"}
 
 
@@ -101,6 +110,10 @@ class GgufStored(StoredTensor):
 
     num_paired_heads: int = 0
     is_plus_one: bool = False
+
+    @property
+    def packing(self) -> Packing | None:
+        return _PACKINGS.get(self.dtype)
 
 
 def gguf_families() -> frozenset[str]:

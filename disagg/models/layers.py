@@ -107,8 +107,6 @@ class LayerPacker:
             is_normalized=experts.is_normalized,
             gate_up_bias=by_expert(layer.gate_up_bias),
             down_bias=by_expert(layer.down_bias),
-            gate_up_scales=by_expert(layer.gate_up_scales),
-            down_scales=by_expert(layer.down_scales),
             limit=experts.swiglu_limit,
             alpha=experts.swiglu_alpha,
             grouping=experts.grouping,

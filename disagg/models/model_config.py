@@ -18,7 +18,7 @@ from disagg.models.families import FAMILIES
 from disagg.models.family import Family, Json
 from disagg.models.latent_config import LatentConfig, latent_config
 from disagg.models.not_yet import NOT_YET
-from disagg.models.quantized_config import QuantizedFormat, quantized_format
+from disagg.models.quantized import QuantizedFormat, quantized_format
 from disagg.models.rope import RopeConfig, ropes_by_kind
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -180,7 +180,7 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         dense_layers=frozenset() if names is None else dense_layers(fields, names),
         latent=latent,
         num_nextn_layers=_num_nextn_layers(fields),
-        quantized=None if names is not None and names.is_stacked else quantized_format(fields),
+        quantized=quantized_format(fields, is_stacked=names is not None and names.is_stacked),
         norms=family.norms,
         norms_less_one=family.norms_less_one,
         scaled_embedding=family.scaled_embedding,

@@ -22,12 +22,11 @@ from disagg.kernels.packed_sizes import (
     kept_group,
     quantized_packing,
 )
-from disagg.models.checkpoint import DTYPE_NBYTES, StoredTensor
+from disagg.models.checkpoint import StoredTensor
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
 from disagg.models.parts import Fields, Part
-from disagg.models.quantized_config import QuantizedFormat
-from disagg.models.quantized_tensors import QuantizedStored
+from disagg.models.quantized import QuantizedFormat
 from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts
 from disagg.models.share import WHOLE, Share
 
@@ -35,17 +34,9 @@ from disagg.models.share import WHOLE, Share
 LAYER_FIELDS = ("qkv", "q_b", "output", "shared_gate_up", "shared_down", "gate_up", "down")
 _OF_EXPERTS = LAYER_FIELDS[-2:]
 _TABLES = ("lm_head", "embedding")
-_EXPONENT_NBYTES = 4  # a scale that is stored as a power of two becomes a float32
 _EXACT_NBYTES = 4  # bytes of a value that is read as float32
 _COLUMNS = 1
 _CPU_UNIT = 8  # compiled code for CPUs reads so many 4-bit numbers together
-_OF_BLOCKS: Mapping[str, Packing] = {
-    "Q4_0": Packing("int4", 32, 2),
-    "Q4_1": Packing("int4", 32, 2, has_least=True),
-    "Q8_0": Packing("int8", 32, 2),
-    "Q4_K": Packing("int4", 32, 4, has_least=True),
-    "Q6_K": Packing("int8", 16, 4),
-}
 
 
 def packing_of(
@@ -95,7 +86,10 @@ class DeviceFormat:
         if packing is not None:
             shape = sum(part.shape[0] for part in parts), parts[0].shape[_COLUMNS]
             return packing.nbytes(shape, self.keeper)
-        return sum(self._unpacked_nbytes(part) for part in parts)
+        itemsizes = (_EXACT_NBYTES if part.is_exact else self.itemsize for part in parts)
+        return sum(
+            math.prod(part.shape) * size for part, size in zip(parts, itemsizes, strict=True)
+        )
 
     def _packing(self, field: str, fields: Fields) -> Packing | None:
         is_on_cpu, is_in_layer = self.keeper == "cpu", field in LAYER_FIELDS
@@ -115,14 +109,6 @@ class DeviceFormat:
         # Scales become the model's floats on a CPU.
         return packing._replace(scale_nbytes=self.itemsize) if packing and is_on_cpu else packing
 
-    def _unpacked_nbytes(self, part: Part) -> int:
-        num_values = math.prod(part.shape)
-        if not part.is_raw:
-            return num_values * (_EXACT_NBYTES if part.is_exact else self.itemsize)
-        if self.keeper == "gpu":
-            return num_values
-        return 0 if part.is_scales else 2 * num_values * self.itemsize
-
 
 def weights_nbytes(config: ModelConfig, format: DeviceFormat, share: Share = WHOLE) -> int:
     """Bytes of a rank's weights on a device."""
@@ -135,60 +121,35 @@ def weights_nbytes(config: ModelConfig, format: DeviceFormat, share: Share = WHO
 
 
 def value_nbytes(format: QuantizedFormat) -> float | None:
-    """Bytes per value of a matrix that stays packed, as far as config.json tells; None: widened.
-
-    Assumes that scales have 2 bytes, and that formats that may have zeros have them.
-    """
-    size = format.group_size if format.block is None else format.block[_COLUMNS]
+    """Bytes per value of a matrix that stays packed, as far as config.json tells; None: widened."""
+    kind, size, scale_nbytes, has_zeros, *_ = format.packing
     group = size and kept_group(size)
     if not can_pack(group):
         return None
-    has_zeros = format.layout in ("awq", "gptq")
-    return BITS[kind_of(format)] / 8 + (0 if group is None else (2 + has_zeros) / group)
-
-
-def kind_of(format: QuantizedFormat) -> Kind:
-    if format.dtype == "F8_E4M3":
-        return "fp8"
-    return "int4" if format.bits == 4 else "int8"
+    return BITS[kind] / 8 + (0 if group is None else (scale_nbytes + has_zeros) / group)
 
 
 def _packing(stored: StoredTensor | None, part: Part, keeper: Keeper) -> Packing | None:
     """How one tensor, or a rank's box of it, is kept; None if it is widened."""
-    if keeper == "gpu":
-        return _quantized_packing(stored, part)
-    packing = _quantized_packing(stored, part)
-    if isinstance(stored, GgufStored):
-        packing = _OF_BLOCKS.get(stored.dtype)
-        if packing is not None and packing.group is not None and part.box:
-            group = kept_group(math.gcd(packing.group, part.shape[_COLUMNS]))
-            packing = packing._replace(group=group) if can_pack(group) else None
-    return packing if packing is not None and _on_cpu(packing, part) else None
+    packing = None if stored is None else stored.packing
+    is_for_cpus = isinstance(stored, GgufStored)
+    if stored is None or packing is None or (is_for_cpus and keeper == "gpu"):
+        return None
+    first, end = part.box[-1] if part.box else (0, stored.shape[-1])
+    is_cut, size = end - first < stored.shape[-1], packing.group
+    if is_cut and packing.has_order:
+        return None
+    # All ranks that share a matrix have the same number of its columns, so all decide the same.
+    group = size and kept_group(math.gcd(size, end - first) if is_cut else size)
+    if not can_pack(group) or (keeper == "cpu" and not _on_cpu(packing, part)):
+        return None
+    return packing._replace(group=group)
 
 
 def _on_cpu(packing: Packing, part: Part) -> bool:
     """Whether CPUs can multiply it: not fp8, column orders, or 8 bits with zeros."""
-    if packing.kind == "fp8" or packing.has_order:
+    if packing.kind in ("fp8", "mxfp4") or packing.has_order:
         return False
     if packing.kind == "int8":
         return not packing.has_zeros
     return part.shape[_COLUMNS] % _CPU_UNIT == 0
-
-
-def _quantized_packing(stored: StoredTensor | None, part: Part) -> Packing | None:
-    if not isinstance(stored, QuantizedStored):
-        return None
-    size, num_in = stored.group_size, stored.shape[_COLUMNS]
-    has_order = stored.format.has_order and size is not None  # one group has no order
-    first, end = part.box[_COLUMNS] if part.box else (0, num_in)
-    is_cut = (first, end) != (0, num_in)
-    if is_cut and has_order:
-        return None
-    # All ranks that share a matrix have the same number of its columns, so all decide the same.
-    group = size and kept_group(math.gcd(size, end - first) if is_cut else size)
-    if not can_pack(group):
-        return None
-    scales = stored.pieces[stored.scales_end]
-    nbytes = _EXPONENT_NBYTES if scales.dtype == "F8_E8M0" else DTYPE_NBYTES[scales.dtype]
-    has_zeros = any(end in stored.pieces for end in ("qzeros", "weight_zero_point"))
-    return Packing(kind_of(stored.format), group, nbytes, has_zeros, has_order)

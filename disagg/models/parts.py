@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from disagg.models.experts_config import MXFP4_GROUP, ExpertsConfig
+from disagg.models.experts_config import ExpertsConfig
 from disagg.models.families import FAMILIES
 from disagg.models.family import ExpertNames
 from disagg.models.latent_config import LatentConfig
@@ -27,7 +27,6 @@ class Part:
         is_transposed: whether the last two dimensions are stored as [in, out].
         is_interleaved: whether rows of gate and up alternate in the checkpoint; after reading, all
             rows of gate come first.
-        is_raw: whether it consists of bytes, which are not converted.
         is_exact: whether it is read as float32, whatever the model's dtype is.
         is_less_one: whether 1 is added to its values.
     """
@@ -38,14 +37,8 @@ class Part:
     box: tuple[Range, ...] = ()
     is_transposed: bool = False
     is_interleaved: bool = False
-    is_raw: bool = False
     is_exact: bool = False
     is_less_one: bool = False
-
-    @property
-    def is_scales(self) -> bool:
-        """Whether it has the scales of MXFP4."""
-        return self.is_raw and self.name.endswith("_scales")
 
     @property
     def stored_shape(self) -> Shape:
@@ -221,29 +214,8 @@ def _stacked_experts(
         parts[f"{field}_bias"] = [
             Part(f"{place}_bias", (rows,), (count, num_rows), is_interleaved=turned)
         ]
-        if not experts.is_mxfp4:
-            stored = (count, size, num_rows)
-            parts[field] = [
-                Part(place, (rows, size), stored, is_transposed=True, is_interleaved=turned)
-            ]
-            continue
-        groups = size // MXFP4_GROUP
-        nbytes = MXFP4_GROUP // 2
-        raw = {
-            "blocks": Part(
-                f"{place}_blocks",
-                (rows, groups * nbytes),
-                (count, num_rows, groups, nbytes),
-                is_interleaved=turned,
-                is_raw=True,
-            ),
-            "scales": Part(
-                f"{place}_scales",
-                (rows, groups),
-                (count, num_rows, groups),
-                is_interleaved=turned,
-                is_raw=True,
-            ),
-        }
-        parts[field], parts[f"{field}_scales"] = [raw["blocks"]], [raw["scales"]]
+        # Floats are stored as [in, out], and MXFP4 as [out, in].
+        stored = (count, num_rows, size) if experts.is_mxfp4 else (count, size, num_rows)
+        matrix = Part(place, (rows, size), stored, is_transposed=not experts.is_mxfp4)
+        parts[field] = [replace(matrix, is_interleaved=turned)]
     return parts

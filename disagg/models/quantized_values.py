@@ -1,23 +1,27 @@
-"""Reads quantised matrices, and widens them to floats: (number - zero point) * scale.
+"""Reads quantised matrices into one normal form, which is widened to floats or packed for a device.
 
-Sources of the layouts: `compressors/pack_quantized` of compressed-tensors, `WQLinear_GEMM` of
-AutoAWQ (whose numbers are in the order 0, 2, 4, 6, 1, 3, 5, 7), `BaseQuantLinear` of GPTQModel
-(whose first version stores zero points minus one).
+Sources of the layouts of safetensors: `compressors/pack_quantized` of compressed-tensors,
+`WQLinear_GEMM` of AutoAWQ (whose numbers are in the order 0, 2, 4, 6, 1, 3, 5, 7),
+`BaseQuantLinear` of GPTQModel (whose first version stores zero points minus one), MXFP4 of gpt-oss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from disagg.kernels.packed_matrix import PackedMatrix, pack_units, widen
+from disagg.kernels.packed_sizes import Kind, Packing
 from disagg.models.parts import Range
-from disagg.models.quantized_tensors import WORD_BITS, QuantizedStored
+from disagg.models.quantized import WORD_BITS, Layout, QuantizedStored
 
-_ROWS_AT_ONCE = 256  # few enough for the CPU's cache
+_ROWS_AT_ONCE = 256  # rows that are widened together: few enough for the CPU's cache
+_PACKED_AT_ONCE = 1024  # rows that are packed together, which takes additional memory
+_NAN = 127  # NaN in e4m3, without its sign
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of the first number, of the second, ...
 
 
@@ -29,90 +33,151 @@ class ReadPiece(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Affine:
-    """Some rows and columns of a matrix: (number - zero point) * scale.
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """Some rows and columns of a matrix: (numbers - zeros) * scales, or numbers * scales + least.
 
     Attributes:
-        numbers: returns the numbers of some of the rows, contiguous float32 [rows, in].
-        zeros: float32 [out, groups] or [1, 1]; None: 0.
-        scales: float32, with one of the same shapes.
-        groups: int64 [in], the group of each column; None: groups are equally large.
-        has_order: whether columns of a group are not neighbours. If so, there are the groups of
-            all columns of the matrix, otherwise only those of these columns.
+        shape: the numbers of rows and columns.
+        numbers: returns the numbers of some of the rows, contiguous [rows, columns]: float8_e4m3fn,
+            or for "mxfp4" the bits of e2m1, or int8.
+        scales: [rows, groups], [1, groups] or [1, 1].
+        zeros: int8, with one of the same shapes; None: 0.
+        least: floats of the shape of `scales`, instead of zeros; or None.
+        size: number of columns of a group; None: each row is one group.
+        first: the place of the first column in its group.
+        named: int64 [columns], the group of each column if groups are not neighbours. If so, there
+            are the groups of all columns of the matrix, otherwise only those of these columns.
     """
 
+    kind: Kind
+    shape: tuple[int, int]
     numbers: Callable[[slice], Tensor]
-    zeros: Tensor | None
     scales: Tensor
-    groups: Tensor | None
-    has_order: bool = False
+    zeros: Tensor | None = None
+    least: Tensor | None = None
+    size: int | None = None
+    first: int = 0
+    named: Tensor | None = None
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """The matrix as floats, computed in float32; some rows at a time."""
+        num_rows, num_columns = self.shape
+        tables = self.scales, self.zeros, self.least
+        num_groups = max(each.shape[1] for each in tables if each is not None)
+        owners = None if self._is_even(num_groups) else self._groups()
+        sizes = (num_groups, -1) if owners is None else (1, num_columns)
+        out = torch.empty(self.shape, dtype=dtype, device=self.scales.device)
+
+        def of_columns(table: Tensor, rows: slice) -> Tensor:
+            own = table[rows] if len(table) > 1 else table
+            if owners is None or own.shape[1] == 1:
+                return own.unsqueeze(2)
+            return own.index_select(1, owners).unsqueeze(1)
+
+        for begin in range(0, num_rows, _ROWS_AT_ONCE):
+            rows = slice(begin, min(begin + _ROWS_AT_ONCE, num_rows))
+            numbers = self.numbers(rows).view(rows.stop - begin, *sizes)
+            wide = widen(
+                numbers,
+                self.kind,
+                of_columns(self.scales, rows),
+                None if self.zeros is None else of_columns(self.zeros, rows),
+                None if self.least is None else of_columns(self.least, rows),
+            )
+            out[rows] = wide.flatten(1)
+        return out
+
+    def packed(self, packing: Packing) -> PackedMatrix | None:
+        """The matrix in its own bits, on the device of its pieces.
+
+        Args:
+            packing: from `packing.packing_of`.
+
+        Returns:
+            The matrix; None if its values show that it must be widened. That is so if groups have
+            different sizes, or if some columns are in an order that config.json does not announce.
+
+        Raises:
+            ValueError: the values of pieces hold NaN.
+        """
+        num_rows, num_columns = self.shape
+        if self.zeros is not None and self.zeros.shape[1] != self.scales.shape[1]:
+            return None
+        groups, order = self._groups(), None
+        if self.named is not None:
+            order = torch.argsort(groups, stable=True)
+            in_order = torch.arange(num_columns, device=order.device) // (self.size or num_columns)
+            if not torch.equal(groups[order], in_order):
+                return None
+            groups = in_order
+        units = []
+        for begin in range(0, num_rows, _PACKED_AT_ONCE):
+            numbers = self.numbers(slice(begin, min(begin + _PACKED_AT_ONCE, num_rows)))
+            units.append(self._units(numbers if order is None else numbers[:, order], packing))
+        # For each group that is kept, the stored group that contains it.
+        owners = groups[:: packing.group or num_columns]
+
+        def table(of_groups: Tensor | None) -> Tensor | None:
+            if of_groups is None:
+                return None
+            is_split = len(owners) > of_groups.shape[1] > 1
+            own = of_groups.index_select(1, owners) if is_split else of_groups
+            rows = own.expand(num_rows, -1)
+            return rows.T if self.kind == "mxfp4" else rows.T.contiguous()
+
+        for each in (self.scales, self.least):
+            if each is not None and not each.float().isfinite().all():
+                raise ValueError("its scales hold NaN or infinite values")
+        scales = table(self.scales)
+        assert scales is not None
+        return PackedMatrix(
+            packing.kind,
+            num_columns,
+            packing.group,
+            torch.cat(units),
+            scales,
+            table(self.zeros),
+            order,
+            table(self.least),
+        )
+
+    def _units(self, numbers: Tensor, packing: Packing) -> Tensor:
+        if self.kind == "fp8" and numbers.view(torch.uint8).bitwise_and(_NAN).eq(_NAN).any():
+            raise ValueError("it holds NaN")
+        if self.kind == "int4" and self.least is not None:
+            numbers = numbers - 8  # as in `PackedMatrix`
+        return pack_units(numbers, packing.kind, packing.group)
+
+    def _is_even(self, num_groups: int) -> bool:
+        """Whether groups are neighbours, and all have equally many of these columns."""
+        size = self.size or self.shape[1]
+        is_whole = self.first == 0 and num_groups * size == self.shape[1]
+        return num_groups == 1 or (self.named is None and is_whole)
+
+    def _groups(self) -> Tensor:
+        """The group of each column."""
+        if self.named is not None:
+            return self.named
+        columns = torch.arange(self.first, self.first + self.shape[1], device=self.scales.device)
+        return columns // (self.size or self.shape[1])
 
 
-def widened(
-    stored: QuantizedStored, read: ReadPiece, dtype: torch.dtype, box: Sequence[Range] = ()
-) -> Tensor:
-    """Read a matrix as [out, in] of `dtype`, widening some rows at a time.
+def quantized(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range] = ()) -> Quantized:
+    """Read the numbers, zero points and scales of a matrix.
 
     Args:
-        box: the range of rows and of columns to read; empty: all.
+        box: the range to read of each of its dimensions; empty: everything. Only the words, groups
+            and blocks that it needs are read.
 
     Raises:
         ValueError: the values of pieces contradict each other.
     """
-    affine, sizes = affine_of(stored, read, box), sizes_of(stored, box)
-    out = torch.empty(sizes, dtype=dtype)
-    for begin in range(0, sizes[0], _ROWS_AT_ONCE):
-        rows = slice(begin, min(begin + _ROWS_AT_ONCE, sizes[0]))
-        values = affine.numbers(rows)
-        if affine.zeros is not None:
-            values = _combined(values, affine.zeros, rows, affine.groups, Tensor.sub_)
-        out[rows] = _combined(values, affine.scales, rows, affine.groups, Tensor.mul_)
-    return out
+    return _LAYOUTS[stored.format.layout](stored, read, box or [(0, size) for size in stored.shape])
 
 
-def _combined(
-    values: Tensor,
-    of_groups: Tensor,
-    rows: slice,
-    groups: Tensor | None,
-    combine: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Combine `values` [rows, in] with the numbers of their groups."""
-    own = of_groups[rows] if of_groups.shape[0] > 1 else of_groups
-    if groups is not None:
-        return combine(values, own.index_select(1, groups))
-    combine(values.view(values.shape[0], own.shape[1], -1), own.unsqueeze(2))
-    return values
-
-
-def ranges_of(stored: QuantizedStored, box: Sequence[Range]) -> tuple[Range, Range]:
-    """The range of rows and of columns of a box."""
-    rows, columns = box or [(0, size) for size in stored.shape]
-    return rows, columns
-
-
-def sizes_of(stored: QuantizedStored, box: Sequence[Range]) -> tuple[int, int]:
-    """The numbers of rows and columns of a box."""
-    rows, columns = ranges_of(stored, box)
-    return rows[1] - rows[0], columns[1] - columns[0]
-
-
-def affine_of(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range] = ()) -> Affine:
-    """Read the numbers, zero points and scales of a box.
-
-    Only the words, groups and blocks that the box needs are read.
-    """
-    rows, columns = ranges_of(stored, box)
-    match stored.format.layout:
-        case "plain":
-            return _plain(stored, read, rows, columns)
-        case "packed":
-            return _packed(stored, read, rows, columns)
-        case "awq":
-            return _awq(stored, read, rows, columns)
-        case _:
-            return _gptq(stored, read, rows, columns)
+def _length(own: Range) -> int:
+    return own[1] - own[0]
 
 
 def _units(own: Range, size: int | None) -> Range:
@@ -123,12 +188,12 @@ def _units(own: Range, size: int | None) -> Range:
 def _within(own: Range, size: int) -> slice:
     """The range `own`, counted from the beginning of the first unit that contains it."""
     first = own[0] % size
-    return slice(first, first + own[1] - own[0])
+    return slice(first, first + _length(own))
 
 
-def _plain(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range) -> Affine:
-    numbers, block = read("weight", (rows, columns)), stored.format.block
-    num_rows, size = block or (1, stored.format.group_size)
+def _plain(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range]) -> Quantized:
+    (rows, columns), (num_rows, size) = box, stored.format.block or (1, stored.format.group_size)
+    numbers = read("weight", box)
 
     def table(end: str) -> Tensor:
         shape = stored.pieces[end].shape
@@ -137,18 +202,15 @@ def _plain(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range
         own = _table(read(end, (_units(rows, num_rows), _units(columns, size))[: len(shape)]))
         return own if num_rows == 1 else own.repeat_interleave(num_rows, 0)[_within(rows, num_rows)]
 
-    scales = table(stored.scales_end)
     zeros = table("weight_zero_point") if "weight_zero_point" in stored.pieces else None
-    groups = _groups(scales, columns, size)
-    return Affine(lambda some: numbers[some].float(), zeros, scales, groups)
+    return _made(stored, box, lambda some: numbers[some], table(stored.scales_end), zeros)
 
 
-def _packed(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range) -> Affine:
-    bits, stated = stored.format.bits, read("weight_shape").tolist()
+def _packed(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range]) -> Quantized:
+    (rows, columns), bits, stated = box, stored.format.bits, read("weight_shape").tolist()
     if stated != [*stored.shape]:
         raise ValueError(f"weight_shape says {stated}, but weight_packed has {[*stored.shape]}")
     in_a_word = WORD_BITS // bits
-    offset = 1 << (bits - 1)  # numbers and zero points are stored without a sign
     words = read("weight_packed", (rows, _units(columns, in_a_word)))
     own = _within(columns, in_a_word)
     named, taken = _named_groups(stored, read, "weight_g_idx", columns)
@@ -156,20 +218,18 @@ def _packed(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Rang
     scales, zeros = _table(read("weight_scale", () if is_one else (rows, taken))), None
     if "weight_zero_point" in stored.pieces:
         packed = read("weight_zero_point", (_units(rows, in_a_word), taken))
-        zeros = _unpacked(packed.T, bits)[:, _within(rows, in_a_word)].T.contiguous().sub_(offset)
-    return Affine(
-        lambda some: _unpacked(words[some], bits)[:, own].contiguous().sub_(offset),
-        zeros,
-        scales,
-        _groups(scales, columns, stored.format.group_size) if named is None else named,
-        named is not None,
-    )
+        zeros = _unpacked(packed.T, bits)[:, _within(rows, in_a_word)].T.contiguous()
+
+    def numbers(some: slice) -> Tensor:
+        return _unpacked(words[some], bits)[:, own].contiguous()
+
+    return _made(stored, box, numbers, scales, zeros, named)
 
 
-def _awq(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range) -> Affine:
-    bits, size = stored.format.bits, stored.format.group_size
+def _awq(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range]) -> Quantized:
+    (rows, columns), bits = box, stored.format.bits
     in_a_word = WORD_BITS // bits
-    own_words, taken = _units(rows, in_a_word), _units(columns, size)
+    own_words, taken = _units(rows, in_a_word), _units(columns, stored.format.group_size)
     words, scales = read("qweight", (columns, own_words)), _table(read("scales", (taken, rows)).T)
     own = _within(rows, in_a_word)
 
@@ -180,11 +240,11 @@ def _awq(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range) 
         return unpacked[:, begin - first * in_a_word : end - first * in_a_word].T.contiguous()
 
     zeros = _unpacked(read("qzeros", (taken, own_words)), bits, _AWQ_PLACES)[:, own].T.contiguous()
-    return Affine(numbers, zeros, scales, _groups(scales, columns, size))
+    return _made(stored, box, numbers, scales, zeros)
 
 
-def _gptq(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range) -> Affine:
-    bits = stored.format.bits
+def _gptq(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range]) -> Quantized:
+    (rows, columns), bits = box, stored.format.bits
     in_a_word = WORD_BITS // bits
     words = read("qweight", (_units(columns, in_a_word), rows))
     own = _within(columns, in_a_word)
@@ -195,17 +255,62 @@ def _gptq(stored: QuantizedStored, read: ReadPiece, rows: Range, columns: Range)
     ones = stored.format.zero_offset * sum(1 << shift for shift in range(0, WORD_BITS, bits))
     packed = read("qzeros", (taken, _units(rows, in_a_word))).add(ones)
     zeros = _unpacked(packed, bits)[:, _within(rows, in_a_word)].T.contiguous()
-    return Affine(
-        lambda some: _unpacked(words[:, some].T.contiguous(), bits)[:, own].contiguous(),
-        zeros,
-        scales,
-        _groups(scales, columns, stored.format.group_size) if named is None else named,
-        named is not None,
+
+    def numbers(some: slice) -> Tensor:
+        return _unpacked(words[:, some].T.contiguous(), bits)[:, own].contiguous()
+
+    return _made(stored, box, numbers, scales, zeros, named)
+
+
+def _mxfp4(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range]) -> Quantized:
+    """Blocks [experts, rows, groups, 16], with the first of two numbers in a byte's low half."""
+    experts, rows, columns = box
+    groups = _units(columns, stored.format.group_size)
+    pairs = read("blocks", (experts, rows, groups, (0, 16))).flatten(2).flatten(0, 1)
+    scales = read("scales", (experts, rows, groups)).flatten(0, 1).view(torch.float8_e8m0fnu)
+
+    def numbers(some: slice) -> Tensor:
+        own = pairs[some]
+        return torch.stack((own & 15, own >> 4), 2).flatten(1)
+
+    return _made(stored, ((0, len(pairs)), columns), numbers, scales)
+
+
+_LAYOUTS: Mapping[Layout, Callable[[QuantizedStored, ReadPiece, Sequence[Range]], Quantized]] = {
+    "plain": _plain,
+    "packed": _packed,
+    "awq": _awq,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+}
+
+
+def _made(
+    stored: QuantizedStored,
+    box: Sequence[Range],
+    numbers: Callable[[slice], Tensor],
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    named: Tensor | None = None,
+) -> Quantized:
+    (rows, columns), format = box, stored.format
+    size = format.group_size if format.block is None else format.block[1]
+    return Quantized(
+        kind=format.kind,
+        shape=(_length(rows), _length(columns)),
+        numbers=numbers,
+        scales=scales,
+        zeros=zeros,
+        size=size,
+        first=columns[0] % size if size else 0,
+        named=named,
     )
 
 
 def _unpacked(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """The numbers of 32-bit words [rows, words] as float32 [rows, words * numbers in one].
+    """The numbers of 32-bit words [rows, words] as int8 [rows, words * numbers in one].
+
+    Numbers are stored without a sign; half of their range is subtracted.
 
     Args:
         places: the place of each number in a word; by default from the lowest bits on.
@@ -214,23 +319,16 @@ def _unpacked(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -
     places_of_bits = [bits * place for place in in_order]
     shifts = torch.tensor(places_of_bits, dtype=torch.int32, device=words.device)
     numbers = words.unsqueeze(2).bitwise_right_shift(shifts).bitwise_and_((1 << bits) - 1)
-    return numbers.flatten(1).float()
+    return numbers.sub_(1 << (bits - 1)).flatten(1).to(torch.int8)
 
 
-def _table(scales: Tensor) -> Tensor:
-    """Scales as float32 [rows, groups]; one scale for the whole matrix is [1, 1]."""
-    table = scales.float()
+def _table(values: Tensor) -> Tensor:
+    """Scales or zero points as [rows, groups]; one for the whole matrix is [1, 1].
+
+    Scales that are powers of two become float32.
+    """
+    table = values.float() if values.dtype == torch.float8_e8m0fnu else values
     return table.reshape(table.shape[0], -1) if table.numel() > 1 else table.reshape(1, 1)
-
-
-def _groups(scales: Tensor, columns: Range, size: int | None) -> Tensor | None:
-    """The group of each column that was read; None if all groups have equally many columns."""
-    is_even = columns[0] % (size or 1) == 0 and scales.shape[1] * (size or 0) == (
-        columns[1] - columns[0]
-    )
-    if size is None or scales.shape[1] == 1 or is_even:
-        return None
-    return torch.arange(*columns, device=scales.device) // size - columns[0] // size
 
 
 def _named_groups(

@@ -11,16 +11,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from disagg.models.experts_config import MXFP4_GROUP
 from disagg.models.latent_config import LatentConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.parts import Fields, Part, Range, Shape, layer_parts, outer_parts
 from disagg.models.share import WHOLE, Share
 
-_OF_EXPERTS = (
-    *("gate_up", "gate_up_bias", "gate_up_scales"),
-    *("down", "down_bias", "down_scales"),
-)
+_OF_EXPERTS = ("gate_up", "gate_up_bias", "down", "down_bias")
 
 
 def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields:
@@ -56,7 +52,7 @@ def rank_layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> F
             taken[field] = _of_whole_experts(parts, own_experts, experts.num_experts)
         elif field.startswith("gate_up"):
             taken[field] = [each for part in parts for each in _gate_up(part, inner, own)]
-        elif field in ("down", "down_scales"):
+        elif field == "down":
             taken[field] = [_down(part, own) for part in parts]
         elif field in ("shared_gate_up", "shared_down") and experts is not None:
             shared = share.of(experts.shared_intermediate_size)
@@ -132,9 +128,8 @@ def _of_whole_experts(parts: list[Part], own: range, num_experts: int) -> list[P
 
 
 def _down(part: Part, own: Range) -> Part:
-    if part.is_raw:
-        return _boxed(part, 2, (own[0] // MXFP4_GROUP, own[1] // MXFP4_GROUP))
-    return _boxed(part, 1, own)  # stacked and transposed, or a matrix
+    is_last = part.stored and not part.is_transposed
+    return _boxed(part, 2 if is_last else 1, own)
 
 
 def _boxed(part: Part, dimension: int, own: Range) -> Part:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from disagg.errors import StartupError
-from disagg.models.experts_config import MXFP4_GROUP, ExpertsConfig
+from disagg.kernels.packed_sizes import MXFP4_GROUP
+from disagg.models.experts_config import ExpertsConfig
 from disagg.models.model_config import ModelConfig
 
 MOST_RANKS = 16  # error messages list possible numbers of ranks up to this one

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from disagg.errors import ModelError
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
-from disagg.models.parts import Part, all_parts
-from disagg.models.quantized_tensors import QuantizedStored
+from disagg.models.parts import all_parts
+from disagg.models.quantized import QuantizedStored
 
 _MAX_NAMES_IN_AN_ERROR = 8
 
@@ -21,12 +19,7 @@ def check_weights(model: ModelDescription) -> None:
         ModelError: a file is damaged, or tensors are missing, unexpected, of the wrong shape or
             not floating point; the message names them.
     """
-    _check_names(model, {part.name: part for part in all_parts(model.config)})
-
-
-def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
-    """Raise one error that names all tensors that do not fit."""
-    stored = model.tensors
+    wanted, stored = {part.name: part for part in all_parts(model.config)}, model.tensors
     ignored = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     further = _further_layers(model)
     missing = [name for name in wanted if name not in stored]
@@ -45,8 +38,10 @@ def _check_names(model: ModelDescription, wanted: Mapping[str, Part]) -> None:
     ]
     not_float = [
         f"{name} is {stored[name].dtype}"
-        for name, part in wanted.items()
-        if name in stored and not _is_read(stored[name], part)
+        for name in wanted
+        # Quantised tensors were checked when the model was described.
+        if name in stored and not isinstance(stored[name], GgufStored | QuantizedStored)
+        if not stored[name].is_float
     ]
     problems = [
         f"{title}: {_some(names)}"
@@ -75,13 +70,6 @@ def _further_layers(model: ModelDescription) -> tuple[str, ...]:
 def _says_nothing(name: str, stored: StoredTensor) -> bool:
     """Whether a tensor may be ignored: a relic of old checkpoints, or one of GPTQ's zero biases."""
     return name.endswith("rotary_emb.inv_freq") or (name.endswith(".bias") and stored.is_zero())
-
-
-def _is_read(stored: StoredTensor, part: Part) -> bool:
-    # Quantised tensors were checked when the model was described.
-    if isinstance(stored, GgufStored | QuantizedStored):
-        return not part.is_raw
-    return stored.dtype == "U8" if part.is_raw else stored.is_float
 
 
 def _some(names: list[str]) -> str:

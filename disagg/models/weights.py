@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,12 +24,12 @@ from disagg.kernels.packed_sizes import Keeper, Packing
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
+from disagg.models.gguf_values import read_values
 from disagg.models.model_config import ModelConfig
-from disagg.models.packed_values import packed_values
 from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.parts import Fields, Part, Range, layer_parts, outer_parts
-from disagg.models.quantized_tensors import QuantizedStored
-from disagg.models.quantized_values import widened
+from disagg.models.quantized import QuantizedStored
+from disagg.models.quantized_values import Quantized, quantized
 from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts
 from disagg.models.share import WHOLE, Share
 from disagg.models.tensor_check import check_weights
@@ -40,16 +39,13 @@ log = logging.getLogger(__name__)
 Progress: TypeAlias = Callable[[int, int], None]  # bytes loaded so far, bytes in all
 Matrix: TypeAlias = Any  # a Tensor, or a `PackedMatrix` if `load_weights` keeps it packed
 
-_NAN_SCALE = 255  # NaN among the scales of MXFP4
-
 
 @dataclass(frozen=True)
 class LayerWeights:
     """One decoder layer. Matrices are [out, in]. Fields that a family does not have are None.
 
     In a layer with experts, `gate_up`, `down` and their biases have the rows of all experts, one
-    expert after the other. If there are scales, these matrices are MXFP4, with two values per byte.
-    Matrices are packed if `load_weights` keeps them so.
+    expert after the other. Matrices are packed if `load_weights` keeps them so.
     """
 
     qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; latent: [q | q_a, kv_a]
@@ -74,8 +70,6 @@ class LayerWeights:
     router: Tensor | None = None  # [num_experts, hidden]
     router_bias: Tensor | None = None
     score_bias: Tensor | None = None  # float32 [num_experts]
-    gate_up_scales: Tensor | None = None  # uint8 [rows of gate_up, hidden / 32]: powers of two
-    down_scales: Tensor | None = None
     shared_gate_up: Matrix | None = None  # [2 * shared intermediate, hidden]
     shared_down: Matrix | None = None
     shared_gate: Tensor | None = None  # [1, hidden]
@@ -142,11 +136,6 @@ def random_weights(
         if parts[0].name.endswith(("norm.weight",)):
             own = torch.float32 if parts[0].is_exact else dtype
             return torch.ones(shape, dtype=own, device=device)
-        if parts[0].is_raw:
-            low, high = (118, 121) if parts[0].is_scales else (0, 256)
-            return torch.randint(
-                low, high, shape, dtype=torch.uint8, device=device, generator=generator
-            )
         drawn = torch.empty(shape, dtype=torch.float32, device=device)
         drawn.normal_(0.0, 0.02, generator=generator)
         return drawn if parts[0].is_exact else drawn.to(dtype)
@@ -160,36 +149,16 @@ def random_weights(
     return DecoderWeights(layers=tuple(layers), dtype=dtype, **tables)
 
 
-def _arranged(stored: Tensor, part: Part) -> Tensor:
-    """Rearrange a tensor of a checkpoint as its part describes."""
-    if part.is_transposed:
-        stored = stored.transpose(-2, -1)
-    if part.is_interleaved:
-        stored = stored.view(stored.shape[0], -1, 2, *stored.shape[2:]).transpose(1, 2)
-    return stored.reshape(part.shape)
-
-
-def _is_finite(values: Tensor, part: Part) -> bool:
-    if part.is_raw:
-        return not part.is_scales or int(values.max()) < _NAN_SCALE
-    # The extremes are NaN if any value is. This takes a tenth of the time of `isfinite`.
-    return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(values))
+def _in_order(stored: Tensor, part: Part) -> Tensor:
+    """Separate the rows of gate and up of all experts, [experts, rows, ...], if they alternate."""
+    if not part.is_interleaved:
+        return stored
+    return stored.view(len(stored), -1, 2, *stored.shape[2:]).transpose(1, 2).reshape(stored.shape)
 
 
 def _layer(fields: Mapping[str, Matrix]) -> LayerWeights:
     optional = ("qkv_bias", "q_norm", "k_norm", "output_bias", "gate_up_bias", "down_bias")
     return LayerWeights(**{**dict.fromkeys(optional), **fields})
-
-
-@contextmanager
-def _naming(name: str, file: Path) -> Iterator[None]:
-    """Convert the errors of reading a tensor to `ModelError`s that name it."""
-    try:
-        yield
-    except ValueError as error:
-        raise ModelError(f"{name} in {file} is damaged: {error}; download it again") from error
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{name} cannot be read from {file}: {error}") from error
 
 
 class _Reader:
@@ -232,16 +201,10 @@ class _Reader:
     def _packed(self, parts: list[Part], packing: Packing) -> PackedMatrix | None:
         matrices = []
         for part in parts:
-            stored = self._stored[part.name]
-            if isinstance(stored, GgufStored):
-                from disagg.models import gguf_values
-
-                with _naming(part.name, stored.file):
-                    matrices.append(gguf_values.packed_values(stored, packing, part.box))
-                continue
-            assert isinstance(stored, QuantizedStored)
-            with _naming(part.name, stored.file):
-                own = packed_values(stored, partial(self._moved_piece, stored), packing, part.box)
+            with self._naming(part):
+                matrix = self._one(part, self._device)
+                assert isinstance(matrix, Quantized)
+                own = matrix.packed(packing)
             if own is not None:
                 matrices.append(own)
         made = stack(matrices) if len(matrices) == len(parts) else None
@@ -252,16 +215,19 @@ class _Reader:
 
     def _floats(self, parts: list[Part]) -> Tensor:
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        exact = torch.float32 if parts[0].is_exact else self._dtype
-        dtype = torch.uint8 if parts[0].is_raw else exact
+        dtype = torch.float32 if parts[0].is_exact else self._dtype
         fused = torch.empty(shape, dtype=dtype, device=self._device)
         row = 0
         for part in parts:
             rows = fused[row : row + part.shape[0]]
-            rows.copy_(_arranged(self._one(part), part))
+            with self._naming(part):
+                read = self._one(part)
+                read = read.widened(dtype) if isinstance(read, Quantized) else read
+            rows.copy_(read.reshape(part.shape))
             if part.is_less_one:
                 rows += 1.0
-            if not _is_finite(rows, part):
+            # The extremes are NaN if any value is. This takes a tenth of the time of `isfinite`.
+            if not all(math.isfinite(float(extreme)) for extreme in torch.aminmax(rows)):
                 raise ModelError(
                     f"{part.name} in {self._stored[part.name].file} holds NaN or infinite values "
                     f"as {self._dtype}; the file is damaged, download it again"
@@ -269,33 +235,40 @@ class _Reader:
             row += part.shape[0]
         return fused
 
-    def _one(self, part: Part) -> Tensor:
+    @contextmanager
+    def _naming(self, part: Part) -> Iterator[None]:
+        """Convert the errors of reading a tensor to `ModelError`s that name it."""
+        name, file = part.name, self._stored[part.name].file
+        try:
+            yield
+        except ValueError as error:
+            raise ModelError(f"{name} in {file} is damaged: {error}; download it again") from error
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{name} cannot be read from {file}: {error}") from error
+
+    def _one(self, part: Part, device: torch.device | None = None) -> Tensor | Quantized:
+        """Read a tensor. device: where the pieces of a quantised one are moved before."""
         name, stored = part.name, self._stored[part.name]
-        with _naming(name, stored.file):
-            if isinstance(stored, GgufStored):
-                from disagg.models.gguf_values import read_values
+        if isinstance(stored, GgufStored):
+            return read_values(stored, part.box)
+        if isinstance(stored, QuantizedStored):
 
-                return read_values(stored, part.box)
-            if isinstance(stored, QuantizedStored):
-                return widened(stored, partial(self._piece, stored), self._dtype, part.box)
-            return self._read(stored.name or name, stored.file, part.box)
+            def piece(end: str, box: Sequence[Range] = ()) -> Tensor:
+                own = stored.pieces[end]
+                read = self._read(own.name or f"{stored.prefix}{end}", own, box)
+                return _in_order(read if device is None else read.to(device), part)
 
-    def _piece(self, stored: QuantizedStored, end: str, box: Sequence[Range] = ()) -> Tensor:
-        piece = stored.pieces[end]
-        is_whole = [*box] in ([], [(0, size) for size in piece.shape])
-        name = piece.name or f"{stored.module}.{end}"
-        return self._read(name, piece.file, () if is_whole else box)
+            return quantized(stored, piece, part.box)
+        read = self._read(stored.name or name, stored, part.box)
+        return _in_order(read.transpose(-2, -1) if part.is_transposed else read, part)
 
-    def _moved_piece(self, stored: QuantizedStored, end: str, box: Sequence[Range] = ()) -> Tensor:
-        return self._piece(stored, end, box).to(self._device)
-
-    def _read(self, name: str, file: Path, box: Sequence[Range] = ()) -> Tensor:
-        if file not in self._opened:
-            self._opened[file] = safe_open(file, framework="pt")
-        opened = self._opened[file]
-        if box:  # read only these bytes
+    def _read(self, name: str, stored: StoredTensor, box: Sequence[Range]) -> Tensor:
+        if stored.file not in self._opened:
+            self._opened[stored.file] = safe_open(stored.file, framework="pt")
+        opened = self._opened[stored.file]
+        if [*box] in ([], [(0, size) for size in stored.shape]):
+            tensor: Tensor = opened.get_tensor(name)  # type: ignore[no-untyped-call]
+        else:  # read only these bytes
             whole = opened.get_slice(name)  # type: ignore[no-untyped-call]
-            tensor: Tensor = whole[tuple(slice(*own) for own in box)]
-        else:
-            tensor = opened.get_tensor(name)  # type: ignore[no-untyped-call]
+            tensor = whole[tuple(slice(*own) for own in box)]
         return tensor

@@ -25,7 +25,7 @@ from disagg.kernels.torch.experts import TorchExperts
 from disagg.models.decoder import Decoder
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.weights import random_weights
-from tests.kernels.packed_cases import random_packed
+from tests.kernels.packed_cases import random_mxfp4, random_packed
 from tests.kernels.paged_inputs import LAYER, paged_inputs
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
 
@@ -50,18 +50,10 @@ def _experts(
     if kind == "clamped":
         return experts
 
-    def packed(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        count, rows, size = matrix.shape
-        bits = torch.randint(0, 256, (count, rows, size // 2), dtype=torch.uint8)
-        return bits, torch.randint(122, 126, (count, rows, size // 32), dtype=torch.uint8)
-
-    (gate_up, gate_up_scales), (down, down_scales) = packed(gate_up), packed(down)
     return replace(
         experts,
-        gate_up=gate_up,
-        gate_up_scales=gate_up_scales,
-        down=down,
-        down_scales=down_scales,
+        gate_up=random_mxfp4(num_experts * 2 * inner, hidden),
+        down=random_mxfp4(num_experts * hidden, inner),
     )
 
 
@@ -98,7 +90,7 @@ def _part(experts: Experts, own: range) -> Experts:
             return replace(part, scales=part.scales.contiguous(), zeros=zeros)
         return None if stored is None else stored[rows].contiguous()
 
-    ends = ("", "_bias", "_scales")
+    ends = ("", "_bias")
     fields = [f"{matrix}{end}" for matrix in ("gate_up", "down") for end in ends]
     return replace(experts, own=own, **{field: some(field) for field in fields})
 
@@ -293,12 +285,25 @@ def test_a_decoder_with_experts_on_the_kernels_equals_one_on_torch() -> None:
         intermediate_size=32,
         has_bias=True,
         swiglu_limit=7.0,
-        is_mxfp4=True,
     )
     config = replace(SMALL, family="GptOssForCausalLM", hidden_size=64, experts=experts, sinks=True)
-    weights = random_weights(config, torch.float32, CPU, seed=2)
+    weights, packed = random_weights(config, torch.float32, CPU, seed=2), []
+    for layer in weights.layers:
+        gate_up, down = (random_mxfp4(5 * 64, size, 118, 121) for size in (64, 32))
+        packed.append(replace(layer, gate_up=gate_up, down=down))
+    wide = [
+        replace(
+            layer,
+            gate_up=layer.gate_up.widened(torch.float32),
+            down=layer.down.widened(torch.float32),
+        )
+        for layer in packed
+    ]
     results = []
-    for decoder in (Decoder(config, weights, TritonOps(6, 1)), Decoder(config, weights)):
+    for decoder in (
+        Decoder(config, replace(weights, layers=packed), TritonOps(6, 1)),
+        Decoder(config, replace(weights, layers=wide)),
+    ):
         slab = new_slab(config, 16, 8, torch.float32, fill=torch.nan)
         tokens = Tokens(list(range(24)), [9, 2, 3])
         run_step(decoder, slab, [(tokens, 22)], 8)

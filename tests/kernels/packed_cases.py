@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.packed_matrix import PackedMatrix, pack_units
-from disagg.kernels.packed_sizes import Kind
+from disagg.kernels.packed_sizes import MXFP4_GROUP, Kind
 
 
 def random_numbers(kind: Kind, num_out: int, num_in: int) -> Tensor:
@@ -45,3 +45,11 @@ def random_packed(
         torch.randperm(num_in) if is_ordered else None,
         least.to(dtype) if has_least else None,
     )
+
+
+def random_mxfp4(num_out: int, num_in: int, low: int = 122, high: int = 126) -> PackedMatrix:
+    """low, high: range of the exponents of its scales."""
+    units = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8)
+    exponents = torch.randint(low, high, (num_out, num_in // MXFP4_GROUP), dtype=torch.uint8)
+    scales = exponents.view(torch.float8_e8m0fnu).T
+    return PackedMatrix("mxfp4", num_in, MXFP4_GROUP, units, scales)

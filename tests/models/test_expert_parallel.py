@@ -13,7 +13,7 @@ from disagg.config import EngineConfig
 from disagg.engine.device.check import check_engine
 from disagg.errors import StartupError
 from disagg.kernels.packed_matrix import PackedMatrix, quantized
-from disagg.kernels.packed_sizes import Kind
+from disagg.kernels.packed_sizes import OnlineKind
 from disagg.models.communicator import Communicator
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
@@ -162,7 +162,7 @@ def test_quantised_experts_keep_their_groups(variant: str, kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-def test_experts_are_quantised_as_one_process_does(kind: Kind, tmp_path: Path) -> None:
+def test_experts_are_quantised_as_one_process_does(kind: OnlineKind, tmp_path: Path) -> None:
     """Those of int4 have no whole groups for two ranks, but for one."""
     sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 64}
     model = _write(tmp_path, "qwen2-moe", intermediate_size=128, **sizes)

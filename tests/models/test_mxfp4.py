@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from disagg.errors import ModelError
+from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
 from disagg.models.packing import DeviceFormat, weights_nbytes
+from disagg.models.share import WHOLE, Share
+from disagg.models.weights import load_weights
 from tests.models.checkpoints import Checkpoint, assert_logits_are_transformers
 
 CPU = torch.device("cpu")
@@ -82,11 +86,31 @@ def test_logits_are_those_of_the_widened_weights(tmp_path: Path) -> None:
 def test_bytes_are_those_of_the_file_unless_they_are_widened(tmp_path: Path) -> None:
     write_mxfp4(tmp_path)
     model = describe_model(tmp_path)
-    stored = sum(tensor.end - tensor.begin for tensor in model.tensors.values())
-    assert weights_nbytes(model.config, DeviceFormat(4)) == stored
+    stored = model.stored_nbytes
+    assert weights_nbytes(model.config, DeviceFormat(4, kept=model.tensors)) == stored
     widened = weights_nbytes(model.config, DeviceFormat(4, "cpu"))
     assert widened == 4 * model.num_parameters
     assert widened > 1.5 * stored
+
+
+@pytest.mark.parametrize("has_whole_experts", [False, True])
+def test_a_gpu_keeps_the_bits_of_its_part(has_whole_experts: bool, tmp_path: Path) -> None:
+    write_mxfp4(tmp_path, intermediate_size=96)
+    model = describe_model(tmp_path)
+    for share in (WHOLE, *(Share(rank, 2, has_whole_experts) for rank in range(2))):
+        packed = load_weights(model, torch.float32, CPU, share=share, keeps_packed="gpu")
+        wide = load_weights(model, torch.float32, CPU, share=share)
+        nbytes = sum(each.nbytes for each in (packed.embedding, packed.lm_head, packed.norm))
+        for own, its in zip(packed.layers, wide.layers, strict=True):
+            for field in fields(own):
+                found, wanted = getattr(own, field.name), getattr(its, field.name)
+                assert isinstance(found, PackedMatrix) == (field.name in ("gate_up", "down"))
+                if found is not None:
+                    nbytes += found.nbytes
+                if isinstance(found, PackedMatrix):
+                    assert torch.equal(found.widened(torch.float32), wanted)
+        format = DeviceFormat(4, kept=model.tensors)
+        assert nbytes == weights_nbytes(model.config, format, share)
 
 
 def _change(directory: Path, name: str, tensor: Tensor) -> None:
@@ -100,7 +124,7 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     scales = load_file(tmp_path / "model.safetensors")[name]
     scales[2, 5, 0] = 255
     _change(tmp_path, name, scales)
-    with pytest.raises(ModelError, match=f"{name} in .* holds NaN"):
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.experts\.down_proj in .* holds NaN"):
         load_model(describe_model(tmp_path), torch.float32, CPU)
 
 
@@ -108,7 +132,7 @@ def test_blocks_of_another_type_are_refused_before_anything_is_loaded(tmp_path: 
     write_mxfp4(tmp_path)
     name = "model.layers.0.mlp.experts.gate_up_proj_blocks"
     _change(tmp_path, name, load_file(tmp_path / "model.safetensors")[name].float())
-    with pytest.raises(ModelError, match=f"types that are not supported.*{name} is F32"):
+    with pytest.raises(ModelError, match=f"{name} in .* is F32, but must be U8"):
         load_model(describe_model(tmp_path), torch.float32, CPU)
 
 

@@ -28,11 +28,11 @@ from disagg.kernels.cpu.linear import PlainLinear
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.torch.ops import TorchOps
-from disagg.models import weights
 from disagg.models.communicator import Communicator
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
 from disagg.models.packing import DeviceFormat, value_nbytes, weights_nbytes
+from disagg.models.quantized_values import Quantized
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import load_weights
 from tests.models.paging import Tokens, new_slab, run_step
@@ -189,7 +189,7 @@ def test_experts_keep_their_bits(
 ) -> None:
     """All of a layer are one matrix, of which there never is a wide one; the parts of ranks have
     rows of gate and of up of each expert."""
-    monkeypatch.setattr(weights, "widened", lambda *_: pytest.fail("a matrix was widened"))
+    monkeypatch.setattr(Quantized, "widened", lambda *_: pytest.fail("a matrix was widened"))
     sizes = SMALL_EXPERTS | eight_heads("qwen2-moe")
     directory = write_quantized(tmp_path, "qwen2-moe", kind, **sizes).directory
     model = describe_model(directory)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES
+from gguf import GGML_QUANT_SIZES, dequantize
 from gguf import GGMLQuantizationType as Type
 
 from disagg.config import EngineConfig
@@ -23,9 +23,10 @@ from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.gguf_model import GgufStored
-from disagg.models.gguf_values import packed_values, read_values
+from disagg.models.gguf_values import read_values
 from disagg.models.packing import DeviceFormat, packing_of, weights_nbytes
 from disagg.models.parts import Part
+from disagg.models.quantized_values import Quantized
 from disagg.models.weights import load_weights
 from disagg.worker.check import loading_sentence
 from tests.models.checkpoints import write_checkpoint
@@ -37,6 +38,7 @@ from tests.models.test_gguf import small_model
 CPU = torch.device("cpu")
 PACKED = EngineConfig(quantization="packed", device="cpu", dtype="bfloat16")
 BLOCKS = [Type.Q4_0, Type.Q4_1, Type.Q8_0]
+OTHERS = [Type.Q5_0, Type.Q5_1, Type.Q5_K]  # which are always widened
 NUMBERS = {
     Type.Q4_0: range(-8, 8),
     Type.Q4_1: range(-8, 8),
@@ -121,7 +123,7 @@ def test_blocks_of_gguf(tied: bool, kind: Type, tmp_path: Path) -> None:
     assert (decoder._embedding is decoder._lm_head) == tied
 
 
-@pytest.mark.parametrize("kind", [*BLOCKS, Type.Q4_K, Type.Q6_K])
+@pytest.mark.parametrize("kind", [*BLOCKS, *OTHERS, Type.Q4_K, Type.Q6_K])
 def test_every_number_of_a_block(kind: Type, tmp_path: Path) -> None:
     """Random bytes, which the library widens, with a scale and a least value that are numbers."""
     rng = np.random.default_rng(int(kind))
@@ -132,28 +134,32 @@ def test_every_number_of_a_block(kind: Type, tmp_path: Path) -> None:
     if kind == Type.Q6_K:
         raw[:, :, 208:] = halves[:, :, :1].view(np.uint8)
     else:
-        count = 2 if kind in (Type.Q4_1, Type.Q4_K) else 1
+        count = 1 if kind in (Type.Q4_0, Type.Q5_0, Type.Q8_0) else 2
         raw[:, :, : 2 * count] = halves[:, :, :count].view(np.uint8)
     file = tmp_path / "blocks"
     file.write_bytes(b"before" + raw.tobytes())
     shape = num_rows, num_blocks * num_values
     stored = GgufStored(file, kind.name, shape, 6, 6 + raw.nbytes)
-    whole, half = read_values(stored), shape[1] // 2  # inside a block
+    whole, half = torch.from_numpy(dequantize(raw, kind)).view(shape), shape[1] // 2
     numbers: Counter[int] = Counter()
-    for columns in ((0, shape[1]), (0, half), (half, shape[1])):
+    for columns in ((0, shape[1]), (0, half), (half, shape[1])):  # half is inside a block
         box = (10, 30), columns
+        wanted, read = whole[10:30, slice(*columns)], read_values(stored, box)
+        assert isinstance(read, Quantized) and read.shape == tuple(wanted.shape)
+        assert torch.equal(read.widened(torch.float32), wanted)
         part = Part("w", (20, columns[1] - columns[0]), shape, box)
         packing = packing_of({"w": stored}, [part], "cpu")
-        assert packing is not None
-        matrix, wanted = packed_values(stored, packing, box), read_values(stored, box)
-        assert matrix.shape == tuple(wanted.shape)
-        assert torch.equal(wanted, whole[10:30, slice(*columns)])
-        assert torch.equal(matrix.widened(torch.float32), wanted)
-        numbers.update(matrix.numbers().flatten().tolist())
-    assert numbers.keys() == {*NUMBERS[kind]}
-    packing = packing_of({"w": stored}, [Part("w", shape)], "cpu")
-    assert packing is not None
-    assert torch.equal(packed_values(stored, packing).widened(torch.float32), whole)
+        assert (packing is None) == (kind in OTHERS)
+        if packing is not None:
+            matrix = read.packed(packing)
+            assert matrix is not None and torch.equal(matrix.widened(torch.float32), wanted)
+            numbers.update(matrix.numbers().flatten().tolist())
+    assert numbers.keys() == {*NUMBERS.get(kind, ())}
+    read, packing = read_values(stored), packing_of({"w": stored}, [Part("w", shape)], "cpu")
+    assert isinstance(read, Quantized) and torch.equal(read.widened(torch.float32), whole)
+    if packing is not None:
+        matrix = read.packed(packing)
+        assert matrix is not None and torch.equal(matrix.widened(torch.float32), whole)
 
 
 def test_blocks_of_other_kinds_are_widened(tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ from disagg.models.checkpoint import StoredTensor, read_header
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
 from disagg.models.packing import DeviceFormat, weights_nbytes
-from disagg.models.quantized_config import QuantizedFormat
-from disagg.models.quantized_tensors import QuantizedStored, as_floats
-from disagg.models.quantized_values import widened
+from disagg.models.quantized import QuantizedFormat, QuantizedStored, as_floats
+from disagg.models.quantized_values import quantized
 from disagg.models.share import WHOLE, Share
 from disagg.models.weights import load_weights
 from disagg.worker.check import check_tier
@@ -121,17 +120,17 @@ def test_numbers_that_compressed_tensors_itself_packed(tmp_path: Path) -> None:
     def read(end: str, box: Sequence[tuple[int, int]] = ()) -> Tensor:
         return pieces[end][tuple(slice(*own) for own in box)]
 
-    found = widened(matrix, read, torch.bfloat16)
+    found = quantized(matrix, read).widened(torch.bfloat16)
     assert found[[0, 8]].tolist() == [FIRST_ROW, LAST_ROW]
-    part = widened(matrix, read, torch.bfloat16, ((8, 9), (3, 14)))
+    part = quantized(matrix, read, ((8, 9), (3, 14))).widened(torch.bfloat16)
     assert part.tolist() == [LAST_ROW[3:14]]
 
 
 def test_the_memory_is_that_of_the_widened_weights(tmp_path: Path) -> None:
     directory = write_quantized(tmp_path, "llama", "awq").directory
-    quantized, floats = describe_model(directory), describe_model(tmp_path / "floats")
-    assert quantized.num_parameters == floats.num_parameters
-    plan, plain = check_engine(ENGINE, quantized), check_engine(ENGINE, floats)
+    narrow, floats = describe_model(directory), describe_model(tmp_path / "floats")
+    assert narrow.num_parameters == floats.num_parameters
+    plan, plain = check_engine(ENGINE, narrow), check_engine(ENGINE, floats)
     assert plan is not None and plain is not None
     assert (
         plan.weights_nbytes

@@ -22,9 +22,10 @@ from disagg.kernels.cpu.narrow_linear import NarrowLinear
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import quantized
-from disagg.kernels.packed_sizes import Kind
+from disagg.kernels.packed_sizes import OnlineKind
 from disagg.kernels.torch.ops import TorchOps
 from disagg.models import weights
+from disagg.models.checkpoint import StoredTensor
 from disagg.models.communicator import Communicator
 from disagg.models.decoder import CpuDecoder, Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
@@ -49,7 +50,7 @@ Load = Callable[[Communicator | None], Decoder]
 class QuantizingGpuOps(FakeGpuOps):
     """Quantises as a GPU does when it loads."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: OnlineKind) -> None:
         super().__init__()
         self._gpu = TritonOps(1, 1, quantization=kind)
 
@@ -90,8 +91,8 @@ def test_a_rank_reads_only_its_part(
     directory = write_quantized(tmp_path, "llama", kind, **SIZES).directory
     read, nbytes = weights._Reader._read, list[int]()
 
-    def counted(reader: Any, name: str, file: Path, box: Sequence[Any] = ()) -> Tensor:
-        found = read(reader, name, file, box)
+    def counted(reader: Any, name: str, stored: StoredTensor, box: Sequence[Any]) -> Tensor:
+        found = read(reader, name, stored, box)
         if "_proj." in name:
             nbytes.append(found.nbytes)
         return found
@@ -136,7 +137,7 @@ def test_ranks_on_cpus_quantise_as_one_process_does(
     ],
 )
 def test_ranks_on_gpus_quantise_as_one_process_does(
-    kind: Kind, variant: str, tmp_path: Path
+    kind: OnlineKind, variant: str, tmp_path: Path
 ) -> None:
     sizes = {**eight_heads(variant), "intermediate_size": 128}
     sizes |= EXPERTS if "moe" in variant else {}

@@ -115,7 +115,8 @@ def plan_memory(
 
         num_blocks = -(-max_model_len // shape.block_size)
         sizes = [size.num_tokens for size in graph_sizes(num_seqs)]
-        is_packed = tensors is not None or config.quantization is not None
+        keeps_layers = tensors is not None and not (model.experts and model.experts.is_mxfp4)
+        is_packed = keeps_layers or config.quantization is not None
         workspace_nbytes += captured_nbytes(
             model, itemsize, sizes, num_blocks, first.num_ranks, is_packed=is_packed
         )

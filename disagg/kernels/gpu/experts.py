@@ -285,14 +285,15 @@ class _Matrix(NamedTuple):
         return x if self.order is None else x.index_select(1, self.order)
 
 
-def _matrix(stored: Tensor | PackedMatrix, scales: Tensor | None, major: int) -> _Matrix:
-    if isinstance(stored, PackedMatrix):
-        pieces = stored.units, stored.scales, stored.zeros
-        most = packed_max_rows(stored.kind, stored.group, major)
-        return _Matrix(pieces, {**FLOATS, **constants_of(stored)}, most, stored.order)
-    is_mxfp4 = scales is not None
-    constants = MXFP4 if is_mxfp4 else FLOATS
-    return _Matrix((stored, scales, None), constants, max_rows(is_mxfp4, major), None)
+def _matrix(stored: Tensor | PackedMatrix, major: int) -> _Matrix:
+    if not isinstance(stored, PackedMatrix):
+        return _Matrix((stored, None, None), FLOATS, max_rows(False, major), None)
+    if stored.kind == "mxfp4":
+        exponents = stored.scales.T.contiguous().view(torch.uint8)
+        return _Matrix((stored.units, exponents, None), MXFP4, max_rows(True, major), None)
+    pieces = stored.units, stored.scales, stored.zeros
+    most = packed_max_rows(stored.kind, stored.group, major)
+    return _Matrix(pieces, {**FLOATS, **constants_of(stored)}, most, stored.order)
 
 
 class TritonExperts:
@@ -303,8 +304,8 @@ class TritonExperts:
         device = experts.gate_up.device
         is_gpu = device.type == "cuda"
         major = torch.cuda.get_device_capability(device)[0] if is_gpu else WARP_GROUPS[0]
-        self._gate_up = _matrix(experts.gate_up, experts.gate_up_scales, major)
-        self._down = _matrix(experts.down, experts.down_scales, major)
+        self._gate_up = _matrix(experts.gate_up, major)
+        self._down = _matrix(experts.down, major)
         self._max_rows = min(self._gate_up.max_rows, self._down.max_rows)
         self._held = held = experts.held
         self._hidden = math.prod(experts.down.shape[:-1]) // len(held)

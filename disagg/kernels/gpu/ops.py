@@ -140,10 +140,9 @@ class TritonOps:
         return self.pack(weight, bias)
 
     def pack_experts(self, experts: Experts) -> TritonExperts:
-        if experts.gate_up_scales is None:  # otherwise they have 4 bits already (MXFP4)
-            gate_up = self._quantized(experts.gate_up)
-            down = self._quantized(experts.down, experts.largest)
-            experts = replace(experts, gate_up=gate_up, down=down, largest=None)
+        gate_up = self._quantized(experts.gate_up)
+        down = self._quantized(experts.down, experts.largest)
+        experts = replace(experts, gate_up=gate_up, down=down, largest=None)
         made = TritonExperts(experts)
         self._compile(made)
         return made

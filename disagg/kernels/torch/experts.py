@@ -1,7 +1,7 @@
 """A mixture of experts from torch's own operations, arranged for CPUs.
 
 Tokens are sorted by expert, and each expert that has tokens multiplies all of them at once. Its
-matrices are packed like those of a dense layer. MXFP4 is widened when it is packed.
+matrices are packed like those of a dense layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from torch import Tensor
 from disagg.kernels import reference
 from disagg.kernels.cpu.linear import Linear, linear
 from disagg.kernels.ops import Experts
-from disagg.kernels.packed_matrix import PackedMatrix
 
 
 class TorchExperts:
@@ -23,13 +22,13 @@ class TorchExperts:
         self._grouping, self._score_bias = experts.grouping, experts.score_bias
         self._limit, self._alpha = experts.limit, experts.alpha
         self._held = experts.held
+        assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
         self._experts: list[tuple[Linear, Linear, Linear]] = []  # the experts that this rank has
         for index in range(len(self._held)):
-            gate_up = _matrix(experts.gate_up, experts.gate_up_scales, index, experts.dtype)
             gate_bias, up_bias = _halves(experts.gate_up_bias, index)
             down_bias = None if experts.down_bias is None else experts.down_bias[index].clone()
-            gate, up = gate_up.chunk(2)
-            down = _matrix(experts.down, experts.down_scales, index, experts.dtype)
+            gate, up = experts.gate_up[index].chunk(2)
+            down = experts.down[index]
             self._experts.append(
                 (linear(gate, gate_bias), linear(up, up_bias), linear(down, down_bias))
             )
@@ -71,15 +70,6 @@ class TorchExperts:
         if self._limit is None:
             return down(up.times(x, gate.silu(x)))
         return down(reference.gated(gate(x), up(x), self._limit, self._alpha))
-
-
-def _matrix(
-    stored: Tensor | PackedMatrix, scales: Tensor | None, index: int, dtype: torch.dtype
-) -> Tensor:
-    assert isinstance(stored, Tensor)
-    if scales is None:
-        return stored[index]
-    return reference.widen_mxfp4(stored[index], scales[index]).to(dtype)
 
 
 def _halves(bias: Tensor | None, index: int) -> tuple[Tensor | None, Tensor | None]:

@@ -68,7 +68,7 @@ def test_the_size_of_steps_follows_the_memory(
 @pytest.mark.parametrize("has_whole_experts", [False, True])
 def test_ranks_with_unequal_parts_choose_steps_alike(has_whole_experts: bool) -> None:
     """Of experts with three groups of MXFP4, or of three of them: the second rank has one."""
-    inner = 96 << 8 if has_whole_experts else 96
+    inner = 96 << 6 if has_whole_experts else 96
     experts = ExpertsConfig(
         num_experts=3,
         num_experts_per_tok=2,
