@@ -18,7 +18,7 @@ from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.links.client import Link
-from disagg.messages import GenerateRequest, Role, TokenDelta
+from disagg.messages import GenerateRequest, Peers, Role, TokenDelta
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.engine.fake_runner import FakeKV, FakeRunner
@@ -123,9 +123,9 @@ class Rig:
         )
         self.links[name] = link
         await until(lambda: name in self.observer.held)
-        peers = [each.record.peer for each in self.workers.values()]
+        peers = Peers(tuple(each.record.peer for each in self.workers.values()))
         for each in self.links.values():
-            each.send_peers(peers)
+            each.send(peers)
         return name
 
     async def all(

@@ -9,7 +9,7 @@ import pytest
 
 from disagg.ingress.dispatch import append_tokens
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, TokenDelta
+from disagg.messages import GenerateRequest, Release, TokenDelta
 from disagg.time_model import StepTimeModel
 from disagg.worker.core import WorkerCore
 from tests.links.fakes import until
@@ -101,7 +101,7 @@ async def test_what_ends_in_time_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         (short, last), (had, other) = await asyncio.gather(*visits)
         assert short == answer_to(requests[0]) and last.finish_reason == "length"
         assert other.ticket is not None and had == answer_to(requests[1])[: len(had)]
-        r.links["decode"].release(other.ticket)
+        r.links["decode"].send(Release(other.ticket.ticket_id))
         await draining
 
 
@@ -131,7 +131,7 @@ async def test_a_ticket_that_was_not_used_can_be_used_elsewhere() -> None:
         r.transports["decode"].hangs = False
         had, last = await visits[0]  # its pull was under way: it arrives, and leaves again
         assert last.ticket is not None and len(had) == 1
-        r.links["decode"].release(last.ticket)
+        r.links["decode"].send(Release(last.ticket.ticket_id))
         await draining
         await r.until_empty("prefill")
 

@@ -11,7 +11,7 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.kvtransfer.ticket import issue_ticket
-from disagg.messages import GenerateRequest
+from disagg.messages import GenerateRequest, Release
 from disagg.worker import kv_export
 from disagg.worker.kv_import import KVImport
 from disagg.worker.phases import Phases
@@ -70,7 +70,7 @@ async def test_an_early_ticket_that_cannot_be_issued(monkeypatch: pytest.MonkeyP
         await r.start("prefill")
         (delta,) = await r.all("prefill", make_request(), hand_over=True)
         assert delta.ticket is not None
-        r.links["prefill"].release(delta.ticket)
+        r.links["prefill"].send(Release(delta.ticket.ticket_id))
         await r.until_empty("prefill")
 
 
@@ -82,7 +82,7 @@ async def test_blocks_that_get_no_ticket(monkeypatch: pytest.MonkeyPatch) -> Non
         await others_go_on(r, asyncio.create_task(r.all("decode", request, hand_over=True)))
         *_, first = await r.all("decode", make_request(), hand_over=True)
         assert first.ticket is not None and first.ticket.num_tokens == len(PROMPT)
-        r.links["decode"].release(first.ticket)
+        r.links["decode"].send(Release(first.ticket.ticket_id))
         await r.until_empty("decode")
 
 
@@ -145,7 +145,7 @@ async def test_a_ticket_that_breaks_the_door(monkeypatch: pytest.MonkeyPatch) ->
         unlucky = asyncio.create_task(r.all("decode", moved, ticket=first.ticket))
         await others_go_on(r, unlucky)
         assert first.ticket is not None
-        r.links["prefill"].release(first.ticket)
+        r.links["prefill"].send(Release(first.ticket.ticket_id))
         await r.until_empty("prefill")
 
 

@@ -13,7 +13,7 @@ import pytest
 from disagg.errors import EngineFailed, StartupError, WorkerLost
 from disagg.ingress.dispatch import append_tokens
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, Prefetch, TokenDelta
+from disagg.messages import GenerateRequest, Peers, Prefetch, TokenDelta
 from disagg.worker import worker as worker_module
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
@@ -72,7 +72,7 @@ async def test_what_is_known_of_a_worker_goes_with_it() -> None:
         await r.all("decode", moved, ticket=first.ticket)
         transfers = [each.source_id for each in r.workers["decode"]._core.status().transfers]
         assert transfers == ["prefill"]
-        r.links["decode"].send_peers((), ("prefill",))
+        r.links["decode"].send(Peers((), ("prefill",)))
         await until(lambda: not r.workers["decode"]._core.status().transfers)
         assert first.ticket is not None
         assert r.transports["decode"]._book.peer_of(first.ticket) is None
@@ -109,7 +109,7 @@ async def test_what_is_ready_moves_while_the_rest_is_computed() -> None:
         early, last = await prefilled_in_two(r, request)
         assert early.num_tokens == 16
         names = request.block_hashes[:4]
-        r.links["decode"].prefetch(Prefetch(early, names))
+        r.links["decode"].send(Prefetch(early, names))
         await until(lambda: r.observer.held["decode"] >= set(names))
         moved = append_tokens(request, list(last.token_ids), BLOCK_SIZE)
         deltas = await r.all("decode", moved, ticket=last.ticket)
@@ -127,7 +127,7 @@ async def test_who_comes_during_an_early_pull_waits_for_it() -> None:
         early, last = await prefilled_in_two(r, request)
         transport, core = r.transports["decode"], r.workers["decode"]._core
         transport.hangs = True
-        r.links["decode"].prefetch(Prefetch(early, request.block_hashes[:4]))
+        r.links["decode"].send(Prefetch(early, request.block_hashes[:4]))
         await until(lambda: bool(core._kv_import._moving))
         moved = append_tokens(request, list(last.token_ids), BLOCK_SIZE)
         answer = asyncio.create_task(r.all("decode", moved, ticket=last.ticket))
