@@ -8,7 +8,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from msgspec.structs import replace
 
-from disagg.blocks import BlockHash, hash_block
 from disagg.engine.sched import block_tables, scheduler
 from disagg.engine.sched.async_scheduling import AsyncScheduling, ProjectedPlan
 from disagg.engine.sched.block_pool import BlockPool
@@ -18,13 +17,13 @@ from disagg.engine.sched.step import Choose, SampledToken, StepPlan, TokenEvent
 from disagg.time_model import StepFeatures
 from tests.engine import workload
 from tests.engine.fake_runner import FakeDevice, work_of
-from tests.engine.workload import ROOT, Driver, Workload, workloads
+from tests.engine.planted import hash_blocks_without_chain, publish_before_full
+from tests.engine.workload import Driver, Workload, workloads
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 _allocate = BlockPool.allocate
 _apply = Scheduler.apply
-_publish = block_tables.publish
 _give_back = block_tables.give_back
 _find_prefix = block_tables.find_prefix
 _plan = Scheduler.plan
@@ -35,22 +34,7 @@ _launch = FakeDevice.launch
 
 
 def _hashes_without_chain(patch: pytest.MonkeyPatch) -> None:
-    def hash_blocks(parent: BlockHash, tokens: Sequence[int], size: int) -> list[BlockHash]:
-        starts = range(0, len(tokens) - size + 1, size)
-        return [hash_block(ROOT, tokens[start : start + size]) for start in starts]
-
-    patch.setattr(workload, "hash_blocks", hash_blocks)
-
-
-def _publish_before_full(patch: pytest.MonkeyPatch) -> None:
-    def publish(pool: BlockPool, sequence: EngineSequence) -> None:
-        _publish(pool, sequence)
-        i = sequence.num_published
-        if i < len(sequence.block_hashes) and sequence.num_computed > i * pool.block_size:
-            pool.publish(sequence.block_ids[i], sequence.block_hashes[i])
-        sequence.publish_at = 0  # look again after every step
-
-    patch.setattr(scheduler, "publish", publish)
+    patch.setattr(workload, "hash_blocks", hash_blocks_without_chain)
 
 
 def _publish_on_admission(patch: pytest.MonkeyPatch) -> None:
@@ -242,7 +226,7 @@ def _apply_what_was_wasted(patch: pytest.MonkeyPatch) -> None:
 
 PLANTS: list[Plant] = [
     _hashes_without_chain,
-    _publish_before_full,
+    publish_before_full,
     _publish_on_admission,
     _release_before_use,
     _release_twice,

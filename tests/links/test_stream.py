@@ -74,21 +74,9 @@ async def test_nothing_is_offered_unless_the_reader_waits() -> None:
     assert not offered
 
 
-async def test_a_failure_ends_its_stream_alone() -> None:
-    def on_token(delta: TokenDelta) -> Taken:
-        raise ValueError("planted")
-
-    stream = DeltaStream(asyncio.get_running_loop(), on_token)
-    reading = asyncio.create_task(stream.wait())
-    await asyncio.sleep(0)
-    stream.put(TokenDelta(0, (1,)))
-    with pytest.raises(ValueError, match="planted"):
-        await reading
-
-
-async def test_nothing_follows_a_failure() -> None:
-    """Two deltas arrive together. The first one is lost, so the second one must not end the answer
-    as if it were complete."""
+@pytest.mark.parametrize("following", [[], [TokenDelta(0, (2,), "stop")]])
+async def test_a_failure_ends_its_stream_alone(following: list[TokenDelta]) -> None:
+    """One that arrives with the lost delta must not end the answer as if it were complete."""
 
     def on_token(delta: TokenDelta) -> Taken:
         raise ValueError("planted")
@@ -96,8 +84,8 @@ async def test_nothing_follows_a_failure() -> None:
     stream = DeltaStream(asyncio.get_running_loop(), on_token)
     reading = asyncio.create_task(stream.wait())
     await asyncio.sleep(0)
-    stream.put(TokenDelta(0, (1,)))
-    stream.put(TokenDelta(0, (2,), "stop"))
+    for delta in [TokenDelta(0, (1,)), *following]:
+        stream.put(delta)
     with pytest.raises(ValueError, match="planted"):
         await reading
     assert not stream.deltas

@@ -13,7 +13,7 @@ import pytest
 
 from disagg.blocks import BlockHash, hash_block
 from disagg.engine.engine import Engine
-from disagg.engine.sched import block_tables, scheduler
+from disagg.engine.sched import block_tables
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.ingress import dispatch
@@ -25,6 +25,7 @@ from disagg.worker.core import WorkerCore
 from disagg.worker.kv_export import KVExport
 from disagg.worker.kv_import import KVImport, TicketSource
 from disagg.worker.tiers import StoreSource
+from tests.engine.planted import hash_blocks_without_chain, publish_before_full
 from tests.engine.workload import ROOT
 from tests.store.fake_store import FakeStore
 from tests.worker import plays as plays_module
@@ -41,7 +42,6 @@ from tests.worker.rehearsal import play_many
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 _allocate = BlockPool.allocate
-_publish = block_tables.publish
 _begin = PullBook.begin
 _leave = KVExport.leave
 _prefix_ticket = KVExport.prefix_ticket
@@ -107,27 +107,12 @@ def _errors_of_pulls_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def _names_without_chain(patch: pytest.MonkeyPatch) -> None:
-    def hash_blocks(parent: BlockHash, tokens: Sequence[int], size: int) -> list[BlockHash]:
-        starts = range(0, len(tokens) - size + 1, size)
-        return [hash_block(ROOT, tokens[start : start + size]) for start in starts]
-
     def of_one(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
         return hash_block(ROOT, tokens)
 
-    patch.setattr(plays_module, "hash_blocks", hash_blocks)
+    patch.setattr(plays_module, "hash_blocks", hash_blocks_without_chain)
     patch.setattr(dispatch, "hash_block", of_one)
     patch.setattr(block_tables, "hash_block", of_one)
-
-
-def _published_before_full(patch: pytest.MonkeyPatch) -> None:
-    def publish(pool: BlockPool, sequence: EngineSequence) -> None:
-        _publish(pool, sequence)
-        i = sequence.num_published
-        if i < len(sequence.block_hashes) and sequence.num_computed > i * pool.block_size:
-            pool.publish(sequence.block_ids[i], sequence.block_hashes[i])
-        sequence.publish_at = 0  # look again after every step
-
-    patch.setattr(scheduler, "publish", publish)
 
 
 def _an_arrival_counts_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
@@ -359,7 +344,7 @@ IN_TROUBLE: list[Plant] = [
     _stamps_are_not_compared,
     _errors_of_pulls_are_ignored,
     _names_without_chain,
-    _published_before_full,
+    publish_before_full,
     _an_arrival_counts_one_token_too_many,
     _holds_never_end,
     _holds_end_twice,
@@ -398,7 +383,7 @@ FIRST_SEEDS: dict[Plant, int] = {
     _a_drain_forgets_who_waits_for_blocks: 108,
     _a_drain_forgets_who_waits_for_the_store: 99,
     _errors_of_early_pulls_are_ignored: 97,
-    _published_before_full: 86,
+    publish_before_full: 86,
     _stamps_are_not_bumped: 41,
     _stamps_are_not_compared: 41,
     _other_blocks_are_in_prefix_tickets: 37,
