@@ -60,36 +60,28 @@ async def test_what_an_engine_gets_to_know() -> None:
 
 
 async def test_all_sampling_fields_arrive() -> None:
+    unchanged: dict[str, Any] = {
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "seed": 4,
+    }
     request = await chat_request(
         service(),
         max_completion_tokens=9,
-        min_tokens=2,
-        temperature=0.5,
-        top_k=7,
-        top_p=0.9,
-        min_p=0.1,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=-0.3,
-        seed=4,
         logprobs=True,
         top_logprobs=3,
         stop_token_ids=[5, END],
         ignore_eos=True,
+        **unchanged,
     )
     assert request.sampling == SamplingParams(
-        max_tokens=9,
-        min_tokens=2,
-        temperature=0.5,
-        top_k=7,
-        top_p=0.9,
-        min_p=0.1,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=-0.3,
-        seed=4,
-        logprobs=3,
-        stop_token_ids=(5, END),
+        max_tokens=9, logprobs=3, stop_token_ids=(5, END), **unchanged
     )
 
 
