@@ -132,7 +132,7 @@ def test_any_json_is_taken_or_refused(
     change = data.draw(CHANGES[kind])
     body = json.dumps(KINDS[kind] | change).encode()
 
-    def step_by_step(api: Api[Any]) -> None:
+    def step_by_step(api: Api) -> None:
         api.understand(api.read(body), model, 0)
 
     steps: dict[type[Any], Callable[[], Any]] = {
