@@ -28,7 +28,13 @@ from disagg.api.openai.fields import (
     ToolChoice,
 )
 from disagg.api.openai.requests import understand_chat
-from disagg.api.refusals import invalid_value, missing_parameter, only_text, unsupported
+from disagg.api.refusals import (
+    NOT_IMPLEMENTED,
+    invalid_value,
+    missing_parameter,
+    only_text,
+    unsupported,
+)
 from disagg.api.request_spec import Prompt, RequestSpec
 from disagg.api.running_job import ChoiceDelta, Frames, RunningJob
 from disagg.api.served_model import ServedModel
@@ -128,23 +134,20 @@ class CountTokensRequest(MessagesPrompt, kw_only=True):
     """A request for the number of tokens of a prompt."""
 
 
-_UNSUPPORTED = ("container", "mcp_servers", "output_format")
+_REFUSED = dict.fromkeys(("container", "mcp_servers", "output_format"), NOT_IMPLEMENTED)
 
 
 def read_messages(body: bytes) -> MessagesRequest:
     """Parse the body of `/v1/messages`. Raises `InvalidRequest`."""
-    return read_struct(body, MessagesRequest, _check)
+    return read_struct(body, MessagesRequest, _REFUSED, _check)
 
 
 def read_count(body: bytes) -> CountTokensRequest:
     """Parse the body of `/v1/messages/count_tokens`. Raises `InvalidRequest`."""
-    return read_struct(body, CountTokensRequest, _check)
+    return read_struct(body, CountTokensRequest, _REFUSED, _check)
 
 
 def _check(raw: dict[str, Any]) -> None:
-    for name in _UNSUPPORTED:
-        if raw.get(name):
-            raise unsupported(name, "Leave it out: this server does not implement it.")
     _check_edits(raw.get("context_management"))
     messages = raw.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else ()):

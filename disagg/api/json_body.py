@@ -12,13 +12,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
 
-from disagg.api.refusals import missing_parameter
+from disagg.api.refusals import missing_parameter, refuse_fields
 from disagg.errors import InvalidRequest
 
 Read = TypeVar("Read", bound=msgspec.Struct)
@@ -54,17 +54,22 @@ def load_object(body: bytes) -> dict[str, Any]:
 
 
 def read_struct(
-    body: bytes, kind: type[Read], check: Callable[[dict[str, Any]], None] = lambda raw: None
+    body: bytes,
+    kind: type[Read],
+    refused: Mapping[str, str],
+    check: Callable[[dict[str, Any]], None] = lambda raw: None,
 ) -> Read:
     """Parse a body as a struct.
 
     Args:
+        refused: see `refuse_fields`.
         check: called with the raw fields first; may raise `InvalidRequest`.
 
     Raises:
         InvalidRequest: has the JSON path of the first invalid field as `param`.
     """
     raw = load_object(body)
+    refuse_fields(raw, refused)
     check(raw)
     try:
         return msgspec.convert(raw, kind)

@@ -7,6 +7,8 @@ address or class.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -36,6 +38,24 @@ def unsupported(param: str, message: str) -> InvalidRequest:
     return InvalidRequest(
         f"{param} is not supported. {message}", code="unsupported_parameter", param=param
     )
+
+
+NOT_IMPLEMENTED = "Leave it out: this server does not implement it."
+# Values of fields that are refused otherwise: they ask for what is done anyway.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "function_call": ("none", "auto"),
+    "length_penalty": (1.0,),
+    "modalities": (["text"],),
+    "truncation_side": ("left",),
+}
+
+
+def refuse_fields(raw: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """Raises `InvalidRequest` if a field that is refused says something; `refused` says why."""
+    for name, why in refused.items():
+        value = raw.get(name)
+        if value and value not in _HARMLESS.get(name, ()):
+            raise unsupported(name, why)
 
 
 def only_text(param: str, kind: str) -> InvalidRequest:

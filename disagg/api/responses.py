@@ -34,7 +34,7 @@ from disagg.api.openai.fields import (
     ToolCall,
     ToolChoice,
 )
-from disagg.api.openai.requests import refuse_unsupported, understand_chat
+from disagg.api.openai.requests import REFUSED, understand_chat
 from disagg.api.refusals import missing_parameter, only_text, unsupported
 from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import ChoiceDelta, Frames, RunningJob
@@ -114,7 +114,14 @@ class ResponsesRequest(AnswerFields, kw_only=True):
 
 
 _IS_STATELESS = "This server stores no conversations: send the whole conversation as input."
-_UNSUPPORTED = {
+_REFUSED = {
+    # Fields of completions. `stream_options` has other fields here, which change no answer.
+    **{
+        name: "Use /v1/chat/completions, which supports it."
+        for name in SamplingFields.__struct_fields__
+        if name not in (*AnswerFields.__struct_fields__, "stream_options")
+    },
+    **REFUSED,
     "previous_response_id": _IS_STATELESS,
     "conversation": _IS_STATELESS,
     "background": "Wait for the response, or use stream: true.",
@@ -125,27 +132,14 @@ _UNSUPPORTED = {
     "max_tokens": "Here its name is max_output_tokens.",
     "response_format": "Here its name is text.format.",
 }
-# `stream_options` has other fields here, which change no answer.
-_OF_COMPLETIONS = [
-    name
-    for name in SamplingFields.__struct_fields__
-    if name not in (*AnswerFields.__struct_fields__, *_UNSUPPORTED, "stream_options")
-]
 
 
 def read_response_request(body: bytes) -> ResponsesRequest:
     """Parse the body of `/v1/responses`. Raises `InvalidRequest`."""
-    return read_struct(body, ResponsesRequest, _check)
+    return read_struct(body, ResponsesRequest, _REFUSED, _check)
 
 
 def _check(raw: dict[str, Any]) -> None:
-    refuse_unsupported(raw)
-    for name, why in _UNSUPPORTED.items():
-        if raw.get(name):
-            raise unsupported(name, why)
-    for name in _OF_COMPLETIONS:
-        if raw.get(name):
-            raise unsupported(name, "Use /v1/chat/completions, which supports it.")
     items = raw.get("input")
     for index, item in enumerate(items if isinstance(items, list) else ()):
         kind = item.setdefault("type", "message") if isinstance(item, dict) else None

@@ -21,9 +21,7 @@ from disagg.api.openai.fields import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
-    DetokenizeRequest,
     Effort,
-    EmbeddingsRequest,
     FunctionDefinition,
     NamedTool,
     SamplingFields,
@@ -32,7 +30,13 @@ from disagg.api.openai.fields import (
     Tool,
 )
 from disagg.api.openai.structured_output import requested_grammar, strict
-from disagg.api.refusals import invalid_value, missing_parameter, only_text, unsupported
+from disagg.api.refusals import (
+    NOT_IMPLEMENTED,
+    invalid_value,
+    missing_parameter,
+    only_text,
+    unsupported,
+)
 from disagg.api.request_spec import Conversation, JsonText, Prompt, RequestSpec, Text, in_body
 from disagg.api.served_model import ServedModel
 from disagg.errors import InvalidRequest
@@ -41,45 +45,37 @@ from disagg.text.answer_delta import Reader
 from disagg.text.answer_reader import AnswerSyntax, read_arguments_of
 from disagg.text.tool_parsers.json_calls import read_llama3_json
 
-Request = TypeVar(
-    "Request",
-    ChatRequest,
-    CompletionRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    EmbeddingsRequest,
+Request = TypeVar("Request", bound=msgspec.Struct)
+
+# Fields that are refused, and why: those by which clients would control internal transfers, or send
+# code or tensors, and those that would change the answer.
+REFUSED = {
+    **dict.fromkeys(
+        (
+            "bootstrap_host", "bootstrap_port", "bootstrap_room", "chat_template",
+            "ec_transfer_params", "kv_transfer_params", "logits_processors", "prompt_embeds",
+            "request_id", "rid", "vllm_xargs",
+        ),
+        "Leave it out: clients may not set it.",
+    ),
+    **dict.fromkeys(
+        (
+            "audio", "function_call", "functions", "length_penalty", "logprob_token_ids",
+            "modalities", "prediction", "repetition_detection", "return_prompt_text",
+            "return_token_offsets", "return_tokens_as_token_ids", "suffix", "truncation_side",
+            "use_beam_search", "watermarking", "web_search_options",
+        ),
+        NOT_IMPLEMENTED,
+    ),
+}  # fmt: skip
+_REFUSED_IN_CHATS = REFUSED | dict.fromkeys(
+    ("echo", "add_special_tokens"), "Only /v1/completions has it."
 )
-
-# Fields that clients may never set: they control internal transfers, or carry code or tensors.
-_INTERNAL_FIELDS = (
-    "bootstrap_host", "bootstrap_port", "bootstrap_room", "chat_template", "ec_transfer_params",
-    "kv_transfer_params", "logits_processors", "prompt_embeds", "request_id", "rid",
-    "vllm_xargs",
-)  # fmt: skip
-
-# Fields that would change the answer, with the values (besides null) that have no effect.
-_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "length_penalty": (1.0,),
-    "logprob_token_ids": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "repetition_detection": (),
-    "return_prompt_text": (False,),
-    "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "suffix": ("",),
-    "truncation_side": ("left",),
-    "use_beam_search": (False,),
-    "watermarking": (False,),
-    "web_search_options": (),
-}
-
-
-# Fields of chats that are refused in text completions, because clients rely on their effect.
-_OF_CHATS = ("tools", "documents", "reasoning_effort", "thinking_token_budget")
+# Clients rely on the effect of these fields of chats.
+_REFUSED_IN_COMPLETIONS = REFUSED | dict.fromkeys(
+    ("tools", "documents", "reasoning_effort", "thinking_token_budget"),
+    "Use /v1/chat/completions, which supports it.",
+)
 
 
 def read_request(body: bytes, kind: type[Request]) -> Request:
@@ -88,33 +84,8 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
     Raises:
         InvalidRequest: has the JSON path of the first invalid field as `param`.
     """
-    checks = {ChatRequest: _check_chat, CompletionRequest: _check_text}
-    return read_struct(body, kind, checks.get(kind, refuse_unsupported))
-
-
-def _check_text(raw: dict[str, Any]) -> None:
-    refuse_unsupported(raw)
-    for name in _OF_CHATS:
-        if raw.get(name):
-            raise unsupported(name, "Use /v1/chat/completions, which supports it.")
-
-
-def _check_chat(raw: dict[str, Any]) -> None:
-    refuse_unsupported(raw)
-    for name in ("echo", "add_special_tokens"):
-        if raw.get(name):
-            raise unsupported(name, "Only /v1/completions has it.")
-
-
-def refuse_unsupported(raw: dict[str, Any]) -> None:
-    """Raises `InvalidRequest` if a field is set that clients may not set, or is not implemented."""
-    for name in _INTERNAL_FIELDS:
-        if raw.get(name) is not None:
-            raise unsupported(name, "Leave it out: clients may not set it.")
-    for name, harmless in _UNSUPPORTED_FIELDS.items():
-        value = raw.get(name)
-        if value is not None and value not in harmless:
-            raise unsupported(name, "Leave it out: this server does not implement it.")
+    of_kind = {ChatRequest: _REFUSED_IN_CHATS, CompletionRequest: _REFUSED_IN_COMPLETIONS}
+    return read_struct(body, kind, of_kind.get(kind, REFUSED))
 
 
 MAX_NUM_CHOICES = 128  # largest number of prompts times n in one request
