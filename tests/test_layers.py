@@ -62,7 +62,6 @@ THIRD_PARTY = {
         "models/layers.py",
         "models/latent.py",
         "models/gguf_values.py",
-        "models/qk_norm.py",
         "models/quantized_values.py",
         "models/rope_tables.py",
         "models/weights.py",

@@ -17,8 +17,7 @@ from disagg.config import ASSETS, SCALED_KV_BITS
 from disagg.errors import ModelError
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.hub import fetch_config, is_repository
-from disagg.models.latent_config import LatentConfig
-from disagg.models.model_config import ModelConfig
+from disagg.models.model_config import LatentConfig, ModelConfig
 from disagg.models.packing import value_nbytes
 from disagg.models.quantized import MXFP4
 

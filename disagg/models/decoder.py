@@ -23,10 +23,8 @@ from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.models.batch import Batch
 from disagg.models.communicator import Communicator
 from disagg.models.description import ModelDescription
-from disagg.models.layers import ExpertMlp, Layer, LayerPacker, Mlp
-from disagg.models.model_config import ModelConfig
-from disagg.models.not_compiled import not_compiled
-from disagg.models.qk_norm import mean_squares
+from disagg.models.layers import ExpertMlp, Layer, LayerPacker, Mlp, mean_squares
+from disagg.models.model_config import ModelConfig, not_compiled
 from disagg.models.rope import RopeConfig
 from disagg.models.rope_tables import rope_tables
 from disagg.models.share import WHOLE, Share

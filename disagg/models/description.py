@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from disagg.errors import ModelError
@@ -24,11 +25,19 @@ from disagg.models.family import Json
 from disagg.models.gguf_model import GgufFiles, gguf_in
 from disagg.models.model_config import ModelConfig
 from disagg.models.quantized import as_floats
-from disagg.models.text_part import text_config, text_name
 
 _SAMPLE_NBYTES = 1024
 _ADAPTER = "adapter_config.json"
 _HEAD = "lm_head.weight"
+# Prefixes of names in files of models that also read images and of text-only ones, newest files
+# first.
+_RENAMED = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+_LEFT_OUT = (*_OF_IMAGES, *(f"model.{each}" for each in _OF_IMAGES))
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,27 @@ class GenerationDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The text part of a model.
+
+    Attributes:
+        architecture: the architecture of the text-only model.
+        model_type: model_type of the whole model in config.json.
+    """
+
+    architecture: str
+    model_type: str
+
+
+TEXT_PARTS: Mapping[str, TextPart] = MappingProxyType(
+    {
+        "Gemma3ForConditionalGeneration": TextPart("Gemma3ForCausalLM", "gemma3"),
+        "Mistral3ForConditionalGeneration": TextPart("MistralForCausalLM", "mistral3"),
+    }
+)
 
 
 def describe_model(model: str | Path) -> ModelDescription:
@@ -64,7 +94,7 @@ def describe_model(model: str | Path) -> ModelDescription:
             f"{file} is missing; a model directory needs one. Is {model} a model directory?"
         )
     whole = _json(text, file)
-    of_text = text_config(whole, file)
+    of_text = _text_config(whole, file)
     raw = whole if of_text is None else of_text
     config = ModelConfig.from_hf(raw, file)
     return ModelDescription(files, raw, config, reads_images=of_text is not None)
@@ -173,7 +203,7 @@ class ModelDescription:
         """The tensors of a file that belong to the decoder."""
         if not self.reads_images:
             return header.tensors.items()
-        named = ((text_name(name), name, tensor) for name, tensor in header.tensors.items())
+        named = ((_text_name(name), name, tensor) for name, tensor in header.tensors.items())
         return [(own, replace(tensor, name=name)) for own, name, tensor in named if own is not None]
 
     @property
@@ -352,3 +382,32 @@ def _json(text: str, file: Path) -> Json:
     if not isinstance(parsed, dict):
         raise ModelError(f"{file} must hold one JSON object")
     return parsed
+
+
+def _text_config(raw: Json, place: object) -> Json | None:
+    """The settings of the text part, as a text-only model has them; None if `raw` is text-only.
+
+    Raises:
+        ModelError: the text part is missing, or the model_type is wrong.
+    """
+    architectures = raw.get("architectures")
+    names = map(str, architectures if isinstance(architectures, list) else ())
+    part = next((TEXT_PARTS[name] for name in names if name in TEXT_PARTS), None)
+    if part is None:
+        return None
+    own = raw.get("text_config")
+    if not isinstance(own, Mapping) or raw.get("model_type", part.model_type) != part.model_type:
+        raise ModelError(f"{place} must have a text_config and model_type {part.model_type!r}")
+    outer = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
+    shared = {key: raw[key] for key in outer if key in raw}
+    return {**shared, **own, "architectures": [part.architecture]}
+
+
+def _text_name(name: str) -> str | None:
+    """The name of a tensor in a text-only model; None if it has no such tensor."""
+    if name.startswith(_LEFT_OUT):
+        return None
+    for theirs, ours in _RENAMED:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.kernels.grouping import Grouping
-from disagg.models.config_fields import Fields
-from disagg.models.family import ExpertNames
+from disagg.models.family import ExpertNames, Fields
 
 _MOST = 10_000  # most experts of a layer; real models have hundreds
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ from disagg.errors import ModelError
 from disagg.kernels.packed_sizes import Packing
 from disagg.models.checkpoint import Header, StoredTensor
 from disagg.models.families import FAMILIES
+from disagg.models.family import Family
 from disagg.models.gguf_file import GgufTensor, read_gguf
-from disagg.models.gguf_names import LAYER, hf_name
 from disagg.models.gguf_tokenizer import end_of_turn, token_of, tokenizer_json
 
 _FAMILIES: Mapping[str, str] = {
@@ -86,6 +87,27 @@ _SAMPLING: Mapping[str, str] = {
     "top_k": "top_k",
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
+}
+# The names of tensors: llama.cpp's, and those of transformers.
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OUTER: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_OF_A__LAYER: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 # The types of blocks that can be kept.
 _PACKINGS: Mapping[str, Packing] = {
@@ -197,7 +219,7 @@ class GgufFiles:
 
     def _stored(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufStored]]:
         """The tensors by transformers' names. An unknown name is kept, and refused later."""
-        found = LAYER.fullmatch(name)
+        found = _LAYER.fullmatch(name)
         place, kind = (found[2], found[3]) if found is not None else ("", "")
         family, layer = FAMILIES[self._family], f"model.layers.{found[1]}" if found else ""
         experts = family.experts
@@ -210,7 +232,7 @@ class GgufFiles:
                 expert = GgufStored(self.place, tensor.dtype, shape[1:], own, own + nbytes)
                 yield f"{layer}.{pattern.format(index)}.{kind}", expert
             return
-        paired, new_name = 0, hf_name(name, family)
+        paired, new_name = 0, _hf_name(name, family)
         if experts is not None and place == "ffn_gate_inp":
             new_name = f"{layer}.{experts.router}.{kind}"
         elif experts is not None and place == "ffn_gate_inp_shexp":
@@ -396,3 +418,18 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> list[float]:
         share = min(1.0, max(0.0, (turns - low) / (high - low)))
         divisors.append(1 / ((1 - share) / factor + share))
     return divisors
+
+
+def _hf_name(name: str, family: Family) -> str:
+    """The transformers name of a tensor. An unknown tensor keeps its name, and is refused later."""
+    outer, _, kind = name.rpartition(".")
+    if outer in _OUTER:
+        return f"{_OUTER[outer]}.{kind}"
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        return name
+    place = _OF_A__LAYER.get(found[2])
+    if found[2] == "ffn_norm":  # the norm before the MLP, whose name depends on the family
+        around = family.norms == "around"
+        place = "pre_feedforward_layernorm" if around else "post_attention_layernorm"
+    return name if place is None else f"model.layers.{found[1]}.{place}.{found[3]}"

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Ops, Paging, Weight
-from disagg.models.latent_config import LatentConfig
-from disagg.models.model_config import ModelConfig
+from disagg.models.model_config import LatentConfig, ModelConfig
 from disagg.models.weights import LayerWeights
 
 _EPS = 1e-6  # epsilon of the norms of latents, whatever `rms_norm_eps` says

@@ -12,12 +12,9 @@ from typing import Any, Literal
 
 from disagg.errors import ModelError
 from disagg.kernels.activation import Activation
-from disagg.models.config_fields import Fields
 from disagg.models.experts_config import ExpertsConfig, dense_layers, experts_config
-from disagg.models.families import FAMILIES
-from disagg.models.family import Family, Json
-from disagg.models.latent_config import LatentConfig, latent_config
-from disagg.models.not_yet import NOT_YET
+from disagg.models.families import FAMILIES, NOT_YET
+from disagg.models.family import Family, Fields, Json
 from disagg.models.quantized import QuantizedFormat, quantized_format
 from disagg.models.rope import RopeConfig, ropes_by_kind
 
@@ -25,6 +22,44 @@ DTYPES = ("float32", "bfloat16", "float16")
 _MOST_LAYERS = 10_000  # each layer is described before its weights are known
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 _SCALAR = "query_pre_attn_scalar"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Settings of attention in which each token has one small vector, its latent.
+
+    The keys and values of all heads are made from the latent. The cache keeps the latent and one
+    key with rotary positions. All heads share both.
+
+    Attributes:
+        rank: values of a latent (`kv_lora_rank`).
+        query_rank: values of the vector from which queries are made (`q_lora_rank`); None: queries
+            are made from the hidden state.
+        rope_dim: values of a query, and of a key, with rotary positions (`qk_rope_head_dim`).
+        nope_dim: values of both without positions (`qk_nope_head_dim`).
+        value_dim: values of a head's value (`v_head_dim`).
+        scale: scores are multiplied by this before the softmax.
+        is_interleaved: whether RoPE rotates pairs of neighbouring values. If not, it rotates value
+            i of the first half together with value i of the second half.
+    """
+
+    rank: int
+    query_rank: int | None
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+    is_interleaved: bool
+
+    @property
+    def query_dim(self) -> int:
+        """The number of values of a head's query before it is multiplied by the key matrix."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """The number of values that the cache keeps for each token in each layer."""
+        return self.rank + self.rope_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +148,31 @@ class ModelConfig:
             raise fields.wrong(str(error)) from error
 
 
+def not_compiled(config: ModelConfig) -> str:
+    """A model's features that the compiled CPU step lacks (`csrc/step.cpp`), as a phrase.
+
+    It is empty if the step has all of them.
+    """
+    is_partial = config.latent is None and config.rope_dim != config.head_dim
+    has = {
+        "experts": config.experts is not None,
+        "attention sinks": config.sinks,
+        "latents": config.latent is not None,
+        "heads that are rotated in part": is_partial,
+        "norms over all heads": config.qk_norm_all_heads,
+        "norms after attention and MLP": config.norms != "before",
+        "norms in float32": config.norms_less_one,
+        "scaled embeddings": config.scaled_embedding,
+        "different RoPE settings for layers with a window": config.window_rope is not None,
+        "an unusual scale of attention scores": config.score_scale is not None,
+        "capped attention scores": config.score_cap is not None,
+        "capped logits": config.logit_cap is not None,
+        "GELU": config.activation == "gelu_tanh",
+    }
+    *others, last = [what for what, is_so in has.items() if is_so] or [""]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def _family(raw: Json, place: object) -> str:
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):
@@ -141,7 +201,7 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
     _refuse_unsupported(fields, family)
     max_position = fields.size("max_position_embeddings")
     rope, window_rope = _ropes(fields, max_position, family)
-    latent = latent_config(fields, rope, family) if family.is_latent else None
+    latent = _latent(fields, rope, family) if family.is_latent else None
     num_kv_heads, head_dim = _heads(fields, family) if latent is None else (1, latent.cached_dim)
     rope_dim = int(head_dim * rope.partial_factor)
     if latent is None and (rope_dim % 2 or not rope_dim):
@@ -189,6 +249,40 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         query_scalar=fields.size(_SCALAR) if _SCALAR in family.defaults else None,
         score_cap=_cap(fields, family, "attn_logit_softcapping"),
         logit_cap=_cap(fields, family, "final_logit_softcapping"),
+    )
+
+
+def _latent(fields: Fields, rope: RopeConfig, family: Family) -> LatentConfig:
+    """Read the settings. Raises `ModelError` if one is missing, wrong or not supported."""
+    raw = fields.raw
+    rope_dim, nope_dim = fields.size("qk_rope_head_dim"), fields.size("qk_nope_head_dim")
+    num_heads = fields.size("num_attention_heads")
+    if rope_dim % 2:
+        raise fields.wrong(f"qk_rope_head_dim must be even, not {rope_dim}")
+    if raw.get("head_dim", rope_dim) != rope_dim:
+        raise fields.wrong(
+            f"head_dim is {raw['head_dim']!r}, but with latent attention it must equal"
+            f" qk_rope_head_dim, {rope_dim}; remove it"
+        )
+    if (fields.optional_size("num_key_value_heads") or num_heads) != num_heads:
+        raise fields.wrong(
+            f"num_key_value_heads is {raw['num_key_value_heads']}, but with latent attention it"
+            f" must equal the number of heads, {num_heads}"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if key in raw and fields.flag(key):
+            raise fields.wrong(f"{key} is not supported with latent attention")
+    is_interleaved = True
+    if "rope_interleave" in family.defaults:  # otherwise they always are
+        is_interleaved = raw["rope_interleave"] is not None and fields.flag("rope_interleave")
+    return LatentConfig(
+        rank=fields.size("kv_lora_rank"),
+        query_rank=fields.optional_size("q_lora_rank"),
+        rope_dim=rope_dim,
+        nope_dim=nope_dim,
+        value_dim=fields.size("v_head_dim"),
+        scale=rope.score_factor * (nope_dim + rope_dim) ** -0.5,
+        is_interleaved=is_interleaved,
     )
 
 

@@ -25,9 +25,8 @@ from disagg.kernels.packed_sizes import (
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
-from disagg.models.parts import Fields, Part
+from disagg.models.parts import Fields, Part, all_fields
 from disagg.models.quantized import QuantizedFormat
-from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts
 from disagg.models.share import WHOLE, Share
 
 # The packed fields of a layer; in a layer with experts the last two belong to the experts.
@@ -113,8 +112,7 @@ class DeviceFormat:
 def weights_nbytes(config: ModelConfig, format: DeviceFormat, share: Share = WHOLE) -> int:
     """Bytes of a rank's weights on a device."""
     nbytes = 0
-    layers = (rank_layer_parts(config, layer, share) for layer in range(config.num_layers))
-    for fields in (rank_outer_parts(config, share), *layers):
+    for fields in all_fields(config, share):
         packings = format.packings(fields)
         nbytes += sum(format.nbytes(its, packings.get(field)) for field, its in fields.items())
     return nbytes

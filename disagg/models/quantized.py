@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 from disagg.errors import ModelError
 from disagg.kernels.packed_sizes import MXFP4_GROUP, Kind, Packing
 from disagg.models.checkpoint import DTYPE_NBYTES, StoredTensor
-from disagg.models.config_fields import Fields
+from disagg.models.family import Fields
 
 Layout: TypeAlias = Literal["plain", "packed", "awq", "gptq", "mxfp4"]
 

@@ -27,12 +27,10 @@ from disagg.models.gguf_model import GgufStored
 from disagg.models.gguf_values import read_values
 from disagg.models.model_config import ModelConfig
 from disagg.models.packing import DeviceFormat, weights_nbytes
-from disagg.models.parts import Fields, Part, Range, layer_parts, outer_parts
+from disagg.models.parts import Fields, Part, Range, all_fields, check_weights
 from disagg.models.quantized import QuantizedStored
 from disagg.models.quantized_values import Quantized, quantized
-from disagg.models.rank_parts import rank_layer_parts, rank_outer_parts
 from disagg.models.share import WHOLE, Share
-from disagg.models.tensor_check import check_weights
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +110,7 @@ def load_weights(
     """
     check_weights(model)
     config = model.config
-    outer = rank_outer_parts(config, share)
-    layers = [rank_layer_parts(config, layer, share) for layer in range(config.num_layers)]
+    outer, *layers = all_fields(config, share)
     kept = model.tensors if keeps_packed is not None else None
     format = DeviceFormat(dtype.itemsize, keeps_packed or "gpu", kept)
     total_nbytes = weights_nbytes(config, format, share)
@@ -140,13 +137,11 @@ def random_weights(
         drawn.normal_(0.0, 0.02, generator=generator)
         return drawn if parts[0].is_exact else drawn.to(dtype)
 
-    tables = {field: draw(parts) for field, parts in outer_parts(config).items()}
+    outer, *layers = all_fields(config)
+    tables = {field: draw(parts) for field, parts in outer.items()}
     tables.setdefault("lm_head", tables["embedding"])
-    layers = []
-    for layer in range(config.num_layers):
-        fields = {field: draw(parts) for field, parts in layer_parts(config, layer).items()}
-        layers.append(_layer(fields))
-    return DecoderWeights(layers=tuple(layers), dtype=dtype, **tables)
+    drawn = [_layer({field: draw(its) for field, its in fields.items()}) for fields in layers]
+    return DecoderWeights(layers=drawn, dtype=dtype, **tables)
 
 
 def _in_order(stored: Tensor, part: Part) -> Tensor:

@@ -11,8 +11,7 @@ from torch import Tensor
 from disagg.kernels.kv_pages import KVPages, format_of, new_pages
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
-from disagg.models.latent_config import LatentConfig
-from disagg.models.model_config import ModelConfig
+from disagg.models.model_config import LatentConfig, ModelConfig
 from disagg.models.rope import RopeConfig
 
 # With all that the kernels know: windows, grouped heads, biases, norms of queries and keys.

@@ -20,7 +20,7 @@ from disagg.models.description import ModelDescription, describe_model
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.families import FAMILIES
 from disagg.models.packing import LAYER_FIELDS, DeviceFormat, weights_nbytes
-from disagg.models.rank_parts import rank_parts
+from disagg.models.parts import all_parts
 from disagg.models.share import Share, check_ranks, possible_ranks
 from disagg.models.weights import load_weights
 from tests.models.checkpoints import VARIANTS, write_checkpoint
@@ -102,7 +102,7 @@ def test_each_expert_is_read_by_one_rank_with_its_biases(variant: str, tmp_path:
     read: Counter[str] = Counter()
     for rank in range(2):
         share, own = _share(rank, 2), 0
-        for part in rank_parts(model.config, share):
+        for part in all_parts(model.config, share):
             num_values = torch.Size(part.shape).numel()
             own += num_values * 4
             if ".experts." in part.name and ".router." not in part.name:

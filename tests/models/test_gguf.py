@@ -22,9 +22,9 @@ from disagg.models.description import describe_model
 from disagg.models.gguf_file import BLOCKS
 from disagg.models.gguf_model import GgufStored
 from disagg.models.gguf_values import read_values
+from disagg.models.parts import check_weights
 from disagg.models.quantized_values import Quantized
 from disagg.models.rope import RopeConfig
-from disagg.models.tensor_check import check_weights
 from disagg.models.weights import load_weights
 from disagg.text.tokenizer import Tokenizer
 from tests.models.checkpoints import write_checkpoint

@@ -17,7 +17,7 @@ from disagg.errors import ModelError
 from disagg.models import gguf_model
 from disagg.models.description import describe_model
 from disagg.models.gguf_file import read_gguf
-from disagg.models.tensor_check import check_weights
+from disagg.models.parts import check_weights
 from tests.models.checkpoints import write_checkpoint
 from tests.models.gguf_files import write_gguf
 

@@ -15,11 +15,10 @@ import pytest
 
 from disagg.capacity.shapes import shape_of
 from disagg.errors import ModelError
-from disagg.models.description import ModelDescription, describe_model
+from disagg.models.description import TEXT_PARTS, ModelDescription, describe_model
 from disagg.models.families import FAMILIES
 from disagg.models.gguf_model import gguf_families
 from disagg.models.share import possible_ranks
-from disagg.models.text_part import TEXT_PARTS
 from tests.models import test_gguf, test_quantized_checkpoints
 from tests.models.checkpoints import VARIANTS
 from tests.models.popular import POPULAR

@@ -23,7 +23,7 @@ from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.model_config import ModelConfig
 from disagg.models.packing import DeviceFormat, weights_nbytes
-from disagg.models.rank_parts import rank_parts
+from disagg.models.parts import all_parts
 from disagg.models.share import Share, check_ranks
 from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
 from tests.models.gguf_files import write_gguf
@@ -134,7 +134,7 @@ def test_ranks_read_all_of_a_checkpoint_and_no_divided_tensor_twice(
     model = describe_model(tmp_path)
     read: dict[str, int] = {}
     for rank in range(2):
-        for part in rank_parts(model.config, Share(rank, 2)):
+        for part in all_parts(model.config, Share(rank, 2)):
             if part.box:
                 nbytes = math.prod(end - first for first, end in part.box)
                 read[part.name] = read.get(part.name, 0) + nbytes

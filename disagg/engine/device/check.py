@@ -22,9 +22,8 @@ from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.packed_sizes import INT4_GROUP
 from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
-from disagg.models.rank_parts import rank_layer_parts
+from disagg.models.parts import check_weights, layer_parts
 from disagg.models.share import WHOLE, Share, check_ranks
-from disagg.models.tensor_check import check_weights
 
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # long runs for copies; a tile of the attention kernel
@@ -149,7 +148,7 @@ def check_ranks_of(config: EngineConfig, model: ModelConfig) -> None:
 def _cut_columns(model: ModelConfig, share: Share) -> int:
     """The number of a rank's columns in a matrix whose int4 groups it would cut; 0: none is cut."""
     for layer in range(model.num_layers):
-        fields, whole = (rank_layer_parts(model, layer, each) for each in (share, WHOLE))
+        fields, whole = (layer_parts(model, layer, each) for each in (share, WHOLE))
         for field in ("output", "down", "shared_down"):
             for part in fields.get(field, ()):
                 num_columns = part.shape[1]

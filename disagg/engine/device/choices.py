@@ -13,8 +13,7 @@ from disagg.errors import StartupError
 from disagg.kernels.cpu.library import cpu_flags, find_step
 from disagg.kernels.cpu.pages import LANES
 from disagg.models.families import FAMILIES
-from disagg.models.model_config import ModelConfig
-from disagg.models.not_compiled import not_compiled
+from disagg.models.model_config import ModelConfig, not_compiled
 
 DeviceType: TypeAlias = Literal["cpu", "cuda"]
 

@@ -35,7 +35,7 @@ from disagg.kernels.gpu.packed_linear import MOST_SPLIT_ROWS, num_splits, tile_s
 from disagg.kernels.gpu.packed_tile import MAX_ROWS
 from disagg.kernels.kv_pages import FORMATS
 from disagg.messages import SamplingParams
-from disagg.models.qk_norm import mean_squares
+from disagg.models.layers import mean_squares
 from disagg.time_model import StepFeatures
 from tests.engine.device.test_sampler import new_sequence
 from tests.models.paging import SMALL
