@@ -102,7 +102,7 @@ def shown_tenant(tenant: str, tenant_class: Callable[[str], str]) -> str:
 
 def _of_inference(operation: str, answer_id: str, spec: RequestSpec) -> dict[str, telemetry.Value]:
     sampling = spec.sampling
-    attributes: dict[str, telemetry.Value] = {
+    attributes: dict[str, telemetry.Value | None] = {
         semconv.GEN_AI_OPERATION_NAME: operation,
         semconv.GEN_AI_PROVIDER_NAME: semconv.PROVIDER,
         semconv.GEN_AI_REQUEST_MODEL: spec.model.name,
@@ -111,20 +111,14 @@ def _of_inference(operation: str, answer_id: str, spec: RequestSpec) -> dict[str
         semconv.GEN_AI_REQUEST_TOP_P: sampling.top_p,
         semconv.GEN_AI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
         semconv.GEN_AI_REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
+        semconv.GEN_AI_REQUEST_MAX_TOKENS: spec.max_tokens,
+        semconv.GEN_AI_REQUEST_SEED: spec.seed,
+        semconv.GEN_AI_REQUEST_TOP_K: sampling.top_k or None,
+        semconv.GEN_AI_REQUEST_STOP_SEQUENCES: spec.stops or None,
+        semconv.GEN_AI_REQUEST_STREAM: spec.stream or None,
+        semconv.GEN_AI_REQUEST_CHOICE_COUNT: spec.num_choices if spec.num_choices > 1 else None,
     }
-    if spec.max_tokens is not None:
-        attributes[semconv.GEN_AI_REQUEST_MAX_TOKENS] = spec.max_tokens
-    if spec.seed is not None:
-        attributes[semconv.GEN_AI_REQUEST_SEED] = spec.seed
-    if sampling.top_k:
-        attributes[semconv.GEN_AI_REQUEST_TOP_K] = sampling.top_k
-    if spec.stops:
-        attributes[semconv.GEN_AI_REQUEST_STOP_SEQUENCES] = spec.stops
-    if spec.stream:
-        attributes[semconv.GEN_AI_REQUEST_STREAM] = True
-    if spec.num_choices != 1:
-        attributes[semconv.GEN_AI_REQUEST_CHOICE_COUNT] = spec.num_choices
-    return attributes
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _of_answer(run: RunningJob) -> dict[str, telemetry.Value]:

@@ -285,12 +285,12 @@ class OpenAIFrames(Frames):
         if piece.scored or piece.token_ids:
             logprobs = self._logprobs(piece) if piece.scored else b"null"
             ids = b',"token_ids":' + _to_json(piece.token_ids) if piece.token_ids else b""
-            events = self._event(piece.index, self._gain(piece), logprobs, b"null", ids)
+            events = self._event(piece.index, self._gain(piece), logprobs, more=ids)
         elif piece.text or piece.reasoning or piece.calls:
             events = self._heads[piece.index] + self._gain(piece) + self._plain_end
         if piece.finish_reason is not None:
-            reason = _to_json(piece.finish_reason)
-            events += self._event(piece.index, self._text(""), b"null", reason)
+            nothing = self._gain(ChoiceDelta(piece.index))
+            events += self._event(piece.index, nothing, reason=_to_json(piece.finish_reason))
         return events
 
     def closing(self) -> bytes:
@@ -326,10 +326,6 @@ class OpenAIFrames(Frames):
         return error_frame(error)
 
     @abstractmethod
-    def _text(self, text: str) -> bytes:
-        """The JSON value of the key `gain` for new text."""
-
-    @abstractmethod
     def _logprobs(self, piece: ChoiceDelta) -> bytes:
         """Log-probabilities of the piece's tokens."""
 
@@ -337,8 +333,8 @@ class OpenAIFrames(Frames):
         self,
         index: int,
         gain: bytes,
-        logprobs: bytes,
-        reason: bytes,
+        logprobs: bytes = b"null",
+        reason: bytes = b"null",
         more: bytes = b"",
         beside: bytes = b"",
     ) -> bytes:
@@ -348,20 +344,9 @@ class OpenAIFrames(Frames):
             more: further fields of the choice.
             beside: further fields of the event.
         """
-        return b"".join(
-            (
-                self._heads[index],
-                gain,
-                b',"logprobs":',
-                logprobs,
-                b',"finish_reason":',
-                reason,
-                more,
-                b"}]",
-                beside,
-                self._tail,
-            )
-        )
+        choice = b'%b%b,"logprobs":%b,"finish_reason":%b%b}]'
+        begun = choice % (self._heads[index], gain, logprobs, reason, more)
+        return begun + beside + self._tail
 
 
 class ChatFrames(OpenAIFrames):
@@ -370,19 +355,14 @@ class ChatFrames(OpenAIFrames):
 
     def opening(self) -> bytes:
         delta = b'{"role":"assistant","content":""}'
-        ids = self._prompt_token_ids(0)
-        events = [self._event(0, delta, b"null", b"null", beside=ids)]
-        events += [
-            self._event(i, delta, b"null", b"null") for i in range(1, len(self._run.requests))
-        ]
-        return b"".join(events)
+        first = self._event(0, delta, beside=self._prompt_token_ids(0))
+        others = (self._event(index, delta) for index in range(1, len(self._run.requests)))
+        return first + b"".join(others)
 
     def _gain(self, piece: ChoiceDelta) -> bytes:
-        """The delta for `piece`. Most pieces have only one of reasoning, text and calls."""
+        """The delta for `piece`. Most pieces have only text."""
         if not (piece.reasoning or piece.calls):
             return b'{"content":' + _to_json(piece.text) + b"}"
-        if not (piece.reasoning or piece.text):
-            return b"{" + _call_deltas(piece.calls) + b"}"
         parts = []
         if piece.reasoning:
             reasoning = _to_json(piece.reasoning)
@@ -390,11 +370,8 @@ class ChatFrames(OpenAIFrames):
         if piece.text:
             parts.append(b'"content":' + _to_json(piece.text))
         if piece.calls:
-            parts.append(_call_deltas(piece.calls))
+            parts.append(b'"tool_calls":[%b]' % b",".join(map(_call_delta, piece.calls)))
         return b"{%b}" % b",".join(parts)
-
-    def _text(self, text: str) -> bytes:
-        return b'{"content":' + _to_json(text) + b"}"
 
     def _logprobs(self, piece: ChoiceDelta) -> bytes:
         return _to_json(chat_logprobs(piece.scored, self._tokenizer))
@@ -407,33 +384,21 @@ class CompletionFrames(OpenAIFrames):
     def opening(self) -> bytes:
         if not (self._run.echoes or self._run.spec.return_token_ids):
             return b""
-        indices = range(len(self._run.requests))
-        events = (
+        return b"".join(
             self._event(
                 index,
-                self._text(echo_of(self._run, index)),
-                b"null",
-                b"null",
-                self._prompt_token_ids(index),
+                _to_json(echo_of(self._run, index)),
+                more=self._prompt_token_ids(index),
             )
-            for index in indices
+            for index in range(len(self._run.requests))
         )
-        return b"".join(events)
 
     def _gain(self, piece: ChoiceDelta) -> bytes:
         return _to_json(piece.text)
 
-    def _text(self, text: str) -> bytes:
-        return _to_json(text)
-
     def _logprobs(self, piece: ChoiceDelta) -> bytes:
         start = len(echo_of(self._run, piece.index))
         return _to_json(completion_logprobs(piece.scored, self._tokenizer, start))
-
-
-def _call_deltas(calls: Sequence[CallDelta]) -> bytes:
-    deltas = _call_delta(calls[0]) if len(calls) == 1 else b",".join(map(_call_delta, calls))
-    return b'"tool_calls":[' + deltas + b"]"
 
 
 def _call_delta(call: CallDelta) -> bytes:
