@@ -119,6 +119,24 @@ def test_files_that_are_named_exist(document: Path) -> None:
     assert not missing, missing
 
 
+NAMED_IN = re.compile(r"`([A-Za-z_][\w.]*)` (?:of|in) `([\w/]+\.py)`")
+
+
+@pytest.mark.parametrize("document", OF_TODAY, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_that_are_said_to_be_in_a_file_are_there(document: Path) -> None:
+    """`Class.method` in `file.py`: the page of who changes the code is made of these."""
+    missing = []
+    for name, file in NAMED_IN.findall(re.sub(r"\s+", " ", document.read_text())):
+        paths = [place / file for place in (ROOT, ROOT / "disagg") if (place / file).is_file()]
+        source = paths[0].read_text() if paths else ""
+        missing += [
+            f"{name} in {file}"
+            for part in name.split(".")
+            if not re.search(rf"(?:def|class) {part}\b|^\s*{part}\b(?:: | =)", source, re.M)
+        ]
+    assert not missing, missing
+
+
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
