@@ -20,8 +20,7 @@ from disagg.api.refusals import invalid_value, too_long
 from disagg.api.request_spec import Conversation, JsonText, Prompt, Text
 from disagg.api.served_model import ServedModel
 from disagg.errors import InvalidRequest
-from disagg.text.chat_template import RENDER_LIMIT_S, CallShape
-from disagg.text.template_sandbox import TemplateTooSlow
+from disagg.text.chat_template import RENDER_LIMIT_S, CallShape, TemplateTooSlow
 
 INLINE_NUM_CHARS = 8192  # longer prompts go to a thread
 INLINE_S = 0.02  # a template that takes longer is rendered again in a thread

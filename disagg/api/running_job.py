@@ -20,9 +20,8 @@ from disagg.errors import DisaggError, EngineFailed
 from disagg.messages import FinishReason, GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs
 from disagg.router.cascade import CascadeDecision
 from disagg.text.answer_delta import AnswerDelta, CallDelta
-from disagg.text.answer_reader import AnswerReader
+from disagg.text.answer_reader import AnswerReader, prompt_tail
 from disagg.text.detokenizer import Detokenizer
-from disagg.text.reasoning import prompt_tail
 from disagg.token_fast_path import Taken, TokenCallback
 
 Generate: TypeAlias = Callable[[GenerateRequest, TokenCallback], AsyncGenerator[TokenDelta, None]]

@@ -16,9 +16,9 @@ from pathlib import Path
 from disagg.config import AUTO
 from disagg.errors import ModelError
 from disagg.models.description import GenerationDefaults, ModelDescription
+from disagg.text.answer_reader import NAMES as REASONING_PARSERS
+from disagg.text.answer_reader import ReasoningFormat, reasoning_format_of
 from disagg.text.chat_template import ChatTemplate
-from disagg.text.reasoning import NAMES as REASONING_PARSERS
-from disagg.text.reasoning import ReasoningFormat, reasoning_format_of
 from disagg.text.tokenizer import Tokenizer
 from disagg.text.tool_parsers.registry import NAMES as TOOL_CALL_PARSERS
 from disagg.text.tool_parsers.registry import ToolFormat, tool_format_of

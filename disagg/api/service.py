@@ -32,7 +32,7 @@ from disagg.api.served_model import ServedModel
 from disagg.blocks import hash_blocks, hash_root
 from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from disagg.messages import GenerateRequest, Grammar, SamplingParams, Thinking
-from disagg.text.reasoning import ReasoningFormat, prompt_tail
+from disagg.text.answer_reader import ReasoningFormat, prompt_tail
 from disagg.text.tool_parsers.harmony import ANALYSIS, FINAL_THEN
 
 TOKEN_NBYTES = 4  # assumed size of a token id, to decide whether work on many of them blocks

@@ -13,7 +13,7 @@ import msgspec
 from disagg.cli.engine_arguments import add_engine_arguments, add_setting
 from disagg.config import HttpConfig, ServeConfig, TierConfig
 from disagg.settings import settings_of
-from disagg.text.reasoning import NAMES as REASONING_PARSERS
+from disagg.text.answer_reader import NAMES as REASONING_PARSERS
 from disagg.text.tool_parsers.registry import NAMES as TOOL_CALL_PARSERS
 
 DEFAULT_MODEL = "demo-large"

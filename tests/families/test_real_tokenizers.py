@@ -17,10 +17,9 @@ from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel
 from disagg.api.service import thinking_of
 from disagg.messages import Grammar, SamplingParams
-from disagg.text.answer_reader import AnswerReader, AnswerSyntax
+from disagg.text.answer_reader import AnswerReader, AnswerSyntax, prompt_tail
 from disagg.text.chat_template import CallShape, ChatTemplate
 from disagg.text.detokenizer import Detokenizer
-from disagg.text.reasoning import prompt_tail
 from disagg.text.tokenizer import Tokenizer
 from tests.text.answers import TOOLS, Found
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from disagg.text.answer_delta import Tools
-from disagg.text.answer_reader import AnswerReader, AnswerSyntax
-from disagg.text.reasoning import reasoning_format_of
+from disagg.text.answer_reader import AnswerReader, AnswerSyntax, reasoning_format_of
 from disagg.text.tool_parsers.registry import tool_format_of
 
 TOOLS: Tools = {

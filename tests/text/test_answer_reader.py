@@ -7,8 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.text.answer_delta import AnswerDelta, CallDelta
-from disagg.text.answer_reader import AnswerReader, AnswerSyntax, read_arguments_of
-from disagg.text.reasoning import reasoning_format_of
+from disagg.text.answer_reader import (
+    AnswerReader,
+    AnswerSyntax,
+    read_arguments_of,
+    reasoning_format_of,
+)
 from disagg.text.tool_parsers.registry import NAMES
 from tests.text.answers import Found, cut, read, syntax_of
 

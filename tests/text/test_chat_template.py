@@ -9,8 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from disagg.errors import InvalidRequest
-from disagg.text.chat_template import CallShape, ChatTemplate
-from disagg.text.template_sandbox import TemplateTooSlow
+from disagg.text.chat_template import CallShape, ChatTemplate, TemplateTooSlow
 from tests.api.fakes import CHATML, byte_level_core
 
 LLAMA = """{{- bos_token }}

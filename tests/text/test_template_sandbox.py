@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from disagg.errors import InvalidRequest
-from disagg.text.chat_template import ChatTemplate
-from disagg.text.template_sandbox import MAX_NUM_CHARS, TemplateTooSlow
+from disagg.text.chat_template import MAX_NUM_CHARS, ChatTemplate, TemplateTooSlow
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "a\tb\nc" * 20}]
 
