@@ -10,13 +10,16 @@ import pytest
 from disagg.engine.sched.sequence import Sequence
 from disagg.store.cold_tier import Block, ColdTier
 from disagg.store.host_tier import HostTier
-from disagg.worker.kv_import import KVImport
 from disagg.worker.tiers import KVOffload
 from tests.engine.fake_runner import expected_tokens
-from tests.engine.workload import new_sequence
-from tests.worker.evicting import BLOCK_SIZE, PROMPT, SLOW_S, Rig
+from tests.worker.evicting import (
+    PROMPT,
+    SLOW_S,
+    Rig,
+    check_an_evicted_prefix_is_loaded_and_not_computed,
+    is_answered,
+)
 from tests.worker.fates import SteppedCopier
-from tests.worker.test_kv_import import FakeTransport
 
 
 class NextTier(ColdTier):
@@ -45,13 +48,7 @@ class ImportRig(Rig):
         generations = self.engine.pool.generations
         self.tier = HostTier(copier, num_slots, self.kv.block_nbytes, generations)
         self.passed: list[Sequence] = []
-        self.kv_import = KVImport(
-            self.engine,
-            FakeTransport(),
-            lambda source_id, num_blocks: 0.0,
-            [self.tier],
-            lambda: lambda num_new, num_before: token_s * num_new,
-        )
+        self.import_from(self.tier, token_s)
         self.next_tier = NextTier()
         self.offload = KVOffload(self.engine, self.tier, self.next_tier, self.kv.read_blocks)
         self._submit = self.engine.submit
@@ -60,12 +57,6 @@ class ImportRig(Rig):
     def submit(self, sequence: Sequence) -> None:
         self.passed.append(sequence)
         self._submit(sequence)
-
-    def admit(self, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 5) -> Sequence:
-        sequence = new_sequence(prompt, BLOCK_SIZE, max_tokens, stop_ids=frozenset())
-        self.kv_import.admit(sequence, None, self.now)
-        self.check()
-        return sequence
 
     def step(self) -> None:
         self.kv_import.advance(self.now)
@@ -79,10 +70,10 @@ class ImportRig(Rig):
 
     def check(self) -> None:
         self.tier.check()
-        self.engine.check(self.kv_import.holders())
+        super().check()
 
 
-def warm(rig: ImportRig) -> None:
+def warm(rig: ImportRig) -> ImportRig:
     """Let the prompt be computed, copied to the host, and evicted."""
     rig.admit()
     rig.run()
@@ -90,23 +81,15 @@ def warm(rig: ImportRig) -> None:
     assert len(rig.tier.hashes()) == 5, "four of the prompt, one of the answer"
     assert not rig.next_tier.offered, "all of it is in host memory"
     rig.forget_num_computed()
+    return rig
 
 
 def test_an_evicted_prefix_is_loaded_and_not_computed() -> None:
-    rig = ImportRig()
-    warm(rig)
-    sequence = rig.admit()
-    assert rig.kv_import.num_arriving == 1 and not rig.engine.has_work
-    rig.run()
-    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
-    assert sequence.num_cached_tokens == 16
-    assert rig.num_computed == len(PROMPT) - 16 + 4
-    assert rig.engine.pool.num_free == rig.engine.pool.num_blocks
+    check_an_evicted_prefix_is_loaded_and_not_computed(warm(ImportRig()))
 
 
 def test_others_step_while_blocks_are_on_their_way() -> None:
-    rig = ImportRig(num_blocks=24)
-    warm(rig)
+    rig = warm(ImportRig(num_blocks=24))
     other = rig.admit(tuple(range(50, 60)), max_tokens=20)
     rig.step()
     rig.fates.calm = False
@@ -117,36 +100,33 @@ def test_others_step_while_blocks_are_on_their_way() -> None:
     assert rig.kv_import.num_arriving == 1 and rig.num_computed < 20
     rig.fates.calm = True
     rig.run()
-    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert is_answered(sequence)
     assert sequence.num_cached_tokens == 16
 
 
 def test_only_what_is_not_here_is_loaded() -> None:
-    rig = ImportRig()
-    warm(rig)
+    rig = warm(ImportRig())
     rig.admit(PROMPT[:9], max_tokens=1)  # brings two blocks back
     rig.run()
     assert rig.tier.counts().num_loaded == 2
     sequence = rig.admit()
     rig.run()
     assert rig.tier.counts().num_loaded == 4 and sequence.num_cached_tokens == 16
-    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert is_answered(sequence)
 
 
 def test_two_that_want_the_same_load_it_once() -> None:
-    rig = ImportRig(num_blocks=24)
-    warm(rig)
+    rig = warm(ImportRig(num_blocks=24))
     both = [rig.admit(), rig.admit()]
     rig.run()
     for sequence in both:
-        assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+        assert is_answered(sequence)
         assert sequence.num_cached_tokens == 16
     assert rig.tier.counts().num_loaded == 4
 
 
 def test_blocks_that_somebody_waits_for_are_evicted_last() -> None:
-    rig = ImportRig(num_slots=6)
-    warm(rig)
+    rig = warm(ImportRig(num_slots=6))
     rig.tier.save([(0, b"newer than the prompt's")])
     rig.tier.poll()
     sequence = rig.admit()
@@ -156,8 +136,7 @@ def test_blocks_that_somebody_waits_for_are_evicted_last() -> None:
 
 
 def test_host_memory_is_left_alone_where_computing_is_quicker() -> None:
-    rig = ImportRig(token_s=1e-9)
-    warm(rig)
+    rig = warm(ImportRig(token_s=1e-9))
     rig.admit()
     assert rig.engine.has_work and not rig.kv_import.num_arriving
     rig.run()
@@ -165,8 +144,7 @@ def test_host_memory_is_left_alone_where_computing_is_quicker() -> None:
 
 
 def test_a_copy_that_does_not_end_costs_no_more_than_computing() -> None:
-    rig = ImportRig()
-    warm(rig)
+    rig = warm(ImportRig())
     rig.fates.calm = False
     sequence = rig.admit()
     rig.kv_import.advance(rig.now)
@@ -178,7 +156,7 @@ def test_a_copy_that_does_not_end_costs_no_more_than_computing() -> None:
     assert rig.engine.has_work and not rig.kv_import.num_arriving
     while rig.engine.has_work:
         rig.step()
-    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert is_answered(sequence)
     assert sequence.num_cached_tokens == 0
     assert rig.engine.pool.num_free < rig.engine.pool.num_blocks, "the copier may write them"
     rig.fates.calm = True
@@ -187,8 +165,7 @@ def test_a_copy_that_does_not_end_costs_no_more_than_computing() -> None:
 
 
 def test_a_cancelled_load_gives_its_blocks_back_when_it_ends() -> None:
-    rig = ImportRig()
-    warm(rig)
+    rig = warm(ImportRig())
     rig.fates.calm = False
     sequence = rig.admit()
     assert rig.kv_import.cancel(sequence.request_id)
@@ -205,8 +182,7 @@ def test_a_cancelled_load_gives_its_blocks_back_when_it_ends() -> None:
 
 
 def test_who_finds_no_room_waits_for_who_runs() -> None:
-    rig = ImportRig(num_blocks=8)
-    warm(rig)
+    rig = warm(ImportRig(num_blocks=8))
     other = rig.admit(tuple(range(50, 70)), max_tokens=6)
     rig.step()
     sequence = rig.admit()
@@ -214,14 +190,13 @@ def test_who_finds_no_room_waits_for_who_runs() -> None:
     assert rig.kv_import.num_arriving == 1 and len(rig.passed) == 2
     rig.run()
     assert other.tokens[20:] == expected_tokens(tuple(range(50, 70)), 6)
-    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert is_answered(sequence)
     assert sequence.num_cached_tokens == 16
 
 
 @pytest.mark.parametrize("change", ["gone from host memory", "no room, and nobody runs"])
 def test_what_changed_meanwhile_means_the_next_door(change: str) -> None:
-    rig = ImportRig(num_slots=5)
-    warm(rig)
+    rig = warm(ImportRig(num_slots=5))
     sequence = rig.admit()
     if change == "gone from host memory":
         rig.tier.save([(i, bytes([i])) for i in range(5)])
@@ -232,7 +207,7 @@ def test_what_changed_meanwhile_means_the_next_door(change: str) -> None:
     assert rig.passed[-1] is sequence and not rig.kv_import.num_arriving
     rig.engine.pool.release(taken)
     rig.run()
-    assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 5)
+    assert is_answered(sequence)
 
 
 def test_what_could_not_be_copied_in_time_is_for_the_next_tier() -> None:
@@ -250,8 +225,7 @@ def test_what_could_not_be_copied_in_time_is_for_the_next_tier() -> None:
 
 def test_a_drain_takes_all_that_wait() -> None:
     """One whose blocks are on their way, and one that waits for the same blocks."""
-    rig = ImportRig()
-    warm(rig)
+    rig = warm(ImportRig())
     rig.fates.calm = False
     both = {rig.admit(), rig.admit()}
     rig.kv_import.advance(rig.now)
