@@ -205,6 +205,11 @@ class Incoming:
             self._read(self._at + len(mark))
         return is_next
 
+    def skip_spaced(self, mark: str) -> Reading[bool]:
+        """Read white space, and then `mark` if it comes next; returns whether it did."""
+        yield from self.spaces()
+        return (yield from self.skip(mark))
+
     def skip_one(self, marks: Iterable[str]) -> Reading[str]:
         """Read the first of `marks` that comes next; returns it, "" if none does."""
         for mark in marks:

@@ -25,8 +25,7 @@ def read_llama3_json(text: Incoming, sink: Sink) -> Reading[None]:
     An answer that begins with the JSON of a call has calls; any other is text.
     """
     text.record()
-    yield from text.spaces()
-    yield from text.skip(_PYTHON_TAG)
+    yield from text.skip_spaced(_PYTHON_TAG)
     is_whole = yield from _read_json_calls(text, sink)
     yield from read_text(text, sink, "" if is_whole else text.recorded())
 
@@ -59,8 +58,7 @@ def _mistral(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
         return (yield from _read_json_calls(text, sink))
     name = yield from text.word(_NAME)
     call_id = ""
-    yield from text.spaces()
-    if (yield from text.skip("[CALL_ID]")):
+    if (yield from text.skip_spaced("[CALL_ID]")):
         yield from text.spaces()
         call_id = yield from text.word(_NAME)
         yield from text.spaces()
@@ -82,8 +80,7 @@ def _functionary(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
     if (yield from text.spaces()) != "{" or not sink.begin_call(name):
         return False
     yield from _read_object(text, sink)
-    yield from text.spaces()
-    yield from text.skip("</function>")
+    yield from text.skip_spaced("</function>")
     return True
 
 
@@ -103,14 +100,12 @@ def _deepseek(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
     name = yield from _read_head(text, mark, DEEPSEEK)
     if name and (yield from text.spaces()) != "{":
         name = (yield from text.word(_LINE)).strip()
-        yield from text.spaces()
-        yield from text.skip("```json")
+        yield from text.skip_spaced("```json")
         yield from text.spaces()
     if not sink.begin_call(name):
         return False
     yield from _read_object(text, sink)
-    yield from text.spaces()
-    yield from text.skip("```")
+    yield from text.skip_spaced("```")
     yield from _read_tail(text, DEEPSEEK)
     return True
 
@@ -140,16 +135,14 @@ def _read_head(text: Incoming, mark: str, marks: tuple[str, ...]) -> Reading[str
             return ""
         yield from text.spaces()
     head = (yield from text.word(_LINE)).strip()
-    yield from text.spaces()
-    return head if (yield from text.skip(separator)) else ""
+    return head if (yield from text.skip_spaced(separator)) else ""
 
 
 def _read_tail(text: Incoming, marks: tuple[str, ...]) -> Reading[None]:
     """Read the marks at the end, which models may forget."""
     _, section_end, _, call_end, _ = marks
     for mark in (call_end, section_end):
-        yield from text.spaces()
-        yield from text.skip(mark)
+        yield from text.skip_spaced(mark)
 
 
 read_deepseek = Marked((DEEPSEEK[0], DEEPSEEK[2]), _deepseek)

@@ -19,20 +19,17 @@ _BEGIN, _END = "<|python_start|>", "<|python_end|>"  # marks of Llama 4
 def read_pythonic(text: Incoming, sink: Sink) -> Reading[None]:
     """Read calls. An answer that does not begin with a list of calls is text."""
     text.record()
-    yield from text.spaces()
-    yield from text.skip(_BEGIN)
+    yield from text.skip_spaced(_BEGIN)
     is_whole = yield from _read_list(text, sink)
     if is_whole:
-        yield from text.spaces()
-        yield from text.skip(_END)
+        yield from text.skip_spaced(_END)
     yield from read_text(text, sink, "" if is_whole else text.recorded())
 
 
 def _lfm2(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
     is_whole = yield from _read_list(text, sink)
     if is_whole:
-        yield from text.spaces()
-        yield from text.skip("<|tool_call_end|>")
+        yield from text.skip_spaced("<|tool_call_end|>")
     return is_whole
 
 
@@ -41,14 +38,12 @@ read_lfm2 = Marked(("<|tool_call_start|>",), _lfm2)
 
 def _read_list(text: Incoming, sink: Sink) -> Reading[bool]:
     """Read a list of calls; returns whether it was one, to its end."""
-    yield from text.spaces()
-    is_whole = has_more = yield from text.skip("[")
+    is_whole = has_more = yield from text.skip_spaced("[")
     while has_more:
         is_whole = yield from _read_call(text, sink)
         if is_whole:
             text.record()
-            yield from text.spaces()
-            has_more = yield from text.skip(",")
+            has_more = yield from text.skip_spaced(",")
         else:
             has_more = False
     if is_whole:
@@ -100,15 +95,13 @@ def read_braces(begin: str, end: str, quote: str) -> Marked:
     """Reads calls as Gemma writes them: `call:NAME{KEY:VALUE,...}` between `begin` and `end`."""
 
     def read_call(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
-        yield from text.spaces()
-        yield from text.skip("call:")
+        yield from text.skip_spaced("call:")
         name = yield from text.word(_NAME)
         if (yield from text.spaces()) != "{" or not sink.begin_call(name):
             return False
         if (yield from _read_braces(text, sink.arguments, quote)):
             sink.end_call()
-            yield from text.spaces()
-            yield from text.skip(end)
+            yield from text.skip_spaced(end)
         return True
 
     return Marked((begin,), read_call)

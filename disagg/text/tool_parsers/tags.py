@@ -198,10 +198,8 @@ class Tags:
         )  # fmt: skip
 
     def read_call(self, text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
-        if mark == self.section:
-            yield from text.spaces()
-            if not (yield from text.skip(self.call)):
-                return False
+        if mark == self.section and not (yield from text.skip_spaced(self.call)):
+            return False
         name = yield from self._read_name(text, self.name_end)
         if (yield from text.spaces()) != "<" or not sink.begin_call(name):
             return False
@@ -210,8 +208,7 @@ class Tags:
         while mark == self.key:
             key = yield from self._read_name(text, self.key_end)
             if self.value:
-                yield from text.spaces()
-                yield from text.skip(self.value)
+                yield from text.skip_spaced(self.value)
             key, _, is_text = key.partition(_IS_TEXT)
             arguments.begin(key, is_text=is_text == "true" if is_text else None)
             mark = yield from self._read_value(text, arguments)
@@ -223,17 +220,14 @@ class Tags:
         if mark or (yield from text.next()):
             sink.end_call()
         if self.section and mark != self.section_end:
-            yield from text.spaces()
-            yield from text.skip(self.section_end)
+            yield from text.skip_spaced(self.section_end)
         return True
 
     def _read_name(self, text: Incoming, end: str) -> Reading[str]:
         """Read a name, which may be in quotation marks, and the end of its tag."""
         yield from text.spaces()
         name = (yield from text.word(self.name)).strip().strip("\"'")
-        if end:
-            yield from text.spaces()
-        return name if not end or (yield from text.skip(end)) else ""
+        return name if not end or (yield from text.skip_spaced(end)) else ""
 
     def _read_key(self, text: Incoming) -> Reading[str]:
         return (yield from self._read_name(text, self.key_end)).partition(_IS_TEXT)[0]
