@@ -71,6 +71,21 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not broken, broken
 
 
+def test_pages_that_sources_name_exist() -> None:
+    rooms = ("bench", "csrc", "deploy", "disagg", "tests", "training")
+    sources = [path for room in rooms for path in (ROOT / room).rglob("*") if path.is_file()]
+    missing = []
+    for path in sources:
+        if path.suffix not in {".cpp", ".h", ".md", ".py", ".sh", ".yaml", ".yml"}:
+            continue
+        named = re.findall(r"(?<!/)\b(docs/[\w/-]+\.md)(?:#([\w-]+))?", path.read_text())
+        for page, anchor in named:
+            target = ROOT / page
+            if not target.exists() or (anchor and anchor not in _anchors(target)):
+                missing.append(f"{page}#{anchor} in {path.relative_to(ROOT)}")
+    assert not missing, missing
+
+
 def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
