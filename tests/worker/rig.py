@@ -159,6 +159,10 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig() -> AsyncIterator[Rig]:
+async def rig(*roles: Role) -> AsyncIterator[Rig]:
+    """With a worker of each role."""
     async with AsyncExitStack() as stack:
-        yield Rig(stack)
+        r = Rig(stack)
+        for role in roles:
+            await r.start(role)
+        yield r

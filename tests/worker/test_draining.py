@@ -34,8 +34,7 @@ async def follow(
 
 @pytest.mark.usefixtures("in_a_hurry")
 async def test_the_kv_of_a_running_sequence_moves() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         await r.start("decode", worker_id="other")
         r.runners["decode"].gate.clear()
         request = make_request(max_tokens=150)
@@ -138,8 +137,7 @@ async def test_a_ticket_that_was_not_used_can_be_used_elsewhere() -> None:
 
 @pytest.mark.usefixtures("in_a_hurry")
 async def test_a_client_that_is_gone_keeps_no_draining_worker() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         r.runners["decode"].gate.clear()
         stream = r.links["decode"].stream(make_request(max_tokens=200), timeout_s=60)
         async with aclosing(stream):

@@ -22,8 +22,7 @@ async def all_of(r: Rig, num: int) -> list[asyncio.Task[list[TokenDelta]]]:
 
 
 async def test_what_does_not_fit_is_refused_retryably_and_harms_nobody() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         r.workers["decode"]._core._max_requests_nbytes = 2 * TOKEN_NBYTES * len(PROMPT)
         runner = r.runners["decode"]
         runner.gate.clear()
@@ -43,8 +42,7 @@ async def test_what_does_not_fit_is_refused_retryably_and_harms_nobody() -> None
 
 
 async def test_routers_hear_how_much_waits() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         r.runners["decode"].num_runs_left = 1
         tasks = await all_of(r, 3)
         await until(lambda: reported_nbytes(r) == 3 * TOKEN_NBYTES * len(PROMPT))
@@ -55,8 +53,7 @@ async def test_routers_hear_how_much_waits() -> None:
 
 
 async def test_one_request_alone_is_never_too_much() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         r.workers["decode"]._core._max_requests_nbytes = 1
         assert tokens(await r.all("decode", make_request())) == answer_to(make_request())
 

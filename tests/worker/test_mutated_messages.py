@@ -173,8 +173,7 @@ async def test_a_worker_hangs_up_on_nonsense_and_goes_on_with_others() -> None:
 @pytest.mark.usefixtures("short_holds")
 async def test_a_stream_id_is_used_once() -> None:
     """Sequences and tickets are named after it."""
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         async with RawIngress(cast(Any, r.workers["decode"])) as ingress:
             await ingress.greet(KEY.encode())
             start = Start(7, make_request(max_tokens=3), hand_over=True)

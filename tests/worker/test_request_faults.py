@@ -45,8 +45,7 @@ async def test_a_request_that_breaks_on_entering_the_engine(
             raise RuntimeError("planted")
 
     monkeypatch.setattr(Engine, "submit", breaks)
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         unlucky = asyncio.create_task(r.all("decode", make_request(prompt=UNLUCKY)))
         await others_go_on(r, unlucky)
 
@@ -66,8 +65,7 @@ def break_once(monkeypatch: pytest.MonkeyPatch, *, is_early: bool) -> None:
 
 async def test_an_early_ticket_that_cannot_be_issued(monkeypatch: pytest.MonkeyPatch) -> None:
     break_once(monkeypatch, is_early=True)
-    async with rig() as r:
-        await r.start("prefill")
+    async with rig("prefill") as r:
         (delta,) = await r.all("prefill", make_request(), hand_over=True)
         assert delta.ticket is not None
         r.links["prefill"].send(Release(delta.ticket.ticket_id))
@@ -76,8 +74,7 @@ async def test_an_early_ticket_that_cannot_be_issued(monkeypatch: pytest.MonkeyP
 
 async def test_blocks_that_get_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
     break_once(monkeypatch, is_early=False)
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         request = make_request(prompt=UNLUCKY)
         await others_go_on(r, asyncio.create_task(r.all("decode", request, hand_over=True)))
         *_, first = await r.all("decode", make_request(), hand_over=True)
@@ -108,8 +105,7 @@ async def test_a_token_that_cannot_be_told(
 
     monkeypatch.setattr(Phases, "__init__", begins)
     monkeypatch.setattr(Phases, "gained", breaks)
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         request = make_request(prompt=UNLUCKY)
         asked = r.all("decode", request, hand_over=hand_over)
         await others_go_on(r, asyncio.create_task(asked))
@@ -124,9 +120,7 @@ async def test_a_pull_that_came_and_cannot_enter(monkeypatch: pytest.MonkeyPatch
         join(self, sequence)
 
     monkeypatch.setattr(Engine, "join", breaks)
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         moved, first = await prefilled(r, make_request(prompt=UNLUCKY))
         unlucky = asyncio.create_task(r.all("decode", moved, ticket=first.ticket))
         await others_go_on(r, unlucky)
@@ -137,9 +131,7 @@ async def test_a_ticket_that_breaks_the_door(monkeypatch: pytest.MonkeyPatch) ->
     def breaks(self: KVImport, ticket: object, sequence: Sequence, traceparent: str) -> None:
         raise RuntimeError("planted")
 
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         moved, first = await prefilled(r, make_request(prompt=UNLUCKY))
         monkeypatch.setattr(KVImport, "_source_of", breaks)
         unlucky = asyncio.create_task(r.all("decode", moved, ticket=first.ticket))
@@ -152,9 +144,7 @@ async def test_a_ticket_that_breaks_the_door(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_pull_that_cannot_even_begin_is_computed_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         request = make_request()
         moved, first = await prefilled(r, request)
 

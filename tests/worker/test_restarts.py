@@ -17,9 +17,7 @@ async def restart(r: Rig, worker_id: str, epoch: int) -> None:
 
 
 async def test_tickets_of_the_old_epoch_are_refused_and_their_prompts_computed() -> None:
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         moved, first = await prefilled(r, make_request())
         await restart(r, "prefill", epoch=2)
         same, again = await prefilled(r, make_request(prompt=tuple(range(40, 61))))

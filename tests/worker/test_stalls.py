@@ -34,8 +34,7 @@ def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_looks")
 async def test_the_streams_of_an_engine_that_hangs_end_and_it_comes_back() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         runner, observer = r.runners["decode"], r.observer
         runner.num_runs_left = 4
         request = make_request(max_tokens=100)
@@ -65,8 +64,7 @@ async def test_an_engine_in_a_long_step_keeps_its_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(liveness, "STEP_FACTOR", 1e6)
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         r.runners["decode"].gate.clear()
         task = asyncio.create_task(r.all("decode", make_request()))
         looks = r.workers["decode"]._liveness
@@ -78,8 +76,7 @@ async def test_an_engine_in_a_long_step_keeps_its_streams(
 
 
 async def test_a_broken_engine_is_not_routed_to() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         r.runners["decode"].breaks = True
         (last,) = await r.all("decode", make_request())
         assert last.error is not None and last.error.code == "engine_failed"

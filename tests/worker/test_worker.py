@@ -49,9 +49,7 @@ async def prefilled(rig: Rig, request: GenerateRequest) -> tuple[GenerateRequest
 
 
 async def test_a_request_goes_over_both_workers() -> None:
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         request = make_request()
         moved, first = await prefilled(r, request)
         assert first.ticket is not None and first.ticket.num_tokens == len(PROMPT)
@@ -65,9 +63,7 @@ async def test_a_request_goes_over_both_workers() -> None:
 
 async def test_what_is_known_of_a_worker_goes_with_it() -> None:
     """Workers come and go for weeks; what pulls from them took is in every frame."""
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         moved, first = await prefilled(r, make_request())
         await r.all("decode", moved, ticket=first.ticket)
         transfers = [each.source_id for each in r.workers["decode"]._core.status().transfers]
@@ -102,9 +98,7 @@ async def prefilled_in_two(r: Rig, request: GenerateRequest) -> tuple[KVTicket, 
 
 async def test_what_is_ready_moves_while_the_rest_is_computed() -> None:
     """Two chunks: the first one's blocks go ahead, and the ticket brings only the others."""
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         request = make_request()
         early, last = await prefilled_in_two(r, request)
         assert early.num_tokens == 16
@@ -120,9 +114,7 @@ async def test_what_is_ready_moves_while_the_rest_is_computed() -> None:
 
 
 async def test_who_comes_during_an_early_pull_waits_for_it() -> None:
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         request = make_request()
         early, last = await prefilled_in_two(r, request)
         transport, core = r.transports["decode"], r.workers["decode"]._core
@@ -139,8 +131,7 @@ async def test_who_comes_during_an_early_pull_waits_for_it() -> None:
 
 
 async def test_a_worker_that_leaves_pulls_nothing_early() -> None:
-    async with rig() as r:
-        await r.start("prefill")
+    async with rig("prefill") as r:
         await r.start("decode", worker_id="leaver")
         request = make_request()
         early, _ = await prefilled_in_two(r, request)
@@ -151,9 +142,7 @@ async def test_a_worker_that_leaves_pulls_nothing_early() -> None:
 
 
 async def test_a_prefix_is_pulled_and_only_the_rest_is_computed() -> None:
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         request = make_request()
         refusal = await prefix_of(r, request)
         assert refusal.error is not None and refusal.error.code == "unavailable"
@@ -168,8 +157,7 @@ async def test_a_prefix_is_pulled_and_only_the_rest_is_computed() -> None:
 
 async def test_a_prefix_source_answers_before_it_computes_on() -> None:
     """It has just begun a prompt: who asks for its prefix waits for one step, and not for two."""
-    async with rig() as r:
-        await r.start("prefill")
+    async with rig("prefill") as r:
         await prefilled(r, make_request())
         runner = r.runners["prefill"]
         runner.num_runs_left = 0
@@ -187,9 +175,7 @@ async def test_a_prefix_source_answers_before_it_computes_on() -> None:
 
 @pytest.mark.parametrize("num_wrong", [0, 2])
 async def test_prefill_verifies_a_draft_and_hands_over_what_is_right(num_wrong: int) -> None:
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         draft = draft_of(PROMPT, 4, num_wrong)
         request = msgspec.structs.replace(make_request(max_tokens=9), draft_token_ids=draft)
         *_, first = await r.all("prefill", request, hand_over=True)
@@ -280,9 +266,7 @@ async def _in_the_middle_of_a_prompt(r: Rig) -> None:
 async def test_a_cancelled_request_gives_everything_back(
     phase: Callable[[Rig], Awaitable[None]],
 ) -> None:
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         await phase(r)
         await r.until_empty("decode")
         await r.until_empty("prefill")
@@ -290,8 +274,7 @@ async def test_a_cancelled_request_gives_everything_back(
 
 
 async def test_the_end_of_a_link_ends_its_requests_and_no_others() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         gate = r.runners["decode"].gate
         record = r.workers["decode"].record
         async with linked(record, RecordingObserver(), KEY.encode()) as other:
@@ -310,8 +293,7 @@ async def test_the_end_of_a_link_ends_its_requests_and_no_others() -> None:
 
 
 async def test_other_ingresses_hear_of_a_request_before_its_first_step_has_ended() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         other = RecordingObserver()
         async with linked(r.workers["decode"].record, other, KEY.encode(), "ingress-1"):
             await until(lambda: "decode" in other.statuses)
@@ -329,8 +311,7 @@ async def _read(stream: AsyncGenerator[TokenDelta, None]) -> list[TokenDelta]:
 
 
 async def test_a_new_link_hears_what_the_cache_holds() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         await r.all("decode", make_request(max_tokens=40))
         late = RecordingObserver()
         async with linked(r.workers["decode"].record, late, KEY.encode()):
@@ -340,8 +321,7 @@ async def test_a_new_link_hears_what_the_cache_holds() -> None:
 
 
 async def test_a_draining_worker_finishes_what_runs_and_refuses_the_rest() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         request = make_request(max_tokens=120)
         r.runners["decode"].gate.clear()
         running = asyncio.create_task(r.all("decode", request))
@@ -359,8 +339,7 @@ async def test_a_draining_worker_finishes_what_runs_and_refuses_the_rest() -> No
 
 
 async def test_ingresses_hear_at_once_of_a_drain() -> None:
-    async with rig() as r:
-        await r.start("prefill")
+    async with rig("prefill") as r:
         await prefilled(r, make_request())  # its hold keeps the worker up
         draining = asyncio.create_task(r.workers["prefill"].drain(30.0))
         await until(lambda: not r.observer.statuses["prefill"].accepting)
@@ -372,8 +351,7 @@ async def test_a_drain_keeps_its_time_when_the_engine_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_module, "STOP_TIMEOUT_S", 0.05)
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         r.runners["decode"].gate.clear()
         stuck = asyncio.create_task(r.all("decode", make_request()))
         await until(lambda: r.runners["decode"].is_waiting)
@@ -384,9 +362,7 @@ async def test_a_drain_keeps_its_time_when_the_engine_hangs(
 
 
 async def test_a_broken_engine_answers_everybody_wherever_they_are() -> None:
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         moved, first = await prefilled(r, make_request())
         r.transports["decode"].hangs = True
         arriving = asyncio.create_task(r.all("decode", moved, ticket=first.ticket))
@@ -407,9 +383,7 @@ async def test_a_broken_engine_answers_everybody_wherever_they_are() -> None:
 
 async def test_a_broken_engine_is_not_drained() -> None:
     """Its worker would keep its device until nobody can want the KV that it holds for others."""
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         await prefilled(r, make_request())
         r.runners["prefill"].breaks = True
         error = (await r.all("prefill", make_request()))[-1].error
@@ -419,9 +393,7 @@ async def test_a_broken_engine_is_not_drained() -> None:
 
 
 async def test_a_drain_ends_when_its_engine_breaks() -> None:
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         await prefilled(r, make_request())
         runner = r.runners["prefill"]
         runner.gate.clear()
@@ -438,8 +410,7 @@ async def test_a_drain_ends_when_its_engine_breaks() -> None:
 
 
 async def test_a_refused_request_harms_nobody_else() -> None:
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         running = asyncio.create_task(r.all("decode", make_request(max_tokens=50)))
         (refusal,) = await r.all("decode", make_request(max_tokens=5000))
         assert refusal.error is not None and refusal.error.code == "invalid_value"
@@ -461,9 +432,7 @@ async def test_a_worker_that_cannot_listen_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("named_by", [2, 8])
 async def test_blocks_named_by_another_size_are_named_anew(named_by: int) -> None:
     """While an update changes the size of blocks, ingresses name them by the old one."""
-    async with rig() as r:
-        await r.start("prefill")
-        await r.start("decode")
+    async with rig("prefill", "decode") as r:
         request = request_of(Trip(0, PROMPT, 6, deadline_s=1e12), "request", named_by)
         request = msgspec.structs.replace(
             request, sampling=make_request().sampling, block_size=named_by
@@ -481,8 +450,7 @@ async def test_blocks_named_by_another_size_are_named_anew(named_by: int) -> Non
 async def test_closing_waits_for_no_thread_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that hangs makes its thread late, which must not hold up what else the loop does."""
     idents: list[int] = []
-    async with rig() as r:
-        await r.start("decode")
+    async with rig("decode") as r:
         core = r.workers["decode"]._core
         close = core.close
 
