@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -11,9 +13,7 @@ from pathlib import Path
 
 from disagg.kernels.cpu.library import (
     AVX2_STEP,
-    BLOCK_NAMES,
     PLAIN_STEP,
-    SAMPLING,
     STEPS,
     Found,
     Library,
@@ -25,16 +25,24 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @cache
-def _built(directory: Path, file: Path) -> Path:
-    """What the installation built, if that is of these sources; else it is built in `directory`."""
-    sources = [ROOT / "setup.py", *(ROOT / "csrc").iterdir()]
+def _built(file: Path) -> Path:
+    """What the installation built, if that is of these sources; else it is built beside the
+    environment, once for each content of the sources."""
+    sources = sorted([ROOT / "setup.py", *(ROOT / "csrc").iterdir()])
     if file.exists() and file.stat().st_mtime > max(each.stat().st_mtime for each in sources):
         return file
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(directory)]
-    command += ["--build-temp", str(directory / "objects")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found = directory / "disagg" / "kernels" / "cpu" / file.name
-    assert found.exists(), done.stdout + done.stderr
+    content = b"".join(each.name.encode() + each.read_bytes() for each in sources)
+    place = ROOT / ".venv" / "compiled" / hashlib.sha256(content).hexdigest()[:16]
+    found = place / "disagg" / "kernels" / "cpu" / file.name
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "lock").open("w") as lock:  # other runs of the tests wait for the first
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / "is_built").exists():
+            command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(place)]
+            command += ["--build-temp", str(place / "objects")]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            assert found.exists(), done.stdout + done.stderr
+            (place / "is_built").touch()
     return found
 
 
@@ -58,21 +66,13 @@ def plain_steps_here() -> list[Library]:
     return [each for each in (PLAIN_STEP, AVX2_STEP) if not set(each.needed) - cpu_flags()]
 
 
-def compiled(library: Library, directory: Path) -> Found:
-    found = load(library, _built(directory, library.file), cpu_flags())
+def compiled(library: Library) -> Found:
+    found = load(library, _built(library.file), cpu_flags())
     assert found.loaded is not None, found.sentence
     return found
 
 
-def compiled_sampling(directory: Path) -> ctypes.CDLL:
-    """The loops that choose tokens, which every CPU can run."""
-    found = load(SAMPLING, _built(directory, SAMPLING.file), cpu_flags())
-    assert found.loaded is not None, found.sentence
-    return found.loaded
-
-
-def compiled_block_names(directory: Path) -> ctypes.CDLL:
-    """The hash table of the prefix index, which every CPU can run."""
-    found = load(BLOCK_NAMES, _built(directory, BLOCK_NAMES.file), cpu_flags())
-    assert found.loaded is not None, found.sentence
-    return found.loaded
+def loaded(library: Library) -> ctypes.CDLL:
+    found = compiled(library).loaded
+    assert found is not None
+    return found

@@ -35,9 +35,9 @@ collect_ignore = [
 
 
 @pytest.fixture(scope="session", params=steps_here(), ids=lambda library: library.file.stem)
-def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def step(request: pytest.FixtureRequest) -> Found:
     """Each compiled step that is tested on this CPU."""
-    return compiled(request.param, tmp_path_factory.getbasetemp() / "compiled")
+    return compiled(request.param)
 
 
 @pytest.fixture

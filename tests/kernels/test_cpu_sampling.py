@@ -10,10 +10,10 @@ import torch
 
 from disagg.kernels import dispatch
 from disagg.kernels.cpu import sampling as cpu_sampling
-from disagg.kernels.cpu.library import CPU_KERNELS, Found, find_library
+from disagg.kernels.cpu.library import CPU_KERNELS, SAMPLING, Found, find_library
 from disagg.kernels.cpu.sampling import CpuSampling
 from disagg.kernels.torch.sampling import TorchSampling
-from tests.kernels.compiled import compiled_sampling
+from tests.kernels.compiled import loaded
 from tests.kernels.sampling_cases import (
     CUTS,
     PLAIN,
@@ -28,8 +28,8 @@ from tests.kernels.sampling_cases import (
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compiled_sampling(tmp_path_factory.mktemp("built"))
+def library() -> ctypes.CDLL:
+    return loaded(SAMPLING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,7 @@ from disagg.kernels.torch.ops import TorchOps
 from disagg.models.decoder import CpuDecoder, Decoder, build_decoder
 from disagg.models.model_config import ModelConfig
 from disagg.models.weights import random_weights
-from tests.kernels.compiled import compiled
+from tests.kernels.compiled import loaded
 from tests.kernels.step_cases import (
     CASES,
     CPU,
@@ -240,14 +240,9 @@ def test_what_it_does_not_compute_is_torchs_and_says_so(
     assert decoder.forward(make_batch([(sequence, 1)], 16), slab).isfinite().all()
 
 
-def test_the_step_for_avx2_has_no_instructions_of_avx512(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_the_step_for_avx2_has_no_instructions_of_avx512() -> None:
     """None of their registers either: vectors of 512 bits, masks, and the upper 16 vectors."""
-    directory = tmp_path_factory.getbasetemp() / "compiled"
-    loaded = compiled(AVX2_STEP, directory).loaded
-    assert loaded is not None
-    command = ["objdump", "--disassemble", loaded._name]
+    command = ["objdump", "--disassemble", loaded(AVX2_STEP)._name]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "%ymm15" in code
     assert not re.search(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])\b", code)

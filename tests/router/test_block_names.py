@@ -13,14 +13,15 @@ from functools import partial
 
 import pytest
 
+from disagg.kernels.cpu.library import BLOCK_NAMES
 from disagg.router.block_names import NUM_SHARDS, BlockNames, CompiledNames, DictNames
-from tests.kernels.compiled import compiled_block_names
+from tests.kernels.compiled import loaded
 from tests.router.test_prefix_index import NAMES, random_names
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compiled_block_names(tmp_path_factory.mktemp("built"))
+def library() -> ctypes.CDLL:
+    return loaded(BLOCK_NAMES)
 
 
 def test_a_name_takes_few_bytes(library: ctypes.CDLL) -> None:

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.blocks import BlockHash
+from disagg.kernels.cpu.library import BLOCK_NAMES
 from disagg.messages import KVEvent
 from disagg.router.block_names import NUM_SHARDS, BlockNames, CompiledNames, DictNames
 from disagg.router.prefix_index import NUM_SETS_BEFORE_SWEEP, SETS_AT_ONCE, PrefixIndex
-from tests.kernels.compiled import can_compile, compiled_block_names
+from tests.kernels.compiled import can_compile, loaded
 
 NAMES = [bytes([i]) * 16 for i in range(12)]
 WORKERS = ["a", "b", "c"]
@@ -27,10 +28,10 @@ NUM_BOUNDED = 20_000
 
 
 @pytest.fixture(scope="module", params=["dicts", "compiled"] if can_compile() else ["dicts"])
-def new_names(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NewNames:
+def new_names(request: pytest.FixtureRequest) -> NewNames:
     if request.param == "dicts":
         return DictNames
-    return partial(CompiledNames, library=compiled_block_names(tmp_path_factory.mktemp("built")))
+    return partial(CompiledNames, library=loaded(BLOCK_NAMES))
 
 
 changes = st.one_of(

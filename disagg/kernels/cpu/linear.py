@@ -170,11 +170,11 @@ def _in_panels(linear: OnednnLinear | PanelLinear) -> CpuMatrix:
     )
 
 
-class HalfLinear:
+class HalfLinear(PlainLinear):
     """The same products in float32 from a weight kept as float16 in FBGEMM's layout.
 
     `fits_half` must be true for the weight, because numbers beyond float16's range would be
-    clipped. Results have the dtype of `x`, and are rounded once.
+    clipped. Results have the dtype of `x`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -183,29 +183,14 @@ class HalfLinear:
         self._product = torch.ops.quantized.linear_dynamic_fp16.default._op
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._wide(x).to(x.dtype)
-
-    def silu(self, x: Tensor) -> Tensor:
-        return functional.silu(self._wide(x), inplace=True).to(x.dtype)
-
-    def gelu_tanh(self, x: Tensor) -> Tensor:
-        return functional.gelu(self._wide(x), approximate="tanh").to(x.dtype)
-
-    def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        return self._wide(x).mul_(factor).to(x.dtype)
-
-    def plus(self, x: Tensor, summand: Tensor) -> Tensor:
-        return self._wide(x).add_(summand).to(x.dtype)
-
-    def _wide(self, x: Tensor) -> Tensor:
         # Otherwise torch looks for the weight's __torch_function__, which takes 10 us, as long as a
         # product.
         with torch._C.DisableTorchFunctionSubclass():
             result: Tensor = self._product(x.float(), self._weight)
-        return result
+        return result.to(x.dtype)
 
 
-Linear: TypeAlias = PlainLinear | OnednnLinear | HalfLinear
+Linear: TypeAlias = PlainLinear | OnednnLinear
 
 
 def fits_half(weight: Tensor) -> bool:
