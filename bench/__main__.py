@@ -20,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 BENCHES = (
     "attention_cut",
     "autoscale",
-    "engine",
     "first_minute",
     "host_step",
     "routing",
@@ -30,7 +29,6 @@ BENCHES = (
 )
 PEERS = ("peers", "peers.serving", "peers.pair")  # install others' systems, some GB
 ALL = (*BENCHES, *PEERS)
-COVERED = {"engine": "peers"}  # what the first one measures, the second one measures with more
 
 
 def run(name: str, flags: list[str]) -> dict[str, Any]:
@@ -57,12 +55,6 @@ def run(name: str, flags: list[str]) -> dict[str, Any]:
     return {**figures, "took_s": took_s} if status == 0 else {"failed": status}
 
 
-def default_names(no_peers: bool) -> list[str]:
-    """All, but for what another one of them covers."""
-    names = BENCHES if no_peers else ALL
-    return [name for name in names if COVERED.get(name) not in names]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ALL))
@@ -73,7 +65,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no bench is named {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
     results = {}
-    for name in arguments.names or default_names(arguments.no_peers):
+    for name in arguments.names or (BENCHES if arguments.no_peers else ALL):
         results[name] = run(name, ["--tiny"] if arguments.tiny else [])
     print(json.dumps(results))
     return int(any("failed" in figures for figures in results.values()))

@@ -5,9 +5,7 @@
 The kernel that cuts runs in Triton's interpreter if there is no GPU. "programs" are those of one
 layer, over all KV heads; a device of 132 multiprocessors holds 396. "longest" is that of the
 program with most keys, in tiles of 64, and so about the time of the layer; "ideal" is what it would
-be if all keys were divided evenly. "partial MB" is written and read once more in a layer. "before"
-are the programs and the longest one of commit 62e18d8c, where prompts were cut along their queries
-alone.
+be if all keys were divided evenly. "partial MB" is written and read once more in a layer.
 """
 
 from __future__ import annotations
@@ -60,36 +58,6 @@ STEPS = {
     "200 after 30,000 beside 32 decodes of 4k": [*DECODES, (200, 30_000)],
     "64 decodes, one of 100,000": [(1, 1000)] * 63 + [(1, 100_000)],
 }
-BEFORE = {
-    "Llama-3-8B: 1 after 30,000": (376, 10),
-    "Llama-3-8B: 16 after 30,000": (376, 10),
-    "Llama-3-8B: 200 after 30,000": (56, 472),
-    "Llama-3-8B: 2,048 after 30,000": (512, 501),
-    "Llama-3-8B: 8,192 after 0": (2048, 128),
-    "Llama-3-8B: 200 after 30,000 beside 32 decodes of 4k": (568, 472),
-    "Llama-3-8B: 64 decodes, one of 100,000": (752, 52),
-    "Qwen3-32B, rank of 4: 1 after 30,000": (236, 4),
-    "Qwen3-32B, rank of 4: 16 after 30,000": (2, 469),
-    "Qwen3-32B, rank of 4: 200 after 30,000": (26, 472),
-    "Qwen3-32B, rank of 4: 2,048 after 30,000": (256, 501),
-    "Qwen3-32B, rank of 4: 8,192 after 0": (1024, 128),
-    "Qwen3-32B, rank of 4: 200 after 30,000 beside 32 decodes of 4k": (410, 472),
-    "Qwen3-32B, rank of 4: 64 decodes, one of 100,000": (494, 13),
-    "Llama-3-70B, rank of 8: 1 after 30,000": (118, 4),
-    "Llama-3-70B, rank of 8: 16 after 30,000": (1, 469),
-    "Llama-3-70B, rank of 8: 200 after 30,000": (13, 472),
-    "Llama-3-70B, rank of 8: 2,048 after 30,000": (128, 501),
-    "Llama-3-70B, rank of 8: 8,192 after 0": (512, 128),
-    "Llama-3-70B, rank of 8: 200 after 30,000 beside 32 decodes of 4k": (365, 472),
-    "Llama-3-70B, rank of 8: 64 decodes, one of 100,000": (413, 7),
-    "DeepSeek-V3, rank of 8: 1 after 30,000": (118, 4),
-    "DeepSeek-V3, rank of 8: 16 after 30,000": (4, 469),
-    "DeepSeek-V3, rank of 8: 200 after 30,000": (50, 472),
-    "DeepSeek-V3, rank of 8: 2,048 after 30,000": (512, 501),
-    "DeepSeek-V3, rank of 8: 8,192 after 0": (2048, 128),
-    "DeepSeek-V3, rank of 8: 200 after 30,000 beside 32 decodes of 4k": (402, 472),
-    "DeepSeek-V3, rank of 8: 64 decodes, one of 100,000": (413, 7),
-}
 
 
 def measure(name: str, step: str) -> dict[str, Any]:
@@ -118,7 +86,6 @@ def measure(name: str, step: str) -> dict[str, Any]:
         for *_, start, end, _ in pieces[:num_first] + pieces[len(pieces) - num_last :]:
             nums_tiles.append(-(-(end - start) // KEY_TILE))
         partial_nbytes += num_partials * launch.rows * (shape.value_dim + 1) * 4
-    programs, longest = BEFORE[f"{name}: {step}"]
     return {
         "model": name,
         "step": step,
@@ -126,8 +93,6 @@ def measure(name: str, step: str) -> dict[str, Any]:
         "longest": max(nums_tiles),
         "ideal": round(sum(nums_tiles) / num_programs, 1),
         "partial MB": round(partial_nbytes * shape.num_groups / 1e6, 2),
-        "programs before": programs,
-        "longest before": longest,
     }
 
 
@@ -140,7 +105,7 @@ def main() -> None:
     names = list(SHAPES)[-2:-1] if parser.parse_args().tiny else SHAPES
     rows = [measure(name, step) for name in names for step in STEPS]
     print_table(rows)
-    finish("attention_cut", rows, num_programs=NUM_PROGRAMS, before="62e18d8c")
+    finish("attention_cut", rows, num_programs=NUM_PROGRAMS)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from bench import faults_command, faults_long, faults_memory
-from bench.__main__ import run
-from bench.faults_gates import CREW, LONE, REHEARSAL, Gates, Sizes, row
+from bench import faults_command, faults_memory
+from bench.faults_churn import churn, quiet
+from bench.faults_gates import CREW, LONE, REHEARSAL, RUSH, RUSH_SLO_S, Gates, Sizes, row
 from bench.report import finish, print_table
 from tests.faults.oracles import Oracle
 from tests.faults.system import Pool, System, running_system
+from tests.worker.rehearsal import play_many
 
 POOLS = (
     # Few blocks, so that caches overflow and requests wait; tokens that take their time, so that
@@ -35,13 +36,13 @@ POOLS = (
     Pool(CREW, 1, 4, engine=(("num_gpu_blocks_override", 512),), token_s=0.0003),
     Pool(LONE, 0, 1),
     Pool(
-        faults_long.RUSH,
+        RUSH,
         1,
         1,
         engine=(("max_num_seqs", 8),),
         step_s=0.03,
         token_s=0.0003,
-        settings=(("ttft_slo_s", faults_long.RUSH_SLO_S),),
+        settings=(("ttft_slo_s", RUSH_SLO_S),),
     ),
 )
 Rows = list[dict[str, Any]]
@@ -54,10 +55,9 @@ GATES: dict[str, Callable[[Gates], Awaitable[Rows]]] = {
     "streams_dropped": Gates.streams_dropped,
     "scale_downs": Gates.scale_downs,
     "rolling_update": Gates.rolling_update,
-    "overload": faults_long.overload,
+    "overload": Gates.overload,
     "soak": faults_memory.soak,
 }
-IN_PROCESS = ("property_steps", "churn")
 NUM_END_TO_END = 2000
 
 
@@ -70,6 +70,7 @@ def main() -> int:
     names = (*IN_PROCESS, *GATES, *faults_command.NAMES)
     parser.add_argument("gates", nargs="*", metavar="GATE", help=", ".join(names))
     parser.add_argument("--short", action="store_true", help="a rehearsal")
+    parser.add_argument("--seed", type=int, default=0, help="of property_steps and churn")
     parser.add_argument("--soak-minutes", type=float, help="instead of 30")
     arguments = parser.parse_args()
     unknown = set(arguments.gates) - set(names)
@@ -83,7 +84,7 @@ def main() -> int:
     rows: Rows = []
     for name in (each for each in IN_PROCESS if each in wanted):
         gate_began_s = time.monotonic()
-        rows += timed(in_process(name, sizes), gate_began_s)
+        rows += timed(IN_PROCESS[name](sizes, arguments.seed), gate_began_s)
     in_system = [name for name in GATES if name in wanted]
     if in_system:
         with running_system(*POOLS) as system:
@@ -145,22 +146,41 @@ def timed(rows: Rows, began_s: float) -> Rows:
     return rows
 
 
-def in_process(name: str, sizes: Sizes) -> Rows:
-    """Gates that need no cluster; benches of their own."""
-    is_short = sizes.is_rehearsal
-    if name == "property_steps":
-        found = run(name, ["--steps", "2000"] if is_short else [])
-        figures = [found.get(key) for key in ("steps", "wrong_tokens", "leaked_blocks")]
-        measured = "{} steps, {} wrong, {} leaks".format(*figures)
-        is_held = "failed" not in found
-        return [row("wrong tokens in the property test", "0 in 100,000 steps", measured, is_held)]
-    few = ["--requests", "100", "--joins", "16", "--leaves", "10"]
-    found = run("faults_churn", few if is_short else [])
-    figures = [found.get(key) for key in ("without_terminal_event", "requests", "joins", "leaves")]
+def property_steps(sizes: Sizes, seed: int) -> Rows:
+    """Plays of fleets of two prefill and two decode workers with faults, from `seed` on.
+
+    Every answer is compared with that of one engine, and every block is counted
+    (tests/worker/fleet.py). A step is one drawn action. The gate is not held either if a kind of
+    fault took effect too seldom for the result to mean much.
+    """
+    with quiet():  # most pulls fail here
+        tally = play_many(sizes.num_steps, seed)
+    print_table([{"took effect": what, "times": n} for what, n in tally.met.most_common()])
+    failures = {what: seeds for what, seeds in tally.failures.items() if seeds}
+    for what, seeds in failures.items():
+        print(f"{what}: plays {', '.join(map(str, seeds[:20]))}")
+    measured = f"{tally.num_steps} steps, {tally.num_plays} plays, {tally.num_requests} requests"
+    measured += "".join(f"; {len(seeds)} x {what}" for what, seeds in failures.items())
+    if tally.missing:
+        measured += f"; too seldom: {', '.join(tally.missing)}"
+    is_held = not failures and not tally.missing
+    return [row("wrong tokens in the property test", "0 in 100,000 steps", measured, is_held)]
+
+
+def churn_gate(sizes: Sizes, seed: int) -> Rows:
+    found = churn(*sizes.churn, seed)
+    print_table([{"figure": name, "": each} for name, each in found.items()])
+    figures = [found[key] for key in ("without_terminal_event", "requests", "joins", "leaves")]
     measured = "{} of {} ({} joins, {} leaves)".format(*figures)
     goal = "0 of 1536 (250 joins, 150 leaves)"
-    is_held = found.get("is_held") is True  # nothing is there if it ended early
-    return [row("requests without a terminal event in churn", goal, measured, is_held)]
+    return [row("requests without a terminal event in churn", goal, measured, found["is_held"])]
+
+
+# Gates that need no cluster.
+IN_PROCESS: dict[str, Callable[[Sizes, int], Rows]] = {
+    "property_steps": property_steps,
+    "churn": churn_gate,
+}
 
 
 if __name__ == "__main__":

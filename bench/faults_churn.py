@@ -1,17 +1,16 @@
 """Tests that each request ends once and with the right tokens while workers come and go.
 
-    python -m bench.faults_churn [--requests 1536] [--joins 250] [--leaves 150]
+    python -m bench.faults churn
 
 One process without Ray has the dispatcher, fleet and links of an ingress. Workers behind loopback
 connections have real engines, KV import and export, and a fake model that shows every wrong KV
 block (tests/engine/fake_runner.py). Workers join, drain and leave, or vanish. Links are cut, and
-engines stand still. Clients leave, and some have short deadlines. The exit status is 1 unless every
-request had exactly one terminal event, all text was right, and everything allocated was freed.
+engines stand still. Clients leave, and some have short deadlines. It is held if every request had
+exactly one terminal event, all text was right, and everything allocated was freed.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -20,14 +19,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
 
-from bench.report import finish, print_table
 from disagg import local
 from disagg.blocks import hash_blocks
 from disagg.config import PoolConfig, ServeConfig, TierConfig
@@ -328,6 +326,18 @@ def _standing() -> dict[str, int]:
     return {"threads": threading.active_count(), "fds": len(os.listdir("/proc/self/fd"))}
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings of what is broken on purpose."""
+    log = logging.getLogger("disagg")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 async def _run(seed: int, counts: tuple[int, int, int]) -> tuple[Tally, dict[str, Any]]:
     churn = Churn(seed)
     figures = await churn.run(*counts)
@@ -339,17 +349,11 @@ def churn(
     num_requests: int = 1536, num_joins: int = 250, num_leaves: int = 150, seed: int = 0
 ) -> dict[str, Any]:
     """Run it, and return the figures; `is_held` says whether all of them are what they must be."""
-    log = logging.getLogger("disagg")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with mock.patch.object(kv_export, "HOLD_TTL_S", HOLD_S):
-            asyncio.run(_run(seed, (0, 0, 0)))  # what stays open after this stays open anyway
-            before = _standing()
-            began_s = time.monotonic()
-            tally, figures = asyncio.run(_run(seed, (num_requests, num_joins, num_leaves)))
-    finally:
-        log.setLevel(level)
+    with quiet(), mock.patch.object(kv_export, "HOLD_TTL_S", HOLD_S):
+        asyncio.run(_run(seed, (0, 0, 0)))  # what stays open after this stays open anyway
+        before = _standing()
+        began_s = time.monotonic()
+        tally, figures = asyncio.run(_run(seed, (num_requests, num_joins, num_leaves)))
     after = _standing()
     gates = {
         "wrong_text": tally.num_wrong,
@@ -374,25 +378,3 @@ def churn(
         "seconds": round(time.monotonic() - began_s, 1),
         "is_held": not any(gates.values()),
     }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.faults_churn",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--requests", type=int, default=1536)
-    parser.add_argument("--joins", type=int, default=250)
-    parser.add_argument("--leaves", type=int, default=150)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    figures = churn(arguments.requests, arguments.joins, arguments.leaves, arguments.seed)
-    rows = [{"figure": name, "": value} for name, value in figures.items()]
-    print_table([row for row in rows if not isinstance(row[""], dict)])
-    finish("faults_churn", [], **figures)
-    return int(not figures["is_held"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,12 +28,23 @@ RATE = 10.0  # requests a second
 SETTLE_S = 3.0  # of load before a fault, and after it
 BURST = 16
 LONG = 400  # tokens of streams that a fault is to hit
+RUSH = "rush"  # the pool that is overloaded: 1 + 1 slow workers
+RUSH_SLO_S = 3.0
+OVERLOAD = 3.0
+NUM_AT_ONCE = 32  # more than the overloaded pool runs at once: to find out what it can do
+LEAST_S = 15.0  # of that
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long and how large the gates are."""
+    """How long and how large the gates are.
 
+    num_steps: of the property test.
+    churn: requests, joins and leaves.
+    """
+
+    num_steps: int = 100_000
+    churn: tuple[int, int, int] = (1536, 250, 150)
     num_streams: int = 500
     num_scale_downs: int = 10
     redis_down_s: float = 60.0
@@ -42,7 +53,7 @@ class Sizes:
     is_rehearsal: bool = False
 
 
-REHEARSAL = Sizes(60, 1, 3.0, 60.0, 20.0, is_rehearsal=True)
+REHEARSAL = Sizes(2000, (100, 16, 10), 60, 1, 3.0, 60.0, 20.0, is_rehearsal=True)
 
 
 @dataclass
@@ -253,6 +264,57 @@ class Gates:
             f" for {cpu_s:.1f} s"
         )
         return [row(f"{num} streams dropped at random", "<= 2 s", measured, is_held)]
+
+    # Overload.
+
+    async def overload(self) -> list[dict[str, Any]]:
+        """Three times the requests that the pool can answer."""
+        capacity = await self._capacity()
+        async with load(self.system.port, self.questions(RUSH), OVERLOAD * capacity) as running:
+            await asyncio.sleep(self.sizes.overload_s)
+        answers = await running.answers()
+        verdicts = self.tally.take(answers)
+        refused = [answer for answer in answers if verdict(answer) == "refused"]
+        hinted = sum("retry-after" in answer.headers for answer in refused)
+        waits = sorted(
+            answer.came_at[0] - answer.asked_at for answer in answers if verdict(answer) == "ok"
+        )
+        p95_s = waits[int(0.95 * len(waits))] if waits else float("inf")
+        others = len(answers) - verdicts["ok"] - len(refused)
+        surplus = (
+            f"{len(refused)} of {len(answers)} refused, {hinted} with Retry-After, {others} others"
+        )
+        if others:
+            surplus += f": {why(each for each in answers if verdict(each) != 'refused')}"
+        name = f"{OVERLOAD:g} x {capacity:.1f} requests/s for {self.sizes.overload_s:g} s"
+        is_refused = bool(refused) and hinted == len(refused) and not others
+        return [
+            row(name, "surplus refused with Retry-After", surplus, is_refused),
+            row(
+                "  first token of accepted ones",
+                f"p95 <= {RUSH_SLO_S:g} s",
+                f"p95 {p95_s:.2f} s of {len(waits)}",
+                p95_s <= RUSH_SLO_S,
+            ),
+        ]
+
+    async def _capacity(self) -> float:
+        """Requests a second that the pool answers when some always wait."""
+        questions, ends_at = self.questions(RUSH), time.monotonic() + LEAST_S
+        answers: list[Answer] = []
+
+        async def client() -> None:
+            while time.monotonic() < ends_at:
+                answer = await ask(self.system.port, questions.next())
+                answers.append(answer)
+                if answer.error is not None:
+                    await asyncio.sleep(0.5)
+
+        began_s = time.monotonic()
+        await asyncio.gather(*[client() for _ in range(NUM_AT_ONCE)])
+        self.tally.take(answers)
+        num_ok = sum(verdict(answer) == "ok" for answer in answers)
+        return max(num_ok, 1) / (time.monotonic() - began_s)
 
 
 def _cpu_s(process: psutil.Process) -> float:

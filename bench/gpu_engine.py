@@ -41,6 +41,7 @@ from bench.gpu_models import (
 )
 from bench.gpu_rows import Absent, Row, parser_of, run_part
 from bench.gpu_timeline import device_timeline, host_timeline
+from bench.requests import FAMILIES
 from disagg.capacity.efficiency import DATASHEET
 from disagg.capacity.roofline import Placement
 from disagg.capacity.shapes import shape_of
@@ -60,15 +61,9 @@ BATCHES = [(32, 1024), (1, 1024), (256, 1024), (128, 1024), (8, 4096), (32, 4096
 SAMPLED = [(32, 1024), (256, 1024)]
 PROMPTS = [1024, 4096, 512, 16384]
 TINY_BATCHES, TINY_PROMPTS = [(1, 40), (8, 40)], [48]
-# What generation_config.json of these families says, so what a request gets that says nothing.
-GREEDY: dict[str, float] = {"temperature": 0.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 # As structured output: whether its last token may come depends on the token before.
 NEEDS_HOST: dict[str, Any] = {**GREEDY, "bad_words_token_ids": ((1, 2),)}
-FAMILIES: dict[str, dict[str, float]] = {
-    "Qwen3": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
-    "Llama-3": {"temperature": 0.6, "top_p": 0.9},
-    "Qwen2.5": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
-}
 NUM_DECODES, NUM_SKIPPED, NUM_ROUNDS = 64, 8, 2
 # A rehearsal's steps take longer: a CPU samples 256 sequences in seconds.
 CPU_SAMPLED = [(32, 1024), (64, 1024)]
@@ -168,7 +163,7 @@ class Served:
         self,
         num_seqs: int,
         context: int,
-        sampling: dict[str, float],
+        sampling: dict[str, Any],
         of_one: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Of several rounds the fastest; `ms` is the mean of its steps.
@@ -200,7 +195,7 @@ class Served:
         self,
         num_seqs: int,
         context: int,
-        sampling: dict[str, float],
+        sampling: dict[str, Any],
         of_one: dict[str, Any] | None,
     ) -> dict[str, Any]:
         engine = self.engine
@@ -223,13 +218,11 @@ class Served:
             "launched ahead": num_ahead / num_steps,
         }
 
-    def _join(
-        self, num_seqs: int, context: int, sampling: dict[str, float], num_tokens: int
-    ) -> None:
+    def _join(self, num_seqs: int, context: int, sampling: dict[str, Any], num_tokens: int) -> None:
         engine, most = self.engine, self.engine.scheduler.max_num_seqs
         if num_seqs > most:
             raise Absent(f"this engine runs {most} sequences at once by default")
-        wanted = SamplingParams(max_tokens=num_tokens, **sampling)  # type: ignore[arg-type]
+        wanted = SamplingParams(max_tokens=num_tokens, **sampling)
         join_sequences(engine, num_seqs, context, wanted)
 
     def compare_graphs(self) -> dict[str, Any]:
@@ -301,7 +294,7 @@ class Served:
         name = f"prompt-{random.random()}"  # a request's name is used once
         return new_sequence(name, tokens, num_tokens, max_tokens, self.engine.pool.block_size)
 
-    def timeline(self, num_seqs: int, context: int, sampling: dict[str, float]) -> dict[str, Any]:
+    def timeline(self, num_seqs: int, context: int, sampling: dict[str, Any]) -> dict[str, Any]:
         """Where one step's time goes, on the host and on the device."""
 
         def decode() -> Iterator[None]:
@@ -348,14 +341,14 @@ def rows_of(served: Served) -> list[Row]:
         prompts = prompts[:3]  # longer ones are kernels' work
     main = sampled[0]
 
-    def tpot(batch: tuple[int, int], name: str, sampling: dict[str, float]) -> Row:
+    def tpot(batch: tuple[int, int], name: str, sampling: dict[str, Any]) -> Row:
         title = f"TPOT {batch[0]} x {batch[1]}, {name}"
         return Row(title, partial(served.tpot, *batch, sampling), BUILD_S)
 
     def title(what: str, batch: tuple[int, int]) -> str:
         return f"{what} {batch[0]} x {batch[1]}"
 
-    families = list(FAMILIES.items())
+    families = [(name, sampling) for name, (_, sampling) in FAMILIES.items()]
     drawn = [tpot(main, *each) for each in families]
     for batch in sampled[1:]:  # on a CPU one of them takes long enough
         drawn += [tpot(batch, *each) for each in families[: 1 if is_cpu else None]]
@@ -365,7 +358,7 @@ def rows_of(served: Served) -> list[Row]:
         Row(title("step", batch), partial(served.timeline, *batch, GREEDY), BUILD_S)
         for batch in sampled
     ]
-    qwen3 = FAMILIES["Qwen3"]
+    _, qwen3 = FAMILIES["Qwen3"]
     return [
         Row("start", served.started, BUILD_S),
         *greedy[:3],

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from array import array
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -17,16 +16,9 @@ from disagg.capacity.efficiency import ON_CPU
 from disagg.capacity.gpus import CPU_CORE, gpu_called
 from disagg.capacity.roofline import Placement
 from disagg.capacity.shapes import shape_of
-from disagg.engine.device.kv_cache import KVCache
-from disagg.engine.device.kv_shape import KVShape
-from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
-from disagg.engine.sched.block_pool import BlockPool
-from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence as EngineSequence
-from disagg.kernels.kv_pages import format_of
 from disagg.messages import SamplingParams
-from disagg.models.decoder import random_decoder
 from disagg.models.description import ModelDescription
 from disagg.models.model_config import ModelConfig
 
@@ -61,40 +53,6 @@ def placement_of(model: ModelDescription, device: torch.device) -> Placement | N
         return Placement(shape, CPU_CORE, efficiency=ON_CPU)
     gpu = gpu_called(torch.cuda.get_device_name(device))
     return None if gpu is None else Placement(shape, gpu)
-
-
-def new_engine(
-    config: ModelConfig,
-    device: torch.device,
-    num_blocks: int,
-    *,
-    block_size: int | None = None,
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 8192,
-    enable_prefix_caching: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
-    new_generations: Callable[[int], MutableSequence[int]] = lambda n: array("Q", bytes(8 * n)),
-) -> tuple[Engine, KVCache]:
-    """As `runner.build_engine`, with random weights in the place of a checkpoint's."""
-    decoder = random_decoder(config, dtype, device)
-    block_size = block_size or (64 if device.type == "cuda" else 16)
-    shape = KVShape.from_model(config, "random", block_size, format_of(dtype))
-    kv_cache = KVCache(shape, num_blocks, device)
-    runner = ModelRunner(decoder, kv_cache)
-    runner.warm_up(min(max_num_batched_tokens, num_blocks * block_size), max_num_seqs)
-    scheduler = Scheduler(
-        BlockPool(
-            num_blocks,
-            block_size,
-            new_generations(num_blocks),
-            enable_prefix_caching=enable_prefix_caching,
-        ),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        vocab_size=config.vocab_size,
-    )
-    return Engine(scheduler, runner), kv_cache
 
 
 def new_sequence(

@@ -20,7 +20,7 @@ import torch
 
 from bench.gpu_device import eager_seconds, launch_seconds
 from bench.gpu_rows import Row, parser_of, run_part
-from bench.sampler import FAMILIES, new_sequences
+from bench.requests import FAMILIES, new_sequences
 from disagg.engine.device.sampler import Chosen, Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence

@@ -69,7 +69,6 @@ STAGES: tuple[tuple[Part, ...], ...] = (
     (Part("gpu_packed", share_s=45),),
     (Part("gpu_transfer", share_s=90, needs="msgspec"),),
     (Part("gpu_sampling", "step", share_s=30, needs="msgspec"),),
-    (Part("gpu_generate", share_s=60),),
     (Part("gpu_peers", share_s=80),),
     tuple(Part("gpu_parity", f"odd KV {each}", share_s=60) for each in FORMATS),
 )

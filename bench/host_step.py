@@ -19,14 +19,15 @@ from __future__ import annotations
 import argparse
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from bench.report import finish, print_table
-from bench.requests import new_request
-from bench.sampler import FAMILIES, kernels_that_do_nothing
+from bench.requests import FAMILIES, new_request
 from disagg.engine.device.batching import Batching
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
@@ -90,6 +91,35 @@ class Host:
             return tokens
 
         return lambda: read
+
+
+@contextmanager
+def kernels_that_do_nothing() -> Iterator[list[str]]:
+    """What the GPU's path launches, by name; results are whatever memory holds, and token 0."""
+    from disagg.kernels.gpu import floors as triton_floors
+    from disagg.kernels.gpu import sampling as triton_sampling
+    from disagg.kernels.gpu import step_arrays
+
+    modules = {
+        "_fill": step_arrays,
+        **dict.fromkeys(("_adjust", "_score", "_pick", "_remember"), triton_sampling),
+        **dict.fromkeys(("_groups", "_select", "_floors"), triton_floors),
+    }
+    launched: list[str] = []
+    launchers = {name: getattr(module, name) for name, module in modules.items()}
+
+    def launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        launched.append(name)
+        if name == "_pick":
+            arguments[6].zero_()
+
+    try:
+        for name, module in modules.items():
+            setattr(module, name, partial(launch, name))
+        yield launched
+    finally:
+        for name, launcher in launchers.items():
+            setattr(modules[name], name, launcher)
 
 
 def measure(family: str, num_seqs: int, block_size: int, num_steps: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Workers come and go while requests run, in one process: every request ends once, and rightly.
 
-`python -m bench.faults_churn` is the long form: 1,536 requests, 250 joins, 150 leaves.
+`python -m bench.faults churn` is the long form: 1,536 requests, 250 joins, 150 leaves.
 """
 
 from __future__ import annotations

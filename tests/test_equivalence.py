@@ -55,7 +55,7 @@ def test_in_quiet_times_no_token_is_computed_twice(play: Play) -> None:
 
 
 def test_very_many_steps_go_well_and_meet_all_that_can_happen() -> None:
-    """Or the properties above would say little. `python -m bench.property_steps` plays more."""
+    """Or the properties above would say little. `bench.faults property_steps` plays more."""
     tally = play_many(num_steps=20_000)
     assert tally.num_steps >= 20_000
     assert not any(tally.failures.values()), tally.failures

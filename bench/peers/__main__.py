@@ -2,10 +2,10 @@
 
     python -m bench.peers [--shape 15m 160m smollm2] [--peer NAME...] [--case NAME...] [--tiny]
 
-The cases are those of `bench.engine`: one prompt of 1,024 tokens, then 1, 8 and 32 requests at once
-with 128 tokens in and 128 out, prefill included. Checkpoints are Llama shapes in bf16 with random
+The cases are one prompt of 1,024 tokens, then 1, 8 and 32 requests at once with 128 tokens in and
+128 out, prefill included. Checkpoints are Llama shapes in bf16 with random
 weights (`smollm2` has those of SmolLM2-135M-Instruct). Decoding is greedy and ignores the end of a
-sequence. All engines have two threads and the same prompts, and take turns. An engine that took
+sequence. All engines have as many threads and the same prompts, and take turns. An engine that took
 30 s in a case gets no more turns in it.
 
 An engine that is not installed is installed first (`.peers/`, some GB). One that cannot be
@@ -13,6 +13,9 @@ installed, does not run or stops is left out from there on, with the reason (`ab
 our speed relative to the fastest of the others. `RSS MB` is read after all cases. `same first` is
 the share of answers whose first token is the same as ours. It is below 1 because prompts and most
 weights are random, so near-ties are common.
+
+`--peer generate continuous` installs nothing: both are transformers'. With `--cpu-time` and one
+thread, ratios are fair on a busy machine.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.engine import cases
 from bench.peers.checkpoint import kept
 from bench.peers.children import NotRunning
 from bench.peers.contenders import AUTO, ENGINES, OURS, Contender, start
@@ -37,6 +39,14 @@ OF_OUR_ENVIRONMENT = [name for name, engine in ENGINES.items() if not engine.env
 
 Row = dict[str, Any]
 Counts = tuple[int, int, int]  # requests at once, tokens in and tokens out
+
+
+def cases(scale: int) -> dict[str, tuple[int, int, int]]:
+    """Requests at once, tokens in and tokens out."""
+    cases = {"prefill": (1, 1024 // scale, 1)}
+    for num_seqs in (1, 8, 32):
+        cases[f"{num_seqs} at once"] = (max(num_seqs // scale, 1), 128 // scale, 128 // scale)
+    return cases
 
 
 class LeftOut(Exception):
@@ -91,11 +101,11 @@ class Turns:
 
 
 def measure(
-    shape: str, names: list[str], measured: dict[str, Counts], threads: int, rounds: int
+    shape: str, names: list[str], measured: dict[str, Counts], threads: int, rounds: int, clock: str
 ) -> tuple[list[Row], list[Row]]:
     """Rows of speed, one a case, and of the contenders."""
     with tempfile.TemporaryDirectory() as scratch:
-        contenders, absent = start(names, kept(shape), threads, Path(scratch))
+        contenders, absent = start(names, kept(shape), threads, Path(scratch), clock)
         if OURS in absent:
             raise SystemExit(f"{OURS}: {absent[OURS]}")
         try:
@@ -157,18 +167,23 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["15m", "160m"])
     parser.add_argument("--peer", nargs="+", choices=[*ENGINES][1:], default=[*ENGINES][1:])
     parser.add_argument("--case", nargs="+", choices=cases(1), default=[*cases(1)])
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count CPU seconds of each engine's process"
+    )
     parser.add_argument("--tiny", action="store_true", help="a rehearsal that installs nothing")
     arguments = parser.parse_args()
-    shapes, names, threads = arguments.shape, [OURS, *arguments.peer], 2
+    shapes, names, threads = arguments.shape, [OURS, *arguments.peer], arguments.threads
     rounds, scale = arguments.rounds, 1
     if arguments.tiny:
         shapes, names, threads, rounds, scale = ["tiny"], OF_OUR_ENVIRONMENT, 1, 1, 8
     measured = {name: cases(scale)[name] for name in arguments.case}
     speeds: list[Row] = []
     engines: list[Row] = []
+    clock = "cpu_s" if arguments.cpu_time else "seconds"
     for shape in shapes:
-        of_shape = measure(shape, names, measured, threads, rounds)
+        of_shape = measure(shape, names, measured, threads, rounds, clock)
         speeds += of_shape[0]
         engines += of_shape[1]
     print_table(speeds)

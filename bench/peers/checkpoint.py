@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.engine import MAX_MODEL_LEN, write_checkpoint
 from bench.peers.environments import ENVIRONMENTS
+from bench.peers.limits import MAX_MODEL_LEN
 from bench.shapes import SHAPES, transformers_config
 from disagg.models.fetched import cached_file, fetch
 
@@ -17,7 +17,8 @@ WORD = "~"  # begins every word and is nowhere else, so a client counts tokens b
 
 
 def write(shape: str, directory: Path) -> Path:
-    """The checkpoint of `bench.engine`, and what servers need beside it."""
+    """The checkpoint, and what servers need beside it."""
+    import torch
     import transformers
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -28,7 +29,13 @@ def write(shape: str, directory: Path) -> Path:
     tokenizer.pre_tokenizer = WhitespaceSplit()
     # Of its words none is special to a server, which would leave it out of the text.
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
-    return _write_smollm2(directory) if shape == SMOLLM2 else write_checkpoint(shape, directory)
+    if shape == SMOLLM2:
+        return _write_smollm2(directory)
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = transformers_config(shape, MAX_MODEL_LEN)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
 
 
 def _write_smollm2(directory: Path) -> Path:

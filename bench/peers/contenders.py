@@ -50,15 +50,18 @@ class Contender:
 
     Args:
         log: where its standard error goes.
+        clock: what is measured of a turn: "seconds" of the clock, or of the processor ("cpu_s").
 
     Raises:
         NotInstalled, NotRunning
     """
 
-    def __init__(self, engine: Engine, checkpoint: Path, threads: int, log: Path) -> None:
+    def __init__(
+        self, engine: Engine, checkpoint: Path, threads: int, log: Path, clock: str = "seconds"
+    ) -> None:
         python = python_of(engine.environment) if engine.environment else Path(sys.executable)
         inherited = {name: os.environ[name] for name in os.environ.keys() - {"OMP_NUM_THREADS"}}
-        self._log = log
+        self._log, self._clock = log, clock
         with log.open("w") as words:
             self._process = subprocess.Popen(
                 [
@@ -82,7 +85,7 @@ class Contender:
             self._process.stdin.write(json.dumps({"prompts": prompts, "num_new": num_new}) + "\n")
             self._process.stdin.flush()
         answer = self._read()
-        return answer["seconds"], answer["outputs"]
+        return answer[self._clock], answer["outputs"]
 
     def resident_mb(self) -> float:
         return resident_mb(psutil.Process(self._process.pid))
@@ -111,14 +114,15 @@ class Contender:
 
 
 def start(
-    names: list[str], checkpoint: Path, threads: int, scratch: Path
+    names: list[str], checkpoint: Path, threads: int, scratch: Path, clock: str
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Those that run, and of the others why not."""
     running: dict[str, Contender] = {}
     absent: dict[str, str] = {}
     for name in names:
         try:
-            running[name] = Contender(ENGINES[name], checkpoint, threads, scratch / f"{name}.log")
+            log = scratch / f"{name}.log"
+            running[name] = Contender(ENGINES[name], checkpoint, threads, log, clock)
         except (NotInstalled, NotRunning) as error:
             absent[name] = str(error)
             print(f"{name} does not run here: {error}", file=sys.stderr, flush=True)

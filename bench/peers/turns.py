@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], Sequence[Sequence[int]]]
+Prompts = list[list[int]]
+Generate = Callable[[Prompts, int], Sequence[Sequence[int]]]
 
 
 def answer(load: Callable[[], Generate]) -> None:
@@ -28,11 +29,14 @@ def answer(load: Callable[[], Generate]) -> None:
         _reply(replies, {"ready": True})
         for line in sys.stdin:
             question = json.loads(line)
-            began_s = time.perf_counter()
+            began_s, began_cpu_s = time.perf_counter(), time.process_time()
             outputs = generate(question["prompts"], question["num_new"])
-            seconds = time.perf_counter() - began_s
+            times = {
+                "seconds": time.perf_counter() - began_s,
+                "cpu_s": time.process_time() - began_cpu_s,
+            }
             tokens = [[int(token) for token in output] for output in outputs]
-            _reply(replies, {"seconds": seconds, "outputs": tokens})
+            _reply(replies, {**times, "outputs": tokens})
 
 
 def _reply(replies: Any, message: dict[str, Any]) -> None:

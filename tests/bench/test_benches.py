@@ -17,6 +17,15 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+LONGEST = (
+    4,
+    8,
+    16,
+    157,
+    128,
+    16,
+    7,
+)  # tiles of a program, of each step of Llama-3-70B on a rank of 8
 
 
 def rehearse(*arguments: str, **environment: str) -> Any:
@@ -37,7 +46,6 @@ def test_named_benches_run_one_after_another() -> None:
     names = [
         "attention_cut",
         "autoscale",
-        "engine",
         "host_step",
         "routing",
         "sim",
@@ -47,11 +55,7 @@ def test_named_benches_run_one_after_another() -> None:
     results = rehearse("bench", *names, "--tiny")
     assert list(results) == names
     cuts = results["attention_cut"]["rows"]
-    assert all(row["longest"] <= row["longest before"] for row in cuts)
-    engine = results["engine"]["rows"]
-    assert [row["case"] for row in engine] == ["prefill", "1 at once", "8 at once", "32 at once"]
-    for row in engine:
-        assert min(row["disagg"], row["generate"], row["continuous"]) > 0
+    assert all(row["longest"] <= most for row, most in zip(cuts, LONGEST, strict=True)), cuts
     assert all(row["together us"] > 0 for row in results["host_step"]["rows"])
     assert all(row["p99 us"] >= row["p50 us"] > 0 for row in results["routing"]["rows"])
     assert all(row["failed"] == 0 < row["TTFT p50"] for row in results["sim"]["rows"])
@@ -69,6 +73,8 @@ def test_named_benches_run_one_after_another() -> None:
     for row in scaled:
         assert row["in time %"] > 0 < row["worker hours"] and row["cost, of it"] > 0
     beside = results["peers"]
+    cases = [row["case"] for row in beside["rows"]]
+    assert cases == ["prefill", "1 at once", "8 at once", "32 at once"]
     ours_and_transformers = {"disagg", "disagg auto", "generate", "continuous"}
     assert {row["engine"] for row in beside["engines"]} == ours_and_transformers
     assert all(row["RSS MB"] > 0 and row["absent"] is None for row in beside["engines"])

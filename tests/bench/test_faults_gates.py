@@ -1,8 +1,13 @@
-"""How the soak judges what it measured."""
+"""How gates of `bench.faults` judge what they measured."""
 
 from __future__ import annotations
 
+import pytest
+
+from bench.faults import property_steps
+from bench.faults_gates import Sizes
 from bench.faults_memory import MB_PER_MIN, judge, kind_of, slope
+from tests.worker import rehearsal
 
 MINUTES = [60.0 * minute for minute in range(31)]
 
@@ -30,3 +35,17 @@ def test_processes_have_names() -> None:
     assert kind_of("/opt/ray/core/src/ray/raylet/raylet --store=x") == "raylet"
     assert kind_of("/usr/bin/haproxy -f x.cfg") == "HAProxy"
     assert kind_of("/usr/bin/strange --flag") == "strange"
+
+
+def test_the_property_test_says_what_it_played(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = property_steps(Sizes(num_steps=8000), seed=7)
+    assert row["held"] == "yes", row
+    steps, plays = (int(words.split()[0]) for words in row["measured"].split(", ")[:2])
+    assert 8000 <= steps < 8300 and plays >= 40
+    assert "worker died" in capsys.readouterr().out
+
+
+def test_it_fails_where_a_fault_never_took_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rehearsal.LEAST_PER_100_000_STEPS, "meteorite", 5000)
+    (row,) = property_steps(Sizes(num_steps=2000), seed=0)
+    assert row["held"] == "NO" and "too seldom: meteorite" in row["measured"]
