@@ -1,11 +1,15 @@
 """`disagg plan --write`: writes the advised fleet as a YAML file for Ray Serve and for KubeRay.
 
 Both files describe the same workers, with the advice's pools, GPUs, step sizes, KV formats and
-SLOs. They contain no secrets; the application reads those from environment variables.
+SLOs. They contain no secrets; the application reads those from environment variables. KubeRay's is
+`assets/rayservice.yaml` with these workers, without Redis and autoscaling: one worker group per
+pool, and one worker per pod.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +23,16 @@ from disagg.capacity.shapes import ModelShape
 from disagg.config import ASSETS
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
-from disagg.tools.plan.kuberay import cluster_of, policy_of
 from disagg.tools.plan.load import Slo, Workload
 from disagg.tools.plan.play import step_sizes_of
-from disagg.tools.plan.sizing import TRANSFER_LATENCY_S, FleetPlan, num_links
+from disagg.tools.plan.sizing import TRANSFER_LATENCY_S, FleetPlan, Pool, num_links
 
 SERVE_FILE, KUBERAY_FILE = "serve.yaml", "rayservice.yaml"
 CLUSTER_KEY, API_KEY = "DISAGG_CLUSTER_KEY", "DISAGG_API_KEY"
-DRAIN_S = 120
+TEMPLATE = ASSETS / "rayservice.yaml"
+DRAIN_S = 120  # as in the template, whose pods wait for a little longer
+# Resources of a pod for each of its GPUs.
+CPUS_PER_GPU, MEMORY_GIB_PER_GPU, SHM_GIB_PER_GPU = 8, 64, 16
 AMD = {"mi300x"}
 ALL_HOSTS = "0.0.0.0"
 ROLES = ("prefill", "decode")
@@ -125,20 +131,10 @@ def write(directory: Path, plan: Written) -> list[Path]:
     parse_config({**args, "cluster_key": "as the environment says"})  # raises if it is invalid
     here = _serve("127.0.0.1" if plan.is_on_cpu else ALL_HOSTS, args)
     on_pods = _serve(ALL_HOSTS, serve_args(plan, _on_pods(plan.model), by_role=True))
-    service = {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayService",
-        "metadata": {"name": "disagg"},
-        "spec": {
-            "excludeHeadPodFromServeSvc": True,  # no ingress runs on the head pod
-            "serveConfigV2": _Text(_dump(on_pods)),
-            "rayClusterConfig": cluster_of(plan.pools, DRAIN_S),
-        },
-    }
     texts = {
         SERVE_FILE: _header(plan, _SERVE_NOTES + _places(plan)) + _dump(here),
         KUBERAY_FILE: _header(plan, _KUBERAY_NOTES + _selectors(plan))
-        + _dump(service, policy_of()),
+        + _dump(*_on_kuberay(plan.pools, _dump(on_pods))),
     }
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -147,6 +143,40 @@ def write(directory: Path, plan: Written) -> list[Path]:
     except OSError as error:
         raise StartupError(f"Cannot write to {directory}: {error}.", param="write") from error
     return [directory / name for name in texts]
+
+
+def _on_kuberay(pools: Mapping[str, Pool], serve: str) -> list[dict[str, Any]]:
+    """The documents of `TEMPLATE` with these pools, and with `serve` as Serve's configuration."""
+    service, *others = yaml.safe_load_all(TEMPLATE.read_text(encoding="utf-8"))
+    spec, cluster = service["spec"], service["spec"]["rayClusterConfig"]
+    spec["serveConfigV2"] = serve
+    del cluster["gcsFaultToleranceOptions"], cluster["enableInTreeAutoscaling"]
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    head["env"][:] = [each for each in head["env"] if "REDIS" not in each["name"]]  # of all pods
+    template = cluster["workerGroupSpecs"][0]
+    cluster["workerGroupSpecs"] = [_group(template, *each) for each in pools.items()]
+    return [service, *others]
+
+
+def _group(template: Mapping[str, Any], role: str, pool: Pool) -> dict[str, Any]:
+    size = pool.placement.num_gpus
+    gpus = {} if pool.placement.gpu is CPU_CORE else {"nvidia.com/gpu": size}
+    limits = {"memory": f"{MEMORY_GIB_PER_GPU * size}Gi", **gpus}
+    group = copy.deepcopy(dict(template))
+    pod = group["template"]["spec"]
+    pod["containers"][0]["resources"] = {
+        "requests": {"cpu": str(CPUS_PER_GPU * size), **limits},
+        "limits": limits,
+    }
+    (shm,) = (each["emptyDir"] for each in pod["volumes"] if each["name"] == "shm")
+    shm["sizeLimit"] = f"{SHM_GIB_PER_GPU * size}Gi"
+    return group | {
+        "groupName": role,
+        "replicas": pool.num_workers,
+        "minReplicas": pool.num_workers,
+        "maxReplicas": pool.num_workers,
+        "rayStartParams": {"resources": json.dumps(json.dumps({role: 1}))},  # a shell reads it
+    }
 
 
 def serve_args(plan: Written, model: str, by_role: bool = False) -> dict[str, Any]:
@@ -287,18 +317,17 @@ def _header(plan: Written, notes: Sequence[str]) -> str:
     return "".join(f"# {line}\n" for line in lines)
 
 
-class _Text(str):
-    """A string that YAML writes as a block of lines."""
-
-
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True  # write repeated parts out instead of as YAML aliases
 
 
-_Dumper.add_representer(
-    _Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
-)
+def _as_block(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _as_block)
 
 
 def _dump(*documents: Mapping[str, Any]) -> str:
