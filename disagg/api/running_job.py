@@ -83,12 +83,8 @@ class Answer:
     ) -> None:
         self.index = index
         self.request = request
-        self._model = spec.model
-        self._include_stop = spec.include_stop
-        self._only_echo = spec.only_echo
-        self._return_token_ids = spec.return_token_ids
+        self._spec = spec
         self._explain = explain
-        self._include_reasoning = spec.include_reasoning
         tokenizer, syntax = spec.model.tokenizer, spec.syntax
         self._detokenizer = Detokenizer(
             tokenizer,
@@ -132,7 +128,7 @@ class Answer:
         elif self._is_plain and _is_one_token(delta):
             return ChoiceDelta(self.index, "", self._detokenizer.push(delta.token_ids[0]), 1)
         piece = ChoiceDelta(self.index, prompt_logprobs=delta.prompt_logprobs)
-        if self._only_echo:
+        if self._spec.only_echo:
             piece.finish_reason = "length"
             self._last = piece
             return piece
@@ -156,7 +152,7 @@ class Answer:
                 break
         else:
             piece.finish_reason = delta.finish_reason
-        if self._return_token_ids:
+        if self._spec.return_token_ids:
             piece.token_ids = list(delta.token_ids[: piece.num_tokens])
         if piece.finish_reason is not None:
             self._end(piece, delta)
@@ -172,7 +168,7 @@ class Answer:
 
     def _add(self, piece: ChoiceDelta, read: AnswerDelta) -> None:
         """Add what was read. Stop strings apply to its text, not to reasoning and calls."""
-        if read.reasoning and self._include_reasoning:
+        if read.reasoning and self._spec.include_reasoning:
             piece.reasoning += read.reasoning
         if read.text:
             piece.text += self._detokenizer.until_stop(read.text)
@@ -193,7 +189,7 @@ class Answer:
         elif detokenizer.found is None and reader is not None:
             rest = "" if reader.is_done else detokenizer.decode(None)
             stop = self._own_stop(delta)
-            if stop in self._marks and reader.is_calling and not self._include_stop:
+            if stop in self._marks and reader.is_calling and not self._spec.include_stop:
                 rest += stop
             is_cut = bool(stop) or piece.finish_reason != "stop"
             self._add(piece, reader.push(rest, is_end=True, is_cut=is_cut))
@@ -209,14 +205,14 @@ class Answer:
         if delta.finish_reason != "stop" or not delta.token_ids:
             return ""
         token_id = delta.token_ids[-1]
-        stops = set(self.request.sampling.stop_token_ids).difference(self._model.eos_token_ids)
-        return self._model.tokenizer.token_text(token_id) if token_id in stops else ""
+        stops = set(self.request.sampling.stop_token_ids).difference(self._spec.model.eos_token_ids)
+        return self._spec.model.tokenizer.token_text(token_id) if token_id in stops else ""
 
     def _ends_unseen(self, delta: TokenDelta) -> bool:
         """Whether the last token is an end token, which has no text."""
         return (
             delta.finish_reason == "stop"
-            and not self._include_stop
+            and not self._spec.include_stop
             and bool(delta.token_ids)
             and delta.token_ids[-1] in self.request.sampling.stop_token_ids
         )

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Container, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
-from disagg.api.openai.fields import SamplingFields, Schema
+from disagg.api.openai.fields import SamplingFields
 from disagg.api.refusals import invalid_value, missing_parameter
 from disagg.api.served_model import ServedModel
-from disagg.engine.sched.grammar import Compiled, Grammars
+from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.json_schema import Part, mapped, resolved
 from disagg.errors import GrammarError, InvalidRequest
-from disagg.messages import Grammar
+from disagg.messages import Grammar, GrammarKind
 
 # CPU time limit to compile one grammar. Ordinary schemas take about a millisecond.
 MAX_COMPILE_S = 0.5
@@ -77,36 +76,28 @@ def _requested(request: SamplingFields) -> dict[str, Grammar]:
         grammars[param] = Grammar("json", _json_text(schema, param))
     outputs = request.structured_outputs
     if outputs is not None:
-        found = _texts("structured_outputs.", outputs.json, outputs.regex, outputs.choice,
-                       outputs.grammar)  # fmt: skip
+        found = _grammars("structured_outputs.", partial(getattr, outputs))
         if outputs.json_object:
             found["structured_outputs.json_object"] = ANY_OBJECT
         if not found:
             raise invalid_value("structured_outputs", "it is empty.")
         grammars |= found
-    return grammars | _texts(
-        "guided_", request.guided_json, request.guided_regex, request.guided_choice,
-        request.guided_grammar,
-    )  # fmt: skip
+    return grammars | _grammars("guided_", lambda name: getattr(request, f"guided_{name}"))
 
 
-def _texts(
-    prefix: str,
-    schema: Schema | None,
-    regex: str | None,
-    choices: list[str] | None,
-    lark: str | None,
-) -> dict[str, Grammar]:
-    found: dict[str, Grammar] = {}
-    if schema is not None:
-        found[f"{prefix}json"] = Grammar("json", _json_text(schema, f"{prefix}json"))
-    if regex is not None:
-        found[f"{prefix}regex"] = Grammar("regex", regex)
-    if choices is not None:
-        found[f"{prefix}choice"] = Grammar("choice", _json_text(choices, f"{prefix}choice"))
-    if lark is not None:
-        found[f"{prefix}grammar"] = Grammar("lark", lark)
-    return found
+# The names of fields with a grammar, and the kinds of the grammars.
+_KINDS: dict[str, GrammarKind] = {
+    "json": "json", "regex": "regex", "choice": "choice", "grammar": "lark",
+}  # fmt: skip
+
+
+def _grammars(prefix: str, value_of: Callable[[str], Any]) -> dict[str, Grammar]:
+    values = {f"{prefix}{name}": (kind, value_of(name)) for name, kind in _KINDS.items()}
+    return {
+        param: Grammar(kind, _json_text(value, param))
+        for param, (kind, value) in values.items()
+        if value is not None
+    }
 
 
 def _json_text(value: dict[str, Any] | list[str] | str, param: str) -> str:
@@ -141,18 +132,12 @@ class GrammarChecks:
             )
             self._of_models[model.name] = grammars
         try:
-            await _done(grammars.compile(grammar))
+            compiled = grammars.compile(grammar)
+            if not compiled.done():  # others may share it, and must not lose it with this request
+                await asyncio.shield(asyncio.wrap_future(compiled))
+            compiled.result()
         except GrammarError as error:
             raise _refused(param, error.message) from None
-
-
-async def _done(future: Future[Compiled]) -> Compiled:
-    """Wait for a result. Cancelling the wait does not cancel `future`, which others may share."""
-    if not future.done():
-        loop, is_done = asyncio.get_running_loop(), asyncio.Event()
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(is_done.set))
-        await is_done.wait()
-    return future.result()
 
 
 def _refused(param: str, message: str) -> InvalidRequest:
