@@ -7,6 +7,7 @@ default for all, a small model on a CPU core and a large one on a GPU would diff
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from disagg.capacity.efficiency import ON_CPU
@@ -30,7 +31,7 @@ def step_times(
     """
     ranks: dict[str, Any] = {"num_gpus": num_ranks, "expert_parallel": expert_parallel}
     if not device_name:
-        placement = Placement(shape.widened, CPU_CORE, efficiency=ON_CPU, **ranks)
+        placement = Placement(replace(shape, is_widened=True), CPU_CORE, efficiency=ON_CPU, **ranks)
         return placement.time_model(), "one CPU core" if num_ranks == 1 else "CPU cores"
     gpu = gpu_called(device_name)
     placement = Placement(shape, gpu or GPUS[UNKNOWN_GPU], **ranks)

@@ -14,6 +14,7 @@ Sources: Williams, Waterman and Patterson (CACM 2009) for the roofline; Pope et 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import msgspec
@@ -64,7 +65,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
     @cached_property
     def kv_nbytes_per_gpu_token(self) -> float:
         """KV bytes of a token on one GPU. More GPUs than KV heads hold copies of these."""
-        num_heads = self.shape.num_kv_heads
+        num_heads = self.shape.config.num_kv_heads
         return self.kv_nbytes_per_token * max(1.0 / self.num_gpus, 1.0 / num_heads)
 
     @property
@@ -143,7 +144,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         the format of the weights is.
         """
         shape = self.shape
-        num_flop = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+        num_flop = 4 * shape.config.num_layers * shape.config.num_heads * shape.head_dim
         return num_flop / (self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention)
 
     @cached_property
@@ -175,10 +176,10 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         """Seconds of ring all-reduces, which send 2 (n - 1) / n of the activations per GPU."""
         if self.num_gpus == 1:
             return 0.0
-        nbytes = num_tokens * self.shape.hidden_size * ACTIVATION_NBYTES
+        nbytes = num_tokens * self.shape.config.hidden_size * ACTIVATION_NBYTES
         sent_nbytes = 2 * (self.num_gpus - 1) / self.num_gpus * nbytes
         one_s = sent_nbytes / (self.gpu.link_bytes_per_s * self.efficiency.link)
-        num_reduces = ALL_REDUCES_PER_LAYER * self.shape.num_layers
+        num_reduces = ALL_REDUCES_PER_LAYER * self.shape.config.num_layers
         return num_reduces * (one_s + self.efficiency.all_reduce_s)
 
 
@@ -206,9 +207,9 @@ def placements(
     """
     gpu.flops(weights)
     if gpu is CPU_CORE:
-        shape = shape.widened
+        shape = replace(shape, is_widened=True)
     efficiency = efficiency_of(gpu, shape.products_in(weights), engine)
-    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+    num_heads, num_kv_heads = shape.config.num_heads, shape.config.num_kv_heads
     degrees = [
         num
         for num in (1, 2, 4, 8)
@@ -218,14 +219,14 @@ def placements(
         and (not expert_parallel or num <= shape.num_experts)
     ]
     every = [
-        Placement(shape.divided(num), gpu, num, weights, kv, efficiency, expert_parallel)
+        Placement(replace(shape, num_gpus=num), gpu, num, weights, kv, efficiency, expert_parallel)
         for num in degrees
     ]
     fitting = [each for each in every if each.num_kv_tokens >= num_tokens]
     if not fitting:
         most = every[-1]
         needed = most.weights_nbytes / most.num_gpus + num_tokens * most.kv_nbytes_per_gpu_token
-        is_wide = weights == "bf16" and not shape.packed_nbytes
+        is_wide = weights == "bf16" and not shape.is_packed
         raise NotEnoughMemory(
             f"{shape.name} in {shape.stored_as(weights)} has"
             f" {most.weights_nbytes / 1e9:.1f} GB of weights, and {num_tokens:,} tokens have"

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from disagg.kernels.packed_sizes import (
-    BITS,
     Keeper,
     Kind,
     Packing,
@@ -26,7 +26,6 @@ from disagg.models.checkpoint import StoredTensor
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import ModelConfig
 from disagg.models.parts import Fields, Part, all_fields
-from disagg.models.quantized import QuantizedFormat
 from disagg.models.share import WHOLE, Share
 
 # The packed fields of a layer; in a layer with experts the last two belong to the experts.
@@ -118,13 +117,37 @@ def weights_nbytes(config: ModelConfig, format: DeviceFormat, share: Share = WHO
     return nbytes
 
 
-def value_nbytes(format: QuantizedFormat) -> float | None:
-    """Bytes per value of a matrix that stays packed, as far as config.json tells; None: widened."""
-    kind, size, scale_nbytes, has_zeros, *_ = format.packing
-    group = size and kept_group(size)
-    if not can_pack(group):
-        return None
-    return BITS[kind] / 8 + (0 if group is None else (scale_nbytes + has_zeros) / group)
+@dataclass(frozen=True)
+class _Stated(StoredTensor):
+    """A matrix of which no header is known, only how its bits are kept."""
+
+    stated: Packing
+
+    @property
+    def packing(self) -> Packing:
+        return self.stated
+
+
+def stated_tensors(
+    config: ModelConfig, fields: Fields, others: Packing | None = None
+) -> dict[str, StoredTensor]:
+    """The matrices of a layer that config.json says are quantised, for `DeviceFormat.kept`.
+
+    Args:
+        others: how the bits are kept of all matrices that are no MXFP4; None: as config.json says.
+    """
+    format, found = config.quantized, dict[str, StoredTensor]()
+    for field in fields.keys() & LAYER_FIELDS:
+        packing = others
+        if format is not None and format.layout == "mxfp4":
+            packing = format.packing if field in _OF_EXPERTS and "router" in fields else others
+        elif format is not None and others is None:
+            packing = format.packing
+        if packing is not None:
+            for part in fields[field]:
+                shape = part.stored_shape
+                found[part.name] = _Stated(Path(), "", shape, 0, 0, packing)
+    return found
 
 
 def _packing(stored: StoredTensor | None, part: Part, keeper: Keeper) -> Packing | None:

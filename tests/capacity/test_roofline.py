@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from disagg.capacity.gpus import GPUS, Gpu, gpu_of, link_of
 from disagg.capacity.roofline import Placement, placements
 from disagg.capacity.shapes import SHAPES, ModelShape
 from disagg.errors import NotEnoughMemory, StartupError
+from disagg.models.quantized import QuantizedFormat
 from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeFit, attended
 
 LLAMA_8B, LLAMA_13B, LLAMA_70B = (
@@ -156,7 +159,9 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     with pytest.raises(NotEnoughMemory, match=r"would fit on 8 GPUs of 113 GB each, or try fp8"):
         placements(SHAPES["llama-3.1-405b"], H100)
     # One that has 8 bits already is not told to take them.
-    packed = msgspec.structs.replace(SHAPES["llama-3.1-405b"], quantized="fp8", packed_nbytes=1.0)
+    plain = SHAPES["llama-3.1-405b"]
+    format = QuantizedFormat(name="fp8", layout="plain", dtype="F8_E4M3")
+    packed = replace(plain, config=replace(plain.config, quantized=format))
     with pytest.raises(NotEnoughMemory, match=r"405b in fp8 has .* GB each\. `disagg serve") as why:
         placements(packed, GPUS["l40s"])
     assert "try" not in why.value.message

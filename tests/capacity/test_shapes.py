@@ -131,7 +131,7 @@ def test_kv_of_the_textbooks() -> None:
     of_heads = [shape for shape in SHAPES.values() if not shape.latent_size]
     for shape, name in product(of_heads, ("int8", "int4")):
         page_nbytes = FORMATS[name].page_nbytes(64, shape.head_dim)  # of an engine, on a GPU
-        num_pages = 2 * shape.num_layers * shape.num_kv_heads
+        num_pages = 2 * shape.config.num_layers * shape.config.num_kv_heads
         assert 64 * shape.kv_nbytes_per_token(name) == num_pages * page_nbytes
     assert SHAPES["llama-2-13b"].kv_nbytes_per_token() == 800 * 1024
     assert SHAPES["deepseek-r1"].kv_nbytes_per_token() == 61 * 576 * 2  # "70 KB"
@@ -144,7 +144,6 @@ def test_latents_of_a_config_are_those_of_the_table(name: str, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(POPULAR[known.repository].config))
     shape = read_shape(str(tmp_path))
     assert shape.kv_nbytes_per_token() == known.kv_nbytes_per_token()
-    assert shape.attention_params == known.attention_params
     assert shape.num_params == known.num_params
     assert shape.num_latent_flop == known.num_latent_flop
     assert shape.head_dim == (576 + 512) // 2  # of the products of a prompt, with latents
@@ -156,7 +155,7 @@ def test_a_directory_needs_no_more_than_its_config(tmp_path: Path) -> None:
     shape = read_shape(str(tmp_path))
     assert shape.name == tmp_path.name
     assert str(tmp_path) in shape.source
-    assert shape.tie_word_embeddings
+    assert shape.config.tie_word_embeddings
     # 4 layers of (2 x (4 + 2) heads of 32 + 3 x 384) x 128, and one table of 1024 x 128
     assert shape.num_params == 4 * 128 * (2 * 6 * 32 + 3 * 384) + 1024 * 128
 

@@ -75,7 +75,7 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
     for name in FILES[1:]:
         (directory / name).write_text(POINTER)
     model = describe_model(directory)
-    assert read_shape(str(directory)).vocab_size == model.config.vocab_size == 400
+    assert read_shape(str(directory)).config.vocab_size == model.config.vocab_size == 400
     (directory / "model.safetensors").unlink()
     for ask in (
         lambda: model.defaults,

@@ -130,7 +130,7 @@ def test_what_cannot_be_served_is_refused_before_its_weights_come(hub: FakeHub) 
 
 def test_planning_needs_no_more_than_the_configuration(hub: FakeHub) -> None:
     shape = read_shape(NAME)
-    assert (shape.name, shape.num_layers, shape.hidden_size) == ("tiny-1.5", 3, 48)
+    assert (shape.name, shape.config.num_layers, shape.config.hidden_size) == ("tiny-1.5", 3, 48)
     assert [path for path in hub.asked if "safetensors" in path] == []
     assert "/resolve/" in hub.asked[0]
     with pytest.raises(StartupError, match="no such model on"):

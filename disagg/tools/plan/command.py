@@ -27,7 +27,7 @@ from disagg.capacity.gpus import (
     link_of,
 )
 from disagg.capacity.roofline import Placement, placements
-from disagg.capacity.shapes import KV_BITS, NBYTES, SHAPES, ModelShape, read_shape
+from disagg.capacity.shapes import FORMATS, KV_BITS, SHAPES, ModelShape, read_shape
 from disagg.cli.engine_arguments import number
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.tools.plan.advice import advise
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=list(NBYTES),
+        choices=list(FORMATS),
         default="bf16",
         help="data type of the weights (default: bf16)",
     )
@@ -243,7 +243,7 @@ def _how_quantized(shape: ModelShape, weights: str) -> str:
     begin = f"The weights of this checkpoint are quantised ({shape.quantized})."
     if weights != "bf16":
         return f"{begin} The plan uses their size in {weights} instead (--weights)."
-    if not shape.packed_nbytes:
+    if not shape.is_packed:
         return f"{begin} They are converted to bf16 when loaded; the plan uses that size."
     but = ", except for experts, which are converted to bf16" if shape.has_widened_experts else ""
     return f"{begin} GPUs keep them so and multiply in bf16; the plan uses that size{but}."
@@ -321,7 +321,7 @@ def _why_not_over(size: int, shape: ModelShape, every: Sequence[Placement]) -> s
     choices = ", ".join(f"{each.num_gpus} x {each.gpu.name}" for each in every)
     if size < 1:
         return f"A worker needs at least 1 GPU, not {size}; choose from {choices}."
-    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+    num_heads, num_kv_heads = shape.config.num_heads, shape.config.num_kv_heads
     if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
         return (
             f"{shape.name} has {num_heads} heads and {num_kv_heads} KV heads, which {size} GPUs"

@@ -97,7 +97,7 @@ class Workload(msgspec.Struct, frozen=True, dict=True):
 
     def check_fits(self, shape: ModelShape) -> None:
         """Raise `ContextLengthExceeded` if a request is longer than the model's context."""
-        limit = shape.max_model_len
+        limit = shape.config.max_model_len
         if self.longest_tokens > limit:
             num_long = sum(prompt + output > limit for prompt, output in self.lengths)
             raise ContextLengthExceeded(

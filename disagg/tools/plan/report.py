@@ -142,7 +142,7 @@ def show(
         f"{shape.name}: {shape.num_params / 1e9:.2f} billion parameters,"
         f" {first.weights_nbytes / 1e9:.1f} GB in {first.shape.stored_as(first.weights)};"
         f" KV {first.kv_nbytes_per_token / 1024:g} KiB per token in {first.kv}"
-        f" ({shape.num_layers} layers, {_kv_of(shape)}),"
+        f" ({shape.config.num_layers} layers, {_kv_of(shape)}),"
         f" from {shape.source}.",
         soft_wrap=True,
     )
@@ -163,7 +163,7 @@ def show(
 def _kv_of(shape: ModelShape) -> str:
     if shape.latent_size:
         return f"a latent vector of {shape.latent_size} values"
-    return f"{shape.num_kv_heads} KV heads of {shape.head_dim}"
+    return f"{shape.config.num_kv_heads} KV heads of {shape.head_dim}"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -232,7 +232,7 @@ def _engine(plan: Written) -> dict[str, Any]:
     if placement.kv != "bf16":  # the default, "auto", is bf16 for these models
         engine["kv_cache_dtype"] = placement.kv
     room = min(pool.placement.num_kv_tokens for pool in plan.fleet.pools)
-    if room < placement.shape.max_model_len:  # a request of the model's limit would not fit
+    if room < placement.shape.config.max_model_len:  # a request of the model's limit would not fit
         engine["max_model_len"] = plan.load.longest_tokens
     return engine
 
