@@ -103,3 +103,30 @@ async def test_a_request_whose_logits_are_nan(
             if line.startswith("disagg_worker_corrupted_requests_total{")
         ]
         assert sorted(counted) == ["0.0", "1.0"]
+
+
+async def test_a_request_that_breaks_an_engine_breaks_no_second_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its numbers are right by themselves, so nobody can tell whose fault the failed step is."""
+    sample = Sampler.sample
+
+    def breaks(
+        self: Sampler, logits: Tensor, sequences: SequenceOf[Continued], *args: Any, **named: Any
+    ) -> Chosen:
+        if logits.any() and any(each.sampling.seed == UNLUCKY_SEED for each in sequences):
+            raise RuntimeError("planted")
+        return sample(self, logits, sequences, *args, **named)
+
+    monkeypatch.setattr(Sampler, "sample", breaks)
+    async with cluster(model, num_prefill=0, num_decode=2) as (running, client):
+        failed = await client.post("/v1/chat/completions", json=body("hi", seed=UNLUCKY_SEED))
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "engine_failed")
+        request_id = f"chatcmpl-{failed.headers['x-request-id']}"
+        (logged,) = (each for each in caplog.records if each.name == "disagg.worker.streams")
+        assert getattr(logged, "request_id", "") == request_id
+        told = (await client.get(f"/debug/requests/{request_id}")).json()
+        assert len(told["routes"]) == 1, "it was sent to a second worker"
+        broken = [worker for worker in running.workers if worker._thread.failed is not None]
+        assert len(broken) == 1
+        await chat(client, "others go on", 4)
