@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 
 from disagg.kernels.gpu import experts as triton_experts
 from disagg.kernels.gpu import held_rows, route
-from disagg.kernels.gpu.experts import FLOATS, MXFP4, WIDTH, launch_options
+from disagg.kernels.gpu.experts import WIDTH, launch_options
 from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler, early_loads
 from tests.kernels.compiling_packed import Format
 
@@ -27,7 +27,7 @@ def _compile(kernel: Any, arch: int, constants: dict[str, Any], **options: int) 
     types = {**INTEGERS, "zeros_ptr": "*i8"}
     if constants.get("MXFP4"):
         types |= {"matrix_ptr": "*u8", "scales_ptr": "*u8"}
-    elif constants.get("PART"):
+    elif constants.get("FORMAT"):
         types["matrix_ptr"] = "*i16"
     if kernel is not triton_experts._gate_up_kernel:
         types["weights_ptr"] = "*fp32"
@@ -68,11 +68,12 @@ def check_products(
         "ROWS": rows,
         "WIDTH": WIDTH,
         "HAS_BIAS": is_gpt_oss,
-        **(MXFP4 if is_gpt_oss else FLOATS),
+        "MXFP4": is_gpt_oss,
+        "FORMAT": None,
     }
     if format is not None:
         constants |= format.constants()
-    if not constants["HAS_ZEROS"]:
+    if format is None or not format.has_zeros:
         constants["zeros_ptr"] = None
     if not is_gpt_oss:
         constants["bias_ptr"] = None

@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 
 from disagg.kernels.gpu import packed_linear
 from disagg.kernels.gpu.packed_linear import BAND, tile_sizes
-from disagg.kernels.gpu.packed_tile import format_constants, launch_options, max_rows
+from disagg.kernels.gpu.packed_tile import TileFormat, launch_options, max_rows
 from disagg.kernels.packed_sizes import Kind
 from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler, early_loads
 
@@ -24,7 +24,7 @@ class Format(NamedTuple):
     has_zeros: bool = False
 
     def constants(self) -> dict[str, Any]:
-        return format_constants(self.kind, self.group or None, has_zeros=self.has_zeros)
+        return {"FORMAT": TileFormat.of(self.kind, self.group or None, has_zeros=self.has_zeros)}
 
 
 FORMATS = {

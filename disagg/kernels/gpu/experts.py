@@ -20,7 +20,6 @@ first half of `x`, whose columns were put in that order.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from disagg.kernels.gpu.held_rows import sum_held
 from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
-from disagg.kernels.gpu.packed_tile import WARP_GROUPS, constants_of, packed_tile
+from disagg.kernels.gpu.packed_tile import WARP_GROUPS, TileFormat, packed_tile
 from disagg.kernels.gpu.packed_tile import launch_options as packed_launch_options
 from disagg.kernels.gpu.packed_tile import max_rows as packed_max_rows
 from disagg.kernels.gpu.route import choose_experts, choose_grouped
@@ -40,10 +39,6 @@ from disagg.kernels.packed_matrix import PackedMatrix
 MIN_ROWS, MAX_ROWS = 16, 128
 MAX_MXFP4_ROWS_OF_WARPS = 64  # on GPUs where single warps multiply, taller tiles spill registers
 WIDTH = 128  # rows of a matrix in a program: 64 each of gate and up
-_NOT_PACKED = dict.fromkeys(("BITS", "IS_FLOAT", "PART", "GROUP", "TOGETHER", "HAS_ZEROS"), 0)
-# A step of the inner loop has DEPTH values of a row, or DEPTH bytes of MXFP4 with two values each.
-FLOATS: Mapping[str, Any] = {**_NOT_PACKED, "MXFP4": False, "DEPTH": 64}
-MXFP4: Mapping[str, Any] = {**_NOT_PACKED, "MXFP4": True, "DEPTH": 32}
 
 
 @triton.jit
@@ -85,26 +80,22 @@ def _product(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
     MXFP4: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Compute x W^T, [ROWS, WIDTH]. W is the rows `own` of an expert's NUM_OUT rows of SIZE values.
-    PART: numbers in a part of a packed matrix; 0: the matrix is not packed."""
+    FORMAT: the `TileFormat` of W; None: it is MXFP4 or has floats."""
+    # A step of the inner loop has so many values of a row, or bytes of MXFP4 with two values each.
+    DEPTH: tl.constexpr = 32 if MXFP4 else 64
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    if PART:
-        num_chunks: tl.constexpr = (SIZE * BITS + PART * 16 - 1) // (PART * 16)
+    if FORMAT is not None:
+        chunk: tl.constexpr = FORMAT.part * 16  # bits
+        num_chunks: tl.constexpr = (SIZE * FORMAT.bits + chunk - 1) // chunk
         row = expert.to(tl.int32) * NUM_OUT + tl.minimum(own, NUM_OUT - 1)
         sums = packed_tile(
             x_ptrs, is_row[:, None], matrix_ptr, scales_ptr, zeros_ptr, row,
-            NUM_EXPERTS * NUM_OUT, SIZE, num_chunks, 0, num_chunks,
-            BITS, IS_FLOAT, PART, GROUP, TOGETHER, HAS_ZEROS, ROWS, WIDTH,
+            NUM_EXPERTS * NUM_OUT, SIZE, num_chunks, 0, num_chunks, FORMAT, ROWS, WIDTH,
         )  # fmt: skip
         acc = tl.trans(sums)
     elif MXFP4:
@@ -158,14 +149,8 @@ def _gate_up_kernel(
     INNER: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
     MXFP4: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    FORMAT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
 ):
@@ -180,8 +165,7 @@ def _gate_up_kernel(
         own = (places % 2) * INNER + column
         acc = _product(
             x_ptr + tokens[:, None] * HIDDEN, is_row, matrix_ptr, scales_ptr, zeros_ptr,
-            expert, own, column < INNER, NUM_EXPERTS, 2 * INNER, HIDDEN, ROWS, WIDTH, DEPTH,
-            MXFP4, BITS, IS_FLOAT, PART, GROUP, TOGETHER, HAS_ZEROS,
+            expert, own, column < INNER, NUM_EXPERTS, 2 * INNER, HIDDEN, ROWS, WIDTH, MXFP4, FORMAT,
         )  # fmt: skip
         if HAS_BIAS:
             bias_ptrs = bias_ptr + expert * (2 * INNER) + own
@@ -219,14 +203,8 @@ def _down_kernel(
     INNER: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
     MXFP4: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    FORMAT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     expert, first, end = _own_rows(starts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, ROWS)
@@ -237,7 +215,7 @@ def _down_kernel(
         acc = _product(
             inner_ptr + rows.to(tl.int64)[:, None] * INNER, is_row, matrix_ptr, scales_ptr,
             zeros_ptr, expert, column, column < HIDDEN, NUM_EXPERTS, HIDDEN, INNER, ROWS, WIDTH,
-            DEPTH, MXFP4, BITS, IS_FLOAT, PART, GROUP, TOGETHER, HAS_ZEROS,
+            MXFP4, FORMAT,
         )  # fmt: skip
         if HAS_BIAS:
             bias_ptrs = bias_ptr + expert * HIDDEN + column
@@ -270,15 +248,20 @@ class _Matrix(NamedTuple):
 
     Attributes:
         pieces: numbers, scales, zeros.
-        constants: the kernel's constants for its format.
+        format: as a constant of a kernel; None: it is MXFP4 or has floats.
         max_rows: most rows of a tile.
         order: order of its columns, as in `PackedMatrix`.
     """
 
     pieces: tuple[Tensor, Tensor | None, Tensor | None]
-    constants: Mapping[str, Any]
+    format: TileFormat | None
+    is_mxfp4: bool
     max_rows: int
     order: Tensor | None
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"MXFP4": self.is_mxfp4, "FORMAT": self.format}
 
     def arranged(self, x: Tensor) -> Tensor:
         """Put the columns of x into the order of the matrix's columns."""
@@ -287,13 +270,13 @@ class _Matrix(NamedTuple):
 
 def _matrix(stored: Tensor | PackedMatrix, major: int) -> _Matrix:
     if not isinstance(stored, PackedMatrix):
-        return _Matrix((stored, None, None), FLOATS, max_rows(False, major), None)
+        return _Matrix((stored, None, None), None, False, max_rows(False, major), None)
     if stored.kind == "mxfp4":
         exponents = stored.scales.T.contiguous().view(torch.uint8)
-        return _Matrix((stored.units, exponents, None), MXFP4, max_rows(True, major), None)
+        return _Matrix((stored.units, exponents, None), None, True, max_rows(True, major), None)
     pieces = stored.units, stored.scales, stored.zeros
     most = packed_max_rows(stored.kind, stored.group, major)
-    return _Matrix(pieces, {**FLOATS, **constants_of(stored)}, most, stored.order)
+    return _Matrix(pieces, TileFormat.of_matrix(stored), False, most, stored.order)
 
 
 class TritonExperts:
@@ -363,7 +346,7 @@ class TritonExperts:
             "ROWS": rows,
             "WIDTH": WIDTH,
         }
-        if self._gate_up.constants["MXFP4"]:
+        if self._gate_up.is_mxfp4:
             x = x.view(num_tokens, -1, 2).transpose(1, 2).reshape(num_tokens, hidden)
         _gate_up(
             (num_blocks, -(-size // (WIDTH // 2))),
@@ -380,7 +363,7 @@ class TritonExperts:
             CLAMPED=experts.limit is not None,
             **sizes,
             **self._gate_up.constants,
-            **launch_options(rows, is_packed=self._gate_up.constants["PART"] > 0),
+            **launch_options(rows, is_packed=self._gate_up.format is not None),
         )
         _down(
             (num_blocks, -(-hidden // WIDTH)),
@@ -394,7 +377,7 @@ class TritonExperts:
             HAS_BIAS=experts.down_bias is not None,
             **sizes,
             **self._down.constants,
-            **launch_options(rows, is_packed=self._down.constants["PART"] > 0),
+            **launch_options(rows, is_packed=self._down.format is not None),
         )
         if num_held < experts.num_experts:
             return sum_held(out, chosen, self._held)

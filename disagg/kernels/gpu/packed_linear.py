@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
-from disagg.kernels.gpu.packed_tile import constants_of, launch_options, max_rows, packed_tile
+from disagg.kernels.gpu.packed_tile import TileFormat, launch_options, max_rows, packed_tile
 from disagg.kernels.packed_matrix import PackedMatrix
 
 MIN_ROWS = 16
@@ -41,15 +41,10 @@ def _packed_linear_kernel(
     num_in,
     num_chunks,
     num_own_chunks,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BAND: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
@@ -72,8 +67,7 @@ def _packed_linear_kernel(
     end = tl.minimum(first + num_own_chunks, num_chunks)
     acc = packed_tile(
         x_ptrs, (rows < num_rows)[:, None], units_ptr, scales_ptr, zeros_ptr, own,
-        num_out, num_in, num_chunks, first, end,
-        BITS, IS_FLOAT, PART, GROUP, TOGETHER, HAS_ZEROS, ROWS, WIDTH,
+        num_out, num_in, num_chunks, first, end, FORMAT, ROWS, WIDTH,
     )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + own).to(tl.float32)[:, None]
@@ -148,14 +142,14 @@ class PackedProduct:
         self.weight, self.bias = weight, bias
         self._num_programs = num_programs
         self._max_rows = max_rows(weight.kind, weight.group, major)
-        self._format = constants_of(weight)
-        self._num_chunks = weight.units.shape[1] // self._format["PART"]
+        self._format = TileFormat.of_matrix(weight)
+        self._num_chunks = weight.units.shape[1] // self._format.part
 
     @property
     def variant(self) -> tuple[object, ...]:
         """The properties that determine, together with the number of rows, the needed programs."""
         weight = self.weight
-        return (*self._format.values(), weight.scales.dtype, self.bias is None, *weight.shape)
+        return self._format, weight.scales.dtype, self.bias is None, *weight.shape
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compile the programs for all numbers of rows of `x`, which is of `dtype`."""
@@ -193,12 +187,12 @@ class PackedProduct:
             num_in,
             self._num_chunks,
             -(-self._num_chunks // splits),
+            FORMAT=self._format,
             ROWS=rows,
             WIDTH=width,
             BAND=BAND,
             HAS_BIAS=bias is not None,
             IS_SPLIT=splits > 1,
-            **self._format,
             **launch_options(rows),
         )
         if splits > 1:

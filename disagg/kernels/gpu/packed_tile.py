@@ -11,7 +11,7 @@ take that one from registers.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -42,21 +42,32 @@ def max_rows(kind: Kind, group: int | None, major: int) -> int:
     return MAX_ROWS
 
 
-def format_constants(kind: Kind, group: int | None, *, has_zeros: bool) -> dict[str, Any]:
-    """The constants with which `packed_tile` is compiled for a matrix."""
-    part, num_parts = part_size(kind, group), 16 // BITS[kind]
-    return {
-        "BITS": BITS[kind],
-        "IS_FLOAT": kind == "fp8",
-        "PART": part,
-        "GROUP": group or 0,
-        "TOGETHER": min(group // part, num_parts) if group else num_parts,
-        "HAS_ZEROS": has_zeros,
-    }
+@dataclass(frozen=True, slots=True)
+class TileFormat:
+    """How a matrix is packed, as a constant of kernels.
 
+    Attributes:
+        part: numbers in a part of a chunk; a chunk is one 16-bit unit of so many columns.
+        group: numbers that share a scale; 0: all of a row.
+        together: parts of a chunk that share a scale.
+    """
 
-def constants_of(weight: PackedMatrix) -> dict[str, Any]:
-    return format_constants(weight.kind, weight.group, has_zeros=weight.zeros is not None)
+    bits: int
+    is_float: bool
+    part: int
+    group: int
+    together: int
+    has_zeros: bool
+
+    @classmethod
+    def of(cls, kind: Kind, group: int | None, *, has_zeros: bool) -> TileFormat:
+        part, num_parts = part_size(kind, group), 16 // BITS[kind]
+        together = min(group // part, num_parts) if group else num_parts
+        return cls(BITS[kind], kind == "fp8", part, group or 0, together, has_zeros)
+
+    @classmethod
+    def of_matrix(cls, weight: PackedMatrix) -> TileFormat:
+        return cls.of(weight.kind, weight.group, has_zeros=weight.zeros is not None)
 
 
 @triton.jit
@@ -111,12 +122,7 @@ def packed_tile(
     num_chunks,
     first_chunk,
     end_chunk,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -127,9 +133,13 @@ def packed_tile(
         is_row: [ROWS, 1], whether these rows exist.
         own: int32 [WIDTH], rows of W, which all exist.
         num_out, num_in: shape of W, whose rows have `num_chunks` chunks.
-        GROUP: number of numbers that share a scale; 0: all of a row.
-        TOGETHER: number of parts of a chunk that share a scale.
+        FORMAT: the `TileFormat` of W.
     """
+    BITS: tl.constexpr = FORMAT.bits
+    PART: tl.constexpr = FORMAT.part
+    GROUP: tl.constexpr = FORMAT.group
+    TOGETHER: tl.constexpr = FORMAT.together
+    HAS_ZEROS: tl.constexpr = FORMAT.has_zeros
     PARTS: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = PARTS * PART
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
@@ -154,7 +164,7 @@ def packed_tile(
             for part in tl.static_range(begin, begin + TOGETHER):
                 at = (chunk * CHUNK + part * PART + depth)[None, :]
                 x = tl.load(x_ptrs + at, mask=is_row & (at < num_in), other=0.0)
-                w = numbers_of(units, part, BITS, IS_FLOAT, DTYPE)
+                w = numbers_of(units, part, BITS, FORMAT.is_float, DTYPE)
                 if HAS_ZEROS:
                     w -= base
                 elif BITS == 4:
