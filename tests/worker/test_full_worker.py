@@ -60,9 +60,7 @@ async def test_one_request_alone_is_never_too_much() -> None:
 
 async def test_a_refused_arrival_keeps_its_ticket_for_another_worker() -> None:
     """The worker that refuses takes nothing: the source still holds the blocks."""
-    async with rig() as r:
-        for role in ("prefill", "decode"):
-            await r.start(role)
+    async with rig("prefill", "decode") as r:
         moved, first = await prefilled(r, make_request())
         core = r.workers["decode"]._core
         core._max_requests_nbytes = TOKEN_NBYTES
