@@ -25,9 +25,11 @@ from disagg.api.http.cors import Cors
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import (
     CONTENT_TYPE,
+    CUT_BY_DRAIN,
     OPEN_METRICS,
     OPEN_METRICS_CONTENT_TYPE,
     ApiMetrics,
+    RequestTimer,
 )
 from disagg.api.http.quota import Quota
 from disagg.api.http.reply import (
@@ -42,7 +44,6 @@ from disagg.api.http.reply import (
 )
 from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.http.request_spans import shown_tenant
-from disagg.api.http.request_timer import CUT_BY_DRAIN, RequestTimer
 from disagg.api.json_body import off_loop
 from disagg.api.openai import answers
 from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from disagg.api.apis import error_body
+from disagg.api.http.metrics import RequestTimer
 from disagg.api.http.request import HttpRequest
-from disagg.api.http.request_timer import RequestTimer
 from disagg.api.openai.answers import PING
 from disagg.api.refusals import error_headers
 from disagg.api.running_job import ChoiceDelta, Frames, RunningJob
