@@ -62,14 +62,43 @@ class Point(msgspec.Struct, frozen=True):
     cost: float  # as a fraction of the large model's alone
 
 
-class Curve(msgspec.Struct, frozen=True):
-    """All thresholds of one signal, the lowest (nothing escalates) first."""
+class Curve:
+    """All thresholds of one signal, the lowest (nothing escalates) first.
 
-    signal: Signal
-    num_judged_tokens: int
-    small_accuracy: float
-    large_accuracy: float
-    points: tuple[Point, ...]
+    Raises:
+        RequestError: there is nothing to gain.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[Compared],
+        signal: Signal,
+        num_judged_tokens: int,
+        small_parameters: int,
+        large_parameters: int,
+    ) -> None:
+        self.signal = signal
+        self.num_judged_tokens = num_judged_tokens
+        num_answers = len(answers)
+        self.small_accuracy = sum(each.small_is_right for each in answers) / max(1, num_answers)
+        self.large_accuracy = sum(each.large_is_right for each in answers) / max(1, num_answers)
+        if self.large_accuracy <= self.small_accuracy:
+            raise RequestError(
+                f"There is no gap to recover: of {num_answers} prompts the small model answers"
+                f" {self.small_accuracy:.1%} right and the large one {self.large_accuracy:.1%}."
+                " Take harder prompts, or serve the small model alone."
+            )
+        self._judged = [_Judged(each, signal, num_judged_tokens) for each in answers]
+        self._parameters = small_parameters, large_parameters
+        thresholds = _thresholds([each.values[-1] for each in self._judged])
+        self.points = tuple(map(self.at, thresholds))
+
+    def at(self, threshold: float) -> Point:
+        """The point of any threshold."""
+        outcome = _played(self._judged, threshold, *self._parameters)
+        gap = self.large_accuracy - self.small_accuracy
+        recovered = (outcome.accuracy - self.small_accuracy) / gap
+        return Point(threshold, outcome.escalated, outcome.accuracy, recovered, outcome.cost)
 
     def cheapest(self, quality: float) -> Point:
         """The threshold of least cost that keeps this share of the large model's accuracy."""
@@ -89,57 +118,6 @@ class Curve(msgspec.Struct, frozen=True):
             (after.escalated - before.escalated) * (after.recovered + before.recovered) / 2
             for before, after in pairwise(self.points)
         )
-
-
-def curve(
-    answers: Sequence[Compared],
-    signal: Signal,
-    num_judged_tokens: int,
-    small_parameters: int,
-    large_parameters: int,
-) -> Curve:
-    """Raises `RequestError` where there is nothing to gain."""
-    num_answers = len(answers)
-    small_accuracy = sum(each.small_is_right for each in answers) / max(1, num_answers)
-    large_accuracy = sum(each.large_is_right for each in answers) / max(1, num_answers)
-    gap = large_accuracy - small_accuracy
-    if gap <= 0.0:
-        raise RequestError(
-            f"There is no gap to recover: of {num_answers} prompts the small model answers"
-            f" {small_accuracy:.1%} right and the large one {large_accuracy:.1%}. Take harder"
-            " prompts, or serve the small model alone."
-        )
-    judged = [_Judged(each, signal, num_judged_tokens) for each in answers]
-    blank = Curve(signal, num_judged_tokens, small_accuracy, large_accuracy, ())
-    points = [
-        _point(judged, blank, threshold, small_parameters, large_parameters)
-        for threshold in _thresholds([each.values[-1] for each in judged])
-    ]
-    return replace(blank, points=tuple(points))
-
-
-def point(
-    answers: Sequence[Compared],
-    its: Curve,
-    threshold: float,
-    small_parameters: int,
-    large_parameters: int,
-) -> Point:
-    """The point of any threshold, for the signal of a curve of the same answers."""
-    judged = [_Judged(each, its.signal, its.num_judged_tokens) for each in answers]
-    return _point(judged, its, threshold, small_parameters, large_parameters)
-
-
-def _point(
-    judged: Sequence[_Judged],
-    its: Curve,
-    threshold: float,
-    small_parameters: int,
-    large_parameters: int,
-) -> Point:
-    outcome = _played(judged, threshold, small_parameters, large_parameters)
-    recovered = (outcome.accuracy - its.small_accuracy) / (its.large_accuracy - its.small_accuracy)
-    return Point(threshold, outcome.escalated, outcome.accuracy, recovered, outcome.cost)
 
 
 class CascadeOutcome(msgspec.Struct, frozen=True):

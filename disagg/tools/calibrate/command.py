@@ -30,9 +30,7 @@ from disagg.tools.calibrate.calibration import (
     Curve,
     Point,
     certified_lead,
-    curve,
     fitted_judge,
-    point,
 )
 from disagg.tools.calibrate.report import as_yaml, console, report_curves, report_quickened
 from disagg.tools.chat import Server
@@ -179,12 +177,12 @@ def run(arguments: argparse.Namespace) -> int:
     answers, parameters = asyncio.run(gather(arguments, prompts))
     signals: Sequence[Signal] = (arguments.signal,) if arguments.signal else get_args(Signal)
     curves = [
-        curve(answers, signal, arguments.num_judged_tokens, *parameters) for signal in signals
+        Curve(answers, signal, arguments.num_judged_tokens, *parameters) for signal in signals
     ]
     best = min(curves, key=lambda each: each.cheapest(arguments.quality).cost)
     chosen = best.cheapest(arguments.quality)
     if arguments.threshold is not None:
-        chosen = point(answers, best, arguments.threshold, *parameters)
+        chosen = best.at(arguments.threshold)
     report_curves(arguments, curves, best, chosen, parameters)
     config = quickened(answers, best, chosen, arguments.risk, parameters)
     report_quickened(arguments, answers, config, parameters)
@@ -265,22 +263,16 @@ async def _from_here(
     with console.status("loading both models"):
         async with local.running(config) as cluster:
             names = [tier.name for tier in tiers]
-            ask = asker(cluster)
+
+            async def ask(body: dict[str, Any]) -> bytes:
+                status, answer = await cluster.post(CHAT, msgspec.json.encode(body))
+                if status != 200:
+                    raise DisaggError(f"A prompt failed: {answer.decode(errors='replace')[:500]}")
+                return answer
+
             answers = await compare(ask, names, prompts, arguments.max_tokens, arguments.parallel)
             models = cluster.ingress.service.models
             return answers, [models[name].num_parameters for name in names]
-
-
-def asker(cluster: local.LocalCluster) -> Ask:
-    """A function that sends chat requests to models in this process."""
-
-    async def ask(body: dict[str, Any]) -> bytes:
-        status, answer = await cluster.post(CHAT, msgspec.json.encode(body))
-        if status != 200:
-            raise DisaggError(f"A prompt failed: {answer.decode(errors='replace')[:500]}")
-        return answer
-
-    return ask
 
 
 async def compare(
@@ -308,20 +300,16 @@ async def compare(
 
     async def both(question: Question) -> Compared:
         small, large = await asyncio.gather(*(one(model, question) for model in models))
-        return compared(small, large, question.label)
+        return Compared(
+            small.usage.prompt_tokens,
+            small.scores,
+            large.usage.completion_tokens,
+            small.is_right(question.label),
+            large.is_right(question.label),
+            tuple(small.prompt_token_ids),
+        )
 
     return list(await asyncio.gather(*map(both, prompts)))
-
-
-def compared(small: ScoredAnswer, large: ScoredAnswer, label: str) -> Compared:
-    return Compared(
-        small.usage.prompt_tokens,
-        small.scores,
-        large.usage.completion_tokens,
-        small.is_right(label),
-        large.is_right(label),
-        tuple(small.prompt_token_ids),
-    )
 
 
 def quickened(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import msgspec
-from msgspec.structs import replace
+import yaml
+from msgspec.structs import asdict, astuple, replace
 from rich.console import Console
 from rich.table import Table
 
@@ -15,34 +15,28 @@ from disagg.tools.calibrate.calibration import Compared, Curve, Point, min_num_p
 
 SHARES = (0.5, 0.8, 0.95)  # shares of the recovered accuracy gap at which costs are reported
 NUM_ROWS = 12
-WEIGHTS_PER_LINE = 8
 
 console = Console(highlight=False, soft_wrap=True)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Tuples in lines, as a judge has hundreds of weights."""
+
+
+_Dumper.add_representer(
+    tuple,
+    lambda dumper, items: dumper.represent_sequence(
+        "tag:yaml.org,2002:seq", items, flow_style=True
+    ),
+)
+
+
 def as_yaml(config: CascadeConfig) -> str:
     """The `cascade` section of a deployment."""
-    lines = [
-        "cascade:",
-        f"  signal: {config.signal}",
-        f"  num_judged_tokens: {config.num_judged_tokens}",
-        f"  thresholds: [{config.thresholds[0]:.6g}]",
-    ]
-    if config.leads:
-        lines.append(f"  leads: [{config.leads[0]:.3f}]")
-    for judge in config.prompt_judges:
-        weights = [f"[{token}, {weight:g}]" for token, weight in judge.weights]
-        lines += [
-            "  prompt_judges:",
-            f"    - bias: {judge.bias:g}",
-            f"      start_above: {judge.start_above:g}",
-            "      weights: # pairs of token id and weight",
-        ]
-        for start in range(0, len(weights), WEIGHTS_PER_LINE):
-            lines.append(f"        {'[' if not start else ' '}")
-            lines[-1] += ", ".join(weights[start : start + WEIGHTS_PER_LINE]) + ","
-        lines[-1] = lines[-1].removesuffix(",") + "]"
-    return "\n".join(lines) + "\n"
+    section = asdict(config) | {"prompt_judges": [asdict(each) for each in config.prompt_judges]}
+    given = {name: value for name, value in section.items() if value}
+    text: str = yaml.dump({"cascade": given}, Dumper=_Dumper, sort_keys=False, width=110)
+    return text
 
 
 def report_curves(
@@ -65,7 +59,7 @@ def report_curves(
     for point in rows:
         cells = (
             f"{point.threshold:.4g}",
-            *map("{:.1%}".format, msgspec.structs.astuple(point)[1:]),
+            *map("{:.1%}".format, astuple(point)[1:]),
         )
         table.add_row(*cells, style="bold" if point == chosen else "")
     console.print(table)

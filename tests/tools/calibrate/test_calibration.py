@@ -19,7 +19,6 @@ from disagg.tools.calibrate.calibration import (
     Compared,
     Curve,
     certified_lead,
-    curve,
     fitted_judge,
     min_num_prompts,
     played,
@@ -73,7 +72,7 @@ def test_each_point_is_what_the_judge_does(
 ) -> None:
     answers = with_a_better_large_model(answers)
     config = CascadeConfig(signal=signal, num_judged_tokens=num_judged)
-    found = curve(answers, signal, num_judged, SMALL, LARGE)
+    found = Curve(answers, signal, num_judged, SMALL, LARGE)
     alone = sum(LARGE * (each.num_prompt_tokens + each.num_large_tokens - 1) for each in answers)
     for point in found.points:
         cost = right = escalated = 0
@@ -95,7 +94,7 @@ def test_a_curve_goes_from_the_small_model_to_the_large_one(
     answers: list[Compared], signal: Signal, num_judged: int, quality: float
 ) -> None:
     answers = with_a_better_large_model(answers)
-    found = curve(answers, signal, num_judged, SMALL, LARGE)
+    found = Curve(answers, signal, num_judged, SMALL, LARGE)
     first, last = found.points[0], found.points[-1]
     assert (first.escalated, first.recovered) == (0.0, 0.0)
     assert (last.escalated, last.recovered) == (1.0, 1.0)
@@ -116,7 +115,7 @@ def easy_and_hard(num_each: int, hard_logprob: float = -2.0) -> list[Compared]:
 
 def test_measures_of_a_perfect_judge() -> None:
     """Half escalate and all is recovered: an area of three quarters, the most there is."""
-    found = curve(easy_and_hard(50), "minimum", 4, SMALL, LARGE)
+    found = Curve(easy_and_hard(50), "minimum", 4, SMALL, LARGE)
     assert found.cheapest(1.0).threshold == pytest.approx(-1.05)
     assert found.cheapest(1.0).escalated == 0.5
     assert found.at_recovered(0.95).escalated == 0.5
@@ -128,23 +127,23 @@ def test_measures_of_a_perfect_judge() -> None:
 
 def test_a_judge_that_knows_nothing_has_half_the_area() -> None:
     answers = easy_and_hard(50, hard_logprob=-0.1)
-    found = curve(answers, "minimum", 4, SMALL, LARGE)
+    found = Curve(answers, "minimum", 4, SMALL, LARGE)
     assert [point.escalated for point in found.points] == [0.0, 1.0]
     assert found.area == pytest.approx(0.5)
 
 
 def test_very_many_prompts_do_not_make_very_many_points() -> None:
     answers = [Compared(1, scores_of([-i / 7]), 1, i % 2 == 0, True) for i in range(3000)]
-    found = curve(answers, "minimum", 4, SMALL, LARGE)
+    found = Curve(answers, "minimum", 4, SMALL, LARGE)
     assert len(found.points) < 1000
-    assert isinstance(found, Curve) and all(math.isfinite(p.threshold) for p in found.points)
+    assert all(math.isfinite(p.threshold) for p in found.points)
 
 
 @pytest.mark.parametrize("large_is_right", [True, False])
 def test_without_a_gap_there_is_nothing_to_calibrate(large_is_right: bool) -> None:
     answers = [Compared(5, scores_of([-0.1]), 3, True, large_is_right)] * 4
     with pytest.raises(RequestError, match=r"no gap.* of 4 prompts .* 100.0% right"):
-        curve(answers, "minimum", 4, SMALL, LARGE)
+        Curve(answers, "minimum", 4, SMALL, LARGE)
 
 
 THRESHOLDS = st.floats(-4.0, -0.01)
