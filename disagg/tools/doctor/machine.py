@@ -16,9 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from disagg.host import read_memory, usable_cores
-from disagg.kernels.cpu.library import SAMPLING, Found, find_library, find_step
+from disagg.kernels.cpu.library import SAMPLING, Found, cpu_flags, find_library, find_step
 from disagg.tools.doctor.report import Finding, Status
 
 GIB = 1 << 30
@@ -192,20 +193,11 @@ def program(check: str, path: str, flag: str, advice: str) -> Finding:
 
 def listener(number: int) -> str:
     """The process that listens on a local TCP port, as "nginx (pid 12)"; "" if unknown."""
-    inodes = {
-        fields[9]
-        for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        for fields in map(str.split, _read(table).splitlines()[1:])
-        if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == number
-    }
-    sockets = {f"socket:[{inode}]" for inode in inodes}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(each) in sockets for each in (process / "fd").iterdir()):
-                return f"{_read(process / 'comm')} (pid {process.name})"
-        except OSError:
-            continue  # the process has ended or belongs to another user
-    return ""
+    for each in psutil.net_connections("tcp"):
+        is_it = each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == number
+        if is_it and each.pid:
+            return f"{_read(f'/proc/{each.pid}/comm')} (pid {each.pid})"
+    return ""  # it has ended or belongs to another user
 
 
 def link_speed() -> tuple[float, str]:
@@ -215,21 +207,16 @@ def link_speed() -> tuple[float, str]:
         words = _read(rate).split()
         if words:
             speeds.append((float(words[0]) * 1e9 / 8, rate.parent.parent.parent.name))
-    for device in Path("/sys/class/net").glob("*"):
-        megabits = _read(device / "speed")
-        if device.name != "lo" and megabits.isdigit():
-            speeds.append((int(megabits) * 1e6 / 8, device.name))
+    for name, device in psutil.net_if_stats().items():
+        if name != "lo" and device.speed:
+            speeds.append((device.speed * 1e6 / 8, name))
     return max(speeds, default=(0.0, ""))
 
 
 def _processor() -> Finding:
-    lines = _read("/proc/cpuinfo").splitlines()
-    described = dict(
-        (key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)
-    )
-    flags = set(described.get("flags", "").split())
-    bf16 = [name for name in ("amx_bf16", "avx512_bf16") if name in flags]
-    found = f"{described.get('model name', 'unknown')}, {usable_cores()} cores usable"
+    name = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    bf16 = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in cpu_flags()]
+    found = f"{name[1] if name else 'unknown'}, {usable_cores()} cores usable"
     return Finding("processor", f"{found}, bf16 products: {', '.join(bf16) or 'none'}")
 
 

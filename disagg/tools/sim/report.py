@@ -8,6 +8,7 @@ import msgspec
 
 from disagg.messages import Role
 from disagg.router.cascade import Attempt
+from disagg.tools.sim.config import LARGEST, SimConfig
 from disagg.tools.sim.trace import TRACE_BLOCK_TOKENS
 
 
@@ -103,26 +104,23 @@ class SimReport(msgspec.Struct, frozen=True):
 
 
 def summarise(
-    policy: str,
-    speed: float,
+    config: SimConfig,
     outcomes: Sequence[Outcome],
     work: Sequence[WorkDone],
-    sizes: Mapping[str, float],
     worker_hours: Mapping[str, float],
 ) -> SimReport:
-    """Make the report. `sizes`: the models' sizes, smallest first, as fractions of the largest."""
+    """Make the report of one simulation. `worker_hours`: by model."""
     answered = [each for each in outcomes if not each.error]
     ttft_s, tpot_s = _ttft_s(answered), _tpot_s(answered)
     ends_s = max((each.last_s for each in answered), default=0.0)
     duration_s = max(ends_s - min((each.arrival_s for each in answered), default=0.0), 1e-9)
     num_blocks = sum(-(-each.num_prompt_tokens // TRACE_BLOCK_TOKENS) for each in outcomes)
     num_cached_tokens = sum(each.num_cached_tokens for each in answered)
-    *_, largest = sizes
-    pool = [each for each in work if (each.model, each.role) == (largest, "prefill")]
+    pool = [each for each in work if (each.model, each.role) == (LARGEST, "prefill")]
     alive_s = sum(each.alive_s for each in pool)
     return SimReport(
-        policy=policy,
-        speed=speed,
+        policy=config.policy,
+        speed=config.speed,
         num_requests=len(outcomes),
         num_failed=len(outcomes) - len(answered),
         duration_s=duration_s,
@@ -139,8 +137,9 @@ def summarise(
         utilisation=sum(each.busy_s for each in pool) / alive_s if alive_s else 0.0,
         tenants=_by_tenant(outcomes),
         worker_hours=sum(worker_hours.values()),
-        tiers=_by_tier(answered, work, worker_hours) if len(sizes) > 1 else (),
-        cost_percent=100.0 * _cost(answered, sizes),
+        in_time_percent=_in_time_percent(outcomes, config.ttft_slo_s, config.tpot_slo_s),
+        tiers=_by_tier(answered, work, worker_hours) if config.smaller else (),
+        cost_percent=100.0 * _cost(answered, config.sizes),
     )
 
 
@@ -221,7 +220,7 @@ def _by_tenant(outcomes: Sequence[Outcome]) -> tuple[TenantReport, ...]:
     return tuple(reports)
 
 
-def in_time_percent(outcomes: Sequence[Outcome], ttft_slo_s: float, tpot_slo_s: float) -> float:
+def _in_time_percent(outcomes: Sequence[Outcome], ttft_slo_s: float, tpot_slo_s: float) -> float:
     """The percentage of all requests whose TTFT and TPOT (mean of a request) met the SLOs."""
     num_in_time = sum(
         not each.error

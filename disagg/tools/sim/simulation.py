@@ -41,7 +41,7 @@ from disagg.tools.sim.answers import SimulatedConfidence
 from disagg.tools.sim.config import Fault, SimConfig
 from disagg.tools.sim.ingresses import EveryIngress, SimulatedReports, ingress_id_of
 from disagg.tools.sim.network import SimulatedNetwork
-from disagg.tools.sim.report import Outcome, SimReport, WorkDone, in_time_percent, summarise
+from disagg.tools.sim.report import Outcome, SimReport, WorkDone, summarise
 from disagg.tools.sim.scaling import Scaling
 from disagg.tools.sim.simulated_worker import SimulatedWorker, WorkerSpec
 from disagg.tools.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
@@ -210,16 +210,7 @@ class _Simulation:
         for worker in self._workers.values():
             worker.check()
         self._scaling.pay(self._loop.time())
-        report = summarise(
-            config.policy,
-            config.speed,
-            self._outcomes,
-            self._work(),
-            config.sizes,
-            self._scaling.worker_hours,
-        )
-        in_time = in_time_percent(self._outcomes, config.ttft_slo_s, config.tpot_slo_s)
-        return msgspec.structs.replace(report, in_time_percent=in_time)
+        return summarise(config, self._outcomes, self._work(), self._scaling.worker_hours)
 
     async def _ask(self, number: int, traced: TraceRequest) -> None:
         """Send one request, read its answer, and record the outcome."""
