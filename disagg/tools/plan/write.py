@@ -26,6 +26,7 @@ from disagg.errors import StartupError
 from disagg.tools.plan.load import Slo, Workload
 from disagg.tools.plan.play import step_sizes_of
 from disagg.tools.plan.sizing import TRANSFER_LATENCY_S, FleetPlan, Pool, num_links
+from disagg.tools.yaml_text import to_yaml
 
 SERVE_FILE, KUBERAY_FILE = "serve.yaml", "rayservice.yaml"
 CLUSTER_KEY, API_KEY = "DISAGG_CLUSTER_KEY", "DISAGG_API_KEY"
@@ -132,9 +133,9 @@ def write(directory: Path, plan: Written) -> list[Path]:
     here = _serve("127.0.0.1" if plan.is_on_cpu else ALL_HOSTS, args)
     on_pods = _serve(ALL_HOSTS, serve_args(plan, _on_pods(plan.model), by_role=True))
     texts = {
-        SERVE_FILE: _header(plan, _SERVE_NOTES + _places(plan)) + _dump(here),
+        SERVE_FILE: _header(plan, _SERVE_NOTES + _places(plan)) + to_yaml(here),
         KUBERAY_FILE: _header(plan, _KUBERAY_NOTES + _selectors(plan))
-        + _dump(*_on_kuberay(plan.pools, _dump(on_pods))),
+        + to_yaml(*_on_kuberay(plan.pools, to_yaml(on_pods))),
     }
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -315,21 +316,3 @@ def _header(plan: Written, notes: Sequence[str]) -> str:
         *notes,
     )
     return "".join(f"# {line}\n" for line in lines)
-
-
-class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True  # write repeated parts out instead of as YAML aliases
-
-
-def _as_block(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _as_block)
-
-
-def _dump(*documents: Mapping[str, Any]) -> str:
-    text: str = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=100)
-    return text
