@@ -1,37 +1,49 @@
-"""HAProxy in front of the ingresses: settings for Serve, which runs it, and a stand-in.
+"""HAProxy in front of the ingresses: settings for Serve, which runs it, a stand-in, and counters.
 
-Serve needs seconds to replace an HAProxy that died, and the new one starts without routes. Until it
-has routes, a second HAProxy (the stand-in) serves with the routes of the dead one. This module does
-not import Ray, because Serve reads its settings from the environment when it is first imported.
+Serve needs seconds to replace an HAProxy that died. Meanwhile another one (the stand-in) serves
+with the routes of the dead one. This module does not import Ray: Serve reads its settings from the
+environment when it is first imported.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
-
 from disagg.app import haproxy_launcher
-from disagg.app.processes import runs
+from disagg.app.probe import ask_here
 from disagg.config import HttpConfig
 from disagg.errors import StartupError
 from disagg.host import usable_cores
 
 HEALTH_PERIOD_S = 1.0  # Serve treats a proxy as dead after three failed checks
 CORES_FOR_TWO = 4  # cores from which two threads pay; with fewer, waking them costs more
-TAKEOVER_S = 1.0  # from the time Serve's HAProxy has routes to the end of the stand-in
+
+METRICS_TIMEOUT_S = 1.0
 
 _CONFIG = "haproxy.cfg"
-_STAND_IN = "stand-in.cfg"
 _CERTIFICATE = "certificate.pem"
+_ENABLED, _METRICS_PORT = "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_METRICS_PORT"
+_FRONTEND = 'proxy="http_frontend"'  # the frontend that clients use
+_KEPT = tuple(
+    f"haproxy_frontend_{name}"
+    for name in (
+        "bytes_in_total",
+        "connections_total",
+        "current_sessions",
+        "denied_connections_total",  # an address had too many connections
+        "http_responses_total",
+        "limit_sessions",
+        "request_errors_total",  # heads that were invalid, late or incomplete
+        "requests_denied_total",
+    )
+)
 
 
 def haproxy_environment(
@@ -64,7 +76,7 @@ def haproxy_environment(
     launcher.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     launcher.chmod(0o700)
     return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        _ENABLED: "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(HEALTH_PERIOD_S),
@@ -75,7 +87,7 @@ def haproxy_environment(
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        _METRICS_PORT: str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         haproxy_launcher.SOCKETS: str(sockets),
@@ -130,34 +142,35 @@ class HAProxyWatch:
         self._host = host
         self._say = say
         self._stand_in: subprocess.Popen[bytes] | None = None
-        self._served: list[psutil.Process] = self._find()
-        self._routes_since_s: float | None = None
         self._is_checked = False  # whether Serve's configuration was checked for missing parts
 
     def look(self) -> None:
         """Check HAProxy. Call it several times a second."""
-        self._check_once()
-        self._served = [each for each in self._served if runs(each)]
-        if not self._served:
-            self._served = self._find()
-        if self._stand_in is None:
-            if not self._served:
-                self._start()
-        elif self._stand_in.poll() is not None:
+        text = ""
+        # Serve's configuration is in a directory named after its node.
+        for config in self._directory.glob(f"*/{_CONFIG}"):
+            with contextlib.suppress(OSError):
+                text = config.read_text()
+        if not haproxy_launcher.has_routes(text):
+            return
+        if not self._is_checked and text.startswith(haproxy_launcher.MARK):
+            self._is_checked = True
+            self._check(text)
+        alive = haproxy_launcher.survivor(str(config))
+        if not alive:
+            self._start(config, text)
+        elif self._stand_in is not None and alive != str(self._stand_in.pid):
+            # Serve's HAProxy has told it so already, unless both started at the same moment.
+            self._stand_in.send_signal(haproxy_launcher.END_SOFTLY)
             self._stand_in = None
-        else:
-            self._end_when_replaced(self._stand_in)
+            self._say("haproxy_replaced", "Ray Serve has replaced HAProxy.")
 
     def close(self) -> None:
         if self._stand_in is not None:
             self._stand_in.kill()
             self._stand_in.wait()
 
-    def _check_once(self) -> None:
-        text = None if self._is_checked else self._routes()
-        if text is None or not text.startswith(haproxy_launcher.MARK):
-            return  # missing parts are known only after the launcher has changed the file
-        self._is_checked = True
+    def _check(self, text: str) -> None:
         missing = re.findall(rf"^{haproxy_launcher.NOT_FOUND}(.*)$", text, flags=re.MULTILINE)
         if missing:
             self._say(
@@ -167,24 +180,8 @@ class HAProxyWatch:
                 " version of Ray that disagg requires, or use --no-haproxy.",
             )
 
-    def _find(self) -> list[psutil.Process]:
-        """The processes of Serve's HAProxy, found by their command line."""
-        config = self._config()
-        found = []
-        for process in psutil.process_iter() if config is not None else ():
-            with contextlib.suppress(psutil.Error):
-                if {"-db", str(config)} <= set(process.cmdline()[1:]) and runs(process):
-                    found.append(process)
-        return found
-
-    def _config(self) -> Path | None:
-        """Serve's configuration, in a directory named after its node."""
-        return next(self._directory.glob(f"*/{_CONFIG}"), None)
-
-    def _start(self) -> None:
-        text = self._routes()
-        if text is None:
-            return
+    def _start(self, config: Path, text: str) -> None:
+        self.close()  # it may be the stand-in that has died
         # Serve may have written it for a successor that died before it changed the file.
         certificate = self._directory / _CERTIFICATE
         text = haproxy_launcher.adapted(
@@ -193,41 +190,47 @@ class HAProxyWatch:
             str(certificate) if certificate.exists() else "",
             haproxy_launcher.most_connections(),
         )
-        file = self._directory / _STAND_IN
+        file = Path(f"{config}.stand-in")
         file.write_text(as_stand_in(text, str(self._directory / "stand-in.sock")))
-        output = (self._directory / "stand-in.log").open("wb")
-        with output:
+        with (self._directory / "stand-in.log").open("wb") as output:
             self._stand_in = subprocess.Popen(
                 [find_haproxy(), "-db", "-f", str(file)], stdout=output, stderr=output
             )
-        self._routes_since_s = None
+        # So Serve's next HAProxy takes the port over from it.
+        haproxy_launcher.note_pid(str(config), self._stand_in.pid)
         self._say(
             "haproxy_died", "HAProxy died; a stand-in serves until Ray Serve has replaced it."
         )
-
-    def _end_when_replaced(self, stand_in: subprocess.Popen[bytes]) -> None:
-        # Serve writes the routes before it starts an HAProxy, whose launcher then adds the mark.
-        routes = self._routes() if self._served else None
-        if routes is None or not routes.startswith(haproxy_launcher.MARK):
-            self._routes_since_s = None
-        elif self._routes_since_s is None:
-            self._routes_since_s = time.monotonic()
-        elif time.monotonic() - self._routes_since_s > TAKEOVER_S:
-            # The stand-in stops listening, and ends after its last stream.
-            stand_in.send_signal(signal.SIGUSR1)
-            self._stand_in = None
-            self._say("haproxy_replaced", "Ray Serve has replaced HAProxy.")
-
-    def _routes(self) -> str | None:
-        """Serve's configuration, if it has a route to an ingress."""
-        config = self._config()
-        with contextlib.suppress(OSError):
-            text = "" if config is None else config.read_text()
-            return text if haproxy_launcher.has_routes(text) else None
-        return None
 
 
 def as_stand_in(text: str, socket: str) -> str:
     """Serve's configuration, changed for a second process with its own socket."""
     text = re.sub(r"stats socket \S+", lambda _: f"stats socket {socket}", text)
     return re.sub(r"^\s*(server-state-\w+|load-server-state-from-file) .*\n", "", text, flags=re.M)
+
+
+def read_metrics() -> bytes:
+    """HAProxy's counters of accepted and refused requests in Prometheus's text format.
+
+    Empty if there is no HAProxy or no answer.
+    """
+    if os.environ.get(_ENABLED) != "1":
+        return b""
+    port = os.environ.get(_METRICS_PORT, "9101")  # Serve's default
+    try:
+        with ask_here(
+            f"http://127.0.0.1:{port}/metrics?scope=frontend", METRICS_TIMEOUT_S
+        ) as answer:
+            text = answer.read().decode()
+    except (OSError, ValueError):
+        return b""
+    return "".join(_kept(text)).encode()
+
+
+def _kept(text: str) -> Iterator[str]:
+    for line in text.splitlines(keepends=True):
+        words = line.split(maxsplit=3)
+        is_comment = line.startswith("#")
+        name = words[2] if is_comment and len(words) > 2 else line.partition("{")[0]
+        if name in _KEPT and (is_comment or _FRONTEND in line):
+            yield line

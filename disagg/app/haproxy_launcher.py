@@ -29,6 +29,7 @@ import contextlib
 import os
 import re
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -40,6 +41,7 @@ MOST_CONNECTIONS = 16384
 NUM_HEADERS = 1000  # largest number of headers of a request, within its 15 KiB
 OTHER_FILES = 512  # files that HAProxy opens besides connections
 FILES_EACH = 2.5  # files per connection: client, ingress, and a pipe for every fourth connection
+END_SOFTLY = signal.SIGUSR1  # HAProxy stops listening, and ends after its last stream
 SHARE_OF_ONE = 0.75  # share of connections for one address, which may be a proxy of many clients
 
 # Environment variable: number of connections for one address, instead of `SHARE_OF_ONE`.
@@ -243,23 +245,31 @@ def main() -> None:
     """
     haproxy, host, certificate, *arguments = sys.argv[1:]
     os.setpgid(0, 0)
+    old = ""
     if "-f" in arguments:
         file = arguments[arguments.index("-f") + 1]
-        if "-sf" not in arguments and (old := _survivor(file)):
-            arguments += ["-sf", old]  # it stops listening, and ends after its last stream
-        _replace(file + ".pid", str(os.getpid()))  # execv keeps it
-    _run(haproxy, host, certificate, arguments)
+        old = "" if "-sf" in arguments else survivor(file)
+        note_pid(file, os.getpid())  # execv keeps it
+    _run(haproxy, host, certificate, arguments, old)
 
 
-def _survivor(file: str) -> str:
-    """The id of the last HAProxy with this configuration, whose manager died; "" if it died too."""
+def survivor(file: str) -> str:
+    """The id of the last HAProxy with this configuration; "" if it has died.
+
+    It may be one whose manager died, or a stand-in.
+    """
     with contextlib.suppress(OSError):
         with open(file + ".pid") as opened:
             pid = opened.read()
         with open(f"/proc/{pid}/cmdline") as opened:
-            if file in opened.read().split("\0"):
+            if file in opened.read():  # empty for a zombie
                 return pid
     return ""
+
+
+def note_pid(file: str, pid: int) -> None:
+    """Note the process of the last HAProxy with this configuration."""
+    _replace(file + ".pid", str(pid))
 
 
 def main_on_a_node() -> None:
@@ -271,7 +281,12 @@ def main_on_a_node() -> None:
     _run(get_haproxy_binary(), "", os.environ.get(CERTIFICATE, ""), sys.argv[1:])
 
 
-def _run(haproxy: str, host: str, certificate: str, arguments: list[str]) -> None:
+def _run(haproxy: str, host: str, certificate: str, arguments: list[str], old: str = "") -> None:
+    """Become HAProxy.
+
+    Args:
+        old: process that is to stop listening and to end after its last stream; "" for none.
+    """
     if "-f" in arguments:
         file = arguments[arguments.index("-f") + 1]
         with open(file) as config:
@@ -279,7 +294,7 @@ def _run(haproxy: str, host: str, certificate: str, arguments: list[str]) -> Non
         text = _with_routes(text, file + ".routes", is_reload="-sf" in arguments)
         _replace(file, text)
     # -dR would keep a stand-in from listening on the same port while Serve's HAProxy starts.
-    arguments = [each for each in arguments if each != "-dR"]
+    arguments = [each for each in arguments if each != "-dR"] + (["-sf", old] if old else [])
     os.execv(haproxy, [haproxy, *arguments])  # noqa: S606
 
 

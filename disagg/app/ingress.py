@@ -10,7 +10,8 @@ from ray.serve.handle import DeploymentHandle
 
 from disagg import logs, telemetry
 from disagg.api.http.app import AsgiApp
-from disagg.app import haproxy_metrics, membership
+from disagg.app import membership
+from disagg.app.haproxy import read_metrics
 from disagg.app.replica_port import bind_to_node
 from disagg.config import ServeConfig
 from disagg.ingress.core import IngressCore
@@ -35,7 +36,7 @@ class Ingress:
         logs.setup(f"ingress-{replica}")
         telemetry.setup("disagg-ingress", {"disagg.ingress": replica})
         # Serve's middleware already sends `x-request-id` with every reply.
-        self._core = IngressCore(config, replica, beside=haproxy_metrics.read, names_replies=False)
+        self._core = IngressCore(config, replica, beside=read_metrics, names_replies=False)
         self._loop = asyncio.get_running_loop()
         membership.subscribe(self._membership_changed)
         for pool in pools:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import socket
 import socketserver
 import ssl
@@ -18,8 +19,14 @@ from pathlib import Path
 
 import pytest
 
-from disagg.app import haproxy, haproxy_launcher, haproxy_metrics
-from disagg.app.haproxy import HAProxyWatch, as_stand_in, find_haproxy, haproxy_environment
+from disagg.app import haproxy_launcher
+from disagg.app.haproxy import (
+    HAProxyWatch,
+    as_stand_in,
+    find_haproxy,
+    haproxy_environment,
+    read_metrics,
+)
 from disagg.app.haproxy_launcher import adapted
 from disagg.cli.ports import free_port
 from disagg.config import HttpConfig
@@ -197,9 +204,10 @@ def test_a_successor_has_the_routes_of_the_dead_one(
     monkeypatch.setattr("os.execv", lambda program, arguments: None)
     file = tmp_path / "haproxy.cfg"
 
-    def has_routes(of_serve: str, *arguments: str) -> bool:
+    def has_routes(of_serve: str, *arguments: str, old: str = "") -> bool:
         file.write_text(of_serve)
-        haproxy_launcher._run("haproxy", "127.0.0.1", "", ["-db", "-f", str(file), *arguments])
+        words = ["-db", "-f", str(file), *arguments]
+        haproxy_launcher._run("haproxy", "127.0.0.1", "", words, old)
         text = file.read_text()
         assert text.startswith(haproxy_launcher.MARK)
         return haproxy_launcher.has_routes(text)
@@ -208,6 +216,7 @@ def test_a_successor_has_the_routes_of_the_dead_one(
     assert not has_routes(without), "the first one of all"
     assert has_routes(routed, "-sf", "7")
     assert has_routes(without), "a successor"
+    assert has_routes(without, old="7"), "one that takes over from a stand-in"
     assert not has_routes(without, "-sf", "7"), "the application was removed"
     assert not has_routes(without)
 
@@ -275,46 +284,44 @@ def test_what_another_version_of_serve_lacks_is_said(
     of_serve = serve_config(tmp_path, 18000, 18004)
     of_another = of_serve.replace("timeout http-keep-alive", "timeout client")
     of_another = of_another.replace(f"\n{line}", "\n    # another version")
-    monkeypatch.setattr(HAProxyWatch, "_start", lambda watch: None)
+    monkeypatch.setattr(HAProxyWatch, "_start", lambda *_: None)
     assert not events_of(tmp_path, adapted(of_serve, "127.0.0.1", "", 400))
     # Serve writes it some time before the launcher mends it.
     (event,) = events_of(tmp_path, of_another, adapted(of_another, "127.0.0.1", "", 400))
     assert event.startswith("haproxy_unknown: ") and f" {part} could not be set" in event
 
 
-def test_a_stand_in_stays_until_an_haproxy_runs_with_the_routes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Serve writes them before it starts that one; its HAProxy of the moment answers 503."""
-    monkeypatch.setattr(haproxy, "TAKEOVER_S", 0.0)
-    of_serve = serve_config(tmp_path, free_port(), 18004)
+def test_a_stand_in_stays_until_an_haproxy_has_taken_over(tmp_path: Path) -> None:
+    """Serve's, which is killed, or the stand-in, which then is started again."""
+    port = free_port()
     config = tmp_path / "node" / "haproxy.cfg"
     config.parent.mkdir()
+    of_serve = serve_config(tmp_path, port, 18004)
     config.write_text(of_serve)
     events: list[str] = []
     watch = HAProxyWatch(tmp_path, "127.0.0.1", lambda event, sentence: events.append(event))
-    watch.look()
-    stand_in = watch._stand_in
-    assert stand_in is not None
-    words = ["-c", "import time; time.sleep(600)", "-db", "-f", str(config)]
-    with subprocess.Popen([sys.executable, *words]) as of_the_moment:
-        try:
-            deadline_s = time.monotonic() + 60
-            while not watch._find():
-                assert time.monotonic() < deadline_s
-            for _ in range(5):
-                watch.look()
-                time.sleep(0.01)
-            assert events == ["haproxy_died"]
-            config.write_text(adapted(of_serve, "127.0.0.1", "", 400))
-            while len(events) == 1:
-                watch.look()
-                assert time.monotonic() < deadline_s
-        finally:
-            watch.close()
-            of_the_moment.kill()
-            stand_in.wait()
-    assert events == ["haproxy_died", "haproxy_replaced"]
+    try:
+        watch.look()
+        assert events == ["haproxy_died"]
+        until(lambda: is_open(port))
+        watch.look()
+        pid = haproxy_launcher.survivor(str(config))
+        os.kill(int(pid), signal.SIGKILL)
+        until(lambda: not haproxy_launcher.survivor(str(config)))
+        watch.look()
+        assert events == ["haproxy_died"] * 2
+        stand_in = watch._stand_in
+        assert stand_in is not None
+        words = [sys.executable, haproxy_launcher.__file__, find_haproxy(), "127.0.0.1", ""]
+        with subprocess.Popen([*words, "-db", "-f", str(config)]) as of_serve_again:
+            until(lambda: haproxy_launcher.survivor(str(config)) == str(of_serve_again.pid))
+            watch.look()
+            assert events == ["haproxy_died"] * 2 + ["haproxy_replaced"]
+            assert stand_in.wait(60) == 0
+            assert is_open(port)
+            of_serve_again.kill()
+    finally:
+        watch.close()
 
 
 def test_an_ingress_is_reached_by_its_socket(
@@ -421,14 +428,14 @@ def test_a_head_that_does_not_end_is_given_up(proxy: Proxy) -> None:
 
 
 def counts(proxy: Proxy) -> dict[str, float]:
-    lines = haproxy_metrics.read().decode().splitlines()
+    lines = read_metrics().decode().splitlines()
     named = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name.replace('proxy="http_frontend"', ""): float(value) for name, value in named}
 
 
 def test_what_it_refuses_is_counted(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_SERVE_HAPROXY_METRICS_PORT", str(proxy.metrics_port))
-    assert haproxy_metrics.read() == b"", "there is no HAProxy"
+    assert read_metrics() == b"", "there is no HAProxy"
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     proxy.ask()
     before = counts(proxy)
@@ -438,10 +445,10 @@ def test_what_it_refuses_is_counted(proxy: Proxy, monkeypatch: pytest.MonkeyPatc
     for name in ("request_errors_total{}", 'http_responses_total{,code="4xx"}'):
         name = f"haproxy_frontend_{name}"
         assert after[name] == before[name] + 1
-    assert "prometheus" not in haproxy_metrics.read().decode()
+    assert "prometheus" not in read_metrics().decode()
     proxy.process.kill()
     proxy.process.wait()
-    assert haproxy_metrics.read() == b""
+    assert read_metrics() == b""
 
 
 def test_one_address_cannot_hold_all_connections(
