@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def refusal(directory: Path, **tier: str) -> str:
+def refusal(directory: Path | str, **tier: Any) -> str:
     """What the check of models says, which `disagg serve` makes before it starts anything."""
     raw = {"tiers": [{"model": str(directory), **tier}], "cluster_key": "of-a-test"}
     with pytest.raises(StartupError) as refused:
@@ -62,6 +63,25 @@ def test_refused_in_words(
     damage(directory)
     sentence = refusal(directory)
     assert all(word in sentence for word in words), sentence
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    sentence = refusal("no-such-model")
+    assert "'no-such-model'" in sentence and "demo-large" in sentence
+    assert "config.json" in refusal(tmp_path)
+
+
+def test_an_unknown_architecture(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["architectures"] = ["GPTNeoXForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sentence = refusal(tmp_path)
+    assert "GPTNeoXForCausalLM" in sentence and "LlamaForCausalLM" in sentence
+
+
+def test_no_room_for_one_sequence(model: Path) -> None:
+    sentence = refusal(model, engine={"num_gpu_blocks_override": 3})
+    assert "512" in sentence and "32" in sentence and "num_gpu_blocks_override" in sentence
 
 
 def serve(model: Path, *flags: str) -> tuple[int, str, str]:

@@ -6,6 +6,7 @@ import argparse
 import math
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,13 @@ def test_a_start_on_a_cpu_checks_its_models_without_torch() -> None:
 def test_a_time_that_never_ends_is_none(what: dict[str, float]) -> None:
     with pytest.raises(StartupError, match=r"Expected `float` .* at `\$.drain_s`"):
         parse_config({"tiers": [{"model": "demo-small"}], "cluster_key": "of-a-test", **what})
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(StartupError, match=f"Cannot listen on 127.0.0.1:{port}: Address alr"):
+            start_checks.check_port(HttpConfig(port=port))
 
 
 def test_two_starts_at_once_on_one_address() -> None:

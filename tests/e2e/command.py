@@ -86,6 +86,7 @@ class Command:
         self.url = f"http://{netloc}:{self.port}"
         self._mark = os.urandom(8).hex()
         self._shared_memory, self._runs = _shared_memory(), _dead_runs()
+        self._is_port_of_others = not self._has_free_port()  # as that of a running cluster
         self._output = home / f"output-{self.port}"
         command = f"{python} -m disagg.cli.main serve {arguments}"
         if "--config" not in arguments:  # such a file has to name `port`
@@ -186,7 +187,7 @@ class Command:
         until(lambda: not self._processes(), LEFT_TIMEOUT_S, self.left)
         until(lambda: _dead_runs() <= self._runs, LEFT_TIMEOUT_S, self.left)
         until(lambda: not self._left_memory(), LEFT_TIMEOUT_S, self.left)
-        until(self._has_free_port, LEFT_TIMEOUT_S, self.left)
+        until(lambda: self._is_port_of_others or self._has_free_port(), LEFT_TIMEOUT_S, self.left)
 
     def _has_free_port(self) -> bool:
         """The kernel closes what killed processes had open after they are gone."""
@@ -293,6 +294,7 @@ def refusal_of(command: Command) -> str:
     """What a start says that cannot work; it leaves nothing."""
     assert command.ended() == 2, command.output()
     command.assert_nothing_left()
+    assert "Traceback" not in command.output(), command.output()
     (line,) = [each for each in command.output().splitlines() if each.startswith("disagg: ")]
     return line
 

@@ -165,7 +165,7 @@ def test_logs_are_kept_beside_a_read_only_home(server: Command) -> None:
 
 
 def test_the_end_of_rays_control_store_ends_the_command(server: Command) -> None:
-    """Last in this file. A node's end is in `test_gpus.py`."""
+    """Last in this file. A node's end is in `test_lifecycle.py`."""
     server.one("gcs_server").kill()
     assert server.ended() == 1
     (line,) = server.events("broken")

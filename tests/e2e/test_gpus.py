@@ -1,8 +1,7 @@
-"""Which GPU a worker opens: on a machine whose GPUs are stood in for, all else being real.
+"""A machine whose GPUs are stood in for, all else being real: which GPU a worker opens.
 
-However a server ends, nothing is left of it that could hold a GPU. A GPU for every worker is in
-`test_cascade.py`, workers that share one in `test_lifecycle.py`, and GPUs of a running cluster in
-`test_running_cluster.py`.
+A GPU for every worker is in `test_cascade.py`, workers that share one in `test_lifecycle.py`, and
+GPUs of a running cluster in `test_running_cluster.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import STAND_IN, Command, ask, with_stand_in
-from tests.e2e.test_bad_start import refusal
+from tests.e2e.command import STAND_IN, Command, refusal_of, with_stand_in
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -38,32 +36,14 @@ class Opened:
         self.claims = [each["claim_nbytes"] / 1e9 for each in each_one]
 
 
-def test_one_gpu_has_one_worker_that_does_both(tmp_path: Path) -> None:
-    """A node that dies ends the command with a sentence: a raylet ends when its agent does."""
-    opened = tmp_path / "opened"
-    opened.mkdir()
-    flags = "demo-small --max-num-seqs 32 --num-threads 1 --no-redis --no-haproxy --no-restart"
-    command = Command(flags, tmp_path, {**machine(80), "DISAGG_TEST_OPENED": str(opened)})
-    with command.killed_at_the_end():
-        command.wait_ready()
-        found = Opened(opened)
-        assert found.gpus == [("demo-small-decode", 0)] and found.claims == [72.0]
-        assert ask(command.url).json()["usage"]["completion_tokens"] > 0
-        command.one("ray::DashboardAgent").kill()
-        assert command.ended() == 1
-    (line,) = command.events("broken")
-    assert "process died, and all workers end with it" in line["message"]
-    command.assert_only_own_lines()
-
-
-def test_a_driver_that_is_too_old_is_refused() -> None:
+def test_a_driver_that_is_too_old_is_refused(tmp_path: Path) -> None:
     too_old = machine(80, DISAGG_TEST_DRIVER_IS_TOO_OLD="1")
-    said = refusal("demo-small", environment=too_old)
+    said = refusal_of(Command("demo-small", tmp_path, too_old))
     assert "CUDA 13.0" in said and "driver 535.104.05" in said and "too old" in said
     assert "--device cpu" in said
 
 
-def test_what_does_not_fit_beside_the_weights_is_refused() -> None:
-    share = ["--prefill", "0", "--gpu-memory-utilization", "0.001"]
-    said = refusal("demo-small", *share, environment=machine(80))
+def test_what_does_not_fit_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    share = "demo-small --prefill 0 --gpu-memory-utilization 0.001"
+    said = refusal_of(Command(share, tmp_path, machine(80)))
     assert "0.1 GB of its GPU" in said and "max_num_batched_tokens" in said

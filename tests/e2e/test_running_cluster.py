@@ -20,7 +20,6 @@ from tests import plain_http
 from tests.e2e.command import Command, is_named, refusal_of, until
 from tests.e2e.ray_nodes import RayNodes, ray_nodes
 from tests.e2e.single_engine import SingleEngine
-from tests.e2e.test_bad_start import refusal
 from tests.e2e.test_gpus import Opened, machine
 from tests.e2e.test_lifecycle import takes_requests
 
@@ -97,20 +96,21 @@ def test_a_cluster_that_wants_a_token(nodes: RayNodes, home: Path) -> None:
     assert "does not accept the token in RAY_AUTH_TOKEN" in said
 
 
-def test_fewer_gpus_than_workers_are_refused(nodes: RayNodes, model: Path, token: Path) -> None:
+def test_fewer_gpus_than_workers_are_refused(
+    nodes: RayNodes, model: Path, token: Path, home: Path
+) -> None:
     """The command itself is on a machine without one."""
-    flags = ["--ray-address", nodes.address, "--prefill", "2"]
-    said = refusal(str(model), *flags, environment={"RAY_AUTH_TOKEN_PATH": str(token)})
+    own = {"RAY_AUTH_TOKEN_PATH": str(token)}
+    said = refusal_of(Command(f"{model} --ray-address {nodes.address} --prefill 2", home, own))
     assert "2 tiny-prefill, 1 tiny-decode need 3 GPUs, and the cluster has 2." in said
 
 
 def test_fewer_nodes_than_a_worker_needs_are_refused(
-    nodes: RayNodes, model: Path, token: Path
+    nodes: RayNodes, model: Path, token: Path, home: Path
 ) -> None:
-    flags = ["--ray-address", nodes.address, "--prefill", "0"]
-    over_nodes = ["--tensor-parallel-size", "2", "--nnodes", "2"]
+    flags = f"{model} --ray-address {nodes.address} --prefill 0"
     own = {"RAY_AUTH_TOKEN_PATH": str(token)}
-    said = refusal(str(model), *flags, *over_nodes, environment=own)
+    said = refusal_of(Command(f"{flags} --tensor-parallel-size 2 --nnodes 2", home, own))
     assert "needs 2 nodes with 1 GPU each, and the cluster has 1 (" in said
 
 
@@ -134,10 +134,12 @@ def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
         assert sorted(gpu for _, gpu in found.gpus) == [0, 1]
         until(lambda: has_left(command, nodes), why=lambda: "it holds on to the cluster")
         assert list(applications(nodes)) == ["disagg"]
-        second = [str(model), "--ray-address", nodes.address]
-        said = refusal(*second, environment=own)
+        own_home = home / "second"
+        own_home.mkdir()
+        second = f"{model} --ray-address {nodes.address}"
+        said = refusal_of(Command(second, home, own))
         assert f"already runs on this cluster and listens on 127.0.0.1:{port}. Pass" in said
-        said = refusal(*second, port=port, environment=own)
+        said = refusal_of(Command(second, own_home, own, port=port))
         assert "already has an application named disagg (status RUNNING)" in said
         body = {
             "messages": [{"role": "user", "content": GUEST_PROMPT}],
@@ -147,8 +149,6 @@ def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
         answer = plain_http.post(f"{command.url}/v1/chat/completions", json=body).json()
         text = answer["choices"][0]["message"]["content"]
         assert text == reference.chat(GUEST_PROMPT, GUEST_TOKENS)
-        own_home = home / "second"
-        own_home.mkdir()
         replacing = f"{flags} --ray-address {nodes.address} --replace"
         interrupted_while_it_ends(command, Command(replacing, own_home, own, port=port))
         assert plain_http.post(f"{command.url}/v1/chat/completions", json=body).status_code == 200
@@ -183,14 +183,9 @@ def test_weights_that_are_not_numbers(
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    flags = ["--prefill", "0", "--dtype", "float32", "--num-threads", "1"]
-    said = refusal(
-        str(tmp_path),
-        *flags,
-        *("--ray-address", nodes.address),
-        port=port,
-        environment={"RAY_AUTH_TOKEN_PATH": str(token)},
-    )
+    flags = f"{tmp_path} --prefill 0 --dtype float32 --num-threads 1"
+    own = {"RAY_AUTH_TOKEN_PATH": str(token)}
+    said = refusal_of(Command(f"{flags} --ray-address {nodes.address}", tmp_path, own, port=port))
     assert "model.norm.weight" in said and "NaN" in said
     until(lambda: not applications(nodes), why=lambda: "it left its application behind")
 
