@@ -26,25 +26,36 @@ ADVICE = (
 
 
 def check_address(address: str) -> None:
-    """Raises `StartupError` unless a Ray head answers at the address and accepts our token.
+    """Check that a Ray head answers at the address and accepts our token.
 
-    Only addresses HOST:PORT and `auto` are checked, and only clusters without TLS.
+    RAY_AUTH_MODE is set so that Ray sends the token if and only if the cluster requires one. The
+    cluster decides, not the user: if the two sides disagree, the connection hangs. Only addresses
+    HOST:PORT and `auto` are checked, and only clusters without TLS.
+
+    Raises:
+        StartupError: none answers, or it does not accept the token.
     """
     found = _host_and_port(address)
-    if found is None:
-        return
-    try:
-        socket.create_connection(found, CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise _refusal(
-            f"No Ray cluster answers at {address}: {error.strerror or error}. Start one with"
-            f" `ray start --head`, or {WHERE}."
-        ) from error
-    if _is_of_ray_alone():
-        return
+    if found is not None:
+        try:
+            socket.create_connection(found, CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            raise _refusal(
+                f"No Ray cluster answers at {address}: {error.strerror or error}. Start one with"
+                f" `ray start --head`, or {WHERE}."
+            ) from error
     token, place = find_token()
-    match _ask(found, token).name:
+    if found is None or _is_of_ray_alone():
+        if token:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        return
+    code = _ask(found, "").name
+    is_required = code == "UNAUTHENTICATED"
+    if is_required and token:
+        code = _ask(found, token).name
+    match code:
         case "OK":
+            os.environ["RAY_AUTH_MODE"] = "token" if is_required else "disabled"
             return
         case "UNAUTHENTICATED" if token:
             reason = f"does not accept the token in {place}: {ADVICE}."
@@ -58,15 +69,6 @@ def check_address(address: str) -> None:
         case code:
             raise _refusal(f"The server at {address} is not a Ray head ({code.lower()}): {WHERE}.")
     raise _refusal(f"The Ray cluster at {address} {reason}")
-
-
-def wants_token(address: str) -> bool | None:
-    """Whether the cluster requires a token; None if unknown."""
-    found = _host_and_port(address)
-    if found is None or _is_of_ray_alone():
-        return None
-    code = _ask(found, "").name
-    return code == "UNAUTHENTICATED" if code in ("OK", "UNAUTHENTICATED") else None
 
 
 def find_token() -> tuple[str, str]:

@@ -7,7 +7,6 @@ import secrets
 from pathlib import Path
 
 from disagg import logs
-from disagg.app.address import find_token, wants_token
 from disagg.app.haproxy import haproxy_environment
 from disagg.cli.ports import free_port
 from disagg.cli.reports import Order
@@ -39,8 +38,7 @@ def prepare_environment(order: Order) -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if order.ray_address is not None:
-        _use_token_of(order.ray_address)
-        return
+        return  # `check_address` has decided on the token
     # Without this variable Ray replaces 127.0.0.1 by the machine's network address and listens on
     # all addresses.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -51,16 +49,3 @@ def prepare_environment(order: Order) -> None:
     # By default Ray keeps its token in the home directory, which may be read-only or missing.
     if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-
-
-def _use_token_of(address: str) -> None:
-    """Send Ray's token if and only if the cluster requires one.
-
-    The cluster decides, not the user's RAY_AUTH_MODE: if the two sides disagree, the connection
-    hangs.
-    """
-    is_required = wants_token(address)
-    if is_required is not None:
-        os.environ["RAY_AUTH_MODE"] = "token" if is_required else "disabled"
-    elif "RAY_AUTH_MODE" not in os.environ and find_token()[0]:
-        os.environ["RAY_AUTH_MODE"] = "token"

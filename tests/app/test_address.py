@@ -17,8 +17,7 @@ import grpc
 import pytest
 
 from disagg.app import address
-from disagg.app.address import check_address, wants_token
-from disagg.cli.ray_environment import _use_token_of
+from disagg.app.address import check_address
 from disagg.errors import StartupError
 
 TOKEN = "a" * 64
@@ -69,14 +68,11 @@ def test_one_without_a_token_is_sent_none(home: Path) -> None:
     keep(TOKEN, home / ".ray" / "auth_token")
     with head() as where:
         check_address(where)
-        assert wants_token(where) is False
-        _use_token_of(where)
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
 
 
 def test_one_that_wants_its_token_says_so(home: Path) -> None:
     with head(TOKEN) as where:
-        assert wants_token(where) is True
         with pytest.raises(StartupError, match=r"requires a token.*RAY_AUTH_TOKEN"):
             check_address(where)
         keep("b" * 64, home / ".ray" / "auth_token")
@@ -96,13 +92,11 @@ def test_a_token_is_taken_from_where_ray_takes_it(
         monkeypatch.setenv(place, str(home / "elsewhere"))
     with head(TOKEN) as where:
         check_address(where)
-        _use_token_of(where)
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
 def test_the_last_cluster_of_this_machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(home))
-    assert wants_token("auto") is None
     check_address("auto")  # there is none, and Ray may find one in its own way
     with head(TOKEN) as where:
         (home / "ray").mkdir()
@@ -142,4 +136,3 @@ def test_a_server_of_something_else() -> None:
 @pytest.mark.parametrize("form", ["ray://127.0.0.1:1", "anywhere"])
 def test_other_forms_are_read_by_ray(form: str) -> None:
     check_address(form)
-    assert wants_token(form) is None
