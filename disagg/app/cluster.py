@@ -68,10 +68,19 @@ class Cluster:
         Args:
             device_ids: the GPUs of a local cluster.
         """
-        if self._address is None:
-            self._try_ray(lambda: self._start_local(device_ids))
-        else:
-            self._try_ray(self._join)
+        try:
+            if self._address is None:
+                self._start_local(device_ids)
+            else:
+                self._join()
+        except Exception as error:  # Ray raises a plain Exception if its node is late
+            if self._address is None:
+                raise StartupError(f"Ray did not start: {_first_sentence(error)}") from error
+            raise StartupError(
+                f"Cannot join the Ray cluster at {self._address}: {_first_sentence(error)}"
+                f"{_advice(error)}",
+                param="ray_address",
+            ) from error
 
     def start(self, http: HttpConfig) -> None:
         """Start Ray Serve. Raises `StartupError` if it does not start."""
@@ -95,19 +104,6 @@ class Cluster:
             raise StartupError(
                 "Ray Serve's HTTP proxy did not start; check whether the machine is overloaded."
                 f" Serve reports: {str(error).splitlines()[0]}"
-            ) from error
-
-    def _try_ray(self, init: Callable[[], None]) -> None:
-        """Call `init`. Raises `StartupError` with the first sentence of Ray's error."""
-        try:
-            init()
-        except Exception as error:  # Ray raises a plain Exception if its node is late
-            if self._address is None:
-                raise StartupError(f"Ray did not start: {_first_sentence(error)}") from error
-            raise StartupError(
-                f"Cannot join the Ray cluster at {self._address}: {_first_sentence(error)}"
-                f"{_advice(error)}",
-                param="ray_address",
             ) from error
 
     def _join(self) -> None:
@@ -208,23 +204,17 @@ class Cluster:
         Raises:
             StartupError: a replica cannot start, with the replica's own message.
         """
-        try:
-            self._wait(progress, timeout_s, stop)
-        finally:
-            if self._board is not None:
-                self._board.close()
-
-    def _wait(
-        self, progress: Callable[[StartsByPool], None], timeout_s: float, stop: threading.Event
-    ) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and not stop.wait(0.2):
+        board, deadline = self._board, time.monotonic() + timeout_s
+        assert board is not None, "not deployed"
+        while time.monotonic() < deadline:
+            if stop.wait(0.2):
+                return
             application = serve.status().applications.get(APPLICATION)
-            if self._board is not None:  # after the status: what is running has said so
-                progress(self._board.read())
+            progress(board.read())  # after the status: what is running has said so
             if application is None:
                 continue
             if application.status is ApplicationStatus.RUNNING:
+                board.close()  # which ends its process
                 return
             messages = [each.message for each in application.deployments.values()]
             refusal = _own_words([application.message, *messages])
@@ -232,11 +222,10 @@ class Cluster:
                 raise StartupError(refusal)
             if application.status in _FAILED:
                 raise StartupError("\n".join([application.message, *messages]))
-        if not stop.is_set():
-            raise StartupError(
-                f"The workers did not start within {timeout_s:.0f} s; see their logs in the log"
-                " directory."
-            )
+        raise StartupError(
+            f"The workers did not start within {timeout_s:.0f} s; see their logs in the log"
+            " directory."
+        )
 
     def watch(self, say: Say, stop: threading.Event) -> Watch:
         """Start to watch the processes of the application."""
