@@ -1,7 +1,8 @@
-"""What is said of Serve's processes as they come and go."""
+"""What is said of Ray's and Serve's processes as they come and go."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -51,3 +52,18 @@ def test_who_has_no_title_for_a_moment_has_not_ended(
     assert events == ["process_ended"]
     pid = child.pid
     assert said == [f"A worker of it ended (process {pid}). The engine of {pid} failed."]
+
+
+@pytest.mark.parametrize("agent", ["DashboardAgent", "RuntimeEnvAgent"])
+def test_an_agent_that_dies_ends_everything(agent: str) -> None:
+    """The raylet ends with it, sooner or later, and all workers with the raylet."""
+    title, stop = f"ray::{agent}", threading.Event()
+    with subprocess.Popen([title, "600"], executable=shutil.which("sleep")) as process:
+        while psutil.Process(process.pid).cmdline()[:1] != [title]:
+            assert process.poll() is None
+        looking = Watch(SimpleNamespace(dead_processes=list), None, "", lambda *_: None, stop)
+        assert not stop.is_set()
+        process.kill()
+        assert stop.wait(60)
+        looking.close()
+    assert looking.broken.startswith(f"Ray's {agent} process died")
