@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve import Application
 
 from disagg.api_keys import MIN_KEY_LENGTH, can_be_guessed
-from disagg.app import autoscaling
+from disagg.app import autoscaling, private_ray
 from disagg.app.deployments import WorkerReplica
 from disagg.app.gpus import gpus_of_cluster, nodes_of_cluster
 from disagg.app.ingress import Ingress
@@ -106,8 +106,7 @@ def build_application(
         # Not 0: Ray would also place it on a head node without CPUs, and its streams end there.
         ray_actor_options={"num_cpus": LEAST_CPUS},
     )(serve.ingress()(Ingress))
-    ingress = ingress.options(version=version, _internal=True)
-    return ingress.bind(config, *workers)
+    return private_ray.with_version(ingress, version).bind(config, *workers)
 
 
 def _check_limits(config: ServeConfig) -> None:

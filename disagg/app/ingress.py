@@ -10,7 +10,7 @@ from ray.serve.handle import DeploymentHandle
 
 from disagg import logs, telemetry
 from disagg.api.http.app import AsgiApp
-from disagg.app import membership
+from disagg.app import membership, private_ray
 from disagg.app.haproxy import read_metrics
 from disagg.app.replica_port import bind_to_node
 from disagg.config import ServeConfig
@@ -40,7 +40,7 @@ class Ingress:
         self._loop = asyncio.get_running_loop()
         membership.subscribe(self._membership_changed)
         for pool in pools:
-            pool._init()  # subscribes to the membership; otherwise the first call would do so
+            private_ray.subscribe(pool)  # to the membership
         # Serve sends traffic when this returns. The wait has a limit: an ingress without workers
         # still answers with a clear error.
         await self._core.wait_ready(READY_WAIT_S)

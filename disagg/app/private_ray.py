@@ -1,8 +1,10 @@
 """Everything private of Ray and Ray Serve that is used here: each version may change it.
 
 Tried with Ray `TRIED`, which pyproject.toml requires. For another version, compare each function
-with Ray's sources, run tests/app and tests/e2e, and change `TRIED`. What Serve writes for HAProxy
-is private, too: `haproxy_launcher` finds its places in it and names those that it does not find.
+with Ray's sources, run tests/app and tests/e2e, and change `TRIED`. Private, too, are: what Serve
+writes for HAProxy, in which `haproxy_launcher` finds its places and names those that it does not
+find; and `_node_ip_address` and `_temp_dir` of `ray.init` (`cluster`) and the name of a request
+router's deployment (`routing`), which fail with an error if they are gone.
 """
 
 from __future__ import annotations
@@ -48,6 +50,16 @@ def version_of(deployment: str, application: str) -> str:
     found, _ = serve.context._get_global_client().get_deployment_info(deployment, application)
     version: str = found.version
     return version
+
+
+def with_version(deployment: serve.Deployment, version: str | None) -> serve.Deployment:
+    """The deployment with a version of ours; None lets Serve make one."""
+    return deployment.options(version=version, _internal=True)
+
+
+def subscribe(handle: Any) -> None:
+    """Make a handle follow its deployment now; otherwise its first call would do so."""
+    handle._init()
 
 
 def broadcaster_of(application: str) -> Any:
