@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 
 from bench.report import finish, print_table
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 
 ROOT = Path(__file__).parent.parent
 PIP = ".venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt"

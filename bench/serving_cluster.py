@@ -16,7 +16,6 @@ import threading
 from pathlib import Path
 
 from disagg.app.haproxy import haproxy_environment
-from disagg.cli.ports import free_port
 from disagg.config import HttpConfig, ServeConfig
 from disagg.config_checks import parse_config
 
@@ -66,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as directory:
         scratch = Path(directory)
         if arguments.haproxy:
-            os.environ.update(haproxy_environment(scratch / "h", HttpConfig(), free_port))
+            os.environ.update(haproxy_environment(scratch / "h", HttpConfig()))
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         serve_until_told(arguments.port, scratch)
 

@@ -37,7 +37,7 @@ from bench.report import finish, print_table
 from bench.serving_cluster import MODEL
 from bench.sse_clients import Clients
 from bench.trees import ROOT, checked_out, environment_of
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 
 TARGET_US = 40
 LONG = 8000  # tokens: longer than any measurement

@@ -1,11 +1,16 @@
-"""What this process may use: cores and memory of its container (cgroup v2), and directories."""
+"""What this process may use: cores and memory of its container (cgroup v2), directories, ports."""
 
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+# Systems give outgoing connections ports from 32768 or 49152 on, so such a port may be taken after
+# it was found free and before its server binds it. Ray gives its workers ports up to 19999.
+FIRST_PORT, END_PORT = 20_000, 32_000
 
 
 def user_directory(variable: str, below_home: str) -> Path | None:
@@ -42,6 +47,18 @@ def read_memory(cgroup: Path = CGROUP) -> tuple[int, int]:
         cached = _table(_read(cgroup / "memory.stat")).get("inactive_file", 0)
         available = min(available, total - int(used) + cached)
     return total, available
+
+
+def free_port() -> int:
+    """A port that no process uses, on any address of this machine."""
+    while True:
+        port = FIRST_PORT + secrets.randbelow(END_PORT - FIRST_PORT)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port
 
 
 def _table(text: str) -> dict[str, int]:

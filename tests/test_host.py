@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 from pathlib import Path
 
 import pytest
 
+from disagg import host
 from disagg.app.address import find_token
 from disagg.cli.serve import log_directory
 from disagg.errors import StartupError
@@ -72,3 +75,14 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert find_token()[0] == ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cached_file("smollm2").is_relative_to(tmp_path)
+
+
+def test_a_port_that_somebody_listens_on_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = host.free_port()
+    assert host.FIRST_PORT <= free < host.END_PORT
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        drawn = iter([taken - host.FIRST_PORT, free - host.FIRST_PORT])
+        monkeypatch.setattr(secrets, "randbelow", lambda end: next(drawn))
+        assert host.free_port() == free
+    socket.create_server(("127.0.0.1", free)).close()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 
 HERE = Path(__file__).parent
 MODEL = "demo-small"

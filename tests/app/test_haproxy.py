@@ -28,9 +28,9 @@ from disagg.app.haproxy import (
     read_metrics,
 )
 from disagg.app.haproxy_launcher import adapted
-from disagg.cli.ports import free_port
 from disagg.config import HttpConfig
 from disagg.errors import StartupError
+from disagg.host import free_port
 from tests.e2e.command import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own import
@@ -506,7 +506,7 @@ def test_what_one_address_may_have_can_be_set(
     for wrong in ("0", "-1", "many", "1.5"):
         monkeypatch.setenv(haproxy_launcher.OF_ONE_ADDRESS, wrong)
         with pytest.raises(StartupError, match="number of connections"):
-            haproxy_environment(tmp_path / "h", HttpConfig(), free_port)
+            haproxy_environment(tmp_path / "h", HttpConfig())
 
 
 def test_https(tmp_path: Path) -> None:
@@ -517,7 +517,7 @@ def test_https(tmp_path: Path) -> None:
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
     http = HttpConfig(ssl_certfile=str(chain), ssl_keyfile=str(key))
     directory = tmp_path / "h"
-    environment = haproxy_environment(directory, http, free_port)
+    environment = haproxy_environment(directory, http)
     certificate = directory / "certificate.pem"
     launcher = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"]).read_text()
     assert str(certificate) in launcher and certificate.stat().st_mode & 0o77 == 0

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from disagg.app.probe import ask_here
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 
 
 class FakeServing(BaseHTTPRequestHandler):

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from disagg.cli.ports import free_port
 from disagg.cli.start_checks import check_models
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
+from disagg.host import free_port
 from tests.models.test_damaged_checkpoints import POINTER
 from tests.tiny_model import write_tiny_model
 

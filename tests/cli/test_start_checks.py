@@ -16,11 +16,11 @@ import pytest
 
 from disagg.cli import start_checks
 from disagg.cli.main import at_fault
-from disagg.cli.ports import free_port
 from disagg.cli.reports import Order
 from disagg.config import HttpConfig
 from disagg.config_checks import parse_config
 from disagg.errors import NotEnoughMemory, StartupError
+from disagg.host import free_port
 from disagg.ingress.core import IngressCore
 from tests.tiny_model import write_tiny_model
 

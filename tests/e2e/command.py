@@ -20,7 +20,7 @@ import psutil
 
 from disagg.app.processes import runs
 from disagg.cli import process_tree
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 from tests import plain_http
 
 TIMEOUT_S = 240.0

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import httpx
 import psutil
 
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 from tests import plain_http
 
 BIN = Path(sys.executable).parent

@@ -23,9 +23,9 @@ import psutil
 import pytest
 
 from disagg.app.processes import runs
-from disagg.cli.ports import free_port
 from disagg.cli.supervisor import SAME_SIGNAL_S
 from disagg.config import ASSETS
+from disagg.host import free_port
 from tests import plain_http
 from tests.e2e.command import (
     DONE,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 from tests import plain_http
 from tests.e2e.command import Command, is_named, refusal_of, until
 from tests.e2e.ray_nodes import RayNodes, ray_nodes

@@ -23,7 +23,7 @@ import openai
 import psutil
 import pytest
 
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 from tests import plain_http
 from tests.e2e.command import LEFT_TIMEOUT_S, Command, soon, until, with_stand_in
 from tests.e2e.single_engine import SingleEngine

@@ -30,8 +30,8 @@ import yaml
 
 from disagg.app.haproxy import haproxy_environment
 from disagg.cli.main import main
-from disagg.cli.ports import free_port
 from disagg.config import HttpConfig
+from disagg.host import free_port
 from disagg.tools.doctor.report import DoctorReport
 from tests import plain_http
 from tests.e2e.command import is_named, until
@@ -61,7 +61,7 @@ def environment(directory: Path) -> Iterator[dict[str, str]]:
     # The paths of its sockets have 97 characters at most.
     with tempfile.TemporaryDirectory(prefix="h-", dir="/tmp") as short:
         yield {
-            **haproxy_environment(Path(short), HttpConfig(), free_port),
+            **haproxy_environment(Path(short), HttpConfig()),
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),

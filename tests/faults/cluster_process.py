@@ -19,7 +19,6 @@ from itertools import chain
 from pathlib import Path
 
 from disagg.app.haproxy import haproxy_environment
-from disagg.cli.ports import free_port
 from disagg.cli.ray_environment import DEFAULTS
 from disagg.config import HttpConfig, ServeConfig
 from disagg.config_checks import parse_config
@@ -96,7 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as directory:
         scratch = Path(directory)
         if arguments.haproxy:
-            os.environ.update(haproxy_environment(scratch / "h", HttpConfig(), free_port))
+            os.environ.update(haproxy_environment(scratch / "h", HttpConfig()))
         for name, value in DEFAULTS.items():  # as `disagg serve` does
             os.environ.setdefault(name, value)
         if arguments.bare:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from disagg.cli.embedded_redis import find_redis_server
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 from tests.faults.faults import HeadDown
 from tests.faults.system import Pool, System, running_system
 

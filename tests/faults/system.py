@@ -22,7 +22,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.cli.embedded_redis import EmbeddedRedis
-from disagg.cli.ports import free_port
+from disagg.host import free_port
 from tests import plain_http
 from tests.faults.fake_model import BACK_DOORS, write_fake_model
 

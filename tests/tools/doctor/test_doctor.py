@@ -13,10 +13,10 @@ import pytest
 
 import disagg
 from disagg.cli.main import main
-from disagg.cli.ports import free_port
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments
 from disagg.errors import StartupError
+from disagg.host import free_port
 from disagg.tools.doctor.report import DoctorReport, slowest
 from disagg.tools.doctor.transfers import judge
 from tests.tools.doctor.test_transfers import figures, node
