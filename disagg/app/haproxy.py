@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from disagg.host import free_port, usable_cores
 HEALTH_PERIOD_S = 1.0  # Serve treats a proxy as dead after three failed checks
 CORES_FOR_TWO = 4  # cores from which two threads pay; with fewer, waking them costs more
 
+TAKEOVER_S = 10.0  # for an HAProxy to listen after its launcher has begun
 METRICS_TIMEOUT_S = 1.0
 
 _CONFIG = "haproxy.cfg"
@@ -139,6 +141,7 @@ class HAProxyWatch:
         self._host = host
         self._say = say
         self._stand_in: subprocess.Popen[bytes] | None = None
+        self._replaced_at_s: float | None = None  # when Serve's next HAProxy was seen
         self._is_checked = False  # whether Serve's configuration was checked for missing parts
 
     def look(self) -> None:
@@ -157,10 +160,14 @@ class HAProxyWatch:
         if not alive:
             self._start(config, text)
         elif self._stand_in is not None and alive != str(self._stand_in.pid):
-            # Serve's HAProxy has told it so already, unless both started at the same moment.
-            self._stand_in.send_signal(haproxy_launcher.END_SOFTLY)
-            self._stand_in = None
-            self._say("haproxy_replaced", "Ray Serve has replaced HAProxy.")
+            # Serve's HAProxy tells it to end when it listens itself, unless both started at the
+            # same moment.
+            if self._replaced_at_s is None:
+                self._replaced_at_s = time.monotonic()
+                self._say("haproxy_replaced", "Ray Serve has replaced HAProxy.")
+            elif time.monotonic() > self._replaced_at_s + TAKEOVER_S:
+                self._stand_in.send_signal(haproxy_launcher.END_SOFTLY)
+                self._stand_in = None
 
     def close(self) -> None:
         if self._stand_in is not None:
@@ -193,6 +200,7 @@ class HAProxyWatch:
             self._stand_in = subprocess.Popen(
                 [find_haproxy(), "-db", "-f", str(file)], stdout=output, stderr=output
             )
+        self._replaced_at_s = None
         # So Serve's next HAProxy takes the port over from it.
         haproxy_launcher.note_pid(str(config), self._stand_in.pid)
         self._say(

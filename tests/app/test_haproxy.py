@@ -313,13 +313,17 @@ def test_a_stand_in_stays_until_an_haproxy_has_taken_over(tmp_path: Path) -> Non
         stand_in = watch._stand_in
         assert stand_in is not None
         words = [sys.executable, haproxy_launcher.__file__, find_haproxy(), "127.0.0.1", ""]
+        until(lambda: is_open(port))
         with subprocess.Popen([*words, "-db", "-f", str(config)]) as of_serve_again:
-            until(lambda: haproxy_launcher.survivor(str(config)) == str(of_serve_again.pid))
-            watch.look()
-            assert events == ["haproxy_died"] * 2 + ["haproxy_replaced"]
-            assert stand_in.wait(60) == 0
-            assert is_open(port)
-            of_serve_again.kill()
+            try:
+                until(lambda: haproxy_launcher.survivor(str(config)) == str(of_serve_again.pid))
+                watch.look()
+                assert events == ["haproxy_died"] * 2 + ["haproxy_replaced"]
+                while stand_in.poll() is None:
+                    assert is_open(port), "nobody listens"
+                assert is_open(port)
+            finally:
+                of_serve_again.kill()
     finally:
         watch.close()
 
