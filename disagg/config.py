@@ -214,6 +214,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The name under which vLLM would serve the model, such as Qwen/Qwen3-8B."""
         return self.served_model_name or self.model
 
+    @property
+    def pools(self) -> dict[Literal["prefill", "decode"], PoolConfig]:
+        return {"prefill": self.prefill, "decode": self.decode}
+
     def num_ranks(self, pool: PoolConfig) -> int:
         """Of each worker of one of its pools."""
         return pool.tensor_parallel_size or self.engine.tensor_parallel_size
@@ -225,7 +229,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def for_role(self, role: Literal["prefill", "decode"]) -> TierConfig:
         """The engine's settings for a worker of that pool. With a share of a GPU, the worker gets
         the same share of its memory. A worker of one rank has no experts to divide."""
-        pool = self.prefill if role == "prefill" else self.decode
+        pool = self.pools[role]
         part = self.engine.gpu_memory_utilization * min(pool.num_gpus or 1.0, 1.0)
         engine = msgspec.structs.replace(
             self.engine,

@@ -217,7 +217,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_autoscaling(tier: TierConfig) -> None:
-    for role, pool in (("prefill", tier.prefill), ("decode", tier.decode)):
+    for role, pool in tier.pools.items():
         limits = pool.autoscaling
         if limits is None:
             continue
@@ -242,7 +242,7 @@ def _check_autoscaling(tier: TierConfig) -> None:
 
 
 def _check_ranks(config: ServeConfig, tier: TierConfig) -> None:
-    for role, pool in (("prefill", tier.prefill), ("decode", tier.decode)):
+    for role, pool in tier.pools.items():
         size = tier.num_ranks(pool)
         if pool.num_gpus and pool.num_gpus != size and (size > 1 or pool.num_gpus > 1):
             raise StartupError(
@@ -269,7 +269,7 @@ def _check_ranks(config: ServeConfig, tier: TierConfig) -> None:
 
 def _check_expert_parallel(tier: TierConfig) -> None:
     if tier.engine.enable_expert_parallel and all(
-        tier.num_ranks(pool) == 1 for pool in (tier.prefill, tier.decode)
+        tier.num_ranks(pool) == 1 for pool in tier.pools.values()
     ):
         raise StartupError(
             f"Tier {tier.name!r} has enable_expert_parallel, which divides a model's experts among"
@@ -286,7 +286,7 @@ def _check_budget(config: ServeConfig) -> None:
         (pool.autoscaling.min_replicas if pool.autoscaling else pool.num_replicas)
         + pool.num_standby
         for tier in config.tiers
-        for pool in (tier.prefill, tier.decode)
+        for pool in tier.pools.values()
     )
     if num_least > config.max_num_workers:
         raise StartupError(

@@ -125,7 +125,7 @@ async def running(
 
 def _sharing_a_gpu(config: ServeConfig) -> ServeConfig:
     """All engines of a process open the same device, so each claims its part of the memory."""
-    pools = [pool for tier in config.tiers for pool in (tier.prefill, tier.decode)]
+    pools = [pool for tier in config.tiers for pool in tier.pools.values()]
     share = 1.0 / max(1, sum(pool.num_replicas + pool.num_standby for pool in pools))
 
     def shared(pool: PoolConfig) -> PoolConfig:

@@ -9,7 +9,6 @@ from ray.serve.schema import ServeDeploySchema
 
 from disagg.config import ServeConfig
 from disagg.config_checks import filled_in, parse_config
-from disagg.router.autoscale import pools
 
 
 def config_of(serve: dict[str, Any], environment: dict[str, str]) -> ServeConfig:
@@ -31,7 +30,7 @@ def check_pods(service: dict[str, Any]) -> ServeConfig:
 
     config = config_of(yaml.safe_load(spec["serveConfigV2"]), dict.fromkeys(names[0], "secret"))
     assert config.cluster_key == config.http.api_key == "secret"
-    sized = {role: pool for role, pool in pools(config.tiers[0]) if pool.num_replicas}
+    sized = {role: pool for role, pool in config.tiers[0].pools.items() if pool.num_replicas}
     assert sorted(sized) == sorted(group["groupName"] for group in cluster["workerGroupSpecs"])
     for group in cluster["workerGroupSpecs"]:
         pool = sized[group["groupName"]]

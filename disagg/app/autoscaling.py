@@ -26,7 +26,7 @@ from ray.util.metrics import Gauge
 
 from disagg.config import ServeConfig, TierConfig
 from disagg.messages import Role
-from disagg.router.autoscale import Autoscaler, PoolTarget, pools
+from disagg.router.autoscale import Autoscaler, PoolTarget
 from disagg.router.load_report import RequestTotals, asked_in, state_in
 from disagg.router.worker_view import Pool
 
@@ -39,7 +39,7 @@ STALE_S = 5.0  # an ingress that has said nothing new for so long is ignored
 
 
 def is_scaled(config: ServeConfig) -> bool:
-    return any(pool.autoscaling for tier in config.tiers for _, pool in pools(tier))
+    return any(pool.autoscaling for tier in config.tiers for pool in tier.pools.values())
 
 
 def deployment_name(model: str, role: Role) -> str:
@@ -86,13 +86,13 @@ class Scaler:
         self._pools: dict[str, Pool] = {
             deployment_name(tier.name, role): (tier.name, role)
             for tier in self._tiers
-            for role, pool in pools(tier)
+            for role, pool in tier.pools.items()
             if pool.autoscaling or pool.num_replicas
         }
         self._num_present = {
             (tier.name, role): pool.num_replicas
             for tier in self._tiers
-            for role, pool in pools(tier)
+            for role, pool in tier.pools.items()
         }
         self._autoscaler = Autoscaler(self._tiers, max_num_workers)
         self._reports: dict[str, dict[str, float]] = {}  # the last report of each ingress

@@ -25,7 +25,6 @@ from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.config_checks import check_secrets, filled_in, parse_config
 from disagg.errors import StartupError
 from disagg.messages import Role
-from disagg.router.autoscale import pools
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ def build(args: dict[str, Any]) -> Application:
             " `openssl rand -hex 32` makes a good one; insecure: true ends this warning.",
             MIN_KEY_LENGTH,
         )
-    if any(pool.num_gpus is None for tier in config.tiers for _, pool in pools(tier)):
+    if any(pool.num_gpus is None for tier in config.tiers for pool in tier.pools.values()):
         # All GPUs, not only free ones: during an update the old workers still hold some.
         plan = plan_devices(config, gpus_of_cluster(only_free=False), unsized_tiers(raw, config))
         log.info(plan.line)
@@ -90,7 +89,7 @@ def build_application(
     workers = [
         _worker_pool(config, tier, role, pool, worker)
         for tier in config.tiers
-        for role, pool in pools(tier)
+        for role, pool in tier.pools.items()
         if pool.num_replicas > 0 or pool.autoscaling is not None
     ]
     ingress = serve.deployment(

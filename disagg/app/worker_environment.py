@@ -12,7 +12,6 @@ from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.devices import VISIBLE
 from disagg.host import usable_cores
 from disagg.messages import Role
-from disagg.router.autoscale import pools
 
 # OpenMP threads must not spin while they wait: on a shared machine that takes several times as much
 # CPU time as the work itself.
@@ -22,7 +21,7 @@ WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 def environment_of(tier: TierConfig, role: Role) -> dict[str, str]:
     """The variables that a worker of this pool adds to its environment."""
     environment = dict(WORKER_ENVIRONMENT)
-    pool = tier.prefill if role == "prefill" else tier.decode
+    pool = tier.pools[role]
     if not pool.num_gpus:  # Ray hides no GPU from an actor that asks for none
         environment[VISIBLE] = ""
     if tier.engine.num_threads is not None:
@@ -40,7 +39,7 @@ def with_threads(config: ServeConfig, tier: TierConfig, role: Role, num_nodes: i
     Args:
         num_nodes: number of nodes in the cluster; Serve spreads the workers over them.
     """
-    pool = tier.prefill if role == "prefill" else tier.decode
+    pool = tier.pools[role]
     if tier.engine.num_threads is not None:
         return tier
     num_threads = int(pool.num_cpus)
@@ -57,7 +56,7 @@ def _num_places(config: ServeConfig, *, on_gpus: bool) -> int:
     return sum(
         _most_workers(pool) * tier.num_nodes(pool)
         for tier in config.tiers
-        for _, pool in pools(tier)
+        for pool in tier.pools.values()
         if bool(pool.num_gpus) == on_gpus
     )
 

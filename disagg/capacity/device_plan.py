@@ -19,7 +19,6 @@ import msgspec
 from disagg.config import ServeConfig, TierConfig
 from disagg.devices import Device, Gpus
 from disagg.errors import StartupError
-from disagg.router.autoscale import pools
 
 _ROUNDING = 1e-6  # so that three shares of 0.333 and one of 0.001 fit on a GPU
 
@@ -136,7 +135,7 @@ def unsized_tiers(raw: Mapping[str, Any], config: ServeConfig) -> set[str]:
 
 
 def _with_device(tier: TierConfig, has_gpus: bool) -> TierConfig:
-    asked = [pool.num_gpus for _, pool in pools(tier) if pool.num_gpus is not None]
+    asked = [pool.num_gpus for pool in tier.pools.values() if pool.num_gpus is not None]
     device = tier.engine.device
     if device != "cpu":
         _check_asked(tier, asked)
@@ -146,7 +145,7 @@ def _with_device(tier: TierConfig, has_gpus: bool) -> TierConfig:
         role: msgspec.structs.replace(
             pool, num_gpus=float(tier.num_ranks(pool)) if device == "cuda" else 0.0
         )
-        for role, pool in pools(tier)
+        for role, pool in tier.pools.items()
         if pool.num_gpus is None
     }
     engine = msgspec.structs.replace(tier.engine, device=device)
@@ -173,7 +172,7 @@ def _workers(config: ServeConfig) -> list[_Worker]:
     """All workers on GPUs, with all pools at their maximum; those that need most come first."""
     every = []
     for tier in config.tiers:
-        for role, pool in pools(tier):
+        for role, pool in tier.pools.items():
             most = pool.autoscaling.max_replicas if pool.autoscaling else pool.num_replicas
             share = min(pool.num_gpus or 0.0, 1.0)
             claim = share * tier.engine.gpu_memory_utilization

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.errors import StartupError
-from disagg.router.autoscale import pools
 
 LEAST_CPUS = 0.001  # Ray does not place a bundle without resources
 
@@ -40,7 +39,7 @@ def check_nodes(config: ServeConfig, nodes: Sequence[Node]) -> None:
         StartupError: it can never place some worker; the message lists the nodes' resources.
     """
     for tier in config.tiers:
-        for role, pool in pools(tier):
+        for role, pool in tier.pools.items():
             nnodes = tier.num_nodes(pool)
             is_wanted = pool.num_replicas or pool.num_standby or pool.autoscaling is not None
             if not is_wanted or (nnodes == 1 and (pool.num_gpus or 0) <= 1):

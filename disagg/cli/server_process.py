@@ -218,7 +218,7 @@ def pool_sizes(config: ServeConfig) -> dict[str, int]:
     return {
         f"{tier.name}-{role}": pool.num_replicas
         for tier in config.tiers
-        for role, pool in (("prefill", tier.prefill), ("decode", tier.decode))
+        for role, pool in tier.pools.items()
         if pool.num_replicas > 0
     }
 

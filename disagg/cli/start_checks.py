@@ -19,7 +19,6 @@ from disagg.config_checks import check_secrets
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.host import read_memory
 from disagg.kvtransfer.ucx import ucx_settings
-from disagg.router.autoscale import pools
 
 _EVERY_ADDRESS = "0.0.0.0", "::"
 MIN_OPEN_FILES = 1024  # the largest process of Ray and Serve opens some hundreds of files
@@ -51,7 +50,7 @@ def check_before_ray(order: Order) -> None:
 def check_one_node(config: ServeConfig) -> None:
     """Refuse workers over several nodes on a Ray instance that this command starts itself."""
     for tier in config.tiers:
-        for role, pool in pools(tier):
+        for role, pool in tier.pools.items():
             if tier.num_nodes(pool) > 1:
                 raise StartupError(
                     f"The {role} workers of {tier.name!r} have nnodes = {tier.num_nodes(pool)}, but"

@@ -274,7 +274,7 @@ class IngressCore:
         lacking = [
             f"{tier.name}-{role}"
             for tier in self._config.tiers
-            for role, pool in (("prefill", tier.prefill), ("decode", tier.decode))
+            for role, pool in tier.pools.items()
             if (pool.autoscaling.min_replicas if pool.autoscaling else pool.num_replicas)
             and not pools[tier.name][f"num_{role}"]
         ]

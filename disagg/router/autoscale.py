@@ -88,7 +88,7 @@ class Autoscaler:
         least: dict[Pool, int] = {}
         for tier in self._tiers:
             num_helping = 0.0
-            for role, pool in reversed(pools(tier)):  # decode first
+            for role, pool in reversed(tier.pools.items()):  # decode first
                 name: Pool = (tier.name, role)
                 if name in states:
                     least[name] = _limits(pool).min_replicas
@@ -147,7 +147,7 @@ class Autoscaler:
 
     def _recent(self, model: str, now: float, look_back_s: float) -> Sequence[Slice]:
         slices = self._slices[model]
-        longest_s = max(_limits(pool).look_back_s for _, pool in pools(self._tier(model)))
+        longest_s = max(_limits(pool).look_back_s for pool in self._tier(model).pools.values())
         while slices and slices[0].ends_s <= now - longest_s:
             slices.popleft()
         return [each for each in slices if each.ends_s > now - look_back_s]
@@ -322,15 +322,11 @@ def lacks_tpot(tier: TierConfig, times: StepTimeModel, slo_fraction: float = 1.0
     )
 
 
-def pools(tier: TierConfig) -> tuple[tuple[Role, PoolConfig], ...]:
-    return (("prefill", tier.prefill), ("decode", tier.decode))
-
-
 def may_be_empty(tier: TierConfig) -> bool:
     """Whether the tier may be scaled to zero while there are no requests."""
     return all(
         pool.autoscaling.min_replicas == 0 if pool.autoscaling else not pool.num_replicas
-        for _, pool in pools(tier)
+        for pool in tier.pools.values()
     )
 
 

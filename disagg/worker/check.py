@@ -14,7 +14,6 @@ from disagg.kernels.cpu.library import find_step
 from disagg.messages import Role
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.model_config import ModelConfig
-from disagg.router.autoscale import pools
 
 _ABOUT = 1.1  # tolerance for padding of weights that stay quantised
 
@@ -64,7 +63,7 @@ def check_tier(
             if is_here:
                 _check_cores(num_ranks)
             each_nbytes += num_ranks * (plan.workspace_nbytes + plan.kv_nbytes(engine))
-        pool = tier.prefill if role == "prefill" else tier.decode
+        pool = tier.pools[role]
         host_nbytes += each_nbytes * (pool.num_replicas + pool.num_standby)
     return host_nbytes
 
@@ -102,7 +101,9 @@ def cpu_steps_sentence(tiers: Iterable[TierConfig]) -> str:
     is_compiled, by_torch = False, list[str]()
     for tier in tiers:
         why = _why_torch(tier.engine, describe_model(tier.directory).config)
-        roles = [(role, tier.num_ranks(pool)) for role, pool in pools(tier) if pool.num_replicas]
+        roles = [
+            (role, tier.num_ranks(pool)) for role, pool in tier.pools.items() if pool.num_replicas
+        ]
         split = [f"{tier.name}-{role}" for role, num_ranks in roles if num_ranks > 1]
         if why:
             by_torch.append(f"torch for {tier.name}, {why}")

@@ -15,7 +15,7 @@ from disagg.config import PoolConfig, TierConfig
 from disagg.errors import RequestError
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.messages import WorkerRecord, WorkerStatus
-from disagg.router.autoscale import Autoscaler, lacks_tpot, pools
+from disagg.router.autoscale import Autoscaler, lacks_tpot
 from disagg.router.load_report import Demand, PoolState, RequestTotals, states_of
 from disagg.router.worker_view import Pool
 from disagg.time_model import StepTimeModel
@@ -81,7 +81,7 @@ class Scaling:
         self._stop = stop
         self._members = members
         self._pools: dict[Pool, PoolConfig] = {
-            (tier.name, role): pool for tier in tiers for role, pool in pools(tier)
+            (tier.name, role): pool for tier in tiers for role, pool in tier.pools.items()
         }
         self._serving: dict[Pool, list[str]] = {pool: [] for pool in self._pools}
         self._starting: dict[Pool, list[float]] = {pool: [] for pool in self._pools}  # ready times

@@ -30,7 +30,6 @@ from disagg.messages import (
     WorkerRecord,
     WorkerStatus,
 )
-from disagg.router.autoscale import pools
 from disagg.router.baselines import ALL_WORKERS, OURS, new_policy
 from disagg.router.cascade import Attempt
 from disagg.router.fleet import Fleet, FleetView
@@ -247,7 +246,7 @@ class _Simulation:
 
     def _start_all(self, tiers: Sequence[TierConfig]) -> None:
         for tier in tiers:
-            for role, pool in pools(tier):
+            for role, pool in tier.pools.items():
                 for _ in range(pool.num_replicas):
                     spec = self._next_spec((tier.name, role))
                     self._workers[spec.worker_id] = self._new_worker(spec, epoch=1)
