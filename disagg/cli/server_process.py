@@ -53,7 +53,6 @@ from disagg.devices import Gpus, gpus_here
 from disagg.errors import DisaggError, StartupError
 from disagg.imports import uncollected_imports
 from disagg.messages import StartsByPool
-from disagg.router.autoscale import pools
 from disagg.worker.check import cpu_steps_sentence
 
 if TYPE_CHECKING:
@@ -258,7 +257,7 @@ def _engines(config: ServeConfig) -> dict[str, EngineConfig]:
     return {
         f"{tier.name}-{role}": tier.for_role(role).engine
         for tier in config.tiers
-        for role, pool in pools(tier)
+        for role, pool in tier.pools.items()
         if pool.num_replicas or pool.num_standby or pool.autoscaling is not None
     }
 
