@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.test_local import LONG, cluster, until_empty
-from tests.tiny_model import write_tiny_model
 
 # Each of these meant something to some other system.
 LABELS = [
@@ -24,11 +22,6 @@ LABELS = [
     "",
 ]
 DRAWN = {"temperature": 1.0, "seed": 5, "max_tokens": 24}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 async def complete(client: httpx.AsyncClient, prompt: Any, label: str, **fields: Any) -> list[str]:

@@ -41,18 +41,13 @@ from tests.engine.device.test_runner import config, new_sequence, prompts, run
 from tests.held_out import NUM_PER_LEVEL, held_out
 from tests.models.paging import Tokens, make_batch
 from tests.poison import poison_new_blocks
-from tests.tiny_model import tiny_parts, write_tiny_model
+from tests.tiny_model import tiny_parts
 
 ENGINE = EngineConfig(
     dtype="float32", num_threads=1, num_gpu_blocks_override=96, max_model_len=512, max_num_seqs=8
 )
 PROMPTS = ("a prompt with so many blocks that it is prefilled elsewhere: " * 4, "short", "x" * 96)
 FORMATS: tuple[Any, ...] = ("float32", "int8", "int4", "fp8")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def engine_with(kv_cache_dtype: Any, **changes: Any) -> EngineConfig:

@@ -21,7 +21,7 @@ from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
 from tests.e2e.single_engine import SingleEngine
 from tests.links.fakes import until
-from tests.tiny_model import tiny_parts, write_tiny_model
+from tests.tiny_model import tiny_parts
 
 Kind = Literal["nixl", "local"]
 ENGINE = EngineConfig(
@@ -29,11 +29,6 @@ ENGINE = EngineConfig(
 )
 LOOK_S = 0.005  # pause between two checks of a worker; without it both threads would be busy
 LONG = "a prompt with so many blocks that it is prefilled elsewhere: " * 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -19,15 +19,9 @@ from disagg.worker.worker import Worker
 from tests.api.apps import Exchange, never
 from tests.links.fakes import until
 from tests.test_local import LONG, body, cluster, until_empty
-from tests.tiny_model import write_tiny_model
 
 # "prefill", "decode": it waits for the engine of that worker.
 PHASES = ["sent", "prefill", "decode", "streaming", "slow_reader"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 async def leave(phase: str, exchange: Exchange, held: Worker | None) -> None:

@@ -17,14 +17,8 @@ from disagg.engine.device.sampler import Chosen, Sampler
 from disagg.engine.sched.speculation import Continued
 from disagg.local import LocalCluster
 from tests.test_local import body, chat, cluster, until_empty
-from tests.tiny_model import write_tiny_model
 
 UNLUCKY_SEED = 666
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 async def fails_alone(

@@ -25,12 +25,7 @@ from tests.kvtransfer.memory import Memory
 from tests.links.fakes import until
 from tests.rank_nodes import FakeRankNodes, rank_nodes
 from tests.test_local import ENGINE, LONG, body, chat, has_stepped, text
-from tests.tiny_model import tiny_parts, write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+from tests.tiny_model import tiny_parts
 
 
 @pytest.fixture

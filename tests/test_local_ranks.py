@@ -51,11 +51,6 @@ from tests.tiny_model import tiny_parts, write_tiny_model
 TWO = msgspec.structs.replace(ENGINE, tensor_parallel_size=2)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def config(
     model: Path, num_prefill_ranks: int | None = None, num_decode_ranks: int | None = None
 ) -> ServeConfig:

@@ -20,15 +20,9 @@ from tests.e2e.single_engine import SingleEngine
 from tests.test_local import ENGINE
 from tests.test_local_cold_tier import PROMPT, blocks, chat, damage, keys_of, prefix_of
 from tests.test_local_host_tier import COMPUTE_S, OTHERS
-from tests.tiny_model import write_tiny_model
 
 SECOND = "another prefix, which a worker of two ranks stores: " * 8
 HALF_GIB = 0.00012  # of host memory: half of a prompt's blocks, so that they go through it
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(autouse=True)

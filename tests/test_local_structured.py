@@ -27,7 +27,6 @@ from disagg.local import LocalCluster
 from disagg.messages import Grammar
 from disagg.worker.worker import Worker
 from tests.test_local import LONG, cluster, until_empty
-from tests.tiny_model import write_tiny_model
 
 SCHEMA = {
     "type": "object",
@@ -60,11 +59,6 @@ class Car(BaseModel):
     wheels: list[Wheel] = Field(min_length=1, max_length=3)
     spare: Wheel | None
     plate: str = Field(pattern=r"^[A-Z]{2}-[0-9]{3}$")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from disagg.api.http.metrics import ApiMetrics
 from disagg.config import PoolConfig, ServeConfig, TenantConfig, TierConfig
 from tests.otlp_collector import OtlpCollector, traced
 from tests.test_local import ENGINE, LONG, body
-from tests.tiny_model import tiny_parts, write_tiny_model
+from tests.tiny_model import tiny_parts
 
 # Beyond those of a histogram's buckets.
 BOUNDED = {
@@ -35,11 +35,6 @@ STAGES = (
     "receive", "tokenize", "queue", "prefill_queue", "prefill_compute", "kv_pull", "decode_queue",
     "decode_first_step",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
 from disagg.token_fast_path import TokenCallback
 from disagg.worker import kv_export
 from tests.test_local import LONG, cluster, until_empty
-from tests.tiny_model import write_tiny_model
 
 MAX_TOKENS = 36
 DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
@@ -184,11 +183,6 @@ async def _up_to(
 def _short_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a ticket is lost on its way, only time gives its blocks back."""
     monkeypatch.setattr(kv_export, "HOLD_TTL_S", 2.0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 async def ask(client: httpx.AsyncClient, name: str, salt: str, **fields: Any) -> dict[str, Any]:

@@ -17,12 +17,6 @@ from disagg.config_checks import parse_config
 from disagg.errors import StartupError
 from disagg.host import free_port
 from tests.models.test_damaged_checkpoints import POINTER
-from tests.tiny_model import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def refusal(directory: Path | str, **tier: Any) -> str:

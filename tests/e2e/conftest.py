@@ -8,12 +8,6 @@ import pytest
 
 from disagg.config import EngineConfig
 from tests.e2e.single_engine import SingleEngine
-from tests.tiny_model import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

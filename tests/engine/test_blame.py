@@ -28,7 +28,6 @@ from tests.engine.test_launching import (
     play_at_once,
     sequences,
 )
-from tests.tiny_model import write_tiny_model
 
 UNLUCKY_SEED = 666
 SAMPLINGS: list[dict[str, object]] = [
@@ -44,11 +43,6 @@ NEEDS_HOST: list[dict[str, object]] = [
     {**SAMPLINGS[0], "bad_words_token_ids": ((1, 2),)},
     *SAMPLINGS[1:],
 ]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("blame"))
 
 
 def engine_of(directory: Path, *, is_ahead: bool = False) -> Engine:

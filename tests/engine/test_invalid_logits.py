@@ -25,7 +25,6 @@ from tests.engine.test_launching import (
     play_at_once,
     sequences,
 )
-from tests.tiny_model import write_tiny_model
 
 NUM_SOUND = 4  # tokens of the answer before the broken ones
 MIXTURES: dict[str, list[dict[str, object]]] = {
@@ -33,11 +32,6 @@ MIXTURES: dict[str, list[dict[str, object]]] = {
     "drawn": [DRAWN, {**DRAWN, "top_k": 30, "seed": 8}, GREEDY],
     "penalised": [{**GREEDY, "repetition_penalty": 1.3, "logprobs": 2}, DRAWN, GREEDY],
 }
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("invalid"))
 
 
 def break_logits(

@@ -34,7 +34,6 @@ from disagg.engine.sched.step import Choose, Results, Sampled, StepPlan
 from disagg.messages import GenerateRequest, Grammar, SamplingParams, Thinking, TokenLogprobs
 from disagg.models.decoder import Decoder
 from disagg.models.description import describe_model
-from tests.tiny_model import write_tiny_model
 
 BLOCK_SIZE = 4
 ROOT = hash_root("late", BLOCK_SIZE)
@@ -94,11 +93,6 @@ def _as_now(row: Any) -> Any:
     else:
         same.tokens, same.block_ids = [*row.tokens], [*row.block_ids]
     return same
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("late"))
 
 
 def build(directory: Path, num_blocks: int, max_num_seqs: int) -> Engine:

@@ -31,11 +31,6 @@ from tests.tiny_model import write_tiny_model
 NUM_LAYERS = 2
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("ranks"))
-
-
 @contextmanager
 def ranks(
     directory: Path, num_ranks: int, num_blocks: int, place: Path, **settings: bool

@@ -24,15 +24,9 @@ from disagg.router.load_report import state_in
 from disagg.router.route import Route
 from tests.api.apps import http_client, until
 from tests.links.fakes import make_record
-from tests.tiny_model import write_tiny_model
 
 IDLE = WorkerStatus(num_blocks=64, num_free_blocks=64)
 TIERS = ("small", "large")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def ingress(model: Path, num_prefill: int = 1) -> IngressCore:

@@ -8,13 +8,6 @@ from disagg.engine.device.build import build_engine
 from disagg.engine.engine import Engine
 from disagg.models.description import describe_model
 from tests.engine.device.tiny_engine import CONFIG
-from tests.tiny_model import write_tiny_model
-
-
-@pytest.fixture(scope="session")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the model of `engine`."""
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
