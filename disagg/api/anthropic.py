@@ -36,7 +36,7 @@ from disagg.api.refusals import (
     unsupported,
 )
 from disagg.api.request_spec import Prompt, RequestSpec
-from disagg.api.running_job import ChoiceDelta, Frames, RunningJob
+from disagg.api.running_job import BlockFrames, ChoiceDelta, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
 from disagg.text.answer_delta import join_calls
@@ -317,6 +317,12 @@ _GROWN = (
     b"event: content_block_delta\n"
     b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
 )
+# Kind of a block -> the type of its deltas and the key of new text.
+_DELTAS = {
+    "reasoning": (b"thinking_delta", b"thinking"),
+    "text": (b"text_delta", b"text"),
+    "call": (b"input_json_delta", b"partial_json"),
+}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -341,7 +347,7 @@ def message_body(run: RunningJob) -> bytes:
         {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
         for call in join_calls(answer.calls)
     ]
-    return _to_json(_message(run, run.model_name, content) | _end(answer) | {"usage": _usage(run)})
+    return _to_json(_message(run, run.model_name, content) | _stop(answer) | {"usage": _usage(run)})
 
 
 def _input(arguments: str) -> msgspec.Raw:
@@ -373,7 +379,7 @@ def _message(run: RunningJob, model_name: str, content: list[dict[str, Any]]) ->
     }
 
 
-def _end(answer: ChoiceDelta) -> dict[str, Any]:
+def _stop(answer: ChoiceDelta) -> dict[str, Any]:
     if answer.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
     reason = answer.finish_reason or "stop"
@@ -391,79 +397,41 @@ def _usage(run: RunningJob) -> dict[str, int]:
     }
 
 
-class MessageFrames(Frames):
+class MessageFrames(BlockFrames):
     """Events of a streamed message: blocks, each with a start, deltas and a stop."""
 
-    def __init__(self, run: RunningJob) -> None:
-        super().__init__(run)
-        self._block = -1  # index of the open block; -1 if none has begun
-        self._kind: str | int = ""  # kind of the open block: "thinking", "text" or a call's number
-        self._end: dict[str, Any] = {}
+    _block = -1  # index of the open block
 
     def opening(self) -> bytes:
         usage = {"input_tokens": self._run.num_prompt_tokens, "output_tokens": 0}
         message = _message(self._run, self._model_name, []) | {"usage": usage}
         return _event("message_start", {"message": message})
 
-    def piece(self, piece: ChoiceDelta) -> bytes:
-        """The events for new tokens.
-
-        Arguments of the open call come first, because a block that has ended cannot grow.
-        """
-        events, num_grown = [], 0
-        for call in piece.calls:
-            if call.number != self._kind:
-                break
-            events.append(self._grow_call(call.arguments))
-            num_grown += 1
-        if piece.reasoning:
-            if self._kind != "thinking":
-                events.append(self._begin("thinking", _thinking("")))
-            events.append(self._grow(b"thinking_delta", b"thinking", piece.reasoning))
-        if piece.text:
-            if self._kind != "text":
-                events.append(self._begin("text", {"type": "text", "text": ""}))
-            events.append(self._grow(b"text_delta", b"text", piece.text))
-        for call in piece.calls[num_grown:]:
-            if self._kind != call.number:
-                block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-                events.append(self._begin(call.number, block))
-            events.append(self._grow_call(call.arguments))
-        if piece.finish_reason is not None:
-            self._end = _end(piece)
-        return b"".join(events)
-
     def closing(self) -> bytes:
-        usage = _usage(self._run)
-        events = b"" if self._block >= 0 else self._begin("text", {"type": "text", "text": ""})
-        return b"".join(
-            (
-                events,
-                self._end_block(),
-                _event("message_delta", {"delta": self._end, "usage": usage}),
-                _event("message_stop", {}),
-            )
-        )
+        events = b"" if self._kind else self._begin("text")
+        end = {"delta": _stop(self._last), "usage": _usage(self._run)}
+        return events + self._end() + _event("message_delta", end) + _event("message_stop", {})
 
     def error(self, error: DisaggError) -> bytes:
         return _event("error", _error(error))
 
-    def _begin(self, kind: str | int, block: dict[str, Any]) -> bytes:
-        ended = self._end_block()
+    def _begun(self) -> bytes:
         self._block += 1
-        self._kind = kind
-        begun = {"index": self._block, "content_block": block}
-        return ended + _event("content_block_start", begun)
+        call = self._call
+        if self._kind == "reasoning":
+            block = _thinking("")
+        elif self._kind == "text":
+            block = {"type": "text", "text": ""}
+        else:
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        return _event("content_block_start", {"index": self._block, "content_block": block})
 
-    def _grow(self, kind: bytes, key: bytes, text: str) -> bytes:
+    def _grow(self, text: str) -> bytes:
         """A delta event. It is made for each token, so it avoids dictionaries."""
-        return _GROWN % (self._block, kind, key, _to_json(text))
+        return _GROWN % (self._block, *_DELTAS[self._kind], _to_json(text)) if text else b""
 
-    def _grow_call(self, arguments: str) -> bytes:
-        return self._grow(b"input_json_delta", b"partial_json", arguments) if arguments else b""
-
-    def _end_block(self) -> bytes:
-        return _event("content_block_stop", {"index": self._block}) if self._block >= 0 else b""
+    def _end(self) -> bytes:
+        return _event("content_block_stop", {"index": self._block}) if self._kind else b""
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:

@@ -37,10 +37,9 @@ from disagg.api.openai.fields import (
 from disagg.api.openai.requests import REFUSED, understand_chat
 from disagg.api.refusals import missing_parameter, only_text, unsupported
 from disagg.api.request_spec import RequestSpec
-from disagg.api.running_job import ChoiceDelta, Frames, RunningJob
+from disagg.api.running_job import BlockFrames, ChoiceDelta, RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
-from disagg.text.answer_delta import CallDelta
 
 
 class MessageItem(msgspec.Struct, tag="message"):
@@ -257,6 +256,12 @@ _PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "ref
 
 _to_json = msgspec.json.Encoder().encode
 
+# Kind of a block -> the name of its events.
+_DELTAS = {
+    "reasoning": b"reasoning_text",
+    "text": b"output_text",
+    "call": b"function_call_arguments",
+}
 _GROWN = (
     b"event: response.%b.delta\n"
     b'data: {"type":"response.%b.delta","sequence_number":%d,"delta":%b,%b}\n\n'
@@ -312,48 +317,8 @@ def _response(
     }
 
 
-def _reasoning(run: RunningJob, index: int, text: str, status: str) -> dict[str, Any]:
-    """A reasoning item. `index` is its position in the response."""
-    content = [{"type": "reasoning_text", "text": text}] if text else []
-    return {
-        "id": _item_id("rs_", run, index),
-        "type": "reasoning",
-        "status": status,
-        "summary": [],
-        "content": content,
-    }
-
-
-def _message(run: RunningJob, index: int, text: str | None, status: str) -> dict[str, Any]:
-    """A message item. `index` is its position; `text` is None if it has no part yet."""
-    content = [] if text is None else [_part(text)]
-    return {
-        "id": _item_id("msg_", run, index),
-        "type": "message",
-        "status": status,
-        "role": "assistant",
-        "content": content,
-    }
-
-
-def _item_id(prefix: str, run: RunningJob, index: int) -> str:
-    """A unique id of an item. A stream may have several messages, with calls between them."""
-    return f"{prefix}{run.id.removeprefix('resp_')}_{index}"
-
-
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _call(call: CallDelta, status: str) -> dict[str, Any]:
-    return {
-        "id": "fc_" + call.id.removeprefix("call_"),
-        "type": "function_call",
-        "status": status,
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-    }
 
 
 def _usage(run: RunningJob) -> dict[str, Any]:
@@ -367,126 +332,101 @@ def _usage(run: RunningJob) -> dict[str, Any]:
     }
 
 
-class ResponseFrames(Frames):
-    """Events of a streamed response."""
+class ResponseFrames(BlockFrames):
+    """Events of a streamed response. Its blocks are items."""
 
     def __init__(self, run: RunningJob) -> None:
         super().__init__(run)
         self._num_events = 0
         self._items: list[dict[str, Any]] = []  # complete items
-        self._kind: Literal["", "reasoning", "message", "call"] = ""  # kind of the open item
         self._place: dict[str, Any] = {}  # event fields that locate the open item
         self._place_json = b""  # the same as JSON, without braces
-        self._call = CallDelta(-1)  # the call that began last
         self._parts: list[str] = []  # pieces of the open item's text or arguments
-        self._answer = ChoiceDelta(0)  # the last piece of the answer
 
     def opening(self) -> bytes:
         response = _response(self._run, self._model_name, None, [])
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
-    def piece(self, piece: ChoiceDelta) -> bytes:
-        """The events for new tokens.
-
-        Arguments of the open call come first, because a complete item cannot grow.
-        """
-        self._answer = piece
-        events, num_grown = [], 0
-        for call in piece.calls:
-            if self._kind != "call" or call.number != self._call.number:
-                break
-            if call.arguments:
-                events.append(self._grow(b"function_call_arguments", call.arguments))
-            num_grown += 1
-        if piece.reasoning:
-            if self._kind != "reasoning":
-                events.append(self._begin("reasoning"))
-            events.append(self._grow(b"reasoning_text", piece.reasoning))
-        if piece.text:
-            if self._kind != "message":
-                events.append(self._begin("message"))
-            events.append(self._grow(b"output_text", piece.text))
-        for call in piece.calls[num_grown:]:
-            if call.number != self._call.number:
-                events.append(self._end_item())
-                self._call = replace(call, arguments="")
-            events.append(self._begin("call"))
-            if call.arguments:
-                events.append(self._grow(b"function_call_arguments", call.arguments))
-        return b"".join(events)
-
     def closing(self) -> bytes:
-        is_empty = not self._kind and not self._items
-        events = [self._begin("message")] if is_empty else []
-        events.append(self._end_item(_status(self._answer)))  # only the last can be cut off
+        events = b"" if self._kind else self._begin("text")
+        events += self._end(_status(self._last))  # only the last item can be cut off
         response = self.response()
-        events.append(self._event(f"response.{response['status']}", response=response))
-        return b"".join(events)
+        return events + self._event(f"response.{response['status']}", response=response)
 
     def response(self) -> dict[str, Any]:
         """The complete response, after `closing`."""
         run = self._run
-        response = _response(run, run.model_name, self._answer, self._items)
-        return response | {"usage": _usage(run)}
+        return _response(run, run.model_name, self._last, self._items) | {"usage": _usage(run)}
 
     def error(self, error: DisaggError) -> bytes:
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
-    def _begin(self, kind: Literal["reasoning", "message", "call"]) -> bytes:
-        """Begin an item of this kind, unless one is open already."""
-        if self._kind == kind:
-            return b""
-        ended = self._end_item()
-        self._kind = kind
+    def _begun(self) -> bytes:
         item = self._item("in_progress")
         self._place = {"output_index": len(self._items), "item_id": item["id"]}
-        if kind != "call":
+        if self._kind != "call":
             self._place["content_index"] = 0
-        if kind == "message":
+        if self._kind == "text":
             self._place["logprobs"] = []
         self._place_json = _to_json(self._place)[1:-1]
         added = self._item_event("added", item)
-        part = self._part_event("added", "") if kind == "message" else b""
-        return ended + added + part
+        return added + self._part_event("added", "") if self._kind == "text" else added
 
-    def _grow(self, kind: bytes, text: str) -> bytes:
+    def _grow(self, text: str) -> bytes:
         """A delta event. It is made for each token, so it avoids dictionaries."""
+        if not text:
+            return b""
         self._parts.append(text)
-        number = self._num_events
+        kind, number = _DELTAS[self._kind], self._num_events
         self._num_events += 1
         return _GROWN % (kind, kind, number, _to_json(text), self._place_json)
 
-    def _end_item(self, status: str = "completed") -> bytes:
-        """End the open item, if there is one."""
-        text = "".join(self._parts)
-        match self._kind:
-            case "":
-                return b""
-            case "reasoning":
-                done = self._event("response.reasoning_text.done", text=text, **self._place)
-            case "message":
-                done = self._event("response.output_text.done", text=text, **self._place)
-                done += self._part_event("done", text)
-            case "call":
-                kind, name = "response.function_call_arguments.done", self._call.name
-                done = self._event(kind, name=name, arguments=text, **self._place)
+    def _end(self, status: str = "completed") -> bytes:
+        if not self._kind:
+            return b""
+        text, kind = "".join(self._parts), f"response.{_DELTAS[self._kind].decode()}.done"
+        if self._kind == "call":
+            done = self._event(kind, name=self._call.name, arguments=text, **self._place)
+        else:
+            done = self._event(kind, text=text, **self._place)
+        if self._kind == "text":
+            done += self._part_event("done", text)
         item = self._item(status)
         done += self._item_event("done", item)
         self._items.append(item)
-        self._kind = ""
         self._parts.clear()
         return done
 
     def _item(self, status: str) -> dict[str, Any]:
         """The open item as it is now."""
-        text = "".join(self._parts)
-        if self._kind == "reasoning":
-            return _reasoning(self._run, len(self._items), text, status)
+        text, call = "".join(self._parts), self._call
+        # A stream may have several messages, with calls between them.
+        unique = f"{self._run.id.removeprefix('resp_')}_{len(self._items)}"
         if self._kind == "call":
-            return _call(replace(self._call, arguments=text), status)
-        shown = None if status == "in_progress" else text
-        return _message(self._run, len(self._items), shown, status)
+            return {
+                "id": "fc_" + call.id.removeprefix("call_"),
+                "type": "function_call",
+                "status": status,
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": text,
+            }
+        if self._kind == "reasoning":
+            return {
+                "id": f"rs_{unique}",
+                "type": "reasoning",
+                "status": status,
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": text}] if text else [],
+            }
+        return {
+            "id": f"msg_{unique}",
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": [] if status == "in_progress" else [_part(text)],
+        }
 
     def _item_event(self, change: str, item: dict[str, Any]) -> bytes:
         place = {"output_index": len(self._items), "item": item}

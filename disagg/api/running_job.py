@@ -404,6 +404,70 @@ class Frames(ABC):
         """The last event of a stream that fails."""
 
 
+class BlockFrames(Frames):
+    """Events of one answer in blocks, each complete before the next one: reasoning, text or a call.
+
+    Attributes:
+        _kind: the kind of the open block; "" if none has begun.
+        _call: the call that began last, without its arguments.
+        _last: the last piece of the answer.
+    """
+
+    def __init__(self, run: RunningJob) -> None:
+        super().__init__(run)
+        self._kind: Literal["", "reasoning", "text", "call"] = ""
+        self._call = CallDelta(-1)
+        self._last = ChoiceDelta(0)
+
+    def piece(self, piece: ChoiceDelta) -> bytes:
+        """The events for new tokens.
+
+        Arguments of the open call come first, because a complete block cannot grow.
+        """
+        self._last = piece
+        events, num_grown = [], 0
+        for call in piece.calls:
+            if self._kind != "call" or call.number != self._call.number:
+                break
+            events.append(self._grow(call.arguments))
+            num_grown += 1
+        if piece.reasoning:
+            if self._kind != "reasoning":
+                events.append(self._begin("reasoning"))
+            events.append(self._grow(piece.reasoning))
+        if piece.text:
+            if self._kind != "text":
+                events.append(self._begin("text"))
+            events.append(self._grow(piece.text))
+        for call in piece.calls[num_grown:]:
+            if call.number != self._call.number:
+                events.append(self._begin("call", call))
+            events.append(self._grow(call.arguments))
+        return b"".join(events)
+
+    def _begin(
+        self, kind: Literal["reasoning", "text", "call"], call: CallDelta | None = None
+    ) -> bytes:
+        """End the open block, and begin one of this kind."""
+        ended = self._end()
+        self._kind = kind
+        if call is not None:
+            self._call = msgspec.structs.replace(call, arguments="")
+        return ended + self._begun()
+
+    @abstractmethod
+    def _begun(self) -> bytes:
+        """The events at the beginning of a block."""
+
+    @abstractmethod
+    def _grow(self, text: str) -> bytes:
+        """The events for more text, or arguments, of the open block."""
+
+    @abstractmethod
+    def _end(self) -> bytes:
+        """The events at the end of the open block, if there is one."""
+
+
 class _Inbox:
     """Collects the pieces of several choices for one reader."""
 
