@@ -8,9 +8,9 @@ rank. With expert parallelism a rank reads whole experts with their biases, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from disagg.errors import ModelError
 from disagg.models.checkpoint import StoredTensor
@@ -28,6 +28,22 @@ Range: TypeAlias = tuple[int, int]  # first, end
 _MAX_NAMES_IN_AN_ERROR = 8
 
 
+class Cut(NamedTuple):
+    """How ranks divide a tensor.
+
+    Attributes:
+        of: what they divide; "once": the first rank has the tensor, and others do not.
+        dimension: the stored dimension that is divided.
+        unit: size of one head, or 2 if rows of gate and up alternate.
+    """
+
+    of: Literal[
+        "heads", "KV heads", "inner", "inner of experts", "inner of shared", "vocab", "once"
+    ]
+    dimension: int = 0
+    unit: int = 1
+
+
 @dataclass(frozen=True)
 class Part:
     """One tensor of a checkpoint. Parts of one field are stacked along their first dimension.
@@ -41,6 +57,8 @@ class Part:
             rows of gate come first.
         is_exact: whether it is read as float32, whatever the model's dtype is.
         is_less_one: whether 1 is added to its values.
+        cut: how ranks divide it; None: every rank has all of it.
+        experts: the experts of the layer that it has; empty: it is no part of them.
     """
 
     name: str
@@ -51,6 +69,8 @@ class Part:
     is_interleaved: bool = False
     is_exact: bool = False
     is_less_one: bool = False
+    cut: Cut | None = None
+    experts: range = range(0)
 
     @property
     def stored_shape(self) -> Shape:
@@ -58,7 +78,7 @@ class Part:
 
 
 Fields: TypeAlias = dict[str, list[Part]]
-_OF_EXPERTS = ("gate_up", "gate_up_bias", "down", "down_bias")
+_OF_EXPERTS = Cut("inner of experts")
 
 
 def layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields:
@@ -69,54 +89,29 @@ def layer_parts(config: ModelConfig, layer: int, share: Share = WHOLE) -> Fields
     Args:
         config: the settings of the whole model.
     """
-    fields = _whole_layer(config, layer)
-    if share.num_ranks == 1:
-        return fields
+    prefix = f"model.layers.{layer}"
+    parts = {**_norms(config, prefix), **_attention(config, f"{prefix}.self_attn")}
     experts = config.experts_in(layer)
-    inner = config.intermediate_size if experts is None else experts.intermediate_size
-    own = share.of(inner) if experts is None else share.of_experts(experts)
-    own_experts = None if experts is None else share.own_experts(experts)
-    latent = config.latent
-    value_dim = config.head_dim if latent is None else latent.value_dim
-    taken: Fields = {}
-    for field, parts in fields.items():
-        if latent is not None and field in ("qkv", "q_b", "kv_b"):
-            taken[field] = _latent_rows(latent, share.of(config.num_heads), field, parts)
-        elif field in ("qkv", "qkv_bias"):
-            taken[field] = _head_rows(config, share, parts)
-        elif field in ("q_norm", "k_norm") and config.qk_norm_all_heads:
-            is_q = field == "q_norm"
-            heads = share.of(config.num_heads) if is_q else share.kv_heads(config.num_kv_heads)
-            taken[field] = [_boxed(parts[0], 0, _scaled(heads, config.head_dim))]
-        elif field == "sinks":
-            taken[field] = [_boxed(parts[0], 0, share.of(config.num_heads))]
-        elif field == "output":
-            taken[field] = [_boxed(parts[0], 1, _scaled(share.of(config.num_heads), value_dim))]
-        elif own_experts is not None and experts is not None and field in _OF_EXPERTS:
-            taken[field] = _of_whole_experts(parts, own_experts, experts.num_experts)
-        elif field.startswith("gate_up"):
-            taken[field] = [each for part in parts for each in _gate_up(part, inner, own)]
-        elif field == "down":
-            taken[field] = [_down(part, own) for part in parts]
-        elif field in ("shared_gate_up", "shared_down") and experts is not None:
-            shared = share.of(experts.shared_intermediate_size)
-            dimension = 0 if field == "shared_gate_up" else 1
-            taken[field] = [_boxed(part, dimension, shared) for part in parts]
-        elif field not in ("output_bias", "down_bias") or share.is_first:
-            taken[field] = parts
-    return taken
+    if experts is None:
+        mlp = f"{prefix}.mlp"
+        parts |= _mlp(config, mlp, config.intermediate_size, "inner", has_bias=config.mlp_bias)
+    else:
+        names = FAMILIES[config.family].experts
+        assert names is not None
+        parts |= _experts(config, experts, names, prefix)
+    return _of_rank(parts, config, share)
 
 
 def outer_parts(config: ModelConfig, share: Share = WHOLE) -> Fields:
     """The checkpoint tensors outside the layers, or what a rank reads of them."""
-    fields = _whole_tables(config)
-    if share.num_ranks == 1:
-        return fields
-    own = share.of(config.vocab_size)
-    return {
-        field: parts if field == "norm" else [_boxed(part, 0, own) for part in parts]
-        for field, parts in fields.items()
+    table, cut = (config.vocab_size, config.hidden_size), Cut("vocab")
+    parts = {
+        "embedding": [Part("model.embed_tokens.weight", table, cut=cut)],
+        "norm": [_norm(config, "model.norm")],
     }
+    if not config.tie_word_embeddings:
+        parts["lm_head"] = [Part("lm_head.weight", table, cut=cut)]
+    return _of_rank(parts, config, share)
 
 
 def all_fields(config: ModelConfig, share: Share = WHOLE) -> Iterator[Fields]:
@@ -181,27 +176,43 @@ def check_weights(model: ModelDescription) -> None:
         )
 
 
-def _whole_layer(config: ModelConfig, layer: int) -> Fields:
-    prefix = f"model.layers.{layer}"
-    parts = {**_norms(config, prefix), **_attention(config, f"{prefix}.self_attn")}
-    experts = config.experts_in(layer)
-    if experts is None:
-        mlp = f"{prefix}.mlp"
-        return parts | _mlp(config, mlp, config.intermediate_size, has_bias=config.mlp_bias)
-    names = FAMILIES[config.family].experts
-    assert names is not None
-    return parts | _experts(config, experts, names, prefix)
-
-
-def _whole_tables(config: ModelConfig) -> Fields:
-    table = (config.vocab_size, config.hidden_size)
-    parts = {
-        "embedding": [Part("model.embed_tokens.weight", table)],
-        "norm": [_norm(config, "model.norm")],
+def _of_rank(fields: Fields, config: ModelConfig, share: Share) -> Fields:
+    if share.num_ranks == 1:
+        return fields
+    taken = {
+        field: [own for part in parts for own in _own(part, config, share)]
+        for field, parts in fields.items()
     }
-    if not config.tie_word_embeddings:
-        parts["lm_head"] = [Part("lm_head.weight", table)]
-    return parts
+    return {field: parts for field, parts in taken.items() if parts}
+
+
+def _own(part: Part, config: ModelConfig, share: Share) -> list[Part]:
+    """What a rank reads of a tensor."""
+    cut, experts = part.cut, config.experts
+    own_experts = None if experts is None else share.own_experts(experts)
+    if part.experts and own_experts is not None:
+        if part.stored:  # all experts are in one tensor
+            return [_boxed(part, 0, (own_experts.start, own_experts.stop))]
+        return [part] if part.experts.start in own_experts else []
+    if cut is None:
+        return [part]
+    if cut.of == "once":
+        return [part] if share.is_first else []
+    if cut.of == "KV heads":
+        own = share.kv_heads(config.num_kv_heads)
+    elif experts is not None and cut.of == "inner of experts":
+        own = share.of_experts(experts)
+    else:
+        totals = {
+            "heads": config.num_heads,
+            "inner": config.intermediate_size,
+            "inner of shared": experts.shared_intermediate_size if experts else 0,
+            "vocab": config.vocab_size,
+        }
+        own = share.of(totals[cut.of])
+    begin = part.box[cut.dimension][0] if part.box else 0  # of several matrices in one tensor
+    first, end = (begin + each * cut.unit for each in own)
+    return [_boxed(part, cut.dimension, (first, end))]
 
 
 # The norms of a layer, by their place: the field of `LayerWeights`, and the name in a checkpoint.
@@ -225,9 +236,29 @@ def _norms(config: ModelConfig, prefix: str) -> Fields:
     return {field: [_norm(config, f"{prefix}.{name}")] for field, name in names.items()}
 
 
-def _norm(config: ModelConfig, name: str, size: int | None = None) -> Part:
+def _norm(config: ModelConfig, name: str, size: int | None = None, cut: Cut | None = None) -> Part:
     shape, is_exact = (size or config.hidden_size,), config.norms_less_one
-    return Part(f"{name}.weight", shape, is_exact=is_exact, is_less_one=is_exact)
+    return Part(f"{name}.weight", shape, is_exact=is_exact, is_less_one=is_exact, cut=cut)
+
+
+def _rows(
+    prefix: str, kind: str, sizes: Mapping[str, tuple[int, Cut]], fused: str, *columns: int
+) -> list[Part]:
+    """Projections of one field, by name, with their numbers of rows.
+
+    Args:
+        kind: "weight" or "bias".
+        fused: the name of one tensor that has all of them, one after the other; empty: each is one.
+    """
+    parts, first, total = [], 0, sum(size for size, _ in sizes.values())
+    for name, (size, cut) in sizes.items():
+        part = Part(f"{prefix}.{fused or name}_proj.{kind}", (size, *columns), cut=cut)
+        if fused:
+            box = (first, first + size), *((0, each) for each in columns)
+            part = replace(part, stored=(total, *columns), box=box)
+        parts.append(part)
+        first += size
+    return parts
 
 
 def _attention(config: ModelConfig, prefix: str) -> Fields:
@@ -235,63 +266,67 @@ def _attention(config: ModelConfig, prefix: str) -> Fields:
         return _latent_attention(config, config.latent, prefix)
     hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
-    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-    if config.is_fused:
-        qkv = {"qkv_proj": q_size + 2 * kv_size}
+    heads, kv_heads = (Cut(of, 0, config.head_dim) for of in ("heads", "KV heads"))
+    sizes = {"q": (q_size, heads), "k": (kv_size, kv_heads), "v": (kv_size, kv_heads)}
+    output = Cut("heads", 1, config.head_dim)
     parts = {
-        "qkv": [Part(f"{prefix}.{name}.weight", (size, hidden)) for name, size in qkv.items()],
-        "output": [Part(f"{prefix}.o_proj.weight", (hidden, q_size))],
+        "qkv": _rows(prefix, "weight", sizes, "qkv" * config.is_fused, hidden),
+        "output": [Part(f"{prefix}.o_proj.weight", (hidden, q_size), cut=output)],
     }
     if config.qkv_bias:
-        parts["qkv_bias"] = [Part(f"{prefix}.{name}.bias", (size,)) for name, size in qkv.items()]
+        parts["qkv_bias"] = _rows(prefix, "bias", sizes, "qkv" * config.is_fused)
     if config.output_bias:
-        parts["output_bias"] = [Part(f"{prefix}.o_proj.bias", (hidden,))]
+        parts["output_bias"] = [Part(f"{prefix}.o_proj.bias", (hidden,), cut=Cut("once"))]
     if config.qk_norm:
-        sizes = (q_size, kv_size) if config.qk_norm_all_heads else (config.head_dim,) * 2
-        parts["q_norm"] = [_norm(config, f"{prefix}.q_norm", sizes[0])]
-        parts["k_norm"] = [_norm(config, f"{prefix}.k_norm", sizes[1])]
+        for name in ("q", "k"):
+            size, cut = sizes[name] if config.qk_norm_all_heads else (config.head_dim, None)
+            parts[f"{name}_norm"] = [_norm(config, f"{prefix}.{name}_norm", size, cut)]
     if config.sinks:
-        parts["sinks"] = [Part(f"{prefix}.sinks", (config.num_heads,))]
+        parts["sinks"] = [Part(f"{prefix}.sinks", (config.num_heads,), cut=Cut("heads"))]
     return parts
 
 
 def _latent_attention(config: ModelConfig, latent: LatentConfig, prefix: str) -> Fields:
     """Latent attention: `qkv` makes the latents of queries (or queries), and the cached vector."""
     hidden, num_heads = config.hidden_size, config.num_heads
-    q_size = num_heads * latent.query_dim
-    of_head = latent.nope_dim + latent.value_dim
+    of_head, query = latent.nope_dim + latent.value_dim, Cut("heads", 0, latent.query_dim)
+    q_size, output_size = num_heads * latent.query_dim, num_heads * latent.value_dim
+    output = Cut("heads", 1, latent.value_dim)
+    kv_b = Part(f"{prefix}.kv_b_proj.weight", (num_heads * of_head, latent.rank))
     cached = Part(f"{prefix}.kv_a_proj_with_mqa.weight", (latent.cached_dim, hidden))
     parts = {
         "kv_a_norm": [Part(f"{prefix}.kv_a_layernorm.weight", (latent.rank,))],
-        "kv_b": [Part(f"{prefix}.kv_b_proj.weight", (num_heads * of_head, latent.rank))],
-        "output": [Part(f"{prefix}.o_proj.weight", (hidden, num_heads * latent.value_dim))],
+        "kv_b": [replace(kv_b, cut=Cut("heads", 0, of_head))],
+        "output": [Part(f"{prefix}.o_proj.weight", (hidden, output_size), cut=output)],
     }
     if latent.query_rank is None:
-        return parts | {"qkv": [Part(f"{prefix}.q_proj.weight", (q_size, hidden)), cached]}
+        q = Part(f"{prefix}.q_proj.weight", (q_size, hidden), cut=query)
+        return parts | {"qkv": [q, cached]}
     q_a = Part(f"{prefix}.q_a_proj.weight", (latent.query_rank, hidden))
     return parts | {
         "qkv": [q_a, cached],
         "q_a_norm": [Part(f"{prefix}.q_a_layernorm.weight", (latent.query_rank,))],
-        "q_b": [Part(f"{prefix}.q_b_proj.weight", (q_size, latent.query_rank))],
+        "q_b": [Part(f"{prefix}.q_b_proj.weight", (q_size, latent.query_rank), cut=query)],
     }
 
 
-def _mlp(config: ModelConfig, prefix: str, inner: int, *, has_bias: bool = False) -> Fields:
-    hidden = config.hidden_size
-    gate_up = {"gate_proj": inner, "up_proj": inner}
-    if config.is_fused:
-        gate_up = {"gate_up_proj": 2 * inner}
+def _mlp(
+    config: ModelConfig,
+    prefix: str,
+    inner: int,
+    of: Literal["inner", "inner of shared"],
+    *,
+    has_bias: bool = False,
+) -> Fields:
+    hidden, fused = config.hidden_size, "gate_up" * config.is_fused
+    sizes = {"gate": (inner, Cut(of)), "up": (inner, Cut(of))}
     parts = {
-        "gate_up": [
-            Part(f"{prefix}.{name}.weight", (size, hidden)) for name, size in gate_up.items()
-        ],
-        "down": [Part(f"{prefix}.down_proj.weight", (hidden, inner))],
+        "gate_up": _rows(prefix, "weight", sizes, fused, hidden),
+        "down": [Part(f"{prefix}.down_proj.weight", (hidden, inner), cut=Cut(of, 1))],
     }
     if has_bias:
-        parts["gate_up_bias"] = [
-            Part(f"{prefix}.{name}.bias", (size,)) for name, size in gate_up.items()
-        ]
-        parts["down_bias"] = [Part(f"{prefix}.down_proj.bias", (hidden,))]
+        parts["gate_up_bias"] = _rows(prefix, "bias", sizes, fused)
+        parts["down_bias"] = [Part(f"{prefix}.down_proj.bias", (hidden,), cut=Cut("once"))]
     return parts
 
 
@@ -303,7 +338,8 @@ def _experts(
     if experts.has_bias:
         parts["router_bias"] = [Part(f"{prefix}.{names.router}.bias", (count,))]
     if experts.shared_intermediate_size:
-        shared = _mlp(config, f"{prefix}.{names.shared}", experts.shared_intermediate_size)
+        size = experts.shared_intermediate_size
+        shared = _mlp(config, f"{prefix}.{names.shared}", size, "inner of shared")
         parts |= {f"shared_{field}": its for field, its in shared.items()}
         if names.shared_gate:
             parts["shared_gate"] = [Part(f"{prefix}.{names.shared_gate}.weight", (1, hidden))]
@@ -311,86 +347,48 @@ def _experts(
         parts["score_bias"] = [Part(f"{prefix}.{names.score_bias}", (count,), is_exact=True)]
     if names.is_stacked:
         return parts | _stacked_experts(experts, names, prefix, hidden)
-    inner = experts.intermediate_size
+    inner, rows, columns = experts.intermediate_size, _OF_EXPERTS, _OF_EXPERTS._replace(dimension=1)
+
+    def matrix(name: str, expert: int, shape: Shape, cut: Cut) -> Part:
+        own = range(expert, expert + 1)
+        return Part(f"{prefix}.{name.format(expert)}.weight", shape, cut=cut, experts=own)
+
     parts["gate_up"] = [
-        Part(f"{prefix}.{name.format(expert)}.weight", (inner, hidden))
+        matrix(name, expert, (inner, hidden), rows)
         for expert in range(count)
         for name in (names.gate, names.up)
     ]
-    parts["down"] = [
-        Part(f"{prefix}.{names.down.format(expert)}.weight", (hidden, inner))
-        for expert in range(count)
-    ]
-    return parts
+    down = [matrix(names.down, expert, (hidden, inner), columns) for expert in range(count)]
+    return parts | {"down": down}
 
 
 def _stacked_experts(
     experts: ExpertsConfig, names: ExpertNames, prefix: str, hidden: int
 ) -> Fields:
     """All experts of a layer in one tensor, where rows of gate and up alternate (gpt-oss)."""
-    count, inner = experts.num_experts, experts.intermediate_size
-    parts = {}
-    sizes = {"gate_up": (names.gate, 2 * inner, hidden), "down": (names.down, hidden, inner)}
-    for field, (name, num_rows, size) in sizes.items():
-        place, turned = f"{prefix}.{name}", field == "gate_up"
-        rows = count * num_rows
-        parts[f"{field}_bias"] = [
-            Part(f"{place}_bias", (rows,), (count, num_rows), is_interleaved=turned)
-        ]
-        # Floats are stored as [in, out], and MXFP4 as [out, in].
-        stored = (count, num_rows, size) if experts.is_mxfp4 else (count, size, num_rows)
-        matrix = Part(place, (rows, size), stored, is_transposed=not experts.is_mxfp4)
-        parts[field] = [replace(matrix, is_interleaved=turned)]
+    count, inner, cut = experts.num_experts, experts.intermediate_size, _OF_EXPERTS
+    # Floats are stored as [in, out], and MXFP4 as [out, in].
+    turned = not experts.is_mxfp4
+    rows_at, columns_at = (2, 1) if turned else (1, 2)
+    parts: Fields = {}
+    for field, name, num_rows, size, own, bias_cut in (
+        (
+            "gate_up",
+            names.gate,
+            2 * inner,
+            hidden,
+            cut._replace(dimension=rows_at, unit=2),
+            cut._replace(dimension=1, unit=2),
+        ),
+        ("down", names.down, hidden, inner, cut._replace(dimension=columns_at), Cut("once")),
+    ):
+        alike: dict[str, Any] = {"is_interleaved": field == "gate_up", "experts": range(count)}
+        place, rows = f"{prefix}.{name}", count * num_rows
+        stored = (count, size, num_rows) if turned else (count, num_rows, size)
+        bias = Part(f"{place}_bias", (rows,), (count, num_rows), cut=bias_cut, **alike)
+        matrix = Part(place, (rows, size), stored, is_transposed=turned, cut=own, **alike)
+        parts |= {field: [matrix], f"{field}_bias": [bias]}
     return parts
-
-
-def _scaled(heads: Range, size: int) -> Range:
-    return heads[0] * size, heads[1] * size
-
-
-def _latent_rows(latent: LatentConfig, heads: Range, field: str, parts: list[Part]) -> list[Part]:
-    """The rows of a rank's heads. Rows that all heads share are whole on every rank."""
-    size = latent.nope_dim + latent.value_dim if field == "kv_b" else latent.query_dim
-    if field != "qkv":
-        return [_boxed(parts[0], 0, _scaled(heads, size))]
-    query, cached = parts
-    own = query if latent.query_rank else _boxed(query, 0, _scaled(heads, size))
-    return [own, cached]
-
-
-def _head_rows(config: ModelConfig, share: Share, parts: list[Part]) -> list[Part]:
-    q, kv = share.of(config.num_heads), share.kv_heads(config.num_kv_heads)
-    if len(parts) == 3:
-        return [
-            _boxed(part, 0, _scaled(heads, config.head_dim))
-            for part, heads in zip(parts, (q, kv, kv), strict=True)
-        ]
-    keys, values = config.num_heads, config.num_heads + config.num_kv_heads  # in one tensor
-    places = q, (keys + kv[0], keys + kv[1]), (values + kv[0], values + kv[1])
-    return [_boxed(parts[0], 0, _scaled(heads, config.head_dim)) for heads in places]
-
-
-def _gate_up(part: Part, inner: int, own: Range) -> list[Part]:
-    if part.is_interleaved:  # all experts in one tensor
-        dimension = 2 if part.is_transposed else 1
-        return [_boxed(part, dimension, (2 * own[0], 2 * own[1]))]
-    if part.shape[0] == inner:
-        return [_boxed(part, 0, own)]
-    up = inner + own[0], inner + own[1]  # gate and up in one tensor
-    return [_boxed(part, 0, own), _boxed(part, 0, up)]
-
-
-def _of_whole_experts(parts: list[Part], own: range, num_experts: int) -> list[Part]:
-    """The parts of a rank's experts, from one tensor with all experts, or one part per tensor."""
-    if parts[0].stored:
-        return [_boxed(part, 0, (own.start, own.stop)) for part in parts]
-    of_each = len(parts) // num_experts
-    return parts[own.start * of_each : own.stop * of_each]
-
-
-def _down(part: Part, own: Range) -> Part:
-    is_last = part.stored and not part.is_transposed
-    return _boxed(part, 2 if is_last else 1, own)
 
 
 def _boxed(part: Part, dimension: int, own: Range) -> Part:
@@ -400,7 +398,7 @@ def _boxed(part: Part, dimension: int, own: Range) -> Part:
     box[dimension] = own
     sizes = [end - first for first, end in box]
     shape: Shape
-    if part.stored:
+    if len(stored) > len(part.shape):
         num_rows = sizes[0] * (sizes[2] if part.is_transposed else sizes[1])  # of all experts
         width = math.prod(sizes) // num_rows
         shape = (num_rows,) if len(part.shape) == 1 else (num_rows, width)
