@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -73,21 +74,32 @@ async def test_a_request_whose_numbers_break_a_step(
         assert "planted" in message
 
 
+def before_samples(
+    monkeypatch: pytest.MonkeyPatch, does: Callable[[Tensor, SequenceOf[Continued]], None]
+) -> None:
+    """Do something with the logits and sequences of each step, before its tokens are chosen."""
+    sample = Sampler.sample
+
+    def then_sample(
+        self: Sampler, logits: Tensor, sequences: SequenceOf[Continued], *args: Any, **named: Any
+    ) -> Chosen:
+        does(logits, sequences)
+        return sample(self, logits, sequences, *args, **named)
+
+    monkeypatch.setattr(Sampler, "sample", then_sample)
+
+
 async def test_a_request_whose_logits_are_nan(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the middle of its answer, beside others; and each such request is counted."""
-    sample = Sampler.sample
 
-    def broken(
-        self: Sampler, logits: Tensor, sequences: SequenceOf[Continued], *args: Any, **named: Any
-    ) -> Chosen:
+    def spoil(logits: Tensor, sequences: SequenceOf[Continued]) -> None:
         for row, each in enumerate(sequences):
             if each.sampling.seed == UNLUCKY_SEED and each.num_output_tokens == 3:
                 logits[row, 5] = math.nan
-        return sample(self, logits, sequences, *args, **named)
 
-    monkeypatch.setattr(Sampler, "sample", broken)
+    before_samples(monkeypatch, spoil)
     async with cluster(model, num_prefill=0, num_decode=2) as (running, client):
         message = await fails_alone(running, client, caplog, "invalid_logits", seed=UNLUCKY_SEED)
         assert "NaN" in message
@@ -103,16 +115,12 @@ async def test_a_request_that_breaks_an_engine_breaks_no_second_one(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its numbers are right by themselves, so nobody can tell whose fault the failed step is."""
-    sample = Sampler.sample
 
-    def breaks(
-        self: Sampler, logits: Tensor, sequences: SequenceOf[Continued], *args: Any, **named: Any
-    ) -> Chosen:
+    def breaks(logits: Tensor, sequences: SequenceOf[Continued]) -> None:
         if logits.any() and any(each.sampling.seed == UNLUCKY_SEED for each in sequences):
             raise RuntimeError("planted")
-        return sample(self, logits, sequences, *args, **named)
 
-    monkeypatch.setattr(Sampler, "sample", breaks)
+    before_samples(monkeypatch, breaks)
     async with cluster(model, num_prefill=0, num_decode=2) as (running, client):
         failed = await client.post("/v1/chat/completions", json=body("hi", seed=UNLUCKY_SEED))
         assert (failed.status_code, failed.json()["error"]["code"]) == (500, "engine_failed")
