@@ -78,9 +78,8 @@ class LocalTransport:
     def peer(self) -> Peer:
         return self._peer
 
-    def add_peer(self, peer: Peer) -> None:
-        if peer.worker_id != self._peer.worker_id:
-            self._book.add_peer(peer)
+    def add_peer(self, peer: Peer) -> bool:
+        return peer.worker_id != self._peer.worker_id and self._book.add_peer(peer).is_new
 
     def forget_peer(self, worker_id: str) -> None:
         self._book.forget_peer(worker_id)

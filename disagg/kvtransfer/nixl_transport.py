@@ -139,11 +139,12 @@ class NixlTransport:
     def peer(self) -> Peer:
         return self._peer
 
-    def add_peer(self, peer: Peer) -> None:
+    def add_peer(self, peer: Peer) -> bool:
         if peer.worker_id == self._peer.worker_id:
-            return  # membership lists all workers; a worker does not pull from itself
-        ranks, gone = self._book.add_peer(peer)
+            return False  # membership lists all workers; a worker does not pull from itself
+        ranks, gone, is_new = self._book.add_peer(peer)
         self._jobs.put(Connect(ranks, gone))
+        return is_new
 
     def forget_peer(self, worker_id: str) -> None:
         self._jobs.put(Connect((), self._book.forget_peer(worker_id)))

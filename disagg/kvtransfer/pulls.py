@@ -144,14 +144,16 @@ class _Known(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The changes of connections after a new or changed peer.
+    """The changes of connections after a peer was added.
 
     ranks: the peer's first rank, and its ranks from which this slab pulls.
     gone: ranks of peers that are forgotten because of it.
+    is_new: it was not known, or was another.
     """
 
     ranks: tuple[Peer, ...]
     gone: tuple[Peer, ...]
+    is_new: bool
 
 
 class PullBook:
@@ -174,21 +176,24 @@ class PullBook:
         return len(self._filling)
 
     def add_peer(self, peer: Peer) -> Change:
-        """Add `peer`, or count a known one as the last that was used.
+        """Add `peer`, if it is not known.
+
+        All ranks of a worker are told of new peers and of pulls, so they forget the same ones.
 
         Raises:
             TransferFailed: the peer cannot be pulled from; the message says why.
         """
-        before = known = self._peers.get(peer.worker_id)
-        if known is None or known.peer != peer:  # otherwise it was checked before
-            known = _Known(peer, self._check_peer(peer))
+        before = self._peers.get(peer.worker_id)
+        if before is not None and before.peer == peer:
+            return Change(_agents(*before), (), False)
+        known = _Known(peer, self._check_peer(peer))
         self._peers.pop(peer.worker_id, None)
         self._peers[peer.worker_id] = known
-        gone = [] if before is None or before is known else [before]
+        gone = [] if before is None else [before]
         while len(self._peers) > MAX_PEERS:
             gone.append(self._peers.pop(next(iter(self._peers))))
         forgotten = tuple(rank for each in gone for rank in _agents(*each))
-        return Change(_agents(*known), forgotten)
+        return Change(_agents(*known), forgotten, True)
 
     def forget_peer(self, worker_id: str) -> tuple[Peer, ...]:
         """Drop a peer. Returns its first rank, and those from which this slab pulled."""

@@ -42,8 +42,9 @@ class Transport(Protocol):
         """The record by which other workers reach this worker's slab."""
         ...
 
-    def add_peer(self, peer: Peer) -> None:
-        """Add `peer`. A new epoch of a known worker replaces the old one.
+    def add_peer(self, peer: Peer) -> bool:
+        """Add `peer`. A new epoch of a known worker replaces the old one. Returns whether it was
+        not known.
 
         The handshake runs in the background; if it fails, pulls from the peer end with an error.
         The worker's own peer is ignored, because membership lists have all workers.

@@ -15,7 +15,6 @@ from itertools import count
 from typing import TypeAlias
 
 from disagg.blocks import BlockHash
-from disagg.kvtransfer.pulls import MAX_PEERS
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased, Transport
 from disagg.rank_messages import (
@@ -131,37 +130,26 @@ class RankedTransport:
         self._numbers: dict[int, int] = {}  # of tasks, by the id of the pull
         self._own_done: dict[int, PullDone] = {}  # by the number of the task
         self._events: list[PullDone | TicketReleased] = []
-        # What the other ranks know, in the order of their `PullBook`s: each route that moves KV has
-        # its source added, and would else be a message of some KB to each rank.
-        self._known: dict[str, Peer] = {}
 
     @property
     def peer(self) -> Peer:
         return self._peer
 
-    def add_peer(self, peer: Peer) -> None:
-        if peer.worker_id == self._peer.worker_id:
-            return
-        self._own.add_peer(peer)
-        if self._known.get(peer.worker_id) == peer:
-            return
-        self._known.pop(peer.worker_id, None)
-        self._known[peer.worker_id] = peer
-        if len(self._known) > MAX_PEERS:
-            del self._known[next(iter(self._known))]
-        self._tasks.tell(ConnectPeer(peer))
+    def add_peer(self, peer: Peer) -> bool:
+        # Each route that moves KV adds its source, a message of some KB to each rank.
+        is_new = self._own.add_peer(peer)
+        if is_new:
+            self._tasks.tell(ConnectPeer(peer))
+        return is_new
 
     def forget_peer(self, worker_id: str) -> None:
         self._own.forget_peer(worker_id)
-        if self._known.pop(worker_id, None) is not None:
-            self._tasks.tell(ForgetPeer(worker_id))
+        self._tasks.tell(ForgetPeer(worker_id))
 
     def pull(
         self, ticket: KVTicket, first_block: int, into: list[int], *, releases: bool = True
     ) -> int:
         pull_id = self._own.pull(ticket, first_block, into, releases=False)  # refuses what is wrong
-        if known := self._known.pop(ticket.source_id, None):
-            self._known[ticket.source_id] = known
         number = self._tasks.add(partial(self._ended, ticket if releases else None), num_own=1)
         self._numbers[pull_id] = number
         self._tasks.tell(PullBlocks(number, ticket, first_block, into))

@@ -109,8 +109,8 @@ def test_two_pulls_never_fill_one_block() -> None:
 def test_a_new_epoch_replaces_the_old_one() -> None:
     book = book_with_source()
     restarted = dataclasses.replace(SOURCE.peer(), epoch=4)
-    assert book.add_peer(SOURCE.peer()) == ((SOURCE.peer(),), ())
-    assert book.add_peer(restarted) == ((restarted,), (SOURCE.peer(),))
+    assert book.add_peer(SOURCE.peer()) == ((SOURCE.peer(),), (), False)
+    assert book.add_peer(restarted) == ((restarted,), (SOURCE.peer(),), True)
     with pytest.raises(TransferFailed, match="epoch 4 now"):
         book.begin(SOURCE.ticket("t", [4]), 0, [0], now=0.0)
     assert book.peer_of(SOURCE.ticket("t", [4])) is None

@@ -37,7 +37,8 @@ class FakeTransport:
     def peer(self) -> Peer:
         raise AssertionError("nobody asks for it here")
 
-    def add_peer(self, peer: Peer) -> None: ...
+    def add_peer(self, peer: Peer) -> bool:
+        return True
 
     def forget_peer(self, worker_id: str) -> None: ...
 

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from disagg.errors import TransferFailed
+from disagg.kvtransfer import pulls
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.rank_messages import ConnectPeer, PullBlocks, encode
-from disagg.worker import ranked
 from tests.kvtransfer.memory import Memory
 from tests.kvtransfer.test_local_transport import open_side
 from tests.worker.fake_ranks import FakeWorker
@@ -102,7 +102,7 @@ def test_a_source_one_of_whose_ranks_does_not_fit_is_refused_in_words() -> None:
 def test_ranks_are_told_of_a_source_once_and_again_when_they_have_forgotten_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranked, "MAX_PEERS", 2)
+    monkeypatch.setattr(pulls, "MAX_PEERS", 2)
     source, reader = pair(2, 2)
     (rank,) = reader.ranks
     rank.told.clear()
