@@ -10,19 +10,20 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection
 from functools import partial
 
 from disagg.messages import GenerateRequest
 from disagg.router.fleet import FleetView
-from disagg.router.policy import ChooseRoute, choose_route
+from disagg.router.policy import ChooseRoute, check_deadline, choose_route
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Route
-from disagg.router.shortlist import eligible, held_tokens
+from disagg.router.worker_pools import Side, sample_workers
 from disagg.router.worker_view import WorkerView
 
-# One of some workers of one pool, which are never none. `held`: leading tokens by worker.
-Pick = Callable[[Sequence[WorkerView], Mapping[str, int], random.Random], WorkerView]
+Pick = Callable[[Side, random.Random], int]  # the place of a worker in a side's lists
+NO_LIMIT = sys.maxsize
 
 
 def new_policy(name: str) -> ChooseRoute:
@@ -30,7 +31,7 @@ def new_policy(name: str) -> ChooseRoute:
     if name in (OURS, FIXED_ROLES):
         return choose_route
     if name == ALL_WORKERS:
-        return partial(choose_route, looks_at_all=True)
+        return partial(choose_route, num_random=NO_LIMIT)
     return _picking(name, *_PICKS[name]())
 
 
@@ -44,12 +45,16 @@ def _picking(name: str, pick_prefill: Pick, pick_decode: Pick) -> ChooseRoute:
         exclude: Collection[str] = (),
         ttft_slo_s: float | None = math.inf,
     ) -> Route:
-        prefills, decodes = eligible(request, fleet, now, exclude)
-        held = held_tokens(index, request, decodes)
-        source = pick_prefill(prefills or decodes, held, rng)
-        goal = pick_decode(decodes, held, rng) if prefills else source
-        prefill = source.worker_id if prefills else None
-        num_cached = min(held.get(source.worker_id, 0), len(request.token_ids) - 1)
+        check_deadline(request, now)
+        pools = fleet.pools.get(request.model)
+        prefills, decodes = sample_workers(request, pools, index, rng, exclude, NO_LIMIT)
+        side = prefills or decodes
+        place = pick_prefill(side, rng)
+        source = goal = side.workers[place]
+        if prefills is not None:
+            goal = decodes.workers[pick_decode(decodes, rng)]
+        prefill = source.worker_id if prefills is not None else None
+        num_cached = min(side.num_held[place], len(request.token_ids) - 1)
         only = Candidate(prefill, goal.worker_id, 0.0, 0.0, 0.0, 0.0, num_cached)
         return Route(prefill, goal.worker_id, 0.0, num_cached, (only,), name)
 
@@ -63,31 +68,29 @@ def _load(worker: WorkerView) -> tuple[int, int]:
 
 def _turns() -> Pick:
     numbers = itertools.count()
-    return lambda workers, held, rng: workers[next(numbers) % len(workers)]
+
+    def pick(side: Side, rng: random.Random) -> int:
+        names = [worker.worker_id for worker in side.workers]
+        return names.index(sorted(names)[next(numbers) % len(names)])
+
+    return pick
 
 
-def _any(workers: Sequence[WorkerView], held: Mapping[str, int], rng: random.Random) -> WorkerView:
-    return rng.choice(workers)
+def _any(side: Side, rng: random.Random) -> int:
+    return rng.randrange(len(side.workers))
 
 
-def _least_loaded(
-    workers: Sequence[WorkerView], held: Mapping[str, int], rng: random.Random
-) -> WorkerView:
-    least = min(map(_load, workers))
-    return rng.choice([worker for worker in workers if _load(worker) == least])
+def _least_loaded(side: Side, rng: random.Random) -> int:
+    # The workers are in random order, so the first of equals is a random one.
+    return min(range(len(side.workers)), key=lambda place: _load(side.workers[place]))
 
 
-def _less_loaded_of_two(
-    workers: Sequence[WorkerView], held: Mapping[str, int], rng: random.Random
-) -> WorkerView:
-    return _least_loaded(rng.sample(workers, min(2, len(workers))), held, rng)
+def _less_loaded_of_two(side: Side, rng: random.Random) -> int:
+    return min((0, len(side.workers) - 1), key=lambda place: _load(side.workers[place]))
 
 
-def _most_held(
-    workers: Sequence[WorkerView], held: Mapping[str, int], rng: random.Random
-) -> WorkerView:
-    most = max(held.get(worker.worker_id, 0) for worker in workers)
-    return rng.choice([w for w in workers if held.get(w.worker_id, 0) == most])
+def _most_held(side: Side, rng: random.Random) -> int:
+    return side.num_held.index(max(side.num_held))
 
 
 OURS = "predicted-seconds"

@@ -15,6 +15,7 @@ from disagg.config import CascadeConfig, Signal
 from disagg.messages import TokenLogprobs
 from disagg.router.costs import decode_cost, prefill_cost
 from disagg.router.fleet import FleetView
+from disagg.router.worker_pools import NUM_RANDOM
 
 # What each signal needs beside the chosen token's own log-probability.
 NUM_TOP = {"minimum": 0, "mean": 0, "margin": 2}
@@ -139,17 +140,20 @@ def moved_threshold(
 def wait_as_fraction(fleet: FleetView, model: str, ttft_slo_s: float) -> float:
     """The least predicted wait for a first token and a place on a model, over its SLO.
 
-    Of a large pool only the workers are compared where a usual request is cheapest. Infinite where
-    no worker takes requests.
+    Some workers stand for all of a large pool, over which requests are spread evenly. Infinite
+    where no worker takes requests.
     """
     pools = fleet.pools.get(model)
     if pools is None or not pools.num_workers:
         return math.inf
     usual_tokens = fleet.answers.usual(model)
-    queues, places = pools.likely_soonest()
+    prefills, decodes = (
+        pool.workers[:: 1 + len(pool) // NUM_RANDOM] for pool in (pools.prefill, pools.decode)
+    )
     # Any worker can prefill; decode workers decode, unless there are none.
-    queue_s = min(prefill_cost(each, 1, 0).queue_s for each in queues)
-    place_s = min(decode_cost(each, 1, 0, 1, usual_tokens).place_s for each in places)
+    queue_s = min(prefill_cost(each.view, 1, 0).queue_s for each in (*prefills, *decodes))
+    decodes = decodes or prefills
+    place_s = min(decode_cost(each.view, 1, 0, 1, usual_tokens).place_s for each in decodes)
     return max(queue_s, place_s) / ttft_slo_s
 
 

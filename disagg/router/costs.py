@@ -157,28 +157,6 @@ def _beside_later_s(streams: RunningStreams, num_new: int, work_s: float, steps_
     return max(0.0, streams.beside_s(num_new, work_s) - steps_s)
 
 
-def prefill_estimate(worker: WorkerView, spares_decodes: bool) -> tuple[float, float]:
-    """About what `prefill_cost` would say: seconds for any prompt, and for each uncached token.
-
-    What depends on the request or on the whole pool is left out: cached tokens and requests behind.
-    """
-    times, backlog = worker.times, worker.backlog
-    num_delayed = 0
-    if spares_decodes and worker.tpot_slo_s == math.inf:
-        num_expected = NUM_STREAMS_EXPECTED if worker.record.role == "decode" else 0
-        num_delayed = worker.num_decoding or num_expected
-    step_s = beside_s = backlog.step_s / backlog.num_at_once
-    work_s = times.per_token_s + 0.5 * CHUNK_TOKENS * times.per_attended_s
-    streams = worker.streams
-    if streams is not None and streams.num and streams.room_s > 0.0:
-        beside_s = max(step_s, streams.prompt_step_s * work_s / streams.room_s)
-    token_s = work_s * (1 + num_delayed) + beside_s
-    token_s += num_delayed * times.per_prompt_step_s / backlog.num_at_once
-    if not worker.is_home:
-        token_s *= 1.0 + SHARE_MEETING_OTHERS
-    return backlog.under_way_s + backlog.later_s + backlog.num_later * step_s, token_s
-
-
 def with_prefix_pull(
     cost: PrefillCost,
     prefix_source: WorkerView,

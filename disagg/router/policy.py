@@ -14,7 +14,7 @@ best on different workers, and the cached prefixes are where the streams are.
 
 Not all pairs are compared: the cost of a pair is its prefill side, its decode side and the
 transfer, so the few cheapest workers of each side are enough. Nor are all workers of a large fleet
-(`shortlist`).
+(`router/worker_pools.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from disagg.errors import DeadlineExceeded
 from disagg.messages import GenerateRequest
 from disagg.router.admission import in_time, lateness_s
 from disagg.router.costs import (
@@ -40,7 +41,7 @@ from disagg.router.costs import (
 from disagg.router.fleet import FleetView
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Cause, Route
-from disagg.router.shortlist import Shortlist, Side, shortlist
+from disagg.router.worker_pools import NUM_RANDOM, Compared, Side, sample_workers
 from disagg.router.worker_view import UNMEASURED_S_PER_BYTE, WorkerView
 
 NUM_PER_SIDE = 4  # cheapest prefill and decode workers of which all pairs are compared
@@ -78,7 +79,7 @@ def choose_route(
     exclude: Collection[str] = (),
     ttft_slo_s: float | None = math.inf,
     *,
-    looks_at_all: bool = False,
+    num_random: int = NUM_RANDOM,
 ) -> Route:
     """The cheapest route for `request` among those that are fast enough.
 
@@ -87,15 +88,15 @@ def choose_route(
         exclude: workers that must not get the request (again).
         ttft_slo_s: latest first token; see `admission.in_time`. None: no limit, for a request that
             was admitted before.
-        looks_at_all: at all workers of a large fleet too; see `shortlist`.
+        num_random: how many random workers of each pool are compared.
 
     Raises:
         Unavailable: no worker of the request's model takes requests.
         Overloaded: no route is predicted to meet the request's deadline or the SLO.
         DeadlineExceeded: the request's deadline has passed.
     """
-    looked_at = shortlist(request, fleet, index, now, rng, exclude, looks_at_all)
-    candidates = _candidates(request, fleet, looked_at, now)
+    compared = _compared(request, fleet, index, now, rng, exclude, num_random)
+    candidates = _candidates(request, fleet, compared, now)
     candidates.sort(key=_total_s)
     left_s = request.deadline_unix_s - now
     delay = fleet.delays.factor(request.model)
@@ -104,29 +105,48 @@ def choose_route(
     return _choose(candidates, rng)
 
 
+def _compared(
+    request: GenerateRequest,
+    fleet: FleetView,
+    index: PrefixIndex,
+    now: float,
+    rng: random.Random,
+    exclude: Collection[str],
+    num_random: int = NUM_RANDOM,
+) -> Compared:
+    check_deadline(request, now)
+    return sample_workers(request, fleet.pools.get(request.model), index, rng, exclude, num_random)
+
+
+def check_deadline(request: GenerateRequest, now: float) -> None:
+    """Raises `DeadlineExceeded`."""
+    if now >= request.deadline_unix_s:
+        raise DeadlineExceeded("The request's deadline passed before a worker was chosen.")
+
+
 def _candidates(
-    request: GenerateRequest, fleet: FleetView, looked_at: Shortlist, now: float
+    request: GenerateRequest, fleet: FleetView, compared: Compared, now: float
 ) -> list[Candidate]:
-    prefills, decodes, holder, num_at_holder = looked_at
+    prefills, decodes = compared
     num_tokens = len(request.token_ids)
     usual = fleet.answers.usual(request.model)
     num_output = expected_output(request, usual)
     slos = _slos(request, decodes.workers[0].tpot_slo_s, num_output)
-    prefix_source = _prefix_source(holder, num_at_holder, num_tokens)
+    prefix_source = _prefix_source(*compared.holder(), num_tokens)
     prompt = Prompt(num_tokens, *prefix_source, now, slos)
     goals = [
         decode_cost(worker, num_tokens, num_held, num_output, usual)
         for worker, num_held in zip(decodes.workers, decodes.num_held, strict=True)
     ]
-    num_queued = fleet.queued.get(request.model, 0) / looked_at.num_workers
+    num_queued = fleet.queued.get(request.model, 0) / compared.num_workers
     # Decode workers hold the KV of what they decode in any case, so copies there cost nothing.
-    has_once = prefills is None or looked_at.is_shared
+    has_once = prefills is None or compared.is_shared
     pool = ComputingPool.of(decodes, num_queued, has_once, spares_decodes=prefills is not None)
     costs = prefill_costs(pool, prompt)
     candidates = local_routes(goals, prompt, pool, costs)
     if prefills is None:
         return candidates
-    if not looked_at.is_shared:
+    if not compared.is_shared:
         pool = ComputingPool.of(prefills, num_queued, has_once=True, spares_decodes=True)
         costs = prefill_costs(pool, prompt)
     else:
@@ -148,7 +168,7 @@ def choose_decode(
 
     Raises what `choose_route` raises.
     """
-    _, decodes, _, _ = shortlist(request, fleet, index, now, rng, exclude)
+    decodes = _compared(request, fleet, index, now, rng, exclude).decodes
     source = fleet.workers.get(source_id)
     num_tokens = len(request.token_ids)
     usual = fleet.answers.usual(request.model)
@@ -228,7 +248,7 @@ class Prompt(NamedTuple):
 
 
 class ComputingPool(NamedTuple):
-    """Workers that may compute a prompt. The fields are those of `shortlist.Side`, and from
+    """Workers that may compute a prompt. The fields are those of `worker_pools.Side`, and from
     `num_behind` on arguments of `costs.prefill_cost`."""
 
     workers: Sequence[WorkerView]
