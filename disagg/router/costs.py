@@ -1,17 +1,20 @@
-"""The cost of each routing choice, in seconds: the request's own time plus the delay of others.
+"""The cost of a route, in seconds: five terms, and a price for each SLO that would be missed.
 
-    prefill on a worker    the rest of the running step, the queue, and the request's uncached
-                           tokens (own_s, queue_s); what streams that begin meanwhile add to its
-                           steps (beside_s); plus the delay of sequences that decode there and of
-                           requests behind it, and the cache space taken by another copy of a
-                           prefix (harm_s)
-    a prefix pull          the rest of the other worker's running step, and the transfer
-    transfer               latency, and the bytes that the decode worker does not have yet
-    decode on a worker     the wait for a place in the batch and for KV blocks; the steps of its
-                           own answer; and the extra time of every step for the other sequences
+    own       computing the prompt: its uncached tokens, in whole steps
+    queue     waiting: for the rest of the running step and the prompts before it, for what streams
+              that begin meanwhile add to its steps, and for a place in the decode batch
+    transfer  moving its KV to the worker that decodes; 0 if the same worker does both
+    decode    the steps of its own answer
+    delay     what others lose: sequences that decode there, requests behind it, and prefixes that
+              are evicted for its copy
 
-All of it follows from the workers' fitted time models and measured transfers. The two weights below
-count requests, so they need no tuning for another model or machine.
+The cost of a route is their sum; waits that overlap count once. All terms follow from the workers'
+fitted time models and measured transfers. A missed SLO costs the seconds that the request is
+allowed. The weights below count requests and streams, so they need no tuning for another model or
+machine.
+
+`prefill_cost` and `decode_cost` are the terms of one worker. A decision computes them for dozens of
+workers, and then `local_route` and `remote_route` for the best pairs (`router/policy.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import msgspec
 
 from disagg.messages import HostCounts
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS
+from disagg.router.route import Candidate
 from disagg.router.worker_view import RunningStreams, WorkerView, prompt_rate
 from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE
 
@@ -45,10 +49,38 @@ NUM_BEHIND_PER_QUEUED = 2.0
 NUM_COMPUTED_AGAIN = 7.0
 
 # Another ingress may send a prompt at the same moment to a worker where this ingress is not the
-# home: of how many prompts that is expected. It decides between workers that cost about the same.
-# A worker that is chosen for what it has cached is not one of many: there it counts in proportion
-# to what is not cached.
+# home: the expected number of such prompts. It decides between workers that cost about the same. A
+# worker that is chosen for what it has cached is not one of many: there it counts in proportion to
+# what is not cached.
 SHARE_MEETING_OTHERS = 0.1
+
+# Steps from the pull to the first decode step: the rest of a running step, and one during the pull.
+NUM_STEPS_JOINING = 1.5
+
+
+class Prompt(NamedTuple):
+    """What costs depend on beside the workers.
+
+    num_output_tokens: expected.
+    usual_output_tokens: expected answer length of the sequences that run on the workers.
+    now: on the fleet's clock, for the rest of a running step.
+    prefix_source: the worker with the longest cached prefix; None: none has cached any.
+    num_at_source: leading tokens that it has cached.
+    ttft_slo_s: latest first token, in seconds; inf: no TTFT SLO.
+    has_tpot_slo: whether the request has one of its own or its model's.
+    miss_s: the price of a missed SLO: the seconds that a request is allowed, with the model's TPOT
+        SLO where it has none itself; 0 if the model has none: then only workers refuse.
+    """
+
+    num_tokens: int
+    num_output_tokens: int = 1
+    usual_output_tokens: float = USUAL_OUTPUT_TOKENS
+    now: float = 0.0
+    prefix_source: WorkerView | None = None
+    num_at_source: int = 0
+    ttft_slo_s: float = math.inf
+    has_tpot_slo: bool = False
+    miss_s: float = 0.0
 
 
 class PrefillCost(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +89,7 @@ class PrefillCost(msgspec.Struct, frozen=True, gc=False):
     own_s: float  # to the first token, without a queue
     queue_s: float  # until the queued prompts are computed
     beside_s: float  # what streams that begin before it is done add to its steps
-    harm_s: float  # delay of others: decoding sequences, requests behind it, evicted prefixes
+    delay_s: float  # of others: decoding sequences, requests behind it, evicted prefixes
     total_s: float  # the sum
     prefix_source: str | None = None  # the worker to pull the cached tokens from first
 
@@ -67,11 +99,22 @@ class PrefillCost(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodeCost(msgspec.Struct, frozen=True, gc=False):
+    """The last three fields say which TPOT SLOs the stream would miss, if its model has one.
+
+    num_missed: running streams that would miss theirs because of it.
+    most_gap_s: the longest gap between its first token and its first step here with which it
+        meets its own; less than 0: it misses it in any case.
+    is_tight: the SLO leaves less room in a step than a full chunk of prompt tokens takes.
+    """
+
     worker: WorkerView
     num_held_tokens: int  # tokens whose KV is cached there
     place_s: float  # until there is a place in the batch and blocks for the KV
-    decode_s: float  # the steps of its own answer, and the delay of the batch's other sequences
-    added: AddedStream | None = None  # on workers whose requests have a TPOT SLO
+    decode_s: float  # the steps of its own answer
+    delay_s: float  # of others: sequences of the batch, prompts that have less room in its steps
+    num_missed: float = 0.0
+    most_gap_s: float = math.inf
+    is_tight: bool = False
 
 
 def prefill_cost(
@@ -101,45 +144,59 @@ def prefill_cost(
     if num_in_host > num_cached and worker.host is not None:
         num_cached, load_s = _with_host(worker, worker.host, num_tokens, num_cached, num_in_host)
     num_new = num_tokens - num_cached
-    times = worker.times
+    times, backlog = worker.times, worker.backlog
     # As `StepTimeModel.prompts_s`; a decision computes it for dozens of workers.
     work_s = num_new * (
         times.per_token_s + times.per_attended_s * (num_cached + 0.5 * (num_new + 1))
     )
-    num_steps = num_new / CHUNK_TOKENS if num_new > CHUNK_TOKENS else 1.0
-    alone_s = work_s + num_steps * (times.per_step_s + times.per_prompt_step_s)
-    backlog = worker.backlog
     num_at_once, step_s = backlog.num_at_once, backlog.step_s
-    num_own = -(-num_new // num_at_once)
-    steps_s = num_own * step_s
+    num_steps = -(-num_new // num_at_once)
+    steps_s = num_steps * step_s
     own_s = load_s + work_s + steps_s
     beside_s = 0.0
     if worker.streams is not None:
         beside_s = _beside_later_s(worker.streams, num_new, work_s, steps_s)
-    wait_s = _rest_s(worker, now) + backlog.later_s
+
+    # The last queued prompt shares a step with this one. The rest of the running step counts as
+    # the prompt's own time if no prompt is before it: nothing is refused for that.
+    queue_s = _rest_s(worker, now) + backlog.later_s
     if backlog.num_later:
-        wait_s += (-(-(backlog.num_later + num_new) // num_at_once) - num_own) * step_s
-    queue_s = harm_s = 0.0
-    if worker.num_uncomputed_tokens:
-        queue_s = wait_s
-    else:
-        own_s += wait_s
+        queue_s += (-(-(backlog.num_later + num_new) // num_at_once) - num_steps) * step_s
+    if not worker.num_uncomputed_tokens:
+        own_s, queue_s = own_s + queue_s, 0.0
+
+    delay_s = 0.0
     if worker.tpot_slo_s != math.inf:
         alone_s = work_s + steps_s + beside_s
-    elif spares_decodes:
-        num_delayed = worker.num_decoding
-        if not num_delayed and worker.record.role == "decode":
-            num_delayed = NUM_STREAMS_EXPECTED
-        harm_s = num_delayed * (work_s + num_own * times.per_prompt_step_s)
-    harm_s += num_behind * alone_s
+    else:
+        num_chunks = num_new / CHUNK_TOKENS if num_new > CHUNK_TOKENS else 1.0
+        alone_s = work_s + num_chunks * (times.per_step_s + times.per_prompt_step_s)
+        if spares_decodes:
+            num_delayed = worker.num_decoding
+            if not num_delayed and worker.record.role == "decode":
+                num_delayed = NUM_STREAMS_EXPECTED
+            delay_s = num_delayed * (work_s + num_steps * times.per_prompt_step_s)
+    delay_s += num_behind * alone_s
     if not worker.is_home:
-        harm_s += SHARE_MEETING_OTHERS * alone_s * (num_new / num_tokens)
+        delay_s += SHARE_MEETING_OTHERS * alone_s * (num_new / num_tokens)
     num_shared, num_held_anywhere = num_held_once
     if num_held_anywhere > num_cached and num_held_anywhere > num_shared:
         num_before = num_shared if num_shared > num_cached else num_cached
-        harm_s += NUM_COMPUTED_AGAIN * alone_s * ((num_held_anywhere - num_before) / num_new)
-    total_s = own_s + queue_s + beside_s + harm_s
-    return PrefillCost(worker, num_cached, own_s, queue_s, beside_s, harm_s, total_s)
+        delay_s += NUM_COMPUTED_AGAIN * alone_s * ((num_held_anywhere - num_before) / num_new)
+    total_s = own_s + queue_s + beside_s + delay_s
+    return PrefillCost(worker, num_cached, own_s, queue_s, beside_s, delay_s, total_s)
+
+
+def _with_host(
+    worker: WorkerView, host: HostCounts, num_tokens: int, num_cached: int, num_in_host: int
+) -> tuple[int, float]:
+    """Cached tokens with the host tier, and seconds to load them; decided as the worker does."""
+    num_reached = min(num_in_host, num_tokens - 1)
+    num_loaded = num_reached - num_cached
+    load_s = host.latency_s + host.block_s * -(-num_loaded // worker.record.block_size)
+    if load_s < worker.times.prefill_s(num_loaded, num_cached):
+        return num_reached, load_s
+    return num_cached, 0.0
 
 
 def _beside_later_s(streams: RunningStreams, num_new: int, work_s: float, steps_s: float) -> float:
@@ -157,64 +214,12 @@ def _beside_later_s(streams: RunningStreams, num_new: int, work_s: float, steps_
     return max(0.0, streams.beside_s(num_new, work_s) - steps_s)
 
 
-def with_prefix_pull(
-    cost: PrefillCost,
-    prefix_source: WorkerView,
-    num_tokens: int,
-    num_source_tokens: int,
-    num_behind: float = 0.0,
-    spares_decodes: bool = True,
-    now: float = 0.0,
-) -> PrefillCost:
-    """`cost` changed for the case that its worker first pulls a cached prefix from another worker.
-
-    The pull overlaps with the wait in the queue. The second copy takes cache space for a short time
-    only, because `prefix_source` then evicts its copy first.
-
-    Args:
-        cost: of the same worker without a prefix pull.
-        num_source_tokens: leading tokens that `prefix_source` has cached.
-
-    The other arguments are those of `prefill_cost`.
-    """
-    worker = cost.worker
-    rest = prefill_cost(
-        worker, num_tokens, num_source_tokens, num_behind, spares_decodes=spares_decodes, now=now
-    )
-    num_pulled = num_source_tokens - cost.num_cached_tokens
-    pull_s = _rest_s(prefix_source, now) + transfer_s(prefix_source, worker, num_pulled)
-    own_s = rest.own_s + max(0.0, pull_s - rest.queue_s)
-    total_s = own_s + rest.queue_s + rest.beside_s + rest.harm_s
-    return PrefillCost(
-        worker,
-        rest.num_cached_tokens,
-        own_s,
-        rest.queue_s,
-        rest.beside_s,
-        rest.harm_s,
-        total_s,
-        prefix_source.worker_id,
-    )
-
-
 def _rest_s(worker: WorkerView, now: float) -> float:
     """Predicted rest of the running step, in seconds."""
     rest_s = worker.backlog.under_way_s
     if now > worker.began_s:
         rest_s -= now - worker.began_s
     return rest_s if rest_s > 0.0 else 0.0
-
-
-def _with_host(
-    worker: WorkerView, host: HostCounts, num_tokens: int, num_cached: int, num_in_host: int
-) -> tuple[int, float]:
-    """Cached tokens with the host tier, and seconds to load them; decided as the worker does."""
-    num_reached = min(num_in_host, num_tokens - 1)
-    num_loaded = num_reached - num_cached
-    load_s = host.latency_s + host.block_s * -(-num_loaded // worker.record.block_size)
-    if load_s < worker.times.prefill_s(num_loaded, num_cached):
-        return num_reached, load_s
-    return num_cached, 0.0
 
 
 def requests_behind(
@@ -238,6 +243,33 @@ def requests_behind(
     return [per_rate * rate for rate in rates]
 
 
+def with_prefix_pull(
+    cost: PrefillCost,
+    prompt: Prompt,
+    prefix_source: WorkerView,
+    num_behind: float,
+    spares_decodes: bool,
+) -> PrefillCost:
+    """`cost` changed for the case that its worker first pulls the cached prefix of `prompt`.
+
+    The pull overlaps with the wait in the queue. The second copy takes cache space for a short time
+    only, because `prefix_source` then evicts its copy first.
+    """
+    worker, now, num_held = cost.worker, prompt.now, prompt.num_at_source
+    rest = prefill_cost(
+        worker, prompt.num_tokens, num_held, num_behind, spares_decodes=spares_decodes, now=now
+    )
+    num_pulled = num_held - cost.num_cached_tokens
+    pull_s = _rest_s(prefix_source, now) + transfer_s(prefix_source, worker, num_pulled)
+    late_s = max(0.0, pull_s - rest.queue_s)
+    return msgspec.structs.replace(
+        rest,
+        own_s=rest.own_s + late_s,
+        total_s=rest.total_s + late_s,
+        prefix_source=prefix_source.worker_id,
+    )
+
+
 def decode_cost(
     worker: WorkerView,
     num_tokens: int,
@@ -247,30 +279,90 @@ def decode_cost(
 ) -> DecodeCost:
     """The cost of generating `num_output_tokens` after `num_tokens` on `worker`.
 
+    A worker with a TPOT SLO fills each step with prompt tokens up to the SLO of its streams
+    (`engine/sched/step_budget.py`). While steps stay within the SLO, one more stream does not delay
+    the others; it leaves room for fewer prompt tokens. The first stream of a worker displaces most,
+    since steps without streams may have any length. So with a tight SLO it is best to gather
+    streams on few workers; with a loose one they cost little anywhere. Once decode steps alone
+    exceed the SLO, each additional stream makes all of them miss it.
+
     Args:
         usual_output_tokens: expected answer length of the sequences that run there.
     """
     num_decoding, num_context = worker.num_decoding, worker.num_context_tokens
-    times = worker.times
-    added_s = times.per_sequence_s
-    added_s += times.per_context_s * (num_tokens + 0.5 * num_output_tokens)
+    times, tpot_slo_s, streams = worker.times, worker.tpot_slo_s, worker.streams
     batch_s = times.decode_step_s(num_decoding or 1, num_context)
-    added = None
-    if worker.tpot_slo_s == math.inf:
-        decode_s = num_output_tokens * (added_s + batch_s + added_s * num_decoding)
-    else:
-        added = added_stream(worker, num_tokens, num_output_tokens)
-        # Seconds that the SLO leaves to a stream anyway are no gain.
-        used = min(1.0, added.step_s / worker.tpot_slo_s)
-        decode_s = num_output_tokens * used * added.step_s + added.lost_s
+    num_mean_context = num_tokens + 0.5 * num_output_tokens
     place_s = 0.0
     if num_decoding:
         num_ends = _ends_before_place(worker, num_tokens - num_held_tokens, usual_output_tokens)
         if num_ends > 0.0:
             place_s = num_ends * usual_output_tokens * batch_s / num_decoding
-            if worker.streams is not None:  # one worker more must decode
-                decode_s += first_stream_s(worker, num_tokens, num_output_tokens)
-    return DecodeCost(worker, num_held_tokens, place_s, decode_s, added)
+    if streams is None:
+        added_s = times.per_sequence_s + times.per_context_s * num_mean_context
+        decode_s = num_output_tokens * (added_s + batch_s)
+        delay_s = num_output_tokens * added_s * num_decoding
+        return DecodeCost(worker, num_held_tokens, place_s, decode_s, delay_s)
+
+    step_s = times.decode_step_s(streams.num + 1, num_context + num_mean_context)
+    # Seconds that the SLO leaves to a stream anyway are no gain.
+    decode_s = num_output_tokens * min(1.0, step_s / tpot_slo_s) * step_s
+    rate = streams.prompt_rate
+    delay_s, rate_then = _displaced_s(worker, streams.num + 1, step_s, rate, num_output_tokens)
+    if rate_then < rate:  # queued prompts wait longer
+        slower_s = worker.num_uncomputed_tokens * (1.0 / rate_then - 1.0 / rate)
+        delay_s += worker.backlog.num_prompts * slower_s
+    if place_s > 0.0:  # one worker more must decode: this is its first stream
+        first_s = times.decode_step_s(1, num_mean_context)
+        full_rate = streams.full_prompt_rate
+        delay_s += _displaced_s(worker, 1, first_s, full_rate, num_output_tokens)[0]
+    slo_s = TPOT_SHARE * tpot_slo_s
+    return DecodeCost(
+        worker,
+        num_held_tokens,
+        place_s,
+        decode_s,
+        delay_s,
+        _num_missed(streams, step_s, slo_s, times.per_step_s),
+        num_output_tokens * (slo_s - step_s),
+        step_s + times.per_prompt_step_s + CHUNK_TOKENS * times.per_token_s > slo_s,
+    )
+
+
+def _displaced_s(
+    worker: WorkerView, num_streams: int, step_s: float, rate: float, num_output_tokens: int
+) -> tuple[float, float]:
+    """How long a worker without streams would compute the prompts that a new stream displaces; and
+    the prompt tokens that the worker then computes a second.
+
+    Args:
+        num_streams, step_s: with the new one, and a step of these without prompt tokens.
+        rate: prompt tokens a second before it.
+    """
+    assert worker.streams is not None
+    rate_then, mixed_s = prompt_rate(worker.times, worker.tpot_slo_s, num_streams, step_s)
+    lost = max(0.0, rate - rate_then) / worker.streams.full_prompt_rate
+    return num_output_tokens * mixed_s * lost, rate_then
+
+
+def _num_missed(streams: RunningStreams, step_s: float, slo_s: float, per_step_s: float) -> float:
+    """How many running streams miss their TPOT SLO because of a new one.
+
+    If they miss it anyway, one more stream must end before the worker meets the SLO again. Until
+    then it serves fewer streams in time, by the share of its streams that could meet the SLO. That
+    share is zero on a GPU that is too slow for any stream, so streams that cannot meet their SLO go
+    there first.
+
+    Args:
+        step_s: a step without prompt tokens, with the new stream.
+        per_step_s: a step with nothing in it.
+    """
+    if step_s <= slo_s:
+        return 0.0
+    if streams.step_s <= slo_s:
+        return streams.num
+    room_s = slo_s - per_step_s
+    return room_s / (streams.step_s - per_step_s) if room_s > 0.0 else 0.0
 
 
 def _ends_before_place(
@@ -306,91 +398,68 @@ def transfer_s(source: WorkerView, destination: WorkerView, num_tokens: int) -> 
     return destination.pulls.seconds(source.worker_id, nbytes)
 
 
-class AddedStream(NamedTuple):
-    """What one more stream, which will generate `num_tokens`, costs a worker with a TPOT SLO.
+def local_route(
+    prompt: Prompt, source: PrefillCost, goal: DecodeCost, pull_s: float = 0.0
+) -> Candidate:
+    """One worker does both.
 
-    A worker fills each step with prompt tokens up to the SLO of its streams
-    (`engine/sched/step_budget.py`). While steps stay within the SLO, one more stream does not delay
-    the others; it leaves room for fewer prompt tokens. The first stream of a worker displaces most,
-    since steps without streams may have any length. So with a tight SLO it is best to gather
-    streams on few workers; with a loose one they cost little anywhere. Once decode steps alone
-    exceed the SLO, each additional stream makes all of them miss it.
-
-    per_step_s: a step with nothing in it.
-    before_s, step_s: a step without prompt tokens, before it and with it.
-    lost_s: how long the worker, without the stream, would compute the prompts that the stream
-        displaces.
-    is_tight: the SLO leaves less room in a step than a full chunk of prompt tokens takes.
+    Args:
+        pull_s: until it has pulled the KV that another worker has computed for this request.
     """
-
-    num_tokens: int
-    num_streams: int  # before it
-    tpot_slo_s: float
-    per_step_s: float
-    before_s: float
-    step_s: float
-    lost_s: float
-    is_tight: bool
-
-    @property
-    def num_others_missed(self) -> float:
-        """How many running streams miss their TPOT SLO because of the new stream.
-
-        If they miss it anyway, one more stream must end before the worker meets the SLO again.
-        Until then it serves fewer streams in time, by the share of its streams that could meet the
-        SLO. That share is zero on a GPU that is too slow for any stream, so streams that cannot
-        meet their SLO go there first.
-        """
-        slo_s = TPOT_SHARE * self.tpot_slo_s
-        if self.step_s <= slo_s:
-            return 0.0
-        if self.before_s <= slo_s:
-            return self.num_streams
-        room_s = slo_s - self.per_step_s
-        return room_s / (self.before_s - self.per_step_s) if room_s > 0.0 else 0.0
-
-    def is_missed(self, gap_s: float) -> bool:
-        """Whether the new stream misses its own TPOT SLO.
-
-        Args:
-            gap_s: between its first token and its first step on this worker.
-        """
-        return self.step_s + gap_s / self.num_tokens > TPOT_SHARE * self.tpot_slo_s
-
-
-def added_stream(worker: WorkerView, num_tokens: int, num_output_tokens: int) -> AddedStream:
-    """A stream of `num_output_tokens` after `num_tokens` on `worker`, which has a TPOT SLO."""
-    times, tpot_slo_s, before = worker.times, worker.tpot_slo_s, worker.streams
-    assert before is not None
-    num_context_then = worker.num_context_tokens + num_tokens + 0.5 * num_output_tokens
-    step_s = times.decode_step_s(before.num + 1, num_context_then)
-    rate_then, mixed_s = prompt_rate(times, tpot_slo_s, before.num + 1, step_s)
-    lost_s = 0.0
-    if rate_then < before.prompt_rate:
-        lost_rate = before.prompt_rate - rate_then
-        lost_s = num_output_tokens * mixed_s * lost_rate / before.full_prompt_rate
-        num_queued = worker.num_uncomputed_tokens  # queued prompts wait longer
-        slower_s = num_queued * (1.0 / rate_then - 1.0 / before.prompt_rate)
-        lost_s += worker.backlog.num_prompts * slower_s
-    full_s = step_s + times.per_prompt_step_s + CHUNK_TOKENS * times.per_token_s
-    is_tight = full_s > TPOT_SHARE * tpot_slo_s
-    return AddedStream(
-        num_output_tokens,
-        before.num,
-        tpot_slo_s,
-        times.per_step_s,
-        before.step_s,
-        step_s,
-        lost_s,
-        is_tight,
+    own_s = source.own_s + pull_s
+    wait_s = source.queue_s + source.beside_s + goal.place_s
+    first_token_s = own_s + wait_s
+    total_s = first_token_s + goal.decode_s + source.delay_s + goal.delay_s
+    total_s += _missed_s(prompt, goal, first_token_s, 0.0)
+    return Candidate(
+        None,
+        goal.worker.worker_id,
+        own_s,
+        wait_s,
+        first_token_s,
+        total_s,
+        source.num_cached_tokens,
+        source.prefix_source,
+        source.beside_s,
     )
 
 
-def first_stream_s(worker: WorkerView, num_tokens: int, num_output_tokens: int) -> float:
-    """As `lost_s`, if the stream were the first one on a worker like this."""
-    times, tpot_slo_s, streams = worker.times, worker.tpot_slo_s, worker.streams
-    assert streams is not None
-    step_s = times.decode_step_s(1, num_tokens + 0.5 * num_output_tokens)
-    rate, mixed_s = prompt_rate(times, tpot_slo_s, 1, step_s)
-    full_rate = streams.full_prompt_rate
-    return num_output_tokens * mixed_s * max(0.0, full_rate - rate) / full_rate
+def remote_route(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candidate:
+    """KV moves from `source` to `goal`. The wait for a place in the decode batch overlaps with
+    prefill and transfer."""
+    num_moved = prompt.num_tokens - goal.num_held_tokens
+    move_s = transfer_s(source.worker, goal.worker, num_moved if num_moved > 0 else 0)
+    queue_s, place_s = source.queue_s, goal.place_s
+    wait_s = queue_s + source.beside_s
+    first_token_s = source.own_s + wait_s
+    arrival_s = first_token_s + move_s
+    if place_s > queue_s:
+        queue_s = place_s
+        wait_s = place_s if place_s > wait_s else wait_s
+        arrival_s = place_s if place_s > arrival_s else arrival_s
+    total_s = arrival_s + goal.decode_s + source.delay_s + goal.delay_s
+    # It waits for a step to end before its KV is pulled, and for another before it is part of one.
+    gap_s = move_s + NUM_STEPS_JOINING * goal.worker.backlog.under_way_s
+    total_s += _missed_s(prompt, goal, first_token_s, gap_s)
+    return Candidate(
+        source.worker.worker_id,
+        goal.worker.worker_id,
+        source.own_s,
+        wait_s,
+        first_token_s,
+        total_s,
+        source.num_cached_tokens,
+        source.prefix_source,
+        wait_s - queue_s,
+    )
+
+
+def _missed_s(prompt: Prompt, goal: DecodeCost, first_token_s: float, gap_s: float) -> float:
+    """The price of the SLOs that would be missed; and the time that a gap after the first token
+    takes from prompts where the SLO is tight, because steps make up for it."""
+    num_missed = goal.num_missed + (first_token_s > prompt.ttft_slo_s)
+    if not prompt.has_tpot_slo:
+        return num_missed * prompt.miss_s
+    num_missed += gap_s > goal.most_gap_s
+    lost_s = gap_s if goal.is_tight else 0.0
+    return lost_s + num_missed * prompt.miss_s

@@ -29,11 +29,13 @@ from disagg.errors import DeadlineExceeded
 from disagg.messages import GenerateRequest
 from disagg.router.admission import in_time, lateness_s
 from disagg.router.costs import (
-    AddedStream,
     DecodeCost,
     PrefillCost,
+    Prompt,
     decode_cost,
+    local_route,
     prefill_cost,
+    remote_route,
     requests_behind,
     transfer_s,
     with_prefix_pull,
@@ -46,8 +48,6 @@ from disagg.router.worker_view import UNMEASURED_S_PER_BYTE, WorkerView
 
 NUM_PER_SIDE = 4  # cheapest prefill and decode workers of which all pairs are compared
 NUM_PREFIX_PULLERS = 2  # cheapest workers for which a prefix pull is considered
-# Steps from the pull to the first decode step: the rest of a running step, and one during the pull.
-NUM_STEPS_JOINING = 1.5
 CAUSE_SHARE = 0.25  # share of a route's advantage from which the queue is named as its cause
 NUM_CANDIDATES_KEPT = 6
 TIE = 1e-3  # costs of one kind this close, as a fraction, are decided by the rng
@@ -128,30 +128,30 @@ def _candidates(
     request: GenerateRequest, fleet: FleetView, compared: Compared, now: float
 ) -> list[Candidate]:
     prefills, decodes = compared
-    num_tokens = len(request.token_ids)
-    usual = fleet.answers.usual(request.model)
-    num_output = expected_output(request, usual)
-    slos = _slos(request, decodes.workers[0].tpot_slo_s, num_output)
-    prefix_source = _prefix_source(*compared.holder(), num_tokens)
-    prompt = Prompt(num_tokens, *prefix_source, now, slos)
-    goals = [
-        decode_cost(worker, num_tokens, num_held, num_output, usual)
-        for worker, num_held in zip(decodes.workers, decodes.num_held, strict=True)
-    ]
+    prompt = _prompt(request, fleet, decodes.workers[0].tpot_slo_s, now, *compared.holder())
+    goals = _goals(decodes, prompt)
     num_queued = fleet.queued.get(request.model, 0) / compared.num_workers
     # Decode workers hold the KV of what they decode in any case, so copies there cost nothing.
     has_once = prefills is None or compared.is_shared
     pool = ComputingPool.of(decodes, num_queued, has_once, spares_decodes=prefills is not None)
-    costs = prefill_costs(pool, prompt)
+    costs = pool.costs(prompt)
     candidates = local_routes(goals, prompt, pool, costs)
     if prefills is None:
         return candidates
-    if not compared.is_shared:
-        pool = ComputingPool.of(prefills, num_queued, has_once=True, spares_decodes=True)
-        costs = prefill_costs(pool, prompt)
+    if compared.is_shared:
+        costs += shared_pull_costs(prompt, pool, costs)
     else:
-        costs += prefix_pull_costs(prompt, pool, costs)
+        pool = ComputingPool.of(prefills, num_queued, has_once=True, spares_decodes=True)
+        costs = pool.costs(prompt)
     return candidates + remote_routes(goals, prompt, costs)
+
+
+def _goals(decodes: Side, prompt: Prompt) -> list[DecodeCost]:
+    num_tokens, num_output, usual = prompt[:3]
+    return [
+        decode_cost(worker, num_tokens, num_held, num_output, usual)
+        for worker, num_held in zip(decodes.workers, decodes.num_held, strict=True)
+    ]
 
 
 def choose_decode(
@@ -170,15 +170,12 @@ def choose_decode(
     """
     decodes = _compared(request, fleet, index, now, rng, exclude).decodes
     source = fleet.workers.get(source_id)
-    num_tokens = len(request.token_ids)
-    usual = fleet.answers.usual(request.model)
-    num_output = expected_output(request, usual)
-    slos = _slos(request, decodes.workers[0].tpot_slo_s, num_output)._replace(ttft_s=math.inf)
-    prompt = Prompt(num_tokens, None, 0, now, slos)
+    prompt = _prompt(request, fleet, decodes.workers[0].tpot_slo_s, now)
+    prompt = prompt._replace(ttft_slo_s=math.inf)  # its first token has come
+    num_tokens = prompt.num_tokens
     candidates = []
-    each = zip(decodes.workers, decodes.num_held, decodes.num_in_host, strict=True)
-    for worker, num_held, num_in_host in each:
-        goal = decode_cost(worker, num_tokens, num_held, num_output, usual)
+    for goal, num_in_host in zip(_goals(decodes, prompt), decodes.num_in_host, strict=True):
+        worker, num_held = goal.worker, goal.num_held_tokens
         own = prefill_cost(worker, num_tokens, num_held, num_in_host=num_in_host, now=now)
         local = local_route(prompt, own, goal)
         if source is not None and num_kv_tokens > num_held:
@@ -191,30 +188,45 @@ def choose_decode(
     return _choose(candidates, rng)
 
 
-def _slos(request: GenerateRequest, usual_tpot_slo_s: float, num_output_tokens: int) -> Slos:
-    """`usual_tpot_slo_s`: the model's. If it has none, roles are fixed, and the request's own SLO
-    adds no cost."""
-    tpot_slo_s = request.tpot_slo_s or usual_tpot_slo_s
-    has_tpot_slo = math.inf not in (tpot_slo_s, usual_tpot_slo_s)
-    ttft_slo_s = request.ttft_slo_s or math.inf
-    first_s = ttft_slo_s if ttft_slo_s != math.inf else 0.0
-    each_s = tpot_slo_s if has_tpot_slo else usual_tpot_slo_s
-    return Slos(ttft_slo_s, has_tpot_slo, first_s + num_output_tokens * each_s)
+def _prompt(
+    request: GenerateRequest,
+    fleet: FleetView,
+    usual_tpot_slo_s: float,
+    now: float,
+    holder: WorkerView | None = None,
+    num_at_holder: int = 0,
+) -> Prompt:
+    """The request as costs see it.
 
-
-def _prefix_source(
-    holder: WorkerView | None, num_at_holder: int, num_tokens: int
-) -> tuple[WorkerView | None, int]:
-    """The worker with the longest cached prefix, and the prefix's usable length.
-
-    The last token is always computed, since its logits are needed.
+    Args:
+        usual_tpot_slo_s: the model's. If it has none, roles are fixed, and the request's own SLOs
+            add no cost.
+        holder: the worker with the longest cached prefix.
+        num_at_holder: leading tokens that it has cached.
     """
-    if holder is None:
-        return None, 0
-    block_size = holder.record.block_size
-    most = (num_tokens - 1) // block_size * block_size
-    num_at_source = min(num_at_holder, most)
-    return (holder, num_at_source) if num_at_source else (None, 0)
+    num_tokens, usual = len(request.token_ids), fleet.answers.usual(request.model)
+    num_output = expected_output(request, usual)
+    num_at_source = 0
+    if holder is not None:  # the last token is always computed, since its logits are needed
+        block_size = holder.record.block_size
+        num_at_source = min(num_at_holder, (num_tokens - 1) // block_size * block_size)
+    tpot_slo_s, ttft_slo_s = request.tpot_slo_s or usual_tpot_slo_s, request.ttft_slo_s or math.inf
+    has_tpot_slo = math.inf not in (tpot_slo_s, usual_tpot_slo_s)
+    miss_s = 0.0
+    if usual_tpot_slo_s != math.inf:
+        miss_s = num_output * (tpot_slo_s if has_tpot_slo else usual_tpot_slo_s)
+        miss_s += ttft_slo_s if ttft_slo_s != math.inf else 0.0
+    return Prompt(
+        num_tokens,
+        num_output,
+        usual,
+        now,
+        holder if num_at_source else None,
+        num_at_source,
+        ttft_slo_s,
+        has_tpot_slo,
+        miss_s,
+    )
 
 
 def expected_output(request: GenerateRequest, usual: float) -> int:
@@ -223,37 +235,11 @@ def expected_output(request: GenerateRequest, usual: float) -> int:
     return max(1, min(request.sampling.max_tokens - num_generated, round(usual)))
 
 
-class Slos(NamedTuple):
-    """The SLOs of a request.
-
-    ttft_s: latest first token, in seconds; inf: no TTFT SLO.
-    has_tpot: whether it has one of its own or its model's.
-    miss_s: the price of a missed SLO: the seconds that a request is allowed, with the model's TPOT
-        SLO where it has none itself.
-    """
-
-    ttft_s: float
-    has_tpot: bool
-    miss_s: float
-
-
-class Prompt(NamedTuple):
-    """The prompt as costs see it. num_at_source: leading tokens that `prefix_source` has cached."""
-
-    num_tokens: int
-    prefix_source: WorkerView | None
-    num_at_source: int
-    now: float
-    slos: Slos
-
-
 class ComputingPool(NamedTuple):
-    """Workers that may compute a prompt. The fields are those of `worker_pools.Side`, and from
-    `num_behind` on arguments of `costs.prefill_cost`."""
+    """Workers that may compute a prompt. From `num_behind` on, arguments of `costs.prefill_cost`;
+    `num_behind` is by worker."""
 
-    workers: Sequence[WorkerView]
-    num_held: Sequence[int]  # by worker, as the next two
-    num_in_host: Sequence[int]
+    side: Side
     num_behind: Sequence[float]
     num_held_once: tuple[int, int]
     spares_decodes: bool
@@ -268,92 +254,62 @@ class ComputingPool(NamedTuple):
             num_queued: requests per worker that wait in the ingress.
             has_once: whether another copy of what one worker has cached has a cost here.
         """
-        return cls(
-            side.workers,
-            side.num_held,
-            side.num_in_host,
-            requests_behind(side.workers, side.num_prompts, side.num_workers, num_queued),
-            side.held_once if has_once else (0, 0),
-            spares_decodes,
-        )
+        num_behind = requests_behind(side.workers, side.num_prompts, side.num_workers, num_queued)
+        return cls(side, num_behind, side.held_once if has_once else (0, 0), spares_decodes)
 
+    def costs(self, prompt: Prompt) -> list[PrefillCost]:
+        num_tokens, now = prompt.num_tokens, prompt.now
+        side, once, spares = self.side, self.num_held_once, self.spares_decodes
+        each = zip(side.workers, side.num_held, side.num_in_host, self.num_behind, strict=True)
+        return [
+            prefill_cost(worker, num_tokens, num_held, num_behind, once, spares, num_in_host, now)
+            for worker, num_held, num_in_host, num_behind in each
+        ]
 
-def prefill_costs(pool: ComputingPool, prompt: Prompt) -> list[PrefillCost]:
-    num_tokens, now = prompt.num_tokens, prompt.now
-    once, spares = pool.num_held_once, pool.spares_decodes
-    each = zip(pool.workers, pool.num_held, pool.num_in_host, pool.num_behind, strict=True)
-    return [
-        prefill_cost(worker, num_tokens, num_held, num_behind, once, spares, num_in_host, now)
-        for worker, num_held, num_in_host, num_behind in each
-    ]
+    def prefix_pulls(
+        self, prompt: Prompt, costs: Sequence[PrefillCost], by_s: Callable[[int], float]
+    ) -> list[tuple[int, PrefillCost]]:
+        """The costs with a prefix pull of the workers where it is cheaper than without one, and the
+        numbers of these workers.
+
+        Args:
+            costs: without a prefix pull.
+            by_s: only the few workers with the least value are considered; takes their numbers.
+        """
+        source = prompt.prefix_source
+        if source is None:
+            return []
+        numbers = [
+            n for n, each in enumerate(costs) if each.num_cached_tokens < prompt.num_at_source
+        ]
+        pulls = [
+            (n, with_prefix_pull(costs[n], prompt, source, self.num_behind[n], self.spares_decodes))
+            for n in sorted(numbers, key=by_s)[:NUM_PREFIX_PULLERS]
+        ]
+        return [(n, pull) for n, pull in pulls if pull.total_s < costs[n].total_s]
 
 
 def local_routes(
     goals: Sequence[DecodeCost], prompt: Prompt, pool: ComputingPool, costs: Sequence[PrefillCost]
 ) -> list[Candidate]:
     ways = [local_route(prompt, cost, goal) for cost, goal in zip(costs, goals, strict=True)]
-    if prompt.prefix_source is None:
-        return ways
-    for number in _worth_a_pull(costs, prompt, lambda n: ways[n].total_s):
-        pulling = _with_prefix_pull(number, prompt.prefix_source, prompt, pool, costs)
-        if pulling.total_s < costs[number].total_s:
-            ways.append(local_route(prompt, pulling, goals[number]))
-    return ways
+    pulls = pool.prefix_pulls(prompt, costs, lambda number: ways[number].total_s)
+    return ways + [local_route(prompt, pull, goals[number]) for number, pull in pulls]
 
 
-def prefix_pull_costs(
+def shared_pull_costs(
     prompt: Prompt, pool: ComputingPool, costs: Sequence[PrefillCost]
 ) -> list[PrefillCost]:
     """The costs, with a prefix pull, of the workers that would then compute the rest of the prompt
-    soonest.
-
-    `costs`: of the same workers without a prefix pull.
-    """
-    if prompt.prefix_source is None:
-        return []
+    soonest."""
 
     def about_s(number: int) -> float:
         cost = costs[number]
-        share = (prompt.num_tokens - prompt.num_at_source) / (
-            prompt.num_tokens - cost.num_cached_tokens
-        )
+        num_left = prompt.num_tokens - prompt.num_at_source
+        share = num_left / (prompt.num_tokens - cost.num_cached_tokens)
         return cost.queue_s + (cost.own_s + cost.beside_s) * share
 
-    numbers = _worth_a_pull(costs, prompt, about_s)
-    found = [
-        _with_prefix_pull(number, prompt.prefix_source, prompt, pool, costs) for number in numbers
-    ]
-    return [
-        pulling
-        for pulling, number in zip(found, numbers, strict=True)
-        if pulling.total_s < costs[number].total_s
-    ]
-
-
-def _worth_a_pull(
-    costs: Sequence[PrefillCost], prompt: Prompt, by_s: Callable[[int], float]
-) -> list[int]:
-    """The numbers of those workers for which a prefix pull is considered."""
-    found = [n for n, cost in enumerate(costs) if cost.num_cached_tokens < prompt.num_at_source]
-    return sorted(found, key=by_s)[:NUM_PREFIX_PULLERS]
-
-
-def _with_prefix_pull(
-    number: int,
-    prefix_source: WorkerView,
-    prompt: Prompt,
-    pool: ComputingPool,
-    costs: Sequence[PrefillCost],
-) -> PrefillCost:
-    return with_prefix_pull(
-        costs[number],
-        prefix_source,
-        prompt.num_tokens,
-        prompt.num_at_source,
-        pool.num_behind[number],
-        pool.spares_decodes,
-        prompt.now,
-    )
+    return [pull for _, pull in pool.prefix_pulls(prompt, costs, about_s)]
 
 
 def remote_routes(
@@ -362,7 +318,7 @@ def remote_routes(
     sources = sorted(costs, key=_total_s)[:NUM_PER_SIDE]
     best_goals = sorted(goals, key=_arrival_s)[:NUM_PER_SIDE]
     pairs = [
-        _remote(prompt, source, goal)
+        remote_route(prompt, source, goal)
         for source in sources
         for goal in best_goals
         if source.worker is not goal.worker
@@ -375,72 +331,6 @@ def _arrival_s(goal: DecodeCost) -> float:
     record = goal.worker.record
     held_nbytes = goal.num_held_tokens // record.block_size * record.peer.block_nbytes
     return goal.place_s + goal.decode_s - held_nbytes * UNMEASURED_S_PER_BYTE
-
-
-def local_route(
-    prompt: Prompt, source: PrefillCost, goal: DecodeCost, pull_s: float = 0.0
-) -> Candidate:
-    """One engine does both; sequences that decode there end later while it computes queued
-    prompts."""
-    own_s = source.own_s + pull_s
-    wait_s = source.queue_s + source.beside_s + goal.place_s
-    total_s = own_s + wait_s + source.harm_s + goal.decode_s
-    if goal.added is not None:
-        total_s += _missed_s(prompt, goal.added, own_s + wait_s, 0.0)
-    return Candidate(
-        None,
-        goal.worker.worker_id,
-        own_s,
-        wait_s,
-        own_s + wait_s,
-        total_s,
-        source.num_cached_tokens,
-        source.prefix_source,
-        source.beside_s,
-    )
-
-
-def _missed_s(prompt: Prompt, added: AddedStream, first_token_s: float, gap_s: float) -> float:
-    """The price of the SLOs that would be missed; and the time that a gap after the first token
-    takes from prompts where the SLO is tight, because steps make up for it."""
-    num_missed = added.num_others_missed + (first_token_s > prompt.slos.ttft_s)
-    if not prompt.slos.has_tpot:
-        return num_missed * prompt.slos.miss_s
-    num_missed += added.is_missed(gap_s)
-    lost_s = gap_s if added.is_tight else 0.0
-    return lost_s + num_missed * prompt.slos.miss_s
-
-
-def _remote(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candidate:
-    """Remote prefill: the wait for a place in the decode batch overlaps with prefill and
-    transfer."""
-    num_moved = prompt.num_tokens - goal.num_held_tokens
-    move_s = transfer_s(source.worker, goal.worker, num_moved if num_moved > 0 else 0)
-    queue_s, place_s = source.queue_s, goal.place_s
-    wait_s = queue_s + source.beside_s
-    first_token_s = source.own_s + wait_s
-    arrival_s = first_token_s + move_s
-    if place_s > queue_s:
-        queue_s = place_s
-        wait_s = place_s if place_s > wait_s else wait_s
-        arrival_s = place_s if place_s > arrival_s else arrival_s
-    total_s = arrival_s + source.harm_s + goal.decode_s
-    if goal.added is not None:
-        # It waits for a step to end before its KV is pulled, and for another before it is part of
-        # one.
-        gap_s = move_s + NUM_STEPS_JOINING * goal.worker.backlog.under_way_s
-        total_s += _missed_s(prompt, goal.added, first_token_s, gap_s)
-    return Candidate(
-        source.worker.worker_id,
-        goal.worker.worker_id,
-        source.own_s,
-        wait_s,
-        first_token_s,
-        total_s,
-        source.num_cached_tokens,
-        source.prefix_source,
-        wait_s - queue_s,
-    )
 
 
 def _choose(candidates: list[Candidate], rng: random.Random) -> Route:

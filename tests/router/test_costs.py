@@ -37,7 +37,7 @@ def test_an_idle_workers_prefill_is_what_its_model_says() -> None:
     worker = view("p0")
     cost = prefill_cost(worker, 1000, 0)
     assert cost.first_token_s == pytest.approx(worker.times.prefill_s(1000))
-    assert cost.harm_s == 0.0
+    assert cost.delay_s == 0.0
     assert cost.total_s == cost.first_token_s
 
 
@@ -65,7 +65,7 @@ def test_tokens_in_host_memory_are_loaded_if_that_is_quicker() -> None:
         decoding = prefill_cost(worker, 1024, 512, num_in_host=768)
         *_, per_prompt_step_s = worker.times.coefficients
         alone_s = worker.times.prompts_s(delays, 1024 - delays) + per_prompt_step_s
-        assert decoding.harm_s == pytest.approx(alone_s), "nobody waits for what is loaded"
+        assert decoding.delay_s == pytest.approx(alone_s), "nobody waits for what is loaded"
 
 
 def test_a_queue_comes_first() -> None:
@@ -113,12 +113,12 @@ def test_prefill_among_decodes_takes_longer_and_makes_each_of_them_wait() -> Non
     long = [prefill_cost(worker, num_tokens, 0).first_token_s for worker in (idle, many)]
     assert long[1] == pytest.approx(long[0] + under_way_s + 4 * ride_s)
     own_s = idle.times.prefill_s(1000) - idle.times.coefficients[0]
-    assert [cost.harm_s for cost in costs] == pytest.approx([own_s, 2 * own_s, 20 * own_s])
+    assert [cost.delay_s for cost in costs] == pytest.approx([own_s, 2 * own_s, 20 * own_s])
 
 
 def test_a_decode_worker_is_kept_clear_even_when_idle() -> None:
-    assert prefill_cost(view("p0"), 1000, 0).harm_s == 0.0
-    assert prefill_cost(view("d0"), 1000, 0).harm_s > 0.0
+    assert prefill_cost(view("p0"), 1000, 0).delay_s == 0.0
+    assert prefill_cost(view("d0"), 1000, 0).delay_s > 0.0
 
 
 def test_those_who_come_behind_wait_for_what_is_computed() -> None:
@@ -128,7 +128,7 @@ def test_those_who_come_behind_wait_for_what_is_computed() -> None:
     assert requests_behind(pool, 0, 2) == [0.0, 0.0]
     behind, other = requests_behind(pool, busy.backlog.num_prompts, 2)
     assert behind == other == 3.0  # two wait and one is computed, in a pool of two
-    assert prefill_cost(view("p0"), 1000, 0, behind).harm_s == pytest.approx(3.0 * alone_s)
+    assert prefill_cost(view("p0"), 1000, 0, behind).delay_s == pytest.approx(3.0 * alone_s)
 
 
 def test_a_second_of_a_slow_gpu_delays_those_behind_less() -> None:
@@ -147,10 +147,10 @@ def test_a_second_of_a_slow_gpu_delays_those_behind_less() -> None:
 def test_a_copy_of_a_prefix_costs_what_it_will_displace() -> None:
     alone_s = view("p0").times.prefill_s(1000)
     half = prefill_cost(view("p0"), 1000, 0, num_held_once=(0, 500))
-    assert half.harm_s == pytest.approx(0.5 * NUM_COMPUTED_AGAIN * alone_s)
-    assert prefill_cost(view("p0"), 1000, 500, num_held_once=(0, 500)).harm_s == 0.0
+    assert half.delay_s == pytest.approx(0.5 * NUM_COMPUTED_AGAIN * alone_s)
+    assert prefill_cost(view("p0"), 1000, 500, num_held_once=(0, 500)).delay_s == 0.0
     shared = prefill_cost(view("p0"), 1000, 0, num_held_once=(400, 500))
-    assert shared.harm_s == pytest.approx(0.1 * NUM_COMPUTED_AGAIN * alone_s)
+    assert shared.delay_s == pytest.approx(0.1 * NUM_COMPUTED_AGAIN * alone_s)
     assert half.first_token_s == pytest.approx(alone_s)
 
 
@@ -162,8 +162,8 @@ def test_decode_counts_the_own_steps_and_the_batch_that_waits() -> None:
     per_step, _, _, per_sequence, per_context, _ = view().times.coefficients
     added_s = per_sequence + 1050 * per_context
     step_s = per_step + 30 * per_sequence + 30_000 * per_context
-    assert crowded.decode_s == pytest.approx(100 * (step_s + 31 * added_s))
-    assert alone.decode_s < crowded.decode_s
+    assert crowded.decode_s + crowded.delay_s == pytest.approx(100 * (step_s + 31 * added_s))
+    assert alone.decode_s < crowded.decode_s and alone.delay_s < crowded.delay_s
     assert alone.place_s == crowded.place_s == 0.0
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.messages import StepCosts
-from disagg.router.costs import added_stream, prefill_cost
+from disagg.router.costs import decode_cost, prefill_cost
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
@@ -121,7 +121,7 @@ def test_streams_belong_together_where_the_slo_is_tight_and_not_where_it_is_loos
         fleet = make_fleet(tpot_slo_s, "d0", "d1")
         streams(fleet, "d1", 4)
         view = fleet.view().workers
-        lost_s[tpot_slo_s] = [added_stream(view[name], 1000, 64).lost_s for name in ("d0", "d1")]
+        lost_s[tpot_slo_s] = [decode_cost(view[name], 1000, 0, 64).delay_s for name in ("d0", "d1")]
     alone_s, together_s = lost_s[TIGHT_S]
     assert alone_s > 20 * together_s
     alone_s, together_s = lost_s[LOOSE_S]
@@ -155,23 +155,23 @@ def test_who_misses_what_because_of_one_more_stream() -> None:
     most = most_streams()
     for number, num_others in ((most, 0), (most + 1, most + 1)):
         streams(fleet, "d0", number)
-        added = added_stream(fleet.view().workers["d0"], 1000, 64)
-        assert added.num_others_missed == num_others
-        assert added.is_missed(0.0) == (number > most)
+        goal = decode_cost(worker(fleet, "d0"), 1000, 0, 64)
+        assert goal.num_missed == num_others
+        assert (goal.most_gap_s < 0.0) == (number > most)
     streams(fleet, "d0", most + 3)
-    added = added_stream(fleet.view().workers["d0"], 1000, 64)
-    assert 0.8 < added.num_others_missed < 1.0, "late already: most of its streams could be in time"
+    goal = decode_cost(worker(fleet, "d0"), 1000, 0, 64)
+    assert 0.8 < goal.num_missed < 1.0, "late already: most of its streams could be in time"
     streams(fleet, "d0", most)
-    added = added_stream(fleet.view().workers["d0"], 1000, 64)
-    assert added.is_missed(64 * 0.002), "a gap takes time from every token after it"
+    goal = decode_cost(worker(fleet, "d0"), 1000, 0, 64)
+    assert goal.most_gap_s < 64 * 0.002, "a gap takes time from every token after it"
 
 
 def test_a_gpu_too_slow_for_any_stream_loses_nothing_by_another() -> None:
     fleet = make_fleet(TIGHT_S, "d0")
     join(fleet, "d1", SLOW)
     streams(fleet, "d1", 3, step_costs=SLOW)
-    added = added_stream(fleet.view().workers["d1"], 1000, 64)
-    assert added.num_others_missed == 0.0 and added.is_missed(0.0)
+    goal = decode_cost(worker(fleet, "d1"), 1000, 0, 64)
+    assert goal.num_missed == 0.0 and (goal.most_gap_s < 0.0)
 
 
 def test_a_worker_that_prefills_for_another_pulls_a_prefix_from_it() -> None:
@@ -269,7 +269,7 @@ def test_streams_to_come_delay_a_prompt_and_never_hasten_it(
     assert cost.own_s == pytest.approx(alone.own_s)
     assert cost.queue_s == alone.queue_s == 0.0
     assert cost.beside_s >= 0.0 == alone.beside_s
-    assert cost.total_s == pytest.approx(cost.first_token_s + cost.harm_s)
+    assert cost.total_s == pytest.approx(cost.first_token_s + cost.delay_s)
     if slo_s > 0.2:  # a full chunk fits beside them: only their own part of the steps is added
         num_steps = -(-num_tokens // (CHUNK_TOKENS - num))
         assert cost.beside_s <= num_steps * worker(fleet, "d0").times.decode_step_s(num, 0)
