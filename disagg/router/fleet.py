@@ -19,7 +19,6 @@ from disagg.blocks import BlockHash
 from disagg.messages import KVEvent, StepCosts, WorkerRecord, WorkerStatus
 from disagg.router.output_length import LatenessFactors, OutputLengths
 from disagg.router.prefix_index import PrefixIndex
-from disagg.router.probes import Probes
 from disagg.router.worker_pools import ModelPools
 from disagg.router.worker_view import Pool, RequestLoad, WorkerView, host_id
 from disagg.time_model import StepTimeModel
@@ -29,6 +28,22 @@ from disagg.time_model import StepTimeModel
 # that one too would count most requests twice during one step, which was the largest error of
 # predicted first tokens.
 NUM_STATUSES_UNTIL_SEEN = 2
+
+NUM_PER_EXPLORED = 50  # reservations; one request in 50 takes longer if the worker is still slow
+
+
+class Exploration:
+    """Says when a prompt should go to a worker that seems slow, to measure it again."""
+
+    def __init__(self) -> None:
+        self.num_reserved = 0
+
+    def is_due(self) -> bool:
+        """Whether this decision should explore; the next ones should not."""
+        if self.num_reserved < NUM_PER_EXPLORED:
+            return False
+        self.num_reserved = 0
+        return True
 
 
 class FleetView(msgspec.Struct, frozen=True):
@@ -44,6 +59,7 @@ class FleetView(msgspec.Struct, frozen=True):
     delays: LatenessFactors
     queued: Mapping[str, int]  # requests of each model that wait in this ingress
     pools: Mapping[str, ModelPools]  # by model
+    exploration: Exploration
 
     def num_accepting(self, model: str) -> int:
         """Workers of a model that take requests."""
@@ -196,14 +212,27 @@ def _scaled(known: StepTimeModel, own: StepTimeModel, its: StepTimeModel) -> Ste
 
 
 class _Heard:
-    """What was last heard of a worker. began_s: start of its running step, as far as known."""
+    """What was last heard of a worker.
 
-    __slots__ = ("began_s", "record", "status")
+    began_s: start of its running step, as far as known.
+    stepped_s, prompts_s: when it last reported a new step, and a new step with prompts.
+    """
 
-    def __init__(self, record: WorkerRecord, status: WorkerStatus, began_s: float) -> None:
+    __slots__ = ("began_s", "prompts_s", "record", "status", "stepped_s")
+
+    def __init__(self, record: WorkerRecord, status: WorkerStatus, now: float) -> None:
         self.record = record
         self.status = status
-        self.began_s = began_s
+        self.began_s = self.stepped_s = self.prompts_s = now
+
+    def hear(self, status: WorkerStatus, now: float) -> None:
+        before, costs = self.status.step_costs, status.step_costs
+        if costs is not None and costs is not before:
+            if before is None or costs.num_observed != before.num_observed:
+                self.stepped_s = now
+            if before is None or costs.num_prompts != before.num_prompts:
+                self.prompts_s = now
+        self.status, self.began_s = status, now  # it reports between two steps
 
 
 class Fleet:
@@ -228,7 +257,6 @@ class Fleet:
         self._now = now
         self._ledger = Reservations()
         self._times = PoolTimes()
-        self._probes = Probes()
         self._heard: dict[str, _Heard] = {}
         self._views: dict[str, WorkerView] = {}  # current at all times: no decision waits for one
         self.answers = OutputLengths()
@@ -237,15 +265,18 @@ class Fleet:
         # Called with a model when a worker of it begins to take requests.
         self.on_available: list[Callable[[str], None]] = []
         self._pools: dict[str, ModelPools] = {}  # by model
+        self._exploration = Exploration()
         self._view = FleetView(
-            MappingProxyType(self._views), self.answers, self.delays, self.queued, self._pools
+            MappingProxyType(self._views),
+            self.answers,
+            self.delays,
+            self.queued,
+            self._pools,
+            self._exploration,
         )
 
     def view(self) -> FleetView:
         """All routable workers now."""
-        probed = self._probes.next(self._views, self._now())
-        if probed is not None:
-            self._refresh_view(self._heard[probed])
         return self._view
 
     def reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
@@ -259,7 +290,7 @@ class Fleet:
         is_idle = not status.num_running and not status.num_uncomputed_tokens
         if is_idle and self._ledger.coming_to(worker_id) is _NOTHING:
             worker.began_s = self._now()  # with this request
-        self._probes.reserved()
+        self._exploration.num_reserved += 1
         reservation = self._ledger.reserve(worker_id, load)
         self._refresh_view(worker)
         return reservation
@@ -279,7 +310,6 @@ class Fleet:
     ) -> None:
         self._leave_pool(record.worker_id)  # of what had that name before
         worker = self._heard[record.worker_id] = _Heard(record, status, self._now())
-        self._probes.on_status(record, status.step_costs, worker.began_s)
         self.index.snapshot(record.worker_id, block_hashes)
         if status.host is not None:
             self.index.snapshot(host_id(record.worker_id), ())
@@ -298,9 +328,8 @@ class Fleet:
             return
         before = worker.status
         if status is not None:
-            worker.status, worker.began_s = status, self._now()  # it reports between two steps
+            worker.hear(status, self._now())
             self._ledger.on_status(worker_id)
-            self._probes.on_status(worker.record, status.step_costs, worker.began_s)
             self._refresh_views(worker)
         if kv_events:
             self.index.apply(worker_id, [each for each in kv_events if each.tier == "cache"])
@@ -317,7 +346,6 @@ class Fleet:
             return
         self._views.pop(worker_id, None)
         self._times.drop(worker_id)
-        self._probes.drop(worker.record)
         self._ledger.drop(worker_id)
         self.index.drop(worker_id)
         self.index.drop(host_id(worker_id))
@@ -341,7 +369,7 @@ class Fleet:
     def _refresh_view(self, worker: _Heard) -> None:
         record, status = worker.record, worker.status
         worker_id = record.worker_id
-        times = self._probes.assumed(worker_id, self._times.of(record, status.step_costs))
+        times = self._times.of(record, status.step_costs)
         tpot_slo_s = self._tpot_slo_s.get(record.model, math.inf)
         view = WorkerView.from_status(
             record,
@@ -352,6 +380,8 @@ class Fleet:
             tpot_slo_s,
             self._ingress_id,
             self._views.get(worker_id),
+            worker.stepped_s,
+            worker.prompts_s,
         )
         self._views[worker_id] = view
         pools = self._pools.get(record.model)

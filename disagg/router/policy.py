@@ -12,6 +12,10 @@ is cheaper than computing the prefix and cheaper than waiting for the worker tha
 TPOT SLO, a worker that prefills for another worker may do so too: prompts and streams may then be
 best on different workers, and the cached prefixes are where the streams are.
 
+A worker without prompts reports no times of steps with prompts, so nobody would notice that they
+are short again. Therefore a prompt goes now and then to a worker that seems slow and has computed
+none for a while, if there is one (`fleet.Exploration`).
+
 Not all pairs are compared: the cost of a pair is its prefill side, its decode side and the
 transfer, so the few cheapest workers of each side are enough. Nor are all workers of a large fleet
 (`router/worker_pools.py`).
@@ -24,6 +28,8 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from disagg.errors import DeadlineExceeded
 from disagg.messages import GenerateRequest
@@ -45,12 +51,18 @@ from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Cause, Route
 from disagg.router.worker_pools import NUM_RANDOM, Compared, Side, sample_workers
 from disagg.router.worker_view import UNMEASURED_S_PER_BYTE, WorkerView
+from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 
 NUM_PER_SIDE = 4  # cheapest prefill and decode workers of which all pairs are compared
 NUM_PREFIX_PULLERS = 2  # cheapest workers for which a prefix pull is considered
 CAUSE_SHARE = 0.25  # share of a route's advantage from which the queue is named as its cause
 NUM_CANDIDATES_KEPT = 6
 TIE = 1e-3  # costs of one kind this close, as a fraction, are decided by the rng
+
+# A worker that seems slow is explored: its prompts would take longer by this factor than on the
+# fastest one, and it has reported no step with prompts for so long. One that is a little slower
+# gets prompts in any case, when the others are busy.
+SLOWER, SILENT_S = 1.1, 4.0
 
 _total_s = attrgetter("total_s")
 
@@ -96,6 +108,12 @@ def choose_route(
         DeadlineExceeded: the request's deadline has passed.
     """
     compared = _compared(request, fleet, index, now, rng, exclude, num_random)
+    if fleet.exploration.is_due():
+        slow = _silent_worker(compared, now)
+        candidates = [] if slow is None else _candidates(request, fleet, compared, now, slow)
+        if candidates:
+            route = _choose(sorted(candidates, key=_total_s), rng)
+            return msgspec.structs.replace(route, reason="to see whether the worker is still slow")
     candidates = _candidates(request, fleet, compared, now)
     candidates.sort(key=_total_s)
     left_s = request.deadline_unix_s - now
@@ -124,9 +142,44 @@ def check_deadline(request: GenerateRequest, now: float) -> None:
         raise DeadlineExceeded("The request's deadline passed before a worker was chosen.")
 
 
+def _silent_worker(compared: Compared, now: float) -> WorkerView | None:
+    """The worker that has computed no prompt for longest, of those that seem slow.
+
+    One whose streams a prompt would delay is left alone.
+    """
+    prefills, decodes = compared
+    workers = [*decodes.workers, *(prefills.workers if prefills is not None else ())]
+    fastest = min([worker.times for worker in workers], key=_chunk_s)
+
+    def seems_slow(worker: WorkerView) -> bool:
+        if worker.num_decoding and worker.tpot_slo_s == math.inf:
+            return False
+        factor = _chunk_s(worker.times) / _chunk_s(fastest)
+        if now - worker.stepped_s < SILENT_S and fastest.per_step_s > 0.0:
+            # Its decode steps show what its GPU is, and only its prompts may be wrong.
+            factor /= max(1.0, worker.times.per_step_s / fastest.per_step_s)
+        return factor > SLOWER
+
+    silent = [each for each in workers if now - each.prompts_s >= SILENT_S and seems_slow(each)]
+    return min(silent, key=attrgetter("prompts_s"), default=None)
+
+
+def _chunk_s(times: StepTimeModel) -> float:
+    return times.prefill_s(CHUNK_TOKENS)
+
+
 def _candidates(
-    request: GenerateRequest, fleet: FleetView, compared: Compared, now: float
+    request: GenerateRequest,
+    fleet: FleetView,
+    compared: Compared,
+    now: float,
+    only: WorkerView | None = None,
 ) -> list[Candidate]:
+    """All routes that are compared, or those where one worker computes the prompt.
+
+    Args:
+        only: that worker.
+    """
     prefills, decodes = compared
     prompt = _prompt(request, fleet, decodes.workers[0].tpot_slo_s, now, *compared.holder())
     goals = _goals(decodes, prompt)
@@ -135,6 +188,11 @@ def _candidates(
     has_once = prefills is None or compared.is_shared
     pool = ComputingPool.of(decodes, num_queued, has_once, spares_decodes=prefills is not None)
     costs = pool.costs(prompt)
+    if only is not None:
+        pairs = zip(costs, goals, strict=True)
+        local = [local_route(prompt, *pair) for pair in pairs if pair[0].worker is only]
+        if local:
+            return local
     candidates = local_routes(goals, prompt, pool, costs)
     if prefills is None:
         return candidates
@@ -143,6 +201,8 @@ def _candidates(
     else:
         pool = ComputingPool.of(prefills, num_queued, has_once=True, spares_decodes=True)
         costs = pool.costs(prompt)
+    if only is not None:
+        return remote_routes(goals, prompt, [each for each in costs if each.worker is only])
     return candidates + remote_routes(goals, prompt, costs)
 
 

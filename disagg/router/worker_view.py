@@ -201,6 +201,8 @@ class WorkerView(msgspec.Struct, frozen=True):
     tpot_slo_s: float = math.inf  # of the requests of its model; inf: they have none
     streams: RunningStreams | None = None  # None: its model has no TPOT SLO
     is_home: bool = True  # among equals this ingress prefers it; with one ingress, all of them
+    stepped_s: float = math.inf  # its last new step, on the fleet's clock
+    prompts_s: float = math.inf  # its last new step with prompts
 
     @classmethod
     def from_status(
@@ -213,6 +215,8 @@ class WorkerView(msgspec.Struct, frozen=True):
         tpot_slo_s: float = math.inf,
         ingress_id: str = "",
         before: WorkerView | None = None,
+        stepped_s: float = math.inf,
+        prompts_s: float = math.inf,
     ) -> WorkerView:
         """`before`: the view of the same worker until now; what has not changed is kept."""
         if before is not None and before.pulls.figures is status.transfers:
@@ -249,6 +253,8 @@ class WorkerView(msgspec.Struct, frozen=True):
             tpot_slo_s=tpot_slo_s,
             streams=streams,
             is_home=status.home_ingress in ("", ingress_id),
+            stepped_s=stepped_s,
+            prompts_s=prompts_s,
         )
 
 
