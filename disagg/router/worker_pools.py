@@ -20,7 +20,7 @@ from disagg.router.prefix_index import PrefixIndex
 from disagg.router.worker_view import WorkerView, host_id
 
 # Workers of each pool that a decision compares: those with most of the prompt, and random ones.
-NUM_DEEPEST, NUM_RANDOM = 8, 16
+NUM_DEEPEST, NUM_RANDOM = 4, 12
 
 
 class PooledWorker:
@@ -208,10 +208,12 @@ def sample_workers(
             workers = [each for each in workers if each.name not in exclude]
         if not workers:
             return None
-        chosen = rng.sample(workers, min(num_random, len(workers)))
-        if len(chosen) < len(workers):
+        if len(workers) <= num_random:
+            chosen = rng.sample(workers, len(workers))  # so that ties are decided by chance
+        else:
             deepest = index.deepest(found, pool.index_bits, rng.random(), NUM_DEEPEST)
             holders = [pool.by_index_place[place] for place in deepest]
+            chosen = rng.choices(workers, k=num_random)
             chosen += [each for each in holders if each.name not in exclude]
             chosen = list(dict.fromkeys(chosen))
         return _side(pool, chosen, found)
