@@ -375,7 +375,7 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PromptJudge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Predicts from a prompt's tokens how likely a model is unsure (`router/prompt_judge.py`)."""
+    """Predicts from a prompt's tokens how likely a model is unsure (`router/cascade.py`)."""
 
     bias: float
     """constant of a logistic regression"""

@@ -9,7 +9,7 @@ largest, the first tokens are held back until they are judged (`router/cascade.p
 - the tier refuses or loses the request before anything was released: like unsure;
 - unsure, but no larger tier accepts the request: the small answer continues.
 
-A tier that would probably be unsure is skipped (`router/prompt_judge.py`). If no larger tier
+A tier that would probably be unsure is skipped (`router/cascade.py`). If no larger tier
 accepts the request, the skipped tier answers after all and is not judged.
 """
 
@@ -32,12 +32,12 @@ from disagg.router.cascade import (
     Attempt,
     CascadeDecision,
     first_verdict,
+    is_poor,
     lead_to_release,
     moved_threshold,
     wait_as_fraction,
 )
 from disagg.router.fleet import FleetView
-from disagg.router.prompt_judge import is_poor
 
 Deltas: TypeAlias = AsyncGenerator[TokenDelta, None]
 

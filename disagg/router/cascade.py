@@ -1,17 +1,24 @@
-"""Small model first: judges the first tokens of an answer by their log-probabilities.
+"""Small model first: judges the first tokens of an answer, and a prompt before any model runs.
 
 A model's log-probabilities separate its right answers from its wrong ones well, and cost nothing
-extra. Pure functions; `ingress/escalation.py` runs the models.
+extra. How likely a small model will be unsure of its answer to a prompt is judged by a logistic
+regression on the tokens at the prompt's end, fitted by `disagg cascade calibrate` on prompts that
+the small model has answered. It looks at the prompt alone, like RouteLLM's routers (Ong et al.,
+2024, arXiv:2406.18665), but runs no model, so a request that starts on the larger model has not
+waited.
+
+Pure functions; `ingress/escalation.py` runs the models.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from disagg.config import CascadeConfig, Signal
+from disagg.config import CascadeConfig, PromptJudge, Signal
 from disagg.messages import TokenLogprobs
 from disagg.router.costs import decode_cost, prefill_cost
 from disagg.router.fleet import FleetView
@@ -19,6 +26,8 @@ from disagg.router.worker_pools import NUM_RANDOM
 
 # What each signal needs beside the chosen token's own log-probability.
 NUM_TOP = {"minimum": 0, "mean": 0, "margin": 2}
+
+NUM_TOKENS_READ = 256  # at the prompt's end; so a long prompt costs as little as a short one
 
 
 def measure(signal: Signal, scores: Sequence[TokenLogprobs]) -> float:
@@ -122,6 +131,25 @@ def first_verdict(
         if verdict is not None:
             return verdict
     return None
+
+
+def features(token_ids: Sequence[int]) -> dict[int, float]:
+    """For each token at the prompt's end, the logarithm of one plus its number of occurrences."""
+    counts = Counter(token_ids[-NUM_TOKENS_READ:])
+    return {token: math.log1p(count) for token, count in counts.items()}
+
+
+def log_odds(bias: float, weights: Mapping[int, float], token_ids: Sequence[int]) -> float:
+    """The log-odds that the model is unsure, as a fitted judge predicts; 0 is a chance of 0.5."""
+    found = features(token_ids)
+    return bias + math.fsum(weights.get(token, 0.0) * value for token, value in found.items())
+
+
+def is_poor(judge: PromptJudge, weights: Mapping[int, float], token_ids: Sequence[int]) -> bool:
+    """Whether a prompt starts on the next tier. `weights`: the judge's, by token."""
+    if judge.start_above is None:
+        return False
+    return log_odds(judge.bias, weights, token_ids) > judge.start_above
 
 
 def moved_threshold(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -29,8 +30,7 @@ from msgspec.structs import replace
 from disagg.config import CascadeConfig, PromptJudge, Signal
 from disagg.errors import RequestError
 from disagg.messages import TokenLogprobs
-from disagg.router.cascade import lead, lead_to_release, measure
-from disagg.router.prompt_judge import fit, is_poor, log_odds
+from disagg.router.cascade import features, is_poor, lead, lead_to_release, log_odds, measure
 
 MAX_NUM_THRESHOLDS = 400
 CONFIDENCE = 0.9  # that the risk of early releases holds
@@ -39,6 +39,10 @@ NUM_FOLDS = 5
 # model. Chosen of 0.3 and 1/3 on the bundled models: with 1/3, the first token of one task comes
 # later than the goal allows (docs/cascade.md).
 MIN_CHANCE_TO_START = 0.3
+
+MIN_NUM_PROMPTS = 3  # with a token, for a weight of its own in a prompt judge
+PENALTY = 1.0  # of squared weights, as if of a normal prior with variance 1
+NUM_SWEEPS = 40
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -246,7 +250,7 @@ def fitted_judge(
             start_above = (odds[number] + after) / 2
     if start_above is None:
         return None
-    return replace(fit(prompts, unsure), start_above=start_above)
+    return replace(fit_judge(prompts, unsure), start_above=start_above)
 
 
 def _odds_unseen(prompts: Sequence[Sequence[int]], unsure: Sequence[bool]) -> list[float]:
@@ -254,11 +258,55 @@ def _odds_unseen(prompts: Sequence[Sequence[int]], unsure: Sequence[bool]) -> li
     odds = [0.0] * len(prompts)
     for fold in range(NUM_FOLDS):
         seen = [number for number in range(len(prompts)) if number % NUM_FOLDS != fold]
-        its = fit([prompts[each] for each in seen], [unsure[each] for each in seen])
+        its = fit_judge([prompts[each] for each in seen], [unsure[each] for each in seen])
         weights = dict(its.weights)
         for number in range(fold, len(prompts), NUM_FOLDS):
             odds[number] = log_odds(its.bias, weights, prompts[number])
     return odds
+
+
+def fit_judge(prompts: Sequence[Sequence[int]], unsure: Sequence[bool]) -> PromptJudge:
+    """The judge with the least penalised loss. Its threshold does not start any prompt on the
+    larger model yet.
+
+    Coordinate descent: each weight in turn takes a Newton step with the largest curvature that the
+    logistic loss can have, so the loss falls at every step.
+
+    Args:
+        prompts: token ids; `unsure`: for each, whether the small model was unsure.
+    """
+    found = [features(prompt) for prompt in prompts]
+    column: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for row, values in enumerate(found):
+        for token, value in values.items():
+            column[token].append((row, value))
+    columns = {token: its for token, its in column.items() if len(its) >= MIN_NUM_PROMPTS}
+    weights = dict.fromkeys(columns, 0.0)
+    curvature = {
+        token: PENALTY + sum(value * value for _, value in its) / 4
+        for token, its in columns.items()
+    }
+    share = (sum(unsure) + 1) / (len(unsure) + 2)
+    bias = math.log(share / (1.0 - share))
+    odds = [bias] * len(prompts)
+    for _ in range(NUM_SWEEPS):
+        step = 4 * sum(map(_error, odds, unsure)) / max(1, len(odds))
+        bias -= step
+        odds = [each - step for each in odds]
+        for token, its in columns.items():
+            slope = PENALTY * weights[token]
+            slope += sum(value * _error(odds[row], unsure[row]) for row, value in its)
+            step = slope / curvature[token]
+            weights[token] -= step
+            for row, value in its:
+                odds[row] -= step * value
+    return PromptJudge(bias, tuple(sorted(weights.items())))
+
+
+def _error(odds: float, is_unsure: bool) -> float:
+    """Predicted chance minus the truth: the slope of the logistic loss."""
+    chance = 1.0 / (1.0 + math.exp(-odds)) if odds > -700.0 else 0.0
+    return chance - is_unsure
 
 
 class _Judged:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.router.prompt_judge import NUM_TOKENS_READ, PENALTY, features, fit, log_odds
+from disagg.router.cascade import NUM_TOKENS_READ, features, log_odds
+from disagg.tools.calibrate.calibration import PENALTY, fit_judge
 
 PROMPTS = st.lists(st.lists(st.integers(0, 5), max_size=8), min_size=1, max_size=30)
 
@@ -29,7 +30,7 @@ def loss(
 def test_it_has_learned_what_is_to_learn(prompts: list[list[int]], rng: random.Random) -> None:
     """No weight moved by a little makes it better, but for what 40 rounds leave over."""
     unsure = [rng.random() < 0.4 for _ in prompts]
-    judge = fit(prompts, unsure)
+    judge = fit_judge(prompts, unsure)
     weights = dict(judge.weights)
     assert judge.start_above is None
     found = loss(judge.bias, weights, prompts, unsure)
@@ -43,7 +44,7 @@ def test_it_has_learned_what_is_to_learn(prompts: list[list[int]], rng: random.R
 
 def test_it_tells_prompts_apart() -> None:
     hard, easy = [1, 2, 7, 3], [1, 2, 8, 3]
-    judge = fit([hard, easy] * 30, [True, False] * 30)
+    judge = fit_judge([hard, easy] * 30, [True, False] * 30)
     weights = dict(judge.weights)
     assert log_odds(judge.bias, weights, hard) > 1.5
     assert log_odds(judge.bias, weights, easy) < -1.5
@@ -52,7 +53,7 @@ def test_it_tells_prompts_apart() -> None:
 
 
 def test_rare_tokens_have_no_weight() -> None:
-    judge = fit([[1, 50], [1, 51], [1, 52], [1]], [True, False, True, False])
+    judge = fit_judge([[1, 50], [1, 51], [1, 52], [1]], [True, False, True, False])
     assert [token for token, _ in judge.weights] == [1]
 
 
@@ -63,5 +64,5 @@ def test_only_the_end_of_a_long_prompt_counts() -> None:
 
 
 def test_prompts_of_one_kind_are_no_trouble() -> None:
-    judge = fit([[1, 2]] * 10, [True] * 10)
+    judge = fit_judge([[1, 2]] * 10, [True] * 10)
     assert 1.0 < log_odds(judge.bias, dict(judge.weights), [1, 2]) < 20.0
