@@ -49,7 +49,7 @@ from disagg.router.costs import (
 from disagg.router.fleet import FleetView
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.route import Candidate, Cause, Route
-from disagg.router.worker_pools import NUM_RANDOM, Compared, Side, sample_workers
+from disagg.router.worker_pools import NUM_RANDOM, ComparedWorkers, Side, sample_workers
 from disagg.router.worker_view import UNMEASURED_S_PER_BYTE, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 
@@ -131,7 +131,7 @@ def _compared(
     rng: random.Random,
     exclude: Collection[str],
     num_random: int = NUM_RANDOM,
-) -> Compared:
+) -> ComparedWorkers:
     check_deadline(request, now)
     return sample_workers(request, fleet.pools.get(request.model), index, rng, exclude, num_random)
 
@@ -142,7 +142,7 @@ def check_deadline(request: GenerateRequest, now: float) -> None:
         raise DeadlineExceeded("The request's deadline passed before a worker was chosen.")
 
 
-def _silent_worker(compared: Compared, now: float) -> WorkerView | None:
+def _silent_worker(compared: ComparedWorkers, now: float) -> WorkerView | None:
     """The worker that has computed no prompt for longest, of those that seem slow.
 
     One whose streams a prompt would delay is left alone.
@@ -171,7 +171,7 @@ def _chunk_s(times: StepTimeModel) -> float:
 def _candidates(
     request: GenerateRequest,
     fleet: FleetView,
-    compared: Compared,
+    compared: ComparedWorkers,
     now: float,
     only: WorkerView | None = None,
 ) -> list[Candidate]:

@@ -151,7 +151,7 @@ class Side(NamedTuple):
     num_workers: int
 
 
-class Compared(NamedTuple):
+class ComparedWorkers(NamedTuple):
     """The workers that a decision compares.
 
     prefills: for remote prefill; None: there is no worker for it. It is `decodes` if every worker
@@ -189,7 +189,7 @@ def sample_workers(
     rng: random.Random,
     exclude: Collection[str] = (),
     num_random: int = NUM_RANDOM,
-) -> Compared:
+) -> ComparedWorkers:
     """Choose the workers to compare.
 
     Args:
@@ -224,9 +224,9 @@ def sample_workers(
         if pools.prefill is not pools.decode:
             prefills = choose(pools.prefill)
     if decodes is not None:
-        return Compared(prefills, decodes)
+        return ComparedWorkers(prefills, decodes)
     if prefills is not None:
-        return Compared(None, prefills)
+        return ComparedWorkers(None, prefills)
     raise Unavailable(
         f"No worker of model {request.model!r} takes requests at the moment; try again shortly."
     )

@@ -14,7 +14,7 @@ from disagg.messages import GenerateRequest, HostCounts, KVEvent
 from disagg.router.fleet import Fleet, Reservation
 from disagg.router.policy import choose_decode, choose_route
 from disagg.router.route import Route
-from disagg.router.worker_pools import NUM_DEEPEST, NUM_RANDOM, Compared, sample_workers
+from disagg.router.worker_pools import NUM_DEEPEST, NUM_RANDOM, ComparedWorkers, sample_workers
 from disagg.router.worker_view import RequestLoad
 from tests.router.fakes import make_record, make_request, make_status
 
@@ -60,7 +60,7 @@ def sample(
     rng: random.Random,
     exclude: Collection[str] = (),
     num_random: int = NUM_RANDOM,
-) -> Compared:
+) -> ComparedWorkers:
     pools = fleet.view().pools[request.model]
     return sample_workers(request, pools, fleet.index, rng, exclude, num_random)
 
