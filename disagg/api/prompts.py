@@ -120,11 +120,12 @@ async def _conversation(conversation: Conversation, model: ServedModel, nbytes: 
 def _cost_num_chars(conversation: Conversation, model: ServedModel) -> int:
     """The cost of rendering, as a number of characters. Raises `ContextLengthExceeded`."""
     num_messages = len(conversation.messages)
+    contents = [each["content"] for each in conversation.messages]
+    num_chars = _num_chars(conversation.tools) + _num_chars(contents)
+    _check_fits(max(num_messages, _fewest_tokens(num_chars, model)), model, "messages")
+    # This includes earlier calls and documents, although a template may leave them out.
     others = conversation.tools, conversation.documents
     num_other_chars = len(msgspec.json.encode(others)) if any(others) else 0
-    num_chars = num_other_chars + sum(len(each["content"] or "") for each in conversation.messages)
-    _check_fits(max(num_messages, _fewest_tokens(num_chars, model)), model, "messages")
-    # This includes earlier calls, although a template may leave them out.
     return (
         num_other_chars + _num_chars(conversation.messages) + num_messages * MESSAGE_COST_NUM_CHARS
     )

@@ -133,7 +133,7 @@ class Service:
             return request, model, understand_tokenize(request, model)
 
         request, model, prompt = await off_loop(len(body), understand)
-        token_ids = await self._tokenised(prompt, model, len(body))
+        token_ids = await self._tokenize(prompt, model, len(body))
 
         def answer() -> bytes:
             texts = None
@@ -153,10 +153,10 @@ class Service:
             return model, understand_count(request, model)
 
         model, prompt = await off_loop(len(body), understand)
-        token_ids = await self._tokenised(prompt, model, len(body))
+        token_ids = await self._tokenize(prompt, model, len(body))
         return msgspec.json.encode({"input_tokens": len(token_ids)})
 
-    async def _tokenised(self, prompt: Prompt, model: ServedModel, nbytes: int) -> list[int]:
+    async def _tokenize(self, prompt: Prompt, model: ServedModel, nbytes: int) -> list[int]:
         """Tokenize one prompt, with a time limit."""
         try:
             async with asyncio.timeout(self._default_timeout_s):

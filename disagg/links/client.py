@@ -28,7 +28,7 @@ from disagg.links.connection import (
     proofs_equal,
     worker_proof,
 )
-from disagg.links.reports import restored
+from disagg.links.reports import restore
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,
@@ -349,7 +349,7 @@ class _WorkerConnection(Connection):
             return
         status = None
         if step.status is not None:
-            status = self._status = restored(step.status, step.kept, self._status)
+            status = self._status = restore(step.status, step.kept, self._status)
         if status is not None or step.kv_events:
             worker_id, observer = self._link.record.worker_id, self._link.observer
             observer.worker_stepped(worker_id, step.kv_events, status)

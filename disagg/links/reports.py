@@ -181,7 +181,7 @@ def _kept(status: WorkerStatus, last: WorkerStatus) -> int:
     return kept
 
 
-def restored(status: WorkerStatus, kept: int, last: WorkerStatus) -> WorkerStatus:
+def restore(status: WorkerStatus, kept: int, last: WorkerStatus) -> WorkerStatus:
     """A status as it was before `LinkReports` left out what is as in `last`."""
     if not kept:
         return status

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.links.reports import LinkReports, Report, restored
+from disagg.links.reports import LinkReports, Report, restore
 from disagg.messages import HoldCounts, HostCounts, KVEvent, TransferFigure, WorkerStatus
 from disagg.tools.sim.virtual_time import VirtualLoop
 
@@ -172,7 +172,7 @@ def test_what_has_not_changed_is_left_out(loop: VirtualLoop) -> None:
     second = msgspec.structs.replace(first, num_running=2)
     report = link.step(second)
     assert report is not None and report.status is not None and report.status.transfers == ()
-    assert restored(report.status, report.kept, first) == second
+    assert restore(report.status, report.kept, first) == second
 
 
 statuses = st.builds(
@@ -192,5 +192,5 @@ def test_an_ingress_knows_every_reported_status(told: list[WorkerStatus]) -> Non
         for status in told:
             report = link.step(status)
             if report is not None and report.status is not None:
-                known = restored(report.status, report.kept, known)
+                known = restore(report.status, report.kept, known)
             assert known == status == link.reports.status
