@@ -45,7 +45,7 @@ from bench.requests import FAMILIES
 from disagg.capacity.efficiency import DATASHEET
 from disagg.capacity.roofline import Placement
 from disagg.capacity.shapes import shape_of
-from disagg.capacity.step_sizes import step_sizes
+from disagg.capacity.worker_steps import step_sizes
 from disagg.config import EngineConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.runner import ModelRunner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from disagg.capacity.step_sizes import largest_step
+from disagg.capacity.worker_steps import largest_step
 from disagg.config import EngineConfig, TierConfig
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.choices import choose_device, choose_dtype, why_not_compiled

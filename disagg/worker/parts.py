@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from disagg.capacity.prior import step_times
 from disagg.capacity.shapes import shape_of
-from disagg.capacity.step_sizes import largest_step
+from disagg.capacity.worker_steps import largest_step, step_times
 from disagg.config import EngineConfig, ServeConfig, TierConfig, TransferPrior
 from disagg.engine.device.choices import choose_device
 from disagg.engine.engine import Engine

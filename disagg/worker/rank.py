@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
 from disagg import logs
-from disagg.capacity.step_sizes import largest_step
+from disagg.capacity.worker_steps import largest_step
 from disagg.errors import DisaggError, TransferFailed
 from disagg.imports import uncollected_imports
 from disagg.kvtransfer.slab import Stamps

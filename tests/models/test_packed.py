@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from disagg.capacity.gpus import CPU_CORE, GPUS
-from disagg.capacity.prior import step_times
 from disagg.capacity.roofline import placements
 from disagg.capacity.shapes import shape_of
+from disagg.capacity.worker_steps import step_times
 from disagg.config import EngineConfig
 from disagg.engine.device.check import choose
 from disagg.errors import ModelError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from disagg.capacity.shapes import shape_of
-from disagg.capacity.step_sizes import largest_step
+from disagg.capacity.worker_steps import largest_step
 from disagg.config import TierConfig
 from disagg.devices import gpus_here
 from disagg.engine.device.check import check_engine

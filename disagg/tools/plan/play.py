@@ -13,7 +13,7 @@ import msgspec
 
 from disagg.capacity.gpus import CPU_CORE
 from disagg.capacity.roofline import Placement
-from disagg.capacity.step_sizes import step_sizes
+from disagg.capacity.worker_steps import step_sizes
 from disagg.config import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS
 from disagg.errors import StartupError
 from disagg.queueing import QUANTILE

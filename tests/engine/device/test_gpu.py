@@ -12,7 +12,7 @@ import torch
 
 from disagg import devices
 from disagg.capacity.shapes import shape_of
-from disagg.capacity.step_sizes import step_sizes
+from disagg.capacity.worker_steps import step_sizes
 from disagg.config import EngineConfig, TierConfig
 from disagg.engine.device import check, choices, memory_plan
 from disagg.engine.device import gpu as module

@@ -14,7 +14,7 @@ from disagg.capacity.device_plan import plan_devices
 from disagg.capacity.gpus import CPU_CORE, GPUS
 from disagg.capacity.roofline import placements
 from disagg.capacity.shapes import SHAPES, read_shape
-from disagg.capacity.step_sizes import step_sizes
+from disagg.capacity.worker_steps import step_sizes
 from disagg.cli.main import main
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments

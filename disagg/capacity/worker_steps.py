@@ -1,20 +1,30 @@
-"""How large steps should be on a GPU, by the roofline: as small as nearly full speed allows.
+"""What the roofline tells a worker at its start: the prior of its time model, and its largest step.
 
-The sequences of a step share one reading of the weights, and its prompt tokens share one launch of
-every kernel. Beyond some number this gains little, but each token waits for its whole step: on an
-H100, 512 sequences have a 5 % higher throughput than 256, but each token takes twice as long.
+The prior needs only the right order of magnitude, since the fit corrects it within some steps. With
+one default for all, a small model on a CPU core and a large one on a GPU would differ by a factor
+of 100.
 
-These are upper bounds, used if the memory has room for them (`engine.device.memory_plan`).
+The largest step is as small as nearly full speed allows. The sequences of a step share one reading
+of the weights, and its prompt tokens share one launch of every kernel. Beyond some number this
+gains little, but each token waits for its whole step: on an H100, 512 sequences have a 5 % higher
+throughput than 256, but each token takes twice as long. Sizes are upper bounds, used if the memory
+has room for them (`engine.device.memory_plan`).
 """
 
 from __future__ import annotations
 
-from disagg.capacity.gpus import gpu_called
+from dataclasses import replace
+from typing import Any
+
+from disagg.capacity.efficiency import ON_CPU
+from disagg.capacity.gpus import CPU_CORE, GPUS, gpu_called
 from disagg.capacity.roofline import Placement
 from disagg.capacity.shapes import KV_BITS, ModelShape, shape_of
 from disagg.config import EngineConfig
 from disagg.models.description import ModelDescription
+from disagg.time_model import StepTimeModel
 
+UNKNOWN_GPU = "a100-80gb"  # in the middle of the table
 NUMS_SEQS = range(256, 513, 32)
 NUMS_TOKENS = (2048, 4096, 8192)
 CONTEXT_TOKENS = 512  # of a sequence; longer ones need fewer sequences for the same share
@@ -22,6 +32,26 @@ CONTEXT_TOKENS = 512  # of a sequence; longer ones need fewer sequences for the 
 # every step; larger prompt chunks only delay streams that wait for a step with prompts.
 DECODE_SHARE = 0.95
 PROMPT_SHARE = 0.995
+
+
+def step_times(
+    shape: ModelShape, device_name: str, num_ranks: int = 1, *, expert_parallel: bool = False
+) -> tuple[StepTimeModel, str]:
+    """A prior for the time model of a worker, and the name of the device whose roofline it is.
+
+    Args:
+        device_name: name of the GPU from its driver; empty on a CPU.
+        num_ranks: number of devices of the worker.
+        expert_parallel: whether each device has whole experts.
+    """
+    ranks: dict[str, Any] = {"num_gpus": num_ranks, "expert_parallel": expert_parallel}
+    if not device_name:
+        placement = Placement(replace(shape, is_widened=True), CPU_CORE, efficiency=ON_CPU, **ranks)
+        return placement.time_model(), "one CPU core" if num_ranks == 1 else "CPU cores"
+    gpu = gpu_called(device_name)
+    placement = Placement(shape, gpu or GPUS[UNKNOWN_GPU], **ranks)
+    known = gpu.name if gpu else f"{UNKNOWN_GPU}, because {device_name!r} is not known"
+    return placement.time_model(), known
 
 
 def largest_step(engine: EngineConfig, model: ModelDescription, gpu_name: str) -> tuple[int, int]:
