@@ -11,7 +11,6 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from disagg.text.answer_delta import (
     AnswerDelta,
@@ -25,13 +24,11 @@ from disagg.text.answer_delta import (
     read_text,
 )
 from disagg.text.incoming import Incoming, Reading
+from disagg.text.tokenizer import Tokenizer
 from disagg.text.tool_parsers.harmony import FINAL, FORCE_FINAL, read_harmony
 from disagg.text.tool_parsers.harmony import MARKS as HARMONY_MARKS
 from disagg.text.tool_parsers.registry import HARMONY as HARMONY_CALLS
 from disagg.text.tool_parsers.registry import ToolFormat, choose_format
-
-if TYPE_CHECKING:
-    from disagg.text.tokenizer import Tokenizer
 
 TAIL_NUM_TOKENS = 16
 

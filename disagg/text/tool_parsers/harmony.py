@@ -39,9 +39,7 @@ def read_harmony(text: Incoming, sink: Sink, read_final: Reader | None) -> Readi
         if not header:
             yield from text.spaces()
             text.record()
-            yield from text.skip(
-                "assistant"
-            )  # after <|start|>, which is in the prompt or forgotten
+            yield from text.skip("assistant")  # its <|start|> is in the prompt, or forgotten
             yield from text.spaces()
             header = yield from text.skip_one(_HEADER_BEGINS)
             before = text.recorded()
