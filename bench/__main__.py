@@ -19,13 +19,10 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 BENCHES = (
     "attention_cut",
-    "autoscale",
     "first_minute",
     "host_step",
     "routing",
     "serving_path",
-    "sim",
-    "stalls",
 )
 PEERS = ("peers", "peers.serving", "peers.pair")  # install others' systems, some GB
 ALL = (*BENCHES, *PEERS)

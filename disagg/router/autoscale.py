@@ -42,7 +42,7 @@ from disagg.time_model import StepTimeModel
 
 # Of the prompts that the rest of a decode worker could compute if it had no streams. Steps with
 # streams in them take fewer prompt tokens, because each must end within the TPOT SLO. Chosen among
-# 2/3, 0.8 and 1 on the simulated loads of `bench.autoscale` (docs/notebook/routing.md).
+# 2/3, 0.8 and 1 on simulated loads (docs/notebook/routing.md).
 HELPING_SHARE = 2 / 3
 
 LATELY_S = 60.0  # the load of so long is the present load
