@@ -61,12 +61,10 @@ class NixlTransport:
     Args:
         stamps: the generations of `slab`, bumped by its owner.
         clock: seconds, monotonic; called from both threads.
-        pull_timeout_s: a pull that runs longer fails, once its blocks are safe.
-        settle_s: how long blocks must not be reused after a broken transfer.
+        pull_timeout_s, settle_s, before_pull: see `Mover`.
         interface, ucx: see `ucx.ucx_settings`.
         begin_thread: called first in the thread that uses NIXL; it makes the slab's device that
             thread's.
-        before_pull: called in that thread before it writes to blocks of the slab.
         progress_thread: NIXL has one; by default where the slab is in host memory.
 
     Raises:

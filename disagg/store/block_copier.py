@@ -73,10 +73,10 @@ class ThreadCopier:
         self._inbox.put((self._LOAD, next(self._numbers), tuple(pairs)))
 
     def take_saved(self) -> int:
-        return len(_drained(self._saved))
+        return len(drained(self._saved))
 
     def take_loaded(self) -> list[float]:
-        return _drained(self._loaded)
+        return drained(self._loaded)
 
     def read_slot(self, slot: int) -> bytes:
         return ctypes.string_at(self._host.address(slot), self._host.block_nbytes)
@@ -107,7 +107,8 @@ def _copy(source: Slab, into: Slab, pairs: Sequence[tuple[int, int]]) -> None:
         ctypes.memmove(into.address(into_first), source.address(first), nbytes)
 
 
-def _drained(queue: SimpleQueue[T]) -> list[T]:
+def drained(queue: SimpleQueue[T]) -> list[T]:
+    """What is in a queue now. Never waits."""
     items: list[T] = []
     while True:
         try:

@@ -21,6 +21,7 @@ from typing import Protocol, TypeAlias
 from disagg.blocks import BlockHash
 from disagg.errors import Unavailable
 from disagg.messages import StoreCounts
+from disagg.store.block_copier import drained
 from disagg.time_model import TransferTimeModel
 
 log = logging.getLogger(__name__)
@@ -158,12 +159,7 @@ class StoreThread:
 
     def take_done(self) -> list[Fetch | Put]:
         """The jobs that ended since the last call. Never waits."""
-        done: list[Fetch | Put] = []
-        while True:
-            try:
-                done.append(self._outbox.get_nowait())
-            except Empty:
-                return done
+        return drained(self._outbox)
 
     def close(self, timeout_s: float) -> bool:
         """Process submitted jobs for at most `timeout_s`. Returns False if a call still hangs."""

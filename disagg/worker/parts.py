@@ -223,7 +223,12 @@ class RankMemory:
         )
         num_slots = num_host_blocks(engine, slab.block_nbytes * engine.tensor_parallel_size)
         store = new_store(config, engine, kv_cache.layout, shape.own_heads, shape.num_kv_heads)
-        reader = new_reader(kv_cache, slab) if store is not None else None
+        reader: BlockReader | None = None
+        if store is not None and slab.device_id != HOST:
+            from disagg.engine.device.stream_copier import BlockReader
+
+            # More blocks than this never wait to be stored.
+            reader = BlockReader(kv_cache.slab, num_queueable(slab.block_nbytes))
         return cls(
             slab,
             store,
@@ -253,12 +258,7 @@ def new_transport(
     begin_thread: Callable[[], None] = lambda: None,
     before_pull: Callable[[], None] = lambda: None,
 ) -> Transport:
-    """Make the transport that the configuration names.
-
-    Args:
-        begin_thread: called first in each thread that accesses the slab.
-        before_pull: called in such a thread before it writes to blocks.
-    """
+    """Make the transport that the configuration names. `NixlTransport` has the arguments."""
     if config.transport == "local":
         fleet = local_fleet if local_fleet is not None else LocalFleet()
         return LocalTransport(fleet, worker_id, epoch, slab, stamps, clock=time.monotonic)
@@ -361,16 +361,6 @@ def num_host_blocks(config: EngineConfig, block_nbytes: int) -> int:
             param="kv_offloading_size",
         )
     return nbytes // block_nbytes
-
-
-def new_reader(kv_cache: KVCache, slab: Slab) -> BlockReader | None:
-    """A reader of blocks that are evicted from a GPU, for the store; None on a CPU."""
-    if slab.device_id == HOST:
-        return None
-    from disagg.engine.device.stream_copier import BlockReader
-
-    # More blocks than this never wait to be stored.
-    return BlockReader(kv_cache.slab, num_queueable(slab.block_nbytes))
 
 
 def new_copier(kv_cache: KVCache, slab: Slab, num_slots: int) -> BlockCopier:
