@@ -119,7 +119,7 @@ def test_what_a_rank_on_another_node_says_when_it_cannot_start_is_heard(
 def test_a_rank_with_another_model_is_refused(model: Path) -> None:
     def rank(layout: str) -> Rank:
         made = LocalRank.__new__(LocalRank)
-        made._name, made._peer = "rank 1 of 2 on b", Memory("worker.1", layout=layout).peer()
+        made.name, made._peer = "rank 1 of 2 on b", Memory("worker.1", layout=layout).peer()
         return made
 
     ranks = Ranks.__new__(Ranks)

@@ -22,7 +22,6 @@ import disagg
 from disagg.errors import StartupError
 from disagg.kvtransfer.ticket import Peer
 from disagg.rank_messages import (
-    RankCache,
     RankDone,
     RankFailed,
     RankLoaded,
@@ -33,7 +32,7 @@ from disagg.rank_messages import (
     decode_from_rank,
     encode,
 )
-from disagg.worker.rank_listener import Address, RankListener, is_over
+from disagg.worker.rank_listener import Address, RankListener, has_message, is_over
 
 STOP_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 120.0  # for a process on another node to start and to connect
@@ -45,6 +44,7 @@ class Rank(ABC):
     """Another rank. `ranked` uses it for what all ranks do.
 
     Attributes:
+        name: for errors.
         num_damaged: number of damaged values that it has read from the store until its last fetch.
     """
 
@@ -52,16 +52,12 @@ class Rank(ABC):
     _steps: Connection
 
     def __init__(self, start: RankStart, place: str = "") -> None:
-        self._name = f"rank {start.rank} of {start.num_ranks}{place}"
+        self.name = f"rank {start.rank} of {start.num_ranks}{place}"
         self._peer: Peer | None = None
         self._reports: list[RankDone] = []
         self.num_damaged = 0
         self._is_gone = False
         self._failure: str | None = None  # the rank's error message if it failed
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     # About the rank's process; each kind of rank implements these.
 
@@ -101,10 +97,7 @@ class Rank(ABC):
         if isinstance(message, kind):
             return message
         why = message.message if isinstance(message, RankFailed) else repr(message)
-        raise StartupError(f"{self._name} cannot start: {why}")
-
-    def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
-        self._send(RankCache(num_blocks, max_num_seqs))
+        raise StartupError(f"{self.name} cannot start: {why}")
 
     def wait_ready(self) -> None:
         self._peer = self.answer(RankReady).peer
@@ -136,7 +129,7 @@ class Rank(ABC):
 
     def _read(self) -> None:
         """Read what the rank reports."""
-        while not self._is_gone and self._control.poll():
+        while not self._is_gone and has_message(self._control):
             try:
                 report = decode_from_rank(self._control.recv_bytes())
             except (EOFError, OSError):
@@ -149,7 +142,7 @@ class Rank(ABC):
                 case RankFailed(message=message):
                     self._failure = message
 
-    def _send(self, message: ToRank) -> None:
+    def send(self, message: ToRank) -> None:
         with contextlib.suppress(OSError):  # `answer` reports if the rank has ended
             self._control.send_bytes(encode(message))
 
@@ -181,7 +174,7 @@ class LocalRank(Rank):
                     "OMP_NUM_THREADS": str(start.num_threads),
                 },
             )
-        self._send(start)
+        self.send(start)
 
     def wait_end(self) -> str:
         return f"{self.name} ended with exit status {self.process.wait()}"

@@ -126,8 +126,17 @@ def listen(host: str) -> socket.socket:
 
 def is_over(connection: Connection, timeout_s: float | None = 0.0) -> bool:
     """Wait until the other side has closed, without reading. `timeout_s` None waits for ever."""
+    return _has(connection, select.POLLRDHUP, timeout_s)
+
+
+def has_message(connection: Connection) -> bool:
+    """As `Connection.poll`, which takes five times as long: 11 us."""
+    return _has(connection, select.POLLIN, 0.0)
+
+
+def _has(connection: Connection, events: int, timeout_s: float | None) -> bool:
     watched = select.poll()
-    watched.register(connection.fileno(), select.POLLRDHUP)
+    watched.register(connection.fileno(), events)
     return bool(watched.poll(None if timeout_s is None else 1e3 * timeout_s))
 
 

@@ -26,7 +26,15 @@ from disagg.engine.engine_thread import engine_failed
 from disagg.errors import DisaggError, StartupError, WorkerLost
 from disagg.host import usable_cores
 from disagg.models.description import describe_model
-from disagg.rank_messages import LOOPBACK, RankLoaded, RankStart, RankUp, RankWork, encode
+from disagg.rank_messages import (
+    LOOPBACK,
+    RankCache,
+    RankLoaded,
+    RankStart,
+    RankUp,
+    RankWork,
+    encode,
+)
 from disagg.worker.other_rank import LocalRank, Rank, RankNodes, RemoteRank
 from disagg.worker.rank_listener import RankListener, listen
 from disagg.worker.ranked import RankTasks
@@ -147,7 +155,7 @@ class Ranks:
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
         for rank in self.others:
-            rank.allocate(num_blocks, max_num_seqs)
+            rank.send(RankCache(num_blocks, max_num_seqs))
         for rank in self.others:
             rank.wait_ready()
         if self.may_hang:  # the warm-up and the capture of graphs could hang, too
