@@ -181,12 +181,10 @@ def check_attention(
         "ROWS": rows,
         "TILE": KEY_TILE,
         "WINDOW": window,
-        "HAS_ROWS": True,
-        "HAS_SINKS": head_dim == 64,  # of gpt-oss
         "CAP": cap,
         **_units(stored, rows, block_size, head_dim),
     }
-    if not constants["HAS_SINKS"]:
+    if head_dim != 64:  # of gpt-oss
         constants["sinks_ptr"] = None
     num_units = head_dim // constants["PARTS"]
     in_pairs = _in_pairs(stored, rows)
@@ -227,7 +225,6 @@ def check_latent_attention(
         "BLOCK_ROPE": 64,
         "TILE": latent_attention.key_tile(block_size, most),
         "BLOCK_SIZE": block_size,
-        "HAS_ROWS": True,
     }
     options = latent_attention.launch_options(rows)
     kernel = latent_attention._latent_attention_kernel
@@ -263,18 +260,16 @@ _ROPE = {
     "ROPE_DIM": 128,
     "BLOCK": 64,
     "REST_BLOCK": 1,
-    "HAS_NORM": True,
-    "HAS_SQUARES": False,
 }
-_HALF_ROPE = {**_ROPE, "ROPE_DIM": 64, "BLOCK": 32, "REST_BLOCK": 64, "HAS_SQUARES": True}
+_HALF_ROPE = {**_ROPE, "ROPE_DIM": 64, "BLOCK": 32, "REST_BLOCK": 64}
 # Kernels beside attention, with the sizes of a model of 8 billion parameters.
 OTHERS: list[tuple[Any, dict[str, Any], str]] = [
-    (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "ADD": True}, "bf16"),
+    (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096}, "bf16"),
     *(
         (gated_mul._gated_mul_kernel, {"SIZE": 14336, "BLOCK": 1024, "IS_GELU": is_gelu}, "bf16")
         for is_gelu in (False, True)
     ),
-    (norm_rope._norm_rope_kernel, _ROPE, "bf16"),
+    (norm_rope._norm_rope_kernel, {**_ROPE, "squares_ptr": None}, "bf16"),
     (norm_rope._norm_rope_kernel, _HALF_ROPE, "bf16"),
     *(
         (
@@ -299,7 +294,6 @@ OTHERS: list[tuple[Any, dict[str, Any], str]] = [
             "HEAD_DIM": 128,
             "BLOCK_D": 128,
             "PARTIALS": paged_attention.REDUCED_AT_ONCE,
-            "HAS_SINKS": True,
         },
         "bf16",
     ),
@@ -312,7 +306,6 @@ OTHERS: list[tuple[Any, dict[str, Any], str]] = [
             "HEAD_DIM": 512,
             "BLOCK_D": 512,
             "PARTIALS": latent_attention.REDUCED_AT_ONCE,
-            "HAS_SINKS": False,
             "sinks_ptr": None,
         },
         "bf16",
@@ -337,7 +330,8 @@ OTHERS: list[tuple[Any, dict[str, Any], str]] = [
             "HEAD_DIM": 64,
             "ROPE_DIM": 64,
             "BLOCK": 32,
-            "HAS_NORM": False,
+            "norm_ptr": None,
+            "squares_ptr": None,
         },
         "bf16",
     ),

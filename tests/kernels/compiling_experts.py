@@ -67,7 +67,6 @@ def check_products(
         "INNER": inner,
         "ROWS": rows,
         "WIDTH": WIDTH,
-        "HAS_BIAS": is_gpt_oss,
         "MXFP4": is_gpt_oss,
         "FORMAT": None,
     }
@@ -102,7 +101,6 @@ _BY_GROUPS = {  # of DeepSeek-V3
     "CHOSEN": 8,
     "SIGMOID": True,
     "NORMALIZED": True,
-    "HAS_BIAS": True,
 }
 
 

@@ -24,7 +24,7 @@ class Format(NamedTuple):
     has_zeros: bool = False
 
     def constants(self) -> dict[str, Any]:
-        return {"FORMAT": TileFormat.of(self.kind, self.group or None, has_zeros=self.has_zeros)}
+        return {"FORMAT": TileFormat.of(self.kind, self.group or None)}
 
 
 FORMATS = {
@@ -51,7 +51,6 @@ def compile_product(format: Format, num_rows: int, arch: int, *, is_split: bool 
         "ROWS": rows,
         "WIDTH": width,
         "BAND": BAND,
-        "HAS_BIAS": False,
         "IS_SPLIT": is_split,
         "bias_ptr": None,
     }
@@ -98,7 +97,6 @@ def check_adding(assembler: Assembler, arch: int) -> None:
         "bias_ptr": None,
         "SPLITS": packed_linear.MOST_SPLITS,
         "BLOCK": packed_linear._BLOCK,
-        "HAS_BIAS": False,
     }
     types = {"partial_ptr": "*fp32", "out_ptr": "*bf16"}
     types |= dict.fromkeys(("num_values", "num_splits", "num_out"), "i32")

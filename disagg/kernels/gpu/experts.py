@@ -151,7 +151,6 @@ def _gate_up_kernel(
     WIDTH: tl.constexpr,
     MXFP4: tl.constexpr,
     FORMAT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
 ):
     expert, first, end = _own_rows(starts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, ROWS)
@@ -167,7 +166,7 @@ def _gate_up_kernel(
             x_ptr + tokens[:, None] * HIDDEN, is_row, matrix_ptr, scales_ptr, zeros_ptr,
             expert, own, column < INNER, NUM_EXPERTS, 2 * INNER, HIDDEN, ROWS, WIDTH, MXFP4, FORMAT,
         )  # fmt: skip
-        if HAS_BIAS:
+        if bias_ptr is not None:
             bias_ptrs = bias_ptr + expert * (2 * INNER) + own
             acc += tl.load(bias_ptrs, mask=column < INNER, other=0.0).to(tl.float32)[None, :]
         gate, up = tl.split(tl.reshape(acc, [ROWS, WIDTH // 2, 2]))
@@ -205,7 +204,6 @@ def _down_kernel(
     WIDTH: tl.constexpr,
     MXFP4: tl.constexpr,
     FORMAT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
     expert, first, end = _own_rows(starts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, ROWS)
     if first < end:
@@ -217,7 +215,7 @@ def _down_kernel(
             zeros_ptr, expert, column, column < HIDDEN, NUM_EXPERTS, HIDDEN, INNER, ROWS, WIDTH,
             MXFP4, FORMAT,
         )  # fmt: skip
-        if HAS_BIAS:
+        if bias_ptr is not None:
             bias_ptrs = bias_ptr + expert * HIDDEN + column
             acc += tl.load(bias_ptrs, mask=column < HIDDEN, other=0.0).to(tl.float32)[None, :]
         pairs = tl.load(order_ptr + rows, mask=is_row, other=0)
@@ -276,7 +274,7 @@ def _matrix(stored: Tensor | PackedMatrix, major: int) -> _Matrix:
         return _Matrix((stored.units, exponents, None), None, True, max_rows(True, major), None)
     pieces = stored.units, stored.scales, stored.zeros
     most = packed_max_rows(stored.kind, stored.group, major)
-    return _Matrix(pieces, TileFormat.of_matrix(stored), False, most, stored.order)
+    return _Matrix(pieces, TileFormat.of(stored.kind, stored.group), False, most, stored.order)
 
 
 class TritonExperts:
@@ -359,7 +357,6 @@ class TritonExperts:
             experts.limit or 0.0,
             experts.alpha,
             NUM_CHOSEN=experts.num_chosen,
-            HAS_BIAS=experts.gate_up_bias is not None,
             CLAMPED=experts.limit is not None,
             **sizes,
             **self._gate_up.constants,
@@ -374,7 +371,6 @@ class TritonExperts:
             experts.down_bias,
             weights,
             out,
-            HAS_BIAS=experts.down_bias is not None,
             **sizes,
             **self._down.constants,
             **launch_options(rows, is_packed=self._down.format is not None),

@@ -117,7 +117,6 @@ def _latent_attention_kernel(
     BLOCK_ROPE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
 ):
     # The groups of a piece stand side by side, so that they find its latents in the cache.
     group, piece = tl.program_id(0), tl.program_id(1)
@@ -154,7 +153,7 @@ def _latent_attention_kernel(
     total = tl.zeros([ROWS], dtype=tl.float32)
     peak = tl.zeros([ROWS], dtype=tl.float32) + _NOTHING_SEEN
     table_row = sequence.to(tl.int64)
-    if HAS_ROWS:
+    if table_rows_ptr is not None:
         table_row = tl.load(table_rows_ptr + sequence)
     table_ptr = tables_ptr + table_row * table_stride
     for start in range(first_key, full_end, TILE):
@@ -272,7 +271,6 @@ def _run(
         BLOCK_ROPE=max(16, next_power_of_2(rope)),
         TILE=key_tile(kv_cache.values.shape[4], max_tile),
         BLOCK_SIZE=kv_cache.values.shape[4],
-        HAS_ROWS=batch.table_rows is not None,
         **launch_options(launch.rows),
     )
     sizes = {

@@ -24,8 +24,6 @@ def _norm_rope_kernel(
     ROPE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_SQUARES: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = ROPE_DIM // 2
@@ -34,7 +32,7 @@ def _norm_rope_kernel(
     start = heads_ptr + token * token_stride + head * HEAD_STRIDE
     left = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(start + half + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if norm_ptr is not None:
         square = tl.sum(left * left, axis=0) + tl.sum(right * right, axis=0)
         weight = norm_ptr + head * HEAD_DIM
         if ROPE_DIM < HEAD_DIM:
@@ -43,7 +41,7 @@ def _norm_rope_kernel(
             rest = tl.load(start + behind, mask=is_rest, other=0.0).to(tl.float32)
             square += tl.sum(rest * rest, axis=0)
         mean_square = square / HEAD_DIM
-        if HAS_SQUARES:
+        if squares_ptr is not None:
             mean_square = tl.load(squares_ptr + token * tl.num_programs(1) + head)
         inverse = tl.rsqrt(mean_square + eps)
         left *= inverse * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
@@ -84,8 +82,8 @@ def norm_rope_(
         _norm_rope(
             (num_tokens, num_heads),
             heads,
-            rope_rows if norm is None else norm,
-            rope_rows if mean_squares is None else mean_squares,
+            norm,
+            mean_squares,
             rope_rows,
             eps,
             heads.stride(0),
@@ -94,7 +92,5 @@ def norm_rope_(
             ROPE_DIM=rope_dim,
             BLOCK=next_power_of_2(rope_dim // 2),
             REST_BLOCK=next_power_of_2(max(1, head_dim - rope_dim)),
-            HAS_NORM=norm is not None,
-            HAS_SQUARES=mean_squares is not None,
             num_warps=1,
         )

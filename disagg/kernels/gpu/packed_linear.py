@@ -45,7 +45,6 @@ def _packed_linear_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BAND: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
     """Compute one tile of x W^T, over all columns or over `num_own_chunks` chunks of them.
@@ -69,7 +68,7 @@ def _packed_linear_kernel(
         x_ptrs, (rows < num_rows)[:, None], units_ptr, scales_ptr, zeros_ptr, own,
         num_out, num_in, num_chunks, first, end, FORMAT, ROWS, WIDTH,
     )  # fmt: skip
-    if HAS_BIAS:
+    if bias_ptr is not None:
         acc += tl.load(bias_ptr + own).to(tl.float32)[:, None]
     if IS_SPLIT:
         out_ptr += split.to(tl.int64) * num_rows * num_out
@@ -88,7 +87,6 @@ def _add_splits_kernel(
     num_out,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
     """Add up `num_splits` partial results of `num_values` values, and the bias.
 
@@ -99,7 +97,7 @@ def _add_splits_kernel(
     mask = (splits < num_splits)[:, None] & (places < num_values)[None, :]
     partial_ptrs = partial_ptr + splits.to(tl.int64)[:, None] * num_values + places[None, :]
     total = tl.sum(tl.load(partial_ptrs, mask=mask, other=0.0), axis=0)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + places % num_out, mask=places < num_values, other=0.0)
         total += bias.to(tl.float32)
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=places < num_values)
@@ -142,14 +140,15 @@ class PackedProduct:
         self.weight, self.bias = weight, bias
         self._num_programs = num_programs
         self._max_rows = max_rows(weight.kind, weight.group, major)
-        self._format = TileFormat.of_matrix(weight)
+        self._format = TileFormat.of(weight.kind, weight.group)
         self._num_chunks = weight.units.shape[1] // self._format.part
 
     @property
     def variant(self) -> tuple[object, ...]:
         """The properties that determine, together with the number of rows, the needed programs."""
         weight = self.weight
-        return self._format, weight.scales.dtype, self.bias is None, *weight.shape
+        absent = weight.zeros is None, self.bias is None
+        return self._format, weight.scales.dtype, *absent, *weight.shape
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compile the programs for all numbers of rows of `x`, which is of `dtype`."""
@@ -191,7 +190,6 @@ class PackedProduct:
             ROWS=rows,
             WIDTH=width,
             BAND=BAND,
-            HAS_BIAS=bias is not None,
             IS_SPLIT=splits > 1,
             **launch_options(rows),
         )
@@ -206,7 +204,6 @@ class PackedProduct:
                 num_out,
                 SPLITS=MOST_SPLITS,
                 BLOCK=_BLOCK,
-                HAS_BIAS=self.bias is not None,
                 num_warps=4,
             )
         return out

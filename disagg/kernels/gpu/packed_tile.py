@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.packed_sizes import BITS, Kind, part_size
 
 MAX_ROWS = 128  # on GPUs where groups of warps multiply: H100 and B200, by major capability
@@ -57,17 +56,12 @@ class TileFormat:
     part: int
     group: int
     together: int
-    has_zeros: bool
 
     @classmethod
-    def of(cls, kind: Kind, group: int | None, *, has_zeros: bool) -> TileFormat:
+    def of(cls, kind: Kind, group: int | None) -> TileFormat:
         part, num_parts = part_size(kind, group), 16 // BITS[kind]
         together = min(group // part, num_parts) if group else num_parts
-        return cls(BITS[kind], kind == "fp8", part, group or 0, together, has_zeros)
-
-    @classmethod
-    def of_matrix(cls, weight: PackedMatrix) -> TileFormat:
-        return cls.of(weight.kind, weight.group, has_zeros=weight.zeros is not None)
+        return cls(BITS[kind], kind == "fp8", part, group or 0, together)
 
 
 @triton.jit
@@ -139,14 +133,13 @@ def packed_tile(
     PART: tl.constexpr = FORMAT.part
     GROUP: tl.constexpr = FORMAT.group
     TOGETHER: tl.constexpr = FORMAT.together
-    HAS_ZEROS: tl.constexpr = FORMAT.has_zeros
     PARTS: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = PARTS * PART
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
     depth = tl.arange(0, PART)
     unit_ptrs = units_ptr + own.to(tl.int64)[:, None] * (num_chunks * PART) + depth[None, :]
     acc = tl.zeros([WIDTH, ROWS], dtype=tl.float32)
-    if HAS_ZEROS and GROUP == 0:
+    if (zeros_ptr is not None) and GROUP == 0:
         base = base_of(tl.load(zeros_ptr + own), BITS, DTYPE)[:, None]
     for chunk in range(first_chunk, end_chunk):
         units = tl.load(unit_ptrs + chunk * PART)
@@ -156,7 +149,7 @@ def packed_tile(
                 group = (chunk * CHUNK + begin * PART) // GROUP
                 places = tl.minimum(group, (num_in - 1) // GROUP) * num_out + own
                 scale = tl.load(scales_ptr + places).to(tl.float32)
-                if HAS_ZEROS:
+                if zeros_ptr is not None:
                     base = base_of(tl.load(zeros_ptr + places), BITS, DTYPE)[:, None]
                 sums = tl.zeros([WIDTH, ROWS], dtype=tl.float32)
             else:
@@ -165,7 +158,7 @@ def packed_tile(
                 at = (chunk * CHUNK + part * PART + depth)[None, :]
                 x = tl.load(x_ptrs + at, mask=is_row & (at < num_in), other=0.0)
                 w = numbers_of(units, part, BITS, FORMAT.is_float, DTYPE)
-                if HAS_ZEROS:
+                if zeros_ptr is not None:
                     w -= base
                 elif BITS == 4:
                     w -= 136.0 if tl.bfloat16 == DTYPE else 1032.0

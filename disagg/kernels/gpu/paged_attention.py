@@ -75,8 +75,6 @@ def _paged_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     CAP: tl.constexpr,
 ):
     piece, head = tl.program_id(0), tl.program_id(1)
@@ -126,11 +124,11 @@ def _paged_attention_kernel(
 
     total = tl.zeros([ROWS], dtype=tl.float32)
     peak = tl.zeros([ROWS], dtype=tl.float32) + _NOTHING_SEEN
-    if HAS_SINKS and partial < 0:  # otherwise the reduction adds the sink once
+    if (sinks_ptr is not None) and partial < 0:  # otherwise the reduction adds the sink once
         peak = tl.load(sinks_ptr + head * GROUP + row % GROUP) * _LOG2_E
         total += 1.0
     table_row = sequence.to(tl.int64)
-    if HAS_ROWS:
+    if table_rows_ptr is not None:
         table_row = tl.load(table_rows_ptr + sequence)
     table_ptr = tables_ptr + table_row * table_stride
     page_ptr = pages_ptr + head * (HEAD_PAGES * PAGE_STRIDE)
@@ -192,7 +190,6 @@ def _reduce_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTIALS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
 ):
     """Merge the partial softmaxes of queries and heads, PARTIALS at a time and first to last.
 
@@ -211,7 +208,7 @@ def _reduce_kernel(
             acc = tl.zeros([BLOCK_D], dtype=tl.float32)
             total = 0.0
             peak = _NOTHING_SEEN
-            if HAS_SINKS:
+            if sinks_ptr is not None:
                 total = 1.0
                 peak = tl.load(sinks_ptr + head * GROUP + row % GROUP) * _LOG2_E
             for first in range(0, num_partials, PARTIALS):
@@ -357,8 +354,6 @@ def _run(
         PARTS=parts,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
-        HAS_ROWS=batch.table_rows is not None,
-        HAS_SINKS=sinks is not None,
         CAP=cap,
         **launch_options(launch.rows, num_units * units.element_size()),
         **sizes,
@@ -388,7 +383,6 @@ def reduce_partials(
         out,
         sinks,
         launch.num_merged_rows,
-        HAS_SINKS=sinks is not None,
         num_warps=4,
         **sizes,
     )

@@ -22,13 +22,12 @@ def _rms_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * SIZE
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     x = tl.load(x_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
+    if residual_ptr is not None:
         x += tl.load(residual_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row + columns, rounded, mask=inside)
@@ -63,14 +62,13 @@ def _launch(
         _rms_norm(
             (num_rows,),
             x,
-            x if residual is None else residual,
+            residual,
             weight,
             total,
             normed,
             eps,
             SIZE=size,
             BLOCK=block,
-            ADD=residual is not None,
             num_warps=min(max(block // 512, 1), 16),
         )
     return total, normed

@@ -86,7 +86,6 @@ def _route_groups_kernel(
     CHOSEN: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     groups, members, places = tl.arange(0, GROUPS), tl.arange(0, MEMBERS), tl.arange(0, CHOSEN)
@@ -102,7 +101,7 @@ def _route_groups_kernel(
         scores = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
         scores = scores / tl.sum(tl.sum(scores, axis=1), axis=0)
     ranked = scores
-    if HAS_BIAS:
+    if bias_ptr is not None:
         ranked += tl.load(bias_ptr + experts, mask=inside, other=0.0)
     ranked = tl.where(inside, ranked, float("-inf"))
     if NUM_GROUPS > 1:
@@ -175,7 +174,6 @@ def choose_grouped(
             CHOSEN=next_power_of_2(num_chosen),
             SIGMOID=grouping.is_sigmoid,
             NORMALIZED=is_normalized,
-            HAS_BIAS=bias is not None,
             num_warps=1,
         )
     return weights, chosen
