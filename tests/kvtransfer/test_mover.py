@@ -330,23 +330,16 @@ def test_a_late_pull_is_not_accepted_and_its_transfer_not_let_go() -> None:
     assert reading.ended and reading.released
 
 
-def test_a_replaced_peer_is_forgotten_after_its_last_pull() -> None:
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_peer_that_has_left_is_forgotten_after_its_last_pull(is_replaced: bool) -> None:
     bench = Bench(FaultyWire(never, slowness=30))
     bench.pull([1], [1])
-    successor = Memory("source", epoch=2).peer(agent=b"source#2")
-    bench.jobs.put(Connect((successor,), (bench.peer,)))  # `forget` looks for pulls under way
+    gone = bench.book.forget_peer("source")
+    successors = (Memory("source", epoch=2).peer(agent=b"source#2"),) if is_replaced else ()
+    bench.jobs.put(Connect(successors, gone))  # `forget` looks for pulls under way
     (ended,) = bench.run()
     assert isinstance(ended, PullEnded) and ended.error is None
-    assert bench.wire.connected == {"source#1": 0, "source#2": 1}
-
-
-def test_a_peer_that_has_left_is_forgotten_after_its_last_pull() -> None:
-    bench = Bench(FaultyWire(never, slowness=20))
-    bench.pull([1], [1])
-    bench.jobs.put(Connect((), bench.book.forget_peer("source")))
-    (ended,) = bench.run()
-    assert isinstance(ended, PullEnded) and ended.error is None
-    assert bench.wire.connected == {"source#1": 0}
+    assert bench.wire.connected == {"source#1": 0} | ({"source#2": 1} if is_replaced else {})
 
 
 def test_blocks_are_not_written_before_their_earlier_content_is_saved() -> None:

@@ -71,19 +71,6 @@ def test_a_ticket_names_the_blocks_of_all_tokens_but_the_new_one(num_tokens: int
     assert (ticket.source_id, ticket.epoch, ticket.layout) == ("prefill", 7, "fake:4")
 
 
-def test_a_release_gives_the_blocks_back_once() -> None:
-    rig = ExportRig()
-    ticket, other = rig.leave(9), rig.leave(9, first=50)
-    for _ in range(2):  # notifications may be doubled
-        rig.kv_export.release(ticket.ticket_id)
-        rig.kv_export.advance(1.0)
-        rig.check()
-    assert rig.num_held == len(other.block_ids) and rig.kv_export.num_holds == 1
-    rig.kv_export.release("never issued")
-    rig.kv_export.advance(1.0)
-    rig.check()
-
-
 def test_a_hold_ends_by_itself() -> None:
     rig = ExportRig()
     rig.leave(9, now=10.0)
@@ -317,10 +304,10 @@ class Holds(RuleBasedStateMachine):
         request = prefix_request_of(self.cached)
         self.rig.kv_export.prefix_ticket(f"t{self.num_tickets}", request, self.now)
 
-    @precondition(lambda self: self.num_tickets > 0)
     @rule(which=st.integers(0, 1 << 16))
     def release(self, which: int) -> None:
-        self.rig.kv_export.release(f"t{1 + which % self.num_tickets}")
+        """Notifications may be doubled, or of a ticket that was never issued."""
+        self.rig.kv_export.release(f"t{1 + which % (1 + self.num_tickets)}")
 
     @rule(seconds=st.floats(0.0, 30.0))
     def wait(self, seconds: float) -> None:
