@@ -1,4 +1,6 @@
-"""Anthropic's `/v1/messages`: reads requests strictly and converts them to chat requests."""
+"""Anthropic's `/v1/messages`: reads requests strictly, converts them to chat requests, and writes
+responses, events of streams and errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The table of served APIs: for each, the functions that read requests and write answers."""
+"""The table of served APIs: for each, the functions that read requests and write answers.
+
+Also `/openapi.json`, which describes their requests.
+"""
 
 from __future__ import annotations
 

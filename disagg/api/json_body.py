@@ -2,6 +2,7 @@
 
 The values of a body are counted before it is parsed: five million empty lists are 15 MB of text but
 half a gigabyte of objects, and no other thread runs for seconds while the parser creates them.
+Work on large bodies runs in threads, because the event loop writes all streams of this process.
 """
 
 from __future__ import annotations

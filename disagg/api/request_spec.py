@@ -23,7 +23,12 @@ Milliseconds: TypeAlias = Annotated[float, Meta(gt=0.0, le=1e9)] | Literal["none
 
 
 class RequestSlo(NamedTuple):
-    """TTFT and TPOT SLO in seconds. 0: not set by the request; inf: no SLO."""
+    """TTFT and TPOT SLO in seconds. 0: not set by the request; inf: no SLO.
+
+    A client sets them with the headers `x-slo-ttft-ms` and `x-slo-tpot-ms`, or with `slo_ttft_ms`
+    and `slo_tpot_ms` in the body, which take precedence. "none" marks batch work: the request has
+    no such SLO, and never goes before requests that have one.
+    """
 
     ttft_s: float = 0.0
     tpot_s: float = 0.0

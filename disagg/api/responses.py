@@ -1,4 +1,8 @@
-"""OpenAI's `/v1/responses`: reads requests strictly and converts them to chat requests.
+"""OpenAI's `/v1/responses`: reads requests strictly, converts them to chat requests, and writes
+responses and the events of streams.
+
+A response is a list of items: reasoning, messages with text, and one item per function call. In a
+stream every event has a number, and each item is complete before the next one is added.
 
 Nothing is stored between requests: the client sends the whole conversation each time.
 """

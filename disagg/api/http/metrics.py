@@ -5,7 +5,8 @@ Each is a row of `TABLE`. `ApiMetrics.of` returns a series, to which the caller 
     metrics.of("request_success", model, "stop").inc()
 
 Latencies also have the names of OpenTelemetry's GenAI conventions, with exemplars: traces of
-requests that took so long. The buckets are those of these conventions.
+requests that took so long. The buckets are those of these conventions. `RequestTimer` observes one
+request.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     └── chat MODEL                  parent of what ingress and workers do for the answer
 
 All attributes of requests are made here. Prompts and answers are among them only if the server
-was told to capture them.
+was told to capture them (`telemetry.captures_content`), in the JSON of OpenTelemetry's GenAI
+conventions.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 Unknown fields are ignored because clients send extra ones. Unsupported fields that would change the
 answer are refused by name. Everything that can be refused without a tokenizer is refused here, with
 the name of the field and without side effects.
+
+`tools` are passed to the chat template. With `tool_choice` "auto" the model decides whether to call
+a function, in the format of its template. If a call is required, a grammar restricts the answer to
+JSON: a list of calls, or the arguments of the named function. Whether a model can reason, and with
+which fields, is read from its chat template.
 """
 
 from __future__ import annotations
