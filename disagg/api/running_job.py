@@ -323,28 +323,47 @@ class RunningJob:
         return self._batches_of(answers[0]) if len(answers) == 1 else self._side_by_side()
 
     async def _side_by_side(self) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """Run each choice in a task, so that a slow one does not delay the others."""
-        inbox = _Inbox({answer.index for answer in self._answers})
-        tasks = [asyncio.create_task(self._follow(answer, inbox)) for answer in self._answers]
+        """Run each choice in a task, so that a slow one does not delay the others.
+
+        An error of a choice is raised after the pieces before it.
+        """
+        merged: dict[int, ChoiceDelta] = {}  # the pieces since the last batch
+        silent = {answer.index for answer in self._answers}  # choices that have not begun
+        failures: list[Exception] = []
+        has_some = asyncio.Event()
+
+        async def follow(answer: Answer) -> None:
+            try:
+                async with aclosing(self._batches_of(answer)) as batches:
+                    async for (piece,) in batches:
+                        if piece.index in merged:
+                            merged[piece.index].extend(piece)
+                        else:
+                            merged[piece.index] = piece
+                        silent.discard(piece.index)
+                        if not silent:
+                            has_some.set()
+            except Exception as error:  # the client must get an end after any error
+                failures.append(error)
+                has_some.set()
+
+        tasks = [asyncio.create_task(follow(answer)) for answer in self._answers]
         num_open = len(tasks)
         try:
             while num_open:
-                batch = await inbox.take()
+                await has_some.wait()
+                batch = list(merged.values())
+                merged.clear()
+                if failures and (silent or not batch):
+                    raise failures[0]
+                if not failures:  # otherwise the error follows these pieces
+                    has_some.clear()
                 num_open -= sum(piece.finish_reason is not None for piece in batch)
                 yield batch
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _follow(self, answer: Answer, inbox: _Inbox) -> None:
-        """Feed the inbox until this choice has ended, successfully or not."""
-        try:
-            async with aclosing(self._batches_of(answer)) as batches:
-                async for (piece,) in batches:
-                    inbox.put(piece)
-        except Exception as error:  # the client must get an end after any error
-            inbox.put(error)
 
     async def _batches_of(self, answer: Answer) -> AsyncGenerator[list[ChoiceDelta], None]:
         """The pieces of one choice up to its end. A stop string closes the source early."""
@@ -466,45 +485,3 @@ class BlockFrames(Frames):
     @abstractmethod
     def _end(self) -> bytes:
         """The events at the end of the open block, if there is one."""
-
-
-class _Inbox:
-    """Collects the pieces of several choices for one reader."""
-
-    def __init__(self, choices: set[int]) -> None:
-        self._silent = choices  # indices of choices that have neither begun nor failed
-        self._arrived: list[ChoiceDelta | Exception] = []
-        self._has_some = asyncio.Event()
-
-    def put(self, item: ChoiceDelta | Exception) -> None:
-        if isinstance(item, Exception):
-            if self._silent:
-                self._arrived.clear()
-                self._silent.clear()
-        elif self._silent:
-            self._silent.discard(item.index)
-        self._arrived.append(item)
-        if not self._silent:
-            self._has_some.set()
-
-    async def take(self) -> list[ChoiceDelta]:
-        """The pieces since the last call, at most one per choice.
-
-        Raises the error of a choice after the pieces before it were returned.
-        """
-        await self._has_some.wait()
-        merged: dict[int, ChoiceDelta] = {}
-        arrived, self._arrived = self._arrived, []
-        self._has_some.clear()
-        for position, item in enumerate(arrived):
-            if isinstance(item, Exception):
-                if not merged:
-                    raise item
-                self._arrived = arrived[position:]
-                self._has_some.set()
-                break
-            if item.index in merged:
-                merged[item.index].extend(item)
-            else:
-                merged[item.index] = item
-        return list(merged.values())
