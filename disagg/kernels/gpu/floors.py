@@ -198,62 +198,25 @@ def _floors_kernel(
         low, top = tl.load(bounds_ptr + row * 3), tl.load(bounds_ptr + row * 3 + 1)
         num_chosen = tl.load(bounds_ptr + row * 3 + 2)
         peak = _value(top)
+        seen = (logits, chosen, num_chosen, vocab_size, temperature, peak)
         if top_k < vocab_size:
-            low = _divide(
-                logits,
-                chosen,
-                num_chosen,
-                vocab_size,
-                temperature,
-                peak,
-                low,
-                top,
-                top_k,
-                False,
-                TILE,
-            )
+            low = _divide(seen, low, top, top_k, False, TILE)
         if top_p < 1.0:
             total = tl.load(totals_ptr + row) * _ONE
             if (top_k < vocab_size) | (reach < float("inf")):
                 bounds = low + tl.zeros((_WAYS,), tl.int64)
-                found = _look(
-                    logits, chosen, num_chosen, vocab_size, temperature, peak, bounds, True, TILE
-                )
+                found = _look(seen, bounds, True, TILE)
                 total = tl.max(found, axis=0).to(tl.float64)
             # The twin in `kernels.torch.sampling` has top_p in float32.
             needed = tl.ceil(top_p.to(tl.float32).to(tl.float64) * total).to(tl.int64)
             needed = tl.maximum(needed, 1)
-            low = _divide(
-                logits,
-                chosen,
-                num_chosen,
-                vocab_size,
-                temperature,
-                peak,
-                low,
-                top,
-                needed,
-                True,
-                TILE,
-            )
+            low = _divide(seen, low, top, needed, True, TILE)
         floor = _value(low)
     tl.store(floors_ptr + row, floor)
 
 
 @triton.jit
-def _divide(
-    logits,
-    chosen,
-    num_chosen,
-    vocab_size,
-    temperature,
-    peak,
-    low,
-    top,
-    needed,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _divide(seen, low, top, needed, BY_MASS: tl.constexpr, TILE: tl.constexpr):
     """The largest key up to `top` at or above which enough lies; `low` if there is none.
 
     "Enough" is a number of tokens, or a sum of probabilities.
@@ -263,28 +226,21 @@ def _divide(
     while high - low > 1:
         step = (high - low + _WAYS - 1) // _WAYS
         bounds = low + ways * step
-        found = _look(
-            logits, chosen, num_chosen, vocab_size, temperature, peak, bounds, BY_MASS, TILE
-        )
+        found = _look(seen, bounds, BY_MASS, TILE)
         low += step * tl.sum(((found >= needed) & (ways > 0)).to(tl.int64), axis=0)
         high = tl.minimum(high, low + step)
     return low
 
 
 @triton.jit
-def _look(
-    logits,
-    chosen,
-    num_chosen,
-    vocab_size,
-    temperature,
-    peak,
-    bounds,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _look(seen, bounds, BY_MASS: tl.constexpr, TILE: tl.constexpr):
     """int64 [_WAYS]: for each bound, the number of tokens in the chosen groups whose keys are at
-    least the bound, or the sum of their probabilities as integers."""
+    least the bound, or the sum of their probabilities as integers.
+
+    seen: a row's logits, its chosen groups and their number, the vocabulary size, its temperature
+    and its largest scaled logit.
+    """
+    logits, chosen, num_chosen, vocab_size, temperature, peak = seen
     found = tl.zeros((_WAYS,), tl.int64)
     base = tl.where(peak > float("-inf"), peak, 0.0)
     places = tl.arange(0, TILE * _GROUP)
