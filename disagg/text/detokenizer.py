@@ -76,51 +76,10 @@ class TextStream:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
 
-class StopStrings:
-    """Cuts a growing text at the first complete stop string.
-
-    If several end at the same character, the longest one counts.
-    """
-
-    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = tuple(stops)
-        self._include = include
-        self._held = ""
-        self.found: str | None = None
-
-    def push(self, text: str) -> str:
-        """The text that can be shown now. After a match, `found` is set and no text follows."""
-        self._held += text
-        matches = [
-            (start + len(stop), start, stop)
-            for stop in self._stops
-            if (start := self._held.find(stop)) >= 0
-        ]
-        if matches:
-            end, start, self.found = min(matches)
-            shown = self._held[: end if self._include else start]
-            self._held = ""
-            return shown
-        num_shown = len(self._held) - self._num_held()
-        shown, self._held = self._held[:num_shown], self._held[num_shown:]
-        return shown
-
-    def flush(self) -> str:
-        shown, self._held = self._held, ""
-        return shown
-
-    def _num_held(self) -> int:
-        """Length of the longest suffix of the text that is a prefix of a stop string."""
-        longest = max(len(stop) for stop in self._stops) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            end = self._held[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
-
-
 class Detokenizer:
-    """The text of one answer: `TextStream` followed by `StopStrings`.
+    """The text of one answer, up to a stop string.
+
+    If several stop strings end at the same character, the longest one counts.
 
     Args:
         kept: control tokens that are kept as text although others are skipped.
@@ -138,8 +97,11 @@ class Detokenizer:
         num_unchecked: int = 0,
     ) -> None:
         self._text = TextStream(tokenizer, skip_special_tokens=skip_special_tokens, kept=kept)
-        self._stops = StopStrings(stops, include=include_stop) if stops else None
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._include_stop = include_stop
         self._num_unchecked = num_unchecked
+        self._held = ""  # text that may be the beginning of a stop string
         self.num_tokens = 0
         self.num_chars = 0  # length of the text so far, including text that is held back
         self.found: str | None = None  # the stop string that ended the text
@@ -161,13 +123,32 @@ class Detokenizer:
         return text
 
     def until_stop(self, text: str) -> str:
-        """The part of the next text that can be shown. It may set `found`."""
-        if self._stops is None or self.num_tokens <= self._num_unchecked:
+        """The part of the next text that can be shown. After a match, `found` is set and no text
+        follows."""
+        if not self._stops or self.num_tokens <= self._num_unchecked:
             return text
-        shown = self._stops.push(text)
-        self.found = self._stops.found
-        return shown
+        text = self._held + text
+        matches = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop)) >= 0
+        ]
+        if matches:
+            end, start, self.found = min(matches)
+            self._held = ""
+            return text[: end if self._include_stop else start]
+        num_shown = len(text) - self._num_held(text)
+        self._held = text[num_shown:]
+        return text[:num_shown]
 
     def held(self) -> str:
         """The text that was held back, at the end of the answer."""
-        return self._stops.flush() if self._stops is not None else ""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest suffix of `text` that begins a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 
-from disagg.text.detokenizer import Detokenizer, StopStrings, TextStream
+from disagg.text.detokenizer import Detokenizer, TextStream
 from disagg.text.tokenizer import Tokenizer
 from tests.api.fakes import END, TOKENIZER, byte_fallback_core
 
@@ -134,15 +134,15 @@ def test_stops_cut_at_the_same_place_however_the_text_arrives(
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    watch = StopStrings(stops, include=include)
+    watch = Detokenizer(TOKENIZER, stops=stops, include_stop=include, num_unchecked=-1)
     out = ""
     for piece in pieces:
-        out += watch.push(piece)
+        out += watch.until_stop(piece)
         assert len(out) <= len(cut_by_definition(text, stops, include))
         if watch.found is not None:
             break
     else:
-        out += watch.flush()
+        out += watch.held()
     assert out == cut_by_definition(text, stops, include)
     assert (watch.found is not None) == any(stop in text for stop in stops)
 
@@ -161,11 +161,11 @@ def test_a_stop_string_anywhere_in_a_text_ends_it(text: str, data: st.DataObject
 
 
 def test_only_text_that_may_begin_a_stop_string_is_held() -> None:
-    watch = StopStrings(["</answer>"])
-    assert watch.push("one <") == "one "
-    assert watch.push("b> two </ans") == "<b> two "
-    assert watch.push("wer") == ""
-    assert watch.push("s") == "</answers"
+    watch = Detokenizer(TOKENIZER, stops=["</answer>"], num_unchecked=-1)
+    assert watch.until_stop("one <") == "one "
+    assert watch.until_stop("b> two </ans") == "<b> two "
+    assert watch.until_stop("wer") == ""
+    assert watch.until_stop("s") == "</answers"
 
 
 def test_minimum_length_shields_the_first_tokens_from_stop_strings() -> None:
