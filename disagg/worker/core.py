@@ -24,8 +24,7 @@ from disagg.time_model import StepTimeFit, TransferTimeModel
 from disagg.worker.kv_export import KVExport
 from disagg.worker.kv_import import KVImport
 from disagg.worker.parts import Parts
-from disagg.worker.phases import record_pull
-from disagg.worker.streams import LinkId, Streams, check_room, is_of_link, sequence_id
+from disagg.worker.streams import LinkId, Streams, check_room, is_of_link, record_pull, sequence_id
 from disagg.worker.tiers import KVOffload
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from disagg.engine.sched.step import TokenEvent
 from disagg.errors import DeadlineExceeded
 from disagg.kvtransfer.transport import PullDone
 from disagg.messages import GenerateRequest, StageTimes, Start
-from disagg.worker.phases import record_pull
-from disagg.worker.streams import Streams
+from disagg.worker.streams import Streams, record_pull
 from tests.worker.plays import Trip, request_of
 from tests.worker.test_streams import TICKET
 

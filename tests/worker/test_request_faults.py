@@ -14,7 +14,7 @@ from disagg.kvtransfer.ticket import issue_ticket
 from disagg.messages import GenerateRequest, Release
 from disagg.worker import kv_export
 from disagg.worker.kv_import import KVImport
-from disagg.worker.phases import Phases
+from disagg.worker.streams import Phases
 from tests.links.fakes import until
 from tests.worker.rig import Rig, rig
 from tests.worker.test_worker import PROMPT, answer_to, make_request, prefilled, tokens
