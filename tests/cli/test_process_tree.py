@@ -142,7 +142,7 @@ def test_children_that_have_ended_are_buried_besides_one() -> None:
 def test_a_standstill_is_told_from_work(
     left_behind: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Times are this test's; the work is the kernel's, without what other tests have left running."""
+    """Times are this test's; the work is the kernel's, without what other tests have left."""
     monkeypatch.setattr(process_tree, "STILL_WORK", 1e-5)
     left_behind.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
     busy = psutil.Process(left_behind[0].pid)
