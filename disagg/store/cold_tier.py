@@ -229,6 +229,8 @@ class StoreThread:
         except Exception as error:  # a bug in a store must not end the worker
             for put in puts:
                 put.error = _sentence(error)
+        for put in puts:
+            put.block = b""  # its memory is free before the job comes back
 
     def _read(self, block: Block) -> bytes:
         read = block if isinstance(block, bytes) else block()

@@ -17,6 +17,7 @@ from disagg.store.cold_tier import (
     STORE_ID,
     ColdStore,
     ColdTier,
+    Put,
     StoreThread,
 )
 from disagg.time_model import TransferTimeModel
@@ -163,6 +164,14 @@ def test_fetches_go_before_puts(new_tier: Opener, gate: Gate) -> None:
     finish(tier, fetch)
     settle(tier)
     assert gate.calls == ["put", "contains", "put"]
+
+
+def test_bytes_that_were_put_are_let_go_before_anybody_looks(gate: Gate) -> None:
+    thread = StoreThread(gate, NBYTES)
+    put = Put(name(0), block(0), 0)
+    thread.put([put])
+    assert thread.close(60.0)
+    assert thread.take_done() == [put] and put.block == b"" and put.error is None
 
 
 def test_known_blocks_are_not_stored_twice(new_tier: Opener, gate: Gate) -> None:
