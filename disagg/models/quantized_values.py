@@ -319,7 +319,8 @@ def _unpacked(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -
     places_of_bits = [bits * place for place in in_order]
     shifts = torch.tensor(places_of_bits, dtype=torch.int32, device=words.device)
     numbers = words.unsqueeze(2).bitwise_right_shift(shifts).bitwise_and_((1 << bits) - 1)
-    return numbers.sub_(1 << (bits - 1)).flatten(1).to(torch.int8)
+    narrow = numbers.flatten(1).to(torch.int8)
+    return narrow.sub_(8) if bits == 4 else narrow.bitwise_xor_(-128)
 
 
 def _table(values: Tensor) -> Tensor:

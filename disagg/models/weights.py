@@ -38,7 +38,7 @@ Progress: TypeAlias = Callable[[int, int], None]  # bytes loaded so far, bytes i
 Matrix: TypeAlias = Any  # a Tensor, or a `PackedMatrix` if `load_weights` keeps it packed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """One decoder layer. Matrices are [out, in]. Fields that a family does not have are None.
 
@@ -47,15 +47,15 @@ class LayerWeights:
     """
 
     qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; latent: [q | q_a, kv_a]
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [head_dim], or of all heads [num_heads * head_dim]
-    k_norm: Tensor | None  # [head_dim], or of all heads [num_kv_heads * head_dim]
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # [head_dim], or of all heads [num_heads * head_dim]
+    k_norm: Tensor | None = None  # [head_dim], or of all heads [num_kv_heads * head_dim]
     output: Matrix  # [hidden, num_heads * head_dim]
-    output_bias: Tensor | None
+    output_bias: Tensor | None = None
     gate_up: Matrix  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None
+    gate_up_bias: Tensor | None = None
     down: Matrix  # [hidden, intermediate]
-    down_bias: Tensor | None
+    down_bias: Tensor | None = None
     input_norm: Tensor | None = None  # [hidden]: before attention
     output_norm: Tensor | None = None  # [hidden]: after attention
     post_norm: Tensor | None = None  # [hidden]: before the MLP
@@ -118,7 +118,7 @@ def load_weights(
     tables = reader.read(outer)
     tables.setdefault("lm_head", tables["embedding"])
     # The reader and its mapped files are freed after the last layer.
-    read_layers = (_layer(reader.read(fields)) for fields in layers)
+    read_layers = (LayerWeights(**reader.read(fields)) for fields in layers)
     return DecoderWeights(layers=read_layers, dtype=dtype, **tables)
 
 
@@ -140,7 +140,7 @@ def random_weights(
     outer, *layers = all_fields(config)
     tables = {field: draw(parts) for field, parts in outer.items()}
     tables.setdefault("lm_head", tables["embedding"])
-    drawn = [_layer({field: draw(its) for field, its in fields.items()}) for fields in layers]
+    drawn = [LayerWeights(**{name: draw(its) for name, its in fields.items()}) for fields in layers]
     return DecoderWeights(layers=drawn, dtype=dtype, **tables)
 
 
@@ -149,11 +149,6 @@ def _in_order(stored: Tensor, part: Part) -> Tensor:
     if not part.is_interleaved:
         return stored
     return stored.view(len(stored), -1, 2, *stored.shape[2:]).transpose(1, 2).reshape(stored.shape)
-
-
-def _layer(fields: Mapping[str, Matrix]) -> LayerWeights:
-    optional = ("qkv_bias", "q_norm", "k_norm", "output_bias", "gate_up_bias", "down_bias")
-    return LayerWeights(**{**dict.fromkeys(optional), **fields})
 
 
 class _Reader:
