@@ -41,6 +41,7 @@ from bench.gpu_models import (
 )
 from bench.gpu_rows import Absent, Row, parser_of, run_part
 from bench.gpu_timeline import device_timeline, host_timeline
+from bench.random_models import random_decoder
 from bench.requests import FAMILIES
 from disagg.capacity.efficiency import DATASHEET
 from disagg.capacity.roofline import Placement
@@ -52,7 +53,7 @@ from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.kernels.dispatch import device_name
 from disagg.messages import SamplingParams, StartStep
-from disagg.models.decoder import Decoder, random_decoder
+from disagg.models.decoder import Decoder
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.weights import Progress
 

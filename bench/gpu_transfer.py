@@ -37,6 +37,7 @@ import torch.multiprocessing
 from bench.gpu_device import Ceilings, eager_seconds, synchronize
 from bench.gpu_models import new_sequence, placement_of, write_shape
 from bench.gpu_rows import Row, parser_of, run_part
+from bench.random_models import random_decoder
 from bench.shapes import model_config
 from disagg.capacity.gpus import LINKS
 from disagg.engine.device.kv_cache import KVCache
@@ -50,7 +51,6 @@ from disagg.kernels.kv_pages import format_of
 from disagg.kvtransfer.slab import Slab, Stamps, first_generation
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.models.decoder import random_decoder
 from disagg.models.description import describe_model
 from disagg.worker.kv_export import KVExport
 from disagg.worker.kv_import import KVImport

@@ -28,12 +28,7 @@ from disagg.models.model_config import ModelConfig, not_compiled
 from disagg.models.rope import RopeConfig
 from disagg.models.rope_tables import rope_tables
 from disagg.models.share import WHOLE, Share
-from disagg.models.weights import (
-    DecoderWeights,
-    Progress,
-    load_weights,
-    random_weights,
-)
+from disagg.models.weights import DecoderWeights, Progress, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -378,13 +373,6 @@ def load_model(
 def scores_of(config: ModelConfig) -> Scores:
     """How attention makes its scores, except with latents."""
     return Scores(config.score_scale, config.score_cap)
-
-
-def random_decoder(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
-) -> Decoder:
-    """Build a decoder with random weights, for measurements that need no checkpoint."""
-    return build_decoder(config, random_weights(config, dtype, device, seed))
 
 
 def _give_back_freed_memory() -> None:

@@ -25,7 +25,6 @@ from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
 from disagg.models.gguf_values import read_values
-from disagg.models.model_config import ModelConfig
 from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.parts import Fields, Part, Range, all_fields, check_weights
 from disagg.models.quantized import QuantizedStored
@@ -120,28 +119,6 @@ def load_weights(
     # The reader and its mapped files are freed after the last layer.
     read_layers = (LayerWeights(**reader.read(fields)) for fields in layers)
     return DecoderWeights(layers=read_layers, dtype=dtype, **tables)
-
-
-def random_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int
-) -> DecoderWeights:
-    """Draw random weights: matrices are normal with deviation 0.02, norms are one."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def draw(parts: list[Part]) -> Tensor:
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        if parts[0].name.endswith(("norm.weight",)):
-            own = torch.float32 if parts[0].is_exact else dtype
-            return torch.ones(shape, dtype=own, device=device)
-        drawn = torch.empty(shape, dtype=torch.float32, device=device)
-        drawn.normal_(0.0, 0.02, generator=generator)
-        return drawn if parts[0].is_exact else drawn.to(dtype)
-
-    outer, *layers = all_fields(config)
-    tables = {field: draw(parts) for field, parts in outer.items()}
-    tables.setdefault("lm_head", tables["embedding"])
-    drawn = [LayerWeights(**{name: draw(its) for name, its in fields.items()}) for fields in layers]
-    return DecoderWeights(layers=drawn, dtype=dtype, **tables)
 
 
 def _in_order(stored: Tensor, part: Part) -> Tensor:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.random_models import random_weights
 from disagg.engine.device import build, step_graphs
 from disagg.engine.device import follower as follower_module
 from disagg.engine.device import runner as runner_module
@@ -35,7 +36,6 @@ from disagg.kernels.kv_pages import KVPages, format_of
 from disagg.models import decoder as decoder_module
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
-from disagg.models.weights import random_weights
 from disagg.rank_messages import RankCapture, RankWork
 from tests.engine.fake_followers import engine_of_ranks
 from tests.engine.workload import new_sequence

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.random_models import random_weights
 from disagg.engine.device import runner as runner_module
 from disagg.engine.device import sampler as sampler_module
 from disagg.engine.device import step_graphs
@@ -32,7 +33,6 @@ from disagg.kernels.kv_pages import FORMATS
 from disagg.messages import SamplingParams
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
-from disagg.models.weights import random_weights
 from disagg.worker.first_steps import first_steps
 from tests.engine.workload import new_sequence
 from tests.models.paging import SMALL, SMALL_LATENT

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.random_models import random_weights
 from disagg.kernels.cpu import linear as linear_module
 from disagg.kernels.cpu import step as cpu_step_module
 from disagg.kernels.cpu.library import Found
 from disagg.kernels.dispatch import Quantization
 from disagg.models.decoder import CpuDecoder, build_decoder
 from disagg.models.model_config import ModelConfig
-from disagg.models.weights import DecoderWeights, random_weights
+from disagg.models.weights import DecoderWeights
 from tests.kernels.compiled import can_compile, can_run_step, compiled, steps_here
 from tests.kernels.compiling import Assembler, assembled
 from tests.kernels.step_cases import CPU, NewDecoder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.random_models import random_weights
 from disagg.kernels import reference
 from disagg.kernels.activation import Activation
 from disagg.kernels.gpu.gated_mul import gated_mul
@@ -16,7 +17,6 @@ from disagg.kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.ops import Scores
 from disagg.models.decoder import Decoder
-from disagg.models.weights import random_weights
 from tests.kernels.paged_inputs import LAYER, PagedInputs, copy_of, on_grid, paged_inputs
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.random_models import random_weights
 from disagg.kernels import reference
 from disagg.kernels.gpu import experts as triton_experts
 from disagg.kernels.gpu.experts import TritonExperts
@@ -24,7 +25,6 @@ from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.torch.experts import TorchExperts
 from disagg.models.decoder import Decoder
 from disagg.models.experts_config import ExpertsConfig
-from disagg.models.weights import random_weights
 from tests.kernels.packed_cases import random_mxfp4, random_packed
 from tests.kernels.paged_inputs import LAYER, paged_inputs
 from tests.models.paging import SMALL, Tokens, new_slab, run_step

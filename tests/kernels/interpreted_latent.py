@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.random_models import random_weights
 from disagg.kernels import reference
 from disagg.kernels.gpu.kv_write import kv_write
 from disagg.kernels.gpu.latent_attention import LONG_ROWS, latent_attention
@@ -14,7 +15,6 @@ from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.route import choose_grouped
 from disagg.kernels.grouping import Grouping
 from disagg.models.decoder import Decoder
-from disagg.models.weights import random_weights
 from tests.kernels.paged_inputs import LAYER, copy_of, paged_inputs
 from tests.models.paging import SMALL_LATENT, Tokens, new_slab, run_step
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from bench.random_models import random_weights
 from disagg.kernels import reference
 from disagg.kernels.gpu import packed_tile
 from disagg.kernels.gpu.ops import TritonOps
@@ -20,7 +21,7 @@ from disagg.models.decoder import Decoder
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.packing import LAYER_FIELDS
-from disagg.models.weights import DecoderWeights, LayerWeights, random_weights
+from disagg.models.weights import DecoderWeights, LayerWeights
 from tests.kernels.packed_cases import random_packed
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.random_models import random_weights
 from disagg.kernels.kv_pages import KVPages
 from disagg.models.decoder import CpuDecoder, Decoder
 from disagg.models.model_config import ModelConfig
-from disagg.models.weights import DecoderWeights, random_weights
+from disagg.models.weights import DecoderWeights
 from tests.models.paging import SMALL, Tokens, make_batch, new_slab, run_step
 
 CPU = torch.device("cpu")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.random_models import random_weights
 from disagg.kernels import dispatch
 from disagg.kernels.cpu import library as cpu_library
 from disagg.kernels.cpu import step as cpu_step
@@ -30,7 +31,6 @@ from disagg.kernels.cpu.library import (
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.torch.sampling import TorchSampling
 from disagg.models.decoder import CpuDecoder, build_decoder
-from disagg.models.weights import random_weights
 from tests.models.paging import SMALL, Tokens, make_batch, new_slab
 
 ALL = frozenset(STEP.needed)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.random_models import random_weights
 from disagg.kernels import reference
 from disagg.kernels.cpu.library import AVX2_STEP
 from disagg.kernels.dispatch import Quantization
@@ -17,7 +18,6 @@ from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.kernels.torch.ops import TorchOps
 from disagg.models.decoder import CpuDecoder, Decoder, build_decoder
 from disagg.models.model_config import ModelConfig
-from disagg.models.weights import random_weights
 from tests.kernels.compiled import loaded
 from tests.kernels.step_cases import (
     CASES,

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.random_models import random_weights
 from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.torch.ops import TorchOps
 from disagg.models.decoder import Decoder
 from disagg.models.model_config import ModelConfig
-from disagg.models.weights import DecoderWeights, random_weights
+from disagg.models.weights import DecoderWeights
 from tests.kernels.packed_cases import random_packed
 from tests.kernels.step_cases import (
     CPU,

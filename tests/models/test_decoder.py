@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.random_models import random_decoder
 from disagg.errors import ModelError
 from disagg.models import description, model_config
-from disagg.models.decoder import Decoder, load_model, random_decoder
+from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.families import FAMILIES
 from disagg.models.model_config import ModelConfig

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from bench.random_models import random_weights
 from disagg.errors import ModelError
 from disagg.models.checkpoint import checkpoint_files
 from disagg.models.description import describe_model
@@ -22,7 +23,6 @@ from disagg.models.weights import (
     LayerWeights,
     Progress,
     load_weights,
-    random_weights,
 )
 from tests.models.checkpoints import write_checkpoint
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from bench.random_models import random_decoder
 from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig
 from disagg.engine.device import build, choices, prompt_scores
@@ -26,7 +27,7 @@ from disagg.errors import ModelError, NotEnoughMemory, RequestError, StartupErro
 from disagg.kernels.kv_pages import KVPages
 from disagg.messages import GenerateRequest, SamplingParams, StartStep, TokenLogprobs
 from disagg.models.batch import Batch
-from disagg.models.decoder import Decoder, random_decoder
+from disagg.models.decoder import Decoder
 from disagg.models.description import describe_model
 from disagg.time_model import StepFeatures
 
