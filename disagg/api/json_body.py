@@ -92,27 +92,23 @@ def load_arguments(text: str) -> Any:
 
 
 def _parse(text: str, **options: Any) -> Any:
-    check_cost(text)
-    raw = _loads(text, **options)
-    _check_depth(text, raw)
-    if "\\ud" in text or "\\uD" in text:
-        _refuse_surrogates(raw, "")
-    return raw
-
-
-def _loads(text: str, **options: Any) -> Any:
-    """`json.loads` with garbage collection disabled.
+    """`json.loads` with limits, and with garbage collection disabled.
 
     Collections would find nothing, but take two thirds of the time if there are many lists, and no
     other thread runs meanwhile.
     """
+    check_cost(text)
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return json.loads(text, parse_int=_integer, **options)
+        raw = json.loads(text, parse_int=_integer, **options)
     finally:
         if was_enabled:
             gc.enable()
+    _check_depth(text, raw)
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_surrogates(raw, "")
+    return raw
 
 
 def check_cost(text: str) -> None:
