@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_device import UNCACHED_NBYTES, Ceilings, seconds
+from bench.gpu_device import UNCACHED_NBYTES, Ceilings, near, seconds
 from bench.gpu_packed import FORMATS, random_packed
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels import reference
@@ -203,11 +203,7 @@ class Bench:
     def _difference(self, found: Tensor, x: Tensor, logits: Tensor, matrices: Experts) -> float:
         """Of some tokens, from the reference, as a share of the largest value."""
         few = slice(0, NUM_CHECKED)
-        wanted = reference.mix_experts(x[few], logits[few], matrices).float()
-        difference = float((found[few].float() - wanted).abs().max() / wanted.abs().max())
-        if not difference <= TOLERANCE:
-            raise ArithmeticError(f"differs from its reference by {difference:.2g} of the largest")
-        return difference
+        return near(found[few], reference.mix_experts(x[few], logits[few], matrices), TOLERANCE)
 
     def _random(self, *shape: int) -> Tensor:
         drawn = torch.randn(*shape, generator=self._generator, device=self.device)

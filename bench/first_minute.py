@@ -2,11 +2,10 @@
 
     python -m bench.first_minute [--tiny]
 
-Clones this commit into an empty directory, sets it up, starts `disagg serve`, and streams one
-answer. It does so twice: as `make serve` does it (uv, without the tools of the tests, one compiled
-library), and with pip as before (all tools, all libraries). No cache of downloads is used. `MB`
-is what was received on the network, `installed MB` the size of the environment. With `--tiny` it
-starts and asks in the environment of the bench.
+Clones this commit into an empty directory, sets it up as `make serve` does, starts `disagg serve`,
+and streams one answer. No cache of downloads is used. `MB` is what was received on the network,
+`installed MB` the size of the environment. With `--tiny` it starts and asks in the environment of
+the bench.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ from bench.report import finish, print_table
 from disagg.host import free_port
 
 ROOT = Path(__file__).parent.parent
-PIP = ".venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt"
-WAYS = {
-    "uv": "make --silent .venv/.ready",
-    "pip": f"python3 -m venv .venv && {PIP} torch && {PIP} -e .[dev]",
-}
+INSTALL = ["make", "--silent", ".venv/.ready"]
 
 
 def timed(what: Callable[[], object]) -> float:
@@ -86,25 +81,23 @@ def first_token(url: str) -> None:
     raise RuntimeError("the answer had no token")
 
 
-def measure(way: str, directory: Path) -> dict[str, Any]:
-    """One row; `way` "" starts what is installed here."""
-    row: dict[str, Any] = {"way": way or "here"}
-    python, home = Path(sys.executable), ROOT
-    if way:
-        home = directory / way
+def measure(home: Path | None) -> dict[str, Any]:
+    """One row; `home` None starts what is installed here."""
+    row: dict[str, Any] = {}
+    python = Path(sys.executable)
+    if home is not None:
         python = home / ".venv/bin/python"
         clean = {**os.environ, "UV_NO_CACHE": "1", "PIP_NO_CACHE_DIR": "1"}
         clean.pop("PYTHONPATH", None)
         clone = ["git", "clone", "--quiet", str(ROOT), str(home)]
         row["clone s"] = timed(lambda: subprocess.run(clone, check=True))
         before = received_nbytes()
-        install = ["/bin/bash", "-c", WAYS[way]]
-        row["install s"] = timed(lambda: subprocess.run(install, cwd=home, env=clean, check=True))
+        row["install s"] = timed(lambda: subprocess.run(INSTALL, cwd=home, env=clean, check=True))
         row["MB"] = (received_nbytes() - before) / 1e6
         row["installed MB"] = installed_nbytes(home / ".venv") / 1e6
     with contextlib.ExitStack() as stack:
         began_s = time.perf_counter()
-        url = stack.enter_context(serving(python, home))
+        url = stack.enter_context(serving(python, home or ROOT))
         row["start s"] = time.perf_counter() - began_s
         row["first token s"] = timed(lambda: first_token(url))
     row["total s"] = sum(seconds for name, seconds in row.items() if name.endswith(" s"))
@@ -116,8 +109,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="without the installations")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        ways = [""] if arguments.tiny else list(WAYS)
-        rows = [measure(way, Path(directory)) for way in ways]
+        rows = [measure(None if arguments.tiny else Path(directory) / "clone")]
     print_table(rows)
     finish("first_minute", rows)
 

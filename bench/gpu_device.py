@@ -104,6 +104,19 @@ class Ceilings:
         return self.copy and 2 * nbytes / self.copy
 
 
+def near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> float:
+    """The largest difference, as a share of the largest value.
+
+    Raises:
+        ArithmeticError: it is larger than `tolerance`, or NaN.
+    """
+    wide = wanted.float()
+    difference = float((found.float() - wide).abs().max() / wide.abs().max().clamp(min=1e-6))
+    if not difference <= tolerance:
+        raise ArithmeticError(f"differs from its reference by {difference:.2g} of the largest")
+    return difference
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -8,9 +8,9 @@ scheduling. Decoding sequences join with their KV in place, as on a decode worke
 from one step's results to the next step's. TTFT is the time from submitting a prompt, of which
 nothing is cached, to its first token. Host time and sampling are included.
 
-`floor ms` is the time to read weights and KV once, or to multiply, at the measured ceilings.
-`datasheet ms` is the same at the stated ceilings. `plan ms` is what `disagg plan` predicts, and
-`goal ms` is the goal of docs/notebook/gpu.md.
+`plan ms` is what `disagg plan` predicts. `floor ms` is its roofline at the measured ceilings (to
+read weights and KV once, or to multiply), and `datasheet ms` the same at the stated ones. `goal ms`
+is the goal of docs/notebook/gpu.md.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from msgspec.structs import replace
 
 from bench.gpu_device import synchronize
 from bench.gpu_graphs import COMPARED_OUTPUT, compare_graphs
 from bench.gpu_models import (
-    decode_nbytes,
     join_sequences,
     new_sequence,
     placement_of,
-    prompt_flops,
     write_shape,
 )
 from bench.gpu_rows import Absent, Row, parser_of, run_part
@@ -174,17 +173,14 @@ class Served:
         """
         rounds = [self._decode(num_seqs, context, sampling, of_one) for _ in range(self.num_rounds)]
         best = min(rounds, key=lambda each: float(each["ms"]))
-        read_rate = self.ceilings.get("read_bytes_per_s")
-        floor_s = read_rate and decode_nbytes(self.model, num_seqs, context) / read_rate
         allowed = 1.25 if num_seqs == 1 else 1.15
-        expected = {
-            "floor ms": floor_s and floor_s * 1e3,
-            "over floor": floor_s and best["ms"] / floor_s / 1e3,
-            "goal ms": floor_s and floor_s * allowed * 1e3,
-            **self._predicted(lambda each: each.decode_step_s(num_seqs, context)),
-        }
         spread = max(each["ms"] for each in rounds) / best["ms"]
-        return {**best, "spread": spread, "tokens/s": num_seqs / best["ms"] * 1e3, **expected}
+        return {
+            **best,
+            "spread": spread,
+            "tokens/s": num_seqs / best["ms"] * 1e3,
+            **self._beside(best["ms"], allowed, lambda it: it.decode_step_s(num_seqs, context)),
+        }
 
     def tpot_beside_one(self, num_seqs: int, context: int) -> dict[str, Any]:
         """One of the sequences needs the host for each token. The goal: 0.98 of the step rate."""
@@ -255,16 +251,11 @@ class Served:
                 engine.step()
             times.append(time.perf_counter() - begin_s)
         taken_s = min(times[1:])
-        rate = self.ceilings.get("matmul_flops_per_s")
-        floor_s = rate and prompt_flops(self.model, num_tokens) / rate
         allowed = 1.2 if num_tokens >= 4096 else 1.5
         return {
             "ms": taken_s * 1e3,
             "spread": max(times[1:]) / taken_s,
-            "floor ms": floor_s and floor_s * 1e3,
-            "over floor": floor_s and taken_s / floor_s,
-            "goal ms": floor_s and floor_s * allowed * 1e3,
-            **self._predicted(lambda each: each.prefill_s(num_tokens)),
+            **self._beside(taken_s * 1e3, allowed, lambda it: it.prefill_s(num_tokens)),
         }
 
     def prompt_among_decodes(self, num_tokens: int, num_seqs: int, context: int) -> dict[str, Any]:
@@ -312,12 +303,25 @@ class Served:
             **device_timeline(self.device, decode(), is_full),
         }
 
-    def _predicted(self, ask: Callable[[Placement], float]) -> dict[str, float | None]:
-        planned = self.placement
+    def _beside(
+        self, taken_ms: float, allowed: float, ask: Callable[[Placement], float]
+    ) -> dict[str, float | None]:
+        """What was to be expected. `allowed`: the goal as a multiple of the floor."""
+        planned, floor_ms = self.placement, None
         if planned is None:
-            return {"plan ms": None, "datasheet ms": None}
+            return {"floor ms": None, "plan ms": None}
+        read, matmul = map(self.ceilings.get, ("read_bytes_per_s", "matmul_flops_per_s"))
+        if read and matmul:
+            seen = replace(planned.gpu, memory_bytes_per_s=read, bf16_flops=matmul)
+            floor_ms = ask(Placement(planned.shape, seen, efficiency=DATASHEET)) * 1e3
         stated = Placement(planned.shape, planned.gpu, efficiency=DATASHEET)
-        return {"plan ms": ask(planned) * 1e3, "datasheet ms": ask(stated) * 1e3}
+        return {
+            "floor ms": floor_ms,
+            "over floor": floor_ms and taken_ms / floor_ms,
+            "goal ms": floor_ms and floor_ms * allowed,
+            "plan ms": ask(planned) * 1e3,
+            "datasheet ms": ask(stated) * 1e3,
+        }
 
 
 def _random_weights(

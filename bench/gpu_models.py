@@ -20,30 +20,8 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.messages import SamplingParams
 from disagg.models.description import ModelDescription
-from disagg.models.model_config import ModelConfig
 
 _numbers = count()  # a request's name is used once
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Of the matrices that every token goes through, so without the embedding."""
-    heads = config.num_heads + 2 * config.num_kv_heads
-    attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
-    return config.num_layers * layer + config.hidden_size * config.vocab_size
-
-
-def decode_nbytes(config: ModelConfig, num_seqs: int, context: int) -> int:
-    """Weights and KV in two bytes a value, read once."""
-    token_nbytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
-    return 2 * num_parameters(config) + num_seqs * context * token_nbytes
-
-
-def prompt_flops(config: ModelConfig, num_tokens: int) -> float:
-    pairs = num_tokens * (num_tokens + 1) // 2
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
-    lm_head = config.hidden_size * config.vocab_size  # for the last token only
-    return 2 * num_tokens * (num_parameters(config) - lm_head) + 2 * lm_head + attention
 
 
 def placement_of(model: ModelDescription, device: torch.device) -> Placement | None:
