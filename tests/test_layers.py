@@ -63,7 +63,6 @@ THIRD_PARTY = {
         "models/latent.py",
         "models/gguf_values.py",
         "models/quantized_values.py",
-        "models/rope_tables.py",
         "models/weights.py",
         "engine/device/",
         "tools/doctor/transfer_probe.py",

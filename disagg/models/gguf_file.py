@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ModelError
+from disagg.models.checkpoint import StoredTensor
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -43,34 +44,19 @@ _OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17
 
 
 @dataclass(frozen=True)
-class GgufTensor:
-    """A tensor in a GGUF file.
-
-    Attributes:
-        dtype: the format's name of its type: "F32", "Q4_K", ...
-        shape: outermost dimension first, the reverse of the file's order.
-        begin, end: the range of bytes of the file that holds it.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
 class GgufHeader:
     """The header of a GGUF file.
 
     Attributes:
         raw: all bytes before the tensors' values.
         settings: settings by their full names, such as "llama.block_count".
-        tensors: tensors by their names in the file, such as "blk.0.attn_q.weight".
+        tensors: tensors by their names in the file, such as "blk.0.attn_q.weight". Their types are
+            called "F32", "Q4_K", ..., and the outermost dimension is the first one.
     """
 
     raw: bytes
     settings: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
+    tensors: Mapping[str, StoredTensor]
 
 
 def read_gguf(file: Path) -> GgufHeader:
@@ -176,7 +162,7 @@ def _parsed(content: mmap.mmap, file: Path) -> GgufHeader:
     return GgufHeader(content[: cursor.position], settings, tensors)
 
 
-def _tensor(file: Path, name: str, dims: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
+def _tensor(file: Path, name: str, dims: tuple[int, ...], kind: int, begin: int) -> StoredTensor:
     if kind not in BLOCKS:
         supported = ", ".join(each for each, _, _ in BLOCKS.values())
         raise ModelError(
@@ -187,4 +173,4 @@ def _tensor(file: Path, name: str, dims: tuple[int, ...], kind: int, begin: int)
     if not dims or not all(dims) or dims[0] % num_values:
         raise ValueError(f"{name} of shape {list(dims)} is not made of whole blocks of {dtype}")
     end = begin + math.prod(dims) // num_values * nbytes
-    return GgufTensor(dtype, tuple(reversed(dims)), begin, end)
+    return StoredTensor(file, dtype, tuple(reversed(dims)), begin, end)

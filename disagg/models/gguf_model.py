@@ -22,7 +22,7 @@ from disagg.kernels.packed_sizes import Packing
 from disagg.models.checkpoint import Header, StoredTensor
 from disagg.models.families import FAMILIES
 from disagg.models.family import Family
-from disagg.models.gguf_file import GgufTensor, read_gguf
+from disagg.models.gguf_file import read_gguf
 from disagg.models.gguf_tokenizer import end_of_turn, token_of, tokenizer_json
 
 _FAMILIES: Mapping[str, str] = {
@@ -217,7 +217,7 @@ class GgufFiles:
                     tensors.update(self._stored(name, tensor))
         return {self.place: Header(self._header.raw, tensors)}
 
-    def _stored(self, name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufStored]]:
+    def _stored(self, name: str, tensor: StoredTensor) -> Iterator[tuple[str, GgufStored]]:
         """The tensors by transformers' names. An unknown name is kept, and refused later."""
         found = _LAYER.fullmatch(name)
         place, kind = (found[2], found[3]) if found is not None else ("", "")
@@ -375,7 +375,7 @@ class GgufFiles:
             scaling["original_max_position_embeddings"] = original
         return scaling
 
-    def _llama3(self, tensor: GgufTensor, head_dim: int) -> dict[str, Any] | None:
+    def _llama3(self, tensor: StoredTensor, head_dim: int) -> dict[str, Any] | None:
         """The llama3 scaling. A file has only the divisor of each frequency, so it is derived."""
         if tensor.dtype != "F32" or tensor.shape != (head_dim // 2,):
             raise ModelError(f"{self.place}: {_ROPE_FACTORS} is not {head_dim // 2} values of F32")

@@ -1,4 +1,4 @@
-"""The settings of rotary position embedding in a checkpoint. Knows no torch; see `rope_tables`."""
+"""Settings of rotary position embedding; `decoder.rope_tables` makes its tables. Knows no torch."""
 
 from __future__ import annotations
 

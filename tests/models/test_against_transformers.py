@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from transformers.initialization import no_init_weights
 
 from disagg.errors import ModelError
+from disagg.models.decoder import inverse_frequencies
 from disagg.models.description import describe_model
 from disagg.models.model_config import ModelConfig
-from disagg.models.rope_tables import inverse_frequencies
 from tests.models.config_changes import ABSENT, CHANGES, PLAIN
 
 CLASSES = {

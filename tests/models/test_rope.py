@@ -10,8 +10,8 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from disagg.errors import ModelError
+from disagg.models.decoder import inverse_frequencies, rope_tables
 from disagg.models.rope import KINDS, RopeConfig
-from disagg.models.rope_tables import inverse_frequencies, rope_tables
 
 _ORIGINAL = {"original_max_position_embeddings": 64}
 _BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
