@@ -96,7 +96,7 @@ def judge(
     soon as no further token can lift the signal to the threshold, and as soon as the signal of k
     tokens leads the threshold by `needed_lead` / k: a sequential test, with a bound that falls as
     evidence comes in. Only the last may decide otherwise than all judged tokens would; how often
-    is what `calibration.certified_lead` bounds.
+    is what `calibration.certify_lead` bounds.
     """
     judged = scores[: config.num_judged_tokens]
     value = measure(config.signal, judged)

@@ -5,11 +5,11 @@ of the small model's tokens are known. The measures are RouteLLM's (Ong et al., 
 the large model's accuracy minus the small model's, and "recovered" is the part of the gap that the
 cascade keeps.
 
-Two more figures make the judge quicker. `certified_lead` bounds how often an early release loses a
+Two more figures make the judge quicker. `certify_lead` bounds how often an early release loses a
 right answer, by risk-controlling prediction sets (Bates et al., 2021, arXiv:2101.02703). The loss
 can only fall as the lead grows. So it takes the smallest lead from which on the confidence bound of
 the loss stays within the risk; for new prompts of the same kind the risk then holds with that
-confidence. `fitted_judge` finds the prompts that should start on the large model.
+confidence. `make_judge` finds the prompts that should start on the large model.
 
 A model's cost for an answer is its parameters times the tokens that went through it: the whole
 prompt, as if none of it were cached, and every token of the answer except the last, which is not
@@ -99,7 +99,7 @@ class Curve:
 
     def at(self, threshold: float) -> Point:
         """The point of any threshold."""
-        outcome = _played(self._judged, threshold, *self._parameters)
+        outcome = _replay(self._judged, threshold, *self._parameters)
         gap = self.large_accuracy - self.small_accuracy
         recovered = (outcome.accuracy - self.small_accuracy) / gap
         return Point(threshold, outcome.escalated, outcome.accuracy, recovered, outcome.cost)
@@ -141,7 +141,7 @@ class CascadeOutcome(msgspec.Struct, frozen=True):
     num_held: float
 
 
-def played(
+def replay(
     answers: Sequence[Compared],
     config: CascadeConfig,
     small_parameters: int,
@@ -154,10 +154,10 @@ def played(
         weights = dict(its.weights)
         started = [is_poor(its, weights, each.prompt_token_ids) for each in answers]
     parameters, needed_lead = (small_parameters, large_parameters), lead_to_release(config, 0)
-    return _played(judged, config.thresholds[0], *parameters, needed_lead, started)
+    return _replay(judged, config.thresholds[0], *parameters, needed_lead, started)
 
 
-def certified_lead(
+def certify_lead(
     answers: Sequence[Compared],
     signal: Signal,
     num_judged_tokens: int,
@@ -218,7 +218,7 @@ def _at_most(number: int, of: int, share: float) -> float:
     return math.fsum(map(math.exp, logs))
 
 
-def fitted_judge(
+def make_judge(
     answers: Sequence[Compared],
     config: CascadeConfig,
     small_parameters: int,
@@ -361,7 +361,7 @@ class _Judged:
         return most
 
 
-def _played(
+def _replay(
     judged: Sequence[_Judged],
     threshold: float,
     small_parameters: int,

@@ -29,10 +29,10 @@ from disagg.tools.calibrate.calibration import (
     Compared,
     Curve,
     Point,
-    certified_lead,
-    fitted_judge,
+    certify_lead,
+    make_judge,
 )
-from disagg.tools.calibrate.report import as_yaml, console, report_curves, report_quickened
+from disagg.tools.calibrate.report import as_yaml, console, report_curves, report_wait
 from disagg.tools.chat import Server
 
 DEFAULTS = CascadeConfig()
@@ -184,8 +184,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.threshold is not None:
         chosen = best.at(arguments.threshold)
     report_curves(arguments, curves, best, chosen, parameters)
-    config = quickened(answers, best, chosen, arguments.risk, parameters)
-    report_quickened(arguments, answers, config, parameters)
+    config = shorten_wait(answers, best, chosen, arguments.risk, parameters)
+    report_wait(arguments, answers, config, parameters)
     written = as_yaml(config)
     if arguments.write is None:
         console.print(f"\n{written}", end="", markup=False)
@@ -312,7 +312,7 @@ async def compare(
     return list(await asyncio.gather(*map(both, prompts)))
 
 
-def quickened(
+def shorten_wait(
     answers: Sequence[Compared],
     best: Curve,
     chosen: Point,
@@ -326,18 +326,18 @@ def quickened(
         thresholds=(float(f"{chosen.threshold:.6g}"),),
     )
     if risk:
-        lead = certified_lead(
+        lead = certify_lead(
             answers, config.signal, config.num_judged_tokens, config.thresholds[0], risk
         )
         if lead != math.inf:
             config = replace(config, leads=(lead,))
-    judge = fitted_judge(answers, config, *parameters)
+    judge = make_judge(answers, config, *parameters)
     if judge is None:
         return config
-    return replace(config, prompt_judges=(rounded(judge),))
+    return replace(config, prompt_judges=(round_judge(judge),))
 
 
-def rounded(judge: PromptJudge) -> PromptJudge:
+def round_judge(judge: PromptJudge) -> PromptJudge:
     """The judge with rounded weights; tokens whose weight rounds to 0 are left out."""
     weights = ((token, round(weight, 2)) for token, weight in judge.weights)
     assert judge.start_above is not None

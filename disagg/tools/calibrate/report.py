@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.config import CascadeConfig
-from disagg.tools.calibrate.calibration import Compared, Curve, Point, min_num_prompts, played
+from disagg.tools.calibrate.calibration import Compared, Curve, Point, min_num_prompts, replay
 from disagg.tools.yaml_text import to_yaml
 
 SHARES = (0.5, 0.8, 0.95)  # shares of the recovered accuracy gap at which costs are reported
@@ -69,7 +69,7 @@ def report_curves(
     )
 
 
-def report_quickened(
+def report_wait(
     arguments: argparse.Namespace,
     answers: Sequence[Compared],
     config: CascadeConfig,
@@ -88,7 +88,7 @@ def report_quickened(
     for column in ("", "tokens judged", "start large", "escalated", "accuracy", "cost"):
         table.add_column(column, justify="right" if column else "left")
     for name, each in (("all tokens judged", slow), ("chosen", config)):
-        found = played(answers, each, *parameters)
+        found = replay(answers, each, *parameters)
         shares = (found.started, found.escalated, found.accuracy, found.cost)
         table.add_row(name, f"{found.num_held:.1f}", *map("{:.1%}".format, shares))
     console.print(table)

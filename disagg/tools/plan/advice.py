@@ -16,7 +16,14 @@ from disagg.errors import DisaggError, StartupError
 from disagg.queueing import QUANTILE
 from disagg.time_model import StepFeatures
 from disagg.tools.plan.load import Slo, Workload
-from disagg.tools.plan.sizing import CHUNKS, FleetPlan, Prices, colocated, disaggregated, transfer_s
+from disagg.tools.plan.sizing import (
+    CHUNKS,
+    FleetPlan,
+    Prices,
+    plan_colocated,
+    plan_disaggregated,
+    transfer_s,
+)
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -46,8 +53,8 @@ def advise(
         StartupError: no fleet of any size meets the SLOs; says the figure, and what would help.
     """
     _check_reachable(load, slo, every)
-    apart = disaggregated(load, slo, every, link_bytes_per_s, prices)
-    together = colocated(load, slo, every, prices)
+    apart = plan_disaggregated(load, slo, every, link_bytes_per_s, prices)
+    together = plan_colocated(load, slo, every, prices)
     if apart is None and together is None:
         raise _neither(load, slo, every, link_bytes_per_s)
     if apart is None:

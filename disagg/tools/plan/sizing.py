@@ -89,7 +89,7 @@ class FleetPlan(msgspec.Struct, frozen=True):
 Prices = Callable[[Placement], float]  # US dollars per GPU and hour
 
 
-def disaggregated(
+def plan_disaggregated(
     load: Workload,
     slo: Slo,
     placements: Iterable[Placement],
@@ -106,7 +106,7 @@ def disaggregated(
     return _cheapest(fleets)
 
 
-def colocated(
+def plan_colocated(
     load: Workload, slo: Slo, placements: Iterable[Placement], prices: Prices
 ) -> FleetPlan | None:
     """The cheapest pool of workers that do both and meet the SLOs; None if none do."""

@@ -18,10 +18,10 @@ from disagg.tools.calibrate.calibration import (
     CONFIDENCE,
     Compared,
     Curve,
-    certified_lead,
-    fitted_judge,
+    certify_lead,
+    make_judge,
     min_num_prompts,
-    played,
+    replay,
     upper_bound,
 )
 
@@ -160,7 +160,7 @@ def test_a_lead_plays_as_the_judge_does(
     config = CascadeConfig(
         signal=signal, num_judged_tokens=num_judged, thresholds=(threshold,), leads=(needed_lead,)
     )
-    outcome = played(answers, config, SMALL, LARGE)
+    outcome = replay(answers, config, SMALL, LARGE)
     judged = [judged_one_by_one(each, config, threshold, needed_lead) for each in answers]
     assert outcome.num_held == pytest.approx(sum(held for held, _ in judged) / len(answers))
     assert outcome.escalated == pytest.approx(sum(not sure for _, sure in judged) / len(answers))
@@ -188,7 +188,7 @@ def test_the_lead_is_the_least_whose_bound_is_within_the_risk(
     answers: list[Compared], signal: Signal, num_judged: int, threshold: float, risk: float
 ) -> None:
     config = CascadeConfig(signal=signal, num_judged_tokens=num_judged, thresholds=(threshold,))
-    found = certified_lead(answers, signal, num_judged, threshold, risk)
+    found = certify_lead(answers, signal, num_judged, threshold, risk)
 
     def bound(needed_lead: float) -> float:
         return upper_bound(num_lost(answers, config, needed_lead), len(answers))
@@ -215,8 +215,8 @@ def test_so_many_prompts_are_the_fewest_that_certify_a_risk(risk: float) -> None
     least = min_num_prompts(risk)
     assert upper_bound(0, least) <= risk < upper_bound(0, least - 1)
     answers = [Compared(5, scores_of([-0.001] * 3), 3, True, True)] * least
-    assert certified_lead(answers, "minimum", 16, -0.1, risk) == 0.0
-    assert certified_lead(answers[1:], "minimum", 16, -0.1, risk) == math.inf
+    assert certify_lead(answers, "minimum", 16, -0.1, risk) == 0.0
+    assert certify_lead(answers[1:], "minimum", 16, -0.1, risk) == math.inf
 
 
 def drawn(rng: random.Random) -> Compared:
@@ -233,7 +233,7 @@ def test_the_risk_holds_in_new_prompts_as_often_as_is_said() -> None:
     fresh = [drawn(rng) for _ in range(10_000)]
     risk, num_kept, num_trials = 0.02, 0, 60
     for _ in range(num_trials):
-        found = certified_lead([drawn(rng) for _ in range(300)], "minimum", 16, -0.1, risk)
+        found = certify_lead([drawn(rng) for _ in range(300)], "minimum", 16, -0.1, risk)
         assert 0.0 < found < math.inf
         num_kept += num_lost(fresh, config, found) <= risk * len(fresh)
     assert num_kept >= CONFIDENCE * num_trials
@@ -252,10 +252,10 @@ def test_the_judge_starts_what_is_hopeless_on_the_large_model_and_costs_no_more(
     answers = told_apart(20)
     slow = CascadeConfig(thresholds=(-0.1,))
     quick = CascadeConfig(thresholds=(-0.1,), leads=(0.0,))
-    judge = fitted_judge(answers, quick, SMALL, LARGE)
+    judge = make_judge(answers, quick, SMALL, LARGE)
     assert judge is not None
     config = CascadeConfig(thresholds=(-0.1,), leads=(0.0,), prompt_judges=(judge,))
-    outcome, before = played(answers, config, SMALL, LARGE), played(answers, slow, SMALL, LARGE)
+    outcome, before = replay(answers, config, SMALL, LARGE), replay(answers, slow, SMALL, LARGE)
     assert outcome.started == pytest.approx(0.5)
     assert outcome.escalated == 0.0
     assert outcome.cost <= before.cost
@@ -265,7 +265,7 @@ def test_the_judge_starts_what_is_hopeless_on_the_large_model_and_costs_no_more(
 def test_a_judge_that_cannot_tell_starts_none() -> None:
     answers = [replace(each, prompt_token_ids=(1, 2)) for each in told_apart(20)]
     quick = CascadeConfig(thresholds=(-0.1,), leads=(0.0,))
-    judge = fitted_judge(answers, quick, SMALL, LARGE)
+    judge = make_judge(answers, quick, SMALL, LARGE)
     if judge is not None:
         config = CascadeConfig(thresholds=(-0.1,), prompt_judges=(judge,))
-        assert played(answers, config, SMALL, LARGE).started == 0.0
+        assert replay(answers, config, SMALL, LARGE).started == 0.0

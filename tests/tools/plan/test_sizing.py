@@ -18,8 +18,8 @@ from disagg.tools.plan.sizing import (
     MAX_BUSY,
     MAX_LINK_SHARE,
     FleetPlan,
-    colocated,
-    disaggregated,
+    plan_colocated,
+    plan_disaggregated,
     transfer_s,
 )
 
@@ -34,11 +34,11 @@ def price(placement: Placement) -> float:
 
 
 def apart(load: Workload, slo: Slo = SLO, link: float = LINK) -> FleetPlan | None:
-    return disaggregated(load, slo, LLAMA_8B, link, price)
+    return plan_disaggregated(load, slo, LLAMA_8B, link, price)
 
 
 def together(load: Workload, slo: Slo = SLO) -> FleetPlan | None:
-    return colocated(load, slo, LLAMA_8B, price)
+    return plan_colocated(load, slo, LLAMA_8B, price)
 
 
 rates = st.floats(0.1, 2000.0)
@@ -85,8 +85,8 @@ def test_better_gpus_and_links_never_need_more(load: Workload, factor: float) ->
         memory_nbytes=H100.memory_nbytes * factor,
     )
     every = [Placement(each.shape, better, each.num_gpus) for each in LLAMA_8B]
-    assert cost(disaggregated(load, SLO, every, LINK, price)) <= cost(apart(load))
-    assert cost(colocated(load, SLO, every, price)) <= cost(together(load))
+    assert cost(plan_disaggregated(load, SLO, every, LINK, price)) <= cost(apart(load))
+    assert cost(plan_colocated(load, SLO, every, price)) <= cost(together(load))
     assert cost(apart(load, link=LINK * factor)) <= cost(apart(load))
 
 
