@@ -84,16 +84,20 @@ class QuantizedFormat:
         return "int4" if self.bits == 4 else "int8"
 
     @property
+    def num_columns(self) -> int | None:
+        """The number of neighbouring columns that share a scale; None: all, or tensors tell it."""
+        return self.group_size if self.block is None else self.block[1]
+
+    @property
     def packing(self) -> Packing:
         """How its bits are kept, as far as config.json tells.
 
         Assumes that scales have 2 bytes, and that formats that may have zeros have them.
         """
-        size = self.group_size if self.block is None else self.block[1]
         scale_nbytes, has_zeros = 1 if self.kind == "mxfp4" else 2, self.layout in ("awq", "gptq")
-        return Packing(
-            self.kind, size, scale_nbytes, has_zeros, self.has_order and size is not None
-        )
+        # One group has no order.
+        has_order = self.has_order and self.num_columns is not None
+        return Packing(self.kind, self.num_columns, scale_nbytes, has_zeros, has_order)
 
 
 def quantized_format(fields: Fields, *, is_stacked: bool = False) -> QuantizedFormat | None:
@@ -265,8 +269,6 @@ _METHODS: Mapping[str, Callable[[_Settings], QuantizedFormat]] = {
     "awq": _awq,
     "gptq": _gptq,
 }
-
-
 MXFP4 = QuantizedFormat(name="MXFP4", layout="mxfp4", bits=4, dtype="U8", group_size=MXFP4_GROUP)
 
 
@@ -291,23 +293,16 @@ class QuantizedStored(StoredTensor):
 
     @property
     def packing(self) -> Packing:
-        scales, size = self.pieces[self.scales_end], self.group_size
+        scales, size = self.pieces[self.scales_end], self.format.num_columns
+        if size is not None and (size >= self.shape[-1] or scales.num_values == 1):
+            size = None
         is_exponent = scales.dtype == "F8_E8M0"
-        return Packing(
-            self.format.kind,
-            size,
-            _EXPONENT_NBYTES if is_exponent else DTYPE_NBYTES[scales.dtype],
+        return self.format.packing._replace(
+            group=size,
+            scale_nbytes=_EXPONENT_NBYTES if is_exponent else DTYPE_NBYTES[scales.dtype],
             has_zeros=any(end in self.pieces for end in ("qzeros", "weight_zero_point")),
-            has_order=self.format.has_order and size is not None,  # one group has no order
+            has_order=self.format.has_order and size is not None,
         )
-
-    @property
-    def group_size(self) -> int | None:
-        """The number of neighbouring columns that share a scale; None: all."""
-        format, num_in = self.format, self.shape[-1]
-        size = format.group_size if format.block is None else format.block[1]
-        is_one = size is None or size >= num_in or self.pieces[self.scales_end].num_values == 1
-        return None if is_one else size
 
     @property
     def scales_end(self) -> str:

@@ -293,10 +293,9 @@ def _made(
     zeros: Tensor | None = None,
     named: Tensor | None = None,
 ) -> Quantized:
-    (rows, columns), format = box, stored.format
-    size = format.group_size if format.block is None else format.block[1]
+    (rows, columns), size = box, stored.format.num_columns
     return Quantized(
-        kind=format.kind,
+        kind=stored.format.kind,
         shape=(_length(rows), _length(columns)),
         numbers=numbers,
         scales=scales,
