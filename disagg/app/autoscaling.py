@@ -27,7 +27,7 @@ from ray.util.metrics import Gauge
 from disagg.config import ServeConfig, TierConfig
 from disagg.messages import Role
 from disagg.router.autoscale import Autoscaler, PoolTarget
-from disagg.router.load_report import RequestTotals, asked_in, state_in
+from disagg.router.load_report import RequestTotals, read_pool_state, read_totals
 from disagg.router.worker_view import Pool
 
 logger = logging.getLogger(__name__)
@@ -152,12 +152,14 @@ class Scaler:
             demand = RequestTotals()
             for ingress, report in reports.items():
                 before = self._reports.get(ingress, report)  # a new ingress has no earlier report
-                demand = demand.plus(asked_in(report, tier.name).since(asked_in(before, tier.name)))
+                demand = demand.plus(
+                    read_totals(report, tier.name).since(read_totals(before, tier.name))
+                )
             self._autoscaler.observe(tier.name, now, seconds, demand)
         self._reports = reports
         states = {
             pool: msgspec.structs.replace(
-                state_in(reports.values(), *pool), num_workers=self._num_present[pool]
+                read_pool_state(reports.values(), *pool), num_workers=self._num_present[pool]
             )
             for pool in self._pools.values()
         }

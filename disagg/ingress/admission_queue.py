@@ -227,7 +227,7 @@ class AdmissionQueue:
         cost_s = route.chosen.own_s + token_s * num_expected
         return Charge(request.model, request.tenant, cost_s, token_s, num_expected)
 
-    def passes_by(self, charge: Charge) -> None:
+    def pass_by(self, charge: Charge) -> None:
         """Charge the tenant of a request that is sent to a worker without waiting."""
         self._line(charge.model).pass_by(charge.tenant, charge.cost_s)
 

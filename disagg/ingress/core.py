@@ -35,7 +35,7 @@ from disagg.models.description import describe_model
 from disagg.router.autoscale import may_be_empty
 from disagg.router.cascade import CascadeDecision
 from disagg.router.fleet import Fleet
-from disagg.router.load_report import report, states_of
+from disagg.router.load_report import report, sum_pools
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.worker_view import Pool
 from disagg.store.limits import LimitBoard, Limits, keep_in_step
@@ -305,7 +305,7 @@ class IngressCore:
             tier.name: self.admission_queue.num_uncomputed_tokens(tier.name)
             for tier in self._config.tiers
         }
-        return report(self.dispatcher.demand, waiting, states_of(self.fleet.reports()))
+        return report(self.dispatcher.demand, waiting, sum_pools(self.fleet.reports()))
 
     def _share_limits(self, board: LimitBoard | None) -> asyncio.Task[None] | None:
         """Share tenants' limits with other ingresses in a task; None if there is nothing to do."""

@@ -156,7 +156,7 @@ class RequestState:
             prompt_logprobs=delta.prompt_logprobs,
         )
 
-    def noting(self, on_token: TokenCallback) -> TokenCallback:
+    def wrap(self, on_token: TokenCallback) -> TokenCallback:
         """Wrap `on_token` to record the tokens that it takes.
 
         It gets only plain deltas after the first token of a worker.
@@ -342,7 +342,7 @@ class Dispatcher:
                 timeout_s=state.request.deadline_unix_s - self._now(),
                 hand_over=hand_over,
                 ticket=state.ticket,
-                on_token=None if on_token is None else state.noting(on_token),
+                on_token=None if on_token is None else state.wrap(on_token),
             )
             self._fleet.sent(reservation)
             async with aclosing(stream):
@@ -452,7 +452,7 @@ class Dispatcher:
             return
         charge = queue.charge(request, route)
         if queue.goes_at_once(request, route):
-            queue.passes_by(charge)
+            queue.pass_by(charge)
             state.charge = charge
             self._set_out(state, route)
             return
@@ -489,7 +489,7 @@ class Dispatcher:
         if state.worker_id:
             state.awaited = None
         else:
-            state.awaited = self._awaited(now, route.chosen, queued)
+            state.awaited = self._begin_wait(now, route.chosen, queued)
             self.demand.hit(state.model, route.num_cached_tokens)
         decision = Decision(
             now, route, state.num_tokens, state.because, state.request.tenant, queued
@@ -505,7 +505,7 @@ class Dispatcher:
             self._metrics.of("prefills", state.model, place, reason).inc()
         state.visits.extend(self._reserve(state, route))
 
-    def _awaited(
+    def _begin_wait(
         self, now: float, route: Candidate, queued: Queued | None
     ) -> tuple[float, Candidate] | None:
         """When the wait for the first token began, and the route with its predicted times.

@@ -34,7 +34,7 @@ from disagg.router.cascade import (
     first_verdict,
     is_poor,
     lead_to_release,
-    moved_threshold,
+    shift_threshold,
     wait_as_fraction,
 )
 from disagg.router.fleet import FleetView
@@ -115,7 +115,7 @@ class Escalation:
                     for delta in self._release(state):
                         yield delta
                     async for delta in deltas:
-                        yield self._shown(state, delta)
+                        yield self._hide_scores(state, delta)
                     return
         try:
             async with aclosing(
@@ -208,7 +208,7 @@ class Escalation:
             wait_as_fraction(fleet, model, self._ttft_slo_s[model])
             for model in self._models[number : number + 2]
         )
-        return moved_threshold(threshold, self._config.max_shift, here, above)
+        return shift_threshold(threshold, self._config.max_shift, here, above)
 
     # Requests
 
@@ -234,9 +234,9 @@ class Escalation:
         self._decide(state)
         if state.request.sampling.logprobs is None:
             return [replace(delta, logprobs=None) for delta in state.held]
-        return [self._shown(state, delta) for delta in state.held]
+        return [self._hide_scores(state, delta) for delta in state.held]
 
-    def _shown(self, state: _EscalationState, delta: TokenDelta) -> TokenDelta:
+    def _hide_scores(self, state: _EscalationState, delta: TokenDelta) -> TokenDelta:
         """The delta without log-probabilities that only the judge needs."""
         num_top = state.request.sampling.logprobs
         if num_top is None or num_top >= NUM_TOP[self._config.signal] or delta.logprobs is None:

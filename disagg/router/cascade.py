@@ -152,7 +152,7 @@ def is_poor(judge: PromptJudge, weights: Mapping[int, float], token_ids: Sequenc
     return log_odds(judge.bias, weights, token_ids) > judge.start_above
 
 
-def moved_threshold(
+def shift_threshold(
     threshold: float, max_shift: float, wait_here: float, wait_above: float
 ) -> float:
     """The threshold under load: lower while the larger model is busier, so that fewer escalate.

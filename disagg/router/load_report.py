@@ -78,7 +78,7 @@ class PoolState(msgspec.Struct, frozen=True):
     num_kv_tokens: int = 0
 
 
-def states_of(reports: Iterable[tuple[WorkerRecord, WorkerStatus]]) -> dict[Pool, PoolState]:
+def sum_pools(reports: Iterable[tuple[WorkerRecord, WorkerStatus]]) -> dict[Pool, PoolState]:
     """The state of each pool. Its step times are those of the worker with the most steps."""
     states: dict[Pool, PoolState] = {}
     num_learned: dict[Pool, int] = {}
@@ -127,13 +127,13 @@ def report(
     return said
 
 
-def asked_in(said: Mapping[str, float], model: str) -> RequestTotals:
+def read_totals(said: Mapping[str, float], model: str) -> RequestTotals:
     return RequestTotals(
         *(said.get(f"asked/{model}/{field}", 0.0) for field in RequestTotals._fields)
     )
 
 
-def state_in(reports: Iterable[Mapping[str, float]], model: str, role: Role) -> PoolState:
+def read_pool_state(reports: Iterable[Mapping[str, float]], model: str, role: Role) -> PoolState:
     """The pools' states from the reports of all ingresses.
 
     Every ingress gets the reports of all workers, so the largest figure is the most recent. Waiting

@@ -68,7 +68,8 @@ _total_s = attrgetter("total_s")
 
 
 class ChooseRoute(Protocol):
-    """A routing policy for a request without a ticket: `choose_route`, or one of `baselines`."""
+    """A routing policy for a request without a ticket: `choose_route`, or one of
+    `tools/sim/baselines.py`."""
 
     def __call__(
         self,

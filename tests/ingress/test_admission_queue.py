@@ -286,7 +286,7 @@ def test_a_tenant_pays_for_what_it_took() -> None:
     assert charge.num_expected == 128  # the usual length
     assert charge.cost_s == pytest.approx(route.chosen.own_s + 128 * charge.token_s)
     queue = ingress.admission_queue._line("toy")
-    ingress.admission_queue.passes_by(charge)
+    ingress.admission_queue.pass_by(charge)
     ingress.admission_queue.end(charge, 500)
     total_s = route.chosen.own_s + 500 * charge.token_s
     assert queue._tenants["a"].served_s == pytest.approx(total_s)

@@ -20,7 +20,7 @@ from disagg.config import (
 from disagg.ingress.core import IngressCore
 from disagg.ingress.dispatch import Decision
 from disagg.messages import WorkerStatus
-from disagg.router.load_report import state_in
+from disagg.router.load_report import read_pool_state
 from disagg.router.route import Route
 from tests.api.apps import http_client, until
 from tests.links.fakes import make_record
@@ -119,7 +119,7 @@ async def test_what_waits_is_shown_and_who_asked_can_see_why(model: Path) -> Non
         await until(lambda: bool(core.admission_queue.num_by_tenant()))
         shown = (await client.get("/metrics")).text
         assert 'disagg_queue_num_requests{tenant="default"} 1.0' in shown
-        assert state_in([core.load()], "small", "decode").num_queued_tokens == 50_000 + 3
+        assert read_pool_state([core.load()], "small", "decode").num_queued_tokens == 50_000 + 3
         asking.cancel()
         await asyncio.wait([asking])
         await until(lambda: not core.admission_queue.num_by_tenant())

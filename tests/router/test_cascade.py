@@ -18,7 +18,7 @@ from disagg.router.cascade import (
     judge,
     lead,
     measure,
-    moved_threshold,
+    shift_threshold,
     wait_as_fraction,
 )
 from tests.router.fakes import make_fleet, make_record, make_status
@@ -190,10 +190,10 @@ WAITS = st.floats(0.0, 5.0) | st.just(math.inf)
 def test_load_moves_the_threshold_within_its_bounds(
     threshold: float, max_shift: float, here: float, above: float, more: float
 ) -> None:
-    moved = moved_threshold(threshold, max_shift, here, above)
+    moved = shift_threshold(threshold, max_shift, here, above)
     assert threshold - max_shift <= moved <= threshold + max_shift
-    assert moved_threshold(threshold, max_shift, here, above + more) <= moved
-    assert moved_threshold(threshold, max_shift, here + more, above) >= moved
+    assert shift_threshold(threshold, max_shift, here, above + more) <= moved
+    assert shift_threshold(threshold, max_shift, here + more, above) >= moved
 
 
 def test_waits_are_read_from_the_fleet() -> None:

@@ -7,10 +7,10 @@ from disagg.router.load_report import (
     Demand,
     PoolState,
     RequestTotals,
-    asked_in,
+    read_pool_state,
+    read_totals,
     report,
-    state_in,
-    states_of,
+    sum_pools,
 )
 from disagg.time_model import StepTimeModel
 from tests.router.fakes import make_record, make_status
@@ -28,7 +28,7 @@ def reports() -> list[tuple[object, object]]:
 
 
 def test_workers_are_summed_up_by_pool() -> None:
-    states = states_of(reports())  # type: ignore[arg-type]
+    states = sum_pools(reports())  # type: ignore[arg-type]
     prefill, decode = states["toy", "prefill"], states["toy", "decode"]
     assert prefill == PoolState(2, StepTimeModel.from_costs(COSTS), 1000, 0, 0, 0, 16000)
     assert (decode.num_workers, decode.num_decoding, decode.num_context_tokens) == (1, 3, 90)
@@ -39,11 +39,11 @@ def test_a_report_says_what_it_was_made_of() -> None:
     demand = Demand()
     demand.arrived("toy", 100, 20.0)
     demand.hit("toy", 64)
-    states = states_of(reports())  # type: ignore[arg-type]
+    states = sum_pools(reports())  # type: ignore[arg-type]
     said = report(demand, {"toy": 0, "idle": 0}, states)
     assert all(isinstance(value, float) for value in said.values())
-    assert asked_in(said, "toy") == RequestTotals(1.0, 100.0, 64.0, 20.0, 100.0**2)
-    assert asked_in(said, "idle") == RequestTotals()
+    assert read_totals(said, "toy") == RequestTotals(1.0, 100.0, 64.0, 20.0, 100.0**2)
+    assert read_totals(said, "idle") == RequestTotals()
     for (model, role), state in states.items():
         expected = PoolState(
             0,
@@ -54,15 +54,15 @@ def test_a_report_says_what_it_was_made_of() -> None:
             state.max_num_seqs,
             state.num_kv_tokens,
         )
-        assert state_in([{}, said], model, role) == expected
+        assert read_pool_state([{}, said], model, role) == expected
 
 
 def test_prompts_that_wait_in_ingresses_add_up_and_those_on_workers_count_once() -> None:
-    states = states_of(reports())  # type: ignore[arg-type]
+    states = sum_pools(reports())  # type: ignore[arg-type]
     said = [report(Demand(), {"toy": number}, states) for number in (50, 7)]
-    assert state_in(said, "toy", "prefill").num_queued_tokens == 1000 + 57
-    assert state_in(said, "toy", "decode").num_queued_tokens == 57
+    assert read_pool_state(said, "toy", "prefill").num_queued_tokens == 1000 + 57
+    assert read_pool_state(said, "toy", "decode").num_queued_tokens == 57
 
 
 def test_a_pool_of_which_nobody_says_anything_is_unknown() -> None:
-    assert state_in([], "toy", "prefill") == PoolState()
+    assert read_pool_state([], "toy", "prefill") == PoolState()

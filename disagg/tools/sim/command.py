@@ -22,9 +22,9 @@ from disagg.cli.engine_arguments import add_setting, number
 from disagg.cli.serve_arguments import PoolSize, pool_size
 from disagg.config import AutoscalingConfig
 from disagg.errors import RequestError
-from disagg.router.baselines import OURS, POLICIES
 from disagg.time_model import NUM_STEP_FEATURES, StepTimeModel
 from disagg.tools.sim import grid
+from disagg.tools.sim.baselines import OURS, POLICIES
 from disagg.tools.sim.config import Fault, SimConfig, SmallTier
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate

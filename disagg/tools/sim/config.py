@@ -10,8 +10,8 @@ import msgspec
 from disagg.config import AutoscalingConfig, CascadeConfig, PoolConfig, TierConfig
 from disagg.errors import RequestError
 from disagg.messages import Role
-from disagg.router.baselines import OURS, POLICIES
 from disagg.time_model import StepTimeModel
+from disagg.tools.sim.baselines import OURS, POLICIES
 from disagg.tools.sim.scaling import check_slos
 from disagg.tools.sim.simulated_worker import WorkerSpec
 from disagg.tools.sim.steps import StepTimes

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.host import usable_cores
-from disagg.router.baselines import FIXED_ROLES, OURS
+from disagg.tools.sim.baselines import FIXED_ROLES, OURS
 from disagg.tools.sim.config import H100_8B, L40S_8B, SimConfig
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest

@@ -16,7 +16,7 @@ from disagg.errors import RequestError
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.messages import WorkerRecord, WorkerStatus
 from disagg.router.autoscale import Autoscaler, lacks_tpot
-from disagg.router.load_report import Demand, PoolState, RequestTotals, states_of
+from disagg.router.load_report import Demand, PoolState, RequestTotals, sum_pools
 from disagg.router.worker_view import Pool
 from disagg.time_model import StepTimeModel
 
@@ -116,7 +116,7 @@ class Scaling:
             asked = self._demand.of(model)
             self._autoscaler.observe(model, now, PERIOD_S, asked.since(before))
             self._before[model] = asked
-        known = states_of(self._reports())
+        known = sum_pools(self._reports())
         states: dict[Pool, PoolState] = {}
         for pool in self._pools:
             state = known.get(pool, PoolState())

@@ -30,13 +30,13 @@ from disagg.messages import (
     WorkerRecord,
     WorkerStatus,
 )
-from disagg.router.baselines import ALL_WORKERS, OURS, new_policy
 from disagg.router.cascade import Attempt
 from disagg.router.fleet import Fleet, FleetView
 from disagg.router.worker_view import Pool
 from disagg.token_fast_path import TokenCallback
 from disagg.tools.sim import virtual_time
 from disagg.tools.sim.answers import SimulatedConfidence
+from disagg.tools.sim.baselines import ALL_WORKERS, OURS, new_policy
 from disagg.tools.sim.config import Fault, SimConfig
 from disagg.tools.sim.ingresses import EveryIngress, SimulatedReports, ingress_id_of
 from disagg.tools.sim.network import SimulatedNetwork

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from disagg.cli.main import main
-from disagg.router.baselines import FIXED_ROLES, OURS
 from disagg.tools.sim import grid
+from disagg.tools.sim.baselines import FIXED_ROLES, OURS
 from disagg.tools.sim.config import H100_8B, L40S_8B, SimConfig
 from disagg.tools.sim.trace import Sessions, TraceRequest, generate
 

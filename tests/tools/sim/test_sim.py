@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from disagg.cli.main import main
-from disagg.router.baselines import POLICIES
 from disagg.tools.sim import command as sim_command
+from disagg.tools.sim.baselines import POLICIES
 
 LINES = [
     {"timestamp": 400 * n, "input_length": 1500, "output_length": 9, "hash_ids": [n % 3, 9, n + 10]}

@@ -8,8 +8,8 @@ import pytest
 from disagg.config import AutoscalingConfig
 from disagg.engine.engine import Engine
 from disagg.errors import RequestError
-from disagg.router.baselines import OURS, POLICIES
 from disagg.tools.sim import simulated_worker, simulation
+from disagg.tools.sim.baselines import OURS, POLICIES
 from disagg.tools.sim.config import LARGEST, Fault, SimConfig
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate

@@ -9,10 +9,10 @@ import pytest
 
 from disagg.errors import Unavailable
 from disagg.messages import GenerateRequest
-from disagg.router.baselines import OURS, POLICIES, new_policy
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
+from disagg.tools.sim.baselines import OURS, POLICIES, new_policy
 from tests.router.fakes import make_fleet, make_request, make_status
 
 OTHERS = [name for name in POLICIES if name != OURS]

@@ -1,4 +1,4 @@
-"""Baseline routing policies to compare `policy.choose_route` with, in the simulator.
+"""Baseline routing policies to compare `router.policy.choose_route` with.
 
 Each uses one criterion, as many routers do: round robin, random, least loaded, or longest cached
 prefix. Prefill goes to the prefill pool and decode to the decode pool; with one pool, a worker does
