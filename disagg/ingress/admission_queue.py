@@ -17,9 +17,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import msgspec
 
@@ -136,7 +135,6 @@ class AdmissionQueue:
 
     Args:
         now: returns Unix time in seconds.
-        ttft_slo_s: TTFT SLO by model.
         weight: returns a tenant's share by name.
         max_nbytes: limit of the memory of all waiting requests.
         waited: called with tenant and seconds when a request that waited is sent.
@@ -148,7 +146,6 @@ class AdmissionQueue:
         fleet: Fleet,
         *,
         now: Callable[[], float],
-        ttft_slo_s: Mapping[str, float] = MappingProxyType({}),
         weight: Callable[[str], float] = lambda tenant: 1.0,
         max_nbytes: int = DEFAULT_MAX_NBYTES,
         waited: Callable[[str, float], None] = lambda tenant, seconds: None,
@@ -157,7 +154,6 @@ class AdmissionQueue:
         self.is_fair = is_fair
         self._fleet = fleet
         self._now = now
-        self._ttft_slo_s = ttft_slo_s
         self._weight = weight
         self._max_nbytes = max_nbytes
         self._waited = waited
@@ -330,7 +326,7 @@ class AdmissionQueue:
             Overloaded: the first token is predicted to be too late.
         """
         delay = self._fleet.delays.factor(request.model)
-        slo_s = request.ttft_slo_s or self._ttft_slo_s.get(request.model, math.inf)
+        slo_s = request.ttft_slo_s or math.inf
         left_s = request.deadline_unix_s - self._now()
         waiting = msgspec.structs.replace(route, wait_s=route.wait_s + predicted_s)
         late_s = lateness_s(waiting, slo_s, left_s, delay)

@@ -167,7 +167,6 @@ class IngressCore:
             observer=standby,
             rng=rng,
         )
-        ttft_slo_s = {tier.name: tier.ttft_limit_s for tier in config.tiers}
         metrics = self._metrics = ApiMetrics(
             slo_s={tier.name: (tier.ttft_limit_s, tier.tpot_goal_s) for tier in config.tiers},
             tenants={DEFAULT_TENANT, *config.tenants},
@@ -185,7 +184,6 @@ class IngressCore:
         self.admission_queue = AdmissionQueue(
             self.fleet,
             now=now,
-            ttft_slo_s=ttft_slo_s,
             weight=lambda tenant: config.tenant(tenant).weight,
             max_nbytes=config.http.max_queue_nbytes,
             waited=self._observe_wait,
@@ -195,7 +193,6 @@ class IngressCore:
             self.fleet,
             now=now,
             rng=rng,
-            ttft_slo_s=ttft_slo_s,
             metrics=metrics,
             admission_queue=self.admission_queue,
             wakes=self._may_be_empty,
@@ -204,7 +201,7 @@ class IngressCore:
         if config.cascade is not None:
             self._escalation = Escalation(
                 config.cascade,
-                ttft_slo_s,
+                {tier.name: tier.ttft_limit_s for tier in config.tiers},
                 generate=self._dispatch,
                 rename=lambda request, model: hash_request(request, self._models[model]),
                 fleet=self.fleet.view,

@@ -19,9 +19,8 @@ import asyncio
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing, suppress
-from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -237,8 +236,6 @@ class Dispatcher:
         patience_s: how long a request that lost its worker waits for another one. After its first
             token it waits until its deadline, because the client cannot request the rest of the
             answer. A new request without a worker is refused at once.
-        ttft_slo_s: TTFT SLO by model; a request that would miss it is refused
-            (`admission.in_time`).
         metrics: counts reroutes, prefix pulls, places of prefill and time by stage.
         admission_queue: decides which requests wait; None sends every request to a worker at once.
         wakes: models that may be scaled to zero. Their requests wait for a worker until their
@@ -258,7 +255,6 @@ class Dispatcher:
         max_moves: int = 5,
         patience_s: float = 30.0,
         max_num_decisions: int = 1024,
-        ttft_slo_s: Mapping[str, float] = MappingProxyType({}),
         metrics: ApiMetrics | None = None,
         choose: ChooseRoute = choose_route,
         admission_queue: AdmissionQueue | None = None,
@@ -271,7 +267,6 @@ class Dispatcher:
         self._rng = rng
         self._max_moves = max_moves
         self._patience_s = patience_s
-        self._ttft_slo_s = ttft_slo_s
         self._metrics = metrics or ApiMetrics()
         self._choose_route = choose
         self._queue = admission_queue or AdmissionQueue(fleet, now=now, is_fair=False)
@@ -400,7 +395,7 @@ class Dispatcher:
         """Compare the TTFT with its prediction, which only requests that waited can correct."""
         state.awaited = None
         if route.wait_s > route.own_s:
-            slo_s = state.request.ttft_slo_s or self._ttft_slo_s.get(state.model, math.inf)
+            slo_s = state.request.ttft_slo_s or math.inf
             took_s, left_s = self._now() - since, state.request.deadline_unix_s - since
             self._fleet.delays.observe(state.model, route.first_token_s, took_s, min(slo_s, left_s))
 
@@ -475,7 +470,7 @@ class Dispatcher:
         request = state.grow(self._block_size(state))
         # A request that was admitted once is not refused later when it is rerouted.
         is_new = not state.worker_id
-        ttft_slo_s = request.ttft_slo_s or self._ttft_slo_s.get(state.model, math.inf)
+        ttft_slo_s = request.ttft_slo_s or math.inf
         with telemetry.span("route", request.traceparent) as span:
             route = self._decide(state, request, view, now, ttft_slo_s if is_new else None)
             if telemetry.enabled():

@@ -26,13 +26,13 @@ class Ingress:
 
     def __init__(self, slo_s: float = 60.0, **options: object) -> None:
         self.now = NOW
+        self._slo_s = slo_s
         self.waited: list[tuple[str, float]] = []
         self.fleet: Fleet = make_fleet("d0")
         self.workers = ScriptedWorkers()
         self.admission_queue = AdmissionQueue(
             self.fleet,
             now=lambda: self.now,
-            ttft_slo_s={"toy": slo_s},
             waited=lambda *each: self.waited.append(each),
             **options,  # type: ignore[arg-type]
         )
@@ -41,7 +41,6 @@ class Ingress:
             self.fleet,
             now=lambda: self.now,
             rng=random.Random(1),
-            ttft_slo_s={"toy": slo_s},
             admission_queue=self.admission_queue,
         )
 
@@ -53,7 +52,8 @@ class Ingress:
         return [call.request.request_id for call in self.workers.calls]
 
     def ask(self, name: str, tenant: str = "", **changes: object) -> asyncio.Task[list[TokenDelta]]:
-        request = make_request(request_id=name, tenant=tenant, **changes)  # type: ignore[arg-type]
+        fields = {"request_id": name, "tenant": tenant, "ttft_slo_s": self._slo_s} | changes
+        request = make_request(**fields)  # type: ignore[arg-type]
         return asyncio.create_task(self._collect(request))
 
     async def _collect(self, request: GenerateRequest) -> list[TokenDelta]:
@@ -292,17 +292,11 @@ def test_a_tenant_pays_for_what_it_took() -> None:
     assert queue._tenants["a"].served_s == pytest.approx(total_s)
 
 
-@pytest.mark.parametrize(
-    ("slo_s", "own_slo_s", "is_learned"),
-    [(6.0, 0.0, True), (600.0, 0.0, False), (600.0, 6.0, True), (6.0, 600.0, False)],
-)
+@pytest.mark.parametrize(("slo_s", "is_learned"), [(6.0, True), (600.0, False)])
 async def test_how_late_first_tokens_are_is_learned_from_long_waits(
-    slo_s: float, own_slo_s: float, is_learned: bool
+    slo_s: float, is_learned: bool
 ) -> None:
-    """A wait that was predicted to be far below the SLO teaches nothing of waits near it.
-
-    The SLO is the request's own, if it has one, as for admission.
-    """
+    """A wait that was predicted to be far below the SLO teaches nothing of waits near it."""
     ingress = Ingress(slo_s)
     usual = ingress.fleet.delays.factor("toy")
     short = make_status(num_uncomputed_tokens=300, num_waiting=1)  # 40 ms, so nobody waits here
@@ -311,8 +305,8 @@ async def test_how_late_first_tokens_are_is_learned_from_long_waits(
     assert ingress.fleet.delays.factor("toy") == usual
     ingress.load(busy=True)
     tasks = [
-        ingress.ask("first", num_tokens=4000, ttft_slo_s=own_slo_s),
-        ingress.ask("second", ttft_slo_s=own_slo_s),
+        ingress.ask("first", num_tokens=4000),
+        ingress.ask("second"),
     ]
     await ingress.until_waiting(2)
     ingress.now += 5.0  # far longer than was predicted

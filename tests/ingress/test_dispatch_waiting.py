@@ -116,9 +116,9 @@ async def test_a_request_that_comes_too_late_is_refused_once() -> None:
     workers, fleet = ScriptedWorkers(), keep_busy(make_fleet("d0"), "d0")
     fleet.worker_stepped("d0", (), make_status(num_waiting=9, num_uncomputed_tokens=1_000_000))
     metrics = ApiMetrics()
-    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s={"toy": 0.5}, metrics=metrics)
+    dispatcher = make_dispatcher(workers, fleet, metrics=metrics)
     with pytest.raises(Overloaded):
-        await collect(dispatcher, make_request())
+        await collect(dispatcher, make_request(ttft_slo_s=0.5))
     assert not workers.calls and "disagg_request_moves_total{" not in metrics.expose().decode()
 
 
@@ -131,8 +131,8 @@ async def test_a_request_that_was_taken_in_is_not_refused_when_it_moves() -> Non
         fleet.worker_stepped(other, (), make_status(num_waiting=9, num_uncomputed_tokens=1_000_000))
 
     workers.on_failure = fill
-    request = make_request()
-    dispatcher = make_dispatcher(workers, fleet, ttft_slo_s={"toy": 0.5})
+    request = make_request(ttft_slo_s=0.5)
+    dispatcher = make_dispatcher(workers, fleet)
     assert_complete(await collect(dispatcher, request), request)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import msgspec
@@ -19,11 +20,12 @@ from disagg.config import (
 )
 from disagg.ingress.core import IngressCore
 from disagg.ingress.dispatch import Decision
-from disagg.messages import WorkerStatus
+from disagg.messages import GenerateRequest, WorkerStatus
 from disagg.router.load_report import read_pool_state
 from disagg.router.route import Route
 from tests.api.apps import http_client, until
 from tests.links.fakes import make_record
+from tests.router.fakes import make_request
 
 IDLE = WorkerStatus(num_blocks=64, num_free_blocks=64)
 TIERS = ("small", "large")
@@ -59,6 +61,18 @@ def test_goodput_is_counted_by_an_slo_that_requests_need_not_have(model: Path) -
     tier = core._config.tiers[0]
     assert tier.tpot_slo_s is None
     assert core._metrics.slo_s["small"] == (tier.ttft_slo_s, tier.tpot_goal_s)
+
+
+@pytest.mark.parametrize(("own_s", "expected_s"), [(0.0, None), (2.0, 2.0), (math.inf, math.inf)])
+def test_a_request_has_its_own_slo_or_that_of_its_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch, own_s: float, expected_s: float | None
+) -> None:
+    core = ingress(model)
+    tier = core._config.tiers[0]
+    sent: list[GenerateRequest] = []
+    monkeypatch.setattr(core.dispatcher, "generate", lambda request, _: sent.append(request))
+    core._dispatch(make_request(model="small", ttft_slo_s=own_s))
+    assert sent[0].ttft_slo_s == (tier.ttft_limit_s if expected_s is None else expected_s)
 
 
 def test_a_pool_that_dies_later_is_missed_only_if_nobody_takes_its_work(model: Path) -> None:

@@ -97,14 +97,12 @@ class _Ingress:
         self.fleet = _WatchedFleet(slo_s, workers, ingress_id_of(number))
         self.reports = SimulatedReports(loop, self.fleet, interval_s)
         ttft_slo_s = {tier.name: tier.ttft_limit_s for tier in tiers}
-        allowed_s = ttft_slo_s if config.fair_queue else {}
-        self.queue = AdmissionQueue(self.fleet, now=loop.time, ttft_slo_s=allowed_s)
+        self.queue = AdmissionQueue(self.fleet, now=loop.time)
         self.dispatcher = Dispatcher(
             self,
             self.fleet,
             now=loop.time,
             rng=random.Random(config.seed + number),
-            ttft_slo_s=allowed_s,
             choose=new_policy(config.policy),
             admission_queue=self.queue if config.fair_queue else None,
             wakes=tuple(ttft_slo_s),
@@ -158,9 +156,8 @@ class _Simulation:
         self._loop = loop = asyncio.get_running_loop()
         tiers = config.tiers
         ttft_slo_s = config.ttft_slo_s if config.fair_queue else math.inf
-        self._slo_s = (ttft_slo_s, config.tpot_slo_s)
-        if config.policy not in (OURS, ALL_WORKERS):  # the other policies do not use it
-            self._slo_s = (0.0 if config.fair_queue else math.inf, math.inf)
+        uses_slo = config.policy in (OURS, ALL_WORKERS)
+        self._slo_s = (ttft_slo_s, config.tpot_slo_s if uses_slo else math.inf)
         self._network = SimulatedNetwork(loop, config.latency_s, config.bytes_per_s)
         self._workers: dict[str, SimulatedWorker] = {}
         self._past: list[SimulatedWorker] = []  # workers that died
