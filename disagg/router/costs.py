@@ -180,6 +180,8 @@ def prefill_cost(
     if not worker.is_home:
         delay_s += SHARE_MEETING_OTHERS * alone_s * (num_new / num_tokens)
     num_shared, num_held_anywhere = num_held_once
+    if num_held_anywhere == num_tokens:
+        num_held_anywhere -= 1  # the last token is computed everywhere
     if num_held_anywhere > num_cached and num_held_anywhere > num_shared:
         num_before = num_shared if num_shared > num_cached else num_cached
         delay_s += NUM_COMPUTED_AGAIN * alone_s * ((num_held_anywhere - num_before) / num_new)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -185,22 +185,22 @@ def _candidates(
     prompt = _prompt(request, fleet, decodes.workers[0].tpot_slo_s, now, *compared.holder())
     goals = _goals(decodes, prompt)
     num_queued = fleet.queued.get(request.model, 0) / compared.num_workers
-    # Decode workers hold the KV of what they decode in any case, so copies there cost nothing.
-    has_once = prefills is None or compared.is_shared
-    pool = ComputingPool.of(decodes, num_queued, has_once, spares_decodes=prefills is not None)
+    pool = ComputingPool.of(decodes, num_queued, spares_decodes=prefills is not None)
     costs = pool.costs(prompt)
     if only is not None:
         pairs = zip(costs, goals, strict=True)
         local = [local_route(prompt, *pair) for pair in pairs if pair[0].worker is only]
         if local:
             return local
-    candidates = local_routes(goals, prompt, pool, costs)
+    pulls = pool.prefix_pulls(prompt, costs)
+    candidates = [local_route(prompt, *pair) for pair in zip(costs, goals, strict=True)]
+    candidates += [local_route(prompt, pull, goals[number]) for number, pull in pulls]
     if prefills is None:
         return candidates
     if compared.is_shared:
-        costs += shared_pull_costs(prompt, pool, costs)
+        costs += [pull for _, pull in pulls]
     else:
-        pool = ComputingPool.of(prefills, num_queued, has_once=True, spares_decodes=True)
+        pool = ComputingPool.of(prefills, num_queued, spares_decodes=True)
         costs = pool.costs(prompt)
     if only is not None:
         return remote_routes(goals, prompt, [each for each in costs if each.worker is only])
@@ -297,30 +297,24 @@ def expected_output(request: GenerateRequest, usual: float) -> int:
 
 
 class ComputingPool(NamedTuple):
-    """Workers that may compute a prompt. From `num_behind` on, arguments of `costs.prefill_cost`;
-    `num_behind` is by worker."""
+    """Workers that may compute a prompt.
+
+    num_behind: by worker, as `spares_decodes` an argument of `costs.prefill_cost`.
+    """
 
     side: Side
     num_behind: Sequence[float]
-    num_held_once: tuple[int, int]
     spares_decodes: bool
 
     @classmethod
-    def of(
-        cls, side: Side, num_queued: float, has_once: bool, spares_decodes: bool
-    ) -> ComputingPool:
-        """The workers of one side.
-
-        Args:
-            num_queued: requests per worker that wait in the ingress.
-            has_once: whether another copy of what one worker has cached has a cost here.
-        """
+    def of(cls, side: Side, num_queued: float, spares_decodes: bool) -> ComputingPool:
+        """The workers of one side. `num_queued`: requests per worker that wait in the ingress."""
         num_behind = requests_behind(side.workers, side.num_prompts, side.num_workers, num_queued)
-        return cls(side, num_behind, side.held_once if has_once else (0, 0), spares_decodes)
+        return cls(side, num_behind, spares_decodes)
 
     def costs(self, prompt: Prompt) -> list[PrefillCost]:
         num_tokens, now = prompt.num_tokens, prompt.now
-        side, once, spares = self.side, self.num_held_once, self.spares_decodes
+        side, once, spares = self.side, self.side.held_once, self.spares_decodes
         each = zip(side.workers, side.num_held, side.num_in_host, self.num_behind, strict=True)
         return [
             prefill_cost(worker, num_tokens, num_held, num_behind, once, spares, num_in_host, now)
@@ -328,49 +322,31 @@ class ComputingPool(NamedTuple):
         ]
 
     def prefix_pulls(
-        self, prompt: Prompt, costs: Sequence[PrefillCost], by_s: Callable[[int], float]
+        self, prompt: Prompt, costs: Sequence[PrefillCost]
     ) -> list[tuple[int, PrefillCost]]:
-        """The costs with a prefix pull of the workers where it is cheaper than without one, and the
-        numbers of these workers.
+        """The costs with a prefix pull of the workers that would then compute the rest of the
+        prompt soonest, and the numbers of these workers.
 
-        Args:
-            costs: without a prefix pull.
-            by_s: only the few workers with the least value are considered; takes their numbers.
+        Only of workers where a pull is cheaper than none. `costs`: without one.
         """
         source = prompt.prefix_source
         if source is None:
             return []
+
+        def about_s(number: int) -> float:
+            cost = costs[number]
+            num_left = prompt.num_tokens - prompt.num_at_source
+            share = num_left / (prompt.num_tokens - cost.num_cached_tokens)
+            return cost.queue_s + (cost.own_s + cost.beside_s) * share
+
         numbers = [
             n for n, each in enumerate(costs) if each.num_cached_tokens < prompt.num_at_source
         ]
         pulls = [
             (n, with_prefix_pull(costs[n], prompt, source, self.num_behind[n], self.spares_decodes))
-            for n in sorted(numbers, key=by_s)[:NUM_PREFIX_PULLERS]
+            for n in sorted(numbers, key=about_s)[:NUM_PREFIX_PULLERS]
         ]
         return [(n, pull) for n, pull in pulls if pull.total_s < costs[n].total_s]
-
-
-def local_routes(
-    goals: Sequence[DecodeCost], prompt: Prompt, pool: ComputingPool, costs: Sequence[PrefillCost]
-) -> list[Candidate]:
-    ways = [local_route(prompt, cost, goal) for cost, goal in zip(costs, goals, strict=True)]
-    pulls = pool.prefix_pulls(prompt, costs, lambda number: ways[number].total_s)
-    return ways + [local_route(prompt, pull, goals[number]) for number, pull in pulls]
-
-
-def shared_pull_costs(
-    prompt: Prompt, pool: ComputingPool, costs: Sequence[PrefillCost]
-) -> list[PrefillCost]:
-    """The costs, with a prefix pull, of the workers that would then compute the rest of the prompt
-    soonest."""
-
-    def about_s(number: int) -> float:
-        cost = costs[number]
-        num_left = prompt.num_tokens - prompt.num_at_source
-        share = num_left / (prompt.num_tokens - cost.num_cached_tokens)
-        return cost.queue_s + (cost.own_s + cost.beside_s) * share
-
-    return [pull for _, pull in pool.prefix_pulls(prompt, costs, about_s)]
 
 
 def remote_routes(

@@ -149,6 +149,7 @@ def test_a_copy_of_a_prefix_costs_what_it_will_displace() -> None:
     half = prefill_cost(view("p0"), 1000, 0, num_held_once=(0, 500))
     assert half.delay_s == pytest.approx(0.5 * NUM_COMPUTED_AGAIN * alone_s)
     assert prefill_cost(view("p0"), 1000, 500, num_held_once=(0, 500)).delay_s == 0.0
+    assert prefill_cost(view("p0"), 1000, 1000, num_held_once=(0, 1000)).delay_s == 0.0
     shared = prefill_cost(view("p0"), 1000, 0, num_held_once=(400, 500))
     assert shared.delay_s == pytest.approx(0.1 * NUM_COMPUTED_AGAIN * alone_s)
     assert half.first_token_s == pytest.approx(alone_s)
