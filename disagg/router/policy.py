@@ -353,7 +353,7 @@ def remote_routes(
     goals: Sequence[DecodeCost], prompt: Prompt, costs: Sequence[PrefillCost]
 ) -> list[Candidate]:
     sources = sorted(costs, key=_total_s)[:NUM_PER_SIDE]
-    best_goals = sorted(goals, key=_arrival_s)[:NUM_PER_SIDE]
+    best_goals = sorted(goals, key=_goal_s)[:NUM_PER_SIDE]
     pairs = [
         remote_route(prompt, source, goal)
         for source in sources
@@ -363,11 +363,12 @@ def remote_routes(
     return [pair for pair in pairs if pair.total_s < math.inf]
 
 
-def _arrival_s(goal: DecodeCost) -> float:
-    """Estimated arrival of the KV, to compare decode workers before its source is known."""
+def _goal_s(goal: DecodeCost) -> float:
+    """The cost of decoding there, less the time to move what it has cached: to compare decode
+    workers before the source of the KV is known."""
     record = goal.worker.record
     held_nbytes = goal.num_held_tokens // record.block_size * record.peer.block_nbytes
-    return goal.place_s + goal.decode_s - held_nbytes * UNMEASURED_S_PER_BYTE
+    return goal.place_s + goal.decode_s + goal.delay_s - held_nbytes * UNMEASURED_S_PER_BYTE
 
 
 def _choose(candidates: list[Candidate], rng: random.Random) -> Route:

@@ -128,6 +128,13 @@ def test_streams_belong_together_where_the_slo_is_tight_and_not_where_it_is_loos
     assert alone_s == pytest.approx(together_s, rel=0.5) and alone_s < 0.1 * lost_s[TIGHT_S][0]
 
 
+def test_streams_are_gathered_also_where_many_workers_have_none() -> None:
+    """Its own steps would be shorter on each of these, but it would displace more prompts."""
+    fleet = make_fleet(TIGHT_S, *(f"d{number}" for number in range(10)))
+    streams(fleet, "d7", 4)
+    assert choose(fleet, TIGHT_S).decode == "d7"
+
+
 @pytest.mark.parametrize("other", ["d1", "p1"])
 def test_nobody_waits_for_a_place_while_a_worker_without_streams_has_some(other: str) -> None:
     """Although the first stream there displaces most prompts: the place is needed in any case."""
