@@ -25,13 +25,12 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from msgspec.structs import replace
 
 from bench.gpu_device import synchronize
-from bench.gpu_graphs import COMPARED_OUTPUT, compare_graphs
 from bench.gpu_models import (
     join_sequences,
     new_sequence,
@@ -52,9 +51,13 @@ from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.kernels.dispatch import device_name
 from disagg.messages import SamplingParams, StartStep
+from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.weights import Progress
+
+if TYPE_CHECKING:  # a CPU captures nothing
+    from disagg.engine.device.step_graphs import StepGraphs
 
 # Sequences and tokens of each, the most telling ones first.
 BATCHES = [(32, 1024), (1, 1024), (256, 1024), (128, 1024), (8, 4096), (32, 4096), (1, 30000)]
@@ -69,7 +72,32 @@ NUM_DECODES, NUM_SKIPPED, NUM_ROUNDS = 64, 8, 2
 CPU_SAMPLED = [(32, 1024), (64, 1024)]
 CPU_DECODES, CPU_SKIPPED, CPU_ROUNDS = 6, 2, 1
 NUM_TIMELINE_STEPS = 16
+# Prompts that come together: each step's rows must not be those of the one before.
+COMPARED_PROMPTS = [(60, 60, 60), (20,), (1, 250), (7,) * 30, (130, 3), (33,) * 7]
+COMPARED_OUTPUT = 4
+MOST_DIFFERENT = 3e-2  # of bf16 logits: products of more rows are added up in another order
 BUILD_S = 120.0  # weights, compilation, graphs
+
+
+class Compared:
+    """Captured graphs of a runner, each of whose steps is then computed without them.
+
+    Attributes:
+        differences: of each step's logits, as a part of the largest; of decodes, and of others.
+    """
+
+    def __init__(self, graphs: StepGraphs, runner: ModelRunner) -> None:
+        self._graphs, self._runner = graphs, runner
+        self.differences: dict[str, list[float]] = {"decodes": [], "mixed": []}
+
+    def forward(self, batch: Batch) -> torch.Tensor | None:
+        logits = self._graphs.forward(batch)
+        if logits is not None:
+            plain = self._runner.decoder.forward(batch, self._runner.kv_cache.pages)
+            difference = (logits - plain).abs().max() / plain.abs().max()
+            kind = "decodes" if batch.max_query_len == 1 else "mixed"
+            self.differences[kind].append(float(difference.nan_to_num(nan=float("inf"))))
+        return logits
 
 
 class Served:
@@ -223,7 +251,28 @@ class Served:
         join_sequences(engine, num_seqs, context, wanted)
 
     def compare_graphs(self) -> dict[str, Any]:
-        return compare_graphs(self.engine, lambda size: self._prompt(size, COMPARED_OUTPUT))
+        """Steps that graphs replay, each computed once more without them."""
+        engine, runner = self.engine, cast(ModelRunner, self.engine.runner)
+        if runner.graphs is None:
+            raise Absent("a CPU captures no graphs")
+        compared = Compared(runner.graphs, runner)
+        graphs, runner.graphs = runner.graphs, compared  # type: ignore[assignment]
+        try:
+            for lens in COMPARED_PROMPTS:
+                for num_tokens in lens:
+                    engine.submit(self._prompt(num_tokens, COMPARED_OUTPUT))
+                while engine.has_work:
+                    engine.step()
+        finally:
+            runner.graphs = graphs
+        found: dict[str, Any] = {}
+        for name, differences in compared.differences.items():
+            if not differences:
+                raise RuntimeError(f"no step was one of {name}")
+            found |= {f"{name} steps": len(differences), name: max(differences)}
+        if not max(found["decodes"], found["mixed"]) <= MOST_DIFFERENT:
+            raise ArithmeticError(f"logits differ, as a part of the largest: {found}")
+        return found
 
     def tpot_by_hand(self, num_seqs: int, context: int) -> dict[str, Any]:
         """Without captured graphs, so with every kernel launched by the host."""
