@@ -9,13 +9,9 @@ import contextlib
 import datetime
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
-
-from rich.console import Console
-from rich.markup import escape
-from rich.status import Status
 
 from disagg.messages import StartPhase, StartsByPool, StartStep
 
@@ -32,21 +28,13 @@ class Lines:
         file: the run's log file; None writes to standard output only.
     """
 
-    def __init__(
-        self, form: LogFormat = "auto", file: Path | None = None, console: Console | None = None
-    ) -> None:
-        self._console = console or Console(highlight=False)
-        self._is_json = form == "json" or (form == "auto" and not self._console.is_terminal)
+    def __init__(self, form: LogFormat = "auto", file: Path | None = None) -> None:
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it is closed
+        self._is_json = form == "json" or (form == "auto" and not is_terminal)
         self._file: TextIO | None = None
         if file is not None:
             with contextlib.suppress(OSError):
                 self._file = file.open("a", encoding="utf-8")
-        self._status: Status | None = None
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the output can show a status line that changes in place."""
-        return self._console.is_terminal and not self._is_json
 
     def say(self, event: str, message: str, **fields: Any) -> None:
         """Print one event.
@@ -64,45 +52,12 @@ class Lines:
             if self._file is not None:
                 print(line, file=self._file, flush=True)
         with contextlib.suppress(OSError, ValueError):
-            if self._is_json:
-                print(line, flush=True)
-            else:
-                self._console.print(message, markup=False, soft_wrap=True)
-                sys.stdout.flush()
-
-    def show(self, message: str) -> None:
-        """Update the status line; an empty message removes it. Does nothing unless `is_live`."""
-        if not self.is_live:
-            return
-        if not message and self._status is not None:
-            self._status.stop()
-            self._status = None
-        elif message and self._status is None:
-            self._status = self._console.status(escape(message))
-            self._status.start()
-        elif self._status is not None:
-            self._status.update(escape(message))
+            print(line if self._is_json else message, flush=True)
 
     def close(self) -> None:
-        self.show("")
         if self._file is not None:
             with contextlib.suppress(OSError):  # flushing the last line fails if the disk is full
                 self._file.close()
-
-
-def one_line(pools: StartsByPool, sizes: Mapping[str, int]) -> str:
-    """The latest phase of each pool.
-
-    Args:
-        sizes: number of workers that each pool will have.
-    """
-    states = []
-    for pool, size in sizes.items():
-        workers = pools.get(pool, {})
-        lines = [line for _, line in _reached_phases(workers, size)]
-        state = lines[-1] if lines else f"{len(workers)} of {size} workers started"
-        states.append(f"{pool}: {state}")
-    return "; ".join(states)
 
 
 class StartLog:
@@ -117,27 +72,21 @@ class StartLog:
         self._printed: set[tuple[str, str, int]] = set()
 
     def news(self, pools: StartsByPool) -> list[str]:
-        """The lines that were not returned before."""
+        """The lines that were not returned before, each on the slowest worker of a pool."""
         lines = []
         for pool, size in self._sizes.items():
-            for step, line in _reached_phases(pools.get(pool, {}), size):
-                key = (pool, step.phase, int(_fraction(step) * _LINES_PER_LOAD))
+            workers = pools.get(pool, {})
+            slowest = f"slowest of {size}: " if size > 1 else ""
+            for phase in get_args(StartPhase):
+                steps = [reached[phase] for reached in workers.values() if phase in reached]
+                if len(steps) < max(size, len(workers)):  # not all of them have reached it
+                    continue
+                step = min(steps, key=_fraction)
+                key = (pool, phase, int(_fraction(step) * _LINES_PER_LOAD))
                 if key not in self._printed:
                     self._printed.add(key)
-                    lines.append(f"{pool}: {line}")
+                    lines.append(f"{pool}: {slowest}{_words(step)}")
         return lines
-
-
-def _reached_phases(
-    workers: Mapping[str, Mapping[StartPhase, StartStep]], size: int
-) -> Iterator[tuple[StartStep, str]]:
-    """The phases that all workers of a pool have reached, with a line on the slowest worker."""
-    slowest = f"slowest of {size}: " if size > 1 else ""
-    for phase in get_args(StartPhase):
-        found = [steps[phase] for steps in workers.values() if phase in steps]
-        if len(found) >= max(size, len(workers)):
-            step = min(found, key=_fraction)
-            yield step, slowest + _words(step)
 
 
 def _fraction(step: StartStep) -> float:

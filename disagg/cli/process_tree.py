@@ -23,6 +23,7 @@ from typing import NamedTuple
 import psutil
 
 from disagg.app.processes import runs
+from disagg.errors import StartupError
 
 PREFIX = "disagg-"
 MARK = "DISAGG_RUN"  # environment variable with the run's directory, set for all its processes
@@ -43,12 +44,22 @@ def temporary_directory() -> Path:
 
 
 def new_run() -> tuple[Path, int]:
-    """Make a run's directory. Also returns the file descriptor of its lock; keep it open."""
-    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary_directory()))
-    # The lock is taken before the file gets its name, so nobody can find it unlocked.
-    descriptor = os.open(directory / "new", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    os.rename(directory / "new", directory / _LOCK)
+    """Make a run's directory. Also returns the file descriptor of its lock; keep it open.
+
+    Raises:
+        StartupError: it cannot be made.
+    """
+    try:
+        directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary_directory()))
+        # The lock is taken before the file gets its name, so nobody can find it unlocked.
+        descriptor = os.open(directory / "new", os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        os.rename(directory / "new", directory / _LOCK)
+    except OSError as error:
+        raise StartupError(
+            f"Cannot write to {temporary_directory()} ({error.strerror}). The sockets of the server"
+            " are created there; free some space or make it writable."
+        ) from error
     return directory, descriptor
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from disagg.config import ServeConfig
-from disagg.messages import StartPhase, StartStep
 
 STOP = b"stop\n"  # the only message to the server process after its order
 
@@ -24,6 +23,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     ray_address: str | None
     haproxy: bool
     replace: bool = False
+    began_s: float = 0.0  # when the start began, on the steady clock of the machine
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
@@ -31,54 +31,33 @@ class Phase(msgspec.Struct, frozen=True, tag=True):
 
     limit_s: time after which the start fails with the message `too_late`; 0: no limit.
     may_stand_still: whether the run's processes may be idle for long in this phase.
-    pool_sizes: number of workers of each pool, in the phase that starts workers.
     """
 
     name: str
     limit_s: float = 0.0
     too_late: str = ""
     may_stand_still: bool = True
-    pool_sizes: dict[str, int] = {}
-
-
-class Progress(msgspec.Struct, frozen=True, tag=True):
-    pools: dict[str, dict[str, dict[StartPhase, StartStep]]]
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The server is ready. `body` is the response to `GET /ready`."""
-
-    url: str
-    body: dict[str, Any]
 
 
 class Happened(msgspec.Struct, frozen=True, tag=True):
-    """An event to print, with a sentence for people."""
+    """An event to print, with a sentence for people. `READY` begins the time of serving."""
 
     event: str
     message: str
     fields: dict[str, Any] = {}
 
 
-class StartRefused(msgspec.Struct, frozen=True, tag=True):
-    """The start was refused before anything was served."""
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The last report: the start was refused before anything was served, or the server broke."""
 
     message: str
     param: str | None = None
+    is_refusal: bool = True
 
 
-class Broken(msgspec.Struct, frozen=True, tag=True):
-    """The server has failed after it was ready, or failed unexpectedly."""
+READY = "ready"
 
-    message: str
-
-
-class DrainEnded(msgspec.Struct, frozen=True, tag=True):
-    num_ended: int
-    num_cut: int
-
-
-Report = Phase | Progress | Ready | Happened | StartRefused | Broken | DrainEnded
+Report = Phase | Happened | Failed
 
 _decoder = msgspec.json.Decoder(Report)
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
 import os
 import shutil
 import stat
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-
-from msgspec.structs import replace
 
 from disagg.cli import process_tree
 from disagg.cli.lines import Lines
@@ -21,7 +17,7 @@ from disagg.cli.reports import Order
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments, raw_config
 from disagg.cli.supervisor import Ended, Signals, Supervisor, keep_serving
-from disagg.config import AUTO, ServeConfig, url_of
+from disagg.config import ServeConfig
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
 from disagg.host import user_directory
@@ -57,30 +53,20 @@ def run(arguments: argparse.Namespace) -> int:
         order = Order(
             config=config,
             raw_config=raw,
-            directory="",  # each start has its own
+            directory="",  # each run has its own
             log_directory=str(logs),
             ray_address=arguments.ray_address,
             haproxy=arguments.haproxy,
             replace=arguments.replace,
         )
-        serve_once = partial(_serve_once, order, lines, signals)
+
+        def serve_once() -> Ended:
+            return Supervisor(order, lines, signals).run()
+
         # A cluster of others keeps the application when this command fails.
         if arguments.restart and order.ray_address is None:
             return keep_serving(serve_once, lines, lambda: signals.num > 0)
         return serve_once().status
-
-
-def _serve_once(order: Order, lines: Lines, signals: Signals) -> Ended:
-    """Start a server, and return when it and all its processes have ended."""
-    directory, alive = new_run()
-    try:
-        supervisor = Supervisor(replace(order, directory=str(directory)), lines, signals)
-        supervisor.when_ready = lambda: lines.say("example", f"\n  {_example(order.config)}\n")
-        status = supervisor.run()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(alive)
-    return Ended(status, supervisor.served_s)
 
 
 def _fetch_models(config: ServeConfig, say: Say, is_stopped: Callable[[], bool]) -> bool:
@@ -101,17 +87,6 @@ def _fetch_models(config: ServeConfig, say: Say, is_stopped: Callable[[], bool])
         ):
             return False
     return True
-
-
-def new_run() -> tuple[Path, int]:
-    """Call `process_tree.new_run`. Raises `StartupError` if its directory cannot be made."""
-    try:
-        return process_tree.new_run()
-    except OSError as error:
-        raise StartupError(
-            f"Cannot write to {process_tree.temporary_directory()} ({error.strerror}). The sockets"
-            " of the server are created there; free some space or make it writable."
-        ) from error
 
 
 def log_directory(log_dir: str | None, port: int) -> Path:
@@ -162,28 +137,3 @@ def _is_made(directory: Path) -> bool:
     except (OSError, RuntimeError):
         return False
     return True
-
-
-def _example(config: ServeConfig) -> str:
-    model = config.tiers[0].name if config.cascade is None else AUTO
-    return curl_example(url_of(config.http), model, config.http.api_key)
-
-
-def curl_example(url: str, model: str, api_key: str | None) -> str:
-    body = {
-        "model": model,
-        "messages": [
-            {
-                "role": "user",
-                "content": "The code of Anna is 4821. The code of Peter is 1937."
-                " What is the code of Anna?",
-            }
-        ],
-        "stream": True,
-        "temperature": 0,
-    }
-    key = ' -H "Authorization: Bearer $DISAGG_API_KEY"' if api_key else ""
-    return (
-        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
-        f" -d '{json.dumps(body)}'"
-    )

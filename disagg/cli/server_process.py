@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import urllib.error
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,26 +29,17 @@ from disagg.app.probe import ask_here
 from disagg.capacity.device_plan import DevicePlan, plan_devices, unsized_tiers
 from disagg.capacity.node_check import check_nodes
 from disagg.cli.embedded_redis import EmbeddedRedis, keep_running
+from disagg.cli.lines import StartLog
 from disagg.cli.process_tree import end_run_elsewhere, join_run, keep_logs
 from disagg.cli.ray_environment import prepare_environment
-from disagg.cli.reports import (
-    STOP,
-    Broken,
-    DrainEnded,
-    Order,
-    Phase,
-    Progress,
-    Ready,
-    Reports,
-    StartRefused,
-)
+from disagg.cli.reports import READY, STOP, Failed, Order, Phase, Reports
 from disagg.cli.start_checks import (
     check_before_ray,
     check_models,
     check_serve_address,
     hold_port,
 )
-from disagg.config import EngineConfig, ServeConfig, TierConfig, url_of
+from disagg.config import AUTO, EngineConfig, ServeConfig, TierConfig, url_of
 from disagg.devices import Gpus, gpus_here
 from disagg.errors import DisaggError, StartupError
 from disagg.imports import uncollected_imports
@@ -104,16 +95,17 @@ def main() -> int:
     try:
         return serve(order, reports, orders.stop)
     except DisaggError as error:
-        reports.send(StartRefused(error.message, error.param))
+        reports.send(Failed(error.message, error.param))
         return 2
     except Exception as error:
         traceback.print_exc()
         first_line = (str(error).strip().splitlines() or ["no message"])[0]
         cause = f"{type(error).__name__}: {first_line}"
         reports.send(
-            Broken(
+            Failed(
                 f"The server process failed unexpectedly: {cause:.300} (the traceback is in"
-                f" {order.log_directory}/server.log)"
+                f" {order.log_directory}/server.log)",
+                is_refusal=False,
             )
         )
         return 1
@@ -146,27 +138,44 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
             check_nodes(config, cluster.nodes())
         reports.send(Phase("starting Ray Serve", SERVE_TIMEOUT_S, TOO_LATE, not is_here))
         cluster.start(config.http)
-        reports.send(Phase("starting workers", pool_sizes=pool_sizes(config)))
+        reports.send(Phase("starting workers"))
         cluster.deploy(config)
-        cluster.wait(lambda pools: reports.send(_progress(pools)), READY_TIMEOUT_S, stop)
+        log = StartLog(pool_sizes(config))
+
+        def tell_progress(pools: StartsByPool) -> None:
+            for line in log.news(pools):
+                reports.say("progress", line)
+
+        cluster.wait(tell_progress, READY_TIMEOUT_S, stop)
         body = None if stop.is_set() else _wait_until_ready(config, stop)
         cluster.leave()
         if body is None:
             return 0
-        reports.send(Ready(url_of(config.http), body))
+        url, pools = url_of(config.http), body["pools"]
+        seconds = time.monotonic() - order.began_s
+        reports.say(READY, ready_line(url, pools, seconds), url=url, pools=pools)
+        model = config.tiers[0].name if config.cascade is None else AUTO
+        example = curl_example(url, model, config.http.api_key)
+        reports.say("example", f"\n  {example}\n")
         watch = cluster.watch(reports.say, stop)
         if redis is None:
             stop.wait()
         else:
             keep_running(redis, stop, lambda sentence: reports.say("redis", sentence))
         if watch.broken:
-            reports.send(Broken(watch.broken))
+            reports.send(Failed(watch.broken, is_refusal=False))
             return 1
         if not is_here and cluster.is_replaced():
             reports.say("replaced", REPLACED)
         else:
             num_ended, num_cut = cluster.drain(config.drain_s)
-            reports.send(DrainEnded(num_ended, num_cut))
+            cut = f"; {num_cut} ran out of time and ended with an error" if num_cut else ""
+            reports.say(
+                "drained",
+                f"{num_ended} running requests have finished{cut}.",
+                num_ended=num_ended,
+                num_cut=num_cut,
+            )
         watch.close()
     return 0
 
@@ -203,12 +212,36 @@ def _check_cluster(
     return True
 
 
-def _progress(pools: StartsByPool) -> Progress:
-    return Progress(
-        {
-            pool: {worker: dict(steps) for worker, steps in workers.items()}
-            for pool, workers in pools.items()
-        }
+def ready_line(url: str, pools: Mapping[str, Any], seconds: float) -> str:
+    """Args:
+    pools: the pools of each model, as in the response to `GET /ready`.
+    """
+    words = "; ".join(
+        f"{name}: {pool['num_prefill']} prefill + {pool['num_decode']} decode,"
+        f" {pool['num_kv_blocks']} KV blocks of {pool['block_size']} tokens, steps of up to"
+        f" {pool['max_num_seqs']} sequences and {pool['max_num_batched_tokens']} tokens"
+        for name, pool in pools.items()
+    )
+    return f"ready after {seconds:.0f} s: {url}/v1  ({words})"
+
+
+def curl_example(url: str, model: str, api_key: str | None) -> str:
+    body = {
+        "model": model,
+        "messages": [
+            {
+                "role": "user",
+                "content": "The code of Anna is 4821. The code of Peter is 1937."
+                " What is the code of Anna?",
+            }
+        ],
+        "stream": True,
+        "temperature": 0,
+    }
+    key = ' -H "Authorization: Bearer $DISAGG_API_KEY"' if api_key else ""
+    return (
+        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
+        f" -d '{json.dumps(body)}'"
     )
 
 

@@ -22,22 +22,11 @@ from types import FrameType
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from disagg.cli import process_tree
-from disagg.cli.lines import Lines, StartLog, one_line
-from disagg.cli.reports import (
-    STOP,
-    Broken,
-    DrainEnded,
-    Happened,
-    Order,
-    Phase,
-    Progress,
-    Ready,
-    Report,
-    StartRefused,
-    read_report,
-)
+from disagg.cli.lines import Lines
+from disagg.cli.reports import READY, STOP, Failed, Happened, Order, Phase, Report, read_report
 from disagg.errors import StartupError
 
 LOOK_PERIOD_S = 0.2
@@ -79,8 +68,15 @@ class Signals:
         self.last = number
 
 
+class Ended(NamedTuple):
+    """How a server has ended."""
+
+    status: int
+    served_s: float | None  # how long it was ready; None if it never was
+
+
 class Supervisor:
-    """Runs the server process once.
+    """Runs the server process once, in a directory of its own.
 
     Args:
         order: tells the server process what to serve.
@@ -90,85 +86,79 @@ class Supervisor:
         self._order = order
         self._lines = lines
         self._signals = signals
-        self._log = StartLog({})
-        self._process: subprocess.Popen[bytes] | None = None
         self._phase = Phase("checking")
         self._phase_ends_s = 0.0
         self._standstill: process_tree.Standstill | None = None  # None: the phase may stand still
         self._next_standstill_s = 0.0
         self._ends_by_s = 0.0  # deadline, set when the server process is told to stop
-        self._refused: StartRefused | None = None
-        self._broken: Broken | None = None
+        self._failed: Failed | None = None
         self._ready_at_s: float | None = None
-        self.served_s: float | None = None  # after the run: how long the server was ready, if ever
-        self.when_ready: Callable[[], None] = lambda: None
 
-    def run(self) -> int:
+    def run(self) -> Ended:
         """Run the server process until it has ended and all its children are gone.
 
         Returns:
-            0 after a stop, 1 after a failure, 128 plus the signal's number after a second signal.
+            With status 0 after a stop, 1 after a failure, 128 plus the signal's number after a
+            second signal.
 
         Raises:
             StartupError: the server process refused to start; it has its message.
         """
         process_tree.adopt_orphans()
-        began_s = time.monotonic()
-        with self._started() as (process, reports):
-            self._process = process
-            for report in self._reports(reports):
-                self._take(report, began_s)
-            if self._ready_at_s is not None:
-                self.served_s = time.monotonic() - self._ready_at_s
-        if self._refused is not None:
-            raise StartupError(self._refused.message, param=self._refused.param)
-        return self._status()
-
-    @contextlib.contextmanager
-    def _started(self) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         process_tree.set_logs_aside(Path(self._order.log_directory))
+        directory, alive = process_tree.new_run()
+        self._order = replace(self._order, directory=str(directory), began_s=time.monotonic())
+        try:
+            returncode, served_s = self._run_process()
+        finally:
+            process_tree.keep_logs(directory, Path(self._order.log_directory))
+            shutil.rmtree(directory, ignore_errors=True)
+            os.close(alive)
+        if self._failed is not None and self._failed.is_refusal:
+            raise StartupError(self._failed.message, param=self._failed.param)
+        return Ended(self._status(returncode), served_s)
+
+    def _run_process(self) -> tuple[int, float | None]:
+        """The server process's own status, and how long it was ready."""
         read, write = os.pipe()
-        output = Path(self._order.log_directory) / "server.log"
+        with (Path(self._order.log_directory) / "server.log").open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "disagg.cli.server_process", str(write)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=[write],
+                env={**os.environ, process_tree.MARK: self._order.directory},
+                start_new_session=True,  # so that Ctrl-C reaches only this process
+            )
+        os.close(write)
+        served_s = None
         try:
-            with output.open("ab") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "disagg.cli.server_process", str(write)],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[write],
-                    env={**os.environ, process_tree.MARK: self._order.directory},
-                    start_new_session=True,  # so that Ctrl-C reaches only this process
+            _send(process, msgspec.json.encode(self._order) + b"\n")
+            for report in self._reports(process, read):
+                self._take(report)
+            if self._ready_at_s is not None:
+                served_s = time.monotonic() - self._ready_at_s
+        finally:
+            if process.poll() is None:
+                process.kill()
+            for left in process_tree.end_family():
+                self._lines.say(
+                    "left", f"Process {left.pid} did not end after SIGKILL.", pid=left.pid
                 )
-        finally:
-            os.close(write)
-        try:
-            self._send(process, msgspec.json.encode(self._order) + b"\n")
-            yield process, read
-        finally:
-            self._end_everything(process)
+            process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                assert process.stdin is not None
+                process.stdin.close()
             os.close(read)
+        return process.returncode, served_s
 
-    def _end_everything(self, process: subprocess.Popen[bytes]) -> None:
-        self._lines.show("")
-        if process.poll() is None:
-            process.kill()
-        for left in process_tree.end_family():
-            self._lines.say("left", f"Process {left.pid} did not end after SIGKILL.", pid=left.pid)
-        process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            assert process.stdin is not None
-            process.stdin.close()
-        process_tree.keep_logs(Path(self._order.directory), Path(self._order.log_directory))
-        shutil.rmtree(self._order.directory, ignore_errors=True)
-
-    def _reports(self, descriptor: int) -> Iterator[Report]:
+    def _reports(self, process: subprocess.Popen[bytes], descriptor: int) -> Iterator[Report]:
         """The server process's reports, until it closes the pipe or its time is over."""
-        assert self._process is not None
         buffer = b""
         with selectors.DefaultSelector() as selector:
             selector.register(descriptor, selectors.EVENT_READ)
-            while not self._is_over():
+            while not self._is_over(process):
                 if selector.select(LOOK_PERIOD_S):
                     piece = os.read(descriptor, 1 << 16)
                     *lines, buffer = (buffer + piece).split(b"\n")
@@ -176,20 +166,20 @@ class Supervisor:
                     if not piece:
                         # Otherwise it may be killed before it has its status.
                         with contextlib.suppress(subprocess.TimeoutExpired):
-                            self._process.wait(END_TIMEOUT_S)
+                            process.wait(END_TIMEOUT_S)
                         return
-                process_tree.reap(besides=self._process.pid)
+                process_tree.reap(besides=process.pid)
 
-    def _is_over(self) -> bool:
+    def _is_over(self, process: subprocess.Popen[bytes]) -> bool:
         """Whether to stop reading reports. Also passes signals on to the server process."""
         now_s = time.monotonic()
-        if self._refused is not None or self._broken is not None:
+        if self._failed is not None:
             return True
         if self._phase.limit_s and now_s > self._phase_ends_s:
-            self._refused = StartRefused(self._phase.too_late)
+            self._failed = Failed(self._phase.too_late)
             return True
         if self._stands_still(now_s):
-            self._refused = StartRefused(
+            self._failed = Failed(
                 f"{self._phase.name[0].upper()}{self._phase.name[1:]} came to a standstill: none of"
                 f" its processes has used the CPU for {process_tree.STILL_S:.0f} s. Check whether"
                 " they are suspended or a disk does not respond; their last output is in"
@@ -201,7 +191,7 @@ class Supervisor:
         if self._signals.num > 1 or (self._ends_by_s and now_s > self._ends_by_s):
             return True
         if not self._ends_by_s:
-            return self._begin_stop(now_s)
+            return self._begin_stop(process, now_s)
         return False
 
     def _stands_still(self, now_s: float) -> bool:
@@ -210,7 +200,7 @@ class Supervisor:
         self._next_standstill_s = now_s + STANDSTILL_PERIOD_S
         return self._standstill.is_there(now_s)
 
-    def _begin_stop(self, now_s: float) -> bool:
+    def _begin_stop(self, process: subprocess.Popen[bytes], now_s: float) -> bool:
         """React to the first signal. Returns True if there is nothing to wait for."""
         name = signal.Signals(self._signals.last).name
         if self._ready_at_s is None:
@@ -229,96 +219,45 @@ class Supervisor:
                 signal=name,
             )
             self._ends_by_s = now_s + drain_s + END_TIMEOUT_S
-        assert self._process is not None
-        self._send(self._process, STOP)
+        _send(process, STOP)
         return False
 
-    def _send(self, process: subprocess.Popen[bytes], message: bytes) -> None:
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process has ended; `_reports` notices
-            process.stdin.write(message)
-            process.stdin.flush()
-
-    def _take(self, report: Report, began_s: float) -> None:
+    def _take(self, report: Report) -> None:
         match report:
             case Phase():
                 self._phase = report
-                self._log = StartLog(report.pool_sizes)
                 self._phase_ends_s = time.monotonic() + report.limit_s
                 self._standstill = None if report.may_stand_still else process_tree.Standstill()
-                self._lines.show(report.name)
-                if not self._lines.is_live:
-                    self._lines.say("phase", report.name)
-            case Progress():
-                self._lines.show(one_line(report.pools, self._phase.pool_sizes))
-                if not self._lines.is_live:
-                    for line in self._log.news(report.pools):
-                        self._lines.say("progress", line)
-            case Ready():
-                self._ready_at_s = time.monotonic()
-                self._lines.show("")
-                self._lines.say(
-                    "ready",
-                    ready_line(report, self._ready_at_s - began_s),
-                    url=report.url,
-                    pools=report.body["pools"],
-                )
-                self.when_ready()
+                self._lines.say("phase", report.name)
             case Happened():
+                if report.event == READY:
+                    self._ready_at_s = time.monotonic()
                 self._lines.say(report.event, report.message, **report.fields)
-            case DrainEnded():
-                cut = f"; {report.num_cut} ran out of time and ended with an error"
-                self._lines.say(
-                    "drained",
-                    f"{report.num_ended} running requests have finished"
-                    f"{cut if report.num_cut else ''}.",
-                    num_ended=report.num_ended,
-                    num_cut=report.num_cut,
-                )
-            case StartRefused():
-                self._refused = report
-            case Broken():
-                self._broken = report
+            case Failed():
+                self._failed = report
 
-    def _status(self) -> int:
+    def _status(self, returncode: int) -> int:
         """Print how the run ended, after it has; returns the exit status."""
-        assert self._process is not None
         if self._signals.num > 1:
             self._lines.say("stopped", "Stopped at once because of a second signal.")
             return 128 + self._signals.last
-        if self._broken is not None:
-            self._lines.say("broken", self._broken.message)
-            return 1
-        if self._signals.num:
+        if self._failed is None and self._signals.num:
             self._lines.say("stopped", "Stopped.")
             return 0
-        self._lines.say(
-            "broken",
-            f"The server process ended unexpectedly ({_how(self._process.returncode)}); its output"
-            f" is in {self._order.log_directory}/server.log.",
+        how = f"signal {-returncode}" if returncode < 0 else f"status {returncode}"
+        ended = Failed(
+            f"The server process ended unexpectedly ({how}); its output is in"
+            f" {self._order.log_directory}/server.log."
         )
-        return 1
+        self._lines.say("broken", (self._failed or ended).message)
+        return BROKEN
 
 
-def ready_line(ready: Ready, seconds: float) -> str:
-    pools = "; ".join(
-        f"{name}: {pool['num_prefill']} prefill + {pool['num_decode']} decode,"
-        f" {pool['num_kv_blocks']} KV blocks of {pool['block_size']} tokens, steps of up to"
-        f" {pool['max_num_seqs']} sequences and {pool['max_num_batched_tokens']} tokens"
-        for name, pool in ready.body["pools"].items()
-    )
-    return f"ready after {seconds:.0f} s: {ready.url}/v1  ({pools})"
-
-
-def _how(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"status {status}"
-
-
-class Ended(NamedTuple):
-    """How a server has ended."""
-
-    status: int
-    served_s: float | None  # how long it was ready; None if it never was
+def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # the process has ended, which is noticed elsewhere
+        process.stdin.write(message)
+        process.stdin.flush()
 
 
 def keep_serving(
