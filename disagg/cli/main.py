@@ -10,7 +10,6 @@ from typing import Any
 
 from disagg.errors import DisaggError
 
-# Settings whose flags have other names.
 VERBS = {
     "serve": "disagg.cli.serve",
     "chat": "disagg.tools.chat",

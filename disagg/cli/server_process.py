@@ -39,7 +39,7 @@ from disagg.cli.start_checks import (
     check_serve_address,
     hold_port,
 )
-from disagg.config import AUTO, EngineConfig, ServeConfig, TierConfig, url_of
+from disagg.config import AUTO, ServeConfig, TierConfig, url_of
 from disagg.devices import Gpus, gpus_here
 from disagg.errors import DisaggError, StartupError
 from disagg.imports import uncollected_imports
@@ -127,7 +127,11 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
             reports.say("cpu_kernels", f"Decode steps on this CPU: {sentence}.")
         config, redis = _with_store(plan.config, cleanup, directory)
         if redis is not None:
-            reports.say("store", _store_sentence(config))
+            reports.say(
+                "store",
+                "Workers store evicted KV blocks in an embedded Redis server of"
+                f" {config.cold_tier_nbytes >> 20} MiB (--cold-tier-bytes, --no-redis).",
+            )
         cluster = _cluster(order)
         cleanup.callback(cluster.stop)
         _connect(cluster, order, plan.device_ids, reports)
@@ -285,31 +289,10 @@ def _connect(cluster: Cluster, order: Order, device_ids: Sequence[str], reports:
         signal.signal(number, lambda *_: None)
 
 
-def _engines(config: ServeConfig) -> dict[str, EngineConfig]:
-    """The engine settings of each pool that has or may get workers, by the pool's name."""
-    return {
-        f"{tier.name}-{role}": tier.for_role(role).engine
-        for tier in config.tiers
-        for role, pool in tier.pools.items()
-        if pool.num_replicas or pool.num_standby or pool.autoscaling is not None
-    }
-
-
-def _store_sentence(config: ServeConfig) -> str:
-    """A sentence on which pools store evicted KV in the embedded store."""
-    engines = _engines(config)
-    names = [name for name, engine in engines.items() if engine.enable_prefix_caching]
-    pools = "" if len(names) == len(engines) else f" of {', '.join(names)}"
-    return (
-        f"Workers{pools} store evicted KV blocks in an embedded Redis server of"
-        f" {config.cold_tier_nbytes >> 20} MiB (--cold-tier-bytes, --no-redis)."
-    )
-
-
 def _with_store(
     config: ServeConfig, cleanup: ExitStack, directory: Path
 ) -> tuple[ServeConfig, EmbeddedRedis | None]:
-    has_use = any(engine.enable_prefix_caching for engine in _engines(config).values())
+    has_use = any(tier.engine.enable_prefix_caching for tier in config.tiers)
     if config.redis_url is not None or not config.cold_tier_nbytes or not has_use:
         return config, None
     redis = EmbeddedRedis(directory / "redis", max_memory_nbytes=config.cold_tier_nbytes)

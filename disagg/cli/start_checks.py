@@ -13,6 +13,7 @@ from typing import Any
 
 from disagg.api_keys import read_key_file
 from disagg.app.address import check_address
+from disagg.app.haproxy import find_haproxy
 from disagg.cli.reports import Order
 from disagg.config import HttpConfig, ServeConfig
 from disagg.config_checks import check_secrets
@@ -35,7 +36,10 @@ def check_before_ray(order: Order) -> None:
     if order.config.http.api_keys_file is not None:
         read_key_file(order.config.http.api_keys_file)
     if order.config.redis_url is not None:
-        check_store(order.config.redis_url)
+        from disagg.store.redis_store import RedisBoard
+
+        # The URL only: the deployment may start while the Redis server is down.
+        RedisBoard(order.config.redis_url, secret=b"")
     if order.ray_address is not None:
         check_address(order.ray_address)
     else:
@@ -44,7 +48,7 @@ def check_before_ray(order: Order) -> None:
         ucx_settings(order.config.transfer_interface, {})  # raises if there is no such interface
         check_machine(Path(order.directory))
     if order.haproxy and order.ray_address is None:
-        check_haproxy()
+        find_haproxy()
 
 
 def check_one_node(config: ServeConfig) -> None:
@@ -192,19 +196,6 @@ def check_machine(directory: Path) -> None:
             f" there; give it at least {MIN_SHARED_MEMORY_NBYTES >> 20} MiB (Docker:"
             " --shm-size=1g)."
         )
-
-
-def check_store(redis_url: str) -> None:
-    """Check the URL only: the deployment may start while the Redis server is down."""
-    from disagg.store.redis_store import RedisBoard
-
-    RedisBoard(redis_url, secret=b"")
-
-
-def check_haproxy() -> None:
-    from disagg.app.haproxy import find_haproxy
-
-    find_haproxy()
 
 
 def check_models(

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
 from disagg.cli import serve, serve_arguments, serve_config, server_process
 from disagg.cli.main import main
 from disagg.cli.server_process import pool_sizes
 from disagg.cli.start_checks import check_models
-from disagg.config import CascadeConfig, EngineConfig, PoolConfig, ServeConfig, SpeculativeConfig
+from disagg.config import CascadeConfig, ServeConfig, SpeculativeConfig
 from disagg.errors import StartupError
 from tests.tiny_model import write_tiny_model
 
@@ -363,24 +362,6 @@ def test_no_store_is_started_that_no_worker_would_use(
         )
     assert (redis is not None, config.redis_url is not None) == (is_started, is_started)
     assert bool(started) == is_started
-
-
-def test_the_store_is_said_to_be_of_those_that_use_it() -> None:
-    config = config_of("demo-small")
-    (tier,) = config.tiers
-    bare = replace(
-        tier,
-        served_model_name="bare",
-        engine=EngineConfig(enable_prefix_caching=False),
-        prefill=PoolConfig(num_replicas=0),
-    )
-
-    def subject(config: ServeConfig) -> str:
-        return server_process._store_sentence(config).partition(" store ")[0]
-
-    assert subject(config) == "Workers"
-    pools = "demo-small-prefill, demo-small-decode"
-    assert subject(replace(config, tiers=(tier, bare))) == f"Workers of {pools}"
 
 
 def test_a_key_of_the_environment_guards_a_deployment_of_a_file(

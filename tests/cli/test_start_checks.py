@@ -148,14 +148,23 @@ def test_two_starts_at_once_on_one_address() -> None:
         ({"cluster_key": "short"}, "can be guessed"),
         ({"http": {"host": "0.0.0.0"}}, "Any client that reaches 0.0.0.0"),
         ({"http": {"allowed_origins": ["*"]}}, "Any website could use this server"),
+        ({"transfer_interface": "eth77"}, "'eth77', and this machine has no such"),
+        *(
+            ({"redis_url": url}, "The Redis URL is invalid")
+            for url in ("localhost:6379", "redis://host:99999", "redis://[::1", "")
+        ),
     ],
 )
-@pytest.mark.parametrize("ray_address", [None, "127.0.0.1:1"])
-def test_weak_secrets_are_refused_before_anything_is_started(
-    fields: dict[str, Any], words: str, ray_address: str | None
-) -> None:
+def test_what_is_refused_before_anything_is_started(fields: dict[str, Any], words: str) -> None:
+    """On a cluster, too, but for interfaces, which are its nodes' own."""
+    for ray_address in (None, "127.0.0.1:1") if "transfer_interface" not in fields else (None,):
+        with pytest.raises(StartupError, match=words):
+            start_checks.check_before_ray(order_of(ray_address, **fields))
+
+
+def order_of(ray_address: str | None = None, **fields: Any) -> Order:
     raw = {"tiers": [{"model": "demo-small"}], "cluster_key": 64 * "k", **fields}
-    order = Order(
+    return Order(
         config=parse_config(raw),
         raw_config=raw,
         directory="/tmp",
@@ -163,8 +172,11 @@ def test_weak_secrets_are_refused_before_anything_is_started(
         ray_address=ray_address,
         haproxy=True,
     )
-    with pytest.raises(StartupError, match=words):
-        start_checks.check_before_ray(order)
+
+
+def test_a_store_that_is_away() -> None:
+    url, port = f"redis://127.0.0.1:{free_port()}", free_port()
+    start_checks.check_before_ray(order_of(redis_url=url, http={"port": port}))
 
 
 def test_a_running_serve_keeps_its_address() -> None:
@@ -177,35 +189,11 @@ def test_a_running_serve_keeps_its_address() -> None:
         start_checks.check_serve_address(config, ("0.0.0.0", 8000))
 
 
-@pytest.mark.parametrize("url", ["localhost:6379", "redis://host:99999", "redis://[::1", ""])
-def test_a_store_whose_url_makes_no_sense(url: str) -> None:
-    with pytest.raises(StartupError, match="The Redis URL is invalid"):
-        start_checks.check_store(url)
-
-
-def test_a_store_that_is_away() -> None:
-    start_checks.check_store(f"redis://127.0.0.1:{free_port()}")
-
-
 def test_workers_over_nodes_need_a_cluster() -> None:
     tier = {"model": "demo-small", "engine": {"tensor_parallel_size": 2}, "decode": {"nnodes": 2}}
     config = parse_config({"tiers": [tier], "cluster_key": "key"})
     with pytest.raises(StartupError, match=r"workers of 'demo-small' .* nnodes = 2, but"):
         start_checks.check_one_node(config)
-
-
-def test_an_interface_that_is_not_there_is_refused_before_ray_starts() -> None:
-    raw = {"tiers": [{"model": "demo-small"}], "cluster_key": 64 * "k"}
-    order = Order(
-        config=parse_config({**raw, "transfer_interface": "eth77"}),
-        raw_config=raw,
-        directory="/tmp",
-        log_directory="/tmp",
-        ray_address=None,
-        haproxy=False,
-    )
-    with pytest.raises(StartupError, match="'eth77', and this machine has no such"):
-        start_checks.check_before_ray(order)
 
 
 def test_only_flags_that_a_command_has_are_named_as_at_fault() -> None:
