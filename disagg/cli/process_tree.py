@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,9 +135,14 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def family() -> list[psutil.Process]:
-    """All descendants of this process."""
-    return psutil.Process().children(recursive=True)
+def family(name: str = "") -> list[psutil.Process]:
+    """All descendants of this process, or those with this name."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if name in ("", each.name()):
+                found.append(each)
+    return found
 
 
 def reap(besides: int | None = None) -> None:
@@ -154,11 +160,13 @@ def reap(besides: int | None = None) -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def end_family(timeout_s: float = 2.0) -> list[psutil.Process]:
-    """Kill all descendants, including new ones; returns those that are still there."""
+def end_family(
+    timeout_s: float = 2.0, besides: Sequence[psutil.Process] = ()
+) -> list[psutil.Process]:
+    """Kill all other descendants, including new ones; returns those that are still there."""
     deadline = time.monotonic() + timeout_s
     while True:
-        left = family()
+        left = [each for each in family() if each not in besides]
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()

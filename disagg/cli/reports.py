@@ -23,6 +23,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     ray_address: str | None
     haproxy: bool
     replace: bool = False
+    is_restart: bool = False  # HAProxy of the server before listens on the port
     began_s: float = 0.0  # when the start began, on the steady clock of the machine
 
 

@@ -50,10 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
         lines.say("logs", f"logs: {logs}", directory=str(logs))
         if not _fetch_models(config, lines.say, lambda: signals.num > 0):
             return 0
+        directory, alive = process_tree.new_run()
         order = Order(
             config=config,
             raw_config=raw,
-            directory="",  # each run has its own
+            directory=str(directory),
             log_directory=str(logs),
             ray_address=arguments.ray_address,
             haproxy=arguments.haproxy,
@@ -63,10 +64,15 @@ def run(arguments: argparse.Namespace) -> int:
         def serve_once() -> Ended:
             return Supervisor(order, lines, signals).run()
 
-        # A cluster of others keeps the application when this command fails.
-        if arguments.restart and order.ray_address is None:
-            return keep_serving(serve_once, lines, lambda: signals.num > 0)
-        return serve_once().status
+        try:
+            # A cluster of others keeps the application when this command fails.
+            if arguments.restart and order.ray_address is None:
+                return keep_serving(serve_once, lines, lambda: signals.num > 0)
+            return serve_once().status
+        finally:
+            process_tree.end_family()  # HAProxy, which outlives servers that broke
+            shutil.rmtree(directory, ignore_errors=True)
+            os.close(alive)
 
 
 def _fetch_models(config: ServeConfig, say: Say, is_stopped: Callable[[], bool]) -> bool:

@@ -43,7 +43,8 @@ def check_before_ray(order: Order) -> None:
     if order.ray_address is not None:
         check_address(order.ray_address)
     else:
-        check_port(order.config.http)
+        if not order.is_restart:
+            check_port(order.config.http)
         check_one_node(order.config)
         ucx_settings(order.config.transfer_interface, {})  # raises if there is no such interface
         check_machine(Path(order.directory))

@@ -22,8 +22,10 @@ from types import FrameType
 from typing import NamedTuple
 
 import msgspec
+import psutil
 from msgspec.structs import replace
 
+from disagg.app.haproxy_launcher import END_SOFTLY
 from disagg.cli import process_tree
 from disagg.cli.lines import Lines
 from disagg.cli.reports import READY, STOP, Failed, Happened, Order, Phase, Report, read_report
@@ -76,7 +78,10 @@ class Ended(NamedTuple):
 
 
 class Supervisor:
-    """Runs the server process once, in a directory of its own.
+    """Runs the server process once.
+
+    HAProxy outlives a server that broke: it answers 503 with `Retry-After` until the next one is
+    ready.
 
     Args:
         order: tells the server process what to serve.
@@ -92,6 +97,7 @@ class Supervisor:
         self._next_standstill_s = 0.0
         self._ends_by_s = 0.0  # deadline, set when the server process is told to stop
         self._failed: Failed | None = None
+        self._proxies: list[psutil.Process] = []  # HAProxy of the server before
         self._ready_at_s: float | None = None
 
     def run(self) -> Ended:
@@ -106,14 +112,16 @@ class Supervisor:
         """
         process_tree.adopt_orphans()
         process_tree.set_logs_aside(Path(self._order.log_directory))
-        directory, alive = process_tree.new_run()
-        self._order = replace(self._order, directory=str(directory), began_s=time.monotonic())
+        self._proxies = process_tree.family("haproxy")
+        is_restart = bool(self._proxies)
+        self._order = replace(self._order, is_restart=is_restart, began_s=time.monotonic())
+        directory = Path(self._order.directory)
         try:
             returncode, served_s = self._run_process()
         finally:
             process_tree.keep_logs(directory, Path(self._order.log_directory))
-            shutil.rmtree(directory, ignore_errors=True)
-            os.close(alive)
+            for each in ("h", "ray", "redis"):
+                shutil.rmtree(directory / each, ignore_errors=True)
         if self._failed is not None and self._failed.is_refusal:
             raise StartupError(self._failed.message, param=self._failed.param)
         return Ended(self._status(returncode), served_s)
@@ -142,7 +150,8 @@ class Supervisor:
         finally:
             if process.poll() is None:
                 process.kill()
-            for left in process_tree.end_family():
+            kept = [] if self._signals.num else process_tree.family("haproxy")
+            for left in process_tree.end_family(besides=kept):
                 self._lines.say(
                     "left", f"Process {left.pid} did not end after SIGKILL.", pid=left.pid
                 )
@@ -232,6 +241,9 @@ class Supervisor:
             case Happened():
                 if report.event == READY:
                     self._ready_at_s = time.monotonic()
+                    for proxy in self._proxies:
+                        with contextlib.suppress(psutil.Error):
+                            proxy.send_signal(END_SOFTLY)
                 self._lines.say(report.event, report.message, **report.fields)
             case Failed():
                 self._failed = report
