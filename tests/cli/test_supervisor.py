@@ -36,7 +36,8 @@ for step in json.loads(os.environ["STEPS"])[turn]:
     match step:
         case "proxy":
             proxy = subprocess.Popen([turns / "haproxy", "600"], start_new_session=True)
-            (turns / f"proxy-{{turn}}").write_text(str(proxy.pid))
+            (turns / "new").write_text(str(proxy.pid))
+            (turns / "new").rename(turns / f"proxy-{{turn}}")
         case "ready":
             send("Happened", event="ready", message="ready after 1 s")
         case "hang":
@@ -147,6 +148,15 @@ def test_a_first_start_that_fails(start: Start, steps: str, status: int, words: 
     command = start(f"proxy {steps}")
     assert command.ended() == status
     assert words in (command.directory / "out").read_text()
+
+
+def test_a_start_is_ended_by_one_signal(start: Start) -> None:
+    """In phases with Ray: `tests/e2e/test_lifecycle.py`."""
+    command = start("proxy ignore")
+    until(lambda: any(command.directory.glob("proxy-*")))
+    command.process.send_signal(signal.SIGINT)
+    assert command.ended() == 0
+    assert command.said("stopping") == ["SIGINT: stopping before the server is ready."]
 
 
 def test_a_second_signal_ends_at_once(start: Start) -> None:

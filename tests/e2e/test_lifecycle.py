@@ -231,11 +231,7 @@ def takes_requests(command: Command) -> bool:
 
 @pytest.mark.parametrize(
     ("phase", "number"),  # what asks for an end is the same in every phase: `test_signals.py`
-    [
-        ("logs", signal.SIGINT),
-        ("starting Ray", signal.SIGTERM),
-        ("starting workers", signal.SIGINT),
-    ],
+    [("starting Ray", signal.SIGTERM), ("starting workers", signal.SIGINT)],
 )
 def test_a_signal_ends_a_start(home: Path, phase: str, number: signal.Signals) -> None:
     command = Command(ONE_WORKER, home)
