@@ -22,19 +22,7 @@ class CpuPages(Structure):
     )
 
 
-class PagesOfSlab:
-    """Describes a slab. The result is cached, because all steps of an engine have the same slab."""
-
-    def __init__(self) -> None:
-        self._last: tuple[KVPages, CpuPages] | None = None
-
-    def __call__(self, kv_cache: KVPages) -> CpuPages:
-        if self._last is None or self._last[0] is not kv_cache:
-            self._last = kv_cache, _described(kv_cache)
-        return self._last[1]
-
-
-def _described(kv_cache: KVPages) -> CpuPages:
+def cpu_pages(kv_cache: KVPages) -> CpuPages:
     _, num_layers, _, num_kv_heads, block_size, _ = kv_cache.values.shape
     format, head_dim = kv_cache.format, kv_cache.head_dim
     return CpuPages(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.kernels.cpu.pages import FORMATS, LANES, PagesOfSlab
+from disagg.kernels.cpu.pages import FORMATS, LANES, cpu_pages
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch
 
@@ -81,7 +81,6 @@ class PromptAttention:
         library.disagg_step_prompts_free.restype = None
         library.disagg_step_prompts_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
         self._library = library
-        self._pages = PagesOfSlab()
         self._attention = library.disagg_step_prompts_new()
         if not self._attention:
             raise MemoryError("there is not enough memory for the attention of prompts")
@@ -132,7 +131,7 @@ class PromptAttention:
         status = self._library.disagg_step_prompts_run(
             self._attention,
             byref(described),
-            byref(self._pages(kv_cache)),
+            byref(cpu_pages(kv_cache)),
             torch.get_num_threads(),
         )
         if status:

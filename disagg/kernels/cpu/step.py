@@ -20,7 +20,7 @@ from disagg.kernels.cpu.huge_pages import use_huge_pages
 from disagg.kernels.cpu.library import find_step
 from disagg.kernels.cpu.linear import OnednnLinear, PanelLinear
 from disagg.kernels.cpu.narrow_linear import NarrowLinear
-from disagg.kernels.cpu.pages import LANES, PagesOfSlab
+from disagg.kernels.cpu.pages import LANES, cpu_pages
 from disagg.kernels.cpu.panels import CpuMatrix
 from disagg.kernels.cpu.prompts import chunks_of
 from disagg.kernels.kv_pages import KVPages
@@ -172,7 +172,6 @@ class CpuStep:
         self._step = library.disagg_step_new(byref(described))
         if not self._step:
             raise MemoryError("there is not enough memory for a decode step")
-        self._pages = PagesOfSlab()
 
     def __del__(self) -> None:
         if getattr(self, "_step", None):
@@ -213,7 +212,7 @@ class CpuStep:
             logits.data_ptr(),
         )
         status = self._library.disagg_step_run(
-            self._step, byref(described), byref(self._pages(kv_cache)), torch.get_num_threads()
+            self._step, byref(described), byref(cpu_pages(kv_cache)), torch.get_num_threads()
         )
         if status == _UNKNOWN_TOKEN:
             raise IndexError(f"a token id is not between 0 and {self._vocab_size - 1}")
@@ -249,7 +248,7 @@ class CpuStep:
             num_logits=num_logits,
         )
         status = self._library.disagg_step_run_large(
-            self._step, byref(described), byref(self._pages(kv_cache)), torch.get_num_threads()
+            self._step, byref(described), byref(cpu_pages(kv_cache)), torch.get_num_threads()
         )
         if status:
             raise MemoryError(f"there is not enough memory for a step of {num_tokens} tokens")
