@@ -61,6 +61,7 @@ POINTERS = {
 STORED = {"bf16": "*bf16", "int8": "*i8", "int4": "*i8", "fp8": "*fp8e4nv"}
 PAIRS = {"bf16": "*bf16", "int8": "*i16", "int4": "*i16", "fp8": "*i16"}
 FLOATS = ("scale", "eps")
+CAP = 72.13  # of scores, 50 in base 2
 
 
 def compile_for(

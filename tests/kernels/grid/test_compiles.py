@@ -13,6 +13,7 @@ from disagg.kernels.gpu.experts import MIN_ROWS, max_rows
 from disagg.kernels.gpu.packed_tile import FEW_WARPS_ROWS
 from disagg.kernels.gpu.packed_tile import max_rows as packed_max_rows
 from tests.kernels.compiling import (
+    CAP,
     OTHERS,
     SHARED_NBYTES,
     STORED,
@@ -71,6 +72,12 @@ def test_attention(
     assembler: Assembler,
 ) -> None:
     check_attention(assembler, arch, stored, rows, head_dim, block_size, window)
+
+
+@pytest.mark.parametrize(("rows", "head_dim"), [(64, 256), (128, 128)])
+@pytest.mark.parametrize("arch", [90, 100])
+def test_attention_with_a_cap(arch: int, rows: int, head_dim: int, assembler: Assembler) -> None:
+    check_attention(assembler, arch, "bf16", rows, head_dim, 64, 0, CAP)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
