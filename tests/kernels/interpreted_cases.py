@@ -157,8 +157,10 @@ def test_prompts_in_lower_tiles(long_rows: int) -> None:
     _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, None, paging), expected, SINGLE)
 
 
-@pytest.mark.parametrize("name", ["float32", "int8"])
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (None, 1.5), (50, 1.5)])
+@pytest.mark.parametrize(
+    ("name", "window", "cap"),
+    [("float32", None, None), ("int8", None, 1.5), ("float32", 50, 1.5)],
+)
 def test_scores_of_another_scale_and_with_a_cap(
     window: int | None, cap: float | None, name: str
 ) -> None:
