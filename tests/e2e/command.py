@@ -323,7 +323,8 @@ def _environment(process: psutil.Process) -> str | None:
 
 
 def _shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    """Its objects, which are files; a directory is some program's temporary one."""
+    return {each.name for each in Path("/dev/shm").glob("*") if not each.is_dir()}
 
 
 def _used_memory() -> set[str]:
