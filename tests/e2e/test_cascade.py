@@ -34,12 +34,6 @@ HARD = {"What is 737 times 7?": "5159", "What is 86517 + 97768?": "184285"}
 
 
 @pytest.fixture(scope="module")
-def collector() -> Iterator[OtlpCollector]:
-    with OtlpCollector() as collector:
-        yield collector
-
-
-@pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cascade")
 

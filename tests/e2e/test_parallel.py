@@ -7,6 +7,7 @@ model to one, is in `test_serve.py`; pools of other sizes, and starts that fail,
 
 from __future__ import annotations
 
+import functools
 import itertools
 import signal
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 
 from tests.e2e.command import DONE, Command, Streams, until, with_stand_in
 from tests.e2e.single_engine import SingleEngine
-from tests.e2e.streams import PROMPTS, has_moved, streamed, streams_of
+from tests.e2e.streams import PROMPTS, assert_same_text, has_moved, streamed, streams_of
 from tests.e2e.test_serve import num_pulls, second_rank, until_pulled
 from tests.tiny_model import write_tiny_model
 
@@ -47,22 +48,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Co
 
 def test_text_is_one_engines(server: Command, reference: SingleEngine) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-
-        def ask(prompt: str, temperature: float) -> None:
-            answer = client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": prompt}],
-                temperature=temperature,
-                seed=7,
-                max_tokens=24,
-            )
-            expected = reference.chat(prompt, 24, temperature=temperature, seed=7)
-            assert answer.choices[0].message.content == expected
-
+        ask = functools.partial(assert_same_text, client, "tiny", reference)
         for prompt, temperature in itertools.product(PROMPTS, (0.0, 1.0)):
             ask(prompt, temperature)
         numbers = itertools.count()
-        until_pulled(server, lambda: ask(f"{next(numbers)}: " + PROMPTS[-1], 0.0))
+        until_pulled(server, lambda: ask(f"{next(numbers)}: " + PROMPTS[-1]))
     assert not num_pulls(server, "failed") + num_pulls(server, "torn")
 
 
