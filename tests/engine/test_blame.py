@@ -14,6 +14,7 @@ from disagg.engine.device import sampling_state
 from disagg.engine.device.batching import Batching, StepInputs
 from disagg.engine.device.followers import Followers
 from disagg.engine.device.logit_edits import LogitEdits
+from disagg.engine.device.sampler import Sampler
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued
@@ -165,14 +166,20 @@ def test_a_failure_of_no_sequence_is_the_engines(
         engine.step()
 
 
-def test_with_other_ranks_the_engine_fails(
+def test_in_the_middle_of_a_step_of_other_ranks_the_engine_fails(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may be in the middle of the step, and must not take the next one for its rest."""
+    """They would take the next one for the rest of it."""
     engine = engine_of(directory)
     assert isinstance(engine.runner, LateRunner)
     engine.runner.followers = Mock(Followers)
-    break_edits(monkeypatch, 0)
+    sampling_enter = Sampler.enter
+
+    def breaks(self: Sampler, entered: SequenceOf[int]) -> None:
+        sampling_enter(self, entered)
+        raise IndexError("planted")
+
+    monkeypatch.setattr(Sampler, "enter", breaks)
     engine.submit(sequences(6, SAMPLINGS)[0])
     with pytest.raises(IndexError, match="planted"):
         engine.step()

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
+from disagg.errors import RequestFailed
 from disagg.rank_messages import RankStep
 from tests.engine.fake_followers import FakeFollowers, engine_of_ranks
+from tests.engine.test_blame import SAMPLINGS, break_edits, break_inputs, break_numbers
 from tests.engine.test_launching import (
     BLOCK_SIZE,
     GREEDY,
@@ -23,6 +26,7 @@ from tests.engine.test_launching import (
     LateRunner,
     build,
     play,
+    play_at_once,
     sequences,
     tokens_of,
 )
@@ -68,6 +72,31 @@ def test_ranks_launched_ahead_say_what_one_rank_says_in_order(
     given = [each for each in others.given if isinstance(each, RankStep)]
     assert sum(each.num_unread > 0 for each in given) == runner.num_followed
     assert all(each.shares_tokens for each in given if each.num_unread)
+
+
+@pytest.mark.parametrize("num_before", [0, 4])
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in order", "ahead"])
+@pytest.mark.parametrize("break_", [break_numbers, break_edits, break_inputs])
+def test_others_go_on_also_with_ranks(
+    break_: Any,
+    is_ahead: bool,
+    num_before: int,
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `test_blame`: the other ranks do not notice a failure of the first one's host code."""
+    expected = play_at_once(build(directory, 60, 4), sequences(6, SAMPLINGS))
+    with ranks(directory, 2, 60, tmp_path) as (engine, _):
+        assert isinstance(engine.runner, LateRunner)
+        engine.runner.is_late = False
+        engine.launcher = engine.runner if is_ahead else None
+        with monkeypatch.context() as patch:
+            break_(patch, num_before)
+            found = play_at_once(engine, sequences(6, SAMPLINGS))
+        assert isinstance(found.pop("0")[-1], RequestFailed)
+        assert found == {name: told for name, told in expected.items() if name != "0"}
+        assert play_at_once(engine, sequences(6, SAMPLINGS)) == expected
 
 
 def test_a_test_that_fails_does_not_wait_for_its_ranks(directory: Path, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.grammars = grammars
         self.graphs: StepGraphs | None = None
+        self._is_shared = False  # whether other ranks are in the middle of a step
         self.threads = StepThreads(torch.get_num_threads())
         self.slots = Slots(max_num_seqs)
         block_size = kv_cache.block_size
@@ -111,10 +112,12 @@ class ModelRunner:
         if self.followers is not None:
             num_slots = self.slots.num_slots
             shared = rank_step(step, num_slots, scored, shares_tokens=is_launched)
+            self._is_shared = True
             self.followers.follow(shared)
         rows, nums_rows = _rows(plan, step.ends)
         begun = _Begun(plan, rows, nums_rows, is_launched)
         self._compute(begun, step, [sequence.slot for sequence in entered], scored)
+        self._is_shared = False
         return begun
 
     @torch.inference_mode()
@@ -154,14 +157,18 @@ class ModelRunner:
             num_unread: see `Sampler.sample`.
         """
         rows, masks, failed = begun.rows, None, dict[int, DisaggError]()
-        if any(map(_NEEDS_HOST, begun.plan.sequences)) and (bound := bound_rows(rows)):
-            # On a GPU the host fills the masks while the logits are computed.
-            masks, failed = token_masks(rows, bound, self.grammars, self.decoder.device)
-        chosen = self.sampler.sample(begun.logits, rows, begun.positions, masks, num_unread)
-        if begun.is_launched:
-            if self.decoder.ranks is not None and begun.slots.shape[0]:
-                self.decoder.ranks.broadcast_(chosen.token_ids)
-            self.batching.remember(begun.slots, chosen.token_ids)
+        token_ids = torch.zeros_like(begun.slots)
+        try:
+            if any(map(_NEEDS_HOST, begun.plan.sequences)) and (bound := bound_rows(rows)):
+                # On a GPU the host fills the masks while the logits are computed.
+                masks, failed = token_masks(rows, bound, self.grammars, self.decoder.device)
+            chosen = self.sampler.sample(begun.logits, rows, begun.positions, masks, num_unread)
+            token_ids = chosen.token_ids
+        finally:  # the other ranks wait for tokens also if there are none
+            if begun.is_launched:
+                if self.decoder.ranks is not None and begun.slots.shape[0]:
+                    self.decoder.ranks.broadcast_(token_ids)
+                self.batching.remember(begun.slots, token_ids)
 
         def results() -> SequenceOf[Sampled]:
             sampled: list[int | SampledToken | DisaggError] = [*chosen.sampled()]
@@ -175,13 +182,13 @@ class ModelRunner:
     def _blaming(self, plan: StepPlan) -> Iterator[None]:
         """Raise `SequencesFailed` if some sequences of a plan make its step fail.
 
-        Otherwise the device or this code is broken. So it is also if there are other ranks: they
-        may be in the middle of the step, and would take the next one for the rest of it.
+        Otherwise the device or this code is broken. So it is also in the middle of a step that
+        other ranks compute: they would take the next one for the rest of it.
         """
         try:
             yield
         except Exception as error:
-            if self.followers is not None:
+            if self._is_shared:
                 raise
             _synchronize(self.decoder.device)  # blocks may change hands now
             self.slots.leave(plan.sequences)  # what was written for them may be incomplete
