@@ -67,7 +67,7 @@ VALUES: dict[str, list[Any]] = {
     "parallel_tool_calls": [True, False],
     "thinking_token_budget": [-1, 0, 1, 2**31],
     "reasoning_effort": ["none", "low", "high"],
-    "timeout": [30, 1e-6, -1],
+    "timeout": [3600, 1e-6, -1],
     "priority": [0, 1000, -1],
     "return_token_ids": [True],
     "continue_final_message": [True],
