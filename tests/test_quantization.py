@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -20,7 +20,6 @@ from disagg.kernels.cpu.narrow_linear import NarrowLinear, int4_linear
 from disagg.kernels.gpu.experts import TritonExperts
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.packed_linear import PackedProduct
-from disagg.kernels.packed_sizes import Kind
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.packing import DeviceFormat, weights_nbytes
@@ -54,7 +53,9 @@ def _tensors(held: Any, seen: dict[int, torch.Tensor]) -> dict[int, torch.Tensor
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("variant", ["llama-tied-biased-llama3", "qwen3-mixed-windows", "phi3"])
-def test_what_is_counted_is_what_is_kept(variant: str, quantization: Kind, tmp_path: Path) -> None:
+def test_what_is_counted_is_what_is_kept(
+    variant: str, quantization: Literal["int8", "int4"], tmp_path: Path
+) -> None:
     write_checkpoint(tmp_path, variant)
     model = describe_model(tmp_path)
     decoder = load_model(model, torch.float32, CPU, quantization=quantization)
@@ -77,7 +78,9 @@ def test_what_is_counted_is_what_is_kept(variant: str, quantization: Kind, tmp_p
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("variant", ["llama", "qwen2-moe", "mixtral"])
-def test_what_is_counted_is_what_a_gpu_keeps(variant: str, kind: Kind, tmp_path: Path) -> None:
+def test_what_is_counted_is_what_a_gpu_keeps(
+    variant: str, kind: Literal["fp8", "int8", "int4"], tmp_path: Path
+) -> None:
     """Experts are quantised too; routers and tables are not."""
     write_checkpoint(tmp_path, variant)
     model = describe_model(tmp_path)
