@@ -159,7 +159,7 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         seconds = time.monotonic() - order.began_s
         reports.say(READY, ready_line(url, pools, seconds), url=url, pools=pools)
         model = config.tiers[0].name if config.cascade is None else AUTO
-        example = curl_example(url, model, config.http.api_key)
+        example = curl_example(url, model, has_key=not config.http.is_open)
         reports.say("example", f"\n  {example}\n")
         watch = cluster.watch(reports.say, stop)
         if redis is None:
@@ -229,7 +229,7 @@ def ready_line(url: str, pools: Mapping[str, Any], seconds: float) -> str:
     return f"ready after {seconds:.0f} s: {url}/v1  ({words})"
 
 
-def curl_example(url: str, model: str, api_key: str | None) -> str:
+def curl_example(url: str, model: str, *, has_key: bool) -> str:
     body = {
         "model": model,
         "messages": [
@@ -242,7 +242,7 @@ def curl_example(url: str, model: str, api_key: str | None) -> str:
         "stream": True,
         "temperature": 0,
     }
-    key = ' -H "Authorization: Bearer $DISAGG_API_KEY"' if api_key else ""
+    key = ' -H "Authorization: Bearer $DISAGG_API_KEY"' if has_key else ""
     return (
         f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         f" -d '{json.dumps(body)}'"

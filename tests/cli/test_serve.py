@@ -391,7 +391,7 @@ def test_a_model_by_name_is_fetched_before_anything_starts(
 
 
 def test_the_example_of_a_request_can_be_pasted_into_a_shell() -> None:
-    example = server_process.curl_example("http://127.0.0.1:8000", "demo-small", "a-key")
+    example = server_process.curl_example("http://127.0.0.1:8000", "demo-small", has_key=True)
     done = subprocess.run(
         ["sh", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; {example}"],
         env={**os.environ, "DISAGG_API_KEY": "a-key"},
