@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,22 @@ RULES = (
 )
 # The server closes a client with more unread responses than this. Our requests stay far below it.
 _MOST_UNREAD = "1gb"
+
+# This program asks the kernel to kill it when its parent ends, and then becomes the server by
+# execv. The server overwrites its environment, by which what a killed run leaves is found.
+# `prctl` must run in the child process; a preexec_fn would run Python code in a fork of a process
+# with threads. If the parent ended before prctl ran, getppid() shows it.
+_LAUNCHER = """\
+import os, sys
+parent, executable, config = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+if sys.platform == "linux":
+    import ctypes, signal
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(1)
+os.execv(executable, [executable, config])
+"""
 
 
 class EmbeddedRedis:
@@ -77,11 +94,14 @@ class EmbeddedRedis:
         self._directory.mkdir(parents=True, exist_ok=True)
         config, log = self._directory / "redis.conf", self._directory / "redis.log"
         config.write_text(self._config(log))
-        command = [executable, str(config)]
+        command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
         try:
             with log.open("wb") as output:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                    [*command, executable, str(config)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
                 )
         except OSError as error:
             raise StartupError(f"Cannot start the embedded Redis process: {error}.") from error

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -126,6 +127,23 @@ def test_stop_ends_it_even_when_frozen_and_can_run_twice(
     server.stop()
     server.stop()
     assert not psutil.pid_exists(pid)
+
+
+def test_it_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from disagg.cli.embedded_redis import EmbeddedRedis\n"
+        "server = EmbeddedRedis(Path(sys.argv[1])); server.start()\n"
+        "print(server.pid, flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        server = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    gone, _ = psutil.wait_procs([server], timeout=60)
+    assert gone == [server]
 
 
 def test_a_missing_or_broken_binary_is_said(
