@@ -40,9 +40,17 @@ def unsupported(param: str, message: str) -> InvalidRequest:
     )
 
 
+# Fields by which clients would control internal transfers, or send code or tensors.
+INTERNAL_FIELDS = (
+    "bootstrap_host", "bootstrap_port", "bootstrap_room", "chat_template", "ec_transfer_params",
+    "kv_transfer_params", "logits_processors", "prompt_embeds", "request_id", "rid", "vllm_xargs",
+)  # fmt: skip
 NOT_IMPLEMENTED = "Leave it out: this server does not implement it."
-# Values of fields that are refused otherwise: they ask for what is done anyway.
+# The values, besides null, of refused fields that ask for what is done anyway. Those of fields that
+# are not here are false and empty ones; but an empty object asks for a feature with its defaults.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(INTERNAL_FIELDS, ()),
+    **dict.fromkeys(("audio", "prediction", "repetition_detection", "web_search_options"), ()),
     "function_call": ("none", "auto"),
     "length_penalty": (1.0,),
     "modalities": (["text"],),
@@ -54,7 +62,8 @@ def refuse_fields(raw: Mapping[str, Any], refused: Mapping[str, str]) -> None:
     """Raises `InvalidRequest` if a field that is refused says something; `refused` says why."""
     for name, why in refused.items():
         value = raw.get(name)
-        if value and value not in _HARMLESS.get(name, ()):
+        is_harmless = value in _HARMLESS[name] if name in _HARMLESS else not value
+        if value is not None and not is_harmless:
             raise unsupported(name, why)
 
 

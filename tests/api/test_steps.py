@@ -14,7 +14,12 @@ from msgspec import structs
 from disagg.api.apis import Api
 from disagg.api.openai import answers
 from disagg.api.openai.fields import ChatRequest, CompletionRequest, SamplingFields
-from disagg.api.openai.requests import read_request, understand_chat, understand_completion
+from disagg.api.openai.requests import (
+    REFUSED,
+    read_request,
+    understand_chat,
+    understand_completion,
+)
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
 from disagg.api.request_spec import Conversation, RequestSpec, Text
@@ -71,6 +76,21 @@ def test_what_needs_no_tokenizer_is_refused_without(fields: dict[str, Any], para
     with pytest.raises(InvalidRequest) as refused:
         chat(replace(served_model(), tokenizer=None), **fields)  # type: ignore[arg-type]
     assert refused.value.param == param
+
+
+def test_refused_fields_may_ask_for_what_is_done_anyway() -> None:
+    chat(served_model(), **dict.fromkeys(REFUSED))
+    chat(
+        served_model(),
+        function_call="auto",
+        functions=[],
+        length_penalty=1.0,
+        modalities=["text"],
+        return_token_offsets=False,
+        suffix="",
+        truncation_side="left",
+        use_beam_search=False,
+    )
 
 
 def test_a_parameter_of_one_name_is_handed_on() -> None:

@@ -36,6 +36,7 @@ from disagg.api.openai.fields import (
 )
 from disagg.api.openai.structured_output import requested_grammar, strict
 from disagg.api.refusals import (
+    INTERNAL_FIELDS,
     NOT_IMPLEMENTED,
     invalid_value,
     missing_parameter,
@@ -52,17 +53,9 @@ from disagg.text.tool_parsers.json_calls import read_llama3_json
 
 Request = TypeVar("Request", bound=msgspec.Struct)
 
-# Fields that are refused, and why: those by which clients would control internal transfers, or send
-# code or tensors, and those that would change the answer.
+# Fields that are refused, and why. Those that are not implemented would change the answer.
 REFUSED = {
-    **dict.fromkeys(
-        (
-            "bootstrap_host", "bootstrap_port", "bootstrap_room", "chat_template",
-            "ec_transfer_params", "kv_transfer_params", "logits_processors", "prompt_embeds",
-            "request_id", "rid", "vllm_xargs",
-        ),
-        "Leave it out: clients may not set it.",
-    ),
+    **dict.fromkeys(INTERNAL_FIELDS, "Leave it out: clients may not set it."),
     **dict.fromkeys(
         (
             "audio", "function_call", "functions", "length_penalty", "logprob_token_ids",
