@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from disagg.api.openai.fields import SamplingFields
 from disagg.api.refusals import invalid_value, missing_parameter
 from disagg.api.served_model import ServedModel
-from disagg.engine.sched.grammar import Grammars
+from disagg.engine.sched.grammar import Compiled, Grammars
 from disagg.engine.sched.json_schema import Part, mapped, resolved
 from disagg.errors import GrammarError, InvalidRequest
 from disagg.messages import Grammar, GrammarKind
@@ -132,12 +133,19 @@ class GrammarChecks:
             )
             self._of_models[model.name] = grammars
         try:
-            compiled = grammars.compile(grammar)
-            if not compiled.done():  # others may share it, and must not lose it with this request
-                await asyncio.shield(asyncio.wrap_future(compiled))
-            compiled.result()
+            await _done(grammars.compile(grammar))
         except GrammarError as error:
             raise _refused(param, error.message) from None
+
+
+async def _done(future: Future[Compiled]) -> None:
+    """Wait for a result, and raise its error. Cancelling the wait does not cancel `future`, which
+    others may share, and logs no error that nobody waits for, as `asyncio.shield` would."""
+    if not future.done():
+        loop, is_done = asyncio.get_running_loop(), asyncio.Event()
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(is_done.set))
+        await is_done.wait()
+    future.result()
 
 
 def _refused(param: str, message: str) -> InvalidRequest:

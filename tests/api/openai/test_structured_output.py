@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -192,6 +193,25 @@ async def test_who_gives_up_does_not_end_the_compiling_for_others(
         await hasty
     _from_thread(lambda: slow[0].future.set_result(Compiled(grammar, None, 0)))  # type: ignore[arg-type]
     await patient
+
+
+async def test_a_wrong_grammar_of_who_has_given_up_is_no_error_of_the_server(
+    slow: list[SlowGrammars],
+) -> None:
+    logged: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: logged.append(context["message"]))
+    check = asyncio.create_task(GrammarChecks().check("p", Grammar("regex", "a"), served_model()))
+    await asyncio.sleep(0)
+    check.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await check
+    _from_thread(lambda: slow[0].future.set_exception(GrammarError("It is wrong.")))
+    slow.clear()
+    await asyncio.sleep(0.01)
+    del check
+    gc.collect()
+    assert not logged
 
 
 async def test_the_deadline_counts_while_a_grammar_is_compiled(slow: list[SlowGrammars]) -> None:
