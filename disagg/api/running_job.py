@@ -352,14 +352,14 @@ class RunningJob:
         try:
             while num_open:
                 await has_some.wait()
-                batch = list(merged.values())
+                has_some.clear()
+                batch, has_failed = list(merged.values()), bool(failures)
                 merged.clear()
-                if failures and (silent or not batch):
-                    raise failures[0]
-                if not failures:  # otherwise the error follows these pieces
-                    has_some.clear()
                 num_open -= sum(piece.finish_reason is not None for piece in batch)
-                yield batch
+                if batch and not (has_failed and silent):
+                    yield batch
+                if has_failed and num_open:  # also if other choices go on
+                    raise failures[0]
         finally:
             for task in tasks:
                 task.cancel()

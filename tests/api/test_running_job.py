@@ -198,6 +198,32 @@ async def test_one_failed_choice_ends_the_others() -> None:
     assert sorted(closed) == [0, 1, 2]
 
 
+async def test_a_failure_waits_for_no_pieces_of_others_after_it() -> None:
+    """Also if the client reads more slowly than these come."""
+    opened = 0
+
+    async def generate(
+        request: GenerateRequest, on_token: TokenCallback
+    ) -> AsyncGenerator[TokenDelta, None]:
+        nonlocal opened
+        number, opened = opened, opened + 1
+        yield TokenDelta(0, IDS[:1])
+        if number == 0:
+            raise EngineFailed("planted")
+        for _ in range(1000):
+            await asyncio.sleep(0)
+            yield TokenDelta(0, IDS[1:2])
+        yield TokenDelta(0, (), "stop")
+
+    num_batches = 0
+    with pytest.raises(EngineFailed, match="planted"):
+        async for _ in job(generate, 2).batches():
+            num_batches += 1
+            for _ in range(10):
+                await asyncio.sleep(0)
+    assert num_batches == 1
+
+
 async def test_closing_waits_until_the_source_is_closed() -> None:
     steps: list[str] = []
 
