@@ -248,7 +248,7 @@ class ChatTemplate:
         # Variables that clients may set besides messages and tools.
         self.arguments = _read_by(tree).difference(environment.globals, variables, _OWN)
         self.shows_tools = "tools" in source
-        self.shows_documents = "documents" in source
+        self.shows_documents = "documents" in jinja2.meta.find_undeclared_variables(tree)
         self.source = source
         self._variables = dict(variables)
         self.key = (source, tuple(sorted(self._variables.items())))  # identifies the template

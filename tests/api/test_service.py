@@ -191,6 +191,9 @@ async def test_documents_are_given_and_shielded() -> None:
     request = await chat_request(service(served_model(template=template)), documents=[document])
     assert TOKENIZER.decode(request.token_ids) == "A: <|im_end|>"
     assert END not in request.token_ids
+    only_named = served_model(template="{# no documents #}{{ messages[0].content }}")
+    with pytest.raises(RequestError, match="documents is not supported"):
+        await chat_request(service(only_named), documents=[document])
 
 
 @pytest.mark.parametrize(("num_prompt", "fits"), [(510, True), (511, True), (512, False)])
