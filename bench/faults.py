@@ -84,7 +84,11 @@ def main() -> int:
     rows: Rows = []
     for name in (each for each in IN_PROCESS if each in wanted):
         gate_began_s = time.monotonic()
-        rows += timed(IN_PROCESS[name](sizes, arguments.seed), gate_began_s)
+        try:
+            found = IN_PROCESS[name](sizes, arguments.seed)
+        except Exception as error:
+            found = broken(name, error)
+        rows += timed(found, gate_began_s)
     in_system = [name for name in GATES if name in wanted]
     if in_system:
         with running_system(*POOLS) as system:
@@ -108,9 +112,8 @@ async def pass_gates(system: System, names: list[str], sizes: Sizes) -> Rows:
             found = await GATES[name](gates)
             seconds = await asyncio.to_thread(Oracle(system, CREW).check_rest)
             print(f"all blocks and holds back after {seconds:.1f} s", flush=True)
-        except Exception as error:  # one gate that breaks must not hide what the others say
-            traceback.print_exc()
-            found = [row(name, "an answer", f"broke: {error!r}"[:200], False)]
+        except Exception as error:
+            found = broken(name, error)
         rows += timed(found, began_s)
         print_table(found)
     counts = gates.tally.counts
@@ -131,13 +134,18 @@ async def pass_command_gates(names: list[str]) -> Rows:
         try:
             found = await gates.run(name)
         except Exception as error:
-            traceback.print_exc()
-            found = [row(name, "an answer", f"broke: {error!r}"[:200], False)]
+            found = broken(name, error)
         rows += timed(found, began_s)
         print_table(found)
     counts = gates.counts
     num, bad = counts.total(), counts["wrong"] + counts["hung"]
     return [*rows, row("wrong or hung where the command was hit", "0", f"{bad} of {num}", not bad)]
+
+
+def broken(name: str, error: Exception) -> Rows:
+    """The row of a gate that broke: it must not hide what the others say."""
+    traceback.print_exception(error)
+    return [row(name, "an answer", f"broke: {error!r}"[:200], False)]
 
 
 def timed(rows: Rows, began_s: float) -> Rows:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from bench import faults
 from bench.faults import property_steps
-from bench.faults_gates import Sizes
+from bench.faults_gates import Sizes, row
 from bench.faults_memory import MB_PER_MIN, judge, kind_of, slope
 from tests.worker import rehearsal
 
@@ -38,14 +41,29 @@ def test_processes_have_names() -> None:
 
 
 def test_the_property_test_says_what_it_played(capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = property_steps(Sizes(num_steps=8000), seed=7)
-    assert row["held"] == "yes", row
-    steps, plays = (int(words.split()[0]) for words in row["measured"].split(", ")[:2])
+    (found,) = property_steps(Sizes(num_steps=8000), seed=7)
+    assert found["held"] == "yes", found
+    steps, plays = (int(words.split()[0]) for words in found["measured"].split(", ")[:2])
     assert 8000 <= steps < 8300 and plays >= 40
     assert "worker died" in capsys.readouterr().out
 
 
 def test_it_fails_where_a_fault_never_took_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rehearsal.LEAST_PER_100_000_STEPS, "meteorite", 5000)
-    (row,) = property_steps(Sizes(num_steps=2000), seed=0)
-    assert row["held"] == "NO" and "too seldom: meteorite" in row["measured"]
+    (found,) = property_steps(Sizes(num_steps=2000), seed=0)
+    assert found["held"] == "NO" and "too seldom: meteorite" in found["measured"]
+
+
+def test_a_gate_that_breaks_does_not_hide_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> faults.Rows:
+        raise RuntimeError("no worker came")
+
+    monkeypatch.setitem(faults.IN_PROCESS, "property_steps", broken)
+    monkeypatch.setitem(faults.IN_PROCESS, "churn", lambda *_: [row("churn", "0", "0", True)])
+    monkeypatch.setattr("sys.argv", ["faults", "property_steps", "churn"])
+    assert faults.main() == 1
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [each["held"] for each in rows] == ["NO", "yes"]
+    assert "no worker came" in rows[0]["measured"]
