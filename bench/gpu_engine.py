@@ -16,6 +16,7 @@ is the goal of docs/notebook/gpu.md.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import tempfile
@@ -207,7 +208,12 @@ class Served:
             **best,
             "spread": spread,
             "tokens/s": num_seqs / best["ms"] * 1e3,
-            **self._beside(best["ms"], allowed, lambda it: it.decode_step_s(num_seqs, context)),
+            **self._beside(
+                best["ms"],
+                allowed,
+                lambda it: it.decode_step_s(num_seqs, context),
+                is_of_reads=True,
+            ),
         }
 
     def tpot_beside_one(self, num_seqs: int, context: int) -> dict[str, Any]:
@@ -353,15 +359,26 @@ class Served:
         }
 
     def _beside(
-        self, taken_ms: float, allowed: float, ask: Callable[[Placement], float]
+        self,
+        taken_ms: float,
+        allowed: float,
+        ask: Callable[[Placement], float],
+        *,
+        is_of_reads: bool = False,
     ) -> dict[str, float | None]:
-        """What was to be expected. `allowed`: the goal as a multiple of the floor."""
+        """What was to be expected.
+
+        Args:
+            allowed: the goal as a multiple of the floor.
+            is_of_reads: whether the floor counts what is read, and no products.
+        """
         planned, floor_ms = self.placement, None
         if planned is None:
             return {"floor ms": None, "plan ms": None}
         read, matmul = map(self.ceilings.get, ("read_bytes_per_s", "matmul_flops_per_s"))
         if read and matmul:
-            seen = replace(planned.gpu, memory_bytes_per_s=read, bf16_flops=matmul)
+            flops = math.inf if is_of_reads else matmul
+            seen = replace(planned.gpu, memory_bytes_per_s=read, bf16_flops=flops)
             floor_ms = ask(Placement(planned.shape, seen, efficiency=DATASHEET)) * 1e3
         stated = Placement(planned.shape, planned.gpu, efficiency=DATASHEET)
         return {

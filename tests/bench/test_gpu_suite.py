@@ -23,6 +23,9 @@ from torch import Tensor
 
 from bench import gpu_answers, gpu_engine, gpu_suite, gpu_wheels
 from bench.gpu_rows import Absent, Row, finite, parser_of, run_part
+from disagg.capacity.gpus import GPUS
+from disagg.capacity.roofline import Placement
+from disagg.capacity.shapes import SHAPES
 from disagg.engine.device.runner import ModelRunner
 from disagg.models.batch import Batch
 from tests.engine.device.test_stream_copier import compute, cudart  # noqa: F401 - fixtures
@@ -205,6 +208,22 @@ def test_a_graph_that_computes_something_else_is_found() -> None:
             assert found["decodes"] == found["mixed"] == 0.0
             assert found["decodes steps"] > 0 and found["mixed steps"] > 0
         assert runner.graphs is graphs  # type: ignore[comparison-overlap]
+
+
+def test_the_goal_of_a_decode_is_its_reads_and_that_of_a_prompt_its_products() -> None:
+    served = gpu_engine.Served(parser_of("").parse_args(["--device", "cpu", "--tiny"]))
+    shape = SHAPES["llama-3.1-8b"]
+    served.placement = Placement(shape, GPUS["h200"])
+    served.ceilings = {"read_bytes_per_s": 4e12, "matmul_flops_per_s": 7e14}
+    num_read = 2 * (shape.num_layer_params + shape.num_head_params)
+    num_read += 256 * 1024 * shape.kv_nbytes_per_token()
+    decode = served._beside(10.0, 1.15, lambda it: it.decode_step_s(256, 1024.0), is_of_reads=True)
+    assert decode["floor ms"] == pytest.approx(1e3 * num_read / 4e12)
+    assert decode["goal ms"] == pytest.approx(1.15e3 * num_read / 4e12)
+    products = 2 * 4096 * shape.num_layer_params
+    products += 2 * shape.config.num_layers * shape.config.num_heads * shape.head_dim * 4096 * 4097
+    prompt = served._beside(10.0, 1.2, lambda it: it.prefill_s(4096))
+    assert prompt["floor ms"] == pytest.approx(1e3 * products / 7e14, rel=1e-3)
 
 
 ROWS = """
