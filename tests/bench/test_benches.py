@@ -17,15 +17,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-LONGEST = (
-    4,
-    8,
-    16,
-    157,
-    128,
-    16,
-    7,
-)  # tiles of a program, of each step of Llama-3-70B on a rank of 8
+# Tiles of the longest program, in each step of Llama-3-70B on a rank of 8.
+LONGEST = (4, 8, 16, 157, 128, 16, 7)
 
 
 def rehearse(*arguments: str, **environment: str) -> Any:
