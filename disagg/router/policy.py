@@ -146,13 +146,16 @@ def check_deadline(request: GenerateRequest, now: float) -> None:
 def _silent_worker(compared: ComparedWorkers, now: float) -> WorkerView | None:
     """The worker that has computed no prompt for longest, of those that seem slow.
 
-    One whose streams a prompt would delay is left alone.
+    One whose streams a prompt would delay is left alone, and one that has prompts: it will report
+    these.
     """
     prefills, decodes = compared
     workers = [*decodes.workers, *(prefills.workers if prefills is not None else ())]
     fastest = min([worker.times for worker in workers], key=_chunk_s)
 
     def seems_slow(worker: WorkerView) -> bool:
+        if worker.num_uncomputed_tokens:
+            return False
         if worker.num_decoding and worker.tpot_slo_s == math.inf:
             return False
         factor = _chunk_s(worker.times) / _chunk_s(fastest)

@@ -82,6 +82,17 @@ def test_who_is_not_slow_or_not_allowed_is_not_explored() -> None:
     assert chosen(slow, clock, exclude={"p0"})["p0"] == 0
 
 
+def test_who_has_prompts_already_is_not_explored() -> None:
+    """It may hang, or take long for a prompt with which it is explored; more would only wait."""
+    clock = Clock()
+    fleet = new_fleet(clock)
+    clock.now_s += SILENT_S
+    prompt = fleet.reserve("p0", RequestLoad(4000))
+    assert chosen(fleet, clock)["p0"] == 0
+    fleet.release(prompt)
+    assert chosen(fleet, clock)["p0"] > 0
+
+
 def test_it_is_explored_also_if_its_prompts_seem_to_miss_their_slo() -> None:
     """Else a worker whose prior is far too slow would never correct it."""
     clock = Clock()
