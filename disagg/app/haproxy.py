@@ -26,7 +26,7 @@ from disagg.host import free_port, usable_cores
 HEALTH_PERIOD_S = 1.0  # Serve treats a proxy as dead after three failed checks
 CORES_FOR_TWO = 4  # cores from which two threads pay; with fewer, waking them costs more
 
-TAKEOVER_S = 10.0  # for an HAProxy to listen after its launcher has begun
+TAKEOVER_S = 3.0  # an HAProxy whose launcher began so long ago listens, or has died
 METRICS_TIMEOUT_S = 1.0
 
 _CONFIG = "haproxy.cfg"
@@ -141,7 +141,7 @@ class HAProxyWatch:
         self._host = host
         self._say = say
         self._stand_in: subprocess.Popen[bytes] | None = None
-        self._replaced_at_s: float | None = None  # when Serve's next HAProxy was seen
+        self._runs_since_s: float | None = None  # when Serve's next HAProxy was seen
         self._is_checked = False  # whether Serve's configuration was checked for missing parts
 
     def look(self) -> None:
@@ -156,23 +156,29 @@ class HAProxyWatch:
         if not self._is_checked and text.startswith(haproxy_launcher.MARK):
             self._is_checked = True
             self._check(text)
-        alive = haproxy_launcher.survivor(str(config))
-        if not alive:
-            self._start(config, text)
-        elif self._stand_in is not None and alive != str(self._stand_in.pid):
-            # Serve's HAProxy tells it to end when it listens itself, unless both started at the
-            # same moment.
-            if self._replaced_at_s is None:
-                self._replaced_at_s = time.monotonic()
-                self._say("haproxy_replaced", "Ray Serve has replaced HAProxy.")
-            elif time.monotonic() > self._replaced_at_s + TAKEOVER_S:
-                self._stand_in.send_signal(haproxy_launcher.END_SOFTLY)
-                self._stand_in = None
+        if self._stand_in is not None and self._stand_in.poll() is not None:
+            self._stand_in = None
+        if not haproxy_launcher.survivor(str(config)):
+            self._runs_since_s = None
+            if self._stand_in is None:
+                self._start(config, text)
+        elif self._stand_in is not None:
+            self._end_when_replaced(self._stand_in)
 
     def close(self) -> None:
         if self._stand_in is not None:
             self._stand_in.kill()
             self._stand_in.wait()
+
+    def _end_when_replaced(self, stand_in: subprocess.Popen[bytes]) -> None:
+        """Both listen meanwhile, so somebody does if Serve's next HAProxy dies at once."""
+        now_s = time.monotonic()
+        if self._runs_since_s is None:
+            self._runs_since_s = now_s
+        elif now_s > self._runs_since_s + TAKEOVER_S:
+            stand_in.send_signal(haproxy_launcher.END_SOFTLY)
+            self._stand_in = None
+            self._say("haproxy_replaced", "Ray Serve has replaced HAProxy.")
 
     def _check(self, text: str) -> None:
         missing = re.findall(rf"^{haproxy_launcher.NOT_FOUND}(.*)$", text, flags=re.MULTILINE)
@@ -185,7 +191,6 @@ class HAProxyWatch:
             )
 
     def _start(self, config: Path, text: str) -> None:
-        self.close()  # it may be the stand-in that has died
         # Serve may have written it for a successor that died before it changed the file.
         certificate = self._directory / _CERTIFICATE
         text = haproxy_launcher.adapted(
@@ -200,9 +205,6 @@ class HAProxyWatch:
             self._stand_in = subprocess.Popen(
                 [find_haproxy(), "-db", "-f", str(file)], stdout=output, stderr=output
             )
-        self._replaced_at_s = None
-        # So Serve's next HAProxy takes the port over from it.
-        haproxy_launcher.note_pid(str(config), self._stand_in.pid)
         self._say(
             "haproxy_died", "HAProxy died; a stand-in serves until Ray Serve has replaced it."
         )

@@ -249,27 +249,20 @@ def main() -> None:
     if "-f" in arguments:
         file = arguments[arguments.index("-f") + 1]
         old = "" if "-sf" in arguments else survivor(file)
-        note_pid(file, os.getpid())  # execv keeps it
+        _replace(file + ".pid", str(os.getpid()))  # execv keeps it
     _run(haproxy, host, certificate, arguments, old)
 
 
 def survivor(file: str) -> str:
-    """The id of the last HAProxy with this configuration; "" if it has died.
-
-    It may be one whose manager died, or a stand-in.
-    """
+    """The id of Serve's last HAProxy with this configuration, whose manager may have died; "" if
+    it died, too."""
     with contextlib.suppress(OSError):
         with open(file + ".pid") as opened:
             pid = opened.read()
         with open(f"/proc/{pid}/cmdline") as opened:
-            if file in opened.read():  # empty for a zombie
+            if file in opened.read().split("\0"):  # empty for a zombie
                 return pid
     return ""
-
-
-def note_pid(file: str, pid: int) -> None:
-    """Note the process of the last HAProxy with this configuration."""
-    _replace(file + ".pid", str(pid))
 
 
 def main_on_a_node() -> None:
