@@ -58,6 +58,9 @@ class EmbeddedRedis:
 
     It is also a context manager. A start after a stop keeps the address and none of the values.
 
+    On Linux the kernel kills the server when the *thread* that called `start` ends, so call it
+    from the main thread. On other systems only `stop` ends the server.
+
     Args:
         directory: directory for the configuration file, the log and the socket.
         max_memory_nbytes: memory limit of the stored values.
@@ -87,15 +90,16 @@ class EmbeddedRedis:
         """Start the server, or start it again, empty, and return once it answers.
 
         Raises:
-            StartupError: there is no binary, or the server ended; the message has its last lines.
+            StartupError: there is no binary, its files cannot be written, or the server ended; the
+                message has its last lines.
         """
         self.stop()
         executable = find_redis_server()
-        self._directory.mkdir(parents=True, exist_ok=True)
         config, log = self._directory / "redis.conf", self._directory / "redis.log"
-        config.write_text(self._config(log))
         command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
         try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            config.write_text(self._config(log))
             with log.open("wb") as output:
                 self._process = subprocess.Popen(
                     [*command, executable, str(config)],
@@ -169,7 +173,7 @@ class EmbeddedRedis:
 
 
 def keep_running(server: EmbeddedRedis, stop: threading.Event, tell: Callable[[str], None]) -> None:
-    """Wait for `stop`, and start the server again whenever it has died.
+    """Wait for `stop`, and start the server again whenever it has died. Call it in the main thread.
 
     Requests do not fail when the server dies; workers compute the lost KV again.
 

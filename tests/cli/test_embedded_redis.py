@@ -146,6 +146,13 @@ def test_it_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     assert gone == [server]
 
 
+def test_a_disk_that_takes_no_file_is_said(tmp_path: Path) -> None:
+    """A full one must not end a server whose Redis is to be started again."""
+    (tmp_path / "redis.conf").mkdir()
+    with pytest.raises(StartupError, match="Cannot start the embedded Redis process"):
+        EmbeddedRedis(tmp_path).start()
+
+
 def test_a_missing_or_broken_binary_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
