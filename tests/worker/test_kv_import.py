@@ -15,7 +15,7 @@ from disagg.engine.sched.step import TokenEvent
 from disagg.errors import ContextLengthExceeded, GrammarError, TransferFailed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.messages import Prefetch
+from disagg.messages import Prefetch, PullCounts
 from disagg.worker.kv_import import PULL_FACTOR, PULL_PATIENCE_S, KVImport
 from tests.engine.fake_runner import FakeKV, expected_tokens
 from tests.engine.workload import FOREVER_S, new_engine, new_sequence
@@ -232,6 +232,38 @@ def test_a_pull_that_goes_wrong_means_to_compute_here(moment: str) -> None:
     assert_answers(rig, sequence)
     assert num_computed(rig) >= len(PROMPT)
     assert rig.transport.released == (["ticket-1"] if moment == "refused" else [])
+
+
+def test_pulls_are_counted_by_lane_and_outcome() -> None:
+    rig = ImportRig(num_blocks=64)
+    first_ids = iter(range(4, 200, 16))  # of prompts that share no block
+
+    def pull(
+        error: str | None, lane: str = "", *, is_torn: bool = False, waits: bool = True
+    ) -> None:
+        sequence = rig.arrive(tuple(range(first := next(first_ids), first + 8)))
+        rig.advance()
+        if not waits:
+            assert rig.kv_import.cancel(sequence.request_id)
+        done = PullDone(len(rig.transport.pulls) - 1, error, 2, 64, 0.5, lane, is_torn)
+        rig.kv_import.pull_ended(done, rig.now)
+
+    assert not rig.kv_import.pull_counts
+    pull(None, "cma")
+    before = rig.kv_import.pull_counts
+    pull(None, "cma")
+    assert before == (PullCounts("cma", num_ok=1, nbytes=64, seconds=0.5),), "it is in a status"
+    pull(None, "cma", waits=False)
+    pull("the stamps changed", is_torn=True)
+    pull("the peer is gone")
+    pull("the peer is gone", waits=False)
+    rig.transport.refuses = True
+    rig.arrive()
+    rig.advance()
+    assert rig.kv_import.pull_counts == (
+        PullCounts("cma", num_ok=2, num_given_up=1, nbytes=128, seconds=1.0),
+        PullCounts("", num_torn=1, num_failed=2, num_given_up=1),
+    )
 
 
 def test_a_pull_that_should_take_long_may() -> None:
