@@ -143,6 +143,7 @@ def test_the_image_has_the_versions_that_are_tested() -> None:
         re.findall(r"^(\S+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     )
     assert f"FROM rayproject/ray:{pinned['ray']}-" in words
+    assert _load(KUBERAY)["spec"]["rayClusterConfig"]["rayVersion"] == pinned["ray"]
 
 
 def test_nodes_have_the_versions_that_are_tested() -> None:
