@@ -94,7 +94,7 @@ def _most_held(side: Side, rng: random.Random) -> int:
 
 
 OURS = "predicted-seconds"
-FIXED_ROLES = "fixed-roles"  # ours, of requests that come without SLOs
+FIXED_ROLES = "fixed-roles"  # ours, of requests that come without a TPOT SLO
 ALL_WORKERS = "all-workers"  # ours, which looks at all workers of a large fleet too
 _PICKS: dict[str, Callable[[], tuple[Pick, Pick]]] = {
     "round-robin": lambda: (_turns(), _turns()),
