@@ -315,9 +315,10 @@ def _text(content: str | Sequence[TextBlock]) -> str:
 
 _to_json = msgspec.json.Encoder().encode
 
+# The beginning of a delta event, up to the new text.
 _GROWN = (
     b"event: content_block_delta\n"
-    b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
+    b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
 )
 # Kind of a block -> the type of its deltas and the key of new text.
 _DELTAS = {
@@ -403,6 +404,7 @@ class MessageFrames(BlockFrames):
     """Events of a streamed message: blocks, each with a start, deltas and a stop."""
 
     _block = -1  # index of the open block
+    _grown = b""  # the beginning of its delta events
 
     def opening(self) -> bytes:
         usage = {"input_tokens": self._run.num_prompt_tokens, "output_tokens": 0}
@@ -419,6 +421,7 @@ class MessageFrames(BlockFrames):
 
     def _begun(self) -> bytes:
         self._block += 1
+        self._grown = _GROWN % (self._block, *_DELTAS[self._kind])
         call = self._call
         if self._kind == "reasoning":
             block = _thinking("")
@@ -430,7 +433,7 @@ class MessageFrames(BlockFrames):
 
     def _grow(self, text: str) -> bytes:
         """A delta event. It is made for each token, so it avoids dictionaries."""
-        return _GROWN % (self._block, *_DELTAS[self._kind], _to_json(text)) if text else b""
+        return self._grown + _to_json(text) + b"}}\n\n" if text else b""
 
     def _end(self) -> bytes:
         return _event("content_block_stop", {"index": self._block}) if self._kind else b""

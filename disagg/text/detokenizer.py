@@ -127,7 +127,10 @@ class Detokenizer:
         follows."""
         if not self._stops or self.num_tokens <= self._num_unchecked:
             return text
-        text = self._held + text
+        return self._cut(self._held + text)
+
+    def _cut(self, text: str) -> str:
+        """The part of `text` that can be shown. Keeps the rest if a stop string may begin there."""
         matches = [
             (start + len(stop), start, stop)
             for stop in self._stops
