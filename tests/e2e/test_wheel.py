@@ -76,6 +76,9 @@ def test_only_the_package_is_in_it(wheel: Path) -> None:
     assert tops == {"disagg"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "disagg/py.typed" in names
+    assets = [path for path in (ROOT / "disagg" / "assets").rglob("*") if path.is_file()]
+    missing = {str(path.relative_to(ROOT)) for path in assets} - {*names}
+    assert not missing, missing  # `disagg plan --write` reads rayservice.yaml there
     assert wheel.name.split("-")[2:4] == ["py3", "none"]
     can_compile = shutil.which("g++") is not None and platform.machine() == "x86_64"
     for step in ("avx2", "avx512", "avx512_bf16", "amx_bf16"):
