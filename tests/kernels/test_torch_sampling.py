@@ -1,4 +1,4 @@
-"""What min-p, top-k and top-p keep, by their definitions."""
+"""What min-p, top-k and top-p keep, by their definitions, however many columns are sorted."""
 
 from __future__ import annotations
 
@@ -50,8 +50,16 @@ def kept(rows: Tensor, numbers: list[Numbers]) -> Tensor:
 @pytest.mark.parametrize("top_k", [1, 1500, 2047, 2048, OFF])
 @pytest.mark.parametrize("top_p", [0.7, 0.99, math.inf])
 @pytest.mark.parametrize("reach", [math.inf, -math.log(0.3)])
-def test_a_nucleus_is_of_what_top_k_and_min_p_keep(top_k: int, top_p: float, reach: float) -> None:
-    """In flat and in steep rows, beside a row that keeps all."""
+@pytest.mark.parametrize("looks", [(), (64, 256), (64, 1500)])
+def test_a_nucleus_is_of_what_top_k_and_min_p_keep(
+    top_k: int,
+    top_p: float,
+    reach: float,
+    looks: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In flat and in steep rows, beside a row that keeps all, however many columns are sorted."""
+    monkeypatch.setattr(torch_sampling, "SORTED_COLUMNS", looks)
     rows = [random_row(2048, scale=scale) for scale in (0.1, 4.0, 1.0)]
     numbers = [PLAIN._replace(top_k=top_k, top_p=top_p, reach=reach)] * 2 + [PLAIN]
     found = kept(torch.stack(rows), numbers)
@@ -69,6 +77,16 @@ def test_ties_with_the_last_of_top_k_count_for_top_p(top_k: int) -> None:
         found = kept(row.expand(2, -1).clone(), others)
         assert torch.equal(found[0], kept_by_definition(row, top_k, 0.9, math.inf))
         assert torch.equal(found[1], kept_by_definition(row, 7, 1.0, math.inf))
+
+
+@pytest.mark.parametrize("shape", [(1, 61), (3, 100), (5, 16384), (2, 128 * 300), (300, 128)])
+def test_the_first_of_several_largest_is_the_most_likely(shape: tuple[int, int]) -> None:
+    """As in bfloat16, where neighbours are often equal; also of rows that a mask has emptied."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(shape, generator=generator).bfloat16().float()
+    logits[-1] = -math.inf
+    assert torch.equal(torch_sampling.most_likely(logits), logits.argmax(dim=-1))
+    assert torch.equal(torch_sampling.most_likely(logits.round()), logits.round().argmax(dim=-1))
 
 
 def test_rows_without_a_token() -> None:

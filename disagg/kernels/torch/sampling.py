@@ -1,7 +1,8 @@
 """Applies sampling parameters and chooses tokens in plain torch.
 
-This is the reference of the Triton kernels and of the C++ loops, and as short as it can be. A CPU
-uses it if the C++ loops are not built.
+This is the reference of the Triton kernels and of the C++ loops. A CPU uses it if the C++ loops are
+not built, so it sorts only the most likely tokens: sorting all 128k of a vocabulary takes ten times
+as long, 0.25 s for 32 sequences.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ from disagg.kernels.sampling_rows import (
     SampledRows,
     SamplingTables,
 )
+
+# So many most likely tokens are sorted: the first number is enough for nearly every row, then the
+# second is tried, and then all tokens are sorted.
+SORTED_COLUMNS = (1024, 16384)
+PLACES = 128  # size of a group in which `most_likely` looks for the largest number
+LEAST_GROUPED = 32768  # with fewer numbers per row, the additional calls would take longer
 
 
 class TorchSampling:
@@ -69,7 +76,7 @@ class TorchSampling:
         if drawn.shape[0] == logits.shape[0]:
             token_ids = _draw(logits, numbers, rows, positions)
         else:
-            token_ids = logits.argmax(dim=-1)
+            token_ids = most_likely(logits)
             if drawn.shape[0]:
                 token_ids[drawn] = _draw(logits[drawn], numbers[drawn], rows, positions[drawn])
         return torch.stack((token_ids.masked_fill_(has_none, 0), has_none.long()))
@@ -88,6 +95,21 @@ class TorchSampling:
         # A token that was seen before is written after the end, and overwritten by the next one.
         tables.seen_ids[slots, num_seen.long()] = token_ids.int()
         tables.num_seen[slots] = num_seen + (counts == 0)
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """The index of each row's largest number, int64 [num_rows]; the first one if several are equal.
+
+    torch finds the largest number of a row a dozen times faster than its index. So with a large
+    vocabulary the index is searched only in the group that has the largest number.
+    """
+    num_rows, vocab_size = logits.shape
+    if vocab_size % PLACES or logits.numel() < LEAST_GROUPED:
+        return logits.max(dim=-1).indices  # on a CPU three times as fast as argmax
+    groups = logits.view(num_rows, -1, PLACES)
+    chosen = groups.amax(dim=-1).max(dim=-1).indices
+    members = groups[torch.arange(num_rows, device=logits.device), chosen]
+    return chosen * PLACES + members.max(dim=-1).indices
 
 
 def _column(numbers: Tensor, column: int) -> Tensor:
@@ -122,28 +144,66 @@ def _draw(logits: Tensor, numbers: Tensor, rows: SampledRows, positions: Tensor)
 def floors(scaled: Tensor, numbers: Tensor, rows: SampledRows) -> Tensor:
     """The smallest scaled logit that stays a candidate, float32 [num_rows, 1].
 
-    Top-k keeps ties with its last token. Top-p keeps the fewest tokens, most likely first, whose
-    probabilities, among the tokens that min-p and top-k keep, add up to at least p.
-
     Args:
         scaled: scaled logits of the drawn rows.
         numbers: int64 [num_rows, NUM_COLUMNS], the numbers of the rows' slots.
     """
     floats = numbers.view(torch.float64).float()
     found = scaled.amax(dim=-1, keepdim=True) - _column(floats, REACH)
-    narrowed = rows.narrowed
-    if not narrowed.shape[0]:
-        return found
-    ordered = scaled[narrowed].sort(dim=-1, descending=True).values
-    last_kept = _column(numbers, TOP_K)[narrowed].clamp(max=scaled.shape[1]) - 1
-    is_kept = ordered >= found[narrowed].maximum(ordered.gather(1, last_kept))
+    narrowed, vocab_size = rows.narrowed, scaled.shape[1]
+    top_k, top_p = _column(numbers, TOP_K), _column(floats, TOP_P)
+    for num_columns in (*SORTED_COLUMNS, vocab_size):
+        if not narrowed.shape[0]:
+            break
+        some = scaled, found, top_k, top_p
+        if narrowed.shape[0] < scaled.shape[0]:
+            some = scaled[narrowed], found[narrowed], top_k[narrowed], top_p[narrowed]
+        inside, is_cut = floors_of_sorted(*some, min(num_columns, vocab_size))
+        found[narrowed] = torch.where(is_cut.unsqueeze(1), some[1], inside)
+        narrowed = narrowed[is_cut]
+    return found
+
+
+def floors_of_sorted(
+    scaled: Tensor, lowest: Tensor, top_k: Tensor, top_p: Tensor, num_columns: int
+) -> tuple[Tensor, Tensor]:
+    """The smallest scaled logit that min-p, top-k and top-p keep, from each row's largest logits.
+
+    Top-k keeps ties with its last token. Top-p keeps the fewest tokens, most likely first, whose
+    probabilities, among the tokens that min-p and top-k keep, add up to at least p.
+
+    Args:
+        lowest: float32 [num_rows, 1], the smallest scaled logit that min-p keeps.
+        top_k: int64 [num_rows, 1], as in `Numbers`.
+        top_p: float32 [num_rows, 1], as in `Numbers`.
+        num_columns: so many of each row's largest logits are sorted.
+
+    Returns:
+        float32 [num_rows, 1], the smallest logits; and bool [num_rows], whether logits beyond the
+        sorted ones could change them.
+    """
+    vocab_size = scaled.shape[-1]
+    ordered = scaled.topk(num_columns, dim=-1).values  # [num_rows, num_columns], falling
+    is_limited = top_k.clamp(max=vocab_size) <= num_columns
+    last_kept = top_k.clamp(max=num_columns) - 1
+    lowest = torch.where(is_limited, lowest.maximum(ordered.gather(1, last_kept)), lowest)
+    is_kept = ordered >= lowest
+    ends_inside = is_limited | ~is_kept[:, -1:]
     totals = ordered.masked_fill(~is_kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    # Some kept tokens may lie beyond these columns: further tokens if top-k does not end within
+    # them, or otherwise ties with the last one. Probabilities are relative to all kept tokens.
+    is_whole = ~is_kept[:, -1:] | ~is_limited & (top_k < vocab_size)
+    if num_columns < vocab_size and not bool(is_whole.all()):
+        whole = scaled.masked_fill(scaled < lowest, -torch.inf).logsumexp(dim=-1, keepdim=True)
+        totals = torch.where(is_whole, totals, whole)
     mass = (ordered - totals).double().exp().masked_fill(~is_kept, 0.0)
     before = mass.cumsum(dim=-1) - mass
-    is_inside = is_kept & (before < _column(floats, TOP_P)[narrowed])
+    is_inside = is_kept & (before < top_p)
     is_inside[:, 0] = True
-    found[narrowed] = ordered.masked_fill(~is_inside, torch.inf).amin(dim=-1, keepdim=True)
-    return found
+    floors = ordered.masked_fill(~is_inside, torch.inf).amin(dim=-1, keepdim=True)
+    # The total of the tokens that a larger top-k keeps is not known either.
+    is_cut = ~ends_inside & (is_inside[:, -1:] | (top_k < vocab_size))
+    return floors, is_cut.flatten()
 
 
 def mix(x: int) -> int:
