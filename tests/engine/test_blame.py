@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 from torch import Tensor
 
+from disagg.engine.device import runner as runner_module
 from disagg.engine.device import sampling_state
 from disagg.engine.device.batching import Batching, StepInputs
 from disagg.engine.device.followers import Followers
@@ -20,6 +22,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued
 from disagg.engine.sched.step import StepPlan
 from disagg.errors import RequestError, RequestFailed
+from disagg.models.communicator import Communicator
 from disagg.models.decoder import Decoder
 from tests.engine.test_launching import (
     DRAWN,
@@ -183,6 +186,32 @@ def test_in_the_middle_of_a_step_of_other_ranks_the_engine_fails(
     engine.submit(sequences(6, SAMPLINGS)[0])
     with pytest.raises(IndexError, match="planted"):
         engine.step()
+
+
+@pytest.mark.parametrize("is_device", [False, True], ids=["of the host", "of the device"])
+def test_other_ranks_get_no_tokens_from_a_failed_device(
+    is_device: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broadcast would fail too, or wait forever, and hide the device's error."""
+    engine, ranks = engine_of(directory, is_ahead=True), Mock(Communicator)
+    assert isinstance(engine.runner, LateRunner)
+    decoder = engine.runner.decoder
+
+    def breaks(*args: object) -> None:
+        monkeypatch.setattr(decoder, "ranks", ranks)
+        raise IndexError("planted")
+
+    def synchronize(device: object) -> None:
+        if is_device:
+            raise RuntimeError("CUDA error: planted")
+
+    monkeypatch.setattr(Sampler, "sample", breaks)
+    monkeypatch.setattr(runner_module, "_synchronize", synchronize)
+    engine.submit(sequences(6, SAMPLINGS)[0])
+    with pytest.raises(RuntimeError, match="CUDA") if is_device else nullcontext():
+        (event,) = engine.step() or engine.step()
+        assert isinstance(event.error, RequestFailed)
+    assert ranks.broadcast_.called is not is_device
 
 
 @pytest.mark.parametrize("token_id", [-1, 260])

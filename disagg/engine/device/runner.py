@@ -157,18 +157,19 @@ class ModelRunner:
             num_unread: see `Sampler.sample`.
         """
         rows, masks, failed = begun.rows, None, dict[int, DisaggError]()
-        token_ids = torch.zeros_like(begun.slots)
         try:
             if any(map(_NEEDS_HOST, begun.plan.sequences)) and (bound := bound_rows(rows)):
                 # On a GPU the host fills the masks while the logits are computed.
                 masks, failed = token_masks(rows, bound, self.grammars, self.decoder.device)
             chosen = self.sampler.sample(begun.logits, rows, begun.positions, masks, num_unread)
-            token_ids = chosen.token_ids
-        finally:  # the other ranks wait for tokens also if there are none
-            if begun.is_launched:
-                if self.decoder.ranks is not None and begun.slots.shape[0]:
-                    self.decoder.ranks.broadcast_(token_ids)
-                self.batching.remember(begun.slots, token_ids)
+        except Exception:
+            if begun.is_launched:  # the other ranks wait for tokens also if there are none
+                _synchronize(self.decoder.device)  # raises if the device has failed
+                self._share(torch.zeros_like(begun.slots))
+            raise
+        if begun.is_launched:
+            self._share(chosen.token_ids)
+            self.batching.remember(begun.slots, chosen.token_ids)
 
         def results() -> SequenceOf[Sampled]:
             sampled: list[int | SampledToken | DisaggError] = [*chosen.sampled()]
@@ -177,6 +178,11 @@ class ModelRunner:
             return sampled if begun.nums_rows is None else _joined(sampled, begun.nums_rows)
 
         return results
+
+    def _share(self, token_ids: Tensor) -> None:
+        """Give the other ranks the tokens of a step."""
+        if self.decoder.ranks is not None and token_ids.shape[0]:
+            self.decoder.ranks.broadcast_(token_ids)
 
     @contextmanager
     def _blaming(self, plan: StepPlan) -> Iterator[None]:
