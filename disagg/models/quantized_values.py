@@ -7,7 +7,7 @@ Sources of the layouts of safetensors: `compressors/pack_quantized` of compresse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +19,10 @@ from disagg.kernels.packed_sizes import Kind, Packing
 from disagg.models.parts import Range
 from disagg.models.quantized import WORD_BITS, Layout, QuantizedStored
 
-_ROWS_AT_ONCE = 256  # rows that are widened together: few enough for the CPU's cache
-_PACKED_AT_ONCE = 1024  # rows that are packed together, which takes additional memory
+# Values that are widened together: few enough for the CPU's cache, and enough that threads seldom
+# wait for each other, which takes much longer if other programs use the CPU.
+_WIDENED_AT_ONCE = 1 << 20
+_PACKED_AT_ONCE = 1 << 22  # values that are packed together, which takes additional memory
 _NAN = 127  # NaN in e4m3, without its sign
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of the first number, of the second, ...
 
@@ -62,7 +64,7 @@ class Quantized:
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         """The matrix as floats, computed in float32; some rows at a time."""
-        num_rows, num_columns = self.shape
+        num_columns = self.shape[1]
         tables = self.scales, self.zeros, self.least
         num_groups = max(each.shape[1] for each in tables if each is not None)
         owners = None if self._is_even(num_groups) else self._groups()
@@ -75,9 +77,8 @@ class Quantized:
                 return own.unsqueeze(2)
             return own.index_select(1, owners).unsqueeze(1)
 
-        for begin in range(0, num_rows, _ROWS_AT_ONCE):
-            rows = slice(begin, min(begin + _ROWS_AT_ONCE, num_rows))
-            numbers = self.numbers(rows).view(rows.stop - begin, *sizes)
+        for rows in self._in_turn(_WIDENED_AT_ONCE):
+            numbers = self.numbers(rows).view(rows.stop - rows.start, *sizes)
             wide = widen(
                 numbers,
                 self.kind,
@@ -112,8 +113,8 @@ class Quantized:
                 return None
             groups = in_order
         units = []
-        for begin in range(0, num_rows, _PACKED_AT_ONCE):
-            numbers = self.numbers(slice(begin, min(begin + _PACKED_AT_ONCE, num_rows)))
+        for rows in self._in_turn(_PACKED_AT_ONCE):
+            numbers = self.numbers(rows)
             units.append(self._units(numbers if order is None else numbers[:, order], packing))
         # For each group that is kept, the stored group that contains it.
         owners = groups[:: packing.group or num_columns]
@@ -141,6 +142,13 @@ class Quantized:
             order,
             table(self.least),
         )
+
+    def _in_turn(self, num_values: int) -> Iterator[slice]:
+        """The rows, some at a time, with about so many values."""
+        num_rows, num_columns = self.shape
+        num_together = max(1, num_values // num_columns)
+        for begin in range(0, num_rows, num_together):
+            yield slice(begin, min(begin + num_together, num_rows))
 
     def _units(self, numbers: Tensor, packing: Packing) -> Tensor:
         if self.kind == "fp8" and numbers.view(torch.uint8).bitwise_and(_NAN).eq(_NAN).any():
