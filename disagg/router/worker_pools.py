@@ -211,9 +211,11 @@ def sample_workers(
         if len(workers) <= num_random:
             chosen = rng.sample(workers, len(workers))  # so that ties are decided by chance
         else:
-            deepest = index.deepest(found, pool.index_bits, rng.random(), NUM_DEEPEST)
+            # A worker may be in two places, those of its cache and of its host memory.
+            num_deepest = NUM_DEEPEST + 2 * len(exclude)
+            deepest = index.deepest(found, pool.index_bits, rng.random(), num_deepest)
             holders = [pool.by_index_place[place] for place in deepest]
-            chosen = rng.choices(workers, k=num_random)
+            chosen = rng.sample(workers, num_random)
             chosen += [each for each in holders if each.name not in exclude]
             chosen = list(dict.fromkeys(chosen))
         return _side(pool, chosen, found)
