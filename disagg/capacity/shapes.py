@@ -103,7 +103,8 @@ class ModelShape:
     @property
     def has_mxfp4_experts(self) -> bool:
         """Whether experts stay in MXFP4, whatever the format of the other weights is."""
-        return self.config.experts is not None and self.config.experts.is_mxfp4
+        experts = self.config.experts
+        return experts is not None and experts.is_mxfp4 and not self.is_widened
 
     @property
     def quantized(self) -> str:

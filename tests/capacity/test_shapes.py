@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -122,6 +123,9 @@ def test_experts_of_four_bits() -> None:
     """The files of gpt-oss have 13.8 and 65.2 GB."""
     assert SHAPES["gpt-oss-20b"].weights_nbytes("bf16") / 1e9 == pytest.approx(13.76, rel=0.01)
     assert SHAPES["gpt-oss-120b"].weights_nbytes("bf16") / 1e9 == pytest.approx(65.25, rel=0.01)
+    on_cpu = replace(SHAPES["gpt-oss-20b"], is_widened=True)
+    assert on_cpu.weights_nbytes("bf16") / 2 == on_cpu.num_params
+    assert on_cpu.stored_as("bf16") == on_cpu.products_in("bf16") == "bf16"
 
 
 def test_kv_of_the_textbooks() -> None:
