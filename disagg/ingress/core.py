@@ -28,6 +28,7 @@ from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Deltas, Escalation
 from disagg.ingress.fleet_metrics import FleetMetrics
+from disagg.ingress.fleet_state import FleetState
 from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
 from disagg.messages import GenerateRequest, Role, WorkerRecord
@@ -208,6 +209,17 @@ class IngressCore:
                 now=now,
                 decided=metrics.cascade_decided,
             )
+        self._state = FleetState(
+            config,
+            ingress_id,
+            metrics,
+            self.dispatcher.demand,
+            reports=self.fleet.reports,
+            stands_by=standby.stands_by,
+            num_queued=lambda: self.fleet.view().queued,
+            now=now,
+        )
+        self._sampling: asyncio.Task[None] | None = None
         self._limits = Limits(config.tenant, clock=metrics.clock)
         self._sharing = self._share_limits(board)
         shared = Gauge(
@@ -230,6 +242,7 @@ class IngressCore:
             readiness=self.readiness,
             metrics=metrics,
             explain=self._explanation,
+            show_fleet=self._state.show,
             refresh=self._refresh_queue,
             beside=beside,
             quota=Quota(config.tenant, config.tenant_class, self._limits),
@@ -247,6 +260,8 @@ class IngressCore:
         self._models.update(_auto(self._config, self._models))
         self._index_room.check(sum(record.num_blocks for record in records))
         self.links.update(records)
+        if self._sampling is None:
+            self._sampling = asyncio.create_task(self._state.keep_sampling())
 
     def readiness(self) -> Readiness:
         """Whether every tier has a worker that accepts requests or may be scaled to zero.
@@ -316,9 +331,10 @@ class IngressCore:
         return asyncio.create_task(keep_in_step(self._limits, board, self._ingress_id))
 
     async def close(self) -> None:
-        if self._sharing is not None:
-            self._sharing.cancel()
-            await asyncio.gather(self._sharing, return_exceptions=True)
+        tasks = [task for task in (self._sharing, self._sampling) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.links.close()
 
     def _observe_wait(self, tenant: str, seconds: float) -> None:

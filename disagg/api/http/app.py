@@ -103,6 +103,7 @@ class HttpApp:
         readiness: called by `/ready` and `/health`; must be cheap.
         metrics: the metrics that `/metrics` shows.
         explain: request id and tenant -> JSON about its routing, for `/debug/requests/{id}`.
+        show_fleet: Unix time or None -> JSON about all workers, for `/debug/fleet?since=...`.
         refresh: updates gauges before `/metrics` shows them.
         beside: returns metrics of another process for `/metrics`; called in a thread.
         new_id: returns random text for ids that clients do not choose.
@@ -118,6 +119,7 @@ class HttpApp:
         readiness: Callable[[], Readiness],
         metrics: ApiMetrics | None = None,
         explain: Callable[[str, str], bytes | None] = lambda request_id, tenant: None,
+        show_fleet: Callable[[float | None], bytes] = lambda since_unix_s: b"{}",
         refresh: Callable[[], None] = lambda: None,
         beside: Callable[[], bytes] = bytes,
         new_id: Callable[[], str] = lambda: secrets.token_hex(16),
@@ -130,6 +132,7 @@ class HttpApp:
         self._readiness = readiness
         self._metrics = metrics
         self._explain = explain
+        self._show_fleet = show_fleet
         self._refresh = refresh
         self._beside = beside
         self._new_id = new_id
@@ -162,6 +165,7 @@ class HttpApp:
             "/live": ("GET", _always(Reply(b"{}"))),
             "/version": ("GET", _always(Reply(b'{"version":"%b"}' % version("disagg").encode()))),
             "/metrics": ("GET", self._show_metrics),
+            "/debug/fleet": ("GET", self._debug_fleet),
         }
         self._prefix_routes: dict[str, tuple[str, Endpoint]] = {
             "/v1/models/": ("GET", self._one_model),
@@ -283,7 +287,9 @@ class HttpApp:
         request.check_head()
         if self._cors.is_preflight(request):
             return self._cors.preflight(request)
-        if request.path not in OPEN_PATHS:
+        if request.path == "/debug/fleet":
+            self._key_check.of_operator(request)
+        elif request.path not in OPEN_PATHS:
             self._key_check(request)
             if self._stopping is not None:
                 raise Unavailable("This server is stopping and takes no new requests; try again.")
@@ -394,6 +400,9 @@ class HttpApp:
                 " another ingress served it (try again to reach that one)."
             )
         return Reply(found)
+
+    async def _debug_fleet(self, request: HttpRequest) -> Reply:
+        return Reply(self._show_fleet(request.seconds_in_query("since")))
 
     async def _read_json(self, request: HttpRequest) -> bytes:
         request.check_json()

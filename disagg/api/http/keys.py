@@ -59,7 +59,22 @@ class KeyCheck:
     def of_metrics(self, request: HttpRequest) -> None:
         """Check the key of a request for metrics. Raises `Unauthorized`."""
         if self._of_metrics is not None and self._given(request) != self._of_metrics:
-            raise Unauthorized("GET /metrics needs the metrics key of the server (--metrics-key).")
+            raise Unauthorized(
+                f"GET {request.path} needs the metrics key of the server (--metrics-key)."
+            )
+
+    def of_operator(self, request: HttpRequest) -> None:
+        """Check the key of a request for what is of all tenants. Raises `Unauthorized`.
+
+        It is the metrics key where one is set, otherwise the API key without a tenant's name.
+        """
+        if self._of_metrics is not None:
+            self.of_metrics(request)
+        elif self._tenants and self._tenants.get(self._given(request)) != "":
+            raise Unauthorized(
+                f"GET {request.path} shows all tenants, so it needs the operator's key: the metrics"
+                " key of the server (--metrics-key), or without one its --api-key."
+            )
 
     def _given(self, request: HttpRequest) -> bytes:
         """The digest of the request's key. Raises `Unauthorized` if it has none."""

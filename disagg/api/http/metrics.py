@@ -227,6 +227,20 @@ class ApiMetrics:
             found = self._series[key] = metric.labels(*labels) if labels else metric
         return found
 
+    def sums(self, name: str, *by: str, of: str = "_total") -> dict[tuple[str, ...], float]:
+        """A metric's figures, added up over all labels except `by`.
+
+        Args:
+            of: which of its figures: "_total" of a counter, "_sum" or "_count" of a histogram.
+        """
+        found: dict[tuple[str, ...], float] = {}
+        for family in self._metrics[name].collect():
+            for sample in family.samples:
+                if sample.name.endswith(of):
+                    labels = tuple(sample.labels[label] for label in by)
+                    found[labels] = found.get(labels, 0.0) + sample.value
+        return found
+
     def observe_stage(self, model: str, stage: Stage, seconds: float) -> None:
         """Observe how long a request spent in a stage. The clock may be set back."""
         self.of("request_stage_seconds", model, stage).observe(max(0.0, seconds))

@@ -9,10 +9,11 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import parse_qs
 
 from disagg import semconv, telemetry
 from disagg.api.http.request_spans import RequestSpans
-from disagg.api.refusals import RequestTimeout, UnsupportedMediaType
+from disagg.api.refusals import RequestTimeout, UnsupportedMediaType, invalid_value
 from disagg.errors import InvalidRequest, Overloaded, RequestError, RequestTooLarge
 
 BODY_TIMEOUT_S = 30.0
@@ -123,6 +124,19 @@ class HttpRequest:
             return found if port is None else found | {semconv.SERVER_PORT: int(port)}
 
         self.traceparent = self.spans.open(method, route, self.traceparent, attributes)
+
+    def seconds_in_query(self, name: str) -> float | None:
+        """A number of the URL's query; None if it is missing. Raises `InvalidRequest`."""
+        query = self._scope.get("query_string", b"").decode("latin-1")
+        found = parse_qs(query, max_num_fields=16).get(name)
+        if not found:
+            return None
+        try:
+            return float(found[-1])
+        except ValueError:
+            raise invalid_value(
+                name, f"{found[-1][:32]!r} in the URL is not a number of seconds."
+            ) from None
 
     @property
     def body_is_read(self) -> bool:

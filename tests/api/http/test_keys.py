@@ -115,3 +115,23 @@ async def test_metrics_may_have_a_key_of_their_own(said: str) -> None:
 def test_a_key_of_metrics_that_cannot_be() -> None:
     with pytest.raises(StartupError, match="key of /metrics must be"):
         KeyCheck(HttpConfig(metrics_key="two words"))
+
+
+@pytest.mark.parametrize(
+    ("config", "allowed"),
+    [
+        (HttpConfig(), {"", "house", "alice", "metrics"}),
+        (HttpConfig(api_key="house", api_keys={"a": "alice"}), {"house"}),
+        (HttpConfig(api_keys={"a": "alice"}), set()),
+        (HttpConfig(api_key="house", metrics_key="metrics"), {"metrics"}),
+        (HttpConfig(metrics_key="metrics"), {"metrics"}),
+    ],
+)
+async def test_the_fleet_is_shown_to_the_operator_only(
+    config: HttpConfig, allowed: set[str]
+) -> None:
+    async with http_client(make_app(config=config)) as client:
+        for key in ("", "house", "alice", "metrics"):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            reply = await client.get("/debug/fleet", headers=headers)
+            assert reply.status_code == (200 if key in allowed else 401), key
