@@ -176,12 +176,16 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True):
     queue_s: from the request's arrival to its first step, without the pull.
     pull_s: of KV from another worker; 0 without a pull.
     compute_s: from the beginning of that step to the token.
+    pull_nbytes: pulled for the request, also before it arrived here.
+    pull_lane: of its last pull ("cma", "tcp", ...); "" without one, and if unknown.
     """
 
     is_prefill: bool
     queue_s: float
     pull_s: float
     compute_s: float
+    pull_nbytes: int = 0
+    pull_lane: str = ""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):

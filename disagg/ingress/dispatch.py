@@ -76,6 +76,34 @@ class Visit(NamedTuple):
     hand_over: bool = False
 
 
+class WorkerVisit(msgspec.Struct):
+    """What happened to a request on one worker, as measured, for `GET /debug/requests/{id}`.
+
+    The times are those of `messages.StageTimes`, and None before the worker's first token. The
+    tokens of `num_tokens` were made here; `num_cached_tokens` of the prompt were not computed here.
+    """
+
+    worker_id: str
+    began_unix_s: float
+    first_token_unix_s: float | None = None
+    ended_unix_s: float | None = None
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    queue_s: float | None = None
+    pull_s: float | None = None
+    compute_s: float | None = None
+    pull_nbytes: int = 0
+    pull_lane: str = ""
+
+    def begin(self, now: float, delta: TokenDelta) -> None:
+        """The first tokens of the worker have come."""
+        self.first_token_unix_s, self.num_cached_tokens = now, delta.num_cached_tokens
+        if delta.times is not None:
+            times = delta.times
+            self.queue_s, self.pull_s, self.compute_s = times.queue_s, times.pull_s, times.compute_s
+            self.pull_nbytes, self.pull_lane = times.pull_nbytes, times.pull_lane
+
+
 class RequestState:
     """Tokens, route and errors of one request. Changed only by `Dispatcher`."""
 
@@ -88,6 +116,7 @@ class RequestState:
         self.because = ""
         self.is_finished = False
         self.worker_id = ""  # the current or last worker
+        self.visited: list[WorkerVisit] = []  # by this route
         self.has_begun_here = False  # whether that worker has sent a token
         self.wait_s = 0.0  # the wait predicted when its route was chosen
         # Start of the wait for the first token, and the route with the predicted times.
@@ -225,6 +254,8 @@ class Decision(msgspec.Struct, frozen=True):
     because: str  # the error that caused the rerouting; "" for the first route
     tenant: str  # the request's tenant; only this tenant may see the decision
     queued: Queued | None = None  # the wait in the admission queue; None if it did not wait
+    model: str = ""
+    visits: list[WorkerVisit] = []  # in order; grows while the request runs
 
 
 class Dispatcher:
@@ -330,6 +361,8 @@ class Dispatcher:
         reservation, hand_over = state.visits.popleft()
         state.worker_id = worker_id = reservation.worker_id
         state.has_begun_here = False
+        visit, num_before = WorkerVisit(worker_id, self._now()), state.num_output_tokens
+        state.visited.append(visit)
         try:
             stream = self._workers.stream(
                 worker_id,
@@ -344,6 +377,8 @@ class Dispatcher:
                 async for delta in stream:
                     if not state.has_begun_here:
                         state.has_begun_here = bool(delta.token_ids)
+                        if delta.token_ids:
+                            visit.begin(self._now(), delta)
                         self._begin(state, reservation, delta)
                     shown = state.take(delta)
                     if shown is not None:
@@ -353,6 +388,8 @@ class Dispatcher:
                     if delta.is_last:
                         return
         finally:
+            visit.ended_unix_s = self._now()
+            visit.num_tokens = state.num_output_tokens - num_before
             self._fleet.release(reservation)
         raise WorkerLost(f"Worker {worker_id} ended a stream before its last delta.")
 
@@ -486,8 +523,16 @@ class Dispatcher:
         else:
             state.awaited = self._begin_wait(now, route.chosen, queued)
             self.demand.hit(state.model, route.num_cached_tokens)
+        state.visited = []
         decision = Decision(
-            now, route, state.num_tokens, state.because, state.request.tenant, queued
+            now,
+            route,
+            state.num_tokens,
+            state.because,
+            state.request.tenant,
+            queued,
+            state.model,
+            state.visited,
         )
         earlier = self.decision(state.request.request_id)[
             -self._max_moves :

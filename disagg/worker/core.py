@@ -272,7 +272,8 @@ class WorkerCore:
     def _pull_ended(self, done: PullDone, now: float) -> None:
         pulled, sequence = self._kv_import.pull_ended(done, now)
         if sequence is not None:
-            self._streams.pulled(sequence, done.seconds)
+            nbytes = done.nbytes + pulled.early_nbytes if done.error is None else 0
+            self._streams.pulled(sequence, done.seconds, nbytes, done.lane)
         record_pull(pulled.traceparent, done, now)
         if done.error is None:
             source_id = pulled.ticket.source_id

@@ -46,6 +46,8 @@ T = TypeVar("T")
 PrefillTimes = Callable[[int, int], float]  # (new tokens, tokens before them) -> seconds
 TransferTimes = Callable[[str, int], float]  # (source id, blocks) -> seconds
 
+MAX_EARLY = 1024  # early pulls whose bytes are remembered
+
 # If a source freezes, a transfer from it may hang. A pull may take this many seconds, plus this
 # many times the predicted time of the pull.
 PULL_PATIENCE_S = 3.0
@@ -120,6 +122,7 @@ class TicketSource:
     transfer_times: TransferTimes
     traceparent: str
     is_early: bool = False  # nothing is held for it
+    early_nbytes: int = 0  # of its blocks, pulled with early tickets
     answer_s: float = math.inf
     num_tokens: int = field(init=False)
 
@@ -199,6 +202,8 @@ class KVImport:
         self._moving: dict[Hashable, _Import] = {}
         self._pulls: dict[str, PullCounts] = {}  # by lane
         self.pull_counts: tuple[PullCounts, ...] = ()
+        # Bytes of early pulls, by their last block, until the sequence comes that they are for.
+        self._early_nbytes: dict[BlockHash, int] = {}
         self._is_full = False  # in the last `advance` one found too few free blocks
 
     @property
@@ -285,11 +290,22 @@ class KVImport:
             self._count(done.lane, num_given_up=1)
         elif done.error is None:
             self._count(done.lane, num_ok=1, nbytes=done.nbytes, seconds=done.seconds)
+            self._note_bytes(source, done.nbytes)
         elif done.is_torn:
             self._count(done.lane, num_torn=1)
         else:
             self._count(done.lane, num_failed=1)
         return source, sequence
+
+    def _note_bytes(self, source: TicketSource, nbytes: int) -> None:
+        """Remember the bytes of an early pull, and give them to the pull of their sequence."""
+        early = self._early_nbytes
+        if not source.is_early:
+            source.early_nbytes = sum(early.pop(name, 0) for name in source.names) if early else 0
+            return
+        early[source.names[-1]] = nbytes
+        if len(early) > MAX_EARLY:
+            del early[next(iter(early))]
 
     def cancel(self, request_id: str) -> bool:
         """Forget a sequence. Returns whether it was here."""

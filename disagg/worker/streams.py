@@ -43,7 +43,16 @@ class Phases:
     If the request fails, the span of its last stage has the error.
     """
 
-    __slots__ = ("_num_tokens", "_pull_s", "_queue_s", "_since_s", "_stage", "traceparent")
+    __slots__ = (
+        "_num_tokens",
+        "_pull_lane",
+        "_pull_nbytes",
+        "_pull_s",
+        "_queue_s",
+        "_since_s",
+        "_stage",
+        "traceparent",
+    )
 
     def __init__(self, request: GenerateRequest, now: float, *, is_prefill: bool) -> None:
         self.traceparent = request.traceparent
@@ -51,10 +60,13 @@ class Phases:
         self._since_s = now
         self._num_tokens = 0  # number of tokens in this stage
         self._queue_s = self._pull_s = 0.0
+        self._pull_nbytes, self._pull_lane = 0, ""
 
-    def pulled(self, seconds: float) -> None:
-        """Record that `seconds` of its wait were a KV transfer."""
+    def pulled(self, seconds: float, nbytes: int, lane: str) -> None:
+        """Record that `seconds` of its wait were a KV transfer, which brought `nbytes`."""
         self._pull_s += seconds
+        self._pull_nbytes += nbytes
+        self._pull_lane = lane
 
     def admitted(self, now: float) -> None:
         """Record that the request is part of a step for the first time."""
@@ -65,7 +77,14 @@ class Phases:
     def times(self, now: float) -> StageTimes:
         """The stage times when the first token here comes, which is now. Call before `gained`."""
         is_prefill = self._stage.startswith("prefill")
-        return StageTimes(is_prefill, self._queue_s, self._pull_s, max(0.0, now - self._since_s))
+        return StageTimes(
+            is_prefill,
+            self._queue_s,
+            self._pull_s,
+            max(0.0, now - self._since_s),
+            self._pull_nbytes,
+            self._pull_lane,
+        )
 
     def gained(self, now: float, event: TokenEvent) -> None:
         """Record the new tokens of the request."""
@@ -212,11 +231,11 @@ class Streams:
     def of_link(self, link_id: LinkId) -> list[str]:
         return [name for name, each in self._by_sequence.items() if each.link_id == link_id]
 
-    def pulled(self, sequence: Sequence, seconds: float) -> None:
-        """Record that the transfer of a sequence has ended, successfully or not."""
+    def pulled(self, sequence: Sequence, seconds: float, nbytes: int, lane: str) -> None:
+        """Record that the transfer of a sequence has ended, with 0 bytes if it failed."""
         stream = self._by_sequence.get(sequence.request_id)
         if stream is not None:
-            stream.phases.pulled(seconds)
+            stream.phases.pulled(seconds, nbytes, lane)
 
     def deltas(
         self,

@@ -21,7 +21,7 @@ from disagg.errors import (
     Unavailable,
     WorkerLost,
 )
-from disagg.messages import Prefetch, TokenDelta
+from disagg.messages import Prefetch, StageTimes, TokenDelta
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
 from tests.router.fakes import BLOCK_SIZE, ROOT, make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (
@@ -62,6 +62,25 @@ async def test_prefill_hands_its_first_token_and_ticket_to_decode() -> None:
     assert second.request.num_prompt_tokens == 2000
     assert workers.introduced == [("d0", "p0")]
     assert_nothing_reserved(fleet)
+
+
+async def test_a_decision_tells_what_happened_on_each_worker() -> None:
+    script = (
+        Script(times=StageTimes(True, 0.25, 0.0, 0.5)),
+        Script(times=StageTimes(False, 0.125, 2.0, 1.0, 640, "cma")),
+    )
+    workers, fleet = ScriptedWorkers(deque(script)), keep_busy(make_fleet("p0", "d0"), "d0")
+    dispatcher, request = make_dispatcher(workers, fleet), make_request(2000)
+    await collect(dispatcher, request)
+    (decision,) = dispatcher.decision(request.request_id)
+    prefill, decode = decision.visits
+    assert (prefill.worker_id, prefill.num_tokens, prefill.num_cached_tokens) == ("p0", 1, 7)
+    assert (prefill.queue_s, prefill.pull_s, prefill.compute_s) == (0.25, 0.0, 0.5)
+    assert (decode.worker_id, decode.num_tokens) == ("d0", request.sampling.max_tokens - 1)
+    assert (decode.pull_s, decode.pull_nbytes, decode.pull_lane) == (2.0, 640, "cma")
+    for visit in decision.visits:
+        assert visit.first_token_unix_s is not None and visit.ended_unix_s is not None
+        assert decision.unix_s < visit.began_unix_s < visit.first_token_unix_s < visit.ended_unix_s
 
 
 async def test_what_is_ready_early_goes_to_where_the_request_will_go() -> None:

@@ -16,7 +16,7 @@ from disagg.errors import (
 )
 from disagg.ingress.dispatch import Dispatcher
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
+from disagg.messages import GenerateRequest, Prefetch, StageTimes, TokenDelta, WireError
 from disagg.router.fleet import Fleet
 from disagg.router.worker_view import RequestLoad
 from disagg.token_fast_path import TokenCallback
@@ -51,6 +51,7 @@ class Script:
     tokens_per_delta: int = 1
     with_last_tokens: bool = False  # the error comes in the delta of the last tokens
     num_early: int = 0  # tickets for parts of the prompt, if it is to be handed over
+    times: StageTimes | None = None
 
 
 @dataclass
@@ -131,11 +132,18 @@ class ScriptedWorkers:
             if num_left <= 0 and script.with_last_tokens and isinstance(script.then, DisaggError):
                 error = WireError.from_error(script.then)
             elif call.hand_over and not is_end:
-                yield TokenDelta(1, tokens, num_cached_tokens=7)
+                yield TokenDelta(1, tokens, num_cached_tokens=7, times=script.times)
                 yield TokenDelta(1, (), ticket=ticket_of(call.worker_id, request))
                 return
             finish = "length" if is_end and error is None else None
-            yield TokenDelta(1, tokens, finish, num_cached_tokens=5, error=error)  # type: ignore[arg-type]
+            yield TokenDelta(
+                1,
+                tokens,
+                finish,  # type: ignore[arg-type]
+                num_cached_tokens=5,
+                error=error,
+                times=script.times,
+            )
             if error is not None:
                 return
 

@@ -530,6 +530,21 @@ def test_what_came_early_is_not_pulled_again() -> None:
     assert_answers(rig, sequence)
 
 
+def test_a_request_is_told_of_the_bytes_that_came_early_for_it() -> None:
+    rig = EarlyRig()
+    rig.tell(1)
+    rig.end_early_pull(0)
+    rig.tell(3)
+    rig.end_early_pull(1)
+    for expected_nbytes in (2 * 32, 0):  # who comes later finds all blocks but the last here
+        sequence = rig.arrive()
+        rig.advance()
+        pull_id = len(rig.transport.pulls) - 1
+        rig.fill(pull_id)
+        pulled, whose = rig.kv_import.pull_ended(PullDone(pull_id, None, 1, 32, 0.01), rig.now)
+        assert whose is sequence and pulled.early_nbytes == expected_nbytes
+
+
 def test_each_ticket_brings_what_is_new() -> None:
     rig = EarlyRig()
     rig.tell(1)

@@ -151,9 +151,9 @@ def test_the_first_token_says_how_long_each_stage_took() -> None:
 
 def test_a_pull_is_no_part_of_the_queue() -> None:
     player = Player(with_ticket=True)
-    player.streams.pulled(player.sequence, 0.75)
+    player.streams.pulled(player.sequence, 0.75, 640, "cma")
     player.sequence.was_admitted = True
-    assert player.step(12.0, 7) == StageTimes(False, 0.25, 0.75, 1.0)
+    assert player.step(12.0, 7) == StageTimes(False, 0.25, 0.75, 1.0, 640, "cma")
 
 
 def test_nothing_is_recorded_while_tracing_is_off() -> None:
