@@ -21,8 +21,8 @@ from disagg.config import ServeConfig
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
 from disagg.host import user_directory
-from disagg.models.fetched import FETCHED, Say, fetch
-from disagg.models.hub import fetch_repository, is_repository
+from disagg.models.fetched import Say
+from disagg.models.hub import fetch_model
 
 NUM_KEPT_LOGS = 10  # runs whose logs are kept if --log-dir is not given
 
@@ -84,15 +84,7 @@ def _fetch_models(config: ServeConfig, say: Say, is_stopped: Callable[[], bool])
     Raises:
         StartupError: a model cannot be downloaded.
     """
-    for tier in config.tiers:
-        if tier.model in FETCHED and not Path(tier.model).exists():
-            if not fetch(tier.model, say, is_stopped):
-                return False
-        elif is_repository(tier.model) and not fetch_repository(
-            tier.model, tier.revision, say, is_stopped
-        ):
-            return False
-    return True
+    return all(fetch_model(each.model, each.revision, say, is_stopped) for each in config.tiers)
 
 
 def log_directory(log_dir: str | None, port: int) -> Path:

@@ -29,7 +29,7 @@ from disagg.models.checkpoint import (
     read_text,
 )
 from disagg.models.description import TEMPLATE_FILES, describe_model
-from disagg.models.fetched import MIB, NUM_PROGRESS_LINES, Say
+from disagg.models.fetched import FETCHED, MIB, NUM_PROGRESS_LINES, Say, fetch
 
 DEFAULT_REVISION = "main"
 # The hub's own rule for names.
@@ -87,6 +87,18 @@ def _is_whole(directory: Path) -> bool:
     except ModelError:
         return False
     return (directory / _TOKENIZER).is_file()
+
+
+def fetch_model(
+    model: str, revision: str | None, say: Say, is_stopped: Callable[[], bool] = lambda: False
+) -> bool:
+    """Download a model that is not on this machine yet, if it is named and not a path.
+
+    The arguments and errors are those of `fetch_repository`. Returns False if it was stopped.
+    """
+    if model in FETCHED and not Path(model).exists():
+        return fetch(model, say, is_stopped)
+    return not is_repository(model) or fetch_repository(model, revision, say, is_stopped)
 
 
 def fetch_repository(

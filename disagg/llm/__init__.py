@@ -1,0 +1,1 @@
+"""Answers in Python, without a server: the fleet of `disagg.local` behind vLLM's names."""
