@@ -23,7 +23,7 @@ TOKENIZERS := deepseek_v3 gemma3 gpt4o gptoss llama2 llama3 llama3_1 qwen3
 
 PARTS := test-clusters test-commands test-models test-parts test-together
 
-.PHONY: serve chat test $(PARTS) test-again test-bench test-families lint style types bench soak clients clean
+.PHONY: serve chat test $(PARTS) test-again test-bench test-families lint style types bench docs soak clients clean
 
 # uv is several times faster than pip, and compiles csrc/ while it downloads. pip does the same where uv
 # cannot, as with an index that only pip's settings name. On a terminal both show what they do.
@@ -139,6 +139,11 @@ types: $(TOOLS)
 
 bench: $(TOOLS)
 	$(BIN)/python -m bench $(ARGS)
+
+# The site, into site/: a dead link is an error. First the pages of docs/reference, from the code.
+docs: $(TOOLS)
+	$(BIN)/python -m tests.reference_pages
+	$(BIN)/zensical build --strict
 
 soak: $(TOOLS)
 	$(BIN)/python -m bench.faults $(ARGS)

@@ -1,8 +1,8 @@
 """All settings, frozen and checked once. Built from flags (`cli/`) or YAML (`app/build.py`).
 
 The text below a setting is its only description: of its flag in `--help`, in errors and in
-docs/settings.md. Unknown keys are refused. "auto" is resolved where the machine is known: in the
-worker.
+docs/reference/configuration.md. Unknown keys are refused. "auto" is resolved where the machine is
+known: in the worker.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     tensor_parallel_size: Positive = 1
     """number of GPUs (or of processes, on CPUs) that each worker splits its model over
-    (docs/models.md#several-gpus-a-worker)"""
+    (docs/several-gpus.md)"""
     nnodes: Positive = 1
     """number of nodes of the Ray cluster over which the ranks of each worker are spread"""
     enable_expert_parallel: bool = False
     """use expert parallelism for the layers of a mixture of experts: each GPU of a worker holds
-    whole experts instead of a slice of every expert (docs/models.md#whole-experts)"""
+    whole experts instead of a slice of every expert (docs/several-gpus.md#whole-experts)"""
     dtype: DType = "auto"
     """data type of weights and activations: auto, float32, bfloat16 or float16"""
     kv_cache_dtype: KVCacheDType = "auto"
@@ -69,7 +69,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: Literal["int8", "int4", "fp8", "packed"] | None = None
     """quantise the weights while they are loaded: int8 or (on GPUs) fp8 with one scale per row of a
     matrix, int4 with one scale per 32 values. packed (on CPUs, for dense models) keeps the weights
-    of a quantised checkpoint packed, as GPU workers always do (docs/models.md#quantised-weights)"""
+    of a quantised checkpoint packed, as GPU workers always do
+    (docs/quantised.md#bits-that-a-checkpoint-has)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda, or auto, which uses GPUs if there are any"""
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None

@@ -1,7 +1,4 @@
-"""What the settings of `config` are, for `--help`, errors and the page docs/settings.md.
-
-python -m disagg.settings > docs/settings.md
-"""
+"""What the settings of `config` are, for `--help`, errors and docs/reference/configuration.md."""
 
 from __future__ import annotations
 
@@ -10,17 +7,13 @@ import functools
 import inspect
 import itertools
 import re
-import sys
 import textwrap
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.inspect import (
     DictType,
     Field,
-    FloatType,
-    IntType,
     LiteralType,
     NoneType,
     StructType,
@@ -31,13 +24,6 @@ from msgspec.inspect import (
 )
 
 from disagg.config import ServeConfig
-
-HEADER = """# Settings
-
-The settings of a deployment, for YAML files (`disagg serve --config`, `serve deploy`); the flags
-of `disagg serve` are named after them, and [deploying.md](deploying.md) shows whole files. This
-page is made from `disagg/config.py`: `python -m disagg.settings > docs/settings.md`.
-"""
 
 
 class Setting(NamedTuple):
@@ -112,55 +98,3 @@ def setting_at(path: str) -> Setting | None:
         setting = settings_of(struct).get(name) if struct is not None else None
         struct = setting.section if setting is not None else None
     return setting
-
-
-def page() -> str:
-    """The page of all settings, with a table for each section."""
-    parts = [HEADER]
-    structs: list[type[msgspec.Struct]] = [ServeConfig]
-    for struct in structs:
-        settings = settings_of(struct).values()
-        for each in settings:
-            if each.section is not None and each.section not in structs:
-                structs.append(each.section)
-        about = " ".join((struct.__doc__ or "").split("\n\n")[0].split())
-        parts += [f"## {struct.__name__}", "", about, ""]
-        parts += ["| setting | type | default | |", "|---|---|---|---|"]
-        parts += [
-            f"| `{each.name}` | {_type(each)} | {_default(each)} | {_cell(each.description)} |"
-            for each in settings
-        ]
-        parts.append("")
-    return "\n".join(parts)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def _default(setting: Setting) -> str:
-    return "required" if setting.is_required else _cell(setting.shown_default)
-
-
-def _type(setting: Setting) -> str:
-    if setting.section is not None:
-        name = setting.section.__name__
-        many = {VarTupleType: "list of ", DictType: "mapping of names to "}
-        return f"{many.get(type(setting.kind), '')}[{name}](#{name.lower()})"
-    if setting.values:
-        return ", ".join(map(str, setting.values))
-    name = type(setting.kind).__name__.removesuffix("Type").lower()
-    return {"vartuple": "list", "dict": "mapping", "str": "text"}.get(name, name) + "".join(
-        f" {sign} {limit:g}" for sign, limit in _limits(setting.kind)
-    )
-
-
-def _limits(found: Type) -> Iterator[tuple[str, float]]:
-    if isinstance(found, IntType | FloatType):
-        for sign, limit in ((">", found.gt), ("≥", found.ge), ("<", found.lt), ("≤", found.le)):
-            if limit is not None:
-                yield sign, limit
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

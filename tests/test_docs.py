@@ -1,4 +1,4 @@
-"""What the documents name exists: tests, files, links and commands."""
+"""What the documents name exists: tests, files, links and commands. The site is built of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import contextlib
 import functools
 import io
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from disagg.cli.main import main
+from tests import reference_pages
 from tests.contract.contract import routes
 
 ROOT = Path(__file__).parent.parent
@@ -196,7 +200,24 @@ def test_routes_that_are_named_exist(document: Path) -> None:
     assert not [path for path in named if path not in routes() and not path.startswith(behind)]
 
 
-def test_the_page_of_the_api_names_every_route() -> None:
-    page = (ROOT / "docs" / "api.md").read_text()
-    rows = " ".join(re.findall(r"^\| `(?:GET|POST) .*$", page, re.MULTILINE))
-    assert not [path for path in routes() if f"`{path}" not in rows and f" {path}" not in rows]
+def test_the_reference_is_made_from_the_code_of_today() -> None:
+    written = {path.name: path.read_text() for path in reference_pages.PLACE.glob("*.md")}
+    assert written == reference_pages.pages(), "run python -m tests.reference_pages"
+
+
+def test_the_site_has_no_dead_link_and_asks_no_other_host(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    zensical = Path(sys.executable).with_name("zensical")
+    built = subprocess.run([zensical, "build", "--strict"], cwd=tmp_path, capture_output=True)
+    assert built.returncode == 0, built.stdout.decode() + built.stderr.decode()
+    pages = [path.read_text() for path in (tmp_path / "site").rglob("*.html")]
+    assert len(pages) > 30
+    fetched = re.compile(r"<(?:script|img|iframe)[^>]* src=\"?https?:|<link[^>]* href=\"?https?:")
+    assert not [found for page in pages for found in fetched.findall(page)]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert not [page for page in pages if f": {page}\n" not in navigation]

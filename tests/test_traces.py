@@ -38,7 +38,7 @@ from tests.test_metrics import metrics_of, total
 from tests.tiny_model import tiny_parts, write_tiny_model
 
 URL = "/v1/chat/completions"
-PAGE = Path(__file__).parent.parent / "docs" / "debugging.md"
+PAGE = Path(__file__).parent.parent / "docs" / "monitoring.md"
 TRACING = ("telemetry.py", "request_spans.py", "captured.py")
 # In the tree: attributes whose values are the same each time.
 SHOWN = (

@@ -56,9 +56,10 @@ class AsyncLLM:
         model: as `disagg serve` takes it: a directory, a name of Hugging Face, a GGUF file, ...
         num_prefill, num_decode: number of workers of each role. They are threads of this process
             and share its device; one that does both is fastest unless you test disaggregation.
-        settings: those of the engine (docs/settings.md#engineconfig) with vLLM's names, such as
-            `tensor_parallel_size`, `max_model_len`, `quantization`, `kv_cache_dtype`; and
-            `revision`, `chat_template`, `tool_call_parser`, `reasoning_parser` of the model.
+        settings: those of the engine with vLLM's names, such as `tensor_parallel_size`,
+            `max_model_len`, `quantization`, `kv_cache_dtype`
+            (docs/reference/configuration.md#engineconfig); and `revision`, `chat_template`,
+            `tool_call_parser`, `reasoning_parser` of the model.
 
     Raises:
         StartupError: a setting is wrong (now), or the model cannot be loaded (at `start`).

@@ -40,7 +40,8 @@ def local_config(
     if unknown:
         raise StartupError(
             f"There is no setting {', '.join(sorted(unknown))}. Settings are"
-            f" {', '.join((*OF_MODEL, *EngineConfig.__struct_fields__))} (docs/settings.md).",
+            f" {', '.join((*OF_MODEL, *EngineConfig.__struct_fields__))}"
+            " (docs/reference/configuration.md).",
             param=min(unknown),
         )
     engine = {name: value for name, value in settings.items() if name not in OF_MODEL}

@@ -1,6 +1,4 @@
-"""Requests that are refused, as data, and the table of error codes in docs/api.md that follows.
-
-    python -m tests.contract.contract       # brings the table up to date
+"""Requests that are refused, as data.
 
 chat.yaml, completions.yaml and forms.yaml (both) have changes to a good request, bodies.yaml
 bodies, heads.yaml places, methods, keys and headers. answers.yaml has what models write and clients
@@ -24,9 +22,7 @@ CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT_URL, TEXT_URL, "/tokenize", "/detokenize")
 KEY = "key-of-a-test"
 
-BEGIN, END = "<!-- codes: python -m tests.contract.contract -->\n", "<!-- end of codes -->\n"
 _HERE = Path(__file__).parent
-_API_PAGE = _HERE.parents[1] / "docs" / "api.md"
 
 
 class Row(NamedTuple):
@@ -130,19 +126,3 @@ def _heads() -> Iterator[Row]:
         name = f"{method} {path} {own or ''}"[:60]
         status, code, param = each["status"], each["code"], each.get("param")
         yield Row(name, method, path, headers(**own), body, status, code, param)
-
-
-def table() -> str:
-    """Markdown: a line for each code."""
-    lines = ["| status | `code` | what is wrong |", "|---|---|---|"]
-    lines += [f"| {of['status']} | `{code}` | {of['means']} |" for code, of in codes().items()]
-    return "\n".join(lines) + "\n"
-
-
-def with_table(page: str) -> str:
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
-
-
-if __name__ == "__main__":
-    _API_PAGE.write_text(with_table(_API_PAGE.read_text()))

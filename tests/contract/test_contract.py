@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -18,9 +17,8 @@ import uvicorn
 from disagg.config import HttpConfig
 from tests.api.apps import make_app
 from tests.api.fakes import FakeGenerate
-from tests.contract.contract import CHAT, CHAT_URL, KEY, Row, codes, headers, rows, with_table
+from tests.contract.contract import CHAT, CHAT_URL, KEY, Row, codes, headers, rows
 
-API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 MAY_RETRY = (408, 409, 429)
 
 
@@ -118,8 +116,3 @@ def test_every_code_of_a_refusal_is_explained() -> None:
     assert {row.code: row.status for row in rows()}.items() <= {
         code: of["status"] for code, of in codes().items()
     }.items()
-
-
-def test_the_table_of_the_page_is_up_to_date() -> None:
-    page = API_PAGE.read_text()
-    assert page == with_table(page), "run python -m tests.contract.contract"
