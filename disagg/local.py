@@ -10,12 +10,14 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 
+from disagg.api.http.in_process import ask_app
+from disagg.batch.ask import BATCH_HEADERS
+from disagg.batch.lines import BatchReply
 from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.ingress.core import IngressCore
 from disagg.kvtransfer.local_transport import LocalFleet
@@ -64,23 +66,9 @@ class LocalCluster:
             self._update_members()
             await worker.drain(drain_s)
 
-    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """One request of a client to the ingress's HTTP application: status and body."""
-        waiting = [{"type": "http.request", "body": body}]
-        replies: list[MutableMapping[str, Any]] = []
-
-        async def receive() -> MutableMapping[str, Any]:
-            if not waiting:
-                await asyncio.Event().wait()  # this client does not go away
-            return waiting.pop()
-
-        async def send(message: MutableMapping[str, Any]) -> None:
-            replies.append(message)
-
-        headers = [(b"host", b"local"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
-        await self.ingress.app(scope, receive, send)
-        return replies[0]["status"], b"".join(each.get("body", b"") for each in replies)
+    async def post(self, path: str, body: bytes) -> BatchReply:
+        """The reply to a request without SLOs to the ingress's HTTP application."""
+        return await ask_app(self.ingress.app, path, body, BATCH_HEADERS)
 
     async def wait_ready(self) -> None:
         """Until every worker is known to the router."""

@@ -84,7 +84,9 @@ async def test_pulled_blocks_give_the_text_of_one_engine(
                 "max_tokens": 24,
                 "temperature": 0,
             }
-            status, answer = await running.post("/v1/chat/completions", msgspec.json.encode(body))
+            status, _, answer = await running.post(
+                "/v1/chat/completions", msgspec.json.encode(body)
+            )
             assert status == 200, answer
             said = msgspec.json.decode(answer)["choices"][0]["message"]["content"]
             assert said == reference(kv_cache_dtype).chat(prompt, 24)

@@ -13,6 +13,7 @@ from disagg.errors import DisaggError
 VERBS = {
     "serve": "disagg.cli.serve",
     "chat": "disagg.tools.chat",
+    "batch": "disagg.tools.batch",
     "plan": "disagg.tools.plan.command",
     "sim": "disagg.tools.sim.command",
     "cascade": "disagg.tools.calibrate.command",

@@ -34,7 +34,7 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
-NUM_AHEAD = 2  # requests that are sent, for each place in a batch: so no place waits for the next
+NUM_AHEAD = 2  # requests that are sent, for each place in a batch
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -174,7 +174,7 @@ class AsyncLLM:
                     raise
                 bar.update()
 
-            await side_by_side(answer, enumerate(asked), self._num_at_once())
+            await side_by_side(answer, _numbered(asked), num_ahead(self._started()))
         return [output for output in outputs if output is not None]
 
     async def _answer(self, asked: Asked) -> RequestOutput:
@@ -190,14 +190,20 @@ class AsyncLLM:
         caller = Caller(asked.api.id_prefix + secrets.token_hex(16))
         return await service.prepare(asked.api, msgspec.json.encode(asked.fields), caller)
 
-    def _num_at_once(self) -> int:
-        places = sum(worker.record.max_num_seqs for worker in self._started().workers)
-        return NUM_AHEAD * max(1, places)
-
     def _started(self) -> local.LocalCluster:
         if self._cluster is None:
             raise RuntimeError("The model is not loaded: use `async with`, or await start().")
         return self._cluster
+
+
+def num_ahead(cluster: local.LocalCluster) -> int:
+    """The number of requests to send at a time, so that no place in a batch waits for the next."""
+    return NUM_AHEAD * max(1, sum(worker.record.max_num_seqs for worker in cluster.workers))
+
+
+async def _numbered(asked: Sequence[Asked]) -> AsyncGenerator[tuple[int, Asked], None]:
+    for item in enumerate(asked):
+        yield item
 
 
 def asked_text(

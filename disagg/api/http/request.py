@@ -20,6 +20,7 @@ BODY_TIMEOUT_S = 30.0
 MAX_NUM_HEADERS = 100
 MAX_HEADERS_NBYTES = 32 << 10
 MAX_TEXT_LEN = 128  # of texts that clients choose, in spans
+TENANT = "disagg.tenant"  # in the scope of this process's own requests: on whose behalf
 
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 _HOST = re.compile(rb"([\w.\-]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
@@ -66,6 +67,7 @@ class HttpRequest:
         request_id: the client's `x-request-id` if it is valid, else `own_id`; only a label.
         route: the matching route, for metrics; `rest` is the part of the path after a prefix.
         tenant: the tenant of the request, set by the key check.
+        is_own: whether this process sends it, for `tenant`, without a key.
         reply_headers: headers of the reply, also if it is an error.
         num_output_tokens: returns the length of its answer so far; None if the request does not
             count for its tenant.
@@ -89,7 +91,8 @@ class HttpRequest:
         self.extensions: dict[str, Any] = scope.get("extensions") or {}  # servers may say None
         self.route = ""
         self.rest = ""
-        self.tenant = ""
+        self.is_own = TENANT in scope
+        self.tenant: str = scope.get(TENANT, "")
         self.spans = RequestSpans()
         self.num_output_tokens: Callable[[], int] | None = None
         self.num_body_bytes = 0

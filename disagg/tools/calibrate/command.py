@@ -265,7 +265,7 @@ async def _from_here(
             names = [tier.name for tier in tiers]
 
             async def ask(body: dict[str, Any]) -> bytes:
-                status, answer = await cluster.post(CHAT, msgspec.json.encode(body))
+                status, _, answer = await cluster.post(CHAT, msgspec.json.encode(body))
                 if status != 200:
                     raise DisaggError(f"A prompt failed: {answer.decode(errors='replace')[:500]}")
                 return answer

@@ -1,0 +1,58 @@
+"""Asks a server by HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from disagg.batch.ask import BATCH_HEADERS, Ask
+from disagg.batch.lines import BatchReply
+from disagg.config_checks import is_loopback
+from disagg.errors import StartupError, Unavailable
+
+CONNECT_TIMEOUT_S = 30.0
+
+
+@asynccontextmanager
+async def asking(
+    url: str, api_key: str | None = None, timeout_s: float | None = None
+) -> AsyncIterator[Ask]:
+    """An `Ask` of the server at `url`, which may end with `/v1`, with batch priority.
+
+    The environment's proxies apply, except to this machine.
+
+    Args:
+        timeout_s: for each request; None: the server decides.
+
+    Raises:
+        StartupError: it is not an http or https URL.
+    """
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise StartupError(f"{url!r} is not a URL like http://127.0.0.1:8000.", param="url")
+    base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+    headers = dict(BATCH_HEADERS)
+    if api_key:
+        headers["authorization"] = f"Bearer {api_key}"
+    async with aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(timeout_s, sock_connect=CONNECT_TIMEOUT_S),
+        trust_env=not is_loopback(parts.hostname),
+    ) as session:
+
+        async def ask(path: str, body: bytes) -> BatchReply:
+            try:
+                async with session.post(base + path, data=body) as reply:
+                    named = {name.lower(): value for name, value in reply.headers.items()}
+                    return BatchReply(reply.status, named, await reply.read())
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                raise Unavailable(
+                    f"Cannot reach {url} ({error or type(error).__name__}); start a server with"
+                    " `disagg serve`, or give its address with --url."
+                ) from error
+
+        yield ask
