@@ -34,6 +34,7 @@ struct Batch {
   const int32_t* block_tables;   // [num_rows, table_stride]
   int64_t table_stride;
   int32_t num_rows;
+  int32_t has_chunks;  // whether some rows are consecutive tokens of one sequence, in order
   float* logits;  // [num_rows, vocab]
 };
 

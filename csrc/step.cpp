@@ -1,5 +1,6 @@
 // One decode step of a dense decoder (Llama, Mistral, Qwen2, Qwen3) on a CPU, in one call. It takes
-// one token of each sequence, writes its KV to the paged cache, and returns logits. The twin is
+// a token of each sequence, or a few to verify a draft, writes their KV to the paged cache, and returns
+// the logits of each. The twin is
 // `Decoder.forward` (disagg/models/decoder.py), which also describes the weights. The plain C
 // interface is at the end; `disagg/kernels/cpu/step.py` calls it.
 
@@ -36,7 +37,7 @@ class Step {
   Step(const Model& model, const Layer* layers, Team& team)
       : model_(model), layers_(layers), team_(team) {}
 
-  static int num_phases(const Model& model) { return 5 * model.num_layers + 1; }
+  static int num_phases(const Model& model) { return 6 * model.num_layers + 1; }
 
   Status run(const Batch& batch, const KVPages& cache, int num_threads) {
     for (int row = 0; row < batch.num_rows; ++row)
@@ -206,6 +207,11 @@ class Step {
   }
 
   void attend(Member& member, int index) {
+    if (batch_.has_chunks)  // each row attends to the rows before it, so these are written first
+      member.phase(model_.num_kv_heads, [&](int kv_head) {
+        for (int row = 0; row < batch_.num_rows; ++row)
+          write_kv(own_[member.id], index, row, kv_head);
+      });
     const ChunkLists::Range range = chunks_.of_layer(index);
     member.phase((range.end - range.begin) * model_.num_kv_heads, [&](int item) {
       const int place = item / model_.num_kv_heads, kv_head = item % model_.num_kv_heads;
@@ -219,7 +225,8 @@ class Step {
     const int dim = model_.head_dim, row = chunk.row;
     const bf16* qkv = qkv_.get() + int64_t(row) * qkv_size();
     const bf16* rope = model_.rope + batch_.positions[row] * 2 * dim;
-    if (chunk.end == batch_.context_lens[row]) write_kv(own, index, row, kv_head);
+    if (!batch_.has_chunks && chunk.end == batch_.context_lens[row])
+      write_kv(own, index, row, kv_head);
     for (int g = 0; g < group(); ++g) {
       const int head = kv_head * group() + g;
       const bf16* norm = layer.qk_norm == nullptr ? nullptr : layer.qk_norm + head * dim;
@@ -300,7 +307,7 @@ struct Steps {
 extern "C" {
 
 // The version, which must change with the structures.
-int32_t disagg_step_version() { return 9; }
+int32_t disagg_step_version() { return 10; }
 
 // Whether this process may use the registers that the code needs. Must be called first.
 int32_t disagg_step_may_run() { return disagg::may_use_tiles(); }

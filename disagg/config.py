@@ -103,7 +103,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     divided by the number of workers on it)"""
     speculative_config: SpeculativeConfig | None = None
     """speculative decoding by prompt lookup (n-grams), for answers that repeat parts of their
-    prompt; not for requests with penalties or structured output:
+    prompt; not for requests with penalties:
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'"""
     max_requests_nbytes: Positive = 256 << 20
     """size of the prompts on one worker, waiting and running, in bytes"""

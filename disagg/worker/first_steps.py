@@ -46,7 +46,8 @@ def first_steps(
     room = min(scheduler.max_model_len, engine.pool.num_blocks * engine.pool.block_size)
     num_tokens = min(NUM_TOKENS, room - NUM_DECODES - 1)
     caching, engine.pool.enable_prefix_caching = engine.pool.enable_prefix_caching, False
-    lookup, scheduler.prompt_lookup = scheduler.prompt_lookup, None  # plain decode steps are timed
+    drafting = scheduler.drafting
+    proposer, drafting.proposer = drafting.proposer, None  # plain decode steps are timed
     seen = _fastest_steps(engine, timer, min(FEW_TOKENS, num_tokens))
     seen += (usual := _fastest_steps(engine, timer, num_tokens))
     prompt_s = sum(seconds for features, seconds in usual if features.num_new_tokens)
@@ -55,7 +56,7 @@ def first_steps(
         num_long = min(CHUNK_TOKENS, room - NUM_DECODES - 1, num_in_time)
         if num_long >= 2 * num_tokens:
             seen += _fastest_steps(engine, timer, num_long)
-    engine.pool.enable_prefix_caching, scheduler.prompt_lookup = caching, lookup
+    engine.pool.enable_prefix_caching, drafting.proposer = caching, proposer
     return _fitted(seen, prior or StepTimeModel())
 
 

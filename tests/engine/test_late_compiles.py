@@ -115,7 +115,7 @@ def _engine(config: ModelConfig, format: str, *, has_graphs: bool, has_drafts: b
         max_num_batched_tokens=MAX_TOKENS,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=config.vocab_size,
-        prompt_lookup=PromptLookup(4, 3) if has_drafts else None,
+        proposer=PromptLookup(4, 3) if has_drafts else None,
     )
     return Engine(scheduler, runner, launcher=runner)
 

@@ -143,9 +143,18 @@ class TwoOfThree:
     def begin_at(self, num_tokens: int) -> None:
         pass
 
-    def fill_mask(self, tokens: SequenceOf[int], address: int) -> None:
-        bits = sum(1 << i for i in range(8 * self.num_mask_nbytes) if (i + sum(tokens)) % 3)
+    def fill_mask(self, tokens: SequenceOf[int], address: int, draft: SequenceOf[int] = ()) -> bool:
+        bits = sum(
+            1 << i for i in range(8 * self.num_mask_nbytes) if (i + sum(tokens) + sum(draft)) % 3
+        )
         ctypes.memmove(address, bits.to_bytes(self.num_mask_nbytes, "little"), self.num_mask_nbytes)
+        return True
+
+    def forced(self, tokens: SequenceOf[int]) -> list[int]:
+        return []
+
+    def num_allowed(self, tokens: SequenceOf[int], draft: SequenceOf[int]) -> int:
+        return len(draft)
 
 
 Said = list[tuple[int, TokenLogprobs | None]]
@@ -257,7 +266,7 @@ class Foresight(PromptLookup):
         super().__init__(4, 2)
         self._outputs = outputs
 
-    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+    def draft(self, sequence: Sequence) -> tuple[int, ...]:
         num_output = sequence.num_output_tokens
         output = self._outputs.get(sequence.request_id, [])
         draft = output[num_output : min(num_output + 3, len(output) - 1)]
@@ -290,7 +299,7 @@ def test_drafts_beside_some_that_need_the_host(
     samplings = random.Random(seed).sample(samplings * 2, 12)
     expected = tokens_of(play(in_order, sequences(seed, samplings)))
     scheduler = ahead.scheduler
-    scheduler.prompt_lookup = Foresight(expected)
+    scheduler.drafting.proposer = Foresight(expected)
     scheduler.most_drafts_ahead = most_drafts_ahead
     assert tokens_of(play(ahead, sequences(seed, samplings))) == expected
     assert scheduler.num_drafted > scheduler.num_accepted > 0

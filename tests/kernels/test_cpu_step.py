@@ -170,6 +170,39 @@ def test_neither_threads_nor_neighbours_change_a_bit(new_decoder: NewDecoder) ->
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("format", ["bfloat16", "int8"])
+def test_the_tokens_of_a_draft_change_no_bit(
+    format: str, quantization: Quantization | None, new_decoder: NewDecoder
+) -> None:
+    """Computed in one step, beside others, in blocks that are used again, by any threads."""
+    decoder = new_decoder(SMALL, loud_weights(SMALL), quantization=quantization)
+    assert isinstance(decoder, CpuDecoder)
+    lengths, counts = [30, 3, 17, 9], [1, 1, 7, 4]
+    sequences = random_sequences([n + 8 for n in lengths], 4, SMALL.vocab_size)
+    num_blocks = sum(len(sequence.block_ids) for sequence in sequences)
+    heads = (SMALL.num_layers, SMALL.num_kv_heads, 4, SMALL.head_dim)
+    slab = new_pages(FORMATS[format], num_blocks, *heads, CPU)
+    for sequence, length in zip(sequences, lengths, strict=True):
+        run_step(decoder, slab, [(sequence, length)], 4)
+    work = [*zip(sequences, counts, strict=True)]
+    batch, expected = make_batch(work, 4, every_row=True), []
+    assert decoder.step.takes(batch)
+    for sequence, count in work:
+        for _ in range(count):
+            expected.append(decoder.forward(make_batch([(sequence, 1)], 4), slab)[0])
+            sequence.num_computed += 1
+    cache = slab.values.clone()
+    num_threads = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(decoder.forward(batch, slab), torch.stack(expected))
+            assert torch.equal(slab.values.view(torch.uint8), cache.view(torch.uint8))
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def test_threads_meet_in_every_step(new_decoder: NewDecoder) -> None:
     """Many short steps of changing numbers of threads, more of them than processors."""
     decoder = new_decoder(LLAMA)
@@ -190,7 +223,7 @@ def test_threads_meet_in_every_step(new_decoder: NewDecoder) -> None:
 def test_only_a_few_decodes_are_taken(
     new_decoder: NewDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts, drafts and many sequences are computed in another way."""
+    """Prompts and many sequences are computed in another way."""
     decoder = new_decoder(LLAMA)
     most = decoder.step.most_rows
     sequences = random_sequences([4] * (most + 1), 16, LLAMA.vocab_size)

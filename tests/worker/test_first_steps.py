@@ -57,10 +57,10 @@ def test_a_machine_that_is_busy_for_a_moment_is_not_taken_for_a_slow_one() -> No
 
 def test_nothing_is_left_of_it() -> None:
     engine, _ = new_engine(64, 16)
-    lookup = engine.scheduler.prompt_lookup = PromptLookup(num_tokens=2, match_length=1)
+    lookup = engine.scheduler.drafting.proposer = PromptLookup(num_tokens=2, match_length=1)
     first_steps(engine, lambda: 0.0)
     assert not engine.has_work and engine.pool.enable_prefix_caching
-    assert engine.scheduler.prompt_lookup is lookup and not engine.scheduler.num_drafted
+    assert engine.scheduler.drafting.proposer is lookup and not engine.scheduler.num_drafted
     assert engine.pool.num_free == engine.pool.num_blocks
     assert not engine.pool.hashes() and not engine.pool.take_events()
     engine.check()

@@ -111,7 +111,7 @@ def build_engine(
         max_num_batched_tokens=memory.max_num_batched_tokens,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        prompt_lookup=_prompt_lookup(config),
+        proposer=_prompt_lookup(config),
     )
     # A CPU has no async scheduling, because the same threads plan and compute.
     launcher = runner if device.type != "cpu" else None

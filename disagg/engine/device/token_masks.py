@@ -99,7 +99,9 @@ def token_masks(
 
 def _mask(sequence: Continued, grammars: Grammars | None) -> Tensor | None:
     """The mask of a sequence, int32 [num_words] as in `TokenMasks`; None: all are allowed."""
-    if not isinstance(sequence, Sequence) or sequence.thinking is None:
+    if not isinstance(sequence, Sequence):  # only drafted if no reasoning is under way
+        return _grammar_mask(sequence.sequence, grammars, draft=sequence.drafted)
+    if sequence.thinking is None:
         return None if sequence.sampling.grammar is None else _grammar_mask(sequence, grammars)
     thinking = sequence.thinking
     sampling = sequence.sampling
@@ -109,7 +111,7 @@ def _mask(sequence: Continued, grammars: Grammars | None) -> Tensor | None:
     if allowed.grammar_at is None:
         return None if allowed.is_end else _all_but(sequence, sampling.stop_token_ids)
     mask = _grammar_mask(sequence, grammars, allowed.grammar_at)
-    return _with_tokens(mask, *allowed.also)
+    return None if mask is None else _with_tokens(mask, *allowed.also)
 
 
 def _all_but(sequence: Sequence, token_ids: tuple[int, ...]) -> Tensor:
@@ -129,10 +131,16 @@ def _with_tokens(mask: Tensor, *token_ids: int) -> Tensor:
 
 
 def _grammar_mask(
-    sequence: Continued, grammars: Grammars | None, begins_at: int | None = None
-) -> Tensor:
-    grammar = sequence.sampling.grammar
-    if grammar is None or grammars is None or not isinstance(sequence, Sequence):
+    sequence: Sequence,
+    grammars: Grammars | None,
+    begins_at: int | None = None,
+    draft: SequenceOf[int] = (),
+) -> Tensor | None:
+    """The mask after a sequence and the first tokens of its draft.
+
+    None if the grammar forbids the draft. Then the row before has shown that it is wrong.
+    """
+    if sequence.sampling.grammar is None or grammars is None:
         raise GrammarError("This engine does not support structured output.")
     state = sequence.grammar_state
     if state is None:  # a step must not wait for the compiler
@@ -140,5 +148,4 @@ def _grammar_mask(
     if begins_at is not None:
         state.begin_at(begins_at)
     mask = torch.empty(state.num_mask_nbytes // 4, dtype=torch.int32)
-    state.fill_mask(sequence.tokens, mask.data_ptr())
-    return mask
+    return mask if state.fill_mask(sequence.tokens, mask.data_ptr(), draft) else None

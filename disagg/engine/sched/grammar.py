@@ -240,6 +240,7 @@ class GrammarState:
 
     __slots__ = (
         "__weakref__",
+        "_ahead",
         "_begins_at",
         "_grammars",
         "_matcher",
@@ -252,6 +253,7 @@ class GrammarState:
         self.compiled = compiled
         self._matcher = compiled.matcher()
         self._begins_at = self._num_seen = num_prompt_tokens
+        self._ahead: list[int] = []  # tokens of a draft that the matcher has taken beyond these
 
     @property
     def num_mask_nbytes(self) -> int:
@@ -261,22 +263,29 @@ class GrammarState:
         """Set the number of tokens after which the grammar applies."""
         if num_tokens != self._begins_at:
             self._begins_at = self._num_seen = num_tokens
+            self._ahead = []
 
-    def fill_mask(self, tokens: Sequence[int], address: int) -> None:
+    def fill_mask(self, tokens: Sequence[int], address: int, draft: Sequence[int] = ()) -> bool:
         """Write a mask of the allowed next tokens to `num_mask_nbytes` bytes at `address`.
 
         Bit i of the little-endian 32-bit words is set if token i is allowed.
 
         Args:
             tokens: the prompt and the answer so far; the tokens of the last call are a prefix.
+            draft: tokens that may come next, and after which the mask is wanted.
+
+        Returns:
+            Whether the grammar allows the draft. If not, there is no mask.
 
         Raises:
             GrammarError: the grammar has too many lexer states, or the answer violates it.
             Unavailable: other answers have used up the grammar's lexer states.
         """
-        self._advance(tokens, address)
+        allows = self._advance(tokens, draft)
+        if allows and not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(address, self.num_mask_nbytes)
         if not self._matcher.is_error():
-            return
+            return allows
         is_worn = OUT_OF_STATES in self._matcher.get_error()
         if is_worn and self.compiled.num_followers > 1:
             # Answers share the lexer states, and a compiled grammar never drops any. After it is
@@ -288,12 +297,40 @@ class GrammarState:
                 " now compiled again. Try again shortly."
             )
         _refuse_error(self._matcher)
+        return False
 
-    def _advance(self, tokens: Sequence[int], address: int) -> None:
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """The next tokens, as far as the grammar allows only one. Args: see `fill_mask`.
+
+        They are a draft like any other: the masks decide whether they are right.
+        """
+        self._advance(tokens, ())
+        # It leaves an error as it is; `fill_mask` raises it.
+        return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
+
+    def num_allowed(self, tokens: Sequence[int], draft: Sequence[int]) -> int:
+        """How many tokens of a draft the grammar allows. Args: see `fill_mask`."""
+        self._advance(tokens, ())
+        return 0 if self._matcher.is_error() else self._matcher.validate_tokens(list(draft))
+
+    def _advance(self, tokens: Sequence[int], draft: Sequence[int]) -> bool:
+        """Bring the matcher behind these tokens. Returns whether it takes the draft."""
+        matcher, ahead = self._matcher, self._ahead
         news = list(tokens[self._num_seen :])
+        wanted = [*news, *draft]
+        num_kept = 0
+        while num_kept < min(len(ahead), len(wanted)) and ahead[num_kept] == wanted[num_kept]:
+            num_kept += 1
+        if num_kept < len(ahead):
+            matcher.rollback(len(ahead) - num_kept)
+        if num_kept < len(news):
+            matcher.consume_tokens(news[num_kept:])
+            num_kept = len(news)
+        rest = wanted[num_kept:]
+        num_taken = 0 if matcher.is_error() else matcher.try_consume_tokens(rest) if rest else 0
         self._num_seen = len(tokens)
-        if not news or self._matcher.consume_tokens(news):
-            self._matcher.unsafe_compute_mask_ptr(address, self.num_mask_nbytes)
+        self._ahead = wanted[len(news) : num_kept + num_taken]
+        return num_taken == len(rest)
 
 
 def most_nbytes(grammar: Grammar) -> int:

@@ -2,12 +2,13 @@
 
 Such drafts suit answers that repeat their prompt or themselves (quotations, edits, code, lists).
 They cost a dict look-up and need no draft model (prompt lookup decoding, Saxena 2023; vLLM's method
-"ngram"). This module only proposes drafts; `speculation` verifies them. Knows no device.
+"ngram"). This module only proposes drafts: `drafting` decides when, `speculation` verifies them.
+Knows no device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from weakref import WeakKeyDictionary
 
 from disagg.engine.sched.sequence import Sequence
@@ -41,27 +42,27 @@ class Ngrams:
 
 
 class PromptLookup:
-    """Proposes a draft for each decoding sequence that has none.
+    """A `drafting.Proposer` that looks in the sequence itself.
 
     Args:
         num_tokens: largest number of tokens in a draft.
         match_length: length of the n-gram that must have occurred before.
     """
 
+    knows_ahead = True
+
     def __init__(self, num_tokens: int, match_length: int) -> None:
-        self._num_tokens = num_tokens
+        self.num_tokens = num_tokens
         self._match_length = match_length
         self._ngrams = WeakKeyDictionary[Sequence, Ngrams]()
 
-    def propose(self, running: Iterable[Sequence]) -> None:
-        for sequence in running:
-            is_decoding = len(sequence.tokens) - sequence.num_computed == 1
-            # A sequence that is handed over leaves with its next token, so a draft is useless.
-            is_served = not sequence.hand_over and sequence.takes_drafts
-            if is_decoding and is_served and not sequence.draft:
-                sequence.draft = self._draft(sequence)
+    def token_s(self, num_sequences: int) -> float:
+        return 0.0
 
-    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+    def propose(self, limits: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
+        return ((sequence, self.draft(sequence)[:limit]) for sequence, limit in limits.items())
+
+    def draft(self, sequence: Sequence) -> tuple[int, ...]:
         tokens = sequence.tokens
         ngrams = self._ngrams.get(sequence)
         if ngrams is None:
@@ -69,6 +70,5 @@ class PromptLookup:
         place = ngrams.take_in(tokens)
         if place is None:
             return ()
-        num_tokens = min(self._num_tokens, sequence.max_num_tokens - 1 - len(tokens))
         period = len(tokens) - place  # if this is shorter than the draft, the draft repeats it
-        return tuple(tokens[place + i % period] for i in range(num_tokens))
+        return tuple(tokens[place + i % period] for i in range(self.num_tokens))

@@ -23,8 +23,8 @@ from disagg.engine.sched.async_scheduling import AsyncScheduling
 from disagg.engine.sched.block_pool import BlockPool, require
 from disagg.engine.sched.block_tables import disown, extend, give_back, grow, publish, take_imported
 from disagg.engine.sched.chunks import Chunks
+from disagg.engine.sched.drafting import Drafting, Proposer
 from disagg.engine.sched.engine_admission import EngineAdmission
-from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.queues import Queues
 from disagg.engine.sched.sequence import Sequence, check_token_ids, token_limit
 from disagg.engine.sched.speculation import gain, usable
@@ -50,7 +50,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens in one step.
         max_model_len: most tokens of one sequence, prompt and output.
         vocab_size: token ids from here on are refused, since they would fail on a device.
-        prompt_lookup: proposes drafts for decoding sequences.
+        proposer: proposes drafts for decoding sequences, beside those that grammars force.
 
     Raises:
         StartupError: the token budget is smaller than the number of sequences.
@@ -64,7 +64,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int = 1 << 31,
-        prompt_lookup: PromptLookup | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise StartupError(
@@ -77,7 +77,7 @@ class Scheduler:
         self.step_budget = StepBudget(max_num_batched_tokens)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.prompt_lookup = prompt_lookup
+        self.drafting = Drafting(self.step_budget, proposer)
         self.queues = queues = Queues()
         self.running, self.imported, self.waiting = queues.running, queues.imported, queues.waiting
         self.num_preempted = 0  # preemptions since the start
@@ -187,7 +187,7 @@ class Scheduler:
 
         `num_computed` follows the blocks: a prefix hit raises it, and preemption sets it to 0.
         """
-        self._propose_drafts()
+        self.drafting.propose(self.running, self.queues.num_computed)
         decodes, prefills, num_preempted = *self.queues.split_running(), self.num_preempted
         growing = [each for each in decodes if len(each.tokens) > each.num_slots]
         if growing and not grow(self.pool, growing):
@@ -214,7 +214,8 @@ class Scheduler:
 
         None if `plan` must be applied first.
         """
-        self._propose_drafts()
+        if not self.drafting.propose(self.running, self.queues.num_computed, ahead=True):
+            return None
         num_drafts = sum(map(bool, map(_DRAFT, self.running)))
         if num_drafts > len(self.running) * self.most_drafts_ahead:
             return None
@@ -234,10 +235,6 @@ class Scheduler:
         Call it when the step before is applied.
         """
         self._async_scheduling.end()
-
-    def _propose_drafts(self) -> None:
-        if self.prompt_lookup is not None:
-            self.prompt_lookup.propose(self.running)
 
     def _admit(self, budget: int, prefills: list[Sequence]) -> list[Sequence]:
         """Admit prompts in a step that goes on with `prefills`; `budget` tokens are for both."""
@@ -321,6 +318,7 @@ class Scheduler:
         token_ids, logprobs = gain(self.pool, sequence, verified)
         self.num_drafted += len(verified) - 1
         self.num_accepted += len(token_ids) - 1
+        self.drafting.learn(sequence, len(verified) - 1, len(token_ids) - 1)
         self.queues.advance(sequence.num_computed - num_before, len(token_ids))
         return self._gained(sequence, token_ids, logprobs)
 

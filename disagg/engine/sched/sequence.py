@@ -144,12 +144,9 @@ class Sequence:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether it can use drafts.
-
-        It cannot if a token's mask or penalty depends on the tokens before.
-        """
-        sampling = self.sampling
-        return sampling.grammar is None and self.thinking is None and not sampling.has_penalties
+        """Whether it can use any draft. A row of logits has no penalties of a draft's tokens, and
+        no budget for them."""
+        return self.thinking is None and not self.sampling.has_penalties
 
     @property
     def _has_rules(self) -> bool:

@@ -102,8 +102,12 @@ class DraftedSequence:
         self.num_prompt_tokens = sequence.num_prompt_tokens
 
     @property
+    def drafted(self) -> tuple[int, ...]:
+        return self.sequence.draft[: self.num_ahead]
+
+    @property
     def tokens(self) -> list[int]:
-        return [*self.sequence.tokens, *self.sequence.draft[: self.num_ahead]]
+        return [*self.sequence.tokens, *self.drafted]
 
     @property
     def num_tokens(self) -> int:

@@ -26,8 +26,9 @@ from disagg.kernels.cpu.prompts import chunks_of
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch, Weight
 
-# Most rows of a step with decodes only. The large step computes more rows, as it does prompts.
+# Most rows of a step of decodes and drafts. The large step computes more rows, as it does prompts.
 MOST_ROWS = 256
+MOST_ROWS_OF_CHUNK = 16  # of one sequence; each row reads its keys alone
 _UNKNOWN_TOKEN = 2  # `Status` of csrc/model.h
 _Matrix: TypeAlias = OnednnLinear | PanelLinear | NarrowLinear
 _IN_PANELS = OnednnLinear, PanelLinear  # weights of 16 bits
@@ -115,6 +116,7 @@ class _Batch(Structure):
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
         ("num_rows", c_int32),
+        ("has_chunks", c_int32),
         ("logits", c_void_p),
     )
 
@@ -183,12 +185,15 @@ class CpuStep:
         return use_huge_pages(map(_region, _matrices(self._model)))
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether `run` supports this batch: it must be one token each of a few sequences."""
-        num_rows = len(batch.query_lens)
+        """Whether `run` supports this batch: few tokens, of each of which the logits are needed."""
+        num_rows = batch.positions.shape[0]
         return (
             0 < num_rows <= self.most_rows
-            and batch.num_decodes == num_rows
             and batch.logits_rows.shape[0] == num_rows
+            and (
+                batch.num_decodes == num_rows
+                or max(batch.query_lens[batch.num_decodes :]) <= MOST_ROWS_OF_CHUNK
+            )
         )
 
     def run(self, batch: StepBatch, kv_cache: KVPages) -> Tensor:
@@ -198,17 +203,22 @@ class CpuStep:
             IndexError: a token id is not in the vocabulary.
             MemoryError: there is not enough memory for the step.
         """
-        num_rows = len(batch.query_lens)
+        num_rows = batch.positions.shape[0]
         logits = torch.empty(num_rows, self._vocab_size)
-        tables = batch.block_tables
+        tables, context_lens = batch.block_tables, batch.context_lens
+        has_chunks = batch.num_decodes < num_rows
+        if has_chunks:
+            tables = tables.repeat_interleave(torch.tensor(batch.query_lens), 0)
+            context_lens = batch.positions.int() + 1
         described = _Batch(
             batch.token_ids.data_ptr(),
             batch.positions.data_ptr(),
             batch.slots.data_ptr(),
-            batch.context_lens.data_ptr(),
+            context_lens.data_ptr(),
             tables.data_ptr(),
             tables.stride(0),
             num_rows,
+            has_chunks,
             logits.data_ptr(),
         )
         status = self._library.disagg_step_run(
@@ -217,9 +227,7 @@ class CpuStep:
         if status == _UNKNOWN_TOKEN:
             raise IndexError(f"a token id is not between 0 and {self._vocab_size - 1}")
         if status:
-            raise MemoryError(
-                f"there is not enough memory for a decode step of {num_rows} sequences"
-            )
+            raise MemoryError(f"there is not enough memory for a decode step of {num_rows} tokens")
         return logits
 
     def hidden(self, batch: StepBatch, kv_cache: KVPages, embedded: Tensor) -> Tensor:

@@ -138,16 +138,6 @@ def _fields(config: EngineConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__struct_fields__}
 
 
-def test_a_draft_is_not_verified_under_a_grammar(engine: Engine) -> None:
-    grammar = Grammar("choice", '["abcabc"]')
-    plain, drafted = (sequence(grammar, draft=draft) for draft in ((), (70, 71, 72)))
-    num_drafted = engine.scheduler.num_drafted
-    run(engine, plain)
-    run(engine, drafted)
-    assert answer(drafted) == answer(plain)
-    assert engine.scheduler.num_drafted == num_drafted
-
-
 def test_a_grammar_that_fails_ends_its_answer_alone(engine: Engine) -> None:
     grammar = Grammar("choice", '["abc"]')
     wrong = sequence(grammar, output=(3, 4))  # nobody generated that

@@ -5,8 +5,6 @@ The property tests in `test_scheduler.py` play every workload in this way, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 
 from disagg.engine.engine import Engine
@@ -204,7 +202,7 @@ def test_who_has_no_draft_is_launched_ahead_with_prompt_lookup() -> None:
     """A draft is there one token later, for the step after the one that was under way."""
     engine, _ = new_engine(40, BLOCK_SIZE, on_device=True, max_num_batched_tokens=64)
     lookup = Foresight()
-    engine.scheduler.prompt_lookup = lookup
+    engine.scheduler.drafting.proposer = lookup
     sequence = new_sequence(PROMPT, BLOCK_SIZE, 12, stop_ids=NEVER)
     engine.submit(sequence)
     engine.step()
@@ -232,10 +230,8 @@ class Foresight(PromptLookup):
         super().__init__(4, 2)
         self.drafts: list[tuple[int, ...]] = []
 
-    def propose(self, running: Iterable[Sequence]) -> None:
-        for sequence in running:
-            if self.drafts:
-                sequence.draft = self.drafts.pop()
+    def draft(self, sequence: Sequence) -> tuple[int, ...]:
+        return self.drafts.pop() if self.drafts else ()
 
 
 def test_nobody_is_preempted_for_a_step_that_may_be_wasted() -> None:
@@ -333,11 +329,11 @@ class AlwaysRight(PromptLookup):
         super().__init__(2, 2)
         self._sequence, self._output = sequence, output
 
-    def propose(self, running: Iterable[Sequence]) -> None:
-        sequence = self._sequence
+    def draft(self, sequence: Sequence) -> tuple[int, ...]:
         num_output = sequence.num_output_tokens
-        if sequence in running and num_output and not sequence.draft:
-            sequence.draft = tuple(self._output[:-1][num_output : num_output + 2])
+        if sequence is not self._sequence or not num_output:
+            return ()
+        return tuple(self._output[:-1][num_output : num_output + 2])
 
 
 def test_one_with_drafts_costs_255_others_no_step() -> None:
@@ -347,7 +343,7 @@ def test_one_with_drafts_costs_255_others_no_step() -> None:
     )
     sequences = streams(256, 12)
     expected = expected_tokens((255, 98), 12)
-    engine.scheduler.prompt_lookup = AlwaysRight(sequences[-1], expected)
+    engine.scheduler.drafting.proposer = AlwaysRight(sequences[-1], expected)
     found = steps_of(engine, sequences)
     assert answer(sequences[-1], 2) == expected
     for n, sequence in enumerate(sequences[:-1]):
@@ -357,7 +353,8 @@ def test_one_with_drafts_costs_255_others_no_step() -> None:
         (False, 256),
         (True, 256),
         *[(True, 255), (True, 256)] * 4,
-        *[(True, 255)] * 2,
+        (True, 256),  # what is left to propose then is a single token, which this step gives
+        (True, 255),
     ]
 
 

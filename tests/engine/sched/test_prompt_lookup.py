@@ -11,10 +11,12 @@ from disagg.config import ASSETS, SpeculativeConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.engine import Engine
 from disagg.engine.sched import prompt_lookup
+from disagg.engine.sched.drafting import Drafting
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
-from disagg.messages import Grammar, SamplingParams
+from disagg.engine.sched.step_budget import StepBudget
+from disagg.messages import SamplingParams
 from disagg.models.description import describe_model
 from tests.engine import fake_runner, workload
 from tests.engine.device.test_runner import config, run, said
@@ -33,7 +35,8 @@ def decoding(prompt: tuple[int, ...], output: tuple[int, ...] = (), **asked: Any
 
 
 def draft_for(sequence: Sequence, num_tokens: int = 4, match_length: int = 2) -> tuple[int, ...]:
-    PromptLookup(num_tokens, match_length).propose([sequence])
+    lookup = PromptLookup(num_tokens, match_length)
+    Drafting(StepBudget(64), lookup).propose([sequence], 0)
     return sequence.draft
 
 
@@ -63,15 +66,16 @@ def test_a_draft_leaves_a_place_for_the_token_after_it() -> None:
 
 def test_what_grew_is_found_and_nothing_is_indexed_twice() -> None:
     sequence, lookup = decoding((1, 2, 3)), PromptLookup(2, 2)
+    drafting = Drafting(StepBudget(64), lookup)
     seen = [tuple(sequence.draft)]
     for token_id in (9, 1, 2):
         sequence.tokens.append(token_id)
         sequence.num_computed += 1
-        lookup.propose([sequence])
+        drafting.propose([sequence], 0)
         seen.append(sequence.draft)
     assert seen == [(), (), (), (3, 9)]
     sequence.draft = ()
-    lookup.propose([sequence])
+    drafting.propose([sequence], 0)
     assert sequence.draft == (), "a draft that was dropped is not proposed again at once"
 
 
@@ -89,17 +93,16 @@ def test_some_are_left_alone() -> None:
     assert draft_for(has_chunks_left) == ()
     has_draft = decoding(repeating, draft=(7,))
     assert draft_for(has_draft) == (7,)
-    grammar = Grammar("choice", '["a"]')
-    bound = new_request("bound", list(repeating), grammar=grammar)
-    bound.num_computed = len(repeating) - 1
-    assert draft_for(bound) == ()
+    penalised = new_request("penalised", list(repeating), repetition_penalty=1.1)
+    penalised.num_computed = len(repeating) - 1
+    assert draft_for(penalised) == ()
 
 
 PLAYED = settings(max_examples=60, deadline=None, database=None, derandomize=True)
 
 
 def scheduler_with_drafts(**arguments: Any) -> Scheduler:
-    return Scheduler(**arguments, prompt_lookup=PromptLookup(num_tokens=3, match_length=1))
+    return Scheduler(**arguments, proposer=PromptLookup(num_tokens=3, match_length=1))
 
 
 def test_random_workloads_answer_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
