@@ -25,6 +25,7 @@ from tests.tiny_model import write_tiny_model
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 LONG = 1500  # tokens of a stream that is to be under way when a signal arrives
+HELD = "held"  # while such a file is in the server's home, ranks end no stream
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +36,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parallel")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, home: Path) -> Iterator[Command]:
     flags = "--served-model-name tiny --dtype float32 --num-threads 1 --no-redis"
     pools = "--prefill 1 --decode 1 --decode-tensor-parallel-size 2 --enable-expert-parallel"
-    environment = {"PYTHONPATH": with_stand_in(), "DISAGG_TEST_HAND_OVER": "300"}
-    home = tmp_path_factory.mktemp("parallel")
+    environment = {
+        "PYTHONPATH": with_stand_in(),
+        "DISAGG_TEST_HAND_OVER": "300",
+        "DISAGG_TEST_HELD": f"{home / HELD}",
+    }
     command = Command(f"{model} {flags} {pools}", home, environment)
     with command.killed_at_the_end():
         command.wait_ready()
@@ -57,13 +66,20 @@ def test_text_is_one_engines(server: Command, reference: SingleEngine) -> None:
 
 
 async def test_no_stream_notices_that_a_rank_was_killed(
-    server: Command, reference: SingleEngine
+    server: Command, reference: SingleEngine, home: Path
 ) -> None:
     """Its worker ends with it, and streams go on elsewhere. Serve starts another worker, which is
     not waited for."""
     expected = streams_of(reference)
     (worker,) = server.named("tiny-decode")
-    assert await streamed(server.url, "tiny", second_rank(worker).kill) == expected
+    rank, held = second_rank(worker), home / HELD
+
+    def kill() -> None:
+        rank.kill()
+        held.unlink()
+
+    held.touch()
+    assert await streamed(server.url, "tiny", kill) == expected
     assert has_moved(server.url)
     until(lambda: not worker.is_running(), why=lambda: f"{worker} has outlived its rank")
 

@@ -15,6 +15,7 @@ from disagg.kernels.cpu.library import Found
 from disagg.kernels.cpu.prompts import PromptAttention
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.torch.ops import TorchOps
+from tests.grids import pairs
 from tests.kernels.paged_inputs import LAYER, PagedInputs, paged_inputs
 
 CPU = torch.device("cpu")
@@ -52,15 +53,19 @@ def _assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1.6e-2, rtol=8e-3)
 
 
-@pytest.mark.parametrize("name", COMPILED_FORMATS)
-@pytest.mark.parametrize("window", [None, 1, 20, 64, 100])
 @pytest.mark.parametrize(
-    ("group", "head_dim", "block_size"), [(1, 16, 16), (3, 64, 5), (7, 80, 1), (2, 128, 32)]
+    ("sizes", "window", "name"),
+    pairs(
+        [(1, 16, 16), (3, 64, 5), (7, 80, 1), (2, 128, 32)],
+        [None, 1, 20, 64, 100],
+        COMPILED_FORMATS,
+    ),
 )
 def test_it_is_the_reference(
-    group: int, head_dim: int, block_size: int, window: int | None, name: str,
-    attention: PromptAttention,
-) -> None:  # fmt: skip
+    sizes: tuple[int, int, int], window: int | None, name: str, attention: PromptAttention
+) -> None:
+    """Of each format with each window and with all sizes of groups, heads and blocks."""
+    group, head_dim, block_size = sizes
     inputs = _inputs(
         LENS, group=group, head_dim=head_dim, block_size=block_size, format=FORMATS[name]
     )

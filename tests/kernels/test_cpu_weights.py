@@ -4,6 +4,7 @@ those of the numbers that are kept; and these are as near to the weight as they 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ from disagg.kernels.cpu.narrow_linear import (
 )
 from disagg.kernels.cpu.panels import FEW_ROWS, PANEL, CpuMatrix, multiply_rows
 from disagg.kernels.packed_matrix import PackedMatrix
+from tests.grids import pairs
 from tests.kernels.compiled import can_compile, loaded, plain_steps_here, steps_here
 from tests.kernels.packed_cases import random_packed
 
@@ -42,12 +44,6 @@ PLAIN_STEPS = plain_steps_here() if can_compile() else []
 
 def random_values(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(params=[None, *STEPS], ids=lambda each: each.file.stem if each else "torch")
-def place(request: pytest.FixtureRequest) -> ctypes.CDLL | None:
-    """What multiplies: torch (None), or each compiled step that is tested on this CPU."""
-    return None if request.param is None else loaded(request.param)
 
 
 @pytest.fixture
@@ -75,6 +71,11 @@ QUANTIZERS: dict[str, Callable[[Tensor, Tensor | None], NarrowLinear]] = {
 # Of 4-bit numbers, compiled code reads rows of a multiple of 8.
 SHAPES = [(64, 64), (96, 32), (7, 48), (130, 992), (70, 8), (1, 200), (130, 328)]
 TORCH_SHAPES = [(96, 33), (130, 1000), (1, 5), (1200, 40)]
+# What multiplies: torch (None), or each compiled step that is tested on this CPU; and with what.
+WAYS: list[tuple[Library | None, torch.dtype, tuple[int, int]]] = [
+    *itertools.product([None], DTYPES, SHAPES + TORCH_SHAPES),
+    *itertools.product(STEPS, [torch.bfloat16], SHAPES),
+]
 
 
 def packed_matrix(
@@ -114,34 +115,37 @@ def _check_norm(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     assert (found.double() - wanted).norm() <= most * max(1.0, float(wanted.norm()))
 
 
-@pytest.mark.parametrize("name", [*QUANTIZERS, *PACKED])
-@pytest.mark.parametrize("num_rows", [0, 1, TORCH_FEW_ROWS, TORCH_FEW_ROWS + 1, 7, 70])
+@pytest.mark.parametrize(
+    ("way", "name", "num_rows"),
+    pairs(WAYS, [*QUANTIZERS, *PACKED], [0, 1, TORCH_FEW_ROWS, TORCH_FEW_ROWS + 1, 7, 70]),
+)
 def test_products_are_those_of_the_numbers(
-    num_rows: int, name: str, place: ctypes.CDLL | None
+    way: tuple[Library | None, torch.dtype, tuple[int, int]], name: str, num_rows: int
 ) -> None:
-    """In double, of the numbers and scales themselves: nothing is rounded but sums and results."""
-    for shape in SHAPES if place is not None else SHAPES + TORCH_SHAPES:
-        for dtype in DTYPES if place is None else [torch.bfloat16]:
-            bias = random_values(shape[0], seed=2).to(dtype)
-            kept = _narrow(name, shape, dtype, bias)
-            exact, whole = _exact(kept), kept.widened()
-            ids = torch.arange(shape[0] - 1, -1, -1)
-            assert torch.equal(kept.rows(ids), whole[ids])
-            if place is not None:
-                kept.lay_in_panels(torch.full((kept.panels_nbytes,), 99).byte(), place)
-                assert torch.equal(kept.widened(), whole) and torch.equal(
-                    kept.rows(ids), whole[ids]
-                )
-            x, other = (random_values(num_rows, n, seed=3).to(dtype) for n in reversed(shape))
-            is_widened = _is_widened(kept, num_rows, place)
-            values = whole.double() if is_widened or place is None else exact
-            twin, wide = PlainLinear(values, bias.double()), x.double()
-            _check_norm(kept(x), twin(wide), dtype)
-            _check_norm(kept.silu(x), twin.silu(wide), dtype)
-            _check_norm(kept.times(x, other), twin.times(wide, other.double()), dtype)
-            _check_norm(kept.plus(x, other), twin.plus(wide, other.double()), dtype)
-            if place is not None and num_rows:
-                _check_compiled(kept, x, values, twin(wide), is_widened=is_widened)
+    """In double, of the numbers and scales themselves: nothing is rounded but sums and results.
+
+    Each kind is multiplied in each way, and with each number of rows.
+    """
+    library, dtype, shape = way
+    place = None if library is None else loaded(library)
+    bias = random_values(shape[0], seed=2).to(dtype)
+    kept = _narrow(name, shape, dtype, bias)
+    exact, whole = _exact(kept), kept.widened()
+    ids = torch.arange(shape[0] - 1, -1, -1)
+    assert torch.equal(kept.rows(ids), whole[ids])
+    if place is not None:
+        kept.lay_in_panels(torch.full((kept.panels_nbytes,), 99).byte(), place)
+        assert torch.equal(kept.widened(), whole) and torch.equal(kept.rows(ids), whole[ids])
+    x, other = (random_values(num_rows, n, seed=3).to(dtype) for n in reversed(shape))
+    is_widened = _is_widened(kept, num_rows, place)
+    values = whole.double() if is_widened or place is None else exact
+    twin, wide = PlainLinear(values, bias.double()), x.double()
+    _check_norm(kept(x), twin(wide), dtype)
+    _check_norm(kept.silu(x), twin.silu(wide), dtype)
+    _check_norm(kept.times(x, other), twin.times(wide, other.double()), dtype)
+    _check_norm(kept.plus(x, other), twin.plus(wide, other.double()), dtype)
+    if place is not None and num_rows:
+        _check_compiled(kept, x, values, twin(wide), is_widened=is_widened)
 
 
 def _is_widened(kept: NarrowLinear, num_rows: int, place: ctypes.CDLL | None) -> bool:
@@ -185,9 +189,7 @@ def test_threads_change_no_bit(library: Library, name: str, one_thread_or_more: 
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_in", [40, 96, 200, 5])
+@pytest.mark.parametrize(("num_in", "dtype", "name"), pairs([40, 96, 200, 5], DTYPES, QUANTIZERS))
 def test_no_value_is_off_by_more_than_half_a_step(
     num_in: int, dtype: torch.dtype, name: str
 ) -> None:
@@ -243,9 +245,10 @@ def test_where_a_number_of_4_bits_lies_in_a_panel(library: Library) -> None:
         assert kept.scales[panel, 0, :, row % PANEL].tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("scales", DTYPES)
-@pytest.mark.parametrize("shape", [(1500, 96), (70, 8), (33, 328), (130, 328)])
+@pytest.mark.parametrize(
+    ("shape", "scales", "name"),
+    pairs([(1500, 96), (70, 8), (33, 328), (130, 328)], DTYPES, PACKED),
+)
 def test_numbers_of_checkpoints_stay_as_they_are(
     shape: tuple[int, int], scales: torch.dtype, name: str
 ) -> None:

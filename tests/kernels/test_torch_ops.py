@@ -15,6 +15,7 @@ from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.ops import Scores
 from disagg.kernels.torch import paging as torch_paging
 from disagg.kernels.torch.ops import TorchOps
+from tests.grids import pairs
 from tests.kernels.paged_inputs import LAYER, copy_of, paged_inputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -43,10 +44,10 @@ def test_rms_norm_of_few_and_many_rows(num_rows: int, dtype: torch.dtype) -> Non
         _assert_close(normed, reference.rms_norm(x, weight, 1e-6))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normalised_by", ["nothing", "each head", "given squares"])
-@pytest.mark.parametrize("rope_dim", [64, 24])
-@pytest.mark.parametrize("norm_dtype", [None, torch.float32])
+@pytest.mark.parametrize(
+    ("rope_dim", "normalised_by", "dtype", "norm_dtype"),
+    pairs([64, 24], ["nothing", "each head", "given squares"], DTYPES, [None, torch.float32]),
+)
 def test_norm_rope(
     rope_dim: int, normalised_by: str, dtype: torch.dtype, norm_dtype: torch.dtype | None
 ) -> None:
@@ -86,14 +87,30 @@ def test_projections(num_rows: int, with_bias: bool, dtype: torch.dtype) -> None
     _assert_close(normed, reference.rms_norm(added, norm, 1e-6))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize("group", [1, 3])
-def test_attention(group: int, window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "window", "name", "dtype"),
+    pairs(
+        [(1, 16, 16), (3, 20, 5), (7, 64, 1)],
+        [None, 1, 20],
+        ["exact", *WITH_SCALES],
+        [torch.float32, torch.bfloat16],
+    ),
+)
+def test_attention(
+    sizes: tuple[int, int, int], window: int | None, name: str, dtype: torch.dtype
+) -> None:
+    """Of each format with each window and with all sizes of groups, heads and blocks."""
+    group, head_dim, block_size = sizes
     lens = [(1, 1), (1, 16), (1, 65), (3, 40), (30, 30), (17, 50)]
-    inputs = paged_inputs(lens, group=group, dtype=dtype)
-    expected = inputs.expected(window)
-    ops = TorchOps()
+    inputs = paged_inputs(
+        lens,
+        group=group,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        format=FORMATS.get(name),
+    )
+    expected, ops = inputs.expected(window), TorchOps()
     paging = ops.plan(inputs, inputs.kv_cache, [window])
     _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging), expected)
 
@@ -147,13 +164,15 @@ def test_decodes_too_many_for_the_processors_cache_are_attended_in_parts(
     _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", WITH_SCALES)
-@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (20, 3), (64, 1), (128, 8)])
+@pytest.mark.parametrize(
+    ("sizes", "name", "dtype"),
+    pairs([(16, 16), (20, 3), (64, 1), (128, 8)], WITH_SCALES, DTYPES),
+)
 def test_what_is_stored_with_scales_is_the_references(
-    head_dim: int, block_size: int, name: str, dtype: torch.dtype
+    sizes: tuple[int, int], name: str, dtype: torch.dtype
 ) -> None:
     """To the byte, and nothing else of the cache changes: not even the padding of a page."""
+    head_dim, block_size = sizes
     inputs = paged_inputs(
         [(1, 7), (9, 20)],
         group=3,
@@ -186,33 +205,10 @@ def test_the_bytes_of_int4(sign: float) -> None:
     assert (reference.widen(both, format) * scale).tolist() == [-2.0, 1.75]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", WITH_SCALES)
-@pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize(("group", "head_dim", "block_size"), [(1, 16, 16), (3, 20, 5), (7, 64, 1)])
-def test_attention_with_scales(
-    group: int, head_dim: int, block_size: int, window: int | None, name: str, dtype: torch.dtype
-) -> None:
-    lens = [(1, 1), (1, 16), (1, 65), (3, 40), (30, 30), (17, 50)]
-    inputs = paged_inputs(
-        lens,
-        group=group,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=dtype,
-        format=FORMATS[name],
-    )
-    expected = inputs.expected(window)
-    ops = TorchOps()
-    paging = ops.plan(inputs, inputs.kv_cache, [window])
-    out = ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging)
-    _assert_close(out, expected)
-
-
-@pytest.mark.parametrize("format", [None, FORMATS["int8"]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize(
+    ("cap", "window", "dtype", "format"),
+    pairs([None, 1.5], [None, 20], [torch.float32, torch.bfloat16], [None, FORMATS["int8"]]),
+)
 def test_scores_of_another_scale_and_with_a_cap(
     cap: float | None, window: int | None, dtype: torch.dtype, format: KVFormat | None
 ) -> None:

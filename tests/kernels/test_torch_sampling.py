@@ -10,6 +10,7 @@ from torch import Tensor
 
 from disagg.kernels.sampling_rows import Numbers
 from disagg.kernels.torch import sampling as torch_sampling
+from tests.grids import pairs
 from tests.kernels.sampling_cases import (
     OFF,
     PLAIN,
@@ -47,10 +48,15 @@ def kept(rows: Tensor, numbers: list[Numbers]) -> Tensor:
     return rows >= torch_sampling.floors(rows, tables.numbers, rows_of(numbers))
 
 
-@pytest.mark.parametrize("top_k", [1, 1500, 2047, 2048, OFF])
-@pytest.mark.parametrize("top_p", [0.7, 0.99, math.inf])
-@pytest.mark.parametrize("reach", [math.inf, -math.log(0.3)])
-@pytest.mark.parametrize("looks", [(), (64, 256), (64, 1500)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "reach", "looks"),
+    pairs(
+        [1, 1500, 2047, 2048, OFF],
+        [0.7, 0.99, math.inf],
+        [math.inf, -math.log(0.3)],
+        [(), (64, 256), (64, 1500)],
+    ),
+)
 def test_a_nucleus_is_of_what_top_k_and_min_p_keep(
     top_k: int,
     top_p: float,
@@ -58,7 +64,10 @@ def test_a_nucleus_is_of_what_top_k_and_min_p_keep(
     looks: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In flat and in steep rows, beside a row that keeps all, however many columns are sorted."""
+    """In flat and in steep rows, beside a row that keeps all, however many columns are sorted.
+
+    Any two settings of the four meet.
+    """
     monkeypatch.setattr(torch_sampling, "SORTED_COLUMNS", looks)
     rows = [random_row(2048, scale=scale) for scale in (0.1, 4.0, 1.0)]
     numbers = [PLAIN._replace(top_k=top_k, top_p=top_p, reach=reach)] * 2 + [PLAIN]

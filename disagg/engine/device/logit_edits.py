@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from disagg.messages import SamplingParams
 # grammar allows no others; an answer that violates its grammar would be worse. Logits are only
 # lowered to this value: a logit that a mask has set to -inf stays -inf.
 BANNED = -1e30
+_Words: TypeAlias = dict[int, list[tuple[int, ...]]]
 
 
 class LogitEdits:
@@ -42,7 +43,8 @@ class LogitEdits:
             if each.logit_bias or each.bad_words_token_ids
         ]
         limited = [row for row, each in enumerate(params) if each.allowed_token_ids]
-        self._watched = [row for row, each in enumerate(params) if _long_words(each)]
+        longer = [_longer(each.bad_words_token_ids) for each in params]
+        self._watched = [(row, words) for row, words in enumerate(longer) if words]
         places = [_ids(()), *(ids + row * vocab_size for row, ids, _ in biased)]
         self._biased = copied(torch.cat(places), device)
         self._added = copied(torch.cat([torch.zeros(0), *(added for *_, added in biased)]), device)
@@ -68,10 +70,9 @@ class LogitEdits:
         if self._biased.shape[0]:
             flat.index_add_(0, self._biased, self._added)
         banned = [
-            row * self._vocab_size + word[-1]
-            for row in self._watched
-            for word in _long_words(sequences[row].sampling)
-            if _is_begun(word, sequences[row])
+            row * self._vocab_size + token
+            for row, words in self._watched
+            for token in _next_tokens(words, sequences[row])
         ]
         if banned:
             places = upload(banned, torch.int64, logits.device)
@@ -82,20 +83,29 @@ def _has_edits(params: SamplingParams) -> bool:
     return bool(params.logit_bias or params.allowed_token_ids or params.bad_words_token_ids)
 
 
-def _long_words(params: SamplingParams) -> list[tuple[int, ...]]:
-    return [word for word in params.bad_words_token_ids if len(word) > 1]
-
-
-def _is_begun(word: tuple[int, ...], sequence: Continued) -> bool:
-    """Whether the answer so far ends with all but the last token of the word."""
-    num_before = len(word) - 1
+def _next_tokens(words: _Words, sequence: Continued) -> list[int]:
+    """The last token of each word of which all others end the answer so far."""
     tokens = sequence.tokens
-    is_long_enough = len(tokens) - sequence.num_prompt_tokens >= num_before
-    return is_long_enough and tuple(tokens[-num_before:]) == word[:-1]
+    num_output = len(tokens) - sequence.num_prompt_tokens
+    return [
+        word[-1]
+        for word in words.get(tokens[-1], ())
+        if len(word) <= num_output + 1 and tuple(tokens[1 - len(word) :]) == word[:-1]
+    ]
 
 
 def _ids(values: tuple[int, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
+
+
+@lru_cache(maxsize=1024)
+def _longer(bad_words: tuple[tuple[int, ...], ...]) -> _Words:
+    """Words of two tokens or more, by the last token but one: few of them are looked at in a step."""
+    words: _Words = {}
+    for word in bad_words:
+        if len(word) > 1:
+            words.setdefault(word[-2], []).append(word)
+    return words
 
 
 @lru_cache(maxsize=1024)

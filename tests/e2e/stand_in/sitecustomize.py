@@ -11,6 +11,9 @@ code, leaves a file in `DISAGG_TEST_OPENED` that says which one, and then comput
 
 `DISAGG_TEST_HAND_OVER`: prompts of so many tokens or more get the best route on which KV moves. On
 a busy machine, or with ranks that share its cores, the router often finds another one faster.
+
+`DISAGG_TEST_HELD`: while this file is there, a rank that is not its worker's first does
+`NUM_TASKS_HELD` tasks and then none. So streams are certainly under way when it is killed.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import importlib.machinery
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +32,7 @@ from typing import Any
 
 TOTAL_NBYTES = 80 * 10**9
 FREE_NBYTES = [int(gb) * 10**9 for gb in os.environ.get("DISAGG_TEST_GPUS", "").split(",") if gb]
+NUM_TASKS_HELD = 24  # enough for first words, and not for a whole answer
 IS_TOO_OLD = "DISAGG_TEST_DRIVER_IS_TOO_OLD" in os.environ
 
 
@@ -108,6 +113,21 @@ def change_edits(logit_edits: Any) -> None:
     logit_edits.LogitEdits.apply_ = breaks
 
 
+def change_tasks(rank_messages: Any) -> None:
+    decode_task = rank_messages.decode_task
+    held = Path(os.environ["DISAGG_TEST_HELD"])
+    num_tasks = 0
+
+    def decode_held(frame: bytes) -> Any:
+        nonlocal num_tasks
+        num_tasks = num_tasks + 1 if held.exists() else 0
+        while num_tasks > NUM_TASKS_HELD and held.exists():
+            time.sleep(0.01)
+        return decode_task(frame)
+
+    rank_messages.decode_task = decode_held
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {}
 if FREE_NBYTES:
     CHANGES["torch.cuda"] = change_cuda
@@ -116,6 +136,8 @@ if "DISAGG_TEST_UNLUCKY_SEED" in os.environ:
     CHANGES["disagg.engine.device.logit_edits"] = change_edits
 if "DISAGG_TEST_HAND_OVER" in os.environ:
     CHANGES["disagg.ingress.dispatch"] = change_routes
+if "DISAGG_TEST_HELD" in os.environ:
+    CHANGES["disagg.rank_messages"] = change_tasks
 
 
 class ChangeOnImport(importlib.abc.MetaPathFinder):
