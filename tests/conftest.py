@@ -15,6 +15,12 @@ from hypothesis import settings
 
 from tests import beside
 
+# Of this process and of all that it starts. Threads of one product in several processes at a time
+# only wait for each other; and hundreds of processes import the package, whose bytecode is kept.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # No time limit for an example: machines are shared and tests must not measure them. In CI the
 # examples are the same each time, so that a red run is always the change's; elsewhere they explore.
 settings.register_profile("disagg", deadline=None, print_blob=True, derandomize="CI" in os.environ)

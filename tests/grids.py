@@ -1,4 +1,4 @@
-"""Few combinations of many parameters."""
+"""Few of many parameters: `make test-bench` has all."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import itertools
 import math
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
-WHOLE = "DISAGG_WHOLE_GRIDS"  # set by `make test-bench`
+Value = TypeVar("Value")
+IS_WHOLE = "DISAGG_WHOLE_GRIDS" in os.environ  # as `make test-bench` sets it
+
+
+def some(few: list[Value], others: Iterable[Value]) -> list[Value]:
+    """Those that each run has; `others` too, if all are wanted."""
+    return [*few, *(each for each in others if each not in few)] if IS_WHOLE else few
 
 
 def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Combinations of a value of each axis, in which any two values of two axes meet.
 
-    A fault that needs three certain values at once is left to `make test-bench`, which has all.
+    A fault that needs three certain values at once is found where all are wanted.
     """
     values = [list(axis) for axis in axes]
     combinations = list(itertools.product(*values))
-    if WHOLE in os.environ:
+    if IS_WHOLE:
         return combinations
     bits: dict[tuple[Any, ...], int] = {}  # one for each pair of places in two axes
     met = []

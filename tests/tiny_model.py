@@ -41,12 +41,20 @@ EXPERTS = {
 
 
 def write_tiny_model(
-    directory: Path, *, max_model_len: int = 512, seed: int = 10, has_experts: bool = False
+    directory: Path,
+    *,
+    max_model_len: int = 512,
+    seed: int = 10,
+    inner: int = 1536,
+    has_experts: bool = False,
 ) -> Path:
     """A Qwen3 in float32 whose vocabulary is the 256 bytes and three special tokens.
 
     Small, but with prompts that cost more than to hand their KV over: routers send them to prefill
     workers of `tiny_parts`. Hence few layers, as each has KV, and wide ones, which cost most.
+
+    Args:
+        inner: width of an MLP; a narrow one is enough where nothing is routed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     end_id = write_tiny_tokenizer(directory)
@@ -56,7 +64,7 @@ def write_tiny_model(
         "dtype": "float32",
         "vocab_size": 260,
         "hidden_size": 128,
-        "intermediate_size": 1536,
+        "intermediate_size": inner,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -71,24 +79,26 @@ def write_tiny_model(
     }
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end_id}))
-    save_file(_tiny_weights(seed, has_experts), directory / "model.safetensors", {"format": "pt"})
+    save_file(
+        _tiny_weights(seed, inner, has_experts), directory / "model.safetensors", {"format": "pt"}
+    )
     return directory
 
 
-def _tiny_weights(seed: int, has_experts: bool) -> dict[str, NDArray[np.float32]]:
+def _tiny_weights(seed: int, inner: int, has_experts: bool) -> dict[str, NDArray[np.float32]]:
     """By Hugging Face's names; all norms are 1."""
     drawn = {"model.embed_tokens": (260, 128)}
     norms = {"model.norm": 128}
     for layer in ("model.layers.0", "model.layers.1"):
         drawn |= {f"{layer}.self_attn.{name}_proj": (rows, 128) for name, rows in _ATTENTION}
-        places = {f"{layer}.mlp": 1536}
+        places = {f"{layer}.mlp": inner}
         if has_experts:
             places = {f"{layer}.mlp.experts.{expert}": 768 for expert in range(3)}
             drawn |= {f"{layer}.mlp.gate": (3, 128)}
-        for place, inner in places.items():
-            drawn |= {f"{place}.{name}_proj": (inner, 128) for name in ("gate", "up")}
+        for place, rows in places.items():
+            drawn |= {f"{place}.{name}_proj": (rows, 128) for name in ("gate", "up")}
         drawn |= {f"{layer}.self_attn.o_proj": (128, 64)}
-        drawn |= {f"{place}.down_proj": (128, inner) for place, inner in places.items()}
+        drawn |= {f"{place}.down_proj": (128, rows) for place, rows in places.items()}
         norms |= {f"{layer}.{name}_layernorm": 128 for name in ("input", "post_attention")}
         norms |= {f"{layer}.self_attn.{name}_norm": 16 for name in ("q", "k")}
     rng = np.random.default_rng(seed)

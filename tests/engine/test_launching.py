@@ -10,6 +10,7 @@ import copy
 import ctypes
 import random
 from collections.abc import Sequence as SequenceOf
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -235,6 +236,15 @@ MIXTURES: dict[str, list[dict[str, object]]] = {
 }
 
 
+@cache
+def said_in_order(
+    directory: Path, mixture: str, seed: int, max_prompt: int = 14
+) -> dict[str, Said]:
+    """What an engine says that computes each step when the one before is read."""
+    engine = build(directory, num_blocks=60, max_num_seqs=4)
+    return play(engine, sequences(seed, MIXTURES[mixture], max_prompt))
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "is_late"),
     [(16, True), (60, True), (60, False)],
@@ -244,10 +254,10 @@ MIXTURES: dict[str, list[dict[str, object]]] = {
 def test_the_same_tokens_in_any_order(
     mixture: str, num_blocks: int, is_late: bool, directory: Path
 ) -> None:
-    in_order, ahead = (build(directory, num_blocks, max_num_seqs=4) for _ in range(2))
+    ahead = build(directory, num_blocks, max_num_seqs=4)
     assert isinstance(ahead.runner, LateRunner)
     ahead.launcher, ahead.runner.is_late = ahead.runner, is_late
-    expected = play(in_order, sequences(3, MIXTURES[mixture]))
+    expected = said_in_order(directory, mixture, 3)
     found = play(ahead, sequences(3, MIXTURES[mixture]))
     assert tokens_of(found) == tokens_of(expected)
     for request_id, said in found.items():
@@ -275,6 +285,14 @@ class Foresight(PromptLookup):
         return tuple(draft) if num_output % 4 else ()
 
 
+@cache
+def twelve_in_order(directory: Path, seed: int) -> tuple[list[Any], dict[str, list[int]]]:
+    """What twelve requests ask for, and what they get."""
+    samplings = random.Random(seed).sample(MIXTURES["some that need the host"] * 2, 12)
+    engine = build(directory, num_blocks=60, max_num_seqs=6)
+    return samplings, tokens_of(play(engine, sequences(seed, samplings)))
+
+
 @pytest.mark.parametrize("most_drafts_ahead", [0.0, 1.0])
 @pytest.mark.parametrize("num_blocks", [16, 60], ids=["short of blocks", "roomy"])
 @pytest.mark.parametrize("seed", range(3))
@@ -292,12 +310,10 @@ def test_drafts_beside_some_that_need_the_host(
     monkeypatch.setattr(
         EngineAdmission, "leaves_room", lambda self, num_blocks: num_blocks <= self._pool.num_free
     )
-    in_order, ahead = (build(directory, num_blocks, max_num_seqs=6) for _ in range(2))
+    ahead = build(directory, num_blocks, max_num_seqs=6)
     assert isinstance(ahead.runner, LateRunner)
     ahead.launcher = runner = ahead.runner
-    samplings = MIXTURES["some that need the host"]
-    samplings = random.Random(seed).sample(samplings * 2, 12)
-    expected = tokens_of(play(in_order, sequences(seed, samplings)))
+    samplings, expected = twelve_in_order(directory, seed)
     scheduler = ahead.scheduler
     scheduler.drafting.proposer = Foresight(expected)
     scheduler.most_drafts_ahead = most_drafts_ahead
@@ -315,12 +331,11 @@ def tokens_of(outputs: dict[str, Said]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("mixture", ["both", "everything"])
 def test_chunks_of_prompts_are_launched_ahead(mixture: str, directory: Path) -> None:
     """Steps with some in the middle of a prompt, some at its end, and some that decode."""
-    in_order, ahead = (build(directory, 60, max_num_seqs=4) for _ in range(2))
+    ahead = build(directory, 60, max_num_seqs=4)
     assert isinstance(ahead.runner, LateRunner)
     ahead.launcher = ahead.runner
-    for engine in (in_order, ahead):
-        engine.scheduler.step_budget.most = 9
-    expected = tokens_of(play(in_order, sequences(4, MIXTURES[mixture], max_prompt=40)))
+    ahead.scheduler.step_budget.most = 9
+    expected = tokens_of(said_in_order(directory, mixture, 4, max_prompt=40))
     found = tokens_of(play(ahead, sequences(4, MIXTURES[mixture], max_prompt=40)))
     assert found == expected
     assert ahead.runner.num_chunks_followed > 2

@@ -18,15 +18,21 @@ from disagg.engine.engine import Engine
 from disagg.errors import RequestFailed
 from disagg.rank_messages import RankStep
 from tests.engine.fake_followers import FakeFollowers, engine_of_ranks
-from tests.engine.test_blame import SAMPLINGS, break_edits, break_inputs, break_numbers
+from tests.engine.test_blame import (
+    SAMPLINGS,
+    break_edits,
+    break_inputs,
+    break_numbers,
+    said_alone,
+)
 from tests.engine.test_launching import (
     BLOCK_SIZE,
     GREEDY,
     MIXTURES,
     LateRunner,
-    build,
     play,
     play_at_once,
+    said_in_order,
     sequences,
     tokens_of,
 )
@@ -63,7 +69,7 @@ def ranks(
 def test_ranks_launched_ahead_say_what_one_rank_says_in_order(
     num_ranks: int, num_blocks: int, mixture: str, directory: Path, tmp_path: Path
 ) -> None:
-    expected = tokens_of(play(build(directory, num_blocks, 4), sequences(3, MIXTURES[mixture])))
+    expected = tokens_of(said_in_order(directory, mixture, 3))
     with ranks(directory, num_ranks, num_blocks, tmp_path) as (engine, others):
         runner = engine.runner
         assert isinstance(runner, LateRunner)
@@ -86,7 +92,7 @@ def test_others_go_on_also_with_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As `test_blame`: the other ranks do not notice a failure of the first one's host code."""
-    expected = play_at_once(build(directory, 60, 4), sequences(6, SAMPLINGS))
+    expected = said_alone(directory)
     with ranks(directory, 2, 60, tmp_path) as (engine, _):
         assert isinstance(engine.runner, LateRunner)
         engine.runner.is_late = False
@@ -146,7 +152,7 @@ def test_what_a_step_asks_of_the_ranks(directory: Path, tmp_path: Path) -> None:
 def test_whole_experts_ask_for_no_more(tmp_path: Path) -> None:
     """The sum after each MLP is the one that there is in any case."""
     directory = write_tiny_model(tmp_path / "model", has_experts=True)
-    expected = tokens_of(play(build(directory, 60, 4), sequences(3, MIXTURES["everything"])))
+    expected = tokens_of(said_in_order(directory, "everything", 3))
     made = ranks(directory, 2, 60, tmp_path, enable_expert_parallel=True)
     with made as (engine, others):
         assert tokens_of(play(engine, sequences(3, MIXTURES["everything"]))) == expected

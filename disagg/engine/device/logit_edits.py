@@ -100,7 +100,7 @@ def _ids(values: tuple[int, ...]) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _longer(bad_words: tuple[tuple[int, ...], ...]) -> _Words:
-    """Words of two tokens or more, by the last token but one: few of them are looked at in a step."""
+    """Words of two tokens or more, by the last but one: few of them are looked at in a step."""
     words: _Words = {}
     for word in bad_words:
         if len(word) > 1:
