@@ -216,10 +216,13 @@ def as_stand_in(text: str, socket: str) -> str:
     return re.sub(r"^\s*(server-state-\w+|load-server-state-from-file) .*\n", "", text, flags=re.M)
 
 
-def read_metrics() -> bytes:
+def read_metrics(node: str = "") -> bytes:
     """HAProxy's counters of accepted and refused requests in Prometheus's text format.
 
     Empty if there is no HAProxy or no answer.
+
+    Args:
+        node: a label of the counters, where several nodes have an HAProxy; "" for none.
     """
     if os.environ.get(_ENABLED) != "1":
         return b""
@@ -231,7 +234,8 @@ def read_metrics() -> bytes:
             text = answer.read().decode()
     except (OSError, ValueError):
         return b""
-    return "".join(_kept(text)).encode()
+    kept = "".join(_kept(text))
+    return (kept.replace(_FRONTEND, f'node="{node}",{_FRONTEND}') if node else kept).encode()
 
 
 def _kept(text: str) -> Iterator[str]:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
+import logging
+from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from disagg import logs, telemetry
-from disagg.api.http.app import AsgiApp
+from disagg.api.http.app import AsgiApp, ask_nobody
 from disagg.app import membership, private_ray
 from disagg.app.haproxy import read_metrics
-from disagg.app.replica_port import bind_to_node
+from disagg.app.replica_port import bind_to_node, node_of_replica
 from disagg.config import ServeConfig
 from disagg.ingress.core import IngressCore
 from disagg.messages import WorkerRecord
 
 READY_WAIT_S = 30.0
+OTHERS_WAIT_S = 1.0
+
+log = logging.getLogger(__name__)
 
 
 class Ingress:
@@ -36,7 +42,16 @@ class Ingress:
         logs.setup(f"ingress-{replica}")
         telemetry.setup("disagg-ingress", {"disagg.ingress": replica})
         # Serve's middleware already sends `x-request-id` with every reply.
-        self._core = IngressCore(config, replica, beside=read_metrics, names_replies=False)
+        self._replica = replica
+        self._others: Any = None  # a handle of the ingresses, when they were asked once
+        several = config.num_ingress > 1
+        self._core = IngressCore(
+            config,
+            replica,
+            beside=functools.partial(read_metrics, node_of_replica() if several else ""),
+            ask_others=self._ask_others if several else ask_nobody,
+            names_replies=False,
+        )
         self._loop = asyncio.get_running_loop()
         membership.subscribe(self._membership_changed)
         for pool in pools:
@@ -56,6 +71,25 @@ class Ingress:
     def _membership_changed(self, records: list[WorkerRecord]) -> None:
         """Called from Serve's router thread."""
         self._loop.call_soon_threadsafe(self._core.update, records)
+
+    async def _ask_others(self, method: str, *args: Any) -> list[Any]:
+        """See `HttpApp`. Those that are gone or slow do not count."""
+        try:
+            if self._others is None:
+                name = serve.get_replica_context().app_name
+                self._others = await asyncio.to_thread(private_ray.broadcaster_of, name)
+            answers = await private_ray.ask_all(
+                self._others, "answer", self._replica, method, *args, timeout_s=OTHERS_WAIT_S
+            )
+        except Exception as error:  # nobody is there, or Serve says in some way that it cannot
+            log.warning("Cannot ask the other ingresses: %r", error)
+            return []
+        return [each for asked, each in answers if asked != self._replica]
+
+    async def answer(self, asker: str, method: str, *args: Any) -> tuple[str, Any]:
+        """The id of this ingress and what a method of its `HttpApp` returns, for another one."""
+        found = None if asker == self._replica else getattr(self._core.app, method)(*args)
+        return self._replica, found if found is None else await found
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
         """Call `HttpApp.drain`."""

@@ -9,6 +9,7 @@ router's deployment (`routing`), which fail with an error if they are gone.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Callable
@@ -67,6 +68,16 @@ def broadcaster_of(application: str) -> Any:
     handle = serve.get_app_handle(application)
     handle._init(_run_router_in_separate_loop=True)
     return handle
+
+
+async def ask_all(handle: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    """What the replicas of a handle return that answer in time; `results_async` wants all."""
+    asked = await handle.broadcast(method, *args)._fetch_replica_results_async()
+    answers = [asyncio.ensure_future(each.get_async()) for each in asked]
+    done, late = await asyncio.wait(answers, timeout=timeout_s) if answers else (set(), set())
+    for each in late:
+        each.cancel()
+    return [each.result() for each in answers if each in done and each.exception() is None]
 
 
 def wrap_server(name: str, wrapper: Callable[..., Any]) -> None:

@@ -43,8 +43,13 @@ def bind_to_node() -> None:
     private_ray.wrap_server("http", _start_http)
 
 
+def node_of_replica() -> str:
+    """The address of its Ray node."""
+    return str(ray.util.get_node_ip_address())
+
+
 def _add_port(add_port: Any, server: Any, address: str) -> int:
-    host = ray.util.get_node_ip_address()
+    host = node_of_replica()
     netloc = f"[{host}]" if ":" in host else host
     port: int = add_port(server, address.replace("[::]", netloc))
     return port
@@ -52,7 +57,7 @@ def _add_port(add_port: Any, server: Any, address: str) -> int:
 
 async def _start_http(start: Any, app: Any, options: Any, **others: Any) -> Any:
     if options.host in _ALL_INTERFACES:
-        options = options.model_copy(update={"host": ray.util.get_node_ip_address()})
+        options = options.model_copy(update={"host": node_of_replica()})
     task, server = await start(app, options, **others)
     server.config.http = IngressProtocol  # the server reads it when its task begins
     # The socket is bound now, because HAProxy looks for it as soon as it knows the port.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
-from disagg.api.http.app import HttpApp, Readiness
+from disagg.api.http.app import AskOthers, HttpApp, Readiness, ask_nobody
 from disagg.api.http.metrics import ApiMetrics
 from disagg.api.http.quota import Quota
 from disagg.api.served_model import ServedModel, auto_model, check_one_language
@@ -27,7 +27,7 @@ from disagg.config import AUTO, ServeConfig, TierConfig
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Deltas, Escalation
-from disagg.ingress.fleet_metrics import FleetMetrics
+from disagg.ingress.fleet_metrics import FleetMetrics, LinkBuffers
 from disagg.ingress.fleet_state import FleetState
 from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
@@ -128,7 +128,7 @@ class IngressCore:
         ingress_id: id that workers see; unique among ingresses.
         now: returns Unix time in seconds.
         board: shares tenants' limits with other ingresses; None uses Redis if it is configured.
-        beside: see `HttpApp`.
+        beside, ask_others: see `HttpApp`.
         names_replies: see `HttpApp`.
 
     Raises:
@@ -144,6 +144,7 @@ class IngressCore:
         now: Callable[[], float] = time.time,
         board: LimitBoard | None = None,
         beside: Callable[[], bytes] = bytes,
+        ask_others: AskOthers = ask_nobody,
         names_replies: bool = True,
     ) -> None:
         self._config = config
@@ -169,18 +170,15 @@ class IngressCore:
             rng=rng,
         )
         metrics = self._metrics = ApiMetrics(
+            ingress=ingress_id if config.num_ingress > 1 else "",
             slo_s={tier.name: (tier.ttft_limit_s, tier.tpot_goal_s) for tier in config.tiers},
             tenants={DEFAULT_TENANT, *config.tenants},
             models=[tier.name for tier in config.tiers],
         )
         self._index_room = IndexRoom(index, metrics.registry)
-        metrics.registry.register(
-            FleetMetrics(
-                self.fleet.reports,
-                standby.stands_by,
-                self.links.num_buffered_bytes,
-                _pools(config),
-            )
+        metrics.registry.register(LinkBuffers(self.fleet.reports, self.links.num_buffered_bytes))
+        metrics.of_fleet.register(
+            FleetMetrics(self.fleet.reports, standby.stands_by, _pools(config))
         )
         self.admission_queue = AdmissionQueue(
             self.fleet,
@@ -245,6 +243,7 @@ class IngressCore:
             show_fleet=self._state.show,
             refresh=self._refresh_queue,
             beside=beside,
+            ask_others=ask_others,
             quota=Quota(config.tenant, config.tenant_class, self._limits),
             names_replies=names_replies,
         )

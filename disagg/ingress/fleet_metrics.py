@@ -74,9 +74,6 @@ TABLE = {
         " cache prefixes count as free, because they can be evicted"),
     "worker_kv_blocks": WorkerMetric(GaugeMetricFamily, WORKER,
         "Number of KV blocks of a worker, used or not"),
-    "worker_link_buffer_bytes": WorkerMetric(GaugeMetricFamily, WORKER,
-        "Number of bytes that wait in this ingress to be sent to a worker. It is near 0 unless the"
-        " worker or the network to it is stuck"),
     "workers": WorkerMetric(GaugeMetricFamily, ("model_name", "role", "state"),
         "Number of workers with a link to this ingress. state: serving (accepts requests),"
         " standing_by (is loaded, and serves when another worker is gone) or draining (finishes"
@@ -108,7 +105,6 @@ class FleetMetrics(Collector):
     Args:
         reports: returns the last report of each worker.
         stands_by: returns whether a worker is a standby worker, by id.
-        link_nbytes: returns the bytes that wait to be sent to a worker, by id.
         pools: the configured pools; a pool without workers is shown with 0 workers.
     """
 
@@ -116,12 +112,10 @@ class FleetMetrics(Collector):
         self,
         reports: Reports,
         stands_by: Callable[[str], bool] = lambda worker_id: False,
-        link_nbytes: Callable[[str], int] = lambda worker_id: 0,
         pools: Collection[tuple[str, Role]] = (),
     ) -> None:
         self._reports = reports
         self._stands_by = stands_by
-        self._link_nbytes = link_nbytes
         self._pools = pools
 
     def describe(self) -> Iterable[Family]:
@@ -157,7 +151,30 @@ class FleetMetrics(Collector):
             usage = 1.0 - status.num_free_blocks / record.num_blocks
             yield "worker_kv_cache_usage_perc", series, usage
             yield "worker_kv_blocks", series, record.num_blocks
-            yield "worker_link_buffer_bytes", series, self._link_nbytes(record.worker_id)
+
+
+class LinkBuffers(Collector):
+    """A collector of what an ingress has not yet sent to its workers.
+
+    Args:
+        reports: returns the last report of each worker.
+        link_nbytes: returns the bytes that wait to be sent to a worker, by id.
+    """
+
+    def __init__(self, reports: Reports, link_nbytes: Callable[[str], int]) -> None:
+        self._reports = reports
+        self._link_nbytes = link_nbytes
+
+    def collect(self) -> Iterable[Family]:
+        family = GaugeMetricFamily(
+            "disagg_worker_link_buffer_bytes",
+            "Number of bytes that wait in this ingress to be sent to a worker. It is near 0 unless"
+            " the worker or the network to it is stuck",
+            labels=WORKER,
+        )
+        for record, _ in self._reports():
+            family.add_metric(_series(record), self._link_nbytes(record.worker_id))
+        return [family]
 
 
 def _declared_metric(field: Field) -> tuple[str, WorkerMetric]:

@@ -157,8 +157,8 @@ class System:
         return dict(sums)
 
     def counters_of(self, url: str) -> dict[str, float]:
-        """Of one ingress."""
-        text = plain_http.get(f"{url}/metrics", timeout=METRICS_TIMEOUT_S).text
+        """Of one ingress, if it is the URL of one."""
+        text = plain_http.get(f"{url}/metrics?ingress=own", timeout=METRICS_TIMEOUT_S).text
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from disagg.ingress import fleet_metrics
-from disagg.ingress.fleet_metrics import MAX_PAIRS, FleetMetrics, fields_of
+from disagg.ingress.fleet_metrics import MAX_PAIRS, FleetMetrics, LinkBuffers, fields_of
 from disagg.messages import (
     HoldCounts,
     HostCounts,
@@ -52,8 +52,8 @@ def record_of(worker_id: str) -> WorkerRecord:
 
 def shown(*reports: tuple[WorkerRecord, WorkerStatus], stands_by: str = "") -> list[str]:
     registry = CollectorRegistry()
-    metrics = FleetMetrics(lambda: list(reports), lambda name: name == stands_by, lambda name: 50)
-    registry.register(metrics)
+    registry.register(FleetMetrics(lambda: list(reports), lambda name: name == stands_by))
+    registry.register(LinkBuffers(lambda: list(reports), lambda name: 50))
     return generate_latest(registry).decode().splitlines()
 
 

@@ -22,6 +22,7 @@ from disagg import logs, telemetry
 from disagg.api import apis
 from disagg.api.apis import BY_PATH, Api
 from disagg.api.http.cors import Cors
+from disagg.api.http.exposition import joined
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import (
     CONTENT_TYPE,
@@ -94,6 +95,12 @@ class Drained(NamedTuple):
 
 
 Endpoint: TypeAlias = Callable[[HttpRequest], Awaitable[Reply | Stream]]
+AskOthers: TypeAlias = Callable[..., Awaitable[list[Any]]]
+
+
+async def ask_nobody(method: str, *args: Any) -> list[Any]:
+    """The only ingress has no others."""
+    return []
 
 
 class HttpApp:
@@ -106,6 +113,8 @@ class HttpApp:
         show_fleet: Unix time or None -> JSON about all workers, for `/debug/fleet?since=...`.
         refresh: updates gauges before `/metrics` shows them.
         beside: returns metrics of another process for `/metrics`; called in a thread.
+        ask_others: calls a method of this class in all other ingresses, and returns what those
+            return that are there.
         new_id: returns random text for ids that clients do not choose.
         quota: limits of tenants; None for no limits.
         names_replies: whether to send `x-request-id`; False if the host of the app sends it.
@@ -122,6 +131,7 @@ class HttpApp:
         show_fleet: Callable[[float | None], bytes] = lambda since_unix_s: b"{}",
         refresh: Callable[[], None] = lambda: None,
         beside: Callable[[], bytes] = bytes,
+        ask_others: AskOthers = ask_nobody,
         new_id: Callable[[], str] = lambda: secrets.token_hex(16),
         quota: Quota | None = None,
         names_replies: bool = True,
@@ -135,6 +145,8 @@ class HttpApp:
         self._show_fleet = show_fleet
         self._refresh = refresh
         self._beside = beside
+        self._ask_others = ask_others
+        self._asking: dict[bool, asyncio.Task[bytes]] = {}  # for all metrics, by format
         self._new_id = new_id
         self._names_replies = names_replies
         self._key_check = KeyCheck(config)
@@ -384,20 +396,41 @@ class HttpApp:
         return Reply(msgspec.json.encode(state), 200 if state.ready else 503)
 
     async def _show_metrics(self, request: HttpRequest) -> Reply:
+        is_open = OPEN_METRICS in request.headers.get(b"accept", b"")
+        if request.in_query("ingress") == "own":
+            body = await self.own_metrics(is_open)
+        else:
+            asking = self._asking.get(is_open)
+            if asking is None or asking.done():  # so that nobody makes it ask more often
+                asking = self._asking[is_open] = asyncio.create_task(self._all_metrics(is_open))
+            body = await asyncio.shield(asking)
+        content_type = OPEN_METRICS_CONTENT_TYPE if is_open else CONTENT_TYPE
+        return Reply(body, headers=[(b"content-type", content_type)])
+
+    async def own_metrics(self, is_open: bool) -> bytes:
+        """The metrics of this ingress, in OpenMetrics' format or in Prometheus's."""
         more = await asyncio.to_thread(self._beside)
         self._refresh()
-        if OPEN_METRICS in request.headers.get(b"accept", b""):
-            body, content_type = self._metrics.expose_open(more), OPEN_METRICS_CONTENT_TYPE
-        else:
-            body, content_type = self._metrics.expose() + more, CONTENT_TYPE
-        return Reply(body, headers=[(b"content-type", content_type)])
+        return self._metrics.expose_open(more) if is_open else self._metrics.expose() + more
+
+    async def _all_metrics(self, is_open: bool) -> bytes:
+        others = await self._ask_others("own_metrics", is_open)
+        own = await self.own_metrics(is_open)
+        return await asyncio.to_thread(joined, [own, *others]) if others else own
+
+    async def own_explanation(self, request_id: str, tenant: str) -> bytes | None:
+        """How this ingress routed a request of a tenant, as JSON; None if it does not know."""
+        return self._explain(request_id, tenant)
 
     async def _debug_request(self, request: HttpRequest) -> Reply:
         found = self._explain(request.rest, request.tenant)
         if found is None:
+            others = await self._ask_others("own_explanation", request.rest, request.tenant)
+            found = next((each for each in others if each is not None), None)
+        if found is None:
             raise UnknownUrl(
-                "This ingress knows no routing decision for this request id: it may be too old, or"
-                " another ingress served it (try again to reach that one)."
+                "No ingress knows a routing decision for this request id: it is too old or not"
+                " yours, or the ingress that served it is gone."
             )
         return Reply(found)
 

@@ -178,7 +178,8 @@ class ApiMetrics:
     """The metrics of an ingress.
 
     Args:
-        registry: the registry that `/metrics` shows; other modules add their metrics to it.
+        registry: what this ingress counts; other modules add their metrics to it.
+        ingress: the label of these where there are several ingresses; "" for none.
         clock: returns monotonic seconds.
         slo_s: TTFT and TPOT SLO by model, in seconds; models without SLOs are missing.
         tenants: labels of tenants, whose refusals are counted from 0. A rate needs that: it does
@@ -190,12 +191,15 @@ class ApiMetrics:
         self,
         registry: CollectorRegistry | None = None,
         *,
+        ingress: str = "",
         clock: Callable[[], float] = time.monotonic,
         slo_s: Mapping[str, tuple[float, float]] = MappingProxyType({}),
         tenants: Iterable[str] = (DEFAULT_TENANT,),
         models: Iterable[str] = (),
     ) -> None:
         self.registry = registry or CollectorRegistry()
+        self.of_fleet = CollectorRegistry()  # what every ingress shows alike
+        self._ingress = {"ingress": ingress} if ingress else {}
         self.clock = clock
         self.slo_s = slo_s
         self.itl = TokenLatency(
@@ -262,14 +266,22 @@ class ApiMetrics:
             self.of("cascade_escalations", attempt.model, attempt.reason).inc()
 
     def expose(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self._collected())
 
     def expose_open(self, more: bytes) -> bytes:
         """All metrics and `more`, which is in Prometheus's format, in OpenMetrics' format."""
         others = _Families(tuple(text_string_to_metric_families(more.decode())))
-        own: bytes = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
+        own: bytes = openmetrics.generate_latest(self._collected())  # type: ignore[no-untyped-call]
         beside: bytes = openmetrics.generate_latest(others)  # type: ignore[no-untyped-call]
         return own.removesuffix(b"# EOF\n") + beside
+
+    def _collected(self) -> _Families:
+        own = list(self.registry.collect())
+        for family in own if self._ingress else ():
+            family.samples = [
+                each._replace(labels={**each.labels, **self._ingress}) for each in family.samples
+            ]
+        return _Families((*own, *self.of_fleet.collect()))
 
 
 class _DroppedSpans(Collector):

@@ -128,17 +128,22 @@ class HttpRequest:
 
         self.traceparent = self.spans.open(method, route, self.traceparent, attributes)
 
-    def seconds_in_query(self, name: str) -> float | None:
-        """A number of the URL's query; None if it is missing. Raises `InvalidRequest`."""
+    def in_query(self, name: str) -> str | None:
+        """A value of the URL's query; None if it is missing."""
         query = self._scope.get("query_string", b"").decode("latin-1")
         found = parse_qs(query, max_num_fields=16).get(name)
-        if not found:
+        return found[-1] if found else None
+
+    def seconds_in_query(self, name: str) -> float | None:
+        """A number of the URL's query; None if it is missing. Raises `InvalidRequest`."""
+        found = self.in_query(name)
+        if found is None:
             return None
         try:
-            return float(found[-1])
+            return float(found)
         except ValueError:
             raise invalid_value(
-                name, f"{found[-1][:32]!r} in the URL is not a number of seconds."
+                name, f"{found[:32]!r} in the URL is not a number of seconds."
             ) from None
 
     @property
