@@ -13,6 +13,7 @@ import pytest
 import yaml
 from prometheus_client import Metric
 
+from deploy.monitoring import make_dashboard
 from tests.test_local import LONG, body, cluster
 from tests.test_metrics import metrics_of
 from tests.tiny_model import write_tiny_model
@@ -28,14 +29,20 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+def panels() -> list[dict[str, Any]]:
+    found = json.loads((MONITORING / "grafana-dashboard.json").read_text())["panels"]
+    return [panel for panel in found if panel["type"] != "row"]
+
+
+def rules(name: str) -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((MONITORING / f"{name}.yaml").read_text())["groups"]
+    return list(group["rules"])
+
+
 def queries() -> Iterator[str]:
-    dashboard = json.loads((MONITORING / "grafana-dashboard.json").read_text())
-    for panel in dashboard["panels"]:
+    for panel in panels():
         yield from (target["expr"] for target in panel["targets"])
-    yield from (each["query"] for each in dashboard["templating"]["list"])
-    rules: dict[str, Any] = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
-    for group in rules["groups"]:
-        yield from (rule["expr"] for rule in group["rules"])
+    yield from (each["expr"] for each in (*rules("alerts"), *rules("vllm-names")))
 
 
 async def test_every_query_asks_for_what_is_there(client: httpx.AsyncClient) -> None:
@@ -48,12 +55,13 @@ async def test_every_query_asks_for_what_is_there(client: httpx.AsyncClient) -> 
     num_names = 0
     for query in queries():
         assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
-        names = re.findall(r"\bdisagg_\w+", query)
+        names = re.findall(r"\bdisagg_(?!pool_)\w+", query)  # those of pools are Ray's
         num_names += len(names)
         for name in names:
             assert name in series, f"nobody exports {name}: {query}"
         labels = {label for family in map(series.get, names) for label in _labels(family)}
         if labels:  # else nothing of it has happened yet
+            labels |= {"job"}  # of Prometheus
             assert _asked_labels(query) <= labels, f"{_asked_labels(query) - labels} in {query}"
     assert num_names > 30
     for name in ("disagg_request_refused", "disagg_request_moves"):
@@ -61,18 +69,31 @@ async def test_every_query_asks_for_what_is_there(client: httpx.AsyncClient) -> 
 
 
 def test_rules_can_be_read_by_whoever_is_woken() -> None:
-    rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"][0]["rules"]
-    for rule in rules:
+    for rule in rules("alerts"):
         assert re.fullmatch(r"Disagg[A-Z]\w+", rule["alert"])
         assert rule["labels"]["severity"] in ("warning", "critical")
-        assert rule["annotations"]["summary"] and rule["annotations"]["description"]
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["runbook"] == f"docs/alerts.md#{rule['alert'].lower()}"
+
+
+def test_the_dashboard_is_made_from_its_table() -> None:
+    made = make_dashboard.dashboard()
+    assert make_dashboard.DASHBOARD.read_text() == made, "run deploy/monitoring/make_dashboard.py"
 
 
 def test_panels_do_not_overlap_and_have_a_unit() -> None:
-    panels = json.loads((MONITORING / "grafana-dashboard.json").read_text())["panels"]
-    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
-    assert len(set(places)) == len(panels) == len({panel["id"] for panel in panels})
-    assert all(panel["fieldConfig"]["defaults"]["unit"] for panel in panels)
+    found = panels()
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in found]
+    assert len(set(places)) == len(found) == len({panel["id"] for panel in found})
+    assert all(panel["fieldConfig"]["defaults"]["unit"] for panel in found)
+
+
+def test_what_the_compose_file_mounts_is_there() -> None:
+    services = yaml.safe_load((MONITORING / "compose.yaml").read_text())["services"]
+    mounts = [each for service in services.values() for each in service.get("volumes", ())]
+    files = [each.split(":")[0] for each in mounts if each.startswith(".")]
+    assert len(files) == 6
+    assert not [file for file in files if not (MONITORING / file).exists()]
 
 
 def _labels(family: Metric | None) -> set[str]:

@@ -57,6 +57,7 @@ _TTFT_S = (
 )  # fmt: skip
 _TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _DURATION_S = tuple(0.01 * 2**power for power in range(14))
+_NUM_TOKENS = tuple(float(4**power) for power in range(10))
 
 # The stages of a request until its second token, in order: see the help of the metric. Those up to
 # `prefill_compute` add up to the TTFT, except for the time between processes.
@@ -128,6 +129,10 @@ TABLE = {
         f"Number of prompt tokens whose KV came from a cache. {_COUNTED}"),
     "generation_tokens": RequestMetric(Counter, (_MODEL, "tenant"),
         f"Number of generated tokens. {_COUNTED}"),
+    "request_prompt_tokens": RequestMetric(Histogram, (_MODEL,),
+        f"Number of prompt tokens of each request. {_COUNTED}", _NUM_TOKENS),
+    "request_generation_tokens": RequestMetric(Histogram, (_MODEL,),
+        f"Number of generated tokens of each request. {_COUNTED}", _NUM_TOKENS),
     "cascade_answers": RequestMetric(Counter, (_MODEL,),
         'Number of requests for the model "auto" (cascade), by the model that answered'),
     "cascade_escalations": RequestMetric(Counter, (_MODEL, "reason"),
@@ -436,6 +441,8 @@ class RequestTimer:
         metrics.of("prompt_tokens", model, self._tenant).inc(run.num_prompt_tokens)
         metrics.of("cached_prompt_tokens", model, self._tenant).inc(run.num_cached_tokens)
         metrics.of("generation_tokens", model, self._tenant).inc(run.num_completion_tokens)
+        metrics.of("request_prompt_tokens", model).observe(run.num_prompt_tokens)
+        metrics.of("request_generation_tokens", model).observe(run.num_completion_tokens)
         if error is None or failure is not None:
             self._observe_as_conventional(failure or "")
         if model in metrics.slo_s and (error is None or failure is not None):
