@@ -19,12 +19,13 @@ BENCH := tests/bench $(wildcard tests/*/test_planted_*.py)
 # Of which `make test` has a covering part of their parameters.
 GRIDS = tests/kernels/test_interpreted.py $(shell grep -rl --include='test_*.py' '^from tests.grids' tests)
 FAMILIES := tests/families
+VLLM := tests/vllm
 FETCHED := $(VENV)/.families
 TOKENIZERS := deepseek_v3 gemma3 gpt4o gptoss llama2 llama3 llama3_1 qwen3
 
 PARTS := test-clusters test-commands test-models test-parts test-together
 
-.PHONY: serve chat test $(PARTS) test-again test-bench test-families lint style types bench docs soak clients clean
+.PHONY: serve chat test $(PARTS) test-again test-bench test-families test-vllm lint style types bench docs soak clients clean
 
 # uv is several times faster than pip, and compiles csrc/ while it downloads. pip does the same where uv
 # cannot, as with an index that only pip's settings name. On a terminal both show what they do.
@@ -81,7 +82,7 @@ test-commands: FILES = tests/e2e $(CLUSTERS:%=--ignore=%)
 test-clusters: FILES = $(CLUSTERS)
 test-models: FILES = $(MODELS) $(BENCH:%=--ignore=%)
 test-together: FILES = $(TOGETHER)
-test-parts: FILES = $(foreach each,$(SYSTEM) $(MODELS) $(TOGETHER) $(BENCH) $(FAMILIES),--ignore=$(each))
+test-parts: FILES = $(foreach each,$(SYSTEM) $(MODELS) $(TOGETHER) $(BENCH) $(FAMILIES) $(VLLM),--ignore=$(each))
 test-models test-together test-parts: NICELY = nice -n 10 env
 # Shown when all of a part have run, as several write at a time.
 $(PARTS): $(MODEL)
@@ -115,6 +116,10 @@ $(FETCHED)/templates: | $(READY)
 
 test-families: $(FETCHED)/templates $(foreach name,$(TOKENIZERS),$(FETCHED)/$(name))
 	$(PYTEST) $(FAMILIES) $(ARGS)
+
+# Workers with vLLM as their engine, in the environment that `bench.peers` has for it (some minutes).
+test-vllm: $(TOOLS)
+	$(BIN)/python -m tests.vllm $(ARGS)
 
 # Client libraries of others against a server, in an environment of their own.
 $(CLIENTS)/.ready: bench/clients/requirements.txt bench/clients/aiperf.txt bench/clients/package.json

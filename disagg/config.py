@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -52,6 +52,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine, on one device or as many as it has ranks. Names follow vLLM's flags."""
 
+    backend: Literal["disagg", "vllm"] = "disagg"
+    """engine of the workers: disagg's own, or vllm, which must be installed (docs/engines.md)"""
+    engine_args: dict[str, Any] = {}
+    """further arguments of the vllm engine, as JSON: '{"max_logprobs": 50}'"""
     tensor_parallel_size: Positive = 1
     """number of GPUs (or of processes, on CPUs) that each worker splits its model over
     (docs/several-gpus.md)"""

@@ -8,6 +8,7 @@
     │   ├── InvalidRequest      a field is wrong; known before it reaches a worker
     │   ├── ContextLengthExceeded
     │   ├── GrammarError        what an answer should look like is wrong, or too complex
+    │   ├── EngineCannot        the engine of the model (vLLM) does not have what it asks for
     │   ├── ModelNotFound
     │   ├── Unauthorized
     │   └── RequestTooLarge
@@ -84,6 +85,10 @@ class ContextLengthExceeded(RequestError):
 
 class GrammarError(RequestError):
     code = "invalid_grammar"
+
+
+class EngineCannot(RequestError):
+    code = "unsupported_by_engine"
 
 
 class ModelNotFound(RequestError):

@@ -76,6 +76,8 @@ THIRD_PARTY = {
         "models/gguf_values.py",
     ],
     "nixl": ["kvtransfer/nixl.py"],
+    "vllm": ["worker/vllm/engine.py"],
+    "zmq": ["worker/vllm/engine.py"],
     "safetensors": ["models/weights.py"],
     "huggingface_hub": ["models/hub.py"],
     "tqdm": ["models/hub.py", "llm/", "tools/batch.py"],

@@ -22,11 +22,11 @@ from disagg.config import ServeConfig
 from disagg.devices import see_only
 from disagg.messages import Role, StartStep
 from disagg.worker.parts import Parts, build_parts
-from disagg.worker.worker import Worker
+from disagg.worker.start import start_worker
 
 
 class WorkerReplica:
-    """Runs one `Worker`. Its methods only control the worker; no request passes through them."""
+    """Runs one worker. Its methods only control the worker; no request passes through them."""
 
     # Builds the parts of the worker; a benchmark replaces it.
     build_parts: ClassVar[Callable[..., Parts]] = staticmethod(build_parts)
@@ -51,7 +51,7 @@ class WorkerReplica:
             is_on_gpu = bool(ray.get_gpu_ids())
             nodes = RankActors(host, engine.nnodes, is_on_gpu=is_on_gpu)
             build = functools.partial(build, nodes=nodes)
-        self._worker = await Worker.start(
+        self._worker = await start_worker(
             msgspec.structs.replace(config, link_host=host),
             tier,
             role,

@@ -79,6 +79,9 @@ def add_model_arguments(group: argparse._ActionsContainer) -> None:
 
 
 def add_engine_arguments(group: argparse._ActionsContainer) -> None:
+    engines = settings_of(EngineConfig)["backend"].values
+    add_setting(group, EngineConfig, "backend", flag="--engine", choices=engines)
+    add_setting(group, EngineConfig, "engine_args", type=json_object, metavar="JSON")
     add_model_arguments(group)
     add_setting(group, EngineConfig, "tensor_parallel_size", metavar="RANKS")
     _add_for_pools(group, "tensor_parallel_size", "RANKS")

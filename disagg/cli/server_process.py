@@ -122,8 +122,9 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
             plan = _plan(order.config, gpus_here(), order, reports)
         tell = partial(reports.say, "weights")
         check_models(plan.config, plan.gpu_nbytes, is_here, plan.gpu_name, tell)
-        if is_here and not plan.device_ids:
-            sentence = cpu_steps_sentence(plan.config.tiers)
+        of_ours = [tier for tier in plan.config.tiers if tier.engine.backend == "disagg"]
+        if is_here and not plan.device_ids and of_ours:
+            sentence = cpu_steps_sentence(of_ours)
             reports.say("cpu_kernels", f"Decode steps on this CPU: {sentence}.")
         config, redis = _with_store(plan.config, cleanup, directory)
         if redis is not None:

@@ -42,6 +42,7 @@ class KVTicket:
     num_tokens: int
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]  # one per block
+    foreign: bytes = b""  # of another engine's transfer, which has no blocks of ours
 
 
 def issue_ticket(

