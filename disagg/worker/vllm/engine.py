@@ -33,7 +33,7 @@ NUM_SEQUENCE_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class EnginePrompt:
     """What the engine gets of a request.
 
     sampling: keyword arguments of vLLM's `SamplingParams`.
@@ -47,7 +47,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class EngineOutput:
     """What a sequence gained, as `messages.TokenDelta` has it.
 
     kv_transfer_params: with the last output, for another engine that wants its KV.
@@ -62,7 +62,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EngineStep:
     """One step of the engine: prompt tokens of so many sequences, tokens of answers, seconds."""
 
     num_prompts: int = 0
@@ -75,7 +75,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class EngineSizes:
     """What the engine has settled at its start.
 
     block_nbytes: of KV on all its devices, about.
@@ -92,23 +92,23 @@ class Sizes:
 
 
 @dataclass(slots=True)
-class Listener:
+class EngineListener:
     """Whom the engine tells. Both are called on the event loop.
 
     on_kv_events: changes of the cache, in order; None: some were lost, and nothing is known now.
     """
 
-    on_step: Callable[[Step], None] = field(default=lambda step: None)
+    on_step: Callable[[EngineStep], None] = field(default=lambda step: None)
     on_kv_events: Callable[[list[TheirEvent] | None], None] = field(default=lambda events: None)
 
 
-class Engine(Protocol):
+class ForeignEngine(Protocol):
     """What the worker uses; `FakeEngine` of the tests is another one."""
 
-    sizes: Sizes
-    listener: Listener
+    sizes: EngineSizes
+    listener: EngineListener
 
-    def generate(self, prompt: Prompt) -> AsyncGenerator[Output, None]:
+    def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         """Yield what the sequence gains. Closing the generator aborts the request.
 
         Raises:
@@ -126,7 +126,9 @@ class Engine(Protocol):
 class VllmEngine:
     """vLLM in this process and its own. Make one with `start`."""
 
-    def __init__(self, llm: Any, sizes: Sizes, listener: Listener, directory: str) -> None:
+    def __init__(
+        self, llm: Any, sizes: EngineSizes, listener: EngineListener, directory: str
+    ) -> None:
         self.sizes = sizes
         self.listener = listener
         self._llm = llm
@@ -152,7 +154,7 @@ class VllmEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # On CPUs: the threads that the worker's environment names, on no core of their own.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        listener = Listener()
+        listener = EngineListener()
         loop = asyncio.get_running_loop()
         try:
             llm = await loop.run_in_executor(None, _build, arguments, listener)
@@ -167,7 +169,7 @@ class VllmEngine:
     def is_dead(self) -> bool:
         return bool(self._llm.errored) or self._events.done()
 
-    async def generate(self, prompt: Prompt) -> AsyncGenerator[Output, None]:
+    async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -239,7 +241,7 @@ class VllmEngine:
         return [None]
 
 
-def _build(arguments: dict[str, Any], listener: Listener) -> Any:
+def _build(arguments: dict[str, Any], listener: EngineListener) -> Any:
     """In a thread, as it takes up to minutes."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -265,16 +267,16 @@ def _build(arguments: dict[str, Any], listener: Listener) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Steps])
 
 
-def _step(stats: Any, iteration: Any) -> Step:
+def _step(stats: Any, iteration: Any) -> EngineStep:
     details = stats.iteration_details
     num_preempted = 0 if iteration is None else iteration.num_preempted_reqs
     if details is None or details.is_dummy:
-        return Step(
+        return EngineStep(
             num_running=stats.num_running_reqs,
             kv_usage=stats.kv_cache_usage,
             num_preempted=num_preempted,
         )
-    return Step(
+    return EngineStep(
         details.num_ctx_requests,
         details.num_ctx_tokens,
         details.num_generation_tokens,
@@ -285,7 +287,7 @@ def _step(stats: Any, iteration: Any) -> Step:
     )
 
 
-def _sizes(llm: Any, tier: TierConfig, version: str) -> Sizes:
+def _sizes(llm: Any, tier: TierConfig, version: str) -> EngineSizes:
     config = llm.vllm_config
     cache, scheduler, model = config.cache_config, config.scheduler_config, config.model_config
     layout = (
@@ -293,7 +295,7 @@ def _sizes(llm: Any, tier: TierConfig, version: str) -> Sizes:
         f":{tier.engine.tensor_parallel_size}"
     )
     token_nbytes = shape_of(describe_model(tier.directory)).kv_nbytes_per_token()
-    return Sizes(
+    return EngineSizes(
         cache.block_size,
         cache.num_gpu_blocks,
         cache.block_size * token_nbytes,
@@ -304,14 +306,14 @@ def _sizes(llm: Any, tier: TierConfig, version: str) -> Sizes:
     )
 
 
-def _output(output: Any, sampling: Mapping[str, Any]) -> Output:
+def _output(output: Any, sampling: Mapping[str, Any]) -> EngineOutput:
     completion = output.outputs[0]
     token_ids = tuple(completion.token_ids)
     reason = completion.finish_reason
     if reason not in (None, "stop", "length"):  # "abort", "error"
         raise WorkerLost(f"vLLM ended the request: {reason}.")
     prompt_rows = output.prompt_logprobs
-    return Output(
+    return EngineOutput(
         token_ids,
         reason,
         _logprobs(token_ids, completion.logprobs, sampling["logprobs"]),

@@ -40,7 +40,13 @@ from disagg.time_model import StepFeatures, StepTimeFit, attended
 from disagg.worker.streams import LinkId, sequence_id
 from disagg.worker.vllm import tickets
 from disagg.worker.vllm.arguments import LEASE_S
-from disagg.worker.vllm.engine import Engine, Output, Prompt, Step, VllmEngine
+from disagg.worker.vllm.engine import (
+    EngineOutput,
+    EnginePrompt,
+    EngineStep,
+    ForeignEngine,
+    VllmEngine,
+)
 from disagg.worker.vllm.prefixes import PrefixNames, TheirEvent, salt_of
 from disagg.worker.vllm.requests import (
     can_hand_over,
@@ -55,7 +61,7 @@ POLL_S = 0.05
 
 
 @dataclass(eq=False, slots=True)
-class _Stream:
+class _VllmStream:
     """One request while it is on this worker.
 
     num_elsewhere: tokens whose KV comes with its ticket.
@@ -89,19 +95,19 @@ class VllmWorker:
     """One vLLM engine behind a link server. Create it with `start`, and call it on its loop."""
 
     def __init__(
-        self, engine: Engine, record: WorkerRecord, key: bytes, clock: Callable[[], float]
+        self, engine: ForeignEngine, record: WorkerRecord, key: bytes, clock: Callable[[], float]
     ) -> None:
         self._engine = engine
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._names = PrefixNames()
         self._step_times = StepTimeFit()
-        self._streams: dict[tuple[LinkId, int], _Stream] = {}
+        self._streams: dict[tuple[LinkId, int], _VllmStream] = {}
         self._tickets: dict[str, float] = {}  # issued, and when their blocks are free again
         self._pending = _Pending()
         self._is_flushing = False
         self._accepting = True
-        self._last_step = Step()
+        self._last_step = EngineStep()
         self._num_preempted = 0
         engine.listener.on_step = self._stepped
         engine.listener.on_kv_events = self._cached
@@ -125,7 +131,7 @@ class VllmWorker:
             StartupError: vLLM cannot start.
         """
         tier = tier.for_role(role)
-        engine: Engine = await VllmEngine.start(tier, host)
+        engine: ForeignEngine = await VllmEngine.start(tier, host)
         sizes = engine.sizes
         # No block is read by our transports: the peer says which workers exchange KV.
         peer = Peer(
@@ -223,13 +229,13 @@ class VllmWorker:
                     self._forget(stream)
 
     def _start(self, link_id: LinkId, start: Start) -> None:
-        stream = _Stream(link_id, start, self._clock())
+        stream = _VllmStream(link_id, start, self._clock())
         self._streams[link_id, start.stream_id] = stream
         stream.task = self._loop.create_task(self._run(stream))
         if self._server.home_ingress:
             self._server.publish_arrivals(self._status())
 
-    async def _run(self, stream: _Stream) -> None:
+    async def _run(self, stream: _VllmStream) -> None:
         try:
             if not self._accepting:
                 raise Unavailable("This worker is stopping and takes no new requests.")
@@ -244,7 +250,7 @@ class VllmWorker:
             log.exception("A request failed: %s.", stream.request.request_id)
             self._end(stream, request_failed(error))
 
-    async def _prefill(self, stream: _Stream) -> None:
+    async def _prefill(self, stream: _VllmStream) -> None:
         """Compute the prompt and its first token, and leave a ticket.
 
         The decode worker's prompt has the first token too, and vLLM wants the KV of as many blocks
@@ -255,7 +261,7 @@ class VllmWorker:
         num_prompt = len(request.token_ids)
         begins_block = num_prompt % self._engine.sizes.block_size == 0
         prompt = self._prompt(stream, 2 if begins_block else 1, tickets.ASK)
-        first: Output | None = None
+        first: EngineOutput | None = None
         async with contextlib.aclosing(self._engine.generate(prompt)) as outputs:
             async for output in outputs:
                 if first is None and output.token_ids:
@@ -267,9 +273,9 @@ class VllmWorker:
                 params = output.kv_transfer_params
         if first is None or not params:
             raise EngineFailed("vLLM ended a prefill without a token or without its KV.")
-        self._give(stream, Output(), ticket=self._issue(stream, num_prompt, params))
+        self._give(stream, EngineOutput(), ticket=self._issue(stream, num_prompt, params))
 
-    async def _generate(self, stream: _Stream) -> None:
+    async def _generate(self, stream: _VllmStream) -> None:
         """Compute the answer, from the KV of a ticket where there is one."""
         request = stream.request
         num_tokens = len(request.token_ids)
@@ -281,9 +287,9 @@ class VllmWorker:
                 if output.token_ids or output.finish_reason is not None:
                     self._give(stream, output, output.finish_reason)
 
-    def _prompt(self, stream: _Stream, max_tokens: int, params: dict[str, Any]) -> Prompt:
+    def _prompt(self, stream: _VllmStream, max_tokens: int, params: dict[str, Any]) -> EnginePrompt:
         request = stream.request
-        return Prompt(
+        return EnginePrompt(
             sequence_id(stream.link_id, stream.start.stream_id),
             request.token_ids,
             salt_of(request.hash_root),
@@ -291,7 +297,7 @@ class VllmWorker:
             request.priority,
         )
 
-    def _issue(self, stream: _Stream, num_tokens: int, params: dict[str, Any]) -> KVTicket:
+    def _issue(self, stream: _VllmStream, num_tokens: int, params: dict[str, Any]) -> KVTicket:
         ticket_id = sequence_id(stream.link_id, stream.start.stream_id)
         self._drop_old_tickets()
         ends_s = self._clock() + LEASE_S
@@ -302,8 +308,8 @@ class VllmWorker:
 
     def _give(
         self,
-        stream: _Stream,
-        output: Output,
+        stream: _VllmStream,
+        output: EngineOutput,
         finish_reason: Any = None,
         ticket: KVTicket | None = None,
     ) -> None:
@@ -324,20 +330,20 @@ class VllmWorker:
         )
         self._add(stream, delta)
 
-    def _end(self, stream: _Stream, error: DisaggError) -> None:
+    def _end(self, stream: _VllmStream, error: DisaggError) -> None:
         if (stream.link_id, stream.start.stream_id) in self._streams:
             self._add(
                 stream,
                 TokenDelta(stream.start.stream_id, (), error=WireError.from_error(error)),
             )
 
-    def _add(self, stream: _Stream, delta: TokenDelta) -> None:
+    def _add(self, stream: _VllmStream, delta: TokenDelta) -> None:
         self._pending.deltas.setdefault(stream.link_id, []).append(delta)
         if delta.is_last:
             self._forget(stream)
         self._flush_soon()
 
-    def _forget(self, stream: _Stream) -> None:
+    def _forget(self, stream: _VllmStream) -> None:
         """Drop a stream. If its request still runs, it is aborted."""
         self._streams.pop((stream.link_id, stream.start.stream_id), None)
         task = stream.task
@@ -356,7 +362,7 @@ class VllmWorker:
 
     # What the engine says.
 
-    def _stepped(self, step: Step) -> None:
+    def _stepped(self, step: EngineStep) -> None:
         self._last_step = step
         self._num_preempted += step.num_preempted
         if step.seconds > 0.0:
@@ -402,12 +408,12 @@ class VllmWorker:
     def _num_context_tokens(self) -> int:
         return sum(each.num_tokens for each in self._streams.values() if each.num_output)
 
-    def _times(self, stream: _Stream) -> StageTimes:
+    def _times(self, stream: _VllmStream) -> StageTimes:
         """vLLM tells no wait apart from the computation."""
         seconds = max(0.0, self._clock() - stream.since)
         return StageTimes(not stream.num_elsewhere, 0.0, 0.0, seconds)
 
-    def _left_s(self, stream: _Stream) -> float:
+    def _left_s(self, stream: _VllmStream) -> float:
         num_running = max(1, len(self._streams))
         step_s = self._step_times.model.decode_step_s(num_running, self._num_context_tokens())
         return step_s * (num_left(stream.request) - stream.num_output)
@@ -417,9 +423,9 @@ class VllmWorker:
         self._tickets = {name: ends for name, ends in self._tickets.items() if ends > now}
 
 
-def _first_token(output: Output) -> Output:
+def _first_token(output: EngineOutput) -> EngineOutput:
     logprobs = None if output.logprobs is None else output.logprobs[:1]
-    return Output(
+    return EngineOutput(
         output.token_ids[:1],
         None,
         logprobs,

@@ -17,7 +17,13 @@ from typing import Any, ClassVar
 from disagg.config import TierConfig
 from disagg.errors import WorkerLost
 from disagg.messages import TokenLogprobs
-from disagg.worker.vllm.engine import Listener, Output, Prompt, Sizes, Step
+from disagg.worker.vllm.engine import (
+    EngineListener,
+    EngineOutput,
+    EnginePrompt,
+    EngineSizes,
+    EngineStep,
+)
 from disagg.worker.vllm.prefixes import AllBlocksCleared, BlockStored
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 16, 256, 512
@@ -40,17 +46,17 @@ def answer(prompt: tuple[int, ...], num_new: int) -> list[int]:
 
 @dataclass
 class FakeVllm:
-    """`Engine`. Start one with `start`, which tests put in the place of `VllmEngine.start`."""
+    """A `ForeignEngine`, which tests put in the place of `VllmEngine`."""
 
     engines: ClassVar[dict[str, FakeVllm]] = {}
 
     name: str
-    sizes: Sizes
-    listener: Listener = field(default_factory=Listener)
+    sizes: EngineSizes
+    listener: EngineListener = field(default_factory=EngineListener)
     is_dead: bool = False
     num_aborted: int = 0
     num_imported: int = 0  # requests whose KV came from another engine
-    seen: list[Prompt] = field(default_factory=list)
+    seen: list[EnginePrompt] = field(default_factory=list)
     kept: dict[str, tuple[int, ...]] = field(default_factory=dict)  # tokens whose KV a lease holds
     cached: dict[str, list[str]] = field(default_factory=dict)  # salt -> names of its blocks
     may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,7 +66,7 @@ class FakeVllm:
     @classmethod
     async def start(cls, tier: TierConfig, host: str) -> FakeVllm:
         name = f"engine-{next(_numbers)}"
-        sizes = Sizes(BLOCK_SIZE, NUM_BLOCKS, 1024, MAX_MODEL_LEN, 8, 1024, "fake")
+        sizes = EngineSizes(BLOCK_SIZE, NUM_BLOCKS, 1024, MAX_MODEL_LEN, 8, 1024, "fake")
         cls.engines[name] = made = cls(name, sizes)
         made.may_go_on.set()
         return made
@@ -68,7 +74,7 @@ class FakeVllm:
     async def close(self) -> None:
         self.is_dead = True
 
-    async def generate(self, prompt: Prompt) -> AsyncGenerator[Output, None]:
+    async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         self.seen.append(prompt)
         extra = prompt.sampling.get("extra_args", {}).get("kv_transfer_params", {})
         tokens = prompt.token_ids
@@ -92,11 +98,11 @@ class FakeVllm:
                 is_stop = token in prompt.sampling["stop_token_ids"]
                 is_done = is_stop or len(given) == prompt.sampling["max_tokens"]
                 num_prompt = len(prompt.token_ids) if len(given) == 1 else 0
-                self.listener.on_step(Step(bool(num_prompt), num_prompt, 1, 1e-3, 1, 0.1))
+                self.listener.on_step(EngineStep(bool(num_prompt), num_prompt, 1, 1e-3, 1, 0.1))
                 scores = TokenLogprobs(-1.0) if prompt.sampling["logprobs"] is not None else None
                 reason = ("stop" if is_stop else "length") if is_done else None
                 params = self._keep(tokens[:-1]) if extra.get("do_remote_decode") else None
-                yield Output(
+                yield EngineOutput(
                     (token,),
                     reason,  # type: ignore[arg-type]
                     None if scores is None else (scores,),
@@ -135,7 +141,7 @@ class FakeVllm:
         has_blocks = -(-len(kept) // BLOCK_SIZE) >= -(-len(tokens) // BLOCK_SIZE)
         return has_blocks and kept[: len(tokens) - 1] == tokens[:-1]
 
-    def _find(self, prompt: Prompt) -> int:
+    def _find(self, prompt: EnginePrompt) -> int:
         num_cached = 0
         cached = self.cached.get(prompt.salt, [])
         for name in self._names(prompt.token_ids[:-1]):
@@ -148,7 +154,7 @@ class FakeVllm:
         ends = range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
         return [repr(tokens[:end]) for end in ends]
 
-    def _cache(self, prompt: Prompt, tokens: tuple[int, ...]) -> None:
+    def _cache(self, prompt: EnginePrompt, tokens: tuple[int, ...]) -> None:
         cached = self.cached.setdefault(prompt.salt, [])
         for number, name in enumerate(self._names(tokens)):
             if name in cached:
