@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import subprocess
 import sys
@@ -32,12 +33,15 @@ from typing import Any
 
 import psutil
 
-from bench.paced_worker import ENGINE_THREAD, MARKER, STEP_S
+from bench.paced_worker import ENGINE_THREAD, STEP_S
 from bench.report import finish, print_table
 from bench.serving_cluster import MODEL
-from bench.sse_clients import Clients
 from bench.trees import ROOT, checked_out, environment_of
 from disagg.host import free_port
+from disagg.tools.bench.endpoint import Endpoint, RequestTiming
+from disagg.tools.bench.generator import Generator
+from disagg.tools.bench.prompts import Session, Turn
+from disagg.tools.server import Address
 
 TARGET_US = 40
 LONG = 8000  # tokens: longer than any measurement
@@ -45,8 +49,14 @@ PROMPT = "a request that has about as many tokens as words in it and says nothin
 SETTLE_S = 1.0
 
 
-PATH = "/v1/completions"
-BODY = {"model": MODEL, "temperature": 0, "ignore_eos": True}
+FIELDS = {
+    "model": MODEL,
+    "prompt": "",
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
 # What the titles of a part's processes contain.
 PROCESSES = {
     "ingress": "ServeReplica:disagg:Ingress",
@@ -55,10 +65,67 @@ PROCESSES = {
 PROXIES = {True: "haproxy", False: "ProxyActor"}
 
 
-def new_clients(port: int, num_tokens: int) -> Clients:
-    """That ask for one stream of so many tokens after the other."""
-    body = {**BODY, "prompt": PROMPT, "max_tokens": num_tokens, "stream": True}
-    return Clients(port, PATH, body, MARKER)
+class Clients:
+    """Each asks for one stream of `num_tokens` tokens after the other."""
+
+    def __init__(self, port: int, num_tokens: int, fields: dict[str, Any] = FIELDS) -> None:
+        address = Address("http", "127.0.0.1", port, "")
+        self._endpoint = Endpoint(address, "/v1/completions", now=time.perf_counter)
+        self._generator = Generator(self._ask, fields, time.perf_counter)
+        self._num_tokens = num_tokens
+        self._timings: list[RequestTiming] = []
+        self._numbers = itertools.count()
+        self._running: list[asyncio.Task[None]] = []
+
+    def start(self, num_streams: int, over_s: float) -> None:
+        """Begin all streams, spread over `over_s` seconds."""
+        for number in range(num_streams):
+            client = self._begin(number * over_s / num_streams)
+            self._running.append(asyncio.create_task(client))
+
+    async def wait_first_tokens(self, timeout_s: float) -> None:
+        """Until every client has had a token."""
+        async with asyncio.timeout(timeout_s):
+            while len(self.first_token_s) < len(self._running):
+                self.check()
+                await asyncio.sleep(0.05)
+
+    @property
+    def num_tokens(self) -> int:
+        """As the server counts; of streams that go on, their events."""
+        return sum(each.num_output_tokens or len(each.event_s) for each in self._timings)
+
+    @property
+    def num_ended(self) -> int:
+        return len(self._generator.timings)
+
+    @property
+    def first_token_s(self) -> list[float]:
+        return [each.ttft_s for each in self._timings if each.event_s]
+
+    def check(self) -> None:
+        for each in self._generator.timings:
+            if each.error:
+                raise SystemExit(f"{each.error}: {each.message}")
+
+    async def stop(self) -> None:
+        for each in self._running:
+            each.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._endpoint.close()
+
+    async def _begin(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        await self._generator.closed_loop(self._sessions())
+
+    def _sessions(self) -> Iterator[Session]:
+        for number in self._numbers:
+            prompt = {"role": "user", "content": f"{number} {PROMPT}"}
+            yield [Turn((prompt,), self._num_tokens)]
+
+    async def _ask(self, body: bytes, timing: RequestTiming) -> str:
+        self._timings.append(timing)
+        return await self._endpoint.ask(body, timing)
 
 
 class Cluster:
@@ -153,9 +220,9 @@ async def measure(
     where: Cluster, num_streams: int, num_tokens: int, window_s: float
 ) -> dict[str, float]:
     """Microseconds of CPU a token for each part, tokens/s and the median wait for a first token."""
-    clients = new_clients(where.port, num_tokens)
+    clients = Clients(where.port, num_tokens)
     spread_s = min(num_tokens * STEP_S, 1.0)
-    await clients.start(num_streams, spread_s)
+    clients.start(num_streams, spread_s)
     await clients.wait_first_tokens(60)
     await asyncio.sleep(SETTLE_S)
     parts = where.processes()
@@ -170,7 +237,7 @@ async def measure(
     spent = {part: cpu_s(processes) - before[part] for part, processes in parts.items()}
     spent["engine thread"] = engine_thread_s(parts["worker"]) - engine_s
     spent["client"] = time.process_time() - own_s
-    clients.stop()
+    await clients.stop()
     await asyncio.sleep(SETTLE_S)
     figures = {part: 1e6 * each / max(num, 1) for part, each in spent.items()}
     figures["sum"] = figures["proxy"] + figures["ingress"] + figures["worker"]

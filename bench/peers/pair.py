@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import statistics
 import tempfile
 import time
@@ -30,16 +29,17 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.peers.checkpoint import WORD, kept
 from bench.peers.environments import VLLM_VARIABLES
 from bench.peers.limits import AUTO_FLAGS, FLAGS, MODEL
 from bench.peers.servers import VLLM, Server, in_turns, started
-from bench.peers.streams import Stream, complete
+from bench.peers.streams import complete
 from bench.report import ENOUGH_S, finish, print_table
 from bench.shapes import SHAPES
 from disagg.host import free_port
+from disagg.tools.bench.endpoint import RequestTiming
 
 NUM_UNCOUNTED = 2  # prompts of a length
 NUM_NEW = 8
@@ -48,7 +48,16 @@ OURS = f"-m disagg.cli.main serve CHECKPOINT {NAMED} --num-threads 1 --no-redis"
 CONNECTOR = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 
 Row = dict[str, Any]
-Ask = Callable[[list[int]], Awaitable[Stream]]
+
+
+class Asked(NamedTuple):
+    """One answer. `was_moved`: to another worker after its first token, as far as it is known."""
+
+    timing: RequestTiming
+    was_moved: bool = False
+
+
+Ask = Callable[[list[int]], Awaitable[Asked]]
 
 
 @contextmanager
@@ -58,19 +67,16 @@ def ours(checkpoint: Path, scratch: Path, num_prefill: int, flags: str = FLAGS) 
     server = Server("", f"{OURS} {flags} {pools}", ("/ready", ready))
     with started(server, checkpoint, scratch / "log") as running:
 
-        async def ask(prompt: list[int]) -> Stream:
-            stream = await complete(running.port, prompt, NUM_NEW)
-            stream.was_moved = num_prefill > 0 and was_moved(running.port, stream)
-            return stream
+        async def ask(prompt: list[int]) -> Asked:
+            timing = await complete(running.port, prompt, NUM_NEW)
+            return Asked(timing, num_prefill > 0 and was_moved(running.port, timing.id))
 
         yield ask
 
 
-def was_moved(port: int, stream: Stream) -> bool:
+def was_moved(port: int, request_id: str) -> bool:
     """Whether the prefill worker was asked first, as the ingress says."""
-    found = re.search(rb'"id": ?"([^"]+)"', stream.received)
-    assert found is not None
-    url = f"http://127.0.0.1:{port}/debug/requests/{found[1].decode()}"
+    url = f"http://127.0.0.1:{port}/debug/requests/{request_id}"
     with urllib.request.urlopen(url, timeout=60) as answer:
         return json.load(answer)["routes"][0]["route"]["prefill"] is not None
 
@@ -93,12 +99,12 @@ def vllm(checkpoint: Path, scratch: Path) -> Iterator[Ask]:
             log = scratch / f"log-{core}"
             ports.append(stack.enter_context(started(server, checkpoint, log)).port)
 
-        async def ask(prompt: list[int]) -> Stream:
+        async def ask(prompt: list[int]) -> Asked:
             began_s = time.perf_counter()
             ticket = _prefilled(ports[0], prompt)
-            stream = await complete(ports[1], prompt, NUM_NEW, {"kv_transfer_params": ticket})
-            stream.asked_s = began_s
-            return stream
+            timing = await complete(ports[1], prompt, NUM_NEW, {"kv_transfer_params": ticket})
+            timing.due_s = began_s
+            return Asked(timing)
 
         yield ask
 
@@ -138,15 +144,15 @@ SYSTEMS: dict[str, Callable[[Path, Path], AbstractContextManager[Ask]]] = {
 }
 
 
-async def ask_all(ask: Ask, vocab: int, num_in: int, num_prompts: int) -> list[Stream]:
+async def ask_all(ask: Ask, vocab: int, num_in: int, num_prompts: int) -> list[Asked]:
     """Streams of up to `num_prompts`; those that add up to `ENOUGH_S` are enough."""
     rng = random.Random(num_in)
-    counted: list[Stream] = []
+    counted: list[Asked] = []
     for number in range(NUM_UNCOUNTED + num_prompts):
         stream = await ask([rng.randrange(1, vocab) for _ in range(num_in)])
         if number >= NUM_UNCOUNTED:
             counted.append(stream)
-        if sum(each.token_s[-1] - each.asked_s for each in counted) >= ENOUGH_S:
+        if sum(each.timing.e2el_s for each in counted) >= ENOUGH_S:
             break
     return counted
 
@@ -155,7 +161,7 @@ def measure(
     shape: str, names: list[str], rounds: int, num_prompts: int, scale: int
 ) -> tuple[list[Row], dict[str, str]]:
     """A row for each system and length; and who is absent, and why."""
-    found: dict[tuple[int, str], list[Stream]] = {}
+    found: dict[tuple[int, str], list[Asked]] = {}
     with tempfile.TemporaryDirectory() as directory:
         scratch, checkpoint = Path(directory), kept(shape)
         systems = {name: partial(SYSTEMS[name], checkpoint, scratch) for name in names}
@@ -174,14 +180,14 @@ def measure(
     return rows, absent
 
 
-def _row(shape: str, num_in: int, name: str, streams: list[Stream]) -> Row:
+def _row(shape: str, num_in: int, name: str, streams: list[Asked]) -> Row:
     return {
         "shape": shape,
         "prompt": num_in,
         "system": name,
-        "first token ms": 1e3 * statistics.median(each.ttft_s for each in streams),
+        "first token ms": 1e3 * statistics.median(each.timing.ttft_s for each in streams),
         "second token ms": 1e3
-        * statistics.median(each.token_s[1] - each.asked_s for each in streams),
+        * statistics.median(each.timing.event_s[1] - each.timing.due_s for each in streams),
         "moved": statistics.mean(each.was_moved for each in streams),
     }
 

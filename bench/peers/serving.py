@@ -31,10 +31,11 @@ from bench.peers.checkpoint import kept
 from bench.peers.environments import VLLM_VARIABLES
 from bench.peers.limits import AUTO_FLAGS, FLAGS, MODEL
 from bench.peers.servers import VLLM, Running, Server, in_turns, started
-from bench.peers.streams import Stream, complete
+from bench.peers.streams import complete
 from bench.report import ENOUGH_S, finish, print_table
 from bench.shapes import SHAPES
 from bench.trees import checked_out
+from disagg.tools.bench.endpoint import RequestTiming
 
 OURS, OURS_AUTO = "disagg", "disagg auto"
 NAMED = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT"
@@ -87,12 +88,12 @@ class Figures:
     def __init__(self) -> None:
         self.rates: dict[Key, list[float]] = {}
         self.took_s: dict[Key, float] = {}
-        self.streams: dict[Key, list[Stream]] = {}
+        self.streams: dict[Key, list[RequestTiming]] = {}
         self.resident_mb: dict[str, float] = {}
 
-    def add(self, key: Key, wave: list[Stream]) -> None:
-        num_tokens = sum(len(stream.token_s) for stream in wave)
-        seconds = max(stream.token_s[-1] for stream in wave) - wave[0].asked_s
+    def add(self, key: Key, wave: list[RequestTiming]) -> None:
+        num_tokens = sum(stream.num_output_tokens for stream in wave)
+        seconds = max(stream.event_s[-1] for stream in wave) - wave[0].due_s
         self.rates.setdefault(key, []).append(num_tokens / seconds)
         self.took_s[key] = self.took_s.get(key, 0.0) + seconds
         self.streams.setdefault(key, []).extend(wave)

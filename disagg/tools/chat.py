@@ -8,28 +8,19 @@ exits.
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
-import os
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
 
-import msgspec
 from rich.console import Console
 from rich.text import Text
 
 from disagg.cli.engine_arguments import number
-from disagg.config_checks import is_loopback
-from disagg.errors import DisaggError, StartupError, Unavailable
-
-Answer = TypeVar("Answer", bound=msgspec.Struct)
+from disagg.errors import DisaggError
+from disagg.tools.server import Server, add_server_arguments, server_of
 
 _HELP = (
     "/clear starts a new conversation, /system TEXT sets the system prompt, /exit ends the chat."
@@ -37,11 +28,7 @@ _HELP = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--url",
-        default="http://127.0.0.1:8000",
-        help="URL of the server (default: http://127.0.0.1:8000)",
-    )
+    add_server_arguments(parser)
     parser.add_argument(
         "--model", help="name of the model (default: the first model that the server lists)"
     )
@@ -58,23 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, help="sampling temperature (default: the server decides)"
     )
     parser.add_argument("--seed", type=int, help="sampling seed (default: random)")
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("DISAGG_API_KEY"),
-        help="API key of the server (default: the environment variable DISAGG_API_KEY)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="seconds to wait for the server to connect or to send more (default: 600)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises `DisaggError` when the server cannot be reached or refuses the request."""
-    server = Server(args.url, api_key=args.api_key, timeout_s=args.timeout)
+    server = server_of(args)
     options = {
         name: value
         for name in ("max_tokens", "temperature", "seed")
@@ -90,146 +65,6 @@ def run(args: argparse.Namespace) -> int:
         print()
         return 0
     return _talk(conversation, Console(highlight=False))
-
-
-# The fields of responses that are read. Unknown fields are ignored, so any OpenAI server works.
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # the same field in other servers
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta = msgspec.field(default_factory=_Delta)
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
-class _Error(msgspec.Struct):
-    message: str = "The server gave no reason."
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | None = None
-
-
-class _Listed(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Listed] = []
-
-
-class _Refusal(msgspec.Struct):
-    error: _Error
-
-
-class Server:
-    """A client of an OpenAI server. The path of `url` may end with `/v1`.
-
-    The environment's `http_proxy`, `https_proxy` and `no_proxy` apply, except to this machine.
-
-    Raises:
-        StartupError: the URL is not an http or https URL.
-    """
-
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise StartupError(f"{url!r} is not a URL like http://127.0.0.1:8000.", param="url")
-        path = parts.path.rstrip("/").removesuffix("/v1")
-        self._prefix = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}"
-        is_here = is_loopback(parts.hostname) or parts.hostname in ("0.0.0.0", "::")
-        self._open = urllib.request.build_opener(
-            urllib.request.ProxyHandler({} if is_here else None)
-        ).open
-        self._timeout_s = timeout_s
-        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self.url = url
-
-    def first_model(self) -> str:
-        with self._exchange("GET", "/v1/models") as reply:
-            models = _decode(reply.read(), _Models).data
-        if not models:
-            raise Unavailable(f"The server at {self.url} lists no models.")
-        return models[0].id
-
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """The body of the response to a POST with `body`, or to a GET if `body` is None.
-
-        Raises:
-            DisaggError: the server refused the request; has the server's message.
-            Unavailable: the server cannot be reached.
-        """
-        method, raw = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
-        with self._exchange(method, path, raw) as reply:
-            return reply.read()
-
-    def chunks(self, body: dict[str, Any]) -> Generator[_Chunk, None, None]:
-        """The events of a streamed chat completion. Closing the iterator closes the connection.
-
-        Raises:
-            DisaggError: the server refused the request; has the server's message.
-            Unavailable: the server cannot be reached, or the stream broke off.
-        """
-        with self._exchange("POST", "/v1/chat/completions", json.dumps(body).encode()) as reply:
-            for line in reply:
-                if not line.startswith(b"data:"):
-                    continue
-                event = line.removeprefix(b"data:").strip()
-                if event == b"[DONE]":
-                    return
-                chunk = _decode(event, _Chunk)
-                if chunk.error is not None:
-                    raise DisaggError(chunk.error.message)
-                yield chunk
-        raise Unavailable("The server closed the connection before the answer was complete.")
-
-    @contextmanager
-    def _exchange(
-        self, method: str, path: str, body: bytes | None = None
-    ) -> Iterator[http.client.HTTPResponse]:
-        url = self._prefix + path
-        request = urllib.request.Request(url, body, self._headers, method=method)  # noqa: S310
-        try:
-            with self._open(request, timeout=self._timeout_s) as reply:
-                yield reply
-        except urllib.error.HTTPError as error:
-            with error:
-                raise _refusal(error) from error
-        except (OSError, http.client.HTTPException) as error:
-            cause = error.reason if isinstance(error, urllib.error.URLError) else error
-            reason = str(cause) or type(cause).__name__
-            raise Unavailable(
-                f"Cannot reach {self.url} ({reason}); start a server with `disagg serve`, or give"
-                " the server's address with --url."
-            ) from error
-
-
-def _refusal(reply: urllib.error.HTTPError) -> DisaggError:
-    try:
-        message = msgspec.json.decode(reply.read(), type=_Refusal).error.message
-    except msgspec.MsgspecError:
-        message = f"The server answered {reply.code} {reply.reason}."
-    return DisaggError(message)
-
-
-def _decode(raw: bytes, kind: type[Answer]) -> Answer:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.MsgspecError as error:
-        raise Unavailable(
-            f"The server's response is not in the format of the OpenAI API: {error}."
-        ) from error
 
 
 class Piece(NamedTuple):

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench import trees
-from bench.paced_worker import MARKER, STEP_S, PacedRunner, paced_parts
+from bench.paced_worker import STEP_S, PacedRunner, paced_parts
 from bench.serving_cluster import MODEL, config_for
-from bench.serving_path import PATH, main, new_clients
-from bench.sse_clients import Clients
+from bench.serving_path import FIELDS, Clients, main
 from bench.trees import checked_out
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
@@ -47,26 +46,25 @@ def test_steps_come_on_a_beat_and_each_takes_its_time() -> None:
 
 async def test_clients_count_every_token_of_one_request_after_another() -> None:
     async with served_port(config_for(port=0), paced_parts) as port:
-        clients = new_clients(port, 5)
-        await clients.start(3, over_s=0.0)
+        clients = Clients(port, 5)
+        clients.start(3, over_s=0.0)
         await clients.wait_first_tokens(10)
         async with asyncio.timeout(10):
             while clients.num_ended < 6:
                 clients.check()
                 await asyncio.sleep(0.01)
-        clients.stop()
+        await clients.stop()
         assert 5 * clients.num_ended <= clients.num_tokens <= 5 * (clients.num_ended + 3)
         assert all(0 < wait_s < 10 for wait_s in clients.first_token_s)
 
 
 async def test_clients_tell_why_a_request_was_refused() -> None:
-    body = {"model": "nobody", "prompt": "a request", "max_tokens": 5, "stream": True}
     async with served_port(config_for(port=0), paced_parts) as port:
-        clients = Clients(port, PATH, body, MARKER)
-        await clients.start(1, over_s=0.0)
+        clients = Clients(port, 5, {**FIELDS, "model": "nobody"})
+        clients.start(1, over_s=0.0)
         with pytest.raises(SystemExit, match="nobody"):
             await clients.wait_first_tokens(10)
-        clients.stop()
+        await clients.stop()
 
 
 def test_an_older_commit_is_checked_out_with_its_kernels(

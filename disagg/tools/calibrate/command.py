@@ -33,7 +33,7 @@ from disagg.tools.calibrate.calibration import (
     make_judge,
 )
 from disagg.tools.calibrate.report import as_yaml, console, report_curves, report_wait
-from disagg.tools.chat import Server
+from disagg.tools.server import Server
 
 DEFAULTS = CascadeConfig()
 CHAT = "/v1/chat/completions"

@@ -1,0 +1,1 @@
+"""Load tests of any server with OpenAI's API."""

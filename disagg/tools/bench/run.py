@@ -1,0 +1,200 @@
+"""One load test, and the search for a rate: a server, and what flags say is asked of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import itertools
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from disagg.errors import Unavailable
+from disagg.tools.bench.endpoint import Endpoint
+from disagg.tools.bench.generator import Generator, arrivals
+from disagg.tools.bench.prompts import (
+    RandomPrompts,
+    Session,
+    WordCount,
+    count_words,
+    read_dataset,
+    trace_sessions,
+)
+from disagg.tools.bench.result import BenchResult, finished
+from disagg.tools.bench.slo_search import HighestRate, search
+from disagg.tools.server import address_of, server_of
+from disagg.tools.sim.report import percentile
+from disagg.tools.sim.trace import TraceRequest, read_trace
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# What describes a load in its result.
+LOAD = (
+    *("num_prompts", "request_rate", "burstiness", "max_concurrency", "trace", "speed", "seed"),
+    *("dataset", *RandomPrompts.__struct_fields__, "num_warmups", "ignore_eos", "extra_body"),
+)
+REFRESH_S = 0.25
+_WARM_UP_SEED = 1 << 40  # no prompt of the run is one of the warm-up
+
+
+class Bench:
+    """A server, and what is asked of it.
+
+    Raises:
+        DisaggError: the server does not answer.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._trace: list[TraceRequest] = []
+        if args.trace is not None:
+            self._trace = read_trace(args.trace)[: args.num_prompts]
+        self._num = len(self._trace) or args.num_prompts or 100
+        self._dataset: list[Session] = []
+        if args.dataset is not None:
+            self._dataset = read_dataset(args.dataset, self._num, args.output_len)
+        server = server_of(args)
+        self._model = args.model or server.first_model()
+        self._fields: dict[str, Any] = {
+            "model": self._model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if args.ignore_eos else {}),
+            **({"prompt": ""} if args.endpoint == COMPLETIONS else {}),
+            **args.extra_body,
+        }
+        self._words = WordCount()
+        if not self._dataset:
+            self._words = count_words(server, args.endpoint, self._fields, args.seed)
+        self._runs = itertools.count()
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(ValueError, OSError):  # a connection for each request in flight
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    def measure(self, rate: float | None) -> BenchResult:
+        """One run, also if the user stops it."""
+        args = self._args
+        result = BenchResult(
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            url=args.url,
+            model=self._model,
+            endpoint=args.endpoint,
+            load=_described(args, rate),
+            slos=dict(args.goodput),
+        )
+        generator: list[Generator] = []
+        cpu_s, began_s = time.process_time(), time.perf_counter()
+        try:
+            asyncio.run(self._run(rate, generator))
+        except KeyboardInterrupt:
+            result.was_stopped = True
+        spent_s = time.process_time() - cpu_s
+        result.cpu_percent = 100 * spent_s / (time.perf_counter() - began_s)
+        result.requests = sorted(generator[0].timings, key=lambda each: each.due_s)
+        return finished(result)
+
+    def search(self) -> HighestRate:
+        args = self._args
+
+        def measure(rate: float) -> tuple[int, int]:
+            result = self.measure(rate)
+            if result.was_stopped:
+                raise KeyboardInterrupt
+            num = len(result.requests)
+            print(f"{rate:.3g}/s: {result.num_in_time} of {num} in time", file=sys.stderr)
+            return result.num_in_time, num
+
+        return search(measure, args.request_rate or 1.0, args.slo_share, args.precision)
+
+    def _sessions(self, seed: int) -> Iterable[Session]:
+        if self._trace:
+            return trace_sessions(self._trace, self._words, seed)
+        return self._dataset or self._random(self._num, seed)
+
+    def _random(self, num: int, seed: int) -> Iterator[Session]:
+        values = {name: getattr(self._args, name) for name in RandomPrompts.__struct_fields__}
+        if self._dataset:  # the warm-up of a server that may be small
+            values |= {"input_len": 32, "output_len": 16, "prefix_len": 0}
+        return RandomPrompts(**values).sessions(num, self._words, seed)
+
+    async def _run(self, rate: float | None, made: list[Generator]) -> None:
+        """`made` gets the generator at once, so that what it has measured outlives Ctrl-C."""
+        args, began_s = self._args, time.perf_counter()
+
+        def now() -> float:
+            return time.perf_counter() - began_s
+
+        endpoint = Endpoint(
+            address_of(args.url),
+            args.endpoint,
+            now=now,
+            api_key=args.api_key,
+            timeout_s=args.timeout,
+        )
+        is_open = rate is not None or bool(self._trace)
+        seed = args.seed + next(self._runs)  # a search must not meet its own prompts in the cache
+        limit = args.max_concurrency or (None if is_open else 8)
+        generator = Generator(endpoint.ask, self._fields, now, limit)
+        made.append(generator)
+        warm_up = Generator(endpoint.ask, self._fields, now)
+        await warm_up.closed_loop(self._random(args.num_warmups, seed + _WARM_UP_SEED))
+        if warm_up.timings and all(each.error for each in warm_up.timings):
+            failed = warm_up.timings[0]
+            raise Unavailable(f"{args.url} answers no request ({failed.error}): {failed.message}")
+        began_s = time.perf_counter()
+        sessions = self._sessions(seed)
+        watching = asyncio.create_task(_watch(generator, self._num))
+        try:
+            if self._trace:
+                schedule = [each.arrival_s / args.speed for each in self._trace]
+                await generator.open_loop(schedule, sessions)
+            elif rate is not None:
+                turns = 1 if self._dataset else args.turns
+                num = -(-self._num // turns)
+                schedule = arrivals(rate / turns, args.burstiness, num, seed)
+                await generator.open_loop(schedule, sessions)
+            else:
+                await generator.closed_loop(sessions)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            endpoint.close()
+
+
+async def _watch(generator: Generator, num: int) -> None:
+    """Show how far a run is, on a terminal."""
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns()[:3], TextColumn("{task.fields[now]}"))
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("requests", total=num, now="")
+        while True:
+            timings = generator.timings
+            answered = sorted(each.ttft_s for each in timings if not each.error)
+            text = (
+                f"{generator.num_in_flight} in flight, {len(timings) - len(answered)} failed,"
+                f" TTFT p50 {1e3 * percentile(answered, 0.5):.0f} ms"
+            )
+            progress.update(task, completed=len(timings), now=text)
+            await asyncio.sleep(REFRESH_S)
+
+
+def _described(args: argparse.Namespace, rate: float | None) -> dict[str, Any]:
+    """The flags that make the load."""
+    values = {name: getattr(args, name) for name in LOAD} | {"request_rate": rate}
+    return {
+        name: value if isinstance(value, int | float) else str(value)
+        for name, value in values.items()
+        if value not in (None, {})
+    }
