@@ -185,7 +185,8 @@ def _family(raw: Json, place: object) -> str:
         )
         raise ModelError(
             f"{place} describes a {stated or 'model without architectures'}{missing}; supported are"
-            f" {', '.join(FAMILIES)}. Choose a checkpoint of one of these (docs/models.md has some)"
+            f" {', '.join(FAMILIES)}. Choose a checkpoint of one of these"
+            " (docs/reference/models.md has some)"
         )
     model_type = raw.get("model_type", FAMILIES[known[0]].model_type)
     family = FAMILIES[known[0]]

@@ -48,7 +48,7 @@ def small_model(**changes: Any) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-# Each family that GGUF has; `test_popular` writes them into docs/models.md.
+# Each family that GGUF has; `test_popular` writes them into docs/reference/models.md.
 OF_FAMILIES = [
     "llama",
     "llama-yarn",

@@ -1,6 +1,6 @@
-"""Each of the most used checkpoints is served or says why not; docs/models.md has the answers.
+"""Each of the most used checkpoints is served or says why not, as docs/reference/models.md says.
 
-`python -m tests.models.test_popular` writes the tables of the page anew.
+`python -m tests.models.test_popular` writes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from tests.models import test_gguf, test_quantized_checkpoints
 from tests.models.checkpoints import VARIANTS
 from tests.models.popular import POPULAR
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+HEAD = """# Families and checkpoints
+
+What [models](../models.md) can be served, by what the tests load.
+"""
+CHECKPOINTS = """## Checkpoints
+
+`ranks` lists the possible values of `--tensor-parallel-size` up to 16.
+"""
 
 
 def _described(directory: Path, name: str) -> ModelDescription | ModelError:
@@ -132,18 +140,13 @@ def checkpoints_table() -> str:
     return "\n".join(rows)
 
 
-def _page(text: str) -> str:
-    for name, table in (("families", families_table()), ("checkpoints", checkpoints_table())):
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
-    return text
+def page() -> str:
+    return f"{HEAD}\n{families_table()}\n\n{CHECKPOINTS}\n{checkpoints_table()}\n"
 
 
 def test_the_page_says_what_was_found() -> None:
-    text = PAGE.read_text()
-    assert text == _page(text), "run `python -m tests.models.test_popular`"
+    assert PAGE.read_text() == page(), "run `python -m tests.models.test_popular`"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(_page(PAGE.read_text()))
+    PAGE.write_text(page())

@@ -73,7 +73,7 @@ def test_every_value_is_the_one_it_stands_for(
             assert torch.equal(found[name], tensor), (name, share)
 
 
-# Each family that may be quantised; `test_popular` writes them into docs/models.md.
+# Each family that may be quantised; `test_popular` writes them into docs/reference/models.md.
 OF_FAMILIES = [
     ("qwen3-mixed-windows", "fp8 blocks"),
     ("phi3", "float rows"),
