@@ -55,7 +55,9 @@ def _plain(asked: list[list[int]]) -> list[list[int]]:
     engine = LLM(model=str(ASSETS / MODEL), **COMMON)
     greedy = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, detokenize=False)
     outputs = engine.generate([{"prompt_token_ids": each} for each in asked], greedy)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    engine.llm_engine.engine_core.shutdown()  # or this process waits for that of the engine
+    return answers
 
 
 @pytest.fixture(scope="module")
