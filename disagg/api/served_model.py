@@ -106,13 +106,13 @@ class ServedModel:
                 " requests with tools are refused unless tool_choice is 'required' or a function."
                 " --tool-call-parser (in a file: tool_call_parser) sets the format."
             )
-        limit = model.config.max_model_len
+        limit = model.max_model_len
         return cls(
             name=name,
             tokenizer=tokenizer,
             template=template,
             fingerprint=model.fingerprint,
-            vocab_size=min(tokenizer.num_ids, model.config.vocab_size),
+            vocab_size=min(tokenizer.num_ids, model.vocab_size),
             max_model_len=min(limit, max_model_len or limit),
             block_size=block_size,
             eos_token_ids=model.eos_token_ids,

@@ -32,7 +32,7 @@ from disagg.ingress.fleet_state import FleetState
 from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
 from disagg.messages import GenerateRequest, Role, WorkerRecord
-from disagg.models.description import describe_model
+from disagg.models.description import describe_foreign, describe_model
 from disagg.router.autoscale import may_be_empty
 from disagg.router.cascade import CascadeDecision
 from disagg.router.fleet import Fleet
@@ -421,8 +421,9 @@ def _num_serving(config: ServeConfig) -> dict[Pool, int]:
 
 
 def _served_model(tier: TierConfig) -> ServedModel:
+    describe = describe_foreign if tier.engine.backend == "vllm" else describe_model
     model = ServedModel.from_description(
-        describe_model(tier.directory),
+        describe(tier.directory),
         name=tier.name,
         block_size=tier.engine.block_size or PROVISIONAL_BLOCK_SIZE,
         max_model_len=tier.engine.max_model_len,

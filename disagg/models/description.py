@@ -100,6 +100,23 @@ def describe_model(model: str | Path) -> ModelDescription:
     return ModelDescription(files, raw, config, reads_images=of_text is not None)
 
 
+def describe_foreign(model: str | Path) -> ModelDescription:
+    """Describe a model for an engine of others, which knows families that ours does not.
+
+    Raises:
+        ModelError: the directory, its config.json or a number there is missing.
+    """
+    files = _files(Path(model))
+    file = files.named("config.json")
+    text = files.read("config.json")
+    if text is None:
+        raise ModelError(f"{file} is missing; a model directory needs one.")
+    whole = _json(text, file)
+    part = whole.get("text_config")
+    raw = {**whole, **part} if isinstance(part, Mapping) else whole
+    return ForeignModel(files, raw)
+
+
 def _files(place: Path) -> DirectoryFiles | GgufFiles:
     if place.is_file():
         return GgufFiles(place)
@@ -150,6 +167,15 @@ class ModelDescription:
         return replace(stated, tie_word_embeddings=False) if self._has_own_head else stated
 
     @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context that its authors state."""
+        return self.config.max_model_len
+
+    @property
     def remarks(self) -> list[str]:
         """Sentences on what is read otherwise than its files say, for whoever serves it."""
         remarks = []
@@ -162,11 +188,11 @@ class ModelDescription:
                 f"{self.name} has {_HEAD} that differs from its embeddings, so it is used, although"
                 " tie_word_embeddings is true in its config.json."
             )
-        beyond = [str(each) for each in self._stated_ends if each >= self.config.vocab_size]
+        beyond = [str(each) for each in self._stated_ends if each >= self.vocab_size]
         if beyond:
             remarks.append(
                 f"The end token {', '.join(beyond)} of {self.name} is ignored, because it is not"
-                f" below {self.config.vocab_size}, its vocabulary size."
+                f" below {self.vocab_size}, its vocabulary size."
             )
         return remarks
 
@@ -301,7 +327,7 @@ class ModelDescription:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer, without those that the model does not have."""
-        return tuple(each for each in self._stated_ends if each < self.config.vocab_size)
+        return tuple(each for each in self._stated_ends if each < self.vocab_size)
 
     @property
     def _stated_ends(self) -> tuple[int, ...]:
@@ -310,12 +336,17 @@ class ModelDescription:
         value = self._generation.get(key)
         if value is None:
             name = "config.json"
-            value = self._raw.get(key, FAMILIES[self._stated_config.family].defaults[key])
+            value = self._raw.get(key, self._default_end)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
             raise self._wrong(name, f"{key} must be a token id, or a list of them, not {value!r}")
         # In some files -1 means that there is none.
         return tuple(dict.fromkeys(each for each in ids if each >= 0))
+
+    @property
+    def _default_end(self) -> object:
+        """The end token of a config.json that names none, as transformers has it."""
+        return FAMILIES[self._stated_config.family].defaults["eos_token_id"]
 
     @property
     def defaults(self) -> GenerationDefaults:
@@ -354,6 +385,46 @@ class ModelDescription:
 
     def _wrong(self, name: str, what: str) -> ModelError:
         return ModelError(f"{self._files.named(name)} is wrong: {what}")
+
+
+class ForeignModel(ModelDescription):
+    """A model of which only what an ingress needs is known: tokenizer, template, limits."""
+
+    def __init__(self, files: DirectoryFiles | GgufFiles, raw: Json) -> None:
+        self.source = str(files.place)
+        self.reads_images = False
+        self._files = files
+        self._raw = raw
+
+    @property
+    def config(self) -> ModelConfig:
+        raise ModelError(f"{self.source} is known to another engine only; its decoder is not read.")
+
+    @property
+    def vocab_size(self) -> int:
+        return self._stated("vocab_size")
+
+    @property
+    def max_model_len(self) -> int:
+        return self._stated("max_position_embeddings")
+
+    @property
+    def num_parameters(self) -> int:
+        return 0
+
+    @property
+    def _has_own_head(self) -> bool:
+        return False
+
+    @property
+    def _default_end(self) -> object:
+        return None
+
+    def _stated(self, key: str) -> int:
+        value = self._raw.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise self._wrong("config.json", f"{key} must be a number above 0, not {value!r}")
+        return value
 
 
 # Chat templates by transformers' names. "tool_use" is used if there are tools, otherwise "rag" if

@@ -41,12 +41,12 @@ def check_tier(
     Raises:
         StartupError: the tier cannot be served; also `ModelError` and `NotEnoughMemory`.
     """
-    model = describe_model(tier.directory)
-    if tier.engine.backend == "vllm":  # it plans its memory itself
+    if tier.engine.backend == "vllm":  # which knows its models and plans its memory itself
         check_settings(tier.engine)
         if is_here:
             check_version()
         return 0
+    model = describe_model(tier.directory)
     host_nbytes = 0
     roles: tuple[Role, ...] = ("prefill", "decode") if tier.prefill.num_replicas else ("decode",)
     for role in roles:

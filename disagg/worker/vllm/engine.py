@@ -19,11 +19,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from disagg.capacity.shapes import shape_of
 from disagg.config import TierConfig
 from disagg.errors import EngineCannot, StartupError, WorkerLost
 from disagg.messages import FinishReason, TokenLogprobs
-from disagg.models.description import describe_model
 from disagg.worker.vllm.arguments import check_settings, check_version, engine_arguments
 from disagg.worker.vllm.prefixes import TheirEvent, read_batch
 
@@ -294,7 +292,10 @@ def _sizes(llm: Any, tier: TierConfig, version: str) -> EngineSizes:
         f"vllm-{version}:{model.model}:{model.dtype}:{cache.cache_dtype}:{cache.block_size}"
         f":{tier.engine.tensor_parallel_size}"
     )
-    token_nbytes = shape_of(describe_model(tier.directory)).kv_nbytes_per_token()
+    heads = model.get_num_kv_heads(config.parallel_config) * model.get_head_size()
+    layers = model.get_num_layers(config.parallel_config)
+    ranks = config.parallel_config.tensor_parallel_size
+    token_nbytes = 2 * heads * layers * ranks * model.dtype.itemsize  # keys and values
     return EngineSizes(
         cache.block_size,
         cache.num_gpu_blocks,

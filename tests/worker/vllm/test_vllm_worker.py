@@ -4,6 +4,8 @@ those of one engine, through hand-overs, hits, deaths, drains and leases that ha
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from disagg import local
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.errors import EngineFailed
 from disagg.local import LocalCluster
+from disagg.worker.check import check_tier
 from disagg.worker.vllm import tickets, worker
 from disagg.worker.vllm.worker import VllmWorker
 from tests.links.fakes import until
@@ -201,4 +204,17 @@ async def test_what_vllm_cannot_do_is_said(model: Path) -> None:
         found = await it.ask(prompt_of(20), status=400, bad_words=["ab"])
         assert found["error"]["code"] == "unsupported_by_engine"
         assert "single tokens" in found["error"]["message"]
+        assert await it.tokens(prompt_of(20)) == expected(prompt_of(20))
+
+
+async def test_a_family_that_only_vllm_knows(model: Path, tmp_path: Path) -> None:
+    """The ingress needs its tokenizer and limits, and no worker of ours reads its weights."""
+    unknown = tmp_path / "tiny"
+    shutil.copytree(model, unknown)
+    config = json.loads((unknown / "config.json").read_text())
+    config |= {"model_type": "qwen9_next", "architectures": ["Qwen9NextForConditionalGeneration"]}
+    text = {"vocab_size": config.pop("vocab_size")}
+    (unknown / "config.json").write_text(json.dumps({**config, "text_config": text}))
+    check_tier(TierConfig(model=str(unknown), engine=EngineConfig(backend="vllm")), is_here=False)
+    async with fleet(unknown) as it:
         assert await it.tokens(prompt_of(20)) == expected(prompt_of(20))
