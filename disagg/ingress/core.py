@@ -29,6 +29,7 @@ from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Deltas, Escalation
 from disagg.ingress.fleet_metrics import FleetMetrics, LinkBuffers
 from disagg.ingress.fleet_state import FleetState
+from disagg.ingress.fleet_sum import fleets_added
 from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
 from disagg.messages import GenerateRequest, Role, WorkerRecord
@@ -241,6 +242,7 @@ class IngressCore:
             metrics=metrics,
             explain=self._explanation,
             show_fleet=self._state.show,
+            add_fleets=fleets_added,
             refresh=self._refresh_queue,
             beside=beside,
             ask_others=ask_others,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -136,6 +137,23 @@ async def test_prompts_go_where_their_prefix_is(system: System, asker: Asker) ->
     print(f"{hits:.1%} of the tokens that could be were cached")
     # By chance 13 of 15 or more are hit in 0.4 % of runs; a busy machine may miss two.
     assert hits > 0.8, cached
+
+
+async def test_any_ingress_answers_for_all(system: System, asker: Asker) -> None:
+    asked = [(await asker.ask(prefix))[0] for prefix in asker.prefixes]
+    urls = [*system.ingress_urls().values(), system.url]
+    assert len(urls) == 3
+    for url in urls:
+        for request_id in asked:
+            explained = await asker.client.get(f"{url}/debug/requests/{request_id}")
+            assert explained.status_code == 200, explained.text
+    name = "disagg_time_to_first_token_seconds_count"
+    in_all = system.counters()[name]
+    for url in urls:
+        text = (await asker.client.get(f"{url}/metrics")).text
+        found = re.findall(rf'^{name}{{ingress="(\w+)",model_name="\w+"}} (\S+)', text, re.M)
+        assert len({ingress for ingress, _ in found}) == 2, "each has answered"
+        assert sum(float(number) for _, number in found) == in_all
 
 
 async def test_an_ingress_that_is_killed_under_load_soon_knows_again(

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
+from prometheus_client.samples import Sample as MetricSample
 
 from disagg import local
 from disagg.api.http.exposition import joined
 from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.ingress.core import IngressCore
+from disagg.ingress.fleet_state import PERIOD_S, ModelSample, Sample, ShownFleet
+from disagg.ingress.fleet_sum import fleets_added
 from tests.links.fakes import until
 from tests.test_local import ENGINE, chat
 from tests.tiny_model import tiny_parts
@@ -60,7 +63,7 @@ async def clients(model: Path) -> AsyncIterator[dict[str, httpx.AsyncClient]]:
         yield found
 
 
-def samples(reply: httpx.Response) -> Iterator[Sample]:
+def samples(reply: httpx.Response) -> Iterator[MetricSample]:
     is_open = reply.headers["content-type"].startswith(OPEN["accept"])
     parse = (
         openmetrics.text_string_to_metric_families if is_open else text_string_to_metric_families
@@ -102,6 +105,30 @@ async def test_any_ingress_explains_a_request(clients: dict[str, httpx.AsyncClie
     assert len({reply.text for reply in explained}) == 1
     unknown = await clients["one"].get("/debug/requests/chatcmpl-unknown")
     assert unknown.status_code == 404
+
+
+async def test_any_ingress_shows_the_whole_fleet(clients: dict[str, httpx.AsyncClient]) -> None:
+    for name, client in clients.items():
+        shown = (await client.get("/debug/fleet?since=0")).json()
+        assert shown["ingress"] == name and len(shown["workers"]) == 2
+        (model,) = shown["models"]
+        assert model["totals"]["num_first"] == sum(NUM_ASKED.values())
+        assert sum(model["totals"]["prefills"].values()) == sum(NUM_ASKED.values())
+
+
+def test_rates_of_several_ingresses_are_added() -> None:
+    def fleet(unix_s: float, requests_per_s: float, ttft_s: float | None) -> bytes:
+        rates = {"tiny": ModelSample(requests_per_s, 2.0, ttft_s, 0.5)}
+        sample = Sample(unix_s, rates, {}, {"worker": (1, 0.5)}, 8.0)
+        shown = ShownFleet("", 0.0, [], [], [], {"no_room": 1.0}, {}, PERIOD_S, [sample])
+        return msgspec.json.encode(shown)
+
+    fleets = [fleet(100.0, 3.0, 1.0), fleet(102.0, 1.0, 5.0), fleet(101.0, 0.0, None)]
+    added = msgspec.json.decode(fleets_added([*fleets, fleet(50.0, 9.0, 9.0)]), type=ShownFleet)
+    assert added.refused == {"no_room": 4.0}
+    (sample,) = added.history
+    assert sample.models == {"tiny": ModelSample(4.0, 6.0, 2.0, 0.5)}
+    assert (sample.workers, sample.kv_bytes_per_s) == ({"worker": (1, 0.5)}, 8.0)
 
 
 def test_a_series_that_several_texts_have_is_the_first_ones() -> None:

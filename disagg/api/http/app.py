@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from importlib.metadata import version
@@ -111,6 +111,7 @@ class HttpApp:
         metrics: the metrics that `/metrics` shows.
         explain: request id and tenant -> JSON about its routing, for `/debug/requests/{id}`.
         show_fleet: Unix time or None -> JSON about all workers, for `/debug/fleet?since=...`.
+        add_fleets: makes one of the JSON of several ingresses.
         refresh: updates gauges before `/metrics` shows them.
         beside: returns metrics of another process for `/metrics`; called in a thread.
         ask_others: calls a method of this class in all other ingresses, and returns what those
@@ -129,6 +130,7 @@ class HttpApp:
         metrics: ApiMetrics | None = None,
         explain: Callable[[str, str], bytes | None] = lambda request_id, tenant: None,
         show_fleet: Callable[[float | None], bytes] = lambda since_unix_s: b"{}",
+        add_fleets: Callable[[Sequence[bytes]], bytes] = lambda shown: shown[0],
         refresh: Callable[[], None] = lambda: None,
         beside: Callable[[], bytes] = bytes,
         ask_others: AskOthers = ask_nobody,
@@ -143,6 +145,7 @@ class HttpApp:
         self._metrics = metrics
         self._explain = explain
         self._show_fleet = show_fleet
+        self._add_fleets = add_fleets
         self._refresh = refresh
         self._beside = beside
         self._ask_others = ask_others
@@ -435,7 +438,14 @@ class HttpApp:
         return Reply(found)
 
     async def _debug_fleet(self, request: HttpRequest) -> Reply:
-        return Reply(self._show_fleet(request.seconds_in_query("since")))
+        since_unix_s = request.seconds_in_query("since")
+        others = await self._ask_others("own_fleet", since_unix_s)
+        own = self._show_fleet(since_unix_s)
+        return Reply(await asyncio.to_thread(self._add_fleets, [own, *others]) if others else own)
+
+    async def own_fleet(self, since_unix_s: float | None) -> bytes:
+        """The fleet as this ingress sees it, as JSON."""
+        return self._show_fleet(since_unix_s)
 
     async def _read_json(self, request: HttpRequest) -> bytes:
         request.check_json()
