@@ -45,7 +45,7 @@ async def test_a_remote_prefill_is_told_and_the_fleet_is_shown(
         fleet = json.loads(await said("top", "--json"))
         shown = await said("top")
         assert await asyncio.to_thread(main, ["why", "nobody", "--url", url]) == 2
-        assert "knows no routing decision" in capsys.readouterr().err
+        assert "knows a routing decision" in capsys.readouterr().err
     route = explained["routes"][0]["route"]
     assert f"{route['prefill']} computes the prompt, {route['decode']} the answer" in told
     assert "KV pull of" in told and "decode" in told and route["reason"] in told
