@@ -6,6 +6,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -19,10 +20,18 @@ from disagg.api_keys import (
 )
 from disagg.config import AUTO, CascadeConfig, HttpConfig, ServeConfig, TierConfig
 from disagg.errors import StartupError
-from disagg.settings import setting_at
+from disagg.settings import all_paths, setting_at, settings_of
 
 MIN_CLUSTER_KEY_LENGTH = 16
 EXAMPLE_PREFIX = "change-me"  # in the files under deploy/
+
+
+class InvalidSetting(StartupError):
+    """A setting that there is not, or with an invalid value. `path`: `tiers[0].engine.dtype`."""
+
+    def __init__(self, message: str, path: str, param: str | None) -> None:
+        super().__init__(message, param=param)
+        self.path = path
 
 
 def parse_config(raw: dict[str, Any]) -> ServeConfig:
@@ -34,9 +43,11 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
     try:
         config = msgspec.convert(raw, ServeConfig)
     except msgspec.ValidationError as error:
-        raise StartupError(
-            f"The configuration is not valid: {error}.{_explained(str(error))}",
-            param=_param_of(str(error)),
+        text = str(error)
+        raise InvalidSetting(
+            f"The configuration is not valid: {text}.{_explained(text)}",
+            _path_of(text),
+            _param_of(text),
         ) from error
     if not config.cluster_key:  # now, and not when workers have loaded their models
         raise StartupError(
@@ -102,6 +113,15 @@ def filled_in(args: Any, environment: Mapping[str, str]) -> Any:
     return args
 
 
+def _path_of(error: str) -> str:
+    """The path of the setting that an error of msgspec is about."""
+    place = re.search(r" - at `\$\.?(.*)`$", error)
+    names = [place[1]] if place is not None and place[1] else []
+    if unknown := re.search(r"unknown field `(.*?)`", error):
+        names.append(unknown[1])
+    return ".".join(names)
+
+
 def _param_of(error: str) -> str | None:
     """The setting that an error of msgspec is about, such as `num_threads`; settings of a pool have
     its role in front, as flags have."""
@@ -116,6 +136,8 @@ def _param_of(error: str) -> str | None:
 def _explained(error: str) -> str:
     """What msgspec leaves out: the values that are possible where another one was given, or what
     the setting is."""
+    if "unknown field" in error:
+        return _nearest(_path_of(error))
     match = re.search(r" - at `\$\.(.+)`$", error)
     setting = setting_at(match[1]) if match is not None else None
     if setting is None or " field `" in error:  # then the path is that of the whole section
@@ -123,6 +145,19 @@ def _explained(error: str) -> str:
     if setting.values:
         return f" Supported: {', '.join(map(str, setting.values))}."
     return f" {setting.name}: {setting.help}."
+
+
+def _nearest(path: str) -> str:
+    """What was probably meant by a setting that there is not: one with nearly its name beside it,
+    or one of its name elsewhere."""
+    section, _, name = path.rpartition(".")
+    beside = setting_at(section) if section else None
+    struct = ServeConfig if not section else beside.section if beside is not None else None
+    near = get_close_matches(name, settings_of(struct), 1) if struct is not None else []
+    if near:
+        return f" Did you mean {near[0]}?"
+    places = [each for each in all_paths() if each.rpartition(".")[2] == name]
+    return f" {name} is a setting of {places[0].rpartition('.')[0]}." if places else ""
 
 
 def _check_origins(http: HttpConfig) -> None:

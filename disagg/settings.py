@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 import textwrap
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -98,3 +99,28 @@ def setting_at(path: str) -> Setting | None:
         setting = settings_of(struct).get(name) if struct is not None else None
         struct = setting.section if setting is not None else None
     return setting
+
+
+def all_paths(struct: type[msgspec.Struct] = ServeConfig, before: str = "") -> Iterator[str]:
+    """The paths of all settings, such as `tiers[].engine.dtype`."""
+    for name, setting in settings_of(struct).items():
+        yield before + name
+        if setting.section is not None:
+            marks = {VarTupleType: "[]", DictType: ".*"}
+            yield from all_paths(
+                setting.section, f"{before}{name}{marks.get(type(setting.kind), '')}."
+            )
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file, with the description of each setting."""
+    schema = msgspec.json.schema(ServeConfig)
+    structs: list[type[msgspec.Struct]] = [ServeConfig]
+    for struct in structs:
+        of_struct = schema["$defs"][struct.__name__]
+        of_struct["description"] = " ".join((struct.__doc__ or "").split("\n\n")[0].split())
+        for name, setting in settings_of(struct).items():
+            of_struct["properties"][name]["description"] = setting.description
+            if setting.section is not None and setting.section not in structs:
+                structs.append(setting.section)
+    return schema

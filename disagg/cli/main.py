@@ -20,6 +20,7 @@ VERBS = {
     "plan": "disagg.tools.plan.command",
     "sim": "disagg.tools.sim.command",
     "cascade": "disagg.tools.calibrate.command",
+    "config": "disagg.tools.config",
     "doctor": "disagg.tools.doctor.command",
 }
 

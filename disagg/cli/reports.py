@@ -17,7 +17,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What to serve, and where. It goes through a pipe, because it contains secrets."""
 
     config: ServeConfig
-    raw_config: dict[str, Any]  # the same without defaults; see `serve_config.raw_config`
+    raw_config: dict[str, Any]  # the same without defaults; see `serve_config.Layers`
     directory: str  # the run's directory, removed when the run ends
     log_directory: str
     ray_address: str | None

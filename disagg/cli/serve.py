@@ -15,10 +15,9 @@ from disagg.cli import process_tree
 from disagg.cli.lines import Lines
 from disagg.cli.reports import Order
 from disagg.cli.serve_arguments import add_arguments
-from disagg.cli.serve_config import config_from_arguments, raw_config
+from disagg.cli.serve_config import config_from_arguments, layers_of
 from disagg.cli.supervisor import Ended, Signals, Supervisor, keep_serving
 from disagg.config import ServeConfig
-from disagg.config_checks import parse_config
 from disagg.errors import StartupError
 from disagg.host import user_directory
 from disagg.models.fetched import Say
@@ -35,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     A server that breaks meanwhile is started again.
     """
     signals = Signals()
-    raw = raw_config(arguments)
-    config = parse_config(raw)
+    layers = layers_of(arguments)
+    raw, config = layers.raw, layers.config()
     logs = log_directory(arguments.log_dir, config.http.port)
     lines = Lines(arguments.log_format, logs / "disagg.log")
     with contextlib.closing(lines):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from disagg.cli.engine_arguments import add_engine_arguments, add_setting
 from disagg.config import HttpConfig, ServeConfig, TierConfig
+from disagg.errors import StartupError
 from disagg.settings import settings_of
 from disagg.text.answer_reader import NAMES as REASONING_PARSERS
 from disagg.text.tool_parsers.registry import NAMES as TOOL_CALL_PARSERS
@@ -50,6 +51,13 @@ NOT_NEEDED = {
     "--disable-log-requests": "the text of requests is never logged",
     "--no-enable-log-requests": "the text of requests is never logged",
 }
+
+_SWITCH = {"1": True, "true": True, "0": False, "false": False}
+# Flags of the command itself rather than of the deployment.
+OF_THE_COMMAND = (
+    *("config", "ray_address", "replace", "haproxy", "restart", "log_dir", "log_format"),
+    *("verb", "run", "words", "action", "json", "files", "all"),  # of `main` and `disagg config`
+)
 
 
 class PoolSize(NamedTuple):
@@ -91,24 +99,6 @@ def origins(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of origins") from error
 
 
-class _Noted(argparse.Action):
-    """Stores a value, and records in `given` that the user wrote the flag."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        if option_string is not None or values:
-            namespace.given = {
-                **getattr(namespace, "given", {}),
-                self.dest: option_string or values,
-            }
-
-
 class _OfVllm(argparse.Action):
     """Prints what a flag of vLLM is replaced by, and exits unless the flag is not needed."""
 
@@ -125,8 +115,54 @@ class _OfVllm(argparse.Action):
         print(f"disagg: {flag} is not needed: {NOT_NEEDED[flag]}.", file=sys.stderr)
 
 
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The flags that describe a deployment, by `dest`."""
+    return {
+        each.dest: each
+        for each in parser._actions
+        if each.option_strings and each.help != argparse.SUPPRESS
+        if each.dest not in (*OF_THE_COMMAND, "help")
+    }
+
+
+def variable_of(flag: argparse.Action) -> str:
+    """The environment variable that stands for a flag."""
+    return "DISAGG_" + flag.option_strings[0].removeprefix("--").replace("-", "_").upper()
+
+
+def given_in(
+    environment: Mapping[str, str], flags: Mapping[str, argparse.Action]
+) -> dict[str, Any]:
+    """The values of flags in environment variables, by `dest`.
+
+    Raises:
+        StartupError: a variable has no valid value.
+    """
+    given = {}
+    for dest, flag in flags.items():
+        text = environment.get(variable_of(flag))
+        # Kubernetes sets DISAGG_PORT=tcp://... in pods beside a service that is named disagg.
+        if text is not None and not text.startswith("tcp://"):
+            try:
+                given[dest] = _value(flag, text)
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                raise StartupError(f"{variable_of(flag)} in the environment: {error}") from error
+    return given
+
+
+def _value(flag: argparse.Action, text: str) -> Any:
+    """Raises `ValueError` or `argparse.ArgumentTypeError`."""
+    if flag.nargs == 0:  # a switch
+        if text.lower() not in _SWITCH:
+            raise ValueError(f"{text!r} is neither 1 (true) nor 0 (false)")
+        return _SWITCH[text.lower()]
+    if flag.choices is not None and text not in flag.choices:
+        raise ValueError(f"{text!r} is none of {', '.join(flag.choices)}")
+    kind: Any = flag.type or str
+    return [kind(word) for word in text.split()] if flag.nargs == "*" else kind(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.register("action", None, _Noted)
     model = settings_of(TierConfig)["model"].description
     parser.add_argument(
         "model",
@@ -140,6 +176,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_serving_arguments(parser.add_argument_group("serving"))
     add_engine_arguments(parser.add_argument_group("engine (names follow vLLM)"))
     _add_cluster_arguments(parser.add_argument_group("cluster"))
+    # What describes a deployment is in the namespace only if it is given: a file may say it, too.
+    for action in parser._actions:
+        if action.dest not in OF_THE_COMMAND:
+            action.default = argparse.SUPPRESS
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for flag in NOT_SUPPORTED:
         parser.add_argument(flag, action=_OfVllm, nargs="?", **hidden)
@@ -150,7 +190,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
     for name in ("host", "port", "ssl_certfile", "ssl_keyfile"):
         add_setting(group, HttpConfig, name)
-    add_setting(group, HttpConfig, "api_key", default=os.environ.get("DISAGG_API_KEY"))
+    add_setting(group, HttpConfig, "api_key")
     add_setting(group, HttpConfig, "api_keys_file", metavar="FILE")
     add_setting(group, HttpConfig, "metrics_key", metavar="KEY")
     add_setting(group, HttpConfig, "allowed_origins", type=origins, metavar="ORIGINS")
@@ -217,8 +257,9 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--config",
-        help="YAML or JSON file that describes the whole deployment, or a YAML file of Ray Serve;"
-        " flags that describe the deployment are refused beside it",
+        help="YAML or JSON file that describes a deployment, or a YAML file of Ray Serve;"
+        " environment variables (DISAGG_PORT for --port) replace its settings, and flags replace"
+        " both",
     )
     group.add_argument(
         "--ray-address",

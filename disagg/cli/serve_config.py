@@ -1,206 +1,278 @@
-"""Builds a `ServeConfig` from the flags of `disagg serve` or from a file."""
+"""Builds a `ServeConfig`: a file, over it environment variables, over them flags."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from disagg.cli.serve_arguments import DEFAULT_MODEL, PoolSize, add_arguments
+from disagg.cli.config_file import ConfigFile, read_config_file, read_yaml
+from disagg.cli.serve_arguments import (
+    DEFAULT_MODEL,
+    OF_THE_COMMAND,
+    PoolSize,
+    add_arguments,
+    flags_of,
+    given_in,
+    variable_of,
+)
 from disagg.config import ASSETS, EngineConfig, HttpConfig, ServeConfig, TierConfig, TransferPrior
-from disagg.config_checks import filled_in, parse_config
+from disagg.config_checks import InvalidSetting, parse_config
 from disagg.errors import StartupError
 from disagg.host import read_memory
 
 BUNDLED = ("demo-small", "demo-large")
 STORE_SHARE = 16  # the embedded store gets one sixteenth of the free memory
 LEAST_STORE_NBYTES, MOST_STORE_NBYTES = 32 << 20, 1 << 30
+# Settings whose flags have another form: a number or range of workers, a file, one word per model.
+OF_ANOTHER_FORM = {
+    *("prefill", "decode", "engine", "http", "tiers", "cascade", "tenants"),
+    *("model", "revision", "served_model_name"),
+}
 
-# Keys of Ray Serve's YAML that `disagg serve` accepts.
-OF_SERVE = {"applications", "http_options", "proxy_location"}
-OF_AN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
-HTTP_OPTIONS = {"host", "port"}
-
-# Flags of the command itself rather than of the deployment; --config allows these beside it.
-OF_THE_COMMAND = (
-    "config",
-    "ray_address",
-    "replace",
-    "haproxy",
-    "restart",
-    "log_dir",
-    "log_format",
-)
+Given = Mapping[str, Any]  # values by the `dest` of their flags
 
 
-def _store_nbytes(configured: int | None) -> int:
+class Layers(NamedTuple):
+    """A configuration as plain data, and how it came about.
+
+    base: the file, or the models of the command.
+    environment: the same with environment variables.
+    raw: the same with flags; all of it that is not a default.
+    """
+
+    file: ConfigFile | None
+    base: dict[str, Any]
+    environment: dict[str, Any]
+    raw: dict[str, Any]
+
+    def config(self) -> ServeConfig:
+        """Raises `StartupError`, which names the file and line, or the variable, at fault."""
+        try:
+            return parse_config(self.raw)
+        except StartupError as error:
+            raise self._placed(error) from error
+
+    def origin(self, path: str) -> str:
+        """Where a setting was set: `serve.yaml, line 3`, `DISAGG_PORT`, `--port`; "" nowhere."""
+        value = value_at(self.raw, path)
+        if value != value_at(self.environment, path):
+            return _name_of(path).flag
+        if value != value_at(self.base, path):
+            return _name_of(path).variable
+        if self.file is not None and (line := self._line(path)):
+            return f"{self.file.path}, line {line}"
+        return ""
+
+    def _line(self, path: str) -> int | None:
+        assert self.file is not None
+        return self.file.lines.get(path) or self.file.lines.get(path.partition("[...]")[0])
+
+    def _placed(self, error: StartupError) -> StartupError:
+        """The error with the place of its setting; a flag is named by the command."""
+        for path in self._paths_of(error):
+            origin = self.origin(path)
+            if origin.startswith("--"):
+                break
+            if origin:
+                return StartupError(f"{origin}: {error.message}")
+        return error
+
+    def _paths_of(self, error: StartupError) -> list[str]:
+        if isinstance(error, InvalidSetting):
+            return [error.path]
+        if error.param is None:
+            return []
+        return [path for path, _ in settings_in(self.raw) if _name_of(path).dest == error.param]
+
+
+def value_at(raw: Any, path: str) -> Any:
+    """The value of a setting such as `tiers[0].engine.dtype`; None if there is none."""
+    for name in path.replace("[", ".[").split("."):
+        match raw:
+            case dict():
+                raw = raw.get(name)
+            case list() | tuple() if name[1:-1].isdigit() and int(name[1:-1]) < len(raw):
+                raw = raw[int(name[1:-1])]
+            case _:
+                return None
+    return raw
+
+
+def settings_in(raw: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All values below a section, with their paths."""
+    match raw:
+        case dict() if raw:
+            for name, value in raw.items():
+                yield from settings_in(value, f"{path}.{name}" if path else str(name))
+        case list() | tuple() if any(isinstance(each, dict) for each in raw):
+            for number, value in enumerate(raw):
+                yield from settings_in(value, f"{path}[{number}]")
+        case _:
+            yield path, raw
+
+
+class _Name(NamedTuple):
+    dest: str
+    flag: str
+    variable: str
+
+
+def _name_of(path: str) -> _Name:
+    """The flag and the environment variable of a setting; if it has none, their common words."""
+    *before, name = path.rpartition("]")[2].lstrip(".").split(".")
+    dests = [f"{before[-1]}_{name}" if before[-1:] in (["prefill"], ["decode"]) else name, name]
+    if name in ("num_replicas", "autoscaling", "min_replicas", "max_replicas") and before:
+        dests = [each for each in before if each in ("prefill", "decode")]
+    flags = flags_of_serve()
+    for dest in dests:
+        if dest in flags:
+            return _Name(dest, flags[dest].option_strings[0], variable_of(flags[dest]))
+    return _Name(name, "a flag", "the environment")
+
+
+@functools.cache
+def flags_of_serve() -> dict[str, argparse.Action]:
+    """The flags that describe a deployment, by `dest`."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return flags_of(parser)
+
+
+def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
+    """The validated configuration of a command."""
+    return layers_of(arguments).config()
+
+
+def layers_of(arguments: argparse.Namespace) -> Layers:
+    """
+    Raises:
+        StartupError: a file cannot be read, a variable has no valid value, or flags contradict
+            each other.
+    """
+    given = {name: value for name, value in vars(arguments).items() if name not in OF_THE_COMMAND}
+    of_environment = given_in(os.environ, flags_of_serve())
+    models = given.get("model")
+    if arguments.config:
+        if models:
+            raise StartupError(
+                f"{arguments.config} names its models, so {' '.join(models)} beside --config would"
+                " have no effect; put them into the file.",
+                param="config",
+            )
+        file = read_config_file(arguments.config)
+        base = dict(file.raw)
+        if not base.get("cluster_key"):
+            base["cluster_key"] = _new_key()
+        http = base.get("http")
+        if isinstance(http, dict) and http.keys() & {"api_keys", "api_keys_file"}:
+            of_environment.pop("api_key", None)  # it is that of a client, such as `disagg chat`
+    else:
+        file = None
+        base = {
+            "tiers": [{"model": model} for model in models or [DEFAULT_MODEL]],
+            "cold_tier_nbytes": _store_nbytes(),
+            "link_host": None if arguments.ray_address else "127.0.0.1",
+            "cluster_key": _new_key(),
+        }
+    environment = overlaid(base, of_environment)
+    return Layers(file, base, environment, overlaid(environment, given))
+
+
+def overlaid(raw: dict[str, Any], given: Given) -> dict[str, Any]:
+    """A configuration with other values for what is given. What is no section stays as it is, for
+    `parse_config` to refuse."""
+    made = {**raw, **_of(given, ServeConfig)}
+    if given.get("no_redis"):
+        made["cold_tier_nbytes"] = 0
+    if "doctor_report" in given:
+        made["transfer_prior"] = _transfer_prior(given["doctor_report"])
+    http = _of(given, HttpConfig)
+    if "tenants" in given:
+        http["api_keys"], made["tenants"] = _tenants(given["tenants"])
+    if http:
+        made["http"] = _over(raw.get("http"), http)
+    tiers = raw.get("tiers")
+    if isinstance(tiers, list) and all(isinstance(tier, dict) for tier in tiers):
+        made["tiers"] = _tiers(tiers, given)
+        if "cascade" in given:
+            models = [str(tier.get("model")) for tier in tiers]
+            made["cascade"] = _cascade_section(given["cascade"], models)
+    return made
+
+
+def _tiers(tiers: list[dict[str, Any]], given: Given) -> list[dict[str, Any]]:
+    """The tiers, each with what is given for all or for it."""
+    names = ("revision", "served_model_name")
+    for name, what in zip(names, ("revisions", "served names"), strict=True):
+        _check_one_per_model(len(tiers), given.get(name) or [], what, name)
+    made = []
+    for number, tier in enumerate(tiers):
+        own = {name: given[name][number] for name in names if given.get(name)}
+        sections = {"engine": _of(given, EngineConfig)}
+        sections |= {role: _pool(given, role, tier.get(role)) for role in ("prefill", "decode")}
+        made.append(
+            {
+                **tier,
+                **_of(given, TierConfig),
+                **own,
+                **{name: _over(tier.get(name), each) for name, each in sections.items() if each},
+            }
+        )
+    return made
+
+
+def _of(given: Given, struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """What is given of the settings of a struct."""
+    names = set(struct.__struct_fields__) - OF_ANOTHER_FORM
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _over(section: Any, values: dict[str, Any]) -> Any:
+    if section is None:
+        return values
+    return {**section, **values} if isinstance(section, dict) else section
+
+
+def _store_nbytes() -> int:
     """Size of the embedded store. It fills up within minutes, so it must leave workers room."""
-    if configured is not None:
-        return configured
     _, available = read_memory()
     return max(LEAST_STORE_NBYTES, min(MOST_STORE_NBYTES, available // STORE_SHARE))
 
 
-def _refuse_beside_config(arguments: argparse.Namespace) -> None:
-    """Raises `StartupError` if the user gave a flag that describes the deployment."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    given = {
-        dest: word if isinstance(word, str) else "MODEL"
-        for dest, word in getattr(arguments, "given", {}).items()
-    }
-    for dest, default in vars(parser.parse_args([])).items():  # switches are not in `given`
-        if getattr(arguments, dest) != default:
-            given.setdefault(dest, f"--{dest.replace('_', '-')}")
-    beside = sorted(word for dest, word in given.items() if dest not in OF_THE_COMMAND)
-    if beside:
-        raise StartupError(
-            f"--config describes the whole deployment, so {', '.join(beside)} would have no effect;"
-            f" put the setting into {arguments.config}, or leave --config out.",
-            param="config",
-        )
-
-
-def config_from_arguments(arguments: argparse.Namespace) -> ServeConfig:
-    """The flags, or the file given by --config, as a validated configuration."""
-    return parse_config(raw_config(arguments))
-
-
-def raw_config(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The configuration as plain data. With --config it holds only what the file sets."""
-    if arguments.config:
-        _refuse_beside_config(arguments)
-        raw = _read_config_file(Path(arguments.config))
-        if "applications" in raw:
-            raw = _of_serve(raw, arguments.config)
-        http = raw.get("http") or {}
-        if (
-            arguments.api_key
-            and isinstance(http, dict)
-            and not http.keys() & {"api_key", "api_keys"}
-        ):
-            raw["http"] = {**http, "api_key": arguments.api_key}  # from DISAGG_API_KEY
-        return {**raw, "cluster_key": raw.get("cluster_key") or _new_key()}
-    models = arguments.model or [DEFAULT_MODEL]
-    names, revisions = arguments.served_model_name, arguments.revision
-    _check_one_per_model(models, names, "served names", "served_model_name")
-    _check_one_per_model(models, revisions, "revisions", "revision")
-    sections = {
-        "prefill": _pool(arguments, "prefill"),
-        "decode": _pool(arguments, "decode"),
-        "engine": _given(arguments, EngineConfig),
-        "ttft_slo_s": arguments.ttft_slo_s,  # also where it is none
-    }
-    tiers = [
-        {
-            **_given(arguments, TierConfig),
-            **sections,
-            "model": model,
-            "revision": revision,
-            "served_model_name": name,
-        }
-        for model, name, revision in zip(
-            models, names or [None] * len(models), revisions or [None] * len(models), strict=True
-        )
-    ]
-    api_keys, tenants = _tenants(arguments.tenants)
-    nbytes = arguments.cold_tier_nbytes
-    return {
-        **_given(arguments, ServeConfig),
-        "tiers": tiers,
-        "tenants": tenants,
-        "cascade": _cascade_section(arguments.cascade, models),
-        "http": {**_given(arguments, HttpConfig), "api_keys": api_keys},
-        "transfer_prior": _transfer_prior(arguments.doctor_report),
-        "cold_tier_nbytes": 0 if arguments.no_redis else _store_nbytes(nbytes),
-        "link_host": None if arguments.ray_address else "127.0.0.1",
-        "cluster_key": _new_key(),
-    }
-
-
-def _given(arguments: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """The settings of a struct that have a flag and a value."""
-    values = ((name, getattr(arguments, name, None)) for name in struct.__struct_fields__)
-    return {name: value for name, value in values if value is not None}
-
-
-def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """Read the configuration from a YAML file of Ray Serve (the format of `serve deploy`).
-
-    Raises:
-        StartupError: the file is for another application, has settings that only `serve deploy`
-            supports, or needs an environment variable that is not set.
-    """
-    match raw:
-        case {
-            "applications": [
-                {"import_path": "disagg.app.build:build", "args": dict(args)} as application
-            ]
-        }:
-            pass
-        case _:
-            raise StartupError(
-                f"{file} is a YAML file of Ray Serve, but its only application must be disagg"
-                " (import_path: disagg.app.build:build, with args).",
-                param="config",
-            )
-    options = raw.get("http_options") or {}
-    if not isinstance(options, dict):
-        raise StartupError(f"http_options in {file} is not a mapping.", param="config")
-    for place, given, known in (
-        ("", raw, OF_SERVE),
-        (" of the application", application, OF_AN_APPLICATION),
-        (" of http_options", options, HTTP_OPTIONS),
-    ):
-        unread = sorted(map(str, given.keys() - known))
-        if unread:
-            raise StartupError(
-                f"`disagg serve` does not support {', '.join(unread)}{place} in {file}; leave it"
-                " out, use a setting in args instead, or use `serve deploy`.",
-                param="config",
-            )
-    if application.get("route_prefix", "/") != "/":
-        raise StartupError(
-            f"`disagg serve` serves at / only, but {file} sets route_prefix to"
-            f" {application['route_prefix']}; change it to /, or use `serve deploy`.",
-            param="config",
-        )
-    config: dict[str, Any] = filled_in(args, os.environ)
-    http = config.get("http") or {}
-    if not isinstance(http, dict):
-        return config  # parse_config refuses it with a message that names the place
-    return {**config, "http": {**options, **http}}
-
-
-def _check_one_per_model(models: list[str], given: list[str], what: str, param: str) -> None:
+def _check_one_per_model(num_models: int, given: list[str], what: str, param: str) -> None:
     """Raises `StartupError` if a flag with one value per model has another number of values."""
-    if given and len(given) != len(models):
+    if given and len(given) != num_models:
         raise StartupError(
-            f"There {'is 1 model' if len(models) == 1 else f'are {len(models)} models'}, and the"
+            f"There {'is 1 model' if num_models == 1 else f'are {num_models} models'}, and the"
             f" flag got {len(given)} {what}: {', '.join(given)}. Give one per model, and put the"
             " models before this flag, because it takes all words that follow it.",
             param=param,
         )
 
 
-def _pool(arguments: argparse.Namespace, role: str) -> dict[str, Any]:
-    """A pool's section. A scaled pool starts with its minimum, and with one worker at least."""
-    size: PoolSize | None = getattr(arguments, role)
+def _pool(given: Given, role: str, before: Any) -> dict[str, Any]:
+    """What is given of a pool. A scaled one starts with its minimum, and with a worker at least."""
     settings = {
-        "num_gpus": arguments.num_gpus,
-        "tensor_parallel_size": getattr(arguments, f"{role}_tensor_parallel_size"),
-        "nnodes": getattr(arguments, f"{role}_nnodes"),
+        "num_gpus": given.get("num_gpus"),
+        "tensor_parallel_size": given.get(f"{role}_tensor_parallel_size"),
+        "nnodes": given.get(f"{role}_nnodes"),
     }
     settings = {key: value for key, value in settings.items() if value is not None}
+    size: PoolSize | None = given.get(role)
     if size is None:
         return settings
     if size.least == size.most:
-        return {"num_replicas": size.least, **settings}
+        fixed = (
+            {"autoscaling": None} if isinstance(before, dict) and "autoscaling" in before else {}
+        )
+        return {"num_replicas": size.least, **fixed, **settings}
     limits = {"min_replicas": size.least, "max_replicas": size.most}
     return {"num_replicas": max(1, size.least), "autoscaling": limits, **settings}
 
@@ -211,9 +283,7 @@ class _DoctorReport(msgspec.Struct):
     transfer_prior: TransferPrior | None = None
 
 
-def _transfer_prior(path: str | None) -> TransferPrior | None:
-    if path is None:
-        return None
+def _transfer_prior(path: str) -> TransferPrior:
     try:
         prior = msgspec.json.decode(Path(path).read_bytes(), type=_DoctorReport).transfer_prior
     except (OSError, msgspec.DecodeError) as error:
@@ -229,11 +299,9 @@ def _transfer_prior(path: str | None) -> TransferPrior | None:
     return prior
 
 
-def _tenants(file: str | None) -> tuple[Any, Any]:
+def _tenants(file: str) -> tuple[Any, Any]:
     """Read the sections `api_keys` and `tenants` of a file."""
-    if file is None:
-        return {}, {}
-    raw = _read_config_file(Path(file), param="tenants")
+    raw, _ = read_yaml(Path(file), param="tenants")
     if "api_keys" not in raw or not set(raw) <= {"api_keys", "tenants"}:
         raise StartupError(
             f"{file} must have the section api_keys, may have the section tenants, and must have"
@@ -245,17 +313,15 @@ def _tenants(file: str | None) -> tuple[Any, Any]:
 
 def bundled_cascade() -> Any:
     """The `cascade` section that was calibrated for demo-small and demo-large."""
-    return _read_config_file(ASSETS / "cascade.yaml")["cascade"]
+    return read_yaml(ASSETS / "cascade.yaml")[0]["cascade"]
 
 
-def _cascade_section(file: str | None, models: list[str]) -> Any:
+def _cascade_section(file: str, models: list[str]) -> Any:
     """The `cascade` section for --cascade.
 
     Args:
-        file: None without --cascade, "" for --cascade without a file.
+        file: "" for --cascade without a file.
     """
-    if file is None:
-        return None
     if not file:
         if models == list(BUNDLED):  # the bundled prompt judge was trained for these two only
             return bundled_cascade()
@@ -266,7 +332,7 @@ def _cascade_section(file: str | None, models: list[str]) -> Any:
             " put the models before this flag.",
             param="cascade",
         )
-    raw = _read_config_file(Path(file), param="cascade")
+    raw, _ = read_yaml(Path(file), param="cascade")
     if set(raw) != {"cascade"}:
         raise StartupError(
             f"{file} must have a cascade section and nothing else; `disagg cascade calibrate"
@@ -278,44 +344,3 @@ def _cascade_section(file: str | None, models: list[str]) -> Any:
 
 def _new_key() -> str:
     return secrets.token_hex(32)
-
-
-def _yaml_documents(text: str) -> list[Any]:
-    """The documents of a YAML file. Of a key that is there twice, PyYAML would take the last."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def compose_mapping_node(self, anchor: Any) -> Any:
-            node = super().compose_mapping_node(anchor)
-            seen = set()
-            for key, _ in node.value:
-                if (key.tag, str(key.value)) in seen:
-                    raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is there twice",
-                                               problem_mark=key.start_mark)  # fmt: skip
-                seen.add((key.tag, str(key.value)))
-            return node
-
-    return list(yaml.load_all(text, Loader))
-
-
-def _read_config_file(path: Path, param: str = "config") -> dict[str, Any]:
-    import yaml
-
-    try:
-        documents = _yaml_documents(path.read_text())
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise StartupError(
-            f"Cannot read the configuration {path}: {error}.", param=param
-        ) from error
-    if any(isinstance(each, dict) and each.get("kind") == "RayService" for each in documents):
-        raise StartupError(
-            f"{path} is a file for KubeRay: `kubectl apply -f {path}` deploys it. To serve the same"
-            " on this machine, save the text of its serveConfigV2 in a separate file.",
-            param=param,
-        )
-    if len(documents) != 1 or not isinstance(documents[0], dict):
-        raise StartupError(
-            f"The configuration {path} must be one YAML document with keys and values.",
-            param=param,
-        )
-    return documents[0]

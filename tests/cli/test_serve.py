@@ -301,29 +301,6 @@ def test_a_pool_size_that_cannot_be_read_is_refused(
     assert size in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--port", "9000"], "--port"),
-        (["--port", "8000"], "--port"),  # its default, which the file may contradict
-        (["--no-redis"], "--no-redis"),
-        (["--no-enable-prefix-caching"], "--enable-prefix-caching"),
-        (["--max-model-len", "512", "--prefill", "2"], "--max-model-len, --prefill would"),
-        (["demo-large"], "MODEL"),
-    ],
-)
-def test_flags_that_a_file_would_replace_are_refused(
-    tmp_path: Path, words: list[str], named: str
-) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("tiers: [{model: demo-small}]\nhttp: {port: 9001}\n")
-    with pytest.raises(StartupError, match=named) as refused:
-        config_of("--config", str(file), *words)
-    assert "would have no effect" in refused.value.message
-    beside = config_of("--config", str(file), "--ray-address", "auto", "--no-haproxy")
-    assert beside.http.port == 9001
-
-
 def test_the_store_takes_a_share_of_the_memory_that_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -364,27 +341,16 @@ def test_no_store_is_started_that_no_worker_would_use(
     assert bool(started) == is_started
 
 
-def test_a_key_of_the_environment_guards_a_deployment_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("tiers: [{model: demo-small}]\nhttp: {port: 9001}\n")
-    monkeypatch.setenv("DISAGG_API_KEY", "of-the-environment")
-    assert config_of("--config", str(file)).http.api_key == "of-the-environment"
-    file.write_text("tiers: [{model: demo-small}]\nhttp: {api_key: of-the-file}\n")
-    assert config_of("--config", str(file)).http.api_key == "of-the-file"
-
-
 def test_a_model_by_name_is_fetched_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
-    def is_fetched(name: str, say: object, is_stopped: object) -> bool:
+    def is_fetched(name: str, revision: object, say: object, is_stopped: object) -> bool:
         asked.append(name)
         return False  # a signal came meanwhile
 
-    monkeypatch.setattr(serve, "fetch", is_fetched)
+    monkeypatch.setattr(serve, "fetch_model", is_fetched)
     monkeypatch.setattr(serve, "Supervisor", None)
     assert main(["serve", "smollm2", "--log-dir", str(tmp_path)]) == 0
     assert asked == ["smollm2"]
