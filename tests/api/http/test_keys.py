@@ -26,7 +26,7 @@ class Clock:
 def tenant_of(check: KeyCheck, key: str | None) -> str | None:
     """None: refused."""
     headers = {} if key is None else {b"authorization": b"Bearer " + key.encode()}
-    request: Any = SimpleNamespace(headers=headers, tenant="nobody")
+    request: Any = SimpleNamespace(headers=headers, tenant="nobody", is_own=False)
     try:
         check(request)
     except Unauthorized:
