@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import openai
 
@@ -61,6 +62,21 @@ async def streamed(url: str, model: str, kill: Callable[[], None]) -> list[str]:
         texts = await asyncio.gather(*[stream(client, index) for index in range(NUM_STREAMS)])
     assert num_kills == 1
     return texts
+
+
+def while_held(held: Path, kill: Callable[[], None]) -> Callable[[], None]:
+    """`kill` for `streamed`, of a rank that ends no stream before.
+
+    Args:
+        held: what the server has as `DISAGG_TEST_HELD` (`stand_in/sitecustomize.py`).
+    """
+    held.touch()
+
+    def kill_and_let_go() -> None:
+        kill()
+        held.unlink()
+
+    return kill_and_let_go
 
 
 def has_moved(url: str) -> bool:

@@ -18,14 +18,21 @@ import pytest
 
 from tests.e2e.command import DONE, Command, Streams, until, with_stand_in
 from tests.e2e.single_engine import SingleEngine
-from tests.e2e.streams import PROMPTS, assert_same_text, has_moved, streamed, streams_of
+from tests.e2e.streams import (
+    PROMPTS,
+    assert_same_text,
+    has_moved,
+    streamed,
+    streams_of,
+    while_held,
+)
 from tests.e2e.test_serve import num_pulls, second_rank, until_pulled
 from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 LONG = 1500  # tokens of a stream that is to be under way when a signal arrives
-HELD = "held"  # while such a file is in the server's home, ranks end no stream
+HELD = "held"  # as `while_held` wants it
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +79,7 @@ async def test_no_stream_notices_that_a_rank_was_killed(
     not waited for."""
     expected = streams_of(reference)
     (worker,) = server.named("tiny-decode")
-    rank, held = second_rank(worker), home / HELD
-
-    def kill() -> None:
-        rank.kill()
-        held.unlink()
-
-    held.touch()
+    kill = while_held(home / HELD, second_rank(worker).kill)
     assert await streamed(server.url, "tiny", kill) == expected
     assert has_moved(server.url)
     until(lambda: not worker.is_running(), why=lambda: f"{worker} has outlived its rank")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle, product
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from disagg.kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.ops import Scores
 from disagg.models.decoder import Decoder
+from tests.grids import some
 from tests.kernels.paged_inputs import LAYER, PagedInputs, copy_of, on_grid, paged_inputs
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
 
@@ -87,16 +90,18 @@ def test_paged_attention_in_half_precision() -> None:
     _assert_close(out, expected, HALF)
 
 
-@pytest.mark.parametrize("name", WITH_SCALES)
+SIZES = [(1, 64, 16, None), (3, 80, 64, None), (7, 20, 5, 50), (2, 16, 1, None), (4, 128, 128, 50)]
+
+
 @pytest.mark.parametrize(
-    ("group", "head_dim", "block_size", "window"),
-    [(1, 64, 16, None), (3, 80, 64, None), (7, 20, 5, 50), (2, 16, 1, None), (4, 128, 128, 50)],
+    ("sizes", "name"),
+    some([*zip(2 * SIZES, cycle(WITH_SCALES))], product(SIZES, WITH_SCALES)),
 )
-def test_paged_attention_with_scales(
-    group: int, head_dim: int, block_size: int, window: int | None, name: str
-) -> None:
-    sizes = {"group": group, "head_dim": head_dim, "block_size": block_size}
-    out, expected = _attend(MIXED, window, 2, format=FORMATS[name], **sizes)
+def test_paged_attention_with_scales(sizes: tuple[int, int, int, int | None], name: str) -> None:
+    """Two formats of all sizes, and each format with and without a window."""
+    group, head_dim, block_size, window = sizes
+    given = {"group": group, "head_dim": head_dim, "block_size": block_size}
+    out, expected = _attend(MIXED, window, 2, format=FORMATS[name], **given)
     _assert_close(out, expected, SINGLE)
 
 
@@ -256,10 +261,16 @@ def test_a_nan_reaches_the_scale(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of casts and of inf - inf
-@pytest.mark.parametrize("name", ["", *WITH_SCALES])
-@pytest.mark.parametrize("row", [3, 4, 5], ids=["in pieces", "a draft", "a prompt"])
+@pytest.mark.parametrize(
+    ("row", "name"),
+    some(
+        [(3, ""), (4, ""), (5, ""), *zip((3, 4, 5), WITH_SCALES, strict=True)],
+        product((3, 4, 5), WITH_SCALES),
+    ),
+)
 def test_nan_of_a_sequence_stays_and_is_its_own(row: int, name: str) -> None:
-    """Beside sequences with which it shares tiles, pieces and blocks of the cache."""
+    """Beside sequences with which it shares tiles, pieces and blocks of the cache: one that is in
+    pieces (3), a draft (4) and a prompt (5)."""
     inputs = paged_inputs(MIXED, group=2, format=FORMATS[name] if name else None)
     _onto_grid(inputs)
     expected = inputs.expected(None)

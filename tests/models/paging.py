@@ -119,3 +119,12 @@ def run_step(
     for row, (sequence, count) in zip(logits, work, strict=True):
         sequence.num_computed += count
         sequence.logits.append(row)
+
+
+def logits_of(decoder: Decoder) -> Tensor:
+    """Of a prompt in two chunks and of two tokens after it, in float32."""
+    slab = new_slab(decoder.config, 16, 4, torch.float32)
+    tokens = Tokens([3 * place % 97 for place in range(40)], list(range(10)))
+    for count in (20, 13, 1, 1):
+        run_step(decoder, slab, [(tokens, count)], 4)
+    return torch.stack(tokens.logits)

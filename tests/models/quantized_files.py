@@ -11,9 +11,9 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from disagg.models.description import describe_model
+from disagg.models.share import WHOLE, Share
+from disagg.models.weights import load_weights
 from tests.models.checkpoints import (
     VARIANTS,
     Checkpoint,
@@ -69,6 +72,27 @@ def write_quantized(
         write_files(place, files)
     family = getattr(transformers, f"{VARIANTS[variant][0]}ForCausalLM")
     return Checkpoint(quantized, lambda: family.from_pretrained(floats).eval())
+
+
+def all_tensors(
+    directory: Path,
+    share: Share = WHOLE,
+    *,
+    dtype: torch.dtype = torch.float32,
+    keeps_packed: Literal["gpu", "cpu"] | None = None,
+) -> dict[str, Any]:
+    """What a rank loads of a model, by name; of layers, with their number."""
+    model = describe_model(directory)
+    weights = load_weights(
+        model, dtype, torch.device("cpu"), share=share, keeps_packed=keeps_packed
+    )
+    found: dict[str, Any] = {
+        name: getattr(weights, name) for name in ("embedding", "norm", "lm_head")
+    }
+    for index, layer in enumerate(weights.layers):
+        own = {each.name: getattr(layer, each.name) for each in fields(layer)}
+        found |= {f"{index}.{name}": each for name, each in own.items() if each is not None}
+    return found
 
 
 def _quantize(floats: Path, quantized: Path, kind: str, with_head: bool) -> None:

@@ -6,7 +6,6 @@ the two.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,6 @@ from disagg.capacity.shapes import shape_of
 from disagg.capacity.worker_steps import step_times
 from disagg.config import EngineConfig
 from disagg.engine.device.check import choose
-from disagg.errors import ModelError
 from disagg.kernels import reference
 from disagg.kernels.activation import Activation
 from disagg.kernels.cpu.linear import PlainLinear
@@ -35,9 +33,8 @@ from disagg.models.description import describe_model
 from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.quantized_values import Quantized
 from disagg.models.share import WHOLE, Share
-from disagg.models.weights import load_weights
-from tests.models.paging import Tokens, new_slab, run_step
-from tests.models.quantized_files import KINDS, write_quantized
+from tests.models.paging import logits_of
+from tests.models.quantized_files import KINDS, all_tensors, write_quantized
 from tests.models.rank_threads import on_ranks
 from tests.models.test_ranks import compute, eight_heads
 
@@ -91,25 +88,14 @@ def same(token: Tensor) -> Tensor:
     return token
 
 
-def _all(directory: Path, share: Share, *, keeps_packed: bool) -> dict[str, Any]:
-    model = describe_model(directory)
-    keeper: Literal["gpu"] | None = "gpu" if keeps_packed else None
-    weights = load_weights(model, torch.float32, CPU, share=share, keeps_packed=keeper)
-    found = {"embedding": weights.embedding, "norm": weights.norm, "lm_head": weights.lm_head}
-    for index, layer in enumerate(weights.layers):
-        own = {each.name: getattr(layer, each.name) for each in fields(layer)}
-        found |= {f"{index}.{name}": each for name, each in own.items() if each is not None}
-    return found
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_kept_stands_for_the_same_floats(kind: str, tmp_path: Path) -> None:
     directory = write_quantized(tmp_path, "llama", kind, **eight_heads("llama")).directory
     model = describe_model(directory)
     num_packed = {}
     for share in (WHOLE, Share(0, 2), Share(1, 2)):
-        found = _all(directory, share, keeps_packed=True)
-        wanted = _all(tmp_path / "floats", share, keeps_packed=False)
+        found = all_tensors(directory, share, keeps_packed="gpu")
+        wanted = all_tensors(tmp_path / "floats", share)
         assert found.keys() == wanted.keys()
         kept = [each for each in found.values() if isinstance(each, PackedMatrix)]
         num_packed[share] = len(kept)
@@ -149,16 +135,12 @@ def test_what_is_kept_stands_for_the_same_floats(kind: str, tmp_path: Path) -> N
 )
 def test_logits_are_those_of_the_widened_weights(variant: str, kind: str, tmp_path: Path) -> None:
     model = describe_model(write_quantized(tmp_path, variant, kind).directory)
-    logits = []
-    for ops in (FakeGpuOps(), TorchOps()):
-        decoder = load_model(model, torch.float32, CPU, ops=ops)
-        slab = new_slab(model.config, 16, 4, torch.float32)
-        tokens = Tokens([3 * place % 97 for place in range(40)], list(range(10)))
-        for count in (20, 13, 1, 1):
-            run_step(decoder, slab, [(tokens, count)], 4)
-        logits.append(torch.stack(tokens.logits))
-    assert logits[1].abs().max() > 0.5
-    torch.testing.assert_close(logits[0], logits[1], atol=2e-5, rtol=0)
+    found, wanted = (
+        logits_of(load_model(model, torch.float32, CPU, ops=ops))
+        for ops in (FakeGpuOps(), TorchOps())
+    )
+    assert wanted.abs().max() > 0.5
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "packed with zeros", "gptq"])
@@ -167,8 +149,8 @@ def test_a_head_keeps_its_bits(kind: str, tmp_path: Path) -> None:
     directory = write_quantized(tmp_path, "llama", kind, with_head=True).directory
     model = describe_model(directory)
     for share in (WHOLE, Share(0, 2), Share(1, 2)):
-        found = _all(directory, share, keeps_packed=True)
-        wanted = _all(tmp_path / "floats", share, keeps_packed=False)["lm_head"]
+        found = all_tensors(directory, share, keeps_packed="gpu")
+        wanted = all_tensors(tmp_path / "floats", share)["lm_head"]
         assert isinstance(found["lm_head"], PackedMatrix)
         assert torch.equal(found["lm_head"].widened(torch.float32), wanted)
         nbytes = sum(each.nbytes for each in found.values())
@@ -195,8 +177,8 @@ def test_experts_keep_their_bits(
     directory = write_quantized(tmp_path, "qwen2-moe", kind, **sizes).directory
     model = describe_model(directory)
     for share in (WHOLE, Share(0, 2), Share(1, 2)):
-        found = _all(directory, share, keeps_packed=True)
-        wanted = _all(tmp_path / "floats", share, keeps_packed=False)
+        found = all_tensors(directory, share, keeps_packed="gpu")
+        wanted = all_tensors(tmp_path / "floats", share)
         for field in ("gate_up", "down", "shared_gate_up", "shared_down"):
             own = found[f"1.{field}"]
             assert isinstance(own, PackedMatrix), field
@@ -208,7 +190,7 @@ def test_experts_keep_their_bits(
 def test_experts_in_orders_of_their_own_are_widened_and_counted_so(tmp_path: Path) -> None:
     kind = "gptq in order of activations"
     directory = write_quantized(tmp_path, "qwen2-moe", kind, **SMALL_EXPERTS).directory
-    model, found = describe_model(directory), _all(directory, WHOLE, keeps_packed=True)
+    model, found = describe_model(directory), all_tensors(directory, keeps_packed="gpu")
     for field, is_packed in (("gate_up", False), ("down", False), ("shared_gate_up", True)):
         assert isinstance(found[f"1.{field}"], PackedMatrix) == is_packed
     nbytes = sum(each.nbytes for each in found.values())
@@ -221,8 +203,8 @@ def test_groups_that_ranks_cut_become_smaller_ones(tmp_path: Path) -> None:
     sizes = {**eight_heads("llama"), "intermediate_size": 96}
     directory = write_quantized(tmp_path, "llama", "gptq uneven groups", **sizes).directory
     for share in (Share(0, 2), Share(1, 2)):
-        own = _all(directory, share, keeps_packed=True)["1.down"]
-        wanted = _all(tmp_path / "floats", share, keeps_packed=False)["1.down"]
+        own = all_tensors(directory, share, keeps_packed="gpu")["1.down"]
+        wanted = all_tensors(tmp_path / "floats", share)["1.down"]
         assert isinstance(own, PackedMatrix) and own.group == 16
         assert torch.equal(own.widened(torch.float32), wanted)
 
@@ -253,38 +235,18 @@ def test_ranks_keep_their_parts(variant: str, kind: str, tmp_path: Path) -> None
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "end", "value", "words"),
-    [
-        ("fp8 rows", "weight_scale", float("nan"), "its scales hold NaN"),
-        ("fp8 tensor", "weight", 0x7F, "it holds NaN"),
-        ("packed", "weight_shape", 7, "weight_shape says"),
-    ],
-)
-def test_values_that_cannot_be_are_refused_by_name(
-    kind: str, end: str, value: float, words: str, tmp_path: Path
-) -> None:
-    directory = write_quantized(tmp_path, "llama", kind).directory
-    tensors = load_file(directory / "model.safetensors")
-    broken = tensors[f"{DOWN}.{end}"]
-    (broken.view(torch.uint8) if end == "weight" else broken)[0] = value
-    save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(ModelError, match=rf"{DOWN}.weight in .* is damaged: {words}"):
-        load_model(describe_model(directory), torch.float32, CPU, ops=FakeGpuOps())
-
-
 def test_matrices_in_different_orders_are_widened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Which config.json does not say: so are parts of columns in an order that it denies."""
     directory = write_quantized(tmp_path, "llama", "gptq in order of activations").directory
-    found = _all(directory, WHOLE, keeps_packed=True)
+    found = all_tensors(directory, keeps_packed="gpu")
     assert isinstance(found["0.down"], PackedMatrix) and found["0.down"].order is not None
     tensors = load_file(directory / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.g_idx"
     tensors[name] = tensors[name].flip(0)
     save_file(tensors, directory / "model.safetensors")
-    found = _all(directory, WHOLE, keeps_packed=True)
+    found = all_tensors(directory, keeps_packed="gpu")
     assert isinstance(found["0.gate_up"], PackedMatrix)
     assert isinstance(found["1.gate_up"], Tensor)
     assert "up_proj.weight: converted to floats" in caplog.text

@@ -31,7 +31,7 @@ from disagg.models.weights import load_weights
 from disagg.worker.check import loading_sentence
 from tests.models.checkpoints import write_checkpoint
 from tests.models.gguf_files import write_gguf
-from tests.models.paging import Tokens, new_slab, run_step
+from tests.models.paging import logits_of
 from tests.models.quantized_files import write_quantized
 from tests.models.test_gguf import small_model
 
@@ -49,14 +49,6 @@ NUMBERS = {
 MATRICES = ("qkv", "output", "gate_up", "down")
 
 
-def _logits(decoder: Decoder, model: ModelDescription) -> torch.Tensor:
-    slab = new_slab(model.config, 16, 4, torch.float32)
-    tokens = Tokens([3 * place % 97 for place in range(40)], list(range(10)))
-    for count in (20, 13, 1, 1):
-        run_step(decoder, slab, [(tokens, count)], 4)
-    return torch.stack(tokens.logits)
-
-
 def _check_decoder(model: ModelDescription) -> Decoder:
     """Its logits are those of the widened weights, and its bytes those that are counted."""
     nbytes: list[tuple[int, int]] = []
@@ -68,9 +60,7 @@ def _check_decoder(model: ModelDescription) -> Decoder:
         quantization="packed",
     )
     assert nbytes[-1][0] == nbytes[-1][1]
-    found, wanted = (
-        _logits(each, model) for each in (packed, load_model(model, torch.float32, CPU))
-    )
+    found, wanted = (logits_of(each) for each in (packed, load_model(model, torch.float32, CPU)))
     assert wanted.abs().max() > 0.05
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
     kept = weights_nbytes(model.config, DeviceFormat(4, "cpu", model.tensors))
@@ -164,6 +154,7 @@ def test_every_number_of_a_block(kind: Type, tmp_path: Path) -> None:
 
 def test_blocks_of_other_kinds_are_widened(tmp_path: Path) -> None:
     described = describe_model(write_gguf(tmp_path / "a.gguf", small_model(), kind=Type.Q5_0))
+    assert described.config.dtype == "bfloat16"
     decoder = _check_decoder(described)
     assert isinstance(decoder._embedding, torch.Tensor)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from disagg.cli.main import main
 from disagg.config import ASSETS, EngineConfig, TierConfig
 from disagg.engine.device.check import check_engine
 from disagg.errors import ModelError
+from disagg.kernels.torch.ops import TorchOps
 from disagg.models.checkpoint import StoredTensor, read_header
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
@@ -24,26 +24,24 @@ from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.quantized import QuantizedFormat, QuantizedStored, as_floats
 from disagg.models.quantized_values import quantized
 from disagg.models.share import WHOLE, Share
-from disagg.models.weights import load_weights
 from disagg.worker.check import check_tier
 from tests.models.checkpoints import assert_logits_are_transformers
-from tests.models.quantized_files import AWQ, FP8, KINDS, compressed, gptq, write_quantized
+from tests.models.quantized_files import (
+    AWQ,
+    FP8,
+    KINDS,
+    all_tensors,
+    compressed,
+    gptq,
+    write_quantized,
+)
+from tests.models.test_packed import FakeGpuOps
 from tests.models.test_ranks import eight_heads
 
 CPU = torch.device("cpu")
 Change = Callable[[dict[str, Tensor]], object]
 ENGINE = EngineConfig(device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 20)
 DOWN = "model.layers.1.mlp.down_proj"
-
-
-def _all_tensors(directory: Path, dtype: torch.dtype, share: Share = WHOLE) -> dict[str, Tensor]:
-    weights = load_weights(describe_model(directory), dtype, CPU, share=share)
-    found = {"embedding": weights.embedding, "norm": weights.norm, "lm_head": weights.lm_head}
-    for index, layer in enumerate(weights.layers):
-        for field in fields(layer):
-            if getattr(layer, field.name) is not None:
-                found[f"{index}.{field.name}"] = getattr(layer, field.name)
-    return found
 
 
 def _rewrite(directory: Path, change: Change, **config: Any) -> Path:
@@ -66,8 +64,8 @@ def test_every_value_is_the_one_it_stands_for(
     """Also those of ranks, which begin inside words, groups and blocks."""
     directory = write_quantized(tmp_path, "llama", kind, **eight_heads("llama")).directory
     for share in (WHOLE, Share(1, 2), Share(1, 4), Share(3, 4)):
-        found = _all_tensors(directory, dtype, share)
-        wanted = _all_tensors(tmp_path / "floats", dtype, share)
+        found = all_tensors(directory, share, dtype=dtype)
+        wanted = all_tensors(tmp_path / "floats", share, dtype=dtype)
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
             assert torch.equal(found[name], tensor), (name, share)
@@ -223,7 +221,7 @@ def test_what_does_not_fit_is_named_before_anything_starts(
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        ("fp8 rows", _scaled(f"{DOWN}.weight_scale", lambda it: it * float("nan")), "holds NaN"),
+        ("fp8 rows", _scaled(f"{DOWN}.weight_scale", lambda it: it * float("nan")), "holds? NaN"),
         ("fp8 tensor",
          _scaled(f"{DOWN}.weight",
                  lambda it: torch.full_like(it.view(torch.uint8), 127).view(it.dtype)),
@@ -237,18 +235,21 @@ def test_what_does_not_fit_is_named_before_anything_starts(
 def test_values_that_cannot_be_are_refused_by_name(
     kind: str, change: Change, words: str, tmp_path: Path
 ) -> None:
+    """Whether it is widened, or kept as it is."""
     directory = write_quantized(tmp_path, "llama", kind).directory
-    with pytest.raises(ModelError, match=words):
-        load_model(describe_model(_rewrite(directory, change)), torch.float32, CPU)
+    model = describe_model(_rewrite(directory, change))
+    for ops in (TorchOps(), FakeGpuOps()):
+        with pytest.raises(ModelError, match=words):
+            load_model(model, torch.float32, CPU, ops=ops)
 
 
 def test_groups_that_compressed_tensors_left_without_an_order(tmp_path: Path) -> None:
     """It writes -1 where it rounded without calibration."""
     directory = write_quantized(tmp_path, "llama", "packed").directory
-    wanted = _all_tensors(directory, torch.float32)["1.down"]
+    wanted = all_tensors(directory)["1.down"]
     unnamed = {f"{DOWN}.weight_g_idx": torch.full((80,), -1, dtype=torch.int32)}
     _rewrite(directory, lambda it: it.update(unnamed))
-    assert torch.equal(_all_tensors(directory, torch.float32)["1.down"], wanted)
+    assert torch.equal(all_tensors(directory)["1.down"], wanted)
 
 
 def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
@@ -272,9 +273,9 @@ def test_scales_that_are_powers_of_two_in_a_byte(tmp_path: Path) -> None:
     floats = torch.tensor([2.0 ** -(row % 9) for row in range(48)])[:, None]
     exponents = torch.tensor([127 - row % 9 for row in range(48)], dtype=torch.uint8)[:, None]
     _rewrite(directory, lambda it: it.update({name: floats}))
-    wanted = _all_tensors(directory, torch.float32)["1.down"]
+    wanted = all_tensors(directory)["1.down"]
     _rewrite(directory, lambda it: it.update({name: exponents.view(torch.float8_e8m0fnu)}))
-    assert torch.equal(_all_tensors(directory, torch.float32)["1.down"], wanted)
+    assert torch.equal(all_tensors(directory)["1.down"], wanted)
 
 
 @pytest.mark.parametrize(

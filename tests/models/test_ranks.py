@@ -25,6 +25,7 @@ from disagg.models.model_config import ModelConfig
 from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.parts import all_parts
 from disagg.models.share import Share, check_ranks
+from tests.grids import some
 from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
 from tests.models.gguf_files import write_gguf
 from tests.models.paging import Tokens, make_batch, new_slab
@@ -96,9 +97,20 @@ def compare(
         torch.testing.assert_close(other.logits[0], first.logits[0][:, begin:end])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("num_ranks", [2, 4])  # the second has more ranks than KV heads
+OF_FAMILIES = {
+    family: name for name, (family, _) in reversed(VARIANTS.items())
+}  # the first of each
+
+
+@pytest.mark.parametrize(
+    ("variant", "num_ranks"),
+    some(
+        [*((name, 2) for name in VARIANTS), *((name, 4) for name in OF_FAMILIES.values())],
+        [(name, 4) for name in VARIANTS],
+    ),
+)
 def test_ranks_compute_what_transformers_does(variant: str, num_ranks: int, tmp_path: Path) -> None:
+    """Every variant on two ranks, and of each family one on more ranks than it has KV heads."""
     checkpoint = write_checkpoint(tmp_path / "model", variant, **eight_heads(variant))
     by_gloo = num_ranks == 2 or variant == "llama"
     place = tmp_path if by_gloo else None

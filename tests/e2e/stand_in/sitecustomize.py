@@ -12,8 +12,8 @@ code, leaves a file in `DISAGG_TEST_OPENED` that says which one, and then comput
 `DISAGG_TEST_HAND_OVER`: prompts of so many tokens or more get the best route on which KV moves. On
 a busy machine, or with ranks that share its cores, the router often finds another one faster.
 
-`DISAGG_TEST_HELD`: while this file is there, a rank that is not its worker's first does
-`NUM_TASKS_HELD` tasks and then none. So streams are certainly under way when it is killed.
+`DISAGG_TEST_HELD`: while this file is there, a rank that is not its worker's first computes
+`NUM_STEPS` steps and then none. So streams are certainly under way when it is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 TOTAL_NBYTES = 80 * 10**9
 FREE_NBYTES = [int(gb) * 10**9 for gb in os.environ.get("DISAGG_TEST_GPUS", "").split(",") if gb]
-NUM_TASKS_HELD = 24  # enough for first words, and not for a whole answer
+NUM_STEPS = 40  # enough for first words, and not for an answer of 80 tokens
 IS_TOO_OLD = "DISAGG_TEST_DRIVER_IS_TOO_OLD" in os.environ
 
 
@@ -116,14 +116,16 @@ def change_edits(logit_edits: Any) -> None:
 def change_tasks(rank_messages: Any) -> None:
     decode_task = rank_messages.decode_task
     held = Path(os.environ["DISAGG_TEST_HELD"])
-    num_tasks = 0
+    num_steps = 0
 
     def decode_held(frame: bytes) -> Any:
-        nonlocal num_tasks
-        num_tasks = num_tasks + 1 if held.exists() else 0
-        while num_tasks > NUM_TASKS_HELD and held.exists():
+        nonlocal num_steps
+        task = decode_task(frame)
+        if isinstance(task, rank_messages.RankStep):
+            num_steps = num_steps + 1 if held.exists() else 0
+        while num_steps > NUM_STEPS and held.exists():
             time.sleep(0.01)
-        return decode_task(frame)
+        return task
 
     rank_messages.decode_task = decode_held
 

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from array import array
 from collections.abc import Callable, MutableSequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,18 @@ def prompts() -> list[list[int]]:
     return [*drawn, [*drawn[3][:20], 1, 2, 3], drawn[3]]
 
 
-def reference(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+def reference(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
+    """The next 16 tokens."""
+    return _generated(model, tuple(prompt))
+
+
+@cache
+def _generated(model: transformers.PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
     with torch.no_grad():
         tokens = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=num_tokens,
+            max_new_tokens=16,
             do_sample=False,
             pad_token_id=0,
         )
@@ -134,7 +141,7 @@ def test_greedy_tokens_are_those_of_transformers(
     assert engine.scheduler.num_preempted > 0
     assert any(sequence.num_cached_tokens > 0 for sequence in sequences)
     for prompt, output in zip(prompts(), outputs, strict=True):
-        assert output == reference(model, prompt, 16)
+        assert output == reference(model, prompt)
     assert engine.pool.num_free == 18
 
 
@@ -244,7 +251,7 @@ def test_logprobs_of_prompts_are_those_of_transformers(
         plain = new_sequence(f"{turn} plain", prompts()[3], temperature=0.0)
         outputs = run(engine, [*scored[:3], plain, *scored[3:]])
         for prompt, output in zip(prompts(), outputs[:3], strict=False):
-            assert output == reference(model, prompt, 16)
+            assert output == reference(model, prompt)
         for sequence, prompt in zip(scored, prompts(), strict=True):
             found = sequence.take_prompt_logprobs()
             assert found is not None and sequence.take_prompt_logprobs() is None
@@ -316,7 +323,7 @@ def test_kv_of_a_block_can_be_copied_to_another_engine(
     while target.has_work:
         target.step()
         assert target.last_plan.num_new_tokens <= 1, "nothing is computed again"
-    assert arriving.tokens[len(prompt) :] == reference(model, prompt, 16)
+    assert arriving.tokens[len(prompt) :] == reference(model, prompt)
 
 
 def test_a_step_that_reads_no_token_is_waited_for(

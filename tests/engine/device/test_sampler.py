@@ -1,4 +1,5 @@
-"""Sampling: right distribution, right order of operations, independent of company."""
+"""Sampling: right order of operations, independent of company. That the distribution is right is in
+`test_sampling_law.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import SampledToken
-from disagg.kernels.sampling_rows import GROUP_SIZE
 from disagg.kernels.torch.sampling import gumbel, mix, noise_keys, signed
 from disagg.messages import GenerateRequest, SamplingParams
 
@@ -65,57 +65,6 @@ def draw_many(logits: Tensor, num_draws: int, **changes: object) -> list[int]:
     sequences = [new_sequence(params(seed=seed, **changes)) for seed in range(num_draws)]
     drawn = sample(logits.expand(num_draws, -1).clone(), sequences)
     return [token.token_id for token in drawn]
-
-
-def plain_distribution(row: Tensor, p: SamplingParams) -> Tensor:
-    """Min-p, top-k and top-p by their definitions, one token at a time."""
-    probs = torch.softmax(row.double() / p.temperature, dim=-1)
-    kept = [i for i in range(len(probs)) if probs[i] >= p.min_p * probs.max()]
-    kept.sort(key=lambda i: -float(probs[i]))
-    if p.top_k:
-        kept = kept[: p.top_k]
-    total = float(sum(probs[i] for i in kept))
-    nucleus: list[int] = []
-    mass = 0.0
-    for i in kept:
-        if mass >= p.top_p and nucleus:
-            break
-        nucleus.append(i)
-        mass += float(probs[i]) / total
-    result = torch.zeros_like(probs)
-    result[nucleus] = probs[nucleus] / probs[nucleus].sum()
-    return result
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 1.7, "top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
-        {"top_k": 12, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3},
-    ],
-)
-def test_frequencies_are_the_probabilities(changes: dict[str, float]) -> None:
-    row = random_logits(1)[0]
-    expected = plain_distribution(row, params(**changes))
-    num_draws = 20_000
-    counts = torch.bincount(
-        torch.tensor(draw_many(row, num_draws, **changes)), minlength=VOCAB_SIZE
-    )
-    assert counts[expected == 0].sum() == 0, "a token that was filtered out"
-    often = expected * num_draws >= 5
-    rest = torch.stack([counts[~often].sum(), (expected[~often] * num_draws).sum()]).tolist()
-    chi_square = float(
-        ((counts[often] - expected[often] * num_draws) ** 2 / (expected[often] * num_draws)).sum()
-    )
-    if rest[1] >= 5:
-        chi_square += (rest[0] - rest[1]) ** 2 / rest[1]
-    degrees = int(often.sum())
-    # Five standard deviations above the mean; the seeds are fixed, so this passes or fails always.
-    assert chi_square < degrees + 5 * math.sqrt(2 * degrees)
 
 
 def test_a_token_does_not_depend_on_the_batch() -> None:
@@ -180,19 +129,6 @@ def reference_bits(seed: int, position: int, token_id: int) -> int:
     golden = 0x9E3779B97F4A7C15
     key = mix((mix(seed) + position * golden) % 2**64)
     return mix((key + (token_id + 1) * golden) % 2**64) >> 32
-
-
-def test_groups_of_token_ids_share_the_probability_fairly() -> None:
-    """The first stage of a draw: mass per group, with a last group that is not full."""
-    vocab_size = 3 * GROUP_SIZE + 70
-    row = random_logits(1, vocab_size, scale=1.0)[0]
-    row[GROUP_SIZE] += 3.0
-    mass = torch.softmax(row.double(), dim=-1)
-    expected = torch.stack([part.sum() for part in torch.split(mass, GROUP_SIZE)])
-    num_draws = 8000
-    drawn = torch.tensor(draw_many(row, num_draws)) // GROUP_SIZE
-    share = torch.bincount(drawn, minlength=4) / num_draws
-    assert float((share - expected).abs().max()) < 5 * math.sqrt(0.25 / num_draws)
 
 
 def test_greedy_is_the_largest_logit() -> None:
