@@ -23,7 +23,8 @@ from disagg.ingress.core import IngressCore
 from disagg.kvtransfer.local_transport import LocalFleet
 from disagg.messages import Role
 from disagg.worker.parts import Parts, build_parts
-from disagg.worker.start import AnyWorker, start_worker
+from disagg.worker.start import start_worker
+from disagg.worker.worker import Worker
 
 POLL_S = 0.005
 READY_TIMEOUT_S = 60.0
@@ -34,11 +35,11 @@ class LocalCluster:
 
     def __init__(self, config: ServeConfig, build: Callable[..., Parts]) -> None:
         self.config = config
-        self.workers: list[AnyWorker] = []
+        self.workers: list[Worker] = []
         self.ingress = IngressCore(config, "local")
         self._build = build
 
-    async def start_worker(self, tier: TierConfig, role: Role) -> AnyWorker:
+    async def start_worker(self, tier: TierConfig, role: Role) -> Worker:
         """One worker more; the ingress learns of it at once."""
         worker = await start_worker(
             self.config,
@@ -53,7 +54,7 @@ class LocalCluster:
         self._update_members()
         return worker
 
-    async def stop_worker(self, worker: AnyWorker, drain_s: float | None = None) -> None:
+    async def stop_worker(self, worker: Worker, drain_s: float | None = None) -> None:
         """Take a worker away; with `drain_s` its streams end, or go on elsewhere, first.
 
         As under Serve the ingress hears it before the worker does.

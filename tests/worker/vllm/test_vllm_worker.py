@@ -9,7 +9,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -37,7 +37,7 @@ class Fleet:
         self.cluster, self.client = cluster, client
 
     def engine(self, number: int) -> FakeVllm:
-        worker = self.cluster.workers[number]
+        worker: object = self.cluster.workers[number]
         assert isinstance(worker, VllmWorker)
         engine = worker._engine
         assert isinstance(engine, FakeVllm)
@@ -166,7 +166,8 @@ async def test_closing_a_stream_aborts_its_request(model: Path) -> None:
         await until(lambda: bool(engine.seen))
         task.cancel()
         await until(lambda: engine.num_aborted == 1)
-        status = it.cluster.workers[0]._status()
+        (worker,) = cast("list[VllmWorker]", it.cluster.workers)
+        status = worker._status()
         assert (status.num_running, status.num_waiting, status.num_uncomputed_tokens) == (0, 0, 0)
 
 
