@@ -3,7 +3,8 @@
 Equal hashes mean equal tokens at equal positions under the same model and tenant, so equal KV.
 Every process computes the same hashes, which lets a router compare a prompt with what workers have
 cached. The root of the chain includes the model, the block size and the tenant, so two tenants
-never share a block and cannot probe each other's cache.
+never share a block and cannot probe each other's cache. It also includes the content of a LoRA
+adapter, so no KV of one adapter is used for another, or for the model without one.
 """
 
 from __future__ import annotations
@@ -18,9 +19,15 @@ BlockHash: TypeAlias = bytes
 HASH_NBYTES = 16
 
 
-def hash_root(model_fingerprint: str, block_size: int, tenant: str = "") -> BlockHash:
-    """The parent of a chain's first block: one per (model, block size, tenant)."""
-    parts = (model_fingerprint, str(block_size), tenant)
+def hash_root(
+    model_fingerprint: str, block_size: int, tenant: str = "", adapter: str = ""
+) -> BlockHash:
+    """The parent of a chain's first block: one per (model, block size, tenant, adapter).
+
+    Args:
+        adapter: the digest of a LoRA adapter's content; "": the model without one.
+    """
+    parts = (model_fingerprint, str(block_size), tenant, *([adapter] if adapter else []))
     digest = hashlib.blake2b(digest_size=HASH_NBYTES, person=b"disagg-kv-root")
     for part in parts:
         raw = part.encode()

@@ -109,6 +109,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """speculative decoding by prompt lookup (n-grams), for answers that repeat parts of their
     prompt; not for requests with penalties:
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'"""
+    enable_lora: bool = False
+    """serve LoRA adapters of the model, under names of their own (docs/models.md#lora-adapters)"""
+    max_loras: Annotated[int, Meta(ge=1, le=1024)] = 4
+    """largest number of different adapters in one step; so many fit into each device's memory"""
+    max_lora_rank: Annotated[int, Meta(ge=1, le=256)] = 16
+    """largest rank of an adapter; memory is reserved for max_loras of this rank"""
+    max_cpu_loras: Positive | None = None
+    """number of adapters that each worker keeps in host memory (default: max_loras)"""
     max_requests_nbytes: Positive = 256 << 20
     """size of the prompts on one worker, waiting and running, in bytes"""
 
@@ -184,6 +192,9 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """format in which the model writes tool calls (default: detected from the chat template)"""
     reasoning_parser: str = ""
     """format in which the model writes reasoning (default: detected from the chat template)"""
+    lora_modules: dict[str, str] = {}
+    """LoRA adapters that are served from the start: maps each name to the adapter's directory, as
+    PEFT has saved it; the same on all nodes. More can be loaded while the server runs"""
     ttft_slo_s: Annotated[float, Meta(gt=0)] | None = DEFAULT_TTFT_SLO_S
     """TTFT SLO in seconds; a request is refused if its first token is predicted to come later. none
     (in YAML: null) refuses no request for this, for benchmarks that send all their requests at

@@ -73,6 +73,7 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
                 " prefix caching; set enable_prefix_caching, or kv_offloading_size to 0.",
                 param="kv_offloading_size",
             )
+        _check_adapters(tier, names)
         if tier.decode.num_replicas == 0 and tier.decode.autoscaling is None:
             raise StartupError(
                 f"Tier {tier.name!r} has no decode worker; set decode.num_replicas to at least 1.",
@@ -158,6 +159,35 @@ def _nearest(path: str) -> str:
         return f" Did you mean {near[0]}?"
     places = [each for each in all_paths() if each.rpartition(".")[2] == name]
     return f" {name} is a setting of {places[0].rpartition('.')[0]}." if places else ""
+
+
+def _check_adapters(tier: TierConfig, names: list[str]) -> None:
+    """Check the names of adapters, and their numbers."""
+    engine, modules = tier.engine, tier.lora_modules
+    if engine.enable_lora and engine.backend == "vllm":
+        raise StartupError(
+            f"Tier {tier.name!r} has enable_lora, which only disagg's own engine supports; leave"
+            " --engine out, or merge the adapters into the model.",
+            param="enable_lora",
+        )
+    if modules and not engine.enable_lora:
+        raise StartupError(
+            f"Tier {tier.name!r} has lora_modules, which need enable_lora (--enable-lora).",
+            param="enable_lora",
+        )
+    taken = sorted(modules.keys() & {*names, AUTO})
+    if taken or "" in modules:
+        raise StartupError(
+            f"A LoRA adapter cannot be named {', '.join(taken) or 'with an empty text'}; give each"
+            " a name that no model has.",
+            param="lora_modules",
+        )
+    if engine.max_cpu_loras is not None and engine.max_cpu_loras < engine.max_loras:
+        raise StartupError(
+            f"max_cpu_loras = {engine.max_cpu_loras} is less than max_loras = {engine.max_loras};"
+            " adapters come to the device through host memory, so raise it.",
+            param="max_cpu_loras",
+        )
 
 
 def _check_origins(http: HttpConfig) -> None:

@@ -5,6 +5,7 @@ an error and never as a silently dropped option. Hot messages are arrays on the 
 from outside (HTTP) has structs of its own in `api/openai/fields.py`.
 
     ingress -> worker   Hello, then Start | Prefetch | Cancel | Release | Peers | Resync | Frequency
+                        | AdapterNews
     worker -> ingress   Challenge, then Welcome | Refused, then Snapshot and StepFrames
     worker -> command line, while it starts   StartStep
 """
@@ -16,6 +17,7 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from disagg.adapters import Adapter, AdapterEntry
 from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.errors import DisaggError, error_from_code
 from disagg.kvtransfer.ticket import KVTicket, Peer
@@ -29,7 +31,7 @@ from disagg.worker_status import WorkerStatus as WorkerStatus
 
 T = TypeVar("T")
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 Role: TypeAlias = Literal["prefill", "decode"]
@@ -137,6 +139,7 @@ class GenerateRequest(
     ttft_slo_s: float = 0.0  # 0: its model's, if it has one; inf: none
     tpot_slo_s: float = 0.0
     cache_salt: str = ""  # with the tenant it keeps blocks apart; `hash_root` has both in it
+    adapter: Adapter | None = None  # `hash_root` has its digest in it
 
     @property
     def scores_prompt(self) -> bool:
@@ -341,6 +344,12 @@ class Resync(msgspec.Struct, frozen=True, tag="resync", array_like=True):
     """The ingress missed frames: send a snapshot of what the cache holds."""
 
 
+class AdapterNews(msgspec.Struct, frozen=True, tag="adapters", array_like=True):
+    """What the ingress knows of the LoRA adapters of the worker's model."""
+
+    entries: tuple[AdapterEntry, ...]
+
+
 class Frequency(msgspec.Struct, frozen=True, tag="frequency", array_like=True):
     """How often an ingress wants to hear of cache and load: at most every `interval_s` seconds.
 
@@ -374,12 +383,14 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", array_like=True):
     status: WorkerStatus
 
 
-ToWorker: TypeAlias = Hello | Start | Prefetch | Cancel | Release | Peers | Resync | Frequency
+ToWorker: TypeAlias = (
+    Hello | Start | Prefetch | Cancel | Release | Peers | Resync | Frequency | AdapterNews
+)
 ToIngress: TypeAlias = Challenge | Welcome | Refused | StepFrame | Snapshot
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(
-    Hello | Start | Prefetch | Cancel | Release | Peers | Resync | Frequency
+    Hello | Start | Prefetch | Cancel | Release | Peers | Resync | Frequency | AdapterNews
 )
 _to_ingress: msgspec.msgpack.Decoder[ToIngress] = msgspec.msgpack.Decoder(
     Challenge | Welcome | Refused | StepFrame | Snapshot

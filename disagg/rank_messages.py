@@ -3,7 +3,8 @@
 Pipes on one node, TCP between nodes (where `RankStart` comes from who starts the process).
 
     first -> other   RankStart, RankCache
-    first -> other   RankStep | RankCapture, ConnectPeer | ForgetPeer | PullBlocks, RankCopies,
+    first -> other   RankStep | RankCapture | RankSlot, RankAdapter | ForgetAdapter,
+                     ConnectPeer | ForgetPeer | PullBlocks, RankCopies,
                      RankPut | RankFetch, on the second one: begun one after another
     other -> first   RankUp, RankLoaded, RankReady;
                      then RankDone for each numbered task;
@@ -18,6 +19,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from disagg.adapters import Adapter
 from disagg.config import ServeConfig, TierConfig
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone
@@ -90,6 +92,7 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
     shares_tokens: when the step is computed, the first rank broadcasts the tokens that it samples,
         so that the next step can begin before the host has read them.
     num_slots: for which the tables need room.
+    has_adapters: whether a sequence has a LoRA adapter.
     scored: first and end of the token rows that are projected to logits beside the last ones.
     """
 
@@ -103,12 +106,33 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
     num_slots: int
     scored: list[tuple[int, int]]
     shares_tokens: bool
+    has_adapters: bool = False
 
 
 class RankCapture(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Capture these steps as CUDA graphs, while the first rank does; see `ModelRunner.capture`."""
 
     max_num_seqs: int
+
+
+class RankSlot(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Write a LoRA adapter, which this rank has read, to a slot on the device."""
+
+    slot: int
+    digest: str
+
+
+class RankAdapter(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Read this rank's part of a LoRA adapter into host memory."""
+
+    number: int
+    adapter: Adapter
+
+
+class ForgetAdapter(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Free the host memory of a LoRA adapter."""
+
+    digest: str
 
 
 class RankCopies(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -166,7 +190,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class RankDone(msgspec.Struct, frozen=True, tag="done"):
-    """A task of the rank has ended: a pull, a copy, a put or a fetch.
+    """A task of the rank has ended: a pull, a copy, a put, a fetch, or reading an adapter.
 
     seconds: of pulls, and of copies from host memory.
     nbytes, is_torn: of pulls, as in `PullDone`.
@@ -186,9 +210,9 @@ class RankDone(msgspec.Struct, frozen=True, tag="done"):
 
 
 ToRank: TypeAlias = RankStart | RankCache
-RankWork: TypeAlias = RankStep | RankCapture
+RankWork: TypeAlias = RankStep | RankCapture | RankSlot
 RankMove: TypeAlias = ConnectPeer | ForgetPeer | PullBlocks | RankCopies | RankPut | RankFetch
-RankTask: TypeAlias = RankWork | RankMove
+RankTask: TypeAlias = RankWork | RankMove | RankAdapter | ForgetAdapter
 FromRank: TypeAlias = RankUp | RankLoaded | RankReady | RankFailed | RankDone
 
 _encoder = msgspec.msgpack.Encoder()

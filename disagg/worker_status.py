@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from disagg.adapters import AdapterReport
 from disagg.metric import counter, gauge
 
 _store = partial(
@@ -193,3 +194,4 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
             " them",
         ),
     ] = 0
+    adapters: AdapterReport | None = None  # None: LoRA is not enabled

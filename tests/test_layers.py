@@ -28,6 +28,7 @@ LAYERS = {
     "store": 2,
     "models": 1,
     "messages": 1,
+    "adapters": 1,
     "token_fast_path": 1,
     "rank_messages": 1,
     "worker_status": 1,
@@ -58,6 +59,7 @@ THIRD_PARTY = {
     "torch": [
         "devices.py",
         "kernels/",
+        "models/adapter_weights.py",
         "models/batch.py",
         "models/communicator.py",
         "models/decoder.py",

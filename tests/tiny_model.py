@@ -6,6 +6,7 @@ Written without transformers and torch, whose imports take two seconds of each p
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from disagg.config import ServeConfig, TierConfig
 from disagg.kvtransfer.local_transport import LocalFleet
@@ -106,6 +107,30 @@ def _tiny_weights(seed: int, inner: int, has_experts: bool) -> dict[str, NDArray
     weights = {name: rng.normal(0, 0.3, shape) for name, shape in drawn.items()}
     weights |= {name: np.ones(size) for name, size in norms.items()}
     return {f"{name}.weight": each.astype(np.float32) for name, each in weights.items()}
+
+
+def write_tiny_adapter(
+    adapter: Path, merged: Path, model: Path, *, seed: int, rank: int = 4
+) -> None:
+    """A LoRA adapter of a tiny model as PEFT saves one, and the model with its products added."""
+    rng, scale = np.random.default_rng(seed), 2.0
+    weights = load_file(model / "model.safetensors")
+    matrices: dict[str, NDArray[np.float32]] = {}
+    for name in [each for each in weights if "_proj" in each]:
+        num_out, num_in = weights[name].shape
+        a = rng.normal(0, 0.1, (rank, num_in)).astype(np.float32)
+        b = rng.normal(0, 0.3, (num_out, rank)).astype(np.float32)
+        place = f"base_model.model.{name.removesuffix('.weight')}"
+        matrices |= {f"{place}.lora_A.weight": a, f"{place}.lora_B.weight": b}
+        product = scale * b.astype(np.float64) @ a.astype(np.float64)
+        weights[name] = (weights[name] + product).astype(np.float32)
+    adapter.mkdir(parents=True, exist_ok=True)
+    save_file(matrices, adapter / "adapter_model.safetensors", {"format": "pt"})
+    targets = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank, "target_modules": targets}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    shutil.copytree(model, merged, dirs_exist_ok=True)
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
 
 
 def tiny_parts() -> Callable[..., Parts]:

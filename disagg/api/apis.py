@@ -20,7 +20,9 @@ from disagg.api.openai.fields import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    LoadAdapterRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from disagg.api.openai.requests import read_request, understand_chat, understand_completion
 from disagg.api.refusals import ErrorReply, error_json
@@ -108,6 +110,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/messages": anthropic.MessagesRequest,
     "/v1/messages/count_tokens": anthropic.CountTokensRequest,
     "/v1/embeddings": EmbeddingsRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadAdapterRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from disagg.adapters import Adapter
 from disagg.config import AUTO
 from disagg.errors import ModelError
 from disagg.models.description import GenerationDefaults, ModelDescription
@@ -40,6 +41,7 @@ class ServedModel:
         slo_s: TTFT and TPOT SLO of its requests, in seconds; 0 for none.
         tool_call_parser, reasoning_parser: formats of its answers; "" detects them from the chat
             template, "none" parses nothing.
+        adapter, base: the LoRA adapter, and the model that it adapts; None: it is no adapter.
         remarks: sentences for whoever serves it, said at start.
     """
 
@@ -59,6 +61,13 @@ class ServedModel:
     reasoning_parser: str = ""
     full_name: str = ""
     remarks: tuple[str, ...] = ()
+    adapter: Adapter | None = None
+    base: ServedModel | None = None
+
+    @property
+    def tier(self) -> str:
+        """The name of the model whose workers serve it."""
+        return self.name if self.base is None else self.base.name
 
     @property
     def tool_format(self) -> ToolFormat | None:

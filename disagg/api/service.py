@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -21,7 +22,13 @@ from disagg import telemetry
 from disagg.api.anthropic import read_count, understand_count
 from disagg.api.apis import Api
 from disagg.api.json_body import off_loop
-from disagg.api.openai.fields import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
+from disagg.api.openai.fields import (
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 from disagg.api.openai.requests import read_request, understand_tokenize
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
@@ -41,12 +48,22 @@ PROMPT = "its prompt was tokenized; shorten the prompt"
 GRAMMAR = "its grammar was checked; simplify the grammar"
 
 
+class AdapterTable(Protocol):
+    """The LoRA adapters of an ingress; see `ingress.adapters.ServedAdapters`."""
+
+    def all(self) -> list[ServedModel]: ...
+    def find(self, name: str) -> ServedModel | None: ...
+    async def load(self, name: str, path: str, model: str | None, *, in_place: bool) -> None: ...
+    async def unload(self, name: str) -> None: ...
+
+
 class Service:
     """Prepares and runs the requests of all APIs.
 
     Args:
         models: served name -> model.
         generate: runs one request; the caller closes its iterator to cancel the request.
+        adapters: LoRA adapters, which clients name as models.
         explain: returns the cascade's decision on a request for the model "auto".
         default_timeout_s: time limit from the arrival of a request to its last token.
         clock: returns seconds since the epoch.
@@ -58,12 +75,14 @@ class Service:
         models: Mapping[str, ServedModel],
         generate: Generate,
         *,
+        adapters: AdapterTable | None = None,
         explain: Explain = lambda request_id: None,
         default_timeout_s: float = 600.0,
         clock: Callable[[], float] = time.time,
         random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         self.models = models
+        self._adapters = adapters
         self._generate = generate
         self._explain = explain
         self._default_timeout_s = default_timeout_s
@@ -186,6 +205,33 @@ class Service:
 
         return await off_loop(len(body), answer)
 
+    async def load_adapter(self, body: bytes) -> str:
+        """Serve a LoRA adapter, `/v1/load_lora_adapter`. Returns a sentence.
+
+        Raises:
+            RequestError: it cannot be served; the message says why.
+        """
+        asked = read_request(body, LoadAdapterRequest)
+        in_place = asked.load_inplace
+        await self._table().load(
+            asked.lora_name, asked.lora_path, asked.base_model, in_place=in_place
+        )
+        return f"Success: LoRA adapter '{asked.lora_name}' added successfully."
+
+    async def unload_adapter(self, body: bytes) -> str:
+        """Serve a LoRA adapter no more, `/v1/unload_lora_adapter`. As `load_adapter`."""
+        asked = read_request(body, UnloadAdapterRequest)
+        await self._table().unload(asked.lora_name)
+        return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
+
+    def _table(self) -> AdapterTable:
+        assert self._adapters is not None, "an ingress has a table"
+        return self._adapters
+
+    def all_models(self) -> list[ServedModel]:
+        """The models and adapters that clients may name."""
+        return [*self.models.values(), *(self._adapters.all() if self._adapters else ())]
+
     def model(self, name: str | None) -> ServedModel:
         """Find a model by name. The name may be None if only one model is served.
 
@@ -195,7 +241,7 @@ class Service:
         """
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
-        served = f"this server has {', '.join(self.models)}."
+        served = f"this server has {', '.join(each.name for each in self.all_models())}."
         if name is None:
             raise InvalidRequest(
                 f"Missing required parameter: model; {served}",
@@ -203,6 +249,8 @@ class Service:
                 param="model",
             )
         found = self.models.get(name) or self._by_full_name(name)
+        if found is None and self._adapters is not None:
+            found = self._adapters.find(name)
         if found is None:
             raise ModelNotFound(f"There is no model {name[:128]!r}; {served}", param="model")
         return found
@@ -255,7 +303,7 @@ def name_choices(
     for token_ids in prompts:
         unnamed = GenerateRequest(
             request_id=caller.request_id,
-            model=spec.model.name,
+            model=spec.model.tier,
             token_ids=tuple(token_ids),
             num_prompt_tokens=len(token_ids),
             hash_root=b"",
@@ -277,11 +325,13 @@ def name_choices(
 def hash_request(request: GenerateRequest, model: ServedModel) -> GenerateRequest:
     """A copy of `request` for `model`, with that model's block hashes."""
     cache_tenant = f"{request.tenant}/{request.cache_salt}"
-    root = hash_root(model.fingerprint, model.block_size, cache_tenant)
+    digest = "" if model.adapter is None else model.adapter.digest
+    root = hash_root(model.fingerprint, model.block_size, cache_tenant, digest)
     hashes = tuple(hash_blocks(root, request.token_ids, model.block_size))
     return replace(
         request,
-        model=model.name,
+        model=model.tier,
+        adapter=model.adapter,
         hash_root=root,
         block_hashes=hashes,
         block_size=model.block_size,

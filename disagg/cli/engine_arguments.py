@@ -98,6 +98,10 @@ def add_engine_arguments(group: argparse._ActionsContainer) -> None:
         "num_gpu_blocks_override",
         "enable_prefix_caching",
         "enforce_eager",
+        "enable_lora",
+        "max_loras",
+        "max_lora_rank",
+        "max_cpu_loras",
     ):
         add_setting(group, EngineConfig, name)
     add_setting(group, EngineConfig, "speculative_config", metavar="JSON")

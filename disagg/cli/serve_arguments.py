@@ -38,7 +38,6 @@ NOT_SUPPORTED = {
     "--distributed-executor-backend": "each rank has a process; Ray starts them",
     "--root-path": "let the proxy in front remove the prefix from paths",
     "--seed": "set seed in each request",
-    "--enable-lora": "merge the adapter into its model first (merge_and_unload() of PEFT)",
 }
 # Switches of vLLM that have no effect here, because disagg always does what they ask for.
 NOT_NEEDED = {
@@ -87,6 +86,22 @@ def seconds_or_none(text: str) -> float | None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a number of seconds, such as 2.5, nor none"
         ) from None
+
+
+def lora_module(text: str) -> tuple[str, str]:
+    """Parse `name=path`, or vLLM's JSON of both. Raises `argparse.ArgumentTypeError`."""
+    name, equals, path = text.partition("=")
+    if text.startswith("{"):
+        try:
+            raw = msgspec.json.decode(text, type=dict[str, str])
+            name, equals, path = raw["name"], "=", raw["path"]
+        except (msgspec.MsgspecError, KeyError):
+            equals = ""
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither name=path nor JSON with a name and a path"
+        )
+    return name, path
 
 
 def origins(text: str) -> tuple[str, ...]:
@@ -213,6 +228,16 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
         help='answer requests for the model "auto" with the smallest model that is confident in'
         " its answer. `disagg cascade calibrate` writes FILE (default: calibrated values for the"
         " bundled models, a general threshold for others)",
+    )
+    add_setting(
+        group,
+        TierConfig,
+        "lora_modules",
+        nargs="+",
+        type=lora_module,
+        default=[],
+        metavar="NAME=PATH",
+        more="; several, if one model is served",
     )
     add_setting(group, TierConfig, "chat_template")
     for name, names in (

@@ -212,9 +212,17 @@ def _tiers(tiers: list[dict[str, Any]], given: Given) -> list[dict[str, Any]]:
     names = ("revision", "served_model_name")
     for name, what in zip(names, ("revisions", "served names"), strict=True):
         _check_one_per_model(len(tiers), given.get(name) or [], what, name)
+    modules = dict(given.get("lora_modules") or ())
+    if modules and len(tiers) > 1:
+        raise StartupError(
+            f"--lora-modules are of one model, but {len(tiers)} are served; give lora_modules of"
+            " each in a file (--config).",
+            param="lora_modules",
+        )
     made = []
     for number, tier in enumerate(tiers):
         own = {name: given[name][number] for name in names if given.get(name)}
+        own |= {"lora_modules": modules} if modules else {}
         sections = {"engine": _of(given, EngineConfig)}
         sections |= {role: _pool(given, role, tier.get(role)) for role in ("prefill", "decode")}
         made.append(

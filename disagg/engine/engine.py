@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from disagg.adapters import Adapter
 from disagg.blocks import BlockHash
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.grammar import Grammars
@@ -22,7 +23,7 @@ from disagg.engine.sched.step import (
     StepPlan,
     TokenEvent,
 )
-from disagg.errors import DeadlineExceeded, DisaggError, request_failed
+from disagg.errors import DeadlineExceeded, DisaggError, RequestError, request_failed
 from disagg.messages import WorkerStatus
 from disagg.time_model import StepFeatures
 
@@ -45,6 +46,30 @@ class _Launched(NamedTuple):
     choose: Choose
 
 
+class AdapterGate(Protocol):
+    """Gives sequences their LoRA adapters, before they enter the engine."""
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether the sequence has its adapter's slot; see `Engine.is_ready`."""
+        ...
+
+    def load(self, adapter: Adapter) -> None:
+        """Begin to load an adapter, if there is room, so that its first request need not wait."""
+        ...
+
+    def watch(self, is_running: Callable[[Sequence], bool]) -> None:
+        """Have `is_running` say which sequences still need their slots."""
+        ...
+
+    def report(self) -> tuple[tuple[str, ...], float]:
+        """Digests of the adapters on the device, and measured seconds to load another."""
+        ...
+
+    def close(self) -> None:
+        """Load nothing more."""
+        ...
+
+
 class Engine:
     """A scheduler and the runner that executes its plans; owned by one thread.
 
@@ -54,6 +79,7 @@ class Engine:
         save_evicted: called with evicted blocks while their bytes are still intact, so that host
             memory and the store can keep them.
         grammars: the compiled grammars, shared with the runner.
+        adapters: the LoRA adapters of sequences, if they are enabled.
         launcher: the runner, if its device computes asynchronously: steps are then planned ahead.
     """
 
@@ -64,12 +90,14 @@ class Engine:
         save_evicted: SaveEvicted | None = None,
         grammars: Grammars | None = None,
         launcher: AsyncRunner | None = None,
+        adapters: AdapterGate | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.save_evicted = save_evicted
         self.grammars = grammars
         self.launcher = launcher
+        self.adapters = adapters
         self.last_plan = _IDLE  # the plan applied last, or the running one
         self.is_stuck = False  # the last step had sequences but could advance none
         self._under_way: _Step | None = None  # a step that was planned ahead
@@ -152,14 +180,28 @@ class Engine:
         return _Launched(plan, self.launcher.launch(plan))
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether the sequence's grammar, if it has one, is compiled. If not, call again later.
+        """Whether the sequence's grammar and adapter, if it has them, are ready for it.
 
-        Once it is compiled, it stays compiled for this sequence.
+        If not, call again later. What is ready for a sequence stays so.
 
         Raises:
             GrammarError: the grammar cannot be compiled.
             Overloaded: too many grammars are being compiled.
+            DisaggError: the adapter cannot be loaded.
         """
+        return self._has_grammar(sequence) and self._has_adapter(sequence)
+
+    def _has_adapter(self, sequence: Sequence) -> bool:
+        if sequence.adapter is None:
+            return True
+        if self.adapters is None:
+            raise RequestError(
+                f"This worker cannot use the adapter {sequence.adapter.name!r}, because LoRA is not"
+                " enabled (--enable-lora)."
+            )
+        return self.adapters.is_ready(sequence)
+
+    def _has_grammar(self, sequence: Sequence) -> bool:
         grammar, grammars = sequence.sampling.grammar, self.grammars
         if grammar is None or grammars is None or sequence.grammar_state is not None:
             return True
@@ -171,11 +213,13 @@ class Engine:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence to be computed here from its first token on.
 
-        Waits for its grammar to be compiled unless `is_ready` was true before.
+        Waits for its grammar to be compiled unless `is_ready` was true before. With an adapter it
+        must have been.
 
         Raises:
             RequestError: the sequence can never fit, or is inconsistent.
         """
+        self._check_adapter(sequence)
         self._follow_grammar(sequence)
         self.scheduler.submit(sequence)
         self._watch(sequence)
@@ -186,6 +230,7 @@ class Engine:
         Raises:
             RequestError: as `submit`; the blocks stay the caller's.
         """
+        self._check_adapter(sequence)
         self._follow_grammar(sequence)
         self.scheduler.join(sequence)
         self._watch(sequence)
@@ -294,6 +339,11 @@ class Engine:
         """
         self.scheduler.check()
         self.pool.check([*self.scheduler.holders(), *holders])
+
+    def _check_adapter(self, sequence: Sequence) -> None:
+        """No sequence may be computed without its adapter."""
+        if sequence.adapter is not None and sequence.adapter_slot < 0:
+            raise RequestError(f"{sequence} has no slot of its adapter.")
 
     def _follow_grammar(self, sequence: Sequence) -> None:
         grammar, grammars = sequence.sampling.grammar, self.grammars

@@ -24,6 +24,7 @@ from disagg.api.served_model import ServedModel, auto_model, check_one_language
 from disagg.api.service import Service, hash_request
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.config import AUTO, ServeConfig, TierConfig
+from disagg.ingress.adapters import ServedAdapters
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Deltas, Escalation
@@ -163,7 +164,13 @@ class IngressCore:
         tpot_slo_s = {tier.name: tier.tpot_slo_s for tier in config.tiers if tier.tpot_slo_s}
         index = PrefixIndex(config.prefix_index_nbytes)
         self.fleet = Fleet(index, now=now, tpot_slo_s=tpot_slo_s, ingress_id=ingress_id)
-        standby = Standby(self.fleet, _num_serving(config))
+        adapters = ServedAdapters(
+            config,
+            self._models,
+            lambda worker_id, message: self.links.tell_adapters(worker_id, message),
+            now,
+        )
+        standby = Standby(self.fleet, _num_serving(config), adapters)
         self.links = FleetLinks(
             key=config.cluster_key.encode(),
             ingress_id=ingress_id,
@@ -231,6 +238,7 @@ class IngressCore:
         self.service = Service(
             self._models,
             self._generate,
+            adapters=adapters,
             explain=self._cascade_decision,
             default_timeout_s=config.http.default_timeout_s,
             clock=now,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from disagg.blocks import BlockHash
+from disagg.ingress.adapters import ServedAdapters
 from disagg.messages import KVEvent, WorkerRecord, WorkerStatus
 from disagg.router.fleet import Fleet
 from disagg.router.worker_view import Pool
@@ -21,12 +22,19 @@ class Standby:
     """A `LinkObserver` between the links and the fleet that hides standby workers.
 
     Args:
+        adapters: hears what workers say of LoRA adapters.
         num_serving: number of serving workers in each pool with standby workers; in other pools
             all workers serve.
     """
 
-    def __init__(self, fleet: Fleet, num_serving: Mapping[Pool, int]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        num_serving: Mapping[Pool, int],
+        adapters: ServedAdapters | None = None,
+    ) -> None:
         self._fleet = fleet
+        self._adapters = adapters
         self._num_serving = num_serving
         self._known: dict[str, tuple[WorkerRecord, WorkerStatus]] = {}
         self._standing_by: set[str] = set()
@@ -41,6 +49,8 @@ class Standby:
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
     ) -> None:
         self._known[record.worker_id] = record, status
+        if self._adapters is not None:
+            self._adapters.heard(record, status)
         self._standing_by.add(record.worker_id)  # until the next line decides
         self._fleet.worker_synced(record, block_hashes, self._shown(record.worker_id))
         self._update_pool((record.model, record.role))
@@ -55,12 +65,16 @@ class Standby:
             return
         record, before = self._known[worker_id]
         self._known[worker_id] = record, status
+        if self._adapters is not None and status.adapters is not before.adapters:
+            self._adapters.heard(record, status)
         self._fleet.worker_stepped(worker_id, kv_events, self._shown(worker_id))
         if status.accepting != before.accepting:
             self._update_pool((record.model, record.role))
 
     def worker_lost(self, worker_id: str) -> None:
         self._fleet.worker_lost(worker_id)
+        if self._adapters is not None:
+            self._adapters.lost(worker_id)
         record, _ = self._known.pop(worker_id, (None, None))
         self._standing_by.discard(worker_id)
         if record is not None:

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.activation import Activation
+from disagg.kernels.adapters import AdaptedMatrix
 from disagg.kernels.grouping import Grouping
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
 
 Weight: TypeAlias = Any  # a matrix as an implementation packed it; opaque to others
 Paging: TypeAlias = Any  # an implementation's plan of one batch's attention; opaque to others
+StepRows: TypeAlias = Any  # an implementation's plan of which rows have which LoRA adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,26 @@ class Ops(Protocol):
 
     def project_gated(self, x: Tensor, weight: Weight, activation: Activation = "silu") -> Tensor:
         """Return activation(gate(x)) * up(x): [num_tokens, inner]."""
+        ...
+
+    def project_stacked(self, x: Tensor, weight: Weight) -> Tensor:
+        """Return the gate(x) and up(x) of `project_gated`: [num_tokens, 2 * inner]."""
+        ...
+
+    def gated(self, stacked: Tensor, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up of a result of `project_stacked`."""
+        ...
+
+    def plan_adapters(self, adapters: Tensor, num_slots: int) -> StepRows:
+        """Prepare for `adapt_` which rows of a step have which adapter.
+
+        Args:
+            adapters: int32 [num_tokens]: the slot of each row's adapter, or -1.
+        """
+        ...
+
+    def adapt_(self, out: Tensor, x: Tensor, matrix: AdaptedMatrix, rows: StepRows) -> Tensor:
+        """Add to `out`, [num_tokens, out], what each row's adapter makes of `x`. Returns `out`."""
         ...
 
     def project_add_norm(

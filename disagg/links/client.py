@@ -31,6 +31,7 @@ from disagg.links.connection import (
 from disagg.links.reports import restore
 from disagg.messages import (
     WIRE_VERSION,
+    AdapterNews,
     Cancel,
     Challenge,
     Frequency,
@@ -148,7 +149,7 @@ class Link:
             self.interval_s = interval_s
             self.send(Frequency(interval_s))
 
-    def send(self, message: Frequency | Peers | Prefetch | Release) -> None:
+    def send(self, message: AdapterNews | Frequency | Peers | Prefetch | Release) -> None:
         """Does nothing while the link is down: a lost message costs only time or memory."""
         if self._connection is not None and self._connection.is_up:
             self._connection.send(message)

@@ -22,7 +22,15 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.client import Link, LinkObserver
-from disagg.messages import GenerateRequest, Peers, Prefetch, Release, TokenDelta, WorkerRecord
+from disagg.messages import (
+    AdapterNews,
+    GenerateRequest,
+    Peers,
+    Prefetch,
+    Release,
+    TokenDelta,
+    WorkerRecord,
+)
 from disagg.token_fast_path import TokenCallback
 
 # Reports of all workers that an ingress takes in each second; one takes about 11 us of CPU
@@ -139,6 +147,12 @@ class FleetLinks:
         link = self._links.get(worker_id)
         if link is not None:
             link.send(asked)
+
+    def tell_adapters(self, worker_id: str, adapters: AdapterNews) -> None:
+        """Tell a worker what is known of LoRA adapters, unless it has left."""
+        link = self._links.get(worker_id)
+        if link is not None:
+            link.send(adapters)
 
     def introduce(self, worker_id: str, source_id: str) -> None:
         """Tell a worker how to reach another one, whose KV it will pull."""

@@ -32,6 +32,7 @@ RARE = (
     ("host", None),
     ("holds", None),
     ("home_ingress", ""),
+    ("adapters", None),
 )
 
 

@@ -42,6 +42,7 @@ from disagg.links.connection import (
 from disagg.links.reports import PART_NAMES, LinkReports, Report, parts_of
 from disagg.messages import (
     WIRE_VERSION,
+    AdapterNews,
     Cancel,
     Challenge,
     Frequency,
@@ -77,7 +78,9 @@ class LinkClosed:
     reason: str
 
 
-Received: TypeAlias = Start | Prefetch | Cancel | Release | Peers | Resync | LinkClosed
+Received: TypeAlias = (
+    Start | Prefetch | Cancel | Release | Peers | Resync | AdapterNews | LinkClosed
+)
 
 
 class LinkServer:

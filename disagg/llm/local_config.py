@@ -20,6 +20,7 @@ OF_MODEL = (
     "revision",
     "served_model_name",
     "chat_template",
+    "lora_modules",
     "tool_call_parser",
     "reasoning_parser",
 )

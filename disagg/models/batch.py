@@ -31,3 +31,6 @@ class Batch:
     context_lens_host: Sequence[int]
     # int64 [num_seqs]: the row of each sequence in `block_tables`; None: row i is sequence i's
     table_rows: torch.Tensor | None = None
+    # int32 [num_rows]: for each row of `block_tables` the slot of its sequence's LoRA adapter, or
+    # -1; None: no sequence of the step has one
+    adapters: torch.Tensor | None = None

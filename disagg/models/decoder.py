@@ -21,6 +21,7 @@ from disagg.kernels.dispatch import Quantization, ops_for
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Ops, Paging, Scores, Weight
 from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.models.adapter_weights import Adapt, AdapterTables, StepAdapters
 from disagg.models.batch import Batch
 from disagg.models.communicator import Communicator
 from disagg.models.description import ModelDescription
@@ -48,6 +49,7 @@ class Decoder:
 
     Attributes:
         ranks: the communicator.
+        adapters: the LoRA adapters that sequences may have; None: they have none.
         step_sentence: tells people what computes decode steps, and why.
     """
 
@@ -80,6 +82,7 @@ class Decoder:
             scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype)
             self._embedding_scale = scale.item()
         self.step_sentence = "torch"
+        self.adapters: AdapterTables | None = None
 
     def _rope_table(self, rope: RopeConfig) -> Tensor:
         cos, sin = rope_tables(rope, self.config.rope_dim, self.config.max_model_len)
@@ -141,6 +144,7 @@ class Decoder:
         num_tokens = batch.token_ids.shape[0]
         if paging is None:
             paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
+        adapted = StepAdapters.of(batch, self.adapters, ops)
         rope_rows = window_rows = self._rope.index_select(0, batch.positions)
         if self._window_rope is not None:
             window_rows = self._window_rope.index_select(0, batch.positions)
@@ -149,16 +153,19 @@ class Decoder:
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             own_rows = rope_rows if layer.window is None else window_rows
-            attended = self._attend(layer, index, normed, own_rows, kv_cache, paging)
+            attended = self._attend(layer, index, normed, own_rows, kv_cache, paging, adapted)
             if index == last and batch.logits_rows.shape[0] != num_tokens:
                 # After the last attention only the rows whose logits are needed matter (if there
                 # are as many rows as tokens, they are all rows in order).
                 attended = attended.index_select(0, batch.logits_rows)
                 hidden = hidden.index_select(0, batch.logits_rows)
+                adapted = None if adapted is None else adapted.of_rows(batch.logits_rows)
             norms = layer.output_norm, layer.post_norm
-            hidden, normed = self._project_add_norm(attended, layer.output, hidden, norms)
+            adapt = None if adapted is None else adapted.adding(index, "output")
+            hidden, normed = self._project_add_norm(attended, layer.output, hidden, norms, adapt)
             next_norm = self._norm if index == last else self._layers[index + 1].input_norm
-            hidden, normed = self._mlp(layer.mlp, normed, hidden, (layer.down_norm, next_norm))
+            norms = layer.down_norm, next_norm
+            hidden, normed = self._mlp(layer.mlp, index, normed, hidden, norms, adapted)
         return normed
 
     def _attend(
@@ -169,10 +176,13 @@ class Decoder:
         rope_rows: Tensor,
         kv_cache: KVPages,
         paging: Paging,
+        adapted: StepAdapters | None,
     ) -> Tensor:
         """The attention of layer `index`, without the projection of its output."""
         ops, config = self.ops, self.config
         projected = ops.project(normed, layer.qkv)
+        if adapted is not None:
+            adapted.adding(index, "qkv")(projected, normed)
         if layer.latent is not None:
             return layer.latent(ops, projected, rope_rows, kv_cache, index, paging)
         heads = projected.view(len(projected), -1, config.head_dim)
@@ -184,14 +194,26 @@ class Decoder:
         return ops.attention(heads, kv_cache, index, layer.window, paging, layer.sinks)
 
     def _mlp(
-        self, mlp: Mlp | ExpertMlp, normed: Tensor, hidden: Tensor, norms: Norms
+        self,
+        mlp: Mlp | ExpertMlp,
+        index: int,
+        normed: Tensor,
+        hidden: Tensor,
+        norms: Norms,
+        adapted: StepAdapters | None,
     ) -> tuple[Tensor, Tensor]:
         """Add the MLP's output for `normed` to `hidden`. Returns the sum, and the sum normalised
         for the next layer."""
         ops = self.ops
         if isinstance(mlp, Mlp):
-            inner = ops.project_gated(normed, mlp.gate_up, self.config.activation)
-            return self._project_add_norm(inner, mlp.down, hidden, norms)
+            activation = self.config.activation
+            if adapted is None:
+                inner = ops.project_gated(normed, mlp.gate_up, activation)
+                return self._project_add_norm(inner, mlp.down, hidden, norms)
+            stacked = ops.project_stacked(normed, mlp.gate_up)
+            adapted.adding(index, "gate_up")(stacked, normed)
+            inner, adapt = ops.gated(stacked, activation), adapted.adding(index, "down")
+            return self._project_add_norm(inner, mlp.down, hidden, norms, adapt)
         logits = ops.project(normed.to(mlp.router_dtype), mlp.router)
         mixed = ops.mix_experts(normed, logits, mlp.experts)
         if mlp.shared is not None:
@@ -204,14 +226,21 @@ class Decoder:
         return self._add_norm(mixed, hidden, norms)
 
     def _project_add_norm(
-        self, x: Tensor, weight: Weight, residual: Tensor, norms: Norms
+        self,
+        x: Tensor,
+        weight: Weight,
+        residual: Tensor,
+        norms: Norms,
+        adapt: Adapt | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Ops.project_add_norm`, summed over the ranks, each of which has some columns."""
         own, following = norms
-        if self.ranks is None and own is None and following is not None:
+        if self.ranks is None and own is None and following is not None and adapt is None:
             eps = self.config.rms_norm_eps
             return self.ops.project_add_norm(x, weight, residual, following, eps)
         projected = self.ops.project(x, weight)
+        if adapt is not None:  # before the sum: a rank has the same columns of A as of the weight
+            adapt(projected, x)
         if self.ranks is not None:
             projected = self.ranks.all_reduce_(projected)
         return self._add_norm(projected, residual, norms)
@@ -311,12 +340,14 @@ class CpuDecoder(Decoder):
         paging: Paging | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
-        if logits is None and self.step.takes(batch):
+        if logits is None and batch.adapters is None and self.step.takes(batch):
             return self.step.run(batch, kv_cache)
         return super().forward(batch, kv_cache, paging, logits)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
+        if batch.adapters is not None:  # which the program does not know
+            return super().hidden(batch, kv_cache, paging)
         return self.step.hidden(batch, kv_cache, self._embed(batch.token_ids))
 
 

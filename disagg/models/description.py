@@ -86,8 +86,8 @@ def describe_model(model: str | Path) -> ModelDescription:
     text = files.read("config.json")
     if text is None and files.read(_ADAPTER) is not None:
         raise ModelError(
-            f"{model} is a LoRA adapter, which cannot be served alone; merge it into its model"
-            " (merge_and_unload() of PEFT)"
+            f"{model} is a LoRA adapter, which cannot be served alone; serve its model with"
+            f" --enable-lora --lora-modules NAME={model}"
         )
     if text is None:
         raise ModelError(
@@ -229,7 +229,7 @@ class ModelDescription:
         """The tensors of a file that belong to the decoder."""
         if not self.reads_images:
             return header.tensors.items()
-        named = ((_text_name(name), name, tensor) for name, tensor in header.tensors.items())
+        named = ((text_name(name), name, tensor) for name, tensor in header.tensors.items())
         return [(own, replace(tensor, name=name)) for own, name, tensor in named if own is not None]
 
     @property
@@ -474,7 +474,7 @@ def _text_config(raw: Json, place: object) -> Json | None:
     return {**shared, **own, "architectures": [part.architecture]}
 
 
-def _text_name(name: str) -> str | None:
+def text_name(name: str) -> str | None:
     """The name of a tensor in a text-only model; None if it has no such tensor."""
     if name.startswith(_LEFT_OUT):
         return None

@@ -160,7 +160,7 @@ def check_weights(model: ModelDescription) -> None:
         if not stored[name].is_float
     ]
     problems = [
-        f"{title}: {_some(names)}"
+        f"{title}: {some(names)}"
         for title, names in (
             ("missing tensors", missing),
             ("unexpected tensors", unexpected),
@@ -419,7 +419,7 @@ def _says_nothing(name: str, stored: StoredTensor) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name.endswith(".bias") and stored.is_zero())
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     shown = ", ".join(names[:_MAX_NAMES_IN_AN_ERROR])
     hidden = len(names) - _MAX_NAMES_IN_AN_ERROR
     return f"{shown} and {hidden} more" if hidden > 0 else shown

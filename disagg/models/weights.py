@@ -113,7 +113,7 @@ def load_weights(
     kept = model.tensors if keeps_packed is not None else None
     format = DeviceFormat(dtype.itemsize, keeps_packed or "gpu", kept)
     total_nbytes = weights_nbytes(config, format, share)
-    reader = _Reader(model.tensors, dtype, device, total_nbytes, progress, format)
+    reader = WeightReader(model.tensors, dtype, device, total_nbytes, progress, format)
     tables = reader.read(outer)
     tables.setdefault("lm_head", tables["embedding"])
     # The reader and its mapped files are freed after the last layer.
@@ -128,7 +128,7 @@ def _in_order(stored: Tensor, part: Part) -> Tensor:
     return stored.view(len(stored), -1, 2, *stored.shape[2:]).transpose(1, 2).reshape(stored.shape)
 
 
-class _Reader:
+class WeightReader:
     """Reads parts into fused tensors, with one file open at a time."""
 
     def __init__(

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import msgspec
 
 from disagg import telemetry
+from disagg.adapters import AdapterBoard, AdapterEntry, AdapterReport
 from disagg.blocks import BlockHash
 from disagg.engine.engine_thread import StepResult
 from disagg.engine.sched.sequence import Sequence, rename_blocks
@@ -52,6 +53,13 @@ class WorkerCore:
             else TransferTimeModel()
         )
         self._streams = Streams()
+        self._board = AdapterBoard(parts.adapters)
+        self._adapter_report: AdapterReport | None = None
+        if parts.engine.adapters is not None:
+            parts.engine.adapters.watch(self._streams.is_open)
+            self._adapter_report = AdapterReport(self._board.entries)
+            for adapter in self._board.served():
+                parts.engine.adapters.load(adapter)
         self._kv_export = KVExport(parts.engine, parts.transport.peer, parts.stamps.generations)
         self._kv_import = KVImport(
             parts.engine,
@@ -98,6 +106,21 @@ class WorkerCore:
         """Pull the blocks of an early ticket, whose request will be sent here later."""
         if self.accepting:
             self._kv_import.prefetch(message, now)
+
+    def learn_adapters(self, entries: Iterable[AdapterEntry]) -> None:
+        """Take over what an ingress knows of LoRA adapters, and begin to load new ones."""
+        for entry in self._board.merge(entries):
+            if entry.is_served and self._engine.adapters is not None:
+                self._engine.adapters.load(entry.adapter)
+
+    def _report_adapters(self) -> AdapterReport | None:
+        adapters, before = self._engine.adapters, self._adapter_report
+        if adapters is None or before is None:
+            return None
+        report = AdapterReport(self._board.entries, *adapters.report())
+        if report != before:  # the same object otherwise, so that comparing it costs nothing
+            self._adapter_report = report
+        return self._adapter_report
 
     def drain(self, leave_by_s: float) -> None:
         """Empty the worker, which is about to stop, without computing any token twice.
@@ -207,6 +230,7 @@ class WorkerCore:
             pulls=self._kv_import.pull_counts,
             home_ingress=home_ingress,
             num_spans_dropped=telemetry.num_dropped(),
+            adapters=self._report_adapters(),
         )
 
     def check(self) -> None:
@@ -218,6 +242,8 @@ class WorkerCore:
     def close(self) -> None:
         """Close the transport and the tiers, after the engine has stopped."""
         self._transport.close()
+        if self._engine.adapters is not None:
+            self._engine.adapters.close()
         if self._host is not None:
             self._host.close()
         if self._cold is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from disagg.adapters import AdapterEntry
 from disagg.capacity.shapes import shape_of
 from disagg.capacity.worker_steps import largest_step, step_times
 from disagg.config import EngineConfig, ServeConfig, TierConfig, TransferPrior
@@ -26,6 +27,7 @@ from disagg.kvtransfer.slab import HOST, Slab, Stamps, allocate_host
 from disagg.kvtransfer.transport import Transport
 from disagg.kvtransfer.ucx import LOOPBACK, interface_of
 from disagg.messages import StartStep
+from disagg.models.adapter import configured_adapters
 from disagg.models.description import describe_model
 from disagg.store.block_copier import BlockCopier, ThreadCopier
 from disagg.store.cold_tier import Block, ColdStore, ColdTier, StoreThread, num_queueable
@@ -55,6 +57,7 @@ class Parts:
     max_requests_nbytes: limit of the memory of all prompts in the worker, waiting and running.
     transfer_prior: predicted times of pulls until one is measured.
     ranks: the other ranks of the worker, if it has several.
+    adapters: the LoRA adapters that are served from the start.
     """
 
     engine: Engine
@@ -68,6 +71,7 @@ class Parts:
     host_tier: HostTier | None = None
     transfer_prior: TransferPrior | None = None
     ranks: Ranks | None = None
+    adapters: Sequence[AdapterEntry] = ()
 
     def tiers(self) -> list[KVTier]:
         """The tiers behind this worker's cache, fastest first."""
@@ -121,6 +125,9 @@ def build_parts(
             return made[0].generations
 
         model, engine_config = describe_model(tier.directory), tier.engine
+        adapters = configured_adapters(
+            tier.lora_modules, tier.name, model, engine_config.max_lora_rank
+        )
         if ranks is not None:
             engine_config = msgspec.structs.replace(engine_config, num_threads=ranks.num_threads)
         gpu_name = first_gpu(tier.engine)
@@ -170,6 +177,7 @@ def build_parts(
             host_tier,
             config.transfer_prior,
             ranks,
+            adapters,
         )
         on_error.pop_all()
         return parts

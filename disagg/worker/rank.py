@@ -30,9 +30,11 @@ from disagg.kvtransfer.transport import PullDone, Transport
 from disagg.models.description import describe_model
 from disagg.rank_messages import (
     ConnectPeer,
+    ForgetAdapter,
     ForgetPeer,
     FromRank,
     PullBlocks,
+    RankAdapter,
     RankCache,
     RankCapture,
     RankCopies,
@@ -43,6 +45,7 @@ from disagg.rank_messages import (
     RankMove,
     RankPut,
     RankReady,
+    RankSlot,
     RankStart,
     RankStep,
     RankUp,
@@ -73,13 +76,13 @@ class _Pipes:
 
     def __init__(self, control: Connection, steps: Connection) -> None:
         self.control, self.steps = control, steps
-        self._telling = threading.Lock()
+        self.telling = threading.Lock()
         self.caches: SimpleQueue[RankCache] = SimpleQueue()
         self.is_following = False
 
     def tell(self, message: FromRank) -> None:
         """Send a message to the first rank, from any thread."""
-        with self._telling, contextlib.suppress(OSError):  # `listen` notices if it is gone
+        with self.telling, contextlib.suppress(OSError):  # `listen` notices if it is gone
             self.control.send_bytes(encode(message))
 
     def listen(self) -> None:
@@ -145,8 +148,10 @@ def follow(steps: Connection, follower: Follower, moves: Moves) -> None:
             task = decode_task(steps.recv_bytes())
         except (EOFError, OSError):
             return
-        if isinstance(task, RankStep | RankCapture):
+        if isinstance(task, RankStep | RankCapture | RankSlot):
             follower.follow(task)
+        elif isinstance(task, RankAdapter | ForgetAdapter):
+            follower.load_adapter(task, moves.tell)
         else:
             moves.begin(task)
 
@@ -206,7 +211,7 @@ class Moves:
     ) -> None:
         self._transport, self._copier, self._store = transport, copier, store
         self._read_blocks, self._write_block = read_blocks, write_block
-        self._tell = tell
+        self.tell = tell
         # Numbers of running tasks; copies of a direction and puts end in order.
         self._pulls: dict[int, int] = {}  # by the pull's id here
         self._saves: deque[int] = deque()
@@ -241,19 +246,19 @@ class Moves:
         """Tell the first rank which tasks have ended."""
         for event in self._transport.poll() if self._pulls else ():
             if isinstance(event, PullDone):
-                self._tell(RankDone.of_pull(self._pulls.pop(event.pull_id), event))
+                self.tell(RankDone.of_pull(self._pulls.pop(event.pull_id), event))
         if (self._saves or self._loads) and self._copier is not None:
             for _ in range(self._copier.take_saved()):
-                self._tell(RankDone(self._saves.popleft()))
+                self.tell(RankDone(self._saves.popleft()))
             for seconds in self._copier.take_loaded():
-                self._tell(RankDone(self._loads.popleft(), seconds=seconds))
+                self.tell(RankDone(self._loads.popleft(), seconds=seconds))
         for done in self._store.take_done() if self._store is not None else ():
             if isinstance(done, Fetch):
                 self._fetched(done)
             elif done is self._puts[0][1][-1]:
                 number, puts = self._puts.popleft()
                 errors = (put.error for put in puts if put.error is not None)
-                self._tell(RankDone(number, next(errors, None)))
+                self.tell(RankDone(number, next(errors, None)))
 
     def close(self) -> None:
         """Close the transport, so that nothing is written to the memory any more."""
@@ -264,7 +269,7 @@ class Moves:
             pull_id = self._transport.pull(task.ticket, task.first_block, task.into, releases=False)
         except TransferFailed as error:  # the first rank then computes the prompt instead
             log.warning("%s", error)
-            self._tell(RankDone(task.number, error.message))
+            self.tell(RankDone(task.number, error.message))
         else:
             self._pulls[pull_id] = task.number
 
@@ -308,7 +313,7 @@ class Moves:
         if error is None:
             for block_id, block in zip(task.into, fetch.blocks, strict=True):
                 self._write_block(block_id, block)
-        self._tell(RankDone(task.number, error, num_damaged=self._store.num_damaged))
+        self.tell(RankDone(task.number, error, num_damaged=self._store.num_damaged))
 
 
 def _end(status: int) -> NoReturn:

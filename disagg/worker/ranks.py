@@ -14,21 +14,26 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from disagg.adapters import Adapter
 from disagg.config import ServeConfig, TierConfig
 from disagg.engine.device.choices import choose_device, choose_dtype
 from disagg.engine.engine_thread import engine_failed
-from disagg.errors import DisaggError, StartupError, WorkerLost
+from disagg.errors import DisaggError, StartupError, Unavailable, WorkerLost
 from disagg.host import usable_cores
 from disagg.models.description import describe_model
 from disagg.rank_messages import (
     LOOPBACK,
+    ForgetAdapter,
+    RankAdapter,
     RankCache,
+    RankDone,
     RankLoaded,
     RankStart,
     RankUp,
@@ -37,7 +42,7 @@ from disagg.rank_messages import (
 )
 from disagg.worker.other_rank import LocalRank, Rank, RankNodes, RemoteRank
 from disagg.worker.rank_listener import RankListener, listen
-from disagg.worker.ranked import RankTasks
+from disagg.worker.ranked import RankTasks, first_error
 
 if TYPE_CHECKING:  # needs torch
     from disagg.models.communicator import Communicator
@@ -173,6 +178,22 @@ class Ranks:
                     f"{rank.name} stores KV as {rank.peer.layout!r}, but the first rank as"
                     f" {layout!r}; install the same model and version of disagg on all nodes."
                 )
+
+    def load_adapter(self, adapter: Adapter) -> Future[None]:
+        loaded = Future[None]()
+
+        def ended(dones: list[RankDone]) -> None:
+            error = first_error(dones)
+            if error is None:
+                loaded.set_result(None)
+            else:
+                loaded.set_exception(Unavailable(error))
+
+        self.tasks.tell(RankAdapter(self.tasks.add(ended, num_own=0), adapter))
+        return loaded
+
+    def forget_adapter(self, digest: str) -> None:
+        self.tasks.tell(ForgetAdapter(digest))
 
     def follow(self, work: RankWork) -> None:
         frame = encode(work)

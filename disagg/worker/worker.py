@@ -18,11 +18,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NoReturn, TypeVar
 
+from disagg.adapters import AdapterEntry
 from disagg.config import ServeConfig, TierConfig
 from disagg.engine.engine_thread import EngineThread, StepResult, engine_failed
 from disagg.errors import EngineFailed, WorkerLost
 from disagg.links.server import LinkClosed, LinkServer, Received
 from disagg.messages import (
+    AdapterNews,
     Cancel,
     Peers,
     Prefetch,
@@ -242,6 +244,8 @@ class Worker:
             case Peers(peers=peers, gone=gone):
                 post(lambda: core.add_peers(peers))
                 post(lambda: core.forget_peers(gone))
+            case AdapterNews(entries=entries):
+                post(lambda: self._learn_adapters(entries))
             case Resync():
                 post(lambda: self._snapshot(link_id))
             case LinkClosed():
@@ -255,6 +259,10 @@ class Worker:
 
     def _begin_drain(self, leave_by_s: float) -> None:
         self._core.drain(leave_by_s)
+        self._loop.call_soon_threadsafe(self._server.publish, {}, (), self._status())
+
+    def _learn_adapters(self, entries: tuple[AdapterEntry, ...]) -> None:
+        self._core.learn_adapters(entries)
         self._loop.call_soon_threadsafe(self._server.publish, {}, (), self._status())
 
     def _start(self, link_id: LinkId, start: Start) -> None:

@@ -235,10 +235,9 @@ def test_whole_experts_are_asked_for_as_in_vllm() -> None:
         (["--pipeline-parallel-size", "2"], "use --tensor-parallel-size"),
         (["--pipeline-parallel-size=2"], "--nnodes"),
         (["--data-parallel-size", "2"], "--prefill and --decode"),
-        (["--enable-lora"], "merge_and_unload"),
         (["--model", "demo-large"], "disagg serve MODEL"),
         (["--generation-config", "vllm"], "in each request"),
-        (["--enable-lora", "--no-redis"], "merge_and_unload"),
+        (["--swap-space", "4", "--no-redis"], "--kv-offloading-size"),
     ],
 )
 def test_flags_of_vllm_that_are_missing_are_refused_in_words(

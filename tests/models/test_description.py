@@ -66,7 +66,7 @@ def test_nobody_else_reads_headers() -> None:
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "disagg.models.checkpoint":
                 names = {alias.name for alias in node.names}
-                is_reader = str(source.relative_to(PACKAGE)) in READERS
+                is_reader = str(source.relative_to(PACKAGE)) in (*READERS, "models/adapter.py")
                 assert is_reader or names <= {"StoredTensor", "DTYPE_NBYTES"}, source
 
 
@@ -171,7 +171,7 @@ def test_named_templates_are_transformers(
 
 def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="is a LoRA adapter, which cannot be served alone; merge"):
+    with pytest.raises(ModelError, match=r"is a LoRA adapter, .* alone; serve its model with"):
         describe_model(tmp_path)
 
 

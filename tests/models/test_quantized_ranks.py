@@ -89,7 +89,7 @@ def test_a_rank_reads_only_its_part(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_quantized(tmp_path, "llama", kind, **SIZES).directory
-    read, nbytes = weights._Reader._read, list[int]()
+    read, nbytes = weights.WeightReader._read, list[int]()
 
     def counted(reader: Any, name: str, stored: StoredTensor, box: Sequence[Any]) -> Tensor:
         found = read(reader, name, stored, box)
@@ -97,7 +97,7 @@ def test_a_rank_reads_only_its_part(
             nbytes.append(found.nbytes)
         return found
 
-    monkeypatch.setattr(weights._Reader, "_read", counted)
+    monkeypatch.setattr(weights.WeightReader, "_read", counted)
     sums = []
     for share in (WHOLE, *(Share(rank, 4) for rank in range(4))):
         nbytes.clear()

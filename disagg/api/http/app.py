@@ -59,6 +59,8 @@ AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset(["/", "/health", "/live", "/ready", "/ping", "/version", "/metrics"])
 
+OPERATORS_PATHS = frozenset(["/debug/fleet", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+
 PLACES = b"""This is disagg, a server of language models.
 
 /v1            the API of OpenAI and Anthropic, such as /v1/chat/completions and /v1/models
@@ -165,6 +167,8 @@ class HttpApp:
         self._routes: dict[str, tuple[str, Endpoint]] = {
             **{path: ("POST", partial(self._generate, api)) for path, api in BY_PATH.items()},
             "/v1/models": ("GET", self._models),
+            "/v1/load_lora_adapter": ("POST", partial(self._say, service.load_adapter)),
+            "/v1/unload_lora_adapter": ("POST", partial(self._say, service.unload_adapter)),
             "/v1/messages/count_tokens": (
                 "POST",
                 partial(self._answer_at_once, service.count_tokens),
@@ -302,7 +306,7 @@ class HttpApp:
         request.check_head()
         if self._cors.is_preflight(request):
             return self._cors.preflight(request)
-        if request.path == "/debug/fleet":
+        if request.path in OPERATORS_PATHS:
             self._key_check.of_operator(request)
         elif request.path not in OPEN_PATHS:
             self._key_check(request)
@@ -379,7 +383,7 @@ class HttpApp:
     # Other endpoints
 
     async def _models(self, request: HttpRequest) -> Reply:
-        return Reply(answers.models_body(self._service.models.values()))
+        return Reply(answers.models_body(self._service.all_models()))
 
     async def _one_model(self, request: HttpRequest) -> Reply:
         return Reply(answers.model_body(self._service.model(request.rest)))
@@ -388,6 +392,9 @@ class HttpApp:
         self, answer: Callable[[bytes], Awaitable[bytes]], request: HttpRequest
     ) -> Reply:
         return Reply(await answer(await self._read_json(request)))
+
+    async def _say(self, change: Callable[[bytes], Awaitable[str]], request: HttpRequest) -> Reply:
+        return Reply((await change(await self._read_json(request))).encode(), headers=[PLAIN_TEXT])
 
     async def _show_openapi(self, request: HttpRequest) -> Reply:
         return Reply(apis.openapi())

@@ -62,7 +62,7 @@ class KeyCheck:
         """Check the key of a request for metrics. Raises `Unauthorized`."""
         if self._of_metrics is not None and self._given(request) != self._of_metrics:
             raise Unauthorized(
-                f"GET {request.path} needs the metrics key of the server (--metrics-key)."
+                f"{request.path} needs the metrics key of the server (--metrics-key)."
             )
 
     def of_operator(self, request: HttpRequest) -> None:
@@ -74,7 +74,7 @@ class KeyCheck:
             self.of_metrics(request)
         elif self._tenants and self._tenants.get(self._given(request)) != "":
             raise Unauthorized(
-                f"GET {request.path} shows all tenants, so it needs the operator's key: the metrics"
+                f"{request.path} is for the operator of all tenants, and needs its key: the metrics"
                 " key of the server (--metrics-key), or without one its --api-key."
             )
 

@@ -130,14 +130,19 @@ def model_body(model: ServedModel) -> bytes:
     return _to_json(_described(model))
 
 
+def _root(model: ServedModel) -> str:
+    """As vLLM's: its benchmark finds the tokenizer by it. Of an adapter it is the directory."""
+    return model.adapter.path if model.adapter else model.full_name or model.name
+
+
 def _described(model: ServedModel) -> Body:
     return {
         "id": model.name,
         "object": "model",
         "created": model.created_unix_s,
         "owned_by": "disagg",
-        "root": model.full_name or model.name,  # as vLLM's: its benchmark finds the tokenizer by it
-        "parent": None,
+        "root": _root(model),
+        "parent": None if model.base is None else model.base.name,
         "max_model_len": model.max_model_len,
         "num_parameters": model.num_parameters,  # 0 if unknown
     }

@@ -231,6 +231,22 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
     model: Annotated[str, Meta(max_length=256)] | None = None
 
 
+AdapterName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """As vLLM's. `base_model` is needed only where several served models take adapters."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    base_model: AdapterName | None = None
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    lora_name: AdapterName
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=1 << 20)]
     model: Annotated[str, Meta(max_length=256)] | None = None

@@ -109,6 +109,7 @@ class StepInputs:
     num_unread: the tokens of the first `num_unread` sequences are known on the device only.
     ends: the context length of each sequence after the step.
     longest: the largest of `ends`.
+    has_adapters: whether a sequence has a LoRA adapter.
     """
 
     numbers: StepBuffer
@@ -118,6 +119,7 @@ class StepInputs:
     query_lens: tuple[int, ...]
     ends: SequenceOf[int]
     longest: int
+    has_adapters: bool = False
 
     @property
     def are_decodes(self) -> bool:
@@ -136,6 +138,7 @@ class _Decodes:
     ) -> None:
         self.sequences = sequences
         self.slots = [sequence.slot for sequence in sequences]
+        self.has_adapters = _have_adapters(sequences)
         self.ends: SequenceOf[int] = [start + 1 for start in starts]
         self.longest = max(self.ends, default=0)
         self.places = np.array((self.slots, starts, kv_slots, self.ends), np.int64)
@@ -161,12 +164,15 @@ class Batching:
     Args:
         slots: the slots of the runner.
         max_num_blocks: most blocks of one sequence.
+        has_adapters: whether sequences may have LoRA adapters. The last column of `tables` then has
+            the slot of each one's adapter, or -1.
         use_kernel: whether the kernel of `step_arrays` makes the batches of small steps; None: on a
             GPU.
 
     Attributes:
         arrays: the tensors to which that kernel writes; None without it.
-        tables: int32 [num_slots, max_num_blocks], the block tables by slot.
+        tables: int32 [num_slots, max_num_blocks], the block tables by slot; with adapters they have
+            a column more.
     """
 
     def __init__(
@@ -176,13 +182,16 @@ class Batching:
         max_num_blocks: int,
         device: torch.device,
         *,
+        has_adapters: bool = False,
         use_kernel: bool | None = None,
     ) -> None:
         self._slots = slots
         self._block_size = block_size
         self._max_num_blocks = max_num_blocks
+        self._num_columns = max_num_blocks + has_adapters
+        self._has_adapters = has_adapters
         self._device = device
-        self.tables = torch.zeros(0, max_num_blocks, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(0, self._num_columns, dtype=torch.int32, device=device)
         self._cells, self._columns = self.tables.view(-1), self.tables[:, :0]
         self._chosen = torch.zeros(0, dtype=torch.int64, device=device)
         self._counted = self._chosen, self._chosen.int()
@@ -207,12 +216,14 @@ class Batching:
             sequences = plan.sequences[plan.num_unread :]
             token_ids = [sequence.tokens[-1] for sequence in sequences]
             ends, longest = self._decodes.ends, self._decodes.longest
+            has_adapters = self._decodes.has_adapters
             parts: tuple[Ints, ...] = (*self._decodes.places, token_ids, *changes)
         else:
             self._decodes = _Decodes((), (), [])
             starts, slots = plan.first_positions(), [each.slot for each in plan.sequences]
             ends = [*map(add, starts, plan.query_lens)]
             longest = max(ends)
+            has_adapters = _have_adapters(plan.sequences)
             token_ids, logits_rows = _tokens(plan, starts)
             spans = [*map(range, starts, ends)]
             kv_slots = chain.from_iterable(map(self._kv_slots, plan.sequences, spans))
@@ -233,6 +244,7 @@ class Batching:
             tuple(plan.query_lens),
             ends,
             longest,
+            has_adapters,
         )
 
     def _decode(self, plan: StepPlan, *, are_new: bool) -> tuple[list[int], list[int]]:
@@ -267,7 +279,10 @@ class Batching:
                     f"{sequence} does not fit into the {self._max_num_blocks} columns of the block"
                     " tables"
                 )
-            first = sequence.slot * self._max_num_blocks
+            first = sequence.slot * self._num_columns
+            if self._has_adapters and not num_listed:
+                cells.append(first + self._max_num_blocks)
+                block_ids.append(sequence.adapter_slot)
             cells.extend(range(first + num_listed, first + num_blocks))
             block_ids += sequence.block_ids[num_listed:]
             sequence.num_listed = num_blocks
@@ -304,7 +319,9 @@ class Batching:
             unread_slots = slots if step.num_unread == num_seqs else slots[: step.num_unread]
             unread = self._chosen.index_select(0, unread_slots)
             token_ids = torch.cat((unread, token_ids)) if step.lengths[4] else unread
-        block_tables, table_rows = self.tables, None
+        block_tables, table_rows, adapters = self.tables, None, None
+        if step.has_adapters:
+            adapters = self.tables[:, -1]
         if arrays is not None:
             table_rows = slots  # kernels find the rows themselves
         else:
@@ -312,6 +329,7 @@ class Batching:
             if num_columns != self._columns.shape[1]:
                 self._columns = self.tables[:, :num_columns]
             block_tables = self._columns.index_select(0, slots)
+            adapters = None if adapters is None else adapters.index_select(0, slots)
         batch = Batch(
             token_ids=token_ids,
             positions=positions,
@@ -325,6 +343,7 @@ class Batching:
             max_query_len=max_query_len,
             query_lens=step.query_lens,
             context_lens_host=tuple(step.ends),
+            adapters=adapters,
         )
         return batch, slots_of_logits
 
@@ -358,6 +377,7 @@ class Batching:
             max_query_len=1 if step.are_decodes else max(step.query_lens),
             query_lens=step.query_lens,
             context_lens_host=step.ends,
+            adapters=self.tables[:, -1] if step.has_adapters else None,
         )
         return batch, numbers[:num_seqs] if step.are_decodes else numbers[num - num_logits : num]
 
@@ -374,7 +394,7 @@ class Batching:
 
     def _make_room(self) -> None:
         missing = self._slots.num_slots - self._chosen.shape[0]
-        rows = self.tables.new_zeros(missing, self._max_num_blocks)
+        rows = self.tables.new_zeros(missing, self._num_columns)
         self.tables = torch.cat((self.tables, rows))
         self._cells, self._columns = self.tables.view(-1), self.tables[:, :0]
         self._chosen = torch.cat((self._chosen, self._chosen.new_zeros(missing)))
@@ -383,6 +403,11 @@ class Batching:
 
             num_slots = self._slots.num_slots
             self.arrays = StepArrays.empty(num_slots, max_graph_tokens(num_slots), self._device)
+
+
+def _have_adapters(sequences: SequenceOf[Sequence]) -> bool:
+    """Whether any of them has a LoRA adapter."""
+    return any([each.adapter_slot >= 0 for each in sequences])
 
 
 def max_graph_tokens(max_num_seqs: int) -> int:

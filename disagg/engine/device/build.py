@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from disagg.config import EngineConfig
+from disagg.engine.device.adapters import DeviceAdapters, adapter_memory
 from disagg.engine.device.engine_plan import EnginePlan
 from disagg.engine.device.followers import Followers
 from disagg.engine.device.kv_cache import KVCache
@@ -81,6 +82,7 @@ def build_engine(
         if followers is not None:
             followers.raise_lost()
         raise
+    memory_of_adapters = adapter_memory(decoder, description, share, plan.config)
     room_nbytes = plan.room_nbytes()
     if followers is not None:
         room_nbytes = followers.least_room_nbytes(room_nbytes)
@@ -115,7 +117,12 @@ def build_engine(
     )
     # A CPU has no async scheduling, because the same threads plan and compute.
     launcher = runner if device.type != "cpu" else None
-    return Engine(scheduler, runner, grammars=grammars, launcher=launcher), kv_cache
+    engine = Engine(scheduler, runner, grammars=grammars, launcher=launcher)
+    if memory_of_adapters is not None:
+        engine.adapters = DeviceAdapters(
+            memory_of_adapters, plan.config, scheduler.__contains__, followers
+        )
+    return engine, kv_cache
 
 
 def _warm_up(runner: ModelRunner, plan: EnginePlan) -> None:

@@ -6,23 +6,36 @@ first rank uploads, and what the device keeps of the step before, such as its to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from disagg.config import EngineConfig
+from disagg.engine.device.adapters import adapter_memory
 from disagg.engine.device.batching import Batching, StepBuffer, StepInputs
 from disagg.engine.device.communicator import TorchCommunicator
 from disagg.engine.device.engine_plan import EnginePlan
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.prompt_scores import forward_ranges
 from disagg.engine.device.slots import Slots
+from disagg.models.adapter_weights import HostAdapter
 from disagg.models.batch import Batch
 from disagg.models.decoder import load_model
 from disagg.models.description import ModelDescription
 from disagg.models.share import Share
-from disagg.rank_messages import LOOPBACK, RankCapture, RankStep, RankWork
+from disagg.rank_messages import (
+    LOOPBACK,
+    ForgetAdapter,
+    RankAdapter,
+    RankCapture,
+    RankDone,
+    RankSlot,
+    RankStep,
+    RankWork,
+)
 
 if TYPE_CHECKING:  # imports Triton, which a machine without a GPU may lack
     from disagg.engine.device.step_graphs import StepGraphs
@@ -78,6 +91,7 @@ class Follower:
             quantization=plan.config.quantization,
             communicator=communicator,
         )
+        self.adapters = adapter_memory(self._decoder, self._description, self._share, plan.config)
         return plan.room_nbytes()
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> KVCache:
@@ -85,7 +99,13 @@ class Follower:
         self._kv_cache = cache = KVCache(self._plan.shape, num_blocks, self.device)
         self._slots = Slots(max_num_seqs)
         max_num_blocks = -(-self._decoder.config.max_model_len // cache.block_size)
-        self._batching = Batching(self._slots, cache.block_size, max_num_blocks, self.device)
+        self._batching = Batching(
+            self._slots,
+            cache.block_size,
+            max_num_blocks,
+            self.device,
+            has_adapters=self._decoder.adapters is not None,
+        )
         self._numbers, self._numbers_before = StepBuffer(self.device), StepBuffer(self.device)
         return cache
 
@@ -96,6 +116,29 @@ class Follower:
                 self._compute(work)
             case RankCapture():
                 self._capture(work)
+            case RankSlot(slot=slot, digest=digest):
+                assert self.adapters is not None, "all ranks have adapters, or none has"
+                self.adapters.write(slot, digest)
+
+    def load_adapter(
+        self, task: RankAdapter | ForgetAdapter, tell: Callable[[RankDone], object]
+    ) -> None:
+        """Begin to read a LoRA adapter into host memory, or free that.
+
+        Args:
+            tell: sends the first rank a message, from any thread.
+        """
+        memory = self.adapters
+        assert memory is not None, "all ranks have adapters, or none has"
+        if isinstance(task, ForgetAdapter):
+            memory.forget(task.digest)
+            return
+
+        def ended(read: Future[HostAdapter]) -> None:
+            error = read.exception()
+            tell(RankDone(task.number, None if error is None else str(error)))
+
+        memory.load(task.adapter).add_done_callback(ended)
 
     @torch.inference_mode()
     def _compute(self, step: RankStep) -> None:
@@ -112,6 +155,7 @@ class Follower:
             step.query_lens,
             step.ends,
             step.longest,
+            step.has_adapters,
         )
         batch, slots = self._batching.batch(inputs)
         if step.scored:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from typing import Protocol
 
+from disagg.adapters import Adapter
 from disagg.engine.device.batching import StepInputs
 from disagg.engine.device.prompt_scores import ScoredRows, scored_ranges
 from disagg.models.communicator import Communicator
@@ -37,6 +39,17 @@ class Followers(Protocol):
         """
         ...
 
+    def load_adapter(self, adapter: Adapter) -> Future[None]:
+        """Have all other ranks read a LoRA adapter into host memory; the result is when all have.
+
+        It is reported while the worker polls its tasks. The error is `Unavailable`.
+        """
+        ...
+
+    def forget_adapter(self, digest: str) -> None:
+        """Have them free their host memory of an adapter."""
+        ...
+
     def follow(self, work: RankWork) -> None:
         """Have all other ranks do the work that this rank does now, after all earlier work."""
         ...
@@ -61,4 +74,5 @@ def rank_step(
         num_slots=num_slots,
         scored=scored_ranges(scored),
         shares_tokens=shares_tokens,
+        has_adapters=step.has_adapters,
     )

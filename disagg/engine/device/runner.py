@@ -76,7 +76,13 @@ class ModelRunner:
         self.slots = Slots(max_num_seqs)
         block_size = kv_cache.block_size
         max_num_blocks = -(-decoder.config.max_model_len // block_size)
-        self.batching = Batching(self.slots, block_size, max_num_blocks, decoder.device)
+        self.batching = Batching(
+            self.slots,
+            block_size,
+            max_num_blocks,
+            decoder.device,
+            has_adapters=decoder.adapters is not None,
+        )
         self.sampler = Sampler(self.slots, decoder.config.vocab_size, decoder.device)
 
     def run(self, plan: StepPlan) -> list[Sampled]:

@@ -60,11 +60,15 @@ class Sequence:
     prompt_logprobs: log-probabilities of the computed prompt tokens but the first, if they were
         requested and the answer has not begun; by the runner. Until then no cached prefix is used.
     slot: its row in the runner's tensors of running sequences; by `slots`.
+    adapter, adapter_slot: the LoRA adapter of the request, or None; and its slot on the device,
+        which the sequence has from before it enters the engine to its end; by `AdapterGate`.
     num_listed: number of leading blocks that are in the runner's table at `slot`; by `batching`.
     """
 
     __slots__ = (
         "__weakref__",
+        "adapter",
+        "adapter_slot",
         "arrival",
         "block_hashes",
         "block_ids",
@@ -124,6 +128,8 @@ class Sequence:
         self.needs_host = self._has_rules or self.thinking is not None
         self.slot = NO_SLOT
         self.num_listed = 0
+        self.adapter = request.adapter
+        self.adapter_slot = NO_SLOT
         self.max_num_tokens = request.num_prompt_tokens + sampling.max_tokens
         self.min_num_tokens = request.num_prompt_tokens + sampling.min_tokens
         self.stop_ids = _as_set(sampling.stop_token_ids)

@@ -11,6 +11,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from disagg.kernels.activation import Activation
+from disagg.kernels.adapters import AdaptedMatrix
+from disagg.kernels.gpu.adapters import AdapterGroups, adapt_rows_
 from disagg.kernels.gpu.attention_work import (
     LONG_ROWS,
     MAX_SHORT_QUERIES,
@@ -156,7 +158,19 @@ class TritonOps:
     def project_gated(
         self, x: Tensor, weight: Matrix | PackedProduct, activation: Activation = "silu"
     ) -> Tensor:
-        return gated_mul(weight(x), activation)
+        return self.gated(weight(x), activation)
+
+    def project_stacked(self, x: Tensor, weight: Matrix | PackedProduct) -> Tensor:
+        return weight(x)
+
+    def gated(self, stacked: Tensor, activation: Activation = "silu") -> Tensor:
+        return gated_mul(stacked, activation)
+
+    def plan_adapters(self, adapters: Tensor, num_slots: int) -> AdapterGroups:
+        return AdapterGroups.of(adapters, num_slots)
+
+    def adapt_(self, out: Tensor, x: Tensor, matrix: AdaptedMatrix, rows: AdapterGroups) -> Tensor:
+        return adapt_rows_(out, x, matrix, rows)
 
     def project_add_norm(
         self, x: Tensor, weight: Matrix | PackedProduct, residual: Tensor, norm: Tensor, eps: float

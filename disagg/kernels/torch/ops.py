@@ -12,7 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from disagg.kernels import reference
 from disagg.kernels.activation import Activation
+from disagg.kernels.adapters import AdaptedMatrix, AdapterRows, adapt_rows_
 from disagg.kernels.cpu.linear import Linear, linear
 from disagg.kernels.cpu.narrow_linear import int4_linear, int8_linear, packed_linear
 from disagg.kernels.cpu.prompts import PromptAttention
@@ -97,6 +99,18 @@ class TorchOps:
     ) -> Tensor:
         gate, up = weight
         return up.times(x, gate.silu(x) if activation == "silu" else gate.gelu_tanh(x))
+
+    def project_stacked(self, x: Tensor, weight: tuple[Linear, Linear]) -> Tensor:
+        return torch.cat([each(x) for each in weight], 1)
+
+    def gated(self, stacked: Tensor, activation: Activation = "silu") -> Tensor:
+        return reference.gated_mul(stacked, activation)
+
+    def plan_adapters(self, adapters: Tensor, num_slots: int) -> AdapterRows:
+        return AdapterRows.of(adapters)
+
+    def adapt_(self, out: Tensor, x: Tensor, matrix: AdaptedMatrix, rows: AdapterRows) -> Tensor:
+        return adapt_rows_(out, x, matrix, rows)
 
     def project_add_norm(
         self, x: Tensor, weight: Linear, residual: Tensor, norm: Tensor, eps: float
