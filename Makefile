@@ -7,12 +7,12 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 MODEL := $(VENV)/.smollm2
 PYTEST = $(BIN)/python -m pytest --durations=15
-# Tests of the running system, in two parts that take about as long; those of models and kernels;
-# those of many parts together in one process; and all others.
+# Tests of the running system, in two parts that take about as long; those of kernels and engines;
+# those of models; those of many parts together in one process; and all others.
 SYSTEM := tests/e2e tests/faults
 CLUSTERS := tests/faults tests/e2e/test_three_nodes.py
-MODELS := tests/engine tests/kernels tests/models \
-	$(patsubst %,tests/test_%.py,real_model kv_formats moves local_experts)
+KERNELS := tests/engine tests/kernels
+MODELS := tests/models $(patsubst %,tests/test_%.py,real_model kv_formats moves local_experts)
 TOGETHER := tests/tools/sim $(filter-out $(MODELS),$(wildcard tests/test_*.py))
 # Not for every change: `make test-bench`.
 BENCH := tests/bench $(wildcard tests/*/test_planted_*.py)
@@ -23,7 +23,7 @@ VLLM := tests/vllm
 FETCHED := $(VENV)/.families
 TOKENIZERS := deepseek_v3 gemma3 gpt4o gptoss llama2 llama3 llama3_1 qwen3
 
-PARTS := test-clusters test-commands test-models test-parts test-together
+PARTS := test-clusters test-commands test-kernels test-models test-parts test-together
 
 .PHONY: serve chat test $(PARTS) test-again test-bench test-families test-vllm lint style types bench docs soak clients clean
 
@@ -63,9 +63,9 @@ chat: $(READY)
 
 # Tests of the running system wait more than they compute. Without ARGS four parts run at a time: two of
 # these, as more starts of Ray at once would take longer than the 30 s that Ray gives its node, and two
-# that give way to them. What fails there runs once more alone, and then it must pass. Each part ends
-# with its 15 slowest tests. Those of `bench/`, kernels for all GPUs, and
-# whether tests notice planted bugs are `make test-bench`.
+# that give way to them, the longest first: so both cores have work to the end. What fails there runs
+# once more alone, and then it must pass. Each part ends with its 15 slowest tests. Those of `bench/`,
+# all parameters of kernels, and whether tests notice planted bugs are `make test-bench`.
 ifeq ($(ARGS),)
 test: style
 	@echo "All tests, for 10 to 15 minutes: tail -f $(VENV)/parts/*/out"; \
@@ -80,10 +80,11 @@ endif
 
 test-commands: FILES = tests/e2e $(CLUSTERS:%=--ignore=%)
 test-clusters: FILES = $(CLUSTERS)
-test-models: FILES = $(MODELS) $(BENCH:%=--ignore=%)
+test-kernels: FILES = $(KERNELS) $(BENCH:%=--ignore=%)
+test-models: FILES = $(MODELS)
 test-together: FILES = $(TOGETHER)
-test-parts: FILES = $(foreach each,$(SYSTEM) $(MODELS) $(TOGETHER) $(BENCH) $(FAMILIES) $(VLLM),--ignore=$(each))
-test-models test-together test-parts: NICELY = nice -n 10 env
+test-parts: FILES = $(foreach each,$(SYSTEM) $(KERNELS) $(MODELS) $(TOGETHER) $(BENCH) $(FAMILIES) $(VLLM),--ignore=$(each))
+test-kernels test-models test-together test-parts: NICELY = nice -n 10 env
 # Shown when all of a part have run, as several write at a time.
 $(PARTS): $(MODEL)
 	@into=$(VENV)/parts/$@ && mkdir -p $$into && touch $$into/failed && \
