@@ -93,12 +93,12 @@ def test_pages_that_sources_name_exist() -> None:
 def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    verbs = set(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE))
+    verbs = set(re.findall(r"^    ([a-z-]+)\b", capsys.readouterr().out, re.MULTILINE))
     assert "serve" in verbs
     named = {
         (path.name, verb)
         for path in SOURCES
-        for verb in re.findall(r"`disagg\s+([a-z]+)", path.read_text())
+        for verb in re.findall(r"`disagg\s+([a-z-]+)", path.read_text())
     }
     assert not [each for each in named if each[1] not in verbs]
 
@@ -177,7 +177,7 @@ def test_flags_that_are_named_exist(document: Path) -> None:
     known |= {*FLAG.findall(_help("serve") + _help("sim"))} | {f"--no-{flag[2:]}" for flag in known}
     missing = []
     for command in _commands(document):
-        verb = re.match(r"(?:\$ )?disagg ([a-z]+)(?: ([a-z]+) )?", command)
+        verb = re.match(r"(?:\$ )?disagg ([a-z-]+)(?: ([a-z]+) )?", command)
         flags = set(FLAG.findall(command))
         if verb and flags:
             text = _help(verb[1])

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import signal
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from disagg.errors import DisaggError
@@ -22,6 +23,8 @@ VERBS = {
     "cascade": "disagg.tools.calibrate.command",
     "config": "disagg.tools.config",
     "doctor": "disagg.tools.doctor.command",
+    "collect-env": "disagg.tools.collect_env",
+    "completion": "disagg.tools.completion",
 }
 
 
@@ -48,6 +51,29 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None and interrupted is signal.default_int_handler:
         # Ctrl-C during the imports then ends the process without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Only the requested command is imported, so that `serve` handles signals as early as possible.
+    parser, verbs = parser_of([each for each in VERBS if each in words[:1]] or VERBS)
+    parser.set_defaults(words=words)
+    chosen, unknown = parser.parse_known_args(words)
+    if unknown:  # reported with the usage of the command, which has the flags
+        verbs[chosen.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
+    if signal.getsignal(signal.SIGINT) is not interrupted:
+        signal.signal(signal.SIGINT, interrupted)
+    try:
+        status: int = chosen.run(chosen)
+    except DisaggError as error:
+        print(
+            f"disagg: {error.message}{at_fault(error, verbs[chosen.verb])}",
+            file=sys.stderr,
+        )
+        return 2
+    return status
+
+
+def parser_of(
+    names: Iterable[str],
+) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser with these commands, and that of each command."""
     parser = argparse.ArgumentParser(
         prog="disagg",
         description="Serve large language models with prefill and decode on separate workers.",
@@ -56,27 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--version", action=_ShowVersion, nargs=0, help="print the version and exit"
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
-    # Only the requested command is imported, so that `serve` handles signals as early as possible.
-    for name in [each for each in VERBS if each in words[:1]] or VERBS:
+    for name in names:
         verb = importlib.import_module(VERBS[name])
         subparser = verbs.add_parser(name, help=(verb.__doc__ or "").split("\n")[0])
         verb.add_arguments(subparser)
         subparser.set_defaults(run=verb.run)
-    parser.set_defaults(words=words)
-    chosen, unknown = parser.parse_known_args(words)
-    if unknown:  # reported with the usage of the command, which has the flags
-        verbs.choices[chosen.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
-    if signal.getsignal(signal.SIGINT) is not interrupted:
-        signal.signal(signal.SIGINT, interrupted)
-    try:
-        status: int = chosen.run(chosen)
-    except DisaggError as error:
-        print(
-            f"disagg: {error.message}{at_fault(error, verbs.choices[chosen.verb])}",
-            file=sys.stderr,
-        )
-        return 2
-    return status
+    return parser, verbs.choices
 
 
 def at_fault(error: DisaggError, parser: argparse.ArgumentParser) -> str:
