@@ -344,6 +344,11 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """largest size of the requests that wait in one ingress, in bytes"""
     default_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """seconds after which a request ends that sets no timeout"""
+    files_directory: str | None = None
+    """directory of the files and batches of /v1/files and /v1/batches, which all ingresses must
+    see (default: with `disagg serve` a temporary one, else none, and the endpoints refuse)"""
+    files_nbytes: Positive = 1 << 30
+    """largest size of the files and batches of each tenant, in bytes"""
 
     def named_keys(self) -> Iterator[tuple[str, str]]:
         """Tenants, "" for the default one, and their keys; those of the file are not among them."""

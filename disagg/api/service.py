@@ -113,11 +113,12 @@ class Service:
         traceparent = begin(spec)
         of_model = RequestSlo(*spec.model.slo_s)
         slo = choose_slo(spec.slo, caller.slo, caller.least_slo, of_model)
-        timeout_s = min(spec.timeout_s or self._default_timeout_s, self._default_timeout_s)
-        deadline_unix_s = now - caller.waited_s + timeout_s
+        most_s = caller.timeout_s or self._default_timeout_s
+        deadline_unix_s = now - caller.waited_s + min(spec.timeout_s or most_s, most_s)
         next_step = PROMPT
         try:
-            async with asyncio.timeout(deadline_unix_s - self._clock()):
+            left_s = min(deadline_unix_s - self._clock(), self._default_timeout_s)
+            async with asyncio.timeout(left_s):
                 with telemetry.span("tokenize", traceparent) as span:
                     most = truncated_to(spec)
                     prompts = await tokenize_prompts(spec.prompts, spec.model, len(body), most)
@@ -279,6 +280,7 @@ class Caller(msgspec.Struct, frozen=True):
     min_priority: int = 0  # lowest priority number that the request may set
     slo: RequestSlo = RequestSlo()  # SLOs from the request's headers
     least_slo: RequestSlo = RequestSlo()  # shortest SLOs that the tenant may set; 0: the model's
+    timeout_s: float = 0.0  # the longest time limit that the request may set; 0: the server's
 
 
 def name_choices(

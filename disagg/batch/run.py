@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from disagg.batch.ask import Ask
 from disagg.batch.lines import answer_line, error_line, name_of, read_line
-from disagg.errors import DisaggError, InvalidRequest, StartupError
+from disagg.errors import InvalidRequest, RequestError, StartupError
 from disagg.side_by_side import side_by_side
 
 READ_NBYTES = 1 << 20
@@ -43,7 +43,7 @@ class Counts:
 
 
 class AnswerFiles:
-    """The output and the error file of a batch. Nobody else writes them until `close`.
+    """The output and the error file of a batch. Nobody else writes them until they are closed.
 
     Raises:
         BatchIsRunning: somebody else does.
@@ -60,24 +60,32 @@ class AnswerFiles:
                     f"Another process writes {output}; wait for its end, or choose another file.",
                     param="output",
                 ) from None
-            # Requests that failed are tried again.
-            self._errors = on_error.enter_context(open(errors, "wb", buffering=0))
+            self._errors = on_error.enter_context(open(errors, "a+b", buffering=0))
             self._files = on_error.pop_all()
         self._pending: tuple[list[bytes], list[bytes]] = ([], [])  # of the output, of the errors
         self._writing: asyncio.Task[None] | None = None
 
-    def read_names(self) -> set[str]:
-        """The ids of answered requests. What a killed run wrote of a last line is cut off."""
+    def resume(self) -> set[str]:
+        """The ids of answered requests. What a killed run wrote of a last line is cut off, and
+        errors are deleted: requests that failed are tried again.
+
+        Raises:
+            StartupError: the output is a file of another kind.
+        """
         names: set[str] = set()
-        end = 0
         with open(self._output.name, "rb") as file:
             for line in file:
-                name = name_of(line) if line.endswith(b"\n") else None
-                if name is None:
-                    break
-                names.add(name)
-                end += len(line)
-        self._output.truncate(end)
+                if not line.endswith(b"\n"):
+                    self._output.truncate(file.tell() - len(line))
+                elif (name := name_of(line)) is not None:
+                    names.add(name)
+                else:
+                    raise StartupError(
+                        f"{self._output.name} has other lines than answers to requests; name"
+                        " another file.",
+                        param="output",
+                    )
+        self._errors.truncate(0)
         return names
 
     def add(self, line: bytes, *, failed: bool) -> None:
@@ -88,13 +96,14 @@ class AnswerFiles:
                 self._writing.result()
             self._writing = asyncio.create_task(self._write())
 
-    async def close(self) -> None:
-        """Write what was added, and let others write. Raises `OSError`."""
-        try:
-            if self._writing is not None:
-                await self._writing
-        finally:
-            self._files.close()
+    async def flush(self) -> None:
+        """Write what was added. Raises `OSError`."""
+        if self._writing is not None:
+            await self._writing
+
+    def close(self) -> None:
+        """Let others write."""
+        self._files.close()
 
     async def _write(self) -> None:
         while any(self._pending):
@@ -117,9 +126,10 @@ async def run_batch(
     counts: Counts | None = None,
     only: str | None = None,
 ) -> Counts:
-    """Answer the requests of a file that are not answered yet. Closes `files`.
+    """Answer the requests of a file that are not answered yet.
 
     Args:
+        ask: its `RequestError`s become lines of the error file, as refusals do.
         num_at_once: number of requests that are sent at a time.
         counts: is kept up to date.
         only: the path that all requests must name.
@@ -137,27 +147,26 @@ async def run_batch(
         try:
             line = read_line(raw, number, only)
             _check_new(line.custom_id, number, numbers)
-        except DisaggError as error:
+            if line.custom_id in kept:
+                counts.num_kept += 1
+                counts.completed += 1
+                return
+            reply = await ask(line.url, bytes(line.body))
+        except RequestError as error:
             counts.failed += 1
-            line_of_error = error_line(name_of(raw), error.code, error.message)
-            files.add(line_of_error, failed=True)
+            files.add(error_line(name_of(raw), error.code, error.message), failed=True)
             return
-        if line.custom_id in kept:
-            counts.num_kept += 1
-            counts.completed += 1
-            return
-        reply = await ask(line.url, bytes(line.body))
         has_failed = reply.status != 200
         counts.failed += has_failed
         counts.completed += not has_failed
         files.add(answer_line(line.custom_id, reply), failed=has_failed)
 
     try:
-        kept = await asyncio.to_thread(files.read_names)
+        kept = await asyncio.to_thread(files.resume)
         counts.total = await asyncio.to_thread(_count, source, kept)
         await side_by_side(answer, _lines(source), num_at_once)
     finally:
-        await files.close()
+        await files.flush()
     return counts
 
 

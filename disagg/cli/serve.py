@@ -11,6 +11,8 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from disagg.cli import process_tree
 from disagg.cli.lines import Lines
 from disagg.cli.reports import Order
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         directory, alive = process_tree.new_run()
         order = Order(
-            config=config,
+            config=_with_files(config, directory) if arguments.ray_address is None else config,
             raw_config=raw,
             directory=str(directory),
             log_directory=str(logs),
@@ -72,6 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
             process_tree.end_family()  # HAProxy, which outlives servers that broke
             shutil.rmtree(directory, ignore_errors=True)
             os.close(alive)
+
+
+def _with_files(config: ServeConfig, directory: Path) -> ServeConfig:
+    """The configuration with a place for files and batches, which ends with the run."""
+    place = config.http.files_directory or str(directory / "files")
+    return replace(config, http=replace(config.http, files_directory=place))
 
 
 def _fetch_models(config: ServeConfig, say: Say, is_stopped: Callable[[], bool]) -> bool:

@@ -13,16 +13,21 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
 from disagg.api.http.app import AskOthers, HttpApp, Readiness, ask_nobody
+from disagg.api.http.batches import BatchApi
+from disagg.api.http.in_process import asking_for
 from disagg.api.http.metrics import ApiMetrics
 from disagg.api.http.quota import Quota
 from disagg.api.served_model import ServedModel, auto_model, check_one_language
 from disagg.api.service import Service, hash_request
 from disagg.api_keys import DEFAULT_TENANT
+from disagg.batch.queue import BatchQueue
+from disagg.batch.store import BatchStore
 from disagg.config import AUTO, ServeConfig, TierConfig
 from disagg.ingress.adapters import ServedAdapters
 from disagg.ingress.admission_queue import AdmissionQueue
@@ -243,6 +248,9 @@ class IngressCore:
             default_timeout_s=config.http.default_timeout_s,
             clock=now,
         )
+        store = None
+        if config.http.files_directory is not None:
+            store = BatchStore(Path(config.http.files_directory), config.http.files_nbytes, now)
         self.app = HttpApp(
             self.service,
             config.http,
@@ -256,7 +264,12 @@ class IngressCore:
             ask_others=ask_others,
             quota=Quota(config.tenant, config.tenant_class, self._limits),
             names_replies=names_replies,
+            batches=None if store is None else BatchApi(store, config.http, now),
         )
+        self._batches = None
+        if store is not None:
+            ask_for = asking_for(self.app, now)
+            self._batches = BatchQueue(store, ask_for, self._num_batch_requests, now)
 
     def update(self, records: Sequence[WorkerRecord]) -> None:
         """Set the complete list of workers."""
@@ -339,7 +352,16 @@ class IngressCore:
             return None
         return asyncio.create_task(keep_in_step(self._limits, board, self._ingress_id))
 
+    def _num_batch_requests(self) -> int:
+        """Requests of a batch at a time: as many as the workers have places, and at most an eighth
+        of all that this ingress serves."""
+        workers = self.fleet.view().workers.values()
+        places = sum(worker.record.max_num_seqs for worker in workers)
+        return max(1, min(places, self._config.http.max_num_requests // 8))
+
     async def close(self) -> None:
+        if self._batches is not None:
+            await self._batches.close()
         tasks = [task for task in (self._sharing, self._sampling) if task is not None]
         for task in tasks:
             task.cancel()

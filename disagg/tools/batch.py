@@ -12,7 +12,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from time import monotonic
 
@@ -103,7 +103,8 @@ async def _run(
         patience = Patience(ask)
         showing = asyncio.create_task(_show(counts, patience))
         try:
-            await run_batch(source, AnswerFiles(*into), patience, num_at_once, counts=counts)
+            with closing(AnswerFiles(*into)) as files:
+                await run_batch(source, files, patience, num_at_once, counts=counts)
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ class Batch:
         self.source.write_text("".join(f"{each}\n" for each in lines))
 
     async def run(self, ask: Ask, num_at_once: int = 4, only: str | None = None) -> Counts:
-        files = AnswerFiles(self.output, self.errors)
-        return await run_batch(self.source, files, ask, num_at_once, only=only)
+        with closing(AnswerFiles(self.output, self.errors)) as files:
+            return await run_batch(self.source, files, ask, num_at_once, only=only)
 
 
 class FakeServer:
@@ -154,14 +155,17 @@ async def test_answers_of_another_batch_are_kept(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="'a'"):
         await Batch(tmp_path, [line("b")]).run(server)
     assert batch.output.read_bytes() == before and not server.asked
+    batch.output.write_text("A text of somebody else.\nIts end")
+    with pytest.raises(StartupError, match="name another file"):
+        await batch.run(server)
+    assert batch.output.read_text() == "A text of somebody else.\nIts end" and not server.asked
 
 
 async def test_two_runs_do_not_share_an_output(tmp_path: Path) -> None:
     batch = Batch(tmp_path, [line("a")])
     files = AnswerFiles(batch.output, batch.errors)
-    with pytest.raises(BatchIsRunning, match=r"out\.jsonl"):
+    with closing(files), pytest.raises(BatchIsRunning, match=r"out\.jsonl"):
         await batch.run(FakeServer())
-    await files.close()
     assert (await batch.run(FakeServer())).completed == 1
 
 

@@ -21,6 +21,7 @@ import msgspec
 from disagg import logs, telemetry
 from disagg.api import apis
 from disagg.api.apis import BY_PATH, Api
+from disagg.api.http.batches import BatchApi
 from disagg.api.http.cors import Cors
 from disagg.api.http.exposition import joined
 from disagg.api.http.keys import KeyCheck
@@ -121,6 +122,7 @@ class HttpApp:
         new_id: returns random text for ids that clients do not choose.
         quota: limits of tenants; None for no limits.
         names_replies: whether to send `x-request-id`; False if the host of the app sends it.
+        batches: answers for files and batches; None: there are none.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class HttpApp:
         new_id: Callable[[], str] = lambda: secrets.token_hex(16),
         quota: Quota | None = None,
         names_replies: bool = True,
+        batches: BatchApi | None = None,
     ) -> None:
         metrics = metrics or ApiMetrics()
         self._service = service
@@ -185,10 +188,14 @@ class HttpApp:
             "/version": ("GET", _always(Reply(b'{"version":"%b"}' % version("disagg").encode()))),
             "/metrics": ("GET", self._show_metrics),
             "/debug/fleet": ("GET", self._debug_fleet),
+            "/v1/files": ("GET, POST", _of_files(batches, "files")),
+            "/v1/batches": ("GET, POST", _of_files(batches, "batches")),
         }
         self._prefix_routes: dict[str, tuple[str, Endpoint]] = {
             "/v1/models/": ("GET", self._one_model),
             "/debug/requests/": ("GET", self._debug_request),
+            "/v1/files/": ("GET, DELETE", _of_files(batches, "file")),
+            "/v1/batches/": ("GET, POST", _of_files(batches, "batch")),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -302,23 +309,25 @@ class HttpApp:
             self.serve_again()
 
     async def _dispatch(self, request: HttpRequest) -> Reply | Stream:
-        method, endpoint = self._route(request)
+        methods, endpoint = self._route(request)
         request.check_head()
         if self._cors.is_preflight(request):
             return self._cors.preflight(request)
         if request.path in OPERATORS_PATHS:
             self._key_check.of_operator(request)
         elif request.path not in OPEN_PATHS:
-            self._key_check(request)
+            if not request.is_own:
+                self._key_check(request)
             if self._stopping is not None:
                 raise Unavailable("This server is stopping and takes no new requests; try again.")
         elif request.path == "/metrics":
             self._key_check.of_metrics(request)
         if endpoint is None:
             raise UnknownUrl(f"There is no endpoint {request.path[:128]!r}.")
-        if request.method not in (method, "HEAD" if method == "GET" else method):
+        method = "GET" if request.method == "HEAD" else request.method
+        if method not in methods.split(", "):
             raise MethodNotAllowed(
-                f"{request.path} supports {method}, not {request.method[:16]}.", allowed=method
+                f"{request.path} supports {methods}, not {request.method[:16]}.", allowed=methods
             )
         if method == "POST" and len(self._running) > self._config.max_num_requests:
             raise Overloaded(
@@ -354,6 +363,7 @@ class HttpApp:
             min_priority=self._quota.min_priority(request.tenant),
             slo=in_headers(request.headers),
             least_slo=self._quota.least_slo(request.tenant),
+            timeout_s=request.timeout_s,
         )
         tenant = shown_tenant(request.tenant, self._quota.tenant_class)
         begin = partial(request.spans.begin, api.operation, caller.request_id, tenant)
@@ -459,6 +469,20 @@ class HttpApp:
         return await request.read_body(
             self._config.max_body_nbytes, self._bodies, self._config.default_timeout_s
         )
+
+
+def _of_files(batches: BatchApi | None, name: str) -> Endpoint:
+    if batches is not None:
+        endpoint: Endpoint = getattr(batches, name)
+        return endpoint
+
+    async def refuse(request: HttpRequest) -> Reply:
+        raise UnknownUrl(
+            "This server keeps no files, so it runs no batches: start it with --files-directory"
+            " (http.files_directory)."
+        )
+
+    return refuse
 
 
 def _always(reply: Reply) -> Endpoint:

@@ -9,7 +9,7 @@ from disagg.api.http.request import HttpRequest
 
 ANY = "*"
 MAX_AGE_S = 600  # for which a browser may remember the answer to a preflight
-_METHODS = b"GET, POST"
+_METHODS = b"GET, POST, DELETE"
 
 
 class Cors:

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
-from disagg.api.http.request import TENANT
+from disagg.api.http.request import TENANT, TIMEOUT_S
+from disagg.batch.ask import BATCH_HEADERS, Ask
 from disagg.batch.lines import BatchReply
+from disagg.batch.queue import AskFor
 
 Message: TypeAlias = MutableMapping[str, Any]
 App: TypeAlias = Callable[
@@ -17,12 +19,18 @@ App: TypeAlias = Callable[
 
 
 async def ask_app(
-    app: App, path: str, body: bytes, headers: Mapping[str, str], tenant: str | None = None
+    app: App,
+    path: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    tenant: str | None = None,
+    timeout_s: float = 0.0,
 ) -> BatchReply:
     """The reply to one POST.
 
     Args:
         tenant: on whose behalf; None: of the API key in `headers`, as from outside.
+        timeout_s: time limit in place of the server's; 0: the server's.
     """
     waiting = [{"type": "http.request", "body": body}]
     replies: list[Message] = []
@@ -39,10 +47,27 @@ async def ask_app(
     scope: Message = {"type": "http", "method": "POST", "path": path}
     scope["headers"] = [(b"host", b"local"), *named]
     if tenant is not None:
-        scope[TENANT] = tenant
+        scope[TENANT], scope[TIMEOUT_S] = tenant, timeout_s
     await app(scope, receive, send)
     start = replies[0]
     answered = {name.decode(): value.decode("latin-1") for name, value in start["headers"]}
     return BatchReply(
         start["status"], answered, b"".join(each.get("body", b"") for each in replies)
     )
+
+
+def asking_for(app: App, now: Callable[[], float]) -> AskFor:
+    """Sends requests of batches, with batch priority.
+
+    Args:
+        now: returns Unix time in seconds.
+    """
+
+    def ask_for(tenant: str, until_unix_s: float) -> Ask:
+        def ask(path: str, body: bytes) -> Awaitable[BatchReply]:
+            left_s = max(1.0, until_unix_s - now())
+            return ask_app(app, path, body, BATCH_HEADERS, tenant, left_s)
+
+        return ask
+
+    return ask_for

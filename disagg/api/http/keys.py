@@ -47,8 +47,6 @@ class KeyCheck:
 
     def __call__(self, request: HttpRequest) -> None:
         """Set the tenant of a request. Raises `Unauthorized`."""
-        if request.is_own:
-            return
         if self._file is not None and self._now() - self._looked_s > LOOK_S:
             self._reload_if_changed()
         if not self._tenants:

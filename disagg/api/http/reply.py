@@ -45,10 +45,12 @@ class Stream(NamedTuple):
     Attributes:
         events: yields events to write; it may also write some itself with `Writer.write_now`.
         error: makes the last event of a stream that fails.
+        headers: of the reply; a stream of events is kept alive while it is silent.
     """
 
     events: Callable[[Writer], AsyncGenerator[bytes, None]]
     error: Callable[[DisaggError], bytes]
+    headers: list[tuple[bytes, bytes]] = EVENT_STREAM
 
 
 class Writer:
@@ -84,7 +86,7 @@ class Writer:
         async with aclosing(stream.events(self)) as events:
             async for event in events:
                 if not self.streaming:
-                    await self._start(200, EVENT_STREAM)
+                    await self._start(200, stream.headers)
                     self.streaming = stream
                 await self.write(event)
         self.streaming = None
@@ -138,7 +140,7 @@ async def watch(request: HttpRequest, writer: Writer) -> None:
                 continue
             if writer.num_begun > writer.num_written:
                 return  # a write has been blocked for the whole time
-            if writer.streaming:
+            if writer.streaming and writer.streaming.headers is EVENT_STREAM:
                 async with asyncio.timeout(PING_AFTER_S):
                     await writer.write(PING)
     except TimeoutError:

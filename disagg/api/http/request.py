@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -20,7 +20,8 @@ BODY_TIMEOUT_S = 30.0
 MAX_NUM_HEADERS = 100
 MAX_HEADERS_NBYTES = 32 << 10
 MAX_TEXT_LEN = 128  # of texts that clients choose, in spans
-TENANT = "disagg.tenant"  # in the scope of this process's own requests: on whose behalf
+# In the scope of requests that this process sends itself: on whose behalf, and their time limit.
+TENANT, TIMEOUT_S = "disagg.tenant", "disagg.timeout_s"
 
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 _HOST = re.compile(rb"([\w.\-]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
@@ -68,6 +69,7 @@ class HttpRequest:
         route: the matching route, for metrics; `rest` is the part of the path after a prefix.
         tenant: the tenant of the request, set by the key check.
         is_own: whether this process sends it, for `tenant`, without a key.
+        timeout_s: time limit of such a request in place of the server's; 0: the server's.
         reply_headers: headers of the reply, also if it is an error.
         num_output_tokens: returns the length of its answer so far; None if the request does not
             count for its tenant.
@@ -93,6 +95,7 @@ class HttpRequest:
         self.rest = ""
         self.is_own = TENANT in scope
         self.tenant: str = scope.get(TENANT, "")
+        self.timeout_s: float = scope.get(TIMEOUT_S, 0.0)
         self.spans = RequestSpans()
         self.num_output_tokens: Callable[[], int] | None = None
         self.num_body_bytes = 0
@@ -189,29 +192,43 @@ class HttpRequest:
                 raise _too_large(max_nbytes)
             bodies.check(int(announced))
         timeout_s = min(BODY_TIMEOUT_S, timeout_s)
+        parts: list[bytes] = []
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._read_bounded(max_nbytes, bodies)
+                async for part in self.parts(max_nbytes):
+                    bodies.take(len(part))
+                    self.num_body_bytes += len(part)
+                    parts.append(part)
         except TimeoutError:
             raise RequestTimeout(f"The body did not arrive within {timeout_s:g} seconds.") from None
+        return b"".join(parts)
 
-    async def _read_bounded(self, max_nbytes: int, bodies: Bodies) -> bytes:
-        parts: list[bytes] = []
-        nbytes = 0
-        while True:
-            message = await self._receive()
+    async def parts(self, max_nbytes: int) -> AsyncGenerator[bytes, None]:
+        """The body as it arrives.
+
+        Raises:
+            RequestTooLarge: the body is too large; the rest of it is not read.
+            RequestTimeout: the next part did not arrive within `BODY_TIMEOUT_S`.
+        """
+        nbytes, more = 0, True
+        while more:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    message = await self._receive()
+            except TimeoutError:
+                raise RequestTimeout(
+                    f"The next part of the body did not arrive within {BODY_TIMEOUT_S:g} seconds."
+                ) from None
             if message["type"] == "http.disconnect":
                 raise RequestTimeout("The client disconnected before its request was complete.")
-            part = message.get("body", b"")
+            part: bytes = message.get("body", b"")
+            more = message.get("more_body", False)
             nbytes += len(part)
             if nbytes > max_nbytes:
                 raise _too_large(max_nbytes)
-            bodies.take(len(part))
-            self.num_body_bytes = nbytes
-            parts.append(part)
-            if not message.get("more_body", False):
+            if not more:
                 self._read.set()
-                return b"".join(parts)
+            yield part
 
     async def disconnected(self) -> None:
         """Return when the client disconnects, which is noticed only after its body is read."""

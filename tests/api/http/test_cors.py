@@ -31,7 +31,7 @@ async def test_a_preflight_needs_no_key(origins: tuple[str, ...], answer: str) -
     async with http_client(make_app(config=config_of(*origins))) as client:
         reply = await client.options(URL, headers=PREFLIGHT)
     assert (reply.status_code, reply.content, allowed(reply)) == (200, b"", answer)
-    assert reply.headers["access-control-allow-methods"] == "GET, POST"
+    assert reply.headers["access-control-allow-methods"] == "GET, POST, DELETE"
     assert reply.headers["access-control-allow-headers"] == "authorization,content-type"
     assert "access-control-allow-credentials" not in reply.headers
 
