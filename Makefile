@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .clients
+BROWSER := .browser
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 MODEL := $(VENV)/.smollm2
@@ -20,12 +21,13 @@ BENCH := tests/bench $(wildcard tests/*/test_planted_*.py)
 GRIDS = tests/kernels/test_interpreted.py $(shell grep -rl --include='test_*.py' '^from tests.grids' tests)
 FAMILIES := tests/families
 VLLM := tests/vllm
+UI := tests/ui
 FETCHED := $(VENV)/.families
 TOKENIZERS := deepseek_v3 gemma3 gpt4o gptoss llama2 llama3 llama3_1 qwen3
 
 PARTS := test-clusters test-commands test-kernels test-models test-parts test-together
 
-.PHONY: serve chat test $(PARTS) test-again test-bench test-families test-vllm lint style types bench docs soak clients clean
+.PHONY: serve chat test $(PARTS) test-again test-bench test-families test-vllm test-ui screenshots lint style types bench docs soak clients clean
 
 # uv is several times faster than pip, and compiles csrc/ while it downloads. pip does the same where uv
 # cannot, as with an index that only pip's settings name. On a terminal both show what they do.
@@ -83,7 +85,7 @@ test-clusters: FILES = $(CLUSTERS)
 test-kernels: FILES = $(KERNELS) $(BENCH:%=--ignore=%)
 test-models: FILES = $(MODELS)
 test-together: FILES = $(TOGETHER)
-test-parts: FILES = $(foreach each,$(SYSTEM) $(KERNELS) $(MODELS) $(TOGETHER) $(BENCH) $(FAMILIES) $(VLLM),--ignore=$(each))
+test-parts: FILES = $(foreach each,$(SYSTEM) $(KERNELS) $(MODELS) $(TOGETHER) $(BENCH) $(FAMILIES) $(VLLM) $(UI),--ignore=$(each))
 test-kernels test-models test-together test-parts: NICELY = nice -n 10 env
 # Shown when all of a part have run, as several write at a time.
 $(PARTS): $(MODEL)
@@ -121,6 +123,22 @@ test-families: $(FETCHED)/templates $(foreach name,$(TOKENIZERS),$(FETCHED)/$(na
 # Workers with vLLM as their engine, in the environment that `bench.peers` has for it (some minutes).
 test-vllm: $(TOOLS)
 	$(BIN)/python -m tests.vllm $(ARGS)
+
+# The page at /ui in a real browser, Chromium, whose driver and axe are in an environment of their own.
+$(BROWSER)/.ready: tests/ui/requirements.txt | $(TOOLS)
+	rm -rf $(BROWSER) && mkdir -p $(BROWSER)/axe
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(BROWSER) -r $<
+	@command -v npm >/dev/null || { echo "make test-ui: axe-core comes from npm, which is not installed." >&2; exit 1; }
+	cd $(BROWSER)/axe && npm pack --silent axe-core@4.14.1 && tar xzf *.tgz && rm *.tgz
+	touch $@
+
+test-ui: $(BROWSER)/.ready
+	PYTHONPATH=$(BROWSER) DISAGG_AXE=$(BROWSER)/axe/package/axe.min.js $(PYTEST) $(UI) $(ARGS)
+
+# The pictures of docs/ui.md, which have other times each time.
+screenshots: export DISAGG_SCREENSHOTS = docs/images
+screenshots: $(BROWSER)/.ready
+	PYTHONPATH=$(BROWSER) DISAGG_AXE=$(BROWSER)/axe/package/axe.min.js $(PYTEST) $(UI)/test_look.py
 
 # Client libraries of others against a server, in an environment of their own.
 $(CLIENTS)/.ready: bench/clients/requirements.txt bench/clients/aiperf.txt bench/clients/package.json

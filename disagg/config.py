@@ -334,6 +334,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     metrics_key: str | None = None
     """key that GET /metrics requires, or sha256: followed by its hash; metrics name the tenants
     (default: none)"""
+    ui: bool = True
+    """page for people at /ui: chat with the way of each answer, the fleet, and the planner"""
     max_body_nbytes: Positive = 16 << 20
     """largest size of a request's body, in bytes"""
     max_num_requests: Positive = 4096

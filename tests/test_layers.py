@@ -220,6 +220,7 @@ TORCH_FREE = (
     "engine.sched.grammar",
     "engine.engine_thread",
     "ingress.core",
+    "capacity.planner",
     "capacity.shapes",
     "models.description",
 )

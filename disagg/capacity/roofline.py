@@ -97,6 +97,17 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
             + step.num_decode_context * self.per_context_s
         )
 
+    def work(self, step: StepFeatures) -> tuple[float, float]:
+        """FLOP of an engine step, and the bytes of weights and KV that it reads, on all GPUs."""
+        shape, num_tokens = self.shape, step.num_new_tokens + step.num_decoding
+        num_params = shape.num_multiplied_params(num_tokens, self.num_holders)
+        num_seen = step.num_attended + step.num_decode_context
+        nbytes = shape.read_nbytes(num_tokens, self.weights, self.num_holders)
+        return (
+            2 * num_params * num_tokens + num_seen * self._flop_per_attended,
+            nbytes + step.num_decode_context * self.kv_nbytes_per_token,
+        )
+
     def decode_step_s(self, num_sequences: int, num_context_tokens: float) -> float:
         """Seconds of a step with one token per sequence.
 
@@ -143,9 +154,14 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         There is a product for the score and one for the sum. Attention multiplies in bf16, whatever
         the format of the weights is.
         """
+        return self._flop_per_attended / (
+            self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention
+        )
+
+    @property
+    def _flop_per_attended(self) -> int:
         shape = self.shape
-        num_flop = 4 * shape.config.num_layers * shape.config.num_heads * shape.head_dim
-        return num_flop / (self.num_gpus * self.gpu.bf16_flops * self.efficiency.attention)
+        return 4 * shape.config.num_layers * shape.config.num_heads * shape.head_dim
 
     @cached_property
     def per_context_s(self) -> float:

@@ -208,6 +208,7 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
     add_setting(group, HttpConfig, "api_key")
     add_setting(group, HttpConfig, "api_keys_file", metavar="FILE")
     add_setting(group, HttpConfig, "metrics_key", metavar="KEY")
+    add_setting(group, HttpConfig, "ui")
     add_setting(group, HttpConfig, "allowed_origins", type=origins, metavar="ORIGINS")
     add_setting(group, HttpConfig, "files_directory", metavar="DIRECTORY")
     add_setting(group, HttpConfig, "files_nbytes", flag="--files-bytes")

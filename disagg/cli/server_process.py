@@ -159,6 +159,8 @@ def serve(order: Order, reports: Reports, stop: threading.Event) -> int:
         url, pools = url_of(config.http), body["pools"]
         seconds = time.monotonic() - order.began_s
         reports.say(READY, ready_line(url, pools, seconds), url=url, pools=pools)
+        if config.http.ui:
+            reports.say("page", f"\n  {url}/ui  (chat, fleet and planner, in a browser)")
         model = config.tiers[0].name if config.cascade is None else AUTO
         example = curl_example(url, model, has_key=not config.http.is_open)
         reports.say("example", f"\n  {example}\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hmac
 import logging
 import math
 import random
@@ -36,6 +37,7 @@ from disagg.ingress.escalation import Deltas, Escalation
 from disagg.ingress.fleet_metrics import FleetMetrics, LinkBuffers
 from disagg.ingress.fleet_state import FleetState
 from disagg.ingress.fleet_sum import fleets_added
+from disagg.ingress.plan_requests import PlanRequests
 from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
 from disagg.messages import GenerateRequest, Role, WorkerRecord
@@ -263,6 +265,8 @@ class IngressCore:
             beside=beside,
             ask_others=ask_others,
             quota=Quota(config.tenant, config.tenant_class, self._limits),
+            planner=PlanRequests({tier.name: str(tier.directory) for tier in config.tiers}),
+            secret=hmac.digest(config.cluster_key.encode(), b"sessions", "sha256"),
             names_replies=names_replies,
             batches=None if store is None else BatchApi(store, config.http, now),
         )

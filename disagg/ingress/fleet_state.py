@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from disagg.api.http.metrics import ApiMetrics
-from disagg.config import ServeConfig
+from disagg.config import AUTO, ServeConfig
 from disagg.ingress.fleet_metrics import MAX_PAIRS, WorkerReports
 from disagg.messages import Role, WorkerRecord, WorkerStatus
 from disagg.router.load_report import Demand
@@ -88,7 +88,8 @@ class ModelTotals(msgspec.Struct, frozen=True):
 
 
 class ShownModel(msgspec.Struct, frozen=True):
-    """A served model: its SLOs, its pools (also empty ones), and its counts."""
+    """A served model: its SLOs and its counts. Of a request for `auto`, its latencies count there,
+    and the rest with the models that compute it."""
 
     name: str
     ttft_slo_s: float | None
@@ -170,7 +171,9 @@ class FleetState:
         num_queued: Callable[[], Mapping[str, int]],
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._tiers = config.tiers
+        self._slo_s = {tier.name: (tier.ttft_slo_s, tier.tpot_slo_s) for tier in config.tiers}
+        if config.cascade is not None:
+            self._slo_s[AUTO] = None, None
         self._ingress_id = ingress_id
         self._metrics = metrics
         self._demand = demand
@@ -197,14 +200,8 @@ class FleetState:
                 self._ingress_id,
                 self._now(),
                 [
-                    ShownModel(
-                        tier.name,
-                        tier.ttft_slo_s,
-                        tier.tpot_slo_s,
-                        queued.get(tier.name, 0),
-                        totals[tier.name],
-                    )
-                    for tier in self._tiers
+                    ShownModel(name, *slo_s, queued.get(name, 0), totals[name])
+                    for name, slo_s in self._slo_s.items()
                 ],
                 [self._shown(record, status) for record, status in reports],
                 _transfers(reports),
@@ -252,7 +249,7 @@ class FleetState:
         moves = metrics.sums("request_moves", "model_name")
         prefills = metrics.sums("prefills", "model_name", "place")
         found = {}
-        for name in (tier.name for tier in self._tiers):
+        for name in self._slo_s:
             asked, gaps = self._demand.of(name), metrics.itl.of(name)
             found[name] = ModelTotals(
                 asked.num_requests,

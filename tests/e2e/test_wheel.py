@@ -76,7 +76,8 @@ def test_only_the_package_is_in_it(wheel: Path) -> None:
     assert tops == {"disagg"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "disagg/py.typed" in names
-    assets = [path for path in (ROOT / "disagg" / "assets").rglob("*") if path.is_file()]
+    folders = (ROOT / "disagg" / name for name in ("assets", "ui"))
+    assets = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     missing = {str(path.relative_to(ROOT)) for path in assets} - {*names}
     assert not missing, missing  # `disagg plan --write` reads rayservice.yaml there
     assert wheel.name.split("-")[2:4] == ["py3", "none"]

@@ -33,6 +33,7 @@ from disagg.api.http.metrics import (
     ApiMetrics,
     RequestTimer,
 )
+from disagg.api.http.page import Planner, WebUi, wants_html
 from disagg.api.http.quota import Quota
 from disagg.api.http.reply import (
     Receive,
@@ -59,11 +60,13 @@ Scope: TypeAlias = MutableMapping[str, Any]
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset(["/", "/health", "/live", "/ready", "/ping", "/version", "/metrics"])
+SESSION = "/ui/session"
 
 OPERATORS_PATHS = frozenset(["/debug/fleet", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
 
 PLACES = b"""This is disagg, a server of language models.
 
+/ui            a page for people: chat, the fleet, the planner
 /v1            the API of OpenAI and Anthropic, such as /v1/chat/completions and /v1/models
 /openapi.json  all its requests
 /ready         whether it can serve now
@@ -121,6 +124,8 @@ class HttpApp:
             return that are there.
         new_id: returns random text for ids that clients do not choose.
         quota: limits of tenants; None for no limits.
+        secret: makes sessions of the page that other ingresses accept which have the same one.
+        planner: plans what the page asks for.
         names_replies: whether to send `x-request-id`; False if the host of the app sends it.
         batches: answers for files and batches; None: there are none.
     """
@@ -140,6 +145,8 @@ class HttpApp:
         ask_others: AskOthers = ask_nobody,
         new_id: Callable[[], str] = lambda: secrets.token_hex(16),
         quota: Quota | None = None,
+        secret: bytes | None = None,
+        planner: Planner | None = None,
         names_replies: bool = True,
         batches: BatchApi | None = None,
     ) -> None:
@@ -157,7 +164,7 @@ class HttpApp:
         self._asking: dict[bool, asyncio.Task[bytes]] = {}  # for all metrics, by format
         self._new_id = new_id
         self._names_replies = names_replies
-        self._key_check = KeyCheck(config)
+        self._key_check = KeyCheck(config, secret=secret)
         self._cors = Cors(config.allowed_origins)
         self._quota = quota or Quota.unlimited(metrics.clock)
         self._running: set[asyncio.Task[None]] = set()  # requests, except those of open paths
@@ -179,7 +186,7 @@ class HttpApp:
             "/v1/embeddings": ("POST", partial(self._answer_at_once, service.embeddings)),
             "/tokenize": ("POST", partial(self._answer_at_once, service.tokenize)),
             "/detokenize": ("POST", partial(self._answer_at_once, service.detokenize)),
-            "/": ("GET", _always(Reply(PLACES, headers=[PLAIN_TEXT]))),
+            "/": ("GET", self._show_places),
             "/openapi.json": ("GET", self._show_openapi),
             "/health": ("GET", self._ready),
             "/ready": ("GET", self._ready),
@@ -191,6 +198,13 @@ class HttpApp:
             "/v1/files": ("GET, POST", _of_files(batches, "files")),
             "/v1/batches": ("GET, POST", _of_files(batches, "batches")),
         }
+        self._open_paths = OPEN_PATHS
+        if config.ui:
+            page = WebUi(self._key_check, planner, self._read_json)
+            self._routes |= {path: ("GET", page.show) for path in page.paths}
+            self._routes[SESSION] = ("GET, POST, DELETE", page.session)
+            self._routes["/ui/plan"] = ("GET, POST", page.plan)
+            self._open_paths |= {SESSION, *page.paths}
         self._prefix_routes: dict[str, tuple[str, Endpoint]] = {
             "/v1/models/": ("GET", self._one_model),
             "/debug/requests/": ("GET", self._debug_request),
@@ -210,7 +224,7 @@ class HttpApp:
 
     async def _serve(self, request: HttpRequest, send: Send) -> None:
         """Answer one request, unless its client disconnects first."""
-        if request.path in OPEN_PATHS:
+        if request.path in self._open_paths:
             await self._serve_untraced(request, send)
             return
         self._route(request)  # the span's name has the route
@@ -227,7 +241,7 @@ class HttpApp:
         self._cors.add_headers(request)
         writer = Writer(send, request.reply_headers, request.extensions)
         work = asyncio.create_task(self._answer(request, writer))
-        if request.path not in OPEN_PATHS:
+        if request.path not in self._open_paths:
             self._running.add(work)
         gone = asyncio.create_task(watch(request, writer))
         try:
@@ -315,7 +329,7 @@ class HttpApp:
             return self._cors.preflight(request)
         if request.path in OPERATORS_PATHS:
             self._key_check.of_operator(request)
-        elif request.path not in OPEN_PATHS:
+        elif request.path not in self._open_paths:
             if not request.is_own:
                 self._key_check(request)
             if self._stopping is not None:
@@ -334,7 +348,7 @@ class HttpApp:
                 f"This ingress already serves {self._config.max_num_requests} requests, its limit"
                 " (http.max_num_requests)."
             )
-        if method == "POST":
+        if method == "POST" and request.path not in self._open_paths:  # of nobody's quota
             self._quota.begin(request)
         return await endpoint(request)
 
@@ -405,6 +419,11 @@ class HttpApp:
 
     async def _say(self, change: Callable[[bytes], Awaitable[str]], request: HttpRequest) -> Reply:
         return Reply((await change(await self._read_json(request))).encode(), headers=[PLAIN_TEXT])
+
+    async def _show_places(self, request: HttpRequest) -> Reply:
+        if self._config.ui and wants_html(request):
+            return Reply(b"", 307, [(b"location", b"ui/"), (b"vary", b"accept")])
+        return Reply(PLACES, headers=[PLAIN_TEXT])
 
     async def _show_openapi(self, request: HttpRequest) -> Reply:
         return Reply(apis.openapi())

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from disagg.api.http.request import HttpRequest
+from disagg.api.http.sessions import CHAT, OPERATOR, SessionCookies
 from disagg.api_keys import digest_of, digest_said, read_key_file, tenants_by_digest
 from disagg.config import HttpConfig
 from disagg.errors import StartupError, Unauthorized
@@ -23,15 +24,26 @@ class KeyCheck:
     """Maps API keys to tenants. Without any configured key, every request is allowed.
 
     Keys are looked up by a keyed digest with a secret of this process, so that response times
-    reveal nothing about keys. The keys file is read again when it changes; if it then cannot be
-    read, the old keys stay valid.
+    reveal nothing about keys. Instead of a key a request may have a session cookie (`sessions.py`),
+    which begins with a key and has its digest. The keys file is read again when it changes; if it
+    then cannot be read, the old keys stay valid.
+
+    Args:
+        now: returns monotonic seconds.
+        secret: makes the digests; with the same one, ingresses accept each other's sessions.
 
     Raises:
         StartupError: the keys file is invalid.
     """
 
-    def __init__(self, config: HttpConfig, now: Callable[[], float] = time.monotonic) -> None:
-        self._secret = secrets.token_bytes(32)
+    def __init__(
+        self,
+        config: HttpConfig,
+        now: Callable[[], float] = time.monotonic,
+        secret: bytes | None = None,
+    ) -> None:
+        self._secret = secret or secrets.token_bytes(32)
+        self._sessions = SessionCookies(self._secret, is_https=config.ssl_certfile is not None)
         self._configured = tenants_by_digest(config.named_keys())
         self._file = config.api_keys_file
         self._now = now
@@ -51,14 +63,17 @@ class KeyCheck:
             self._reload_if_changed()
         if not self._tenants:
             return
-        tenant = self._tenants.get(self._given(request))
+        given = self._given(request)
+        if given is None:
+            raise Unauthorized("Send your API key as Authorization: Bearer KEY.")
+        tenant = self._tenants.get(given)
         if tenant is None:
             raise Unauthorized("The API key is invalid.")
         request.tenant = tenant
 
     def of_metrics(self, request: HttpRequest) -> None:
         """Check the key of a request for metrics. Raises `Unauthorized`."""
-        if self._of_metrics is not None and self._given(request) != self._of_metrics:
+        if self._of_metrics is not None and self._given(request, OPERATOR) != self._of_metrics:
             raise Unauthorized(
                 f"{request.path} needs the metrics key of the server (--metrics-key)."
             )
@@ -70,19 +85,39 @@ class KeyCheck:
         """
         if self._of_metrics is not None:
             self.of_metrics(request)
-        elif self._tenants and self._tenants.get(self._given(request)) != "":
+        elif self._tenants and self._tenants.get(self._given(request) or b"") != "":
             raise Unauthorized(
                 f"{request.path} is for the operator of all tenants, and needs its key: the metrics"
                 " key of the server (--metrics-key), or without one its --api-key."
             )
 
-    def _given(self, request: HttpRequest) -> bytes:
-        """The digest of the request's key. Raises `Unauthorized` if it has none."""
+    @property
+    def is_required(self) -> bool:
+        """Whether there is anything that needs a key."""
+        return bool(self._tenants) or self._of_metrics is not None
+
+    def begin_session(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
+        """Headers with cookies for a request's key. Raises `Unauthorized` if it is none."""
+        digest = self._given(request) or b""
+        begun = []
+        if self._tenants.get(digest) is not None:
+            begun.append(self._sessions.begin(CHAT, digest))
+        if digest == self._of_metrics:
+            begun.append(self._sessions.begin(OPERATOR, digest))
+        if not begun:
+            raise Unauthorized("The API key is invalid.")
+        return begun
+
+    def end_session(self) -> list[tuple[bytes, bytes]]:
+        return [self._sessions.end(name) for name in (CHAT, OPERATOR)]
+
+    def _given(self, request: HttpRequest, cookie: str = CHAT) -> bytes | None:
+        """The digest of the request's key, or else of its session's, in the cookie of this name."""
         given = request.headers.get(b"authorization")
         if given is None and b"x-api-key" in request.headers:  # the header of Anthropic's clients
             given = b"Bearer " + request.headers[b"x-api-key"]
         if given is None:
-            raise Unauthorized("Send your API key as Authorization: Bearer KEY.")
+            return self._sessions.digest(cookie, request)
         scheme, _, key = given.partition(b" ")
         return self._hidden(digest_of(key)) if scheme.lower() == b"bearer" else b""
 

@@ -66,6 +66,7 @@ class HttpRequest:
     Attributes:
         own_id: internal id of the request; clients cannot choose it.
         request_id: the client's `x-request-id` if it is valid, else `own_id`; only a label.
+        has_last_slash: whether the path ended with one; `path` does not.
         route: the matching route, for metrics; `rest` is the part of the path after a prefix.
         tenant: the tenant of the request, set by the key check.
         is_own: whether this process sends it, for `tenant`, without a key.
@@ -89,6 +90,7 @@ class HttpRequest:
         self._http_version: str = scope.get("http_version", "1.1")
         self.method: str = scope["method"]
         self.path = _plain(scope["path"].removeprefix(scope.get("root_path", "")))
+        self.has_last_slash: bool = scope["path"].endswith("/")
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self.extensions: dict[str, Any] = scope.get("extensions") or {}  # servers may say None
         self.route = ""

@@ -14,27 +14,25 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
-from disagg.capacity.efficiency import ENGINES, MATMUL, PLANNED
+from disagg.capacity.efficiency import ENGINES
 from disagg.capacity.gpus import (
     CPU_CORE,
     GPUS,
     LINKS,
     PRICES_AS_OF,
-    USD_PER_GPU_HOUR,
-    gpu_of,
     link_of,
 )
-from disagg.capacity.roofline import Placement, placements
+from disagg.capacity.planner import Wishes, make_plan
 from disagg.capacity.shapes import FORMATS, KV_BITS, SHAPES, ModelShape, read_shape
+from disagg.capacity.sizing import FleetPlan
+from disagg.capacity.workload import Slo, Workload
 from disagg.cli.engine_arguments import number
-from disagg.errors import NotEnoughMemory, StartupError
-from disagg.tools.plan.advice import advise
-from disagg.tools.plan.load import Slo, Workload
+from disagg.errors import StartupError
 from disagg.tools.plan.play import play, why_not_played
 from disagg.tools.plan.report import report, show
-from disagg.tools.plan.sizing import FleetPlan, Prices
 from disagg.tools.plan.write import (
     Written,
     check_directory,
@@ -45,13 +43,7 @@ from disagg.tools.plan.write import (
 )
 from disagg.tools.sim.trace import read_trace
 
-NOT_RUN_YET = (
-    "Workers with several GPUs split the model by tensor parallelism (`disagg serve"
-    " --tensor-parallel-size`). This has been measured on CPUs only; its times on GPUs are"
-    " computed. Use --tensor-parallel-size 1 to plan without it."
-)
-DEFAULT_TTFT_S = 1.0
-DEFAULT_TPOT_S = 0.05
+DEFAULTS = Wishes()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,14 +117,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ttft",
         type=float,
-        default=DEFAULT_TTFT_S,
-        help=f"TTFT SLO in seconds, for 95 %% of the requests (default: {DEFAULT_TTFT_S:g})",
+        default=DEFAULTS.ttft,
+        help=f"TTFT SLO in seconds, for 95 %% of the requests (default: {DEFAULTS.ttft:g})",
     )
     parser.add_argument(
         "--tpot",
         type=float,
-        default=DEFAULT_TPOT_S,
-        help=f"TPOT SLO in seconds, for 95 %% of the requests (default: {DEFAULT_TPOT_S:g})",
+        default=DEFAULTS.tpot,
+        help=f"TPOT SLO in seconds, for 95 %% of the requests (default: {DEFAULTS.tpot:g})",
     )
     parser.add_argument(
         "--link", default="400g", help=f"network per GPU: {', '.join(LINKS)} (default: 400g)"
@@ -177,17 +169,15 @@ def run(args: argparse.Namespace) -> int:
             "--force only lets --write overwrite files: add --write DIR, or leave out --force.",
             param="force",
         )
-    slo, link = Slo(args.ttft, args.tpot), link_of(args.link)
+    wishes = _wishes(args)
+    slo, link = wishes.slo, link_of(wishes.link)
     shape = read_shape(args.model)
     if args.write is not None:
         check_servable(shape, args.weights, args.kv)
     load, notes = _load(args)
-    load.check_fits(shape)
-    every, left_out = _placements(args, shape, load)
-    advice, played = None, None
-    if is_asked:
-        prices = _prices_of(args, every)
-        advice = advise(load, slo, every, link, prices)
+    plan, played = make_plan(shape, load, wishes, with_fleet=is_asked), None
+    advice = plan.advice
+    if advice is not None:
         why_not = None if args.play else why_not_played(load, slo, args.play is None)
         if why_not is None:
             advice, played = play(advice, load, slo, link)
@@ -195,20 +185,29 @@ def run(args: argparse.Namespace) -> int:
             notes.append(why_not)
         if args.write is not None:
             notes += _write(args, shape, advice.fleet, load, slo)
-    notes += left_out
-    if shape.quantized:
-        notes += dict.fromkeys(_how_quantized(each.shape, args.weights) for each in every)
-    notes += not_served(shape, args.weights, args.kv)
-    if not args.engine:
-        notes += _assumed(shape, every)
-    if max(each.num_gpus for each in every) > 1:
-        notes.append(NOT_RUN_YET)
+    notes += [*not_served(shape, args.weights, args.kv), *plan.notes]
+    plan = msgspec.structs.replace(plan, advice=advice, notes=notes)
     if args.json:
-        json.dump(report(shape, load, every, advice, played, notes), sys.stdout, indent=2)
+        json.dump(report(plan, played), sys.stdout, indent=2)
         print()
     else:
-        show(Console(highlight=False), shape, load, every, advice, played, notes)
+        show(Console(highlight=False), plan, played)
     return 0
+
+
+def _wishes(args: argparse.Namespace) -> Wishes:
+    return Wishes(
+        gpu=tuple(args.gpu or DEFAULTS.gpu),
+        weights=args.weights,
+        kv=args.kv,
+        engine=args.engine,
+        tensor_parallel_size=args.tensor_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
+        ttft=args.ttft,
+        tpot=args.tpot,
+        link=args.link,
+        price=_read_prices(args.price or []),
+    )
 
 
 def _write(
@@ -219,34 +218,6 @@ def _write(
     command = shlex.join(["disagg", *args.words])
     plan = Written(fleet, load, slo, link_of(args.link), model, command)
     return [f"Written: {', '.join(map(str, write(args.write, plan)))}."]
-
-
-def _assumed(shape: ModelShape, every: Sequence[Placement]) -> list[str]:
-    """Notes for GPUs whose prefill speed is assumed, with the speed of published benchmarks."""
-    notes = []
-    for gpu, weights in dict.fromkeys((each.gpu, each.weights) for each in every):
-        kind = shape.products_in(weights)
-        shares = {
-            engine: share for (engine, *key), share in MATMUL.items() if key == [kind, gpu.family]
-        }
-        if kind == "bf16" and shares:
-            reached = " and ".join(f"{share} with {name}" for name, share in shares.items())
-            notes.append(
-                f"Prefill on {gpu.name} is planned at {PLANNED.matmul} of its peak FLOP/s, which is"
-                f" an assumption. Published benchmarks reached {reached}; --engine plans with that"
-                " value."
-            )
-    return notes
-
-
-def _how_quantized(shape: ModelShape, weights: str) -> str:
-    begin = f"The weights of this checkpoint are quantised ({shape.quantized})."
-    if weights != "bf16":
-        return f"{begin} The plan uses their size in {weights} instead (--weights)."
-    if not shape.is_packed:
-        return f"{begin} They are converted to bf16 when loaded; the plan uses that size."
-    but = ", except for experts, which are converted to bf16" if shape.has_widened_experts else ""
-    return f"{begin} GPUs keep them so and multiply in bf16; the plan uses that size{but}."
 
 
 def _load(args: argparse.Namespace) -> tuple[Workload, list[str]]:
@@ -280,67 +251,9 @@ def _load(args: argparse.Namespace) -> tuple[Workload, list[str]]:
     return Workload(rate, lengths), [note]
 
 
-def _placements(
-    args: argparse.Namespace, shape: ModelShape, load: Workload
-) -> tuple[list[Placement], list[str]]:
-    """The possible workers on all chosen GPUs, and notes on GPUs that are left out."""
-    if args.enable_expert_parallel and not shape.num_experts:
-        raise StartupError(
-            f"{shape.name} is not a mixture of experts; leave out --enable-expert-parallel.",
-            param="enable_expert_parallel",
-        )
-    every: list[Placement] = []
-    notes: list[str] = []
-    for name in args.gpu or ["h100"]:
-        try:
-            gpu = gpu_of(name)
-            every += placements(
-                shape,
-                gpu,
-                args.weights,
-                args.kv,
-                load.longest_tokens,
-                args.engine,
-                expert_parallel=args.enable_expert_parallel,
-            )
-        except NotEnoughMemory as error:
-            notes.append(f"Left out: {error.message}")
-    if not every:
-        raise NotEnoughMemory(" ".join(notes), param="gpu")
-    size = args.tensor_parallel_size
-    if size is None:
-        return every, notes
-    kept = [each for each in every if each.num_gpus == size]
-    if not kept:
-        raise StartupError(_why_not_over(size, shape, every), param="tensor_parallel_size")
-    return kept, notes
-
-
-def _why_not_over(size: int, shape: ModelShape, every: Sequence[Placement]) -> str:
-    """Why no worker of `size` GPUs is among the possible placements."""
-    choices = ", ".join(f"{each.num_gpus} x {each.gpu.name}" for each in every)
-    if size < 1:
-        return f"A worker needs at least 1 GPU, not {size}; choose from {choices}."
-    num_heads, num_kv_heads = shape.config.num_heads, shape.config.num_kv_heads
-    if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
-        return (
-            f"{shape.name} has {num_heads} heads and {num_kv_heads} KV heads, which {size} GPUs"
-            f" cannot share evenly; choose from {choices}."
-        )
-    most = max(each.gpu.gpus_per_node for each in every)
-    if size > most:
-        return f"{size} GPUs are more than the {most} of one node; choose from {choices}."
-    return f"{size} GPUs cannot hold {shape.name} and its longest request; choose from {choices}."
-
-
-def _prices_of(args: argparse.Namespace, every: Sequence[Placement]) -> Prices:
-    usd = _prices(args.price or [], {each.gpu.name for each in every})
-    return lambda each: usd[each.gpu.name]
-
-
-def _prices(given: Sequence[str], names: set[str]) -> dict[str, float]:
-    """US dollars per hour for each GPU of `names`."""
-    usd = {name: USD_PER_GPU_HOUR[name] for name in names if name in USD_PER_GPU_HOUR}
+def _read_prices(given: Sequence[str]) -> dict[str, float]:
+    """US dollars by GPU, "" for all. Raises `StartupError` for what is no number."""
+    found = {}
     for text in given:
         name, _, amount = text.rpartition("=")
         try:
@@ -349,11 +262,5 @@ def _prices(given: Sequence[str], names: set[str]) -> dict[str, float]:
             price = -1.0
         if not 0 < price < float("inf"):
             raise StartupError(f"{text!r} is not a price like 2.5 or h100=2.5.", param="price")
-        usd.update(dict.fromkeys([gpu_of(name).name] if name else names, price))
-    unknown = sorted(names - usd.keys())
-    if unknown:
-        raise StartupError(
-            f"No price is known for {', '.join(unknown)}; give one with --price {unknown[0]}=2.5.",
-            param="price",
-        )
-    return usd
+        found[name] = price
+    return found

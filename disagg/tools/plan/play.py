@@ -11,15 +11,15 @@ import random
 
 import msgspec
 
+from disagg.capacity.advice import Advice
 from disagg.capacity.gpus import CPU_CORE
 from disagg.capacity.roofline import Placement
+from disagg.capacity.sizing import TRANSFER_LATENCY_S, FleetPlan, num_links
 from disagg.capacity.worker_steps import step_sizes
+from disagg.capacity.workload import Slo, Workload
 from disagg.config import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS
 from disagg.errors import StartupError
 from disagg.queueing import QUANTILE
-from disagg.tools.plan.advice import Advice
-from disagg.tools.plan.load import Slo, Workload
-from disagg.tools.plan.sizing import TRANSFER_LATENCY_S, FleetPlan, num_links
 from disagg.tools.sim.config import SimConfig
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate

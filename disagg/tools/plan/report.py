@@ -5,138 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from disagg.capacity.efficiency import DATASHEET
+from disagg.capacity import planner
+from disagg.capacity.advice import Advice
 from disagg.capacity.gpus import PRICES_AS_OF, PRICES_SOURCE
+from disagg.capacity.planner import PREDICTED, Plan, at_peak, usd_per_million
 from disagg.capacity.roofline import MEMORY_SHARE, Placement
 from disagg.capacity.shapes import ModelShape
-from disagg.time_model import StepTimeModel
-from disagg.tools.plan.advice import Advice
-from disagg.tools.plan.load import Workload
+from disagg.capacity.sizing import Pool
+from disagg.capacity.workload import Workload
 from disagg.tools.plan.play import Played
-from disagg.tools.plan.sizing import FleetPlan, Pool
 from disagg.tools.sim.report import SimReport
-
-PREDICTED = "predictions from datasheets, not measurements"
-
-# JSON
-
-
-def report(
-    shape: ModelShape,
-    load: Workload,
-    every: Sequence[Placement],
-    advice: Advice | None,
-    played: Played | None,
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    plan: dict[str, Any] = {
-        "kind": PREDICTED,
-        "model": shape.name,
-        "source": shape.source,
-        "num_params": shape.num_params,
-        "kv_nbytes_per_token": every[0].kv_nbytes_per_token,
-        "workers": [_worker_report(each, load) for each in every],
-        "notes": list(notes),
-    }
-    if advice is not None:
-        plan["disaggregate"] = advice.disaggregate
-        plan["reason"] = advice.reason
-        plan["apart"] = advice.apart and _fleet_report(advice.apart, load)
-        plan["together"] = advice.together and _fleet_report(advice.together, load)
-        if played is not None:
-            for kind, result in (("apart", played.apart), ("together", played.together)):
-                if result is not None:
-                    plan[kind]["played"] = {
-                        "in_time_percent": result.in_time_percent,
-                        "num_requests": result.num_requests,
-                        "ttft_p95_s": result.ttft_p95_s,
-                        "tpot_p95_s": result.tpot_p95_s,
-                    }
-        plan["prices_as_of"] = PRICES_AS_OF
-    return plan
-
-
-def _worker_report(each: Placement, load: Workload) -> dict[str, Any]:
-    num_prompt = max(1, round(load.mean_prompt_tokens))
-    return {
-        "gpu": each.gpu.name,
-        "gpu_source": each.gpu.source,
-        "tensor_parallel": each.num_gpus,
-        "expert_parallel": each.num_holders > 1,
-        "weights_nbytes": each.weights_nbytes,
-        "num_kv_tokens": each.num_kv_tokens,
-        "flops_per_byte": each.gpu.flops_per_byte(each.weights),
-        "break_even_batch": each.break_even_batch,
-        "prompt_tokens": num_prompt,
-        "prefill_s": each.prefill_s(num_prompt),
-        "decode_step_s": each.decode_step_s(1, num_prompt),
-        "decode_step_floor_s": _floor(each).decode_step_s(1, num_prompt),
-        "time_model": each.time_model().coefficients,
-    }
-
-
-def _fleet_report(fleet: FleetPlan, load: Workload) -> dict[str, Any]:
-    roles = ["prefill", "decode"] if len(fleet.pools) == 2 else ["both"]
-    return {
-        "pools": [
-            {
-                "role": role,
-                "gpu": pool.placement.gpu.name,
-                "tensor_parallel": pool.placement.num_gpus,
-                "num_workers": pool.num_workers,
-                "num_gpus": pool.num_gpus,
-                "busy": pool.busy,
-                "batch": pool.batch,
-                "usd_per_gpu_hour": pool.usd_per_gpu_hour,
-                "time_model": _prior(pool).coefficients,
-            }
-            for role, pool in zip(roles, fleet.pools, strict=True)
-        ],
-        "num_gpus": fleet.num_gpus,
-        "ttft_s": fleet.ttft_s,
-        "tpot_s": fleet.tpot_s,
-        "transfer_s": fleet.transfer_s,
-        "chunk_tokens": fleet.chunk_tokens,
-        "usd_per_hour": fleet.usd_per_hour,
-        "usd_per_million_tokens": usd_per_million(fleet, load),
-    }
-
-
-def usd_per_million(fleet: FleetPlan, load: Workload) -> dict[str, float]:
-    """US dollars per million tokens: of answers alone, and of prompts and answers together."""
-    requests = load.requests_per_s * 3600 / 1e6
-    both = load.mean_prompt_tokens + load.mean_output_tokens
-    return {
-        "output": fleet.usd_per_hour / (requests * load.mean_output_tokens),
-        "input_and_output": fleet.usd_per_hour / (requests * both),
-    }
-
-
-def _prior(pool: Pool) -> StepTimeModel:
-    return pool.placement.time_model(max(1, pool.batch))
-
-
-def _floor(each: Placement) -> Placement:
-    """The same placement at the datasheet's peak figures, which are a lower bound of times."""
-    return msgspec.structs.replace(each, efficiency=DATASHEET)
-
 
 # Tables
 
 
-def show(
-    console: Console,
-    shape: ModelShape,
-    load: Workload,
-    every: Sequence[Placement],
-    advice: Advice | None,
-    played: Played | None,
-    notes: Sequence[str],
-) -> None:
+def show(console: Console, plan: Plan, played: Played | None) -> None:
+    shape, load, every, advice = plan.shape, plan.load, plan.workers, plan.advice
     first = every[0]
     console.print(
         f"{shape.name}: {shape.num_params / 1e9:.2f} billion parameters,"
@@ -156,8 +43,23 @@ def show(
         console.print()
         console.print(advice.reason, soft_wrap=True)
         console.print(f"Default prices: {PRICES_AS_OF}; {PRICES_SOURCE}.", soft_wrap=True)
-    for note in notes:
+    for note in plan.notes:
         console.print(note, soft_wrap=True)
+
+
+def report(plan: Plan, played: Played | None) -> dict[str, Any]:
+    """The plan as plain data, with what the simulator found."""
+    said = planner.report(plan)
+    if played is not None:
+        for kind, result in (("apart", played.apart), ("together", played.together)):
+            if result is not None:
+                said[kind]["played"] = {
+                    "in_time_percent": result.in_time_percent,
+                    "num_requests": result.num_requests,
+                    "ttft_p95_s": result.ttft_p95_s,
+                    "tpot_p95_s": result.tpot_p95_s,
+                }
+    return said
 
 
 def _kv_of(shape: ModelShape) -> str:
@@ -196,7 +98,7 @@ def _worker_table(load: Workload, every: Sequence[Placement]) -> Table:
             f"{each.break_even_batch:.0f}",
             f"{each.prefill_s(num_prompt) * 1e3:.1f}",
             f"{each.decode_step_s(1, num_prompt) * 1e3:.2f}",
-            f"{_floor(each).decode_step_s(1, num_prompt) * 1e3:.2f}",
+            f"{at_peak(each).decode_step_s(1, num_prompt) * 1e3:.2f}",
         )
     return table
 

@@ -20,12 +20,12 @@ import yaml
 from disagg.capacity.gpus import CPU_CORE
 from disagg.capacity.roofline import MEMORY_SHARE
 from disagg.capacity.shapes import ModelShape
+from disagg.capacity.sizing import TRANSFER_LATENCY_S, FleetPlan, Pool, num_links
+from disagg.capacity.workload import Slo, Workload
 from disagg.config import ASSETS
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
-from disagg.tools.plan.load import Slo, Workload
 from disagg.tools.plan.play import step_sizes_of
-from disagg.tools.plan.sizing import TRANSFER_LATENCY_S, FleetPlan, Pool, num_links
 from disagg.tools.yaml_text import to_yaml
 
 SERVE_FILE, KUBERAY_FILE = "serve.yaml", "rayservice.yaml"

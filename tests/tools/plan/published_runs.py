@@ -15,8 +15,8 @@ from disagg.capacity.efficiency import efficiency_of
 from disagg.capacity.gpus import GPUS
 from disagg.capacity.roofline import Placement
 from disagg.capacity.shapes import SHAPES
+from disagg.capacity.sizing import MAX_BATCH
 from disagg.time_model import StepFeatures
-from disagg.tools.plan.sizing import MAX_BATCH
 
 _TRT = "https://github.com/NVIDIA/TensorRT-LLM/blob/"
 _GPUSTACK = "https://docs.gpustack.ai/latest/performance-lab/"

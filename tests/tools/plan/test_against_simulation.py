@@ -14,8 +14,8 @@ import pytest
 from disagg.capacity.gpus import GPUS, LINKS
 from disagg.capacity.roofline import Placement
 from disagg.capacity.shapes import SHAPES
-from disagg.tools.plan.load import Slo, Workload
-from disagg.tools.plan.sizing import TRANSFER_LATENCY_S, plan_disaggregated
+from disagg.capacity.sizing import TRANSFER_LATENCY_S, plan_disaggregated
+from disagg.capacity.workload import Slo, Workload
 from disagg.tools.sim.config import SimConfig
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest

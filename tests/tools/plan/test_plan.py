@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg.capacity.advice import advise
 from disagg.capacity.gpus import GPUS, LINKS
 from disagg.capacity.roofline import Placement
 from disagg.capacity.shapes import SHAPES
+from disagg.capacity.workload import Slo, Workload
 from disagg.cli.main import main
 from disagg.time_model import StepTimeFit, StepTimeModel
 from disagg.tools.plan import play as plan_play
-from disagg.tools.plan.advice import advise
-from disagg.tools.plan.load import Slo, Workload
 from disagg.tools.plan.play import play
 from disagg.tools.sim.config import SimConfig
 from disagg.tools.sim.report import SimReport

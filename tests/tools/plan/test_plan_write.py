@@ -14,14 +14,14 @@ from disagg.capacity.device_plan import plan_devices
 from disagg.capacity.gpus import CPU_CORE, GPUS
 from disagg.capacity.roofline import placements
 from disagg.capacity.shapes import SHAPES, read_shape
+from disagg.capacity.sizing import FleetPlan, Pool
 from disagg.capacity.worker_steps import step_sizes
+from disagg.capacity.workload import Slo, Workload
 from disagg.cli.main import main
 from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments
 from disagg.devices import Device, Gpus
 from disagg.errors import StartupError
-from disagg.tools.plan.load import Slo, Workload
-from disagg.tools.plan.sizing import FleetPlan, Pool
 from disagg.tools.plan.write import Written, write
 from tests.pods import check_pods, config_of
 from tests.tools.plan.test_plan import refused

@@ -12,11 +12,7 @@ import msgspec
 
 from disagg.capacity.gpus import GPUS
 from disagg.capacity.roofline import Placement, placements
-from disagg.errors import DisaggError, StartupError
-from disagg.queueing import QUANTILE
-from disagg.time_model import StepFeatures
-from disagg.tools.plan.load import Slo, Workload
-from disagg.tools.plan.sizing import (
+from disagg.capacity.sizing import (
     CHUNKS,
     FleetPlan,
     Prices,
@@ -24,6 +20,10 @@ from disagg.tools.plan.sizing import (
     plan_disaggregated,
     transfer_s,
 )
+from disagg.capacity.workload import Slo, Workload
+from disagg.errors import DisaggError, StartupError
+from disagg.queueing import QUANTILE
+from disagg.time_model import StepFeatures
 
 
 class Advice(msgspec.Struct, frozen=True):

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.capacity.advice import Advice, advise
 from disagg.capacity.gpus import GPUS, LINKS
 from disagg.capacity.roofline import Placement, placements
 from disagg.capacity.shapes import SHAPES
+from disagg.capacity.workload import Slo, Workload
 from disagg.errors import StartupError
-from disagg.tools.plan.advice import Advice, advise
-from disagg.tools.plan.load import Slo, Workload
 
 
 def price(placement: Placement) -> float:

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from disagg.capacity.gpus import GPUS, LINKS
 from disagg.capacity.roofline import Placement, placements
 from disagg.capacity.shapes import SHAPES
-from disagg.errors import ContextLengthExceeded, StartupError
-from disagg.tools.plan.load import Slo, Workload
-from disagg.tools.plan.sizing import (
+from disagg.capacity.sizing import (
     MAX_BUSY,
     MAX_LINK_SHARE,
     FleetPlan,
@@ -22,6 +20,8 @@ from disagg.tools.plan.sizing import (
     plan_disaggregated,
     transfer_s,
 )
+from disagg.capacity.workload import Slo, Workload
+from disagg.errors import ContextLengthExceeded, StartupError
 
 H100 = GPUS["h100"]
 LLAMA_8B = placements(SHAPES["llama-3-8b"], H100, num_tokens=8192)

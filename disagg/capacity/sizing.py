@@ -18,9 +18,9 @@ from statistics import fmean
 import msgspec
 
 from disagg.capacity.roofline import Placement
+from disagg.capacity.workload import Slo, Workload
 from disagg.queueing import MAX_WORKERS, smallest, under_way, wait_s
 from disagg.time_model import StepFeatures, attended
-from disagg.tools.plan.load import Slo, Workload
 
 # Most sequences in one step. With more, engines spend more on bookkeeping than batching gains.
 MAX_BATCH = 1024

@@ -74,6 +74,11 @@ class Workload(msgspec.Struct, frozen=True, dict=True):
     def mean_output_tokens(self) -> float:
         return sum(output for _, output in self.lengths) / len(self.lengths)
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of prompts and answers."""
+        return self.requests_per_s * (self.mean_prompt_tokens + self.mean_output_tokens)
+
     @cached_property
     def long_prompt_tokens(self) -> int:
         """The `QUANTILE` of the prompt lengths."""
