@@ -34,8 +34,10 @@ from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.step_arrays import StepArrays
 from disagg.kernels.kv_pages import KVPages, format_of
 from disagg.models import decoder as decoder_module
+from disagg.models.adapter_weights import AdapterTables
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
+from disagg.models.share import WHOLE
 from disagg.rank_messages import RankCapture, RankWork
 from tests.engine.fake_followers import engine_of_ranks
 from tests.engine.workload import new_sequence
@@ -76,6 +78,8 @@ class Captured:
         arrays.token_ids.zero_()
         rows = num_seqs - torch.arange(num_seqs)
         self.tables[rows, : batch.block_tables.shape[1]] = batch.block_tables
+        if batch.adapters is not None:
+            self.tables[rows, -1] = batch.adapters
         there = dataclasses.replace(
             batch,
             token_ids=arrays.token_ids[:num_tokens].copy_(batch.token_ids),
@@ -86,6 +90,7 @@ class Captured:
             block_tables=self.tables,
             table_rows=arrays.table_rows[:num_seqs].copy_(rows),
             logits_rows=arrays.logits_rows[:num_logits].copy_(batch.logits_rows),
+            adapters=None if batch.adapters is None else self.tables[:, -1],
         )
         return self.graphs.forward(there)
 
@@ -140,6 +145,34 @@ def test_graphs_equal_plain_steps() -> None:
     torch.testing.assert_close(
         captured_slab.values, plain_slab.values, rtol=ROUNDING, atol=ROUNDING
     )
+
+
+def test_graphs_with_adapters_equal_plain_steps() -> None:
+    """One graph serves steps of any adapters, and the graph without them steps of none."""
+    weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
+    decoder, plain = Decoder(SMALL, weights, TritonOps(6, 1)), Decoder(SMALL, weights)
+    decoder.adapters = plain.adapters = AdapterTables(
+        SMALL, WHOLE, 2, 16, torch.float32, torch.device("cpu")
+    )
+    for matrix in (each for fields in plain.adapters.layers for each in fields.values()):
+        matrix.a.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+        matrix.b.normal_(0, 0.1, generator=torch.Generator().manual_seed(4))
+        matrix.ranks[:] = [matrix.rank] * 2
+    slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    sequences = _sequences([9, 5, 3])
+    for sequence, context in zip(sequences, [9, 5, 3], strict=True):
+        plain.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
+        sequence.num_computed = context
+    captured = Captured(decoder, slab, 3, [GraphSize(True, 4)])
+    for slots in ([0, 1, -1], [1, -1, 0], None):
+        batch = make_batch([(sequence, 1) for sequence in sequences], BLOCK_SIZE)
+        if slots is not None:
+            own = torch.tensor(slots, dtype=torch.int32)
+            batch = dataclasses.replace(batch, adapters=own)
+        theirs = plain.forward(batch, slab)
+        ours = captured.forward(batch)
+        assert ours is not None
+        torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_all_graphs_write_the_same_logits() -> None:

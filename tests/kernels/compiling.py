@@ -12,6 +12,7 @@ from triton.compiler import ASTSource
 
 from disagg.devices import LARGE_SHARED_NBYTES
 from disagg.kernels.gpu import (
+    adapters,
     attention_work,
     gated_mul,
     kv_write,
@@ -53,10 +54,12 @@ POINTERS = {
             "pieces_ptr",
             "reductions_ptr",
             "counts_ptr",
+            "order_ptr",
+            "starts_ptr",
         ),
         "*i32",
     ),
-    **dict.fromkeys(("partial_ptr", "rope_ptr", "scales_ptr", "sinks_ptr"), "*fp32"),
+    **dict.fromkeys(("partial_ptr", "rope_ptr", "scales_ptr", "sinks_ptr", "sums_ptr"), "*fp32"),
 }
 STORED = {"bf16": "*bf16", "int8": "*i8", "int4": "*i8", "fp8": "*fp8e4nv"}
 PAIRS = {"bf16": "*bf16", "int8": "*i16", "int4": "*i16", "fp8": "*i16"}
@@ -264,7 +267,23 @@ _ROPE = {
 }
 _HALF_ROPE = {**_ROPE, "ROPE_DIM": 64, "BLOCK": 32, "REST_BLOCK": 64}
 # Kernels beside attention, with the sizes of a model of 8 billion parameters.
+_SHRINK = {"COLUMNS": adapters.COLUMNS}
+_EXPAND = {"WIDTH": adapters.WIDTH}
 OTHERS: list[tuple[Any, dict[str, Any], str]] = [
+    *(
+        (adapters._shrink_kernel, {**_SHRINK, **sizes}, "bf16")
+        for sizes in (
+            {"NUM_IN": 4096, "SUMS": 48, "OWN": 512, "ROWS": adapters.FEW_ROWS, "TILE": 16},
+            {"NUM_IN": 14336, "SUMS": 64, "OWN": 14336, "ROWS": adapters.MANY_ROWS, "TILE": 64},
+        )
+    ),
+    *(
+        (adapters._expand_kernel, {**_EXPAND, **sizes}, "bf16")
+        for sizes in (
+            {"OUTPUTS": 3, "RANK": 16, "ROWS": adapters.FEW_ROWS, "PART": 16},
+            {"OUTPUTS": 2, "RANK": 256, "ROWS": adapters.MANY_ROWS, "PART": 64},
+        )
+    ),
     (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096}, "bf16"),
     *(
         (gated_mul._gated_mul_kernel, {"SIZE": 14336, "BLOCK": 1024, "IS_GELU": is_gelu}, "bf16")

@@ -11,6 +11,7 @@ import pytest
 from tests.kernels.interpreter import run_interpreted
 
 FILES = [
+    "tests/kernels/interpreted_adapters.py",
     "tests/kernels/interpreted_cases.py",
     "tests/kernels/interpreted_experts.py",
     "tests/kernels/interpreted_latent.py",

@@ -115,6 +115,7 @@ def plan_memory(
 
         num_blocks = -(-max_model_len // shape.block_size)
         sizes = [size.num_tokens for size in graph_sizes(num_seqs)]
+        sizes *= 1 + config.enable_lora  # with and without adapters
         keeps_layers = tensors is not None and not (model.experts and model.experts.is_mxfp4)
         is_packed = keeps_layers or config.quantization is not None
         workspace_nbytes += captured_nbytes(

@@ -96,12 +96,24 @@ class StepGraphs:
         shape = max(size.num_tokens for size in sizes), decoder.num_logits
         self._logits = torch.zeros(shape, dtype=torch.float32, device=decoder.device)
         arrays.clear()
+        # With LoRA each size has a second graph, so that steps without adapters lose nothing.
+        self._replays: dict[bool, list[Replay]] = {}
+        for has_adapters in (False,) if decoder.adapters is None else (True, False):
+            self._replays[has_adapters] = self._recorded(
+                record, decoder, kv_cache, has_adapters=has_adapters
+            )
+
+    def _recorded(
+        self, record: Record, decoder: Decoder, kv_cache: KVPages, *, has_adapters: bool
+    ) -> list[Replay]:
+        """A graph of each size."""
         replays: dict[GraphSize, Replay] = {}
         # The largest is captured first, so that the others fit into the memory that it returned to
         # the pool.
-        for size in sorted(sizes, key=lambda size: -size.num_tokens):
-            replays[size] = record(self._forward_of(size, decoder, kv_cache))
-        self._replays = [replays[size] for size in self._sizes]
+        for size in sorted(self._sizes, key=lambda size: -size.num_tokens):
+            batch = self._batch(size, has_adapters=has_adapters)
+            replays[size] = record(self._forward_of(size, batch, decoder, kv_cache))
+        return [replays[size] for size in self._sizes]
 
     def forward(self, batch: Batch) -> Tensor | None:
         """As `Decoder.forward`; None for a step that has no graph.
@@ -116,14 +128,14 @@ class StepGraphs:
         ours = self._arrays.token_ids.data_ptr(), self._tables.data_ptr()
         if (batch.token_ids.data_ptr(), batch.block_tables.data_ptr()) != ours:
             return None  # the tables have grown, or the step is larger than the arrays
-        self._replays[index]()
+        self._replays[batch.adapters is not None][index]()
         logits = self._logits[:num_tokens]
         return logits if num_logits == num_tokens else logits.index_select(0, batch.logits_rows)
 
     def _forward_of(
-        self, size: GraphSize, decoder: Decoder, kv_cache: KVPages
+        self, size: GraphSize, batch: Batch, decoder: Decoder, kv_cache: KVPages
     ) -> Callable[[], object]:
-        ops, batch = decoder.ops, self._batch(size)
+        ops = decoder.ops
         if not isinstance(ops, TritonOps):
             raise TypeError(f"CUDA graphs need a decoder on TritonOps, not {type(ops).__name__}")
         windows = decoder.config.sliding_windows
@@ -136,7 +148,7 @@ class StepGraphs:
 
         return forward
 
-    def _batch(self, size: GraphSize) -> Batch:
+    def _batch(self, size: GraphSize, *, has_adapters: bool) -> Batch:
         """The arrays as a batch of so many tokens."""
         arrays, n = self._arrays, size.num_tokens
         num_seqs = min(n, arrays.max_num_seqs)
@@ -153,4 +165,5 @@ class StepGraphs:
             max_query_len=n,
             query_lens=(),
             context_lens_host=(),
+            adapters=self._tables[:, -1] if has_adapters else None,
         )
