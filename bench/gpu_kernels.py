@@ -22,7 +22,10 @@ import torch
 from bench.gpu_device import UNCACHED_NBYTES, Ceilings, launch_seconds, seconds
 from bench.gpu_paged import INTERPRETED_DTYPE, LATENT, TINY, TINY_LATENT, Heads, Paged
 from bench.gpu_rows import Row, parser_of, run_part
+from disagg.kernels import adapters as torch_adapters
+from disagg.kernels.adapters import AdaptedMatrix
 from disagg.kernels.dispatch import ops_for
+from disagg.kernels.gpu.adapters import AdapterGroups, adapt_rows_
 from disagg.kernels.gpu.attention_work import LONG_ROWS
 from disagg.kernels.gpu.gated_mul import gated_mul
 from disagg.kernels.gpu.norm_rope import norm_rope_
@@ -193,6 +196,37 @@ class Bench:
             for name, call in calls.items()
         }
 
+    def adapters(self, num_rows: int, num_adapters: int) -> dict[str, Any]:
+        """Microseconds of what LoRA adapters of rank 16 add to gate and up."""
+        num_in, num_out = (64, 96) if self.is_interpreted else (4096, 14336)
+        sizes = [num_out] * 2
+        count = 1 if self.is_interpreted else 4  # more than the L2 holds
+        tables = [
+            AdaptedMatrix.empty(num_adapters, 16, sizes, num_in, self.dtype, self.device)
+            for _ in range(count)
+        ]
+        for table in tables:
+            table.a.normal_(0.0, num_in**-0.5)
+            table.b.normal_()
+            table.ranks[:] = [16] * num_adapters
+        slots = torch.arange(num_rows, device=self.device, dtype=torch.int32) % num_adapters
+        x = self._random(num_rows, num_in).to(self.dtype)
+        out = self._random(num_rows, 2 * num_out).to(self.dtype)
+        groups = AdapterGroups.of(slots, num_adapters)
+        ours = adapt_rows_(out.clone(), x, tables[0], groups)
+        theirs = torch_adapters.adapt_rows_(
+            out.clone(), x, tables[0], torch_adapters.AdapterRows.of(slots)
+        )
+        difference = _near(float((ours - theirs).abs().max() / theirs.abs().max()))
+
+        def run() -> None:
+            for table in tables:
+                adapt_rows_(out, x, table, groups)
+
+        taken_s = seconds(run, self.device) / count
+        rate = min(num_rows, num_adapters) * tables[0].nbytes / num_adapters / taken_s
+        return {"us": taken_s * 1e6, **self.ceilings.reading(rate), "difference": difference}
+
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device).bfloat16()
 
@@ -229,6 +263,10 @@ def rows_of(bench: Bench) -> list[Row]:
         rows = LONG_ROWS // 2
         return Row(f"prompt {new}, {rows} rows", lambda: bench.prompt(new, 0, long_rows=rows))
 
+    def adapters(num_rows: int, num_adapters: int) -> Row:
+        title = f"adapters, {num_rows} rows of {num_adapters}"
+        return Row(title, lambda: bench.adapters(num_rows, num_adapters))
+
     latents = bench.of_latents
 
     def latent_decode(name: str, num_new: int = 1) -> Row:
@@ -248,6 +286,8 @@ def rows_of(bench: Bench) -> list[Row]:
         latent_decode("32 x 4k", VERIFIED),
         Row("latent prompt 4096 after 0", lambda: latents.prompt(4096, 0)),
         Row("latent prompt 1024 after 15360", lambda: latents.prompt(1024, 15360)),
+        *(adapters(32, num) for num in (1, 8, 32)),
+        adapters(64 if bench.is_interpreted else 2048, 4),
         *scaled[:3],
         decode("32 x 4k", "bfloat16", VERIFIED),
         *plain[5:],
@@ -265,6 +305,7 @@ TINY_ROWS = (
     "latent decode 1 x 32k",
     "prompt 1024 after 0",
     "layer rest",
+    "adapters, 32 rows of 8",
 )
 
 

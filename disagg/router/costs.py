@@ -1,6 +1,7 @@
 """The cost of a route, in seconds: five terms, and a price for each SLO that would be missed.
 
-    own       computing the prompt: its uncached tokens, in whole steps
+    own       computing the prompt: its uncached tokens, in whole steps; before that, loading its
+              LoRA adapter
     queue     waiting: for the rest of the running step and the prompts before it, for what streams
               that begin meanwhile add to its steps, and for a place in the decode batch
     transfer  moving its KV to the worker that decodes; 0 if the same worker does both
@@ -68,6 +69,7 @@ class Prompt(NamedTuple):
     num_at_source: leading tokens that it has cached.
     ttft_slo_s: latest first token, in seconds; inf: no TTFT SLO.
     has_tpot_slo: whether the request has one of its own or its model's.
+    adapter: the digest of its LoRA adapter; "": none.
     miss_s: the price of a missed SLO: the seconds that a request is allowed, with the model's TPOT
         SLO where it has none itself; 0 if the model has none: then only workers refuse.
     """
@@ -81,6 +83,7 @@ class Prompt(NamedTuple):
     ttft_slo_s: float = math.inf
     has_tpot_slo: bool = False
     miss_s: float = 0.0
+    adapter: str = ""
 
 
 class PrefillCost(msgspec.Struct, frozen=True, gc=False):
@@ -400,6 +403,18 @@ def transfer_s(source: WorkerView, destination: WorkerView, num_tokens: int) -> 
     return destination.pulls.seconds(source.worker_id, nbytes)
 
 
+def load_s(worker: WorkerView, adapter: str) -> float:
+    """Measured seconds until a worker has a LoRA adapter on its device; infinite if it never has.
+
+    A worker that has loaded none yet counts as if it took no time, so that one is tried.
+    """
+    if not adapter:
+        return 0.0
+    if worker.adapters is None:
+        return math.inf
+    return 0.0 if adapter in worker.adapters.on_device else worker.adapters.load_s
+
+
 def local_route(
     prompt: Prompt, source: PrefillCost, goal: DecodeCost, pull_s: float = 0.0
 ) -> Candidate:
@@ -408,7 +423,7 @@ def local_route(
     Args:
         pull_s: until it has pulled the KV that another worker has computed for this request.
     """
-    own_s = source.own_s + pull_s
+    own_s = source.own_s + pull_s + load_s(goal.worker, prompt.adapter)
     wait_s = source.queue_s + source.beside_s + goal.place_s
     first_token_s = own_s + wait_s
     total_s = first_token_s + goal.decode_s + source.delay_s + goal.delay_s
@@ -431,9 +446,13 @@ def remote_route(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candi
     prefill and transfer."""
     num_moved = prompt.num_tokens - goal.num_held_tokens
     move_s = transfer_s(source.worker, goal.worker, num_moved if num_moved > 0 else 0)
+    own_s = source.own_s
+    if prompt.adapter:
+        own_s += load_s(source.worker, prompt.adapter)
+        move_s += load_s(goal.worker, prompt.adapter)
     queue_s, place_s = source.queue_s, goal.place_s
     wait_s = queue_s + source.beside_s
-    first_token_s = source.own_s + wait_s
+    first_token_s = own_s + wait_s
     arrival_s = first_token_s + move_s
     if place_s > queue_s:
         queue_s = place_s
@@ -446,7 +465,7 @@ def remote_route(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candi
     return Candidate(
         source.worker.worker_id,
         goal.worker.worker_id,
-        source.own_s,
+        own_s,
         wait_s,
         first_token_s,
         total_s,

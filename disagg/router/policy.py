@@ -290,6 +290,7 @@ def _prompt(
         ttft_slo_s,
         has_tpot_slo,
         miss_s,
+        "" if request.adapter is None else request.adapter.digest,
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from disagg.adapters import AdapterReport
 from disagg.messages import HostCounts, Role, TransferFigure, WorkerRecord, WorkerStatus
 from disagg.time_model import (
     CHUNK_TOKENS,
@@ -197,6 +198,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     accepting: bool
     pulls: PullTimes
     host: HostCounts | None = None  # measured loads from its host memory; None: it has none
+    adapters: AdapterReport | None = None  # LoRA adapters on its device; None: it takes none
     began_s: float = math.inf  # start of the running step, on the fleet's clock; inf: not known
     tpot_slo_s: float = math.inf  # of the requests of its model; inf: they have none
     streams: RunningStreams | None = None  # None: its model has no TPOT SLO
@@ -249,6 +251,7 @@ class WorkerView(msgspec.Struct, frozen=True):
             accepting=status.accepting,
             pulls=pulls,
             host=status.host,
+            adapters=status.adapters,
             began_s=began_s,
             tpot_slo_s=tpot_slo_s,
             streams=streams,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.adapters import Adapter, AdapterReport
 from disagg.errors import DeadlineExceeded, Unavailable
 from disagg.messages import GenerateRequest, HostCounts, KVEvent, TransferFigure
 from disagg.router.fleet import Fleet
@@ -65,6 +66,28 @@ def test_a_prompt_goes_where_it_can_be_loaded_from_host_memory() -> None:
     fleet.worker_stepped("d1", [in_host], make_status(host=host))
     fleet.worker_lost("d1")
     assert not fleet.index.match(request.block_hashes)
+
+
+def test_an_adapter_is_used_where_it_is_unless_loading_it_elsewhere_is_quicker() -> None:
+    adapter = Adapter("sql", "toy", "/adapters/sql", "00ff")
+    request = make_request(2000, adapter=adapter)
+    there = AdapterReport(on_device=("00ff",), load_s=0.5)
+    elsewhere = AdapterReport(on_device=("aa00",), load_s=0.5)
+    fleet = make_fleet("d0", "d1", "d2")
+    busy(fleet, "d0", adapters=elsewhere)
+    busy(fleet, "d1", adapters=there, num_waiting=1, num_uncomputed_tokens=3000)
+    busy(fleet, "d2")  # has no room for adapters at all
+    assert choose(fleet, request).decode == "d1"
+    assert choose(fleet, make_request(2000)).decode != "d1"
+    busy(fleet, "d1", adapters=there, num_waiting=4, num_uncomputed_tokens=12_000)
+    route = choose(fleet, request)
+    assert route.decode == "d0"
+    assert route.chosen.own_s > 0.5
+    fleet = make_fleet("p0", "p1", "d0")
+    busy(fleet, "d0", adapters=there, num_running=16, num_context_tokens=16_000)
+    busy(fleet, "p0", adapters=elsewhere)
+    busy(fleet, "p1", adapters=there)
+    assert choose(fleet, request).prefill == "p1"
 
 
 def test_an_idle_fleet_hands_long_prompts_over_and_computes_short_rests_in_place() -> None:
