@@ -136,9 +136,6 @@ async def test_two_hundred_answers_are_those_of_one_engine(expected: list[list[i
 
 def _engines() -> list[psutil.Process]:
     """The processes of this one's engines, oldest first."""
-    found = [each for each in psutil.Process().children() if "EngineCore" in _name(each)]
+    running = [each for each in psutil.Process().children() if each.status() != "zombie"]
+    found = [each for each in running if each.name().startswith("VLLM::EngineCor")]
     return sorted(found, key=lambda each: each.create_time())
-
-
-def _name(process: psutil.Process) -> str:
-    return " ".join([process.name(), *process.cmdline()])
