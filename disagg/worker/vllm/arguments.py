@@ -29,6 +29,7 @@ SAME = (
     "enable_prefix_caching",
     "enforce_eager",
 )
+OF_ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
 # Settings that vLLM's engine does not follow, and what does.
 NOT_OURS = {
     "nnodes": "one worker on one node, or set --engine-args for vLLM's own way",
@@ -102,6 +103,8 @@ def engine_arguments(tier: TierConfig, directory: str) -> dict[str, Any]:
         for name in SAME
         if getattr(engine, name) != getattr(default, name)
     }
+    if engine.enable_lora:
+        given |= {name: getattr(engine, name) for name in OF_ADAPTERS}
     if engine.speculative_config is not None:
         raise StartupError(
             "--engine vllm takes speculative_config as its own argument: --engine-args"

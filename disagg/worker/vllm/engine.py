@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from disagg.adapters import Adapter
 from disagg.config import TierConfig
 from disagg.errors import EngineCannot, StartupError, WorkerLost
 from disagg.messages import FinishReason, TokenLogprobs
@@ -42,6 +43,7 @@ class EnginePrompt:
     salt: str
     sampling: Mapping[str, Any]
     priority: int = 0
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ class VllmEngine:
         self.listener = listener
         self._llm = llm
         self._directory = directory
+        self._adapters: dict[str, int] = {}  # the number of each digest
         self._events = asyncio.create_task(self._read_events())
 
     @classmethod
@@ -183,6 +186,7 @@ class VllmEngine:
                 params,
                 prompt.request_id,
                 priority=prompt.priority,
+                lora_request=None if prompt.adapter is None else self._lora(prompt.adapter),
             )
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -191,6 +195,13 @@ class VllmEngine:
             raise WorkerLost(f"The vLLM engine of this worker has failed: {error!r}.") from error
         except (ValueError, TypeError) as error:
             raise EngineCannot(f"vLLM refuses this request: {error}.") from error
+
+    def _lora(self, adapter: Adapter) -> Any:
+        """vLLM loads it when it is first asked for, and tells adapters apart by number and name."""
+        from vllm.lora.request import LoRARequest
+
+        number = self._adapters.setdefault(adapter.digest, len(self._adapters) + 1)
+        return LoRARequest(f"{adapter.name}@{adapter.digest}", number, adapter.path)
 
     async def close(self) -> None:
         self._events.cancel()

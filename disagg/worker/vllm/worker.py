@@ -14,15 +14,17 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from disagg.adapters import AdapterBoard, AdapterEntry, AdapterReport
 from disagg.config import ServeConfig, TierConfig
 from disagg.errors import DisaggError, EngineFailed, Unavailable, request_failed
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.links.server import LinkClosed, LinkServer, Received
 from disagg.messages import (
+    AdapterNews,
     Cancel,
     GenerateRequest,
     KVEvent,
@@ -95,12 +97,18 @@ class VllmWorker:
     """One vLLM engine behind a link server. Create it with `start`, and call it on its loop."""
 
     def __init__(
-        self, engine: ForeignEngine, record: WorkerRecord, key: bytes, clock: Callable[[], float]
+        self,
+        engine: ForeignEngine,
+        record: WorkerRecord,
+        key: bytes,
+        clock: Callable[[], float],
+        adapters: Iterable[AdapterEntry] | None = None,
     ) -> None:
         self._engine = engine
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._names = PrefixNames()
+        self._board = None if adapters is None else AdapterBoard(adapters)
         self._step_times = StepTimeFit()
         self._streams: dict[tuple[LinkId, int], _VllmStream] = {}
         self._tickets: dict[str, float] = {}  # issued, and when their blocks are free again
@@ -161,7 +169,9 @@ class VllmWorker:
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
         )
-        worker = cls(engine, record, config.cluster_key.encode(), clock)
+        # Ingresses tell it which are served, also those of the configuration.
+        adapters = () if tier.engine.enable_lora else None
+        worker = cls(engine, record, config.cluster_key.encode(), clock, adapters)
         try:
             await worker._server.start()
         except BaseException:
@@ -221,6 +231,9 @@ class VllmWorker:
                     self._forget(stream)
             case Release(ticket_id=ticket_id):
                 self._tickets.pop(ticket_id, None)  # its blocks stay until the lease ends
+            case AdapterNews(entries=entries) if self._board is not None:
+                self._board.merge(entries)
+                self._flush_soon()
             case Resync():
                 self._flush()
                 self._server.publish_snapshot(link_id, self._names.all(), self._status())
@@ -295,6 +308,7 @@ class VllmWorker:
             salt_of(request.hash_root),
             sampling_arguments(request, max_tokens, dict(params)),
             request.priority,
+            request.adapter,
         )
 
     def _issue(self, stream: _VllmStream, num_tokens: int, params: dict[str, Any]) -> KVTicket:
@@ -403,6 +417,7 @@ class VllmWorker:
             num_prefilling=max(0, len(prefilling) - num_waiting),
             num_leaving=sum(each.start.hand_over for each in prefilling),
             home_ingress=self._server.home_ingress,
+            adapters=None if self._board is None else AdapterReport(self._board.entries),
         )
 
     def _num_context_tokens(self) -> int:

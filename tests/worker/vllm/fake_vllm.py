@@ -31,16 +31,16 @@ NUM_TOKENS = 200  # of the tiny model's ids those that are text
 _numbers = count()
 
 
-def next_token(token_ids: tuple[int, ...]) -> int:
-    digest = hashlib.blake2b(repr(token_ids).encode(), digest_size=4).digest()
+def next_token(token_ids: tuple[int, ...], adapter: str = "") -> int:
+    digest = hashlib.blake2b(f"{token_ids}{adapter}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % NUM_TOKENS
 
 
-def answer(prompt: tuple[int, ...], num_new: int) -> list[int]:
-    """The answer of one engine that has no other's KV."""
+def answer(prompt: tuple[int, ...], num_new: int, adapter: str = "") -> list[int]:
+    """The answer of one engine that has no other's KV. adapter: its digest."""
     tokens = prompt
     for _ in range(num_new):
-        tokens = (*tokens, next_token(tokens))
+        tokens = (*tokens, next_token(tokens, adapter))
     return list(tokens[len(prompt) :])
 
 
@@ -78,6 +78,7 @@ class FakeVllm:
         self.seen.append(prompt)
         extra = prompt.sampling.get("extra_args", {}).get("kv_transfer_params", {})
         tokens = prompt.token_ids
+        adapter = "" if prompt.adapter is None else prompt.adapter.digest
         if extra.get("do_remote_prefill") and not self._import(tokens, extra):
             tokens = (-1, *tokens)  # wrong KV: nothing is as it should be from here on
         num_cached = self._find(prompt)
@@ -91,7 +92,7 @@ class FakeVllm:
                     await self.may_go_on.wait()
                 if self.is_dead:
                     raise WorkerLost("The vLLM engine of this worker has failed.")
-                token = next_token(tokens)
+                token = next_token(tokens, adapter)
                 tokens = (*tokens, token)
                 given.append(token)
                 self._cache(prompt, tokens[-len(prompt.token_ids) - len(given) : -1])

@@ -20,8 +20,10 @@ from disagg.errors import EngineFailed
 from disagg.local import LocalCluster
 from disagg.worker.check import check_tier
 from disagg.worker.vllm import tickets, worker
+from disagg.worker.vllm.engine import EnginePrompt
 from disagg.worker.vllm.worker import VllmWorker
 from tests.links.fakes import until
+from tests.tiny_model import write_tiny_adapter
 from tests.worker.vllm.fake_vllm import BLOCK_SIZE, FakeVllm, answer
 
 NUM_NEW = 12
@@ -59,10 +61,18 @@ IDS = {"return_token_ids": True}
 
 
 @asynccontextmanager
-async def fleet(model: Path, num_prefill: int = 1, num_decode: int = 1) -> AsyncIterator[Fleet]:
+async def fleet(
+    model: Path,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    adapters: dict[str, str] | None = None,
+) -> AsyncIterator[Fleet]:
     tier = TierConfig(
         model=str(model),
-        engine=EngineConfig(backend="vllm", block_size=BLOCK_SIZE),
+        lora_modules=adapters or {},
+        engine=EngineConfig(
+            backend="vllm", block_size=BLOCK_SIZE, enable_lora=adapters is not None
+        ),
         prefill=PoolConfig(num_replicas=num_prefill),
         decode=PoolConfig(num_replicas=num_decode),
         ttft_slo_s=None,
@@ -186,7 +196,7 @@ async def test_what_another_engine_could_not_go_on_with_is_not_handed_over(
         for seed in range(4):
             prompt = prompt_of(100, seed)
             assert await it.tokens(prompt, **fields) == expected(prompt)
-        seen = [*it.engine(0).seen, *it.engine(1).seen]
+        seen = _seen(it)
         assert len(seen) == 4 and not any("extra_args" in each.sampling for each in seen)
 
 
@@ -219,3 +229,24 @@ async def test_a_family_that_only_vllm_knows(model: Path, tmp_path: Path) -> Non
     check_tier(TierConfig(model=str(unknown), engine=EngineConfig(backend="vllm")), is_here=False)
     async with fleet(unknown) as it:
         assert await it.tokens(prompt_of(20)) == expected(prompt_of(20))
+
+
+async def test_adapters_reach_vllm_and_keep_their_kv_apart(model: Path, tmp_path: Path) -> None:
+    paths = {name: str(tmp_path / name) for name in ("red", "green")}
+    for seed, path in enumerate(paths.values()):
+        write_tiny_adapter(Path(path), tmp_path / f"merged-{seed}", model, seed=seed)
+    served = {"red": paths["red"]}
+    async with fleet(model, adapters=served) as it:
+        loaded = {"lora_name": "green", "lora_path": paths["green"]}
+        reply = await it.client.post("/v1/load_lora_adapter", json=loaded)
+        assert reply.status_code == 200, reply.text
+        prompt = prompt_of(6 * BLOCK_SIZE + 5)
+        answers = [await it.tokens(prompt, model=name) for name in ("tiny", "red", "green") * 2]
+        used = {each.adapter.name: each.adapter for each in _seen(it) if each.adapter is not None}
+        digests = ["", used["red"].digest, used["green"].digest]
+        assert answers == 2 * [answer(tuple(prompt), NUM_NEW, each) for each in digests]
+        assert {name: each.path for name, each in used.items()} == paths
+
+
+def _seen(it: Fleet) -> list[EnginePrompt]:
+    return [*it.engine(0).seen, *it.engine(1).seen]
