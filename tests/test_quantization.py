@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from disagg.kernels.cpu.narrow_linear import NarrowLinear, int4_linear
 from disagg.kernels.gpu.experts import TritonExperts
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.packed_linear import PackedProduct
+from disagg.kernels.packed_sizes import OnlineKind
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.packing import DeviceFormat, weights_nbytes
@@ -27,9 +29,10 @@ from disagg.models.quantized import QuantizedFormat
 from disagg.models.share import WHOLE
 from disagg.models.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import write_checkpoint
-from tests.models.paging import Tokens, new_slab, run_step
+from tests.models.paging import Tokens, logits_of, new_slab, run_step
 
 CPU = torch.device("cpu")
+CPU_KINDS = ("int8", "int4")
 INT8 = EngineConfig(quantization="int8", device="cpu", dtype="float32")
 
 
@@ -51,47 +54,32 @@ def _tensors(held: Any, seen: dict[int, torch.Tensor]) -> dict[int, torch.Tensor
     return seen
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("variant", ["llama-tied-biased-llama3", "qwen3-mixed-windows", "phi3"])
+@pytest.mark.parametrize(
+    ("device", "variant", "quantization"),
+    [
+        *product(["cpu"], ["llama-tied-biased-llama3", "qwen3-mixed-windows", "phi3"], CPU_KINDS),
+        *product(["gpu"], ["llama", "qwen2-moe", "mixtral"], get_args(OnlineKind)),
+    ],
+)
 def test_what_is_counted_is_what_is_kept(
-    variant: str, quantization: Literal["int8", "int4"], tmp_path: Path
+    device: Literal["cpu", "gpu"], variant: str, quantization: OnlineKind, tmp_path: Path
 ) -> None:
+    """On a GPU experts are quantised too; routers and tables are not."""
     write_checkpoint(tmp_path, variant)
     model = describe_model(tmp_path)
-    decoder = load_model(model, torch.float32, CPU, quantization=quantization)
+    config = model.config
+    ops = TritonOps(config.num_heads, 1, quantization=quantization) if device == "gpu" else None
+    decoder = load_model(model, torch.float32, CPU, quantization=quantization, ops=ops)
     kept: dict[int, torch.Tensor] = {}
     for each in (decoder._embedding, decoder._norm, decoder._lm_head, decoder._layers):
         _tensors(each, kept)
     nbytes = sum(each.nbytes for each in kept.values())
-    # Norms of heads are kept for every head.
-    config, widened = model.config, 0
-    if config.qk_norm:
+    if config.qk_norm and device == "cpu":  # norms of heads are kept for every head
         num_copies = config.num_heads + config.num_kv_heads - 2
-        widened = config.num_layers * num_copies * config.head_dim * 4
-    assert nbytes - widened == weights_nbytes(
-        config, DeviceFormat(4, "cpu", quantization=quantization)
-    )
-    assert nbytes < (0.5 if quantization == "int8" else 0.35) * weights_nbytes(
-        config, DeviceFormat(4)
-    )
-
-
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-@pytest.mark.parametrize("variant", ["llama", "qwen2-moe", "mixtral"])
-def test_what_is_counted_is_what_a_gpu_keeps(
-    variant: str, kind: Literal["fp8", "int8", "int4"], tmp_path: Path
-) -> None:
-    """Experts are quantised too; routers and tables are not."""
-    write_checkpoint(tmp_path, variant)
-    model = describe_model(tmp_path)
-    ops = TritonOps(model.config.num_heads, 1, quantization=kind)
-    decoder = load_model(model, torch.float32, CPU, quantization=kind, ops=ops)
-    kept: dict[int, torch.Tensor] = {}
-    for each in (decoder._embedding, decoder._norm, decoder._lm_head, decoder._layers):
-        _tensors(each, kept)
-    nbytes = sum(each.nbytes for each in kept.values())
-    assert nbytes == weights_nbytes(model.config, DeviceFormat(4, quantization=kind))
-    assert nbytes < weights_nbytes(model.config, DeviceFormat(4))
+        nbytes -= config.num_layers * num_copies * config.head_dim * 4
+    assert nbytes == weights_nbytes(config, DeviceFormat(4, device, quantization=quantization))
+    most = {"int8": 0.5, "int4": 0.35}[quantization] if device == "cpu" else 1.0
+    assert nbytes < most * weights_nbytes(config, DeviceFormat(4))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -194,15 +182,7 @@ def test_logits_of_4_bits_are_those_of_the_widened_matrices(variant: str, tmp_pa
     ]
     tables = widened(weights.embedding), widened(weights.lm_head)
     wide = DecoderWeights(tables[0], layers, weights.norm, tables[1], torch.float32)
-    logits = []
-    for decoder in (
-        Decoder(model.config, wide),
-        load_model(model, torch.float32, CPU, quantization="int4"),
-    ):
-        slab = new_slab(model.config, 4, 16, torch.float32)
-        tokens = Tokens(list(range(5, 55)), [0, 1, 2, 3])
-        for count in (40, 1, 1):
-            run_step(decoder, slab, [(tokens, count)], 16)
-        logits.append(torch.stack(tokens.logits))
-    assert logits[0].abs().max() > 0.5
-    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=0)
+    wanted = logits_of(Decoder(model.config, wide))
+    assert wanted.abs().max() > 0.5
+    found = logits_of(load_model(model, torch.float32, CPU, quantization="int4"))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)

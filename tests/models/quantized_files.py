@@ -95,6 +95,11 @@ def all_tensors(
     return found
 
 
+def nbytes_of(tensors: Mapping[str, Any]) -> int:
+    """Bytes of what a rank has loaded; tied tables are one."""
+    return sum({id(each): each.nbytes for each in tensors.values()}.values())
+
+
 def _quantize(floats: Path, quantized: Path, kind: str, with_head: bool) -> None:
     """Makes one of two equal checkpoints quantised, and the other one what it stands for."""
     tensors, wide = load_file(floats / "model.safetensors"), {}

@@ -12,24 +12,28 @@ import torch
 from disagg.config import EngineConfig
 from disagg.engine.device.check import check_engine
 from disagg.errors import StartupError
-from disagg.kernels.packed_matrix import PackedMatrix, quantized
+from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.packed_sizes import OnlineKind
 from disagg.models.communicator import Communicator
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.families import FAMILIES
-from disagg.models.packing import LAYER_FIELDS, DeviceFormat, weights_nbytes
+from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.parts import all_parts
 from disagg.models.share import Share, check_ranks, possible_ranks
 from disagg.models.weights import load_weights
 from tests.models.checkpoints import VARIANTS, write_checkpoint
 from tests.models.gguf_files import write_gguf
-from tests.models.quantized_files import write_quantized
+from tests.models.quantized_files import all_tensors, nbytes_of, write_quantized
 from tests.models.rank_threads import on_ranks
 from tests.models.test_mxfp4 import write_mxfp4
 from tests.models.test_packed import FakeGpuOps
-from tests.models.test_quantized_ranks import QuantizingGpuOps, check_ranks_compute_the_same
+from tests.models.test_quantized_ranks import (
+    QuantizingGpuOps,
+    check_quantised_nbytes,
+    check_ranks_compute_the_same,
+)
 from tests.models.test_ranks import compare, eight_heads
 
 CPU = torch.device("cpu")
@@ -136,29 +140,23 @@ def test_quantised_experts_keep_their_groups(variant: str, kind: str, tmp_path: 
     sizes = {**eight_heads(variant), "moe_intermediate_size": 96, "intermediate_size": 96}
     if variant == "qwen2-moe":
         sizes["shared_expert_intermediate_size"] = 64
-    model = describe_model(write_quantized(tmp_path, variant, kind, **sizes).directory)
+    directory = write_quantized(tmp_path, variant, kind, **sizes).directory
+    model = describe_model(directory)
 
     def load(communicator: Communicator | None) -> Decoder:
         return load_model(model, torch.float32, CPU, communicator=communicator, ops=FakeGpuOps())
 
     check_ranks_compute_the_same(load, 2, tmp_path, has_whole_experts=True)
-    for rank in range(2):
-        nbytes = 0
-        share = _share(rank, 2)
-        whole, own = (
-            load_weights(model, torch.float32, CPU, share=each, keeps_packed="gpu")
-            for each in (Share(), share)
-        )
-        for of_all, layer in zip(whole.layers, own.layers, strict=True):
-            assert type(layer.down) is type(of_all.down)
-            if isinstance(layer.down, PackedMatrix) and layer.router is not None:
-                assert layer.down.group == of_all.down.group
-            for field in layer.__dataclass_fields__:
-                each = getattr(layer, field)
-                nbytes += 0 if each is None else each.nbytes
-        tables = {id(each): each for each in (own.embedding, own.norm, own.lm_head)}  # may be tied
-        nbytes += sum(each.nbytes for each in tables.values())
-        assert nbytes == weights_nbytes(model.config, DeviceFormat(4, kept=model.tensors), share)
+    whole = all_tensors(directory, keeps_packed="gpu")
+    for share in (_share(0, 2), _share(1, 2)):
+        own = all_tensors(directory, share, keeps_packed="gpu")
+        for index in range(model.config.num_layers):
+            down, of_all = own[f"{index}.down"], whole[f"{index}.down"]
+            assert type(down) is type(of_all)
+            if isinstance(down, PackedMatrix) and f"{index}.router" in own:
+                assert down.group == of_all.group
+        kept = DeviceFormat(4, kept=model.tensors)
+        assert nbytes_of(own) == weights_nbytes(model.config, kept, share)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
@@ -174,14 +172,7 @@ def test_experts_are_quantised_as_one_process_does(kind: OnlineKind, tmp_path: P
         )
 
     check_ranks_compute_the_same(load, 2, tmp_path, has_whole_experts=True)
-    loaded = load_weights(model, torch.float32, CPU, share=_share(1, 2))
-    nbytes = sum(each.nbytes for each in (loaded.embedding, loaded.lm_head, loaded.norm))
-    for layer in loaded.layers:
-        for field in layer.__dataclass_fields__:
-            each = getattr(layer, field)
-            if each is not None:
-                nbytes += (quantized(each, kind) if field in LAYER_FIELDS else each).nbytes
-    assert nbytes == weights_nbytes(model.config, DeviceFormat(4, quantization=kind), _share(1, 2))
+    check_quantised_nbytes(model, kind, _share(1, 2))
 
 
 def test_ranks_ask_nothing_of_each_other_for_scales_of_experts(tmp_path: Path) -> None:

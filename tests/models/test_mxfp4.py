@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
 from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.share import WHOLE, Share
-from disagg.models.weights import load_weights
 from tests.models.checkpoints import Checkpoint, assert_logits_are_transformers
+from tests.models.quantized_files import all_tensors, nbytes_of
 
 CPU = torch.device("cpu")
 # Of the format: bits of 0 to 15, sign first (OCP Microscaling Formats, section 5.3.3).
@@ -98,19 +97,13 @@ def test_a_gpu_keeps_the_bits_of_its_part(has_whole_experts: bool, tmp_path: Pat
     write_mxfp4(tmp_path, intermediate_size=96)
     model = describe_model(tmp_path)
     for share in (WHOLE, *(Share(rank, 2, has_whole_experts) for rank in range(2))):
-        packed = load_weights(model, torch.float32, CPU, share=share, keeps_packed="gpu")
-        wide = load_weights(model, torch.float32, CPU, share=share)
-        nbytes = sum(each.nbytes for each in (packed.embedding, packed.lm_head, packed.norm))
-        for own, its in zip(packed.layers, wide.layers, strict=True):
-            for field in fields(own):
-                found, wanted = getattr(own, field.name), getattr(its, field.name)
-                assert isinstance(found, PackedMatrix) == (field.name in ("gate_up", "down"))
-                if found is not None:
-                    nbytes += found.nbytes
-                if isinstance(found, PackedMatrix):
-                    assert torch.equal(found.widened(torch.float32), wanted)
+        packed = all_tensors(tmp_path, share, keeps_packed="gpu")
+        for name, wanted in all_tensors(tmp_path, share).items():
+            is_packed = isinstance(packed[name], PackedMatrix)
+            assert is_packed == name.endswith((".gate_up", ".down"))
+            assert not is_packed or torch.equal(packed[name].widened(torch.float32), wanted)
         format = DeviceFormat(4, kept=model.tensors)
-        assert nbytes == weights_nbytes(model.config, format, share)
+        assert nbytes_of(packed) == weights_nbytes(model.config, format, share)
 
 
 def _change(directory: Path, name: str, tensor: Tensor) -> None:

@@ -34,7 +34,7 @@ from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.quantized_values import Quantized
 from disagg.models.share import WHOLE, Share
 from tests.models.paging import logits_of
-from tests.models.quantized_files import KINDS, all_tensors, write_quantized
+from tests.models.quantized_files import KINDS, all_tensors, nbytes_of, write_quantized
 from tests.models.rank_threads import on_ranks
 from tests.models.test_ranks import compute, eight_heads
 
@@ -103,7 +103,7 @@ def test_what_is_kept_stands_for_the_same_floats(kind: str, tmp_path: Path) -> N
             own = found[name]
             own = own.widened(torch.float32) if isinstance(own, PackedMatrix) else own
             assert torch.equal(own, its), (name, share)
-        nbytes = sum(each.nbytes for each in found.values())
+        nbytes = nbytes_of(found)
         counted = weights_nbytes(model.config, DeviceFormat(4, kept=model.tensors), share)
         assert nbytes == counted
     assert num_packed[WHOLE] == 4 * model.config.num_layers
@@ -153,7 +153,7 @@ def test_a_head_keeps_its_bits(kind: str, tmp_path: Path) -> None:
         wanted = all_tensors(tmp_path / "floats", share)["lm_head"]
         assert isinstance(found["lm_head"], PackedMatrix)
         assert torch.equal(found["lm_head"].widened(torch.float32), wanted)
-        nbytes = sum(each.nbytes for each in found.values())
+        nbytes = nbytes_of(found)
         assert nbytes == weights_nbytes(model.config, DeviceFormat(4, kept=model.tensors), share)
     packed, wide = (
         compute(load_model(describe_model(place), torch.float32, CPU, ops=ops), [*range(30)], same)
@@ -183,7 +183,7 @@ def test_experts_keep_their_bits(
             own = found[f"1.{field}"]
             assert isinstance(own, PackedMatrix), field
             assert torch.equal(own.widened(torch.float32), wanted[f"1.{field}"])
-        nbytes = sum(each.nbytes for each in found.values())
+        nbytes = nbytes_of(found)
         assert nbytes == weights_nbytes(model.config, DeviceFormat(4, kept=model.tensors), share)
 
 
@@ -193,7 +193,7 @@ def test_experts_in_orders_of_their_own_are_widened_and_counted_so(tmp_path: Pat
     model, found = describe_model(directory), all_tensors(directory, keeps_packed="gpu")
     for field, is_packed in (("gate_up", False), ("down", False), ("shared_gate_up", True)):
         assert isinstance(found[f"1.{field}"], PackedMatrix) == is_packed
-    nbytes = sum(each.nbytes for each in found.values())
+    nbytes = nbytes_of(found)
     assert nbytes == weights_nbytes(model.config, DeviceFormat(4, kept=model.tensors))
     assert shape_of(model).has_widened_experts
 
