@@ -17,10 +17,10 @@ def console() -> Console:
     return Console(highlight=False, soft_wrap=True, width=width)
 
 
-def table(*names: str) -> Table:
+def table(*names: str, title: str = "") -> Table:
     """Columns without lines between them. A name that begins with < is of a column of text, which
     begins at the left; numbers end at the right."""
-    made = Table(box=None, pad_edge=False)
+    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for name in names:
         justify: Literal["left", "right"] = "left" if name.startswith("<") else "right"
         made.add_column(name.removeprefix("<"), justify=justify, overflow="fold")

@@ -8,12 +8,9 @@ something is wrong.
 from __future__ import annotations
 
 import argparse
-import sys
 
-import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from disagg.cli.embedded_redis import find_redis_server
 from disagg.cli.engine_arguments import add_model_arguments, add_setting
@@ -27,6 +24,7 @@ from disagg.tools.doctor.report import (
     TransferReport,
     slowest,
 )
+from disagg.tools.terminal import console, print_json, table
 
 _MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "wrong": "[red]wrong[/red]"}
 
@@ -58,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     report = _examine(arguments)
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+        print_json(report)
     else:
-        _show(Console(highlight=False), report)
+        _show(console(), report)
     return 0 if report.is_healthy else 1
 
 
@@ -116,30 +114,28 @@ def _tier(arguments: argparse.Namespace, model: str) -> TierConfig:
     return parse_config({"tiers": tiers, "cluster_key": "not used"}).tiers[0]
 
 
-def _show(console: Console, report: DoctorReport) -> None:
+def _show(to: Console, report: DoctorReport) -> None:
     for node in report.nodes:
-        _table(console, node.name, node.findings)
+        _table(to, node.name, node.findings)
     if report.transfers:
-        _table(console, "KV transfers", [transfer.finding for transfer in report.transfers])
+        _table(to, "KV transfers", [transfer.finding for transfer in report.transfers])
         for transfer in report.transfers:
             if transfer.ucx:
-                console.print(f"UCX of {escape(transfer.reader)}: {escape(transfer.ucx)}")
+                to.print(f"UCX of {escape(transfer.reader)}: {escape(transfer.ucx)}")
     if report.models:
-        _table(console, "models", report.models)
+        _table(to, "models", report.models)
     wrong = [finding for finding in report.findings() if finding.status == "wrong"]
     if wrong:
         number = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
-        console.print(f"\n{number} found; the first one to fix: {escape(wrong[0].change)}")
+        to.print(f"\n{number} found; the first one to fix: {escape(wrong[0].change)}")
     else:
-        console.print("\nno problems found")
+        to.print("\nno problems found")
 
 
-def _table(console: Console, title: str, findings: list[Finding] | tuple[Finding, ...]) -> None:
-    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
-    for name in ("", "check", "found", "fix"):
-        table.add_column(name, overflow="fold")
+def _table(to: Console, title: str, findings: list[Finding] | tuple[Finding, ...]) -> None:
+    rows = table("<", "<check", "<found", "<fix", title=escape(title))
     for each in findings:
         row = (escape(each.check), escape(each.found), escape(each.change))
-        table.add_row(_MARKS[each.status], *row)
-    console.print()
-    console.print(table)
+        rows.add_row(_MARKS[each.status], *row)
+    to.print()
+    to.print(rows)

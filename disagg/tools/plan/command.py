@@ -7,15 +7,12 @@ measured. Without --requests-per-s or --trace it prints what one worker can do.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from disagg.capacity.efficiency import ENGINES
 from disagg.capacity.gpus import (
@@ -42,6 +39,7 @@ from disagg.tools.plan.write import (
     write,
 )
 from disagg.tools.sim.trace import read_trace
+from disagg.tools.terminal import console, print_json
 
 DEFAULTS = Wishes()
 
@@ -188,10 +186,9 @@ def run(args: argparse.Namespace) -> int:
     notes += [*not_served(shape, args.weights, args.kv), *plan.notes]
     plan = msgspec.structs.replace(plan, advice=advice, notes=notes)
     if args.json:
-        json.dump(report(plan, played), sys.stdout, indent=2)
-        print()
+        print_json(report(plan, played))
     else:
-        show(Console(highlight=False), plan, played)
+        show(console(), plan, played)
     return 0
 
 
