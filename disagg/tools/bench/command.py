@@ -27,7 +27,7 @@ from disagg.tools.terminal import console, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(dest="action", metavar="compare")
+    verbs = parser.add_subparsers(dest="action", metavar="[compare A B]")
     other = verbs.add_parser("compare", help="compare two results of --output")
     other.add_argument("before", type=Path)
     other.add_argument("after", type=Path)

@@ -20,7 +20,7 @@ table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .8em;text-align:r
 th{border-bottom:1px solid;font-weight:600}td:first-child,th:first-child{text-align:left}
 .charts{display:flex;flex-wrap:wrap;gap:1em}figure{margin:0;max-width:100%}
 svg{max-width:100%;height:auto;font:11px system-ui,sans-serif;fill:currentColor}
-.grid{stroke:currentColor;opacity:.15}pre{overflow:auto;font-size:12px}
+.grid{stroke:currentColor;opacity:.15}pre{white-space:pre-wrap;font-size:12px}
 """
 
 
