@@ -180,7 +180,8 @@ def compare(before: BenchResult, after: BenchResult) -> list[Difference]:
         for name, fraction in QUANTILES.items():
             key = f"{name}_{metric}_ms"
             intervals = [quantile_interval(each, fraction) for each in (one, other)]
+            differs = not intervals[0].overlaps(intervals[1])
             # Pauses of one answer follow each other: many of them are not many independent ones.
-            is_clear = None if metric == "itl" else not intervals[0].overlaps(intervals[1])
-            rows.append(Difference(key, before.figures[key], after.figures[key], is_clear))
+            verdict = None if metric == "itl" else differs
+            rows.append(Difference(key, before.figures[key], after.figures[key], verdict))
     return rows
