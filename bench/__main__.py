@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 BENCHES = (
     "attention_cut",
+    "batch",
     "first_minute",
     "host_step",
     "routing",

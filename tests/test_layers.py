@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "disagg"
 
 LAYERS = {
     "tools": 7,  # nothing that serves imports a tool
+    "data": 7,
     "cli": 6,
     "llm": 6,
     "app": 5,
@@ -55,7 +56,7 @@ LAYERS = {
 
 # Third-party packages and the only places (path prefixes) that may import them.
 THIRD_PARTY = {
-    "ray": ["app/", "tools/doctor/cluster.py"],
+    "ray": ["app/", "data.py", "tools/doctor/cluster.py"],
     "torch": [
         "devices.py",
         "kernels/",
