@@ -31,7 +31,8 @@ def main() -> int:
     subprocess.run([*pip, "--no-build-isolation", "-e", str(ROOT)], check=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     here = Path(__file__).parent
-    command = [str(python), "-m", "pytest", "-x", str(here), *sys.argv[1:]]
+    # vLLM warns of much, also at the end of the process.
+    command = [str(python), "-m", "pytest", "-x", "-W", "default", str(here), *sys.argv[1:]]
     return subprocess.run(command, env=environment, cwd=ROOT).returncode
 
 

@@ -25,8 +25,6 @@ from disagg.config import ASSETS, EngineConfig, PoolConfig, ServeConfig, TierCon
 from disagg.local import LocalCluster
 from tests.links.fakes import until
 
-pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
-
 MODEL = "demo-small"
 BLOCK_SIZE, NUM_NEW, NUM_PROMPTS = 32, 24, 200
 COMMON: dict[str, Any] = {
