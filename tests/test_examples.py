@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PRINTED = {  # regular expressions of whole outputs
     "batch": r"3 of 3 requests are answered\.\n1 Paris\n2 5\n3 5\n",
+    "load_test": r"(?s)(20 of 20 requests answered in .*?){2}"
+    r"\s+plain\.json  prefix\.json .*median_ttft_ms .*\n",
     "offline": r"What is the capital of France\? Paris\nWhat is 2 \+ 3\? 5\n"
     r"It must say yes or no: (yes|no)\nWithout a chat template: 5\n",
     "streaming": r"(What is (the capital of France|2 \+ 3)\? '\w*'\n)+",
