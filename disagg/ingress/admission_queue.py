@@ -25,7 +25,7 @@ import msgspec
 from disagg import telemetry
 from disagg.errors import Overloaded, Unavailable
 from disagg.messages import GenerateRequest
-from disagg.router.admission import allowed_s, lateness_s
+from disagg.router.admission import admit, limit_s
 from disagg.router.fair_queue import FairQueue, Waiter
 from disagg.router.fleet import Fleet
 from disagg.router.policy import expected_output
@@ -273,6 +273,7 @@ class AdmissionQueue:
                 await waiter.turn
         except TimeoutError:
             wait_s = self._wait_s(line, waiter)
+            self._fleet.first_tokens[request.model].refuse()
             raise Overloaded(
                 "All workers were busy for as long as this request could wait."
                 f" Try again in {max(1, math.ceil(wait_s))} s.",
@@ -325,21 +326,12 @@ class AdmissionQueue:
         Raises:
             Overloaded: the first token is predicted to be too late.
         """
-        delay = self._fleet.delays.factor(request.model)
+        learned = self._fleet.first_tokens[request.model]
         slo_s = request.ttft_slo_s or math.inf
         left_s = request.deadline_unix_s - self._now()
         waiting = msgspec.structs.replace(route, wait_s=route.wait_s + predicted_s)
-        late_s = lateness_s(waiting, slo_s, left_s, delay)
-        if late_s > 0.0:
-            first_s = delay * (waiting.own_s + waiting.wait_s)
-            raise Overloaded(
-                f"All workers are busy: with the requests ahead of this one, its first token would"
-                f" take about {first_s:.1f} s, and at most {min(slo_s, left_s):.1f} s are allowed."
-                f" Try again in {math.ceil(late_s)} s.",
-                retry_after_s=late_s,
-                reason="predicted_late",
-            )
-        may_wait_s = allowed_s(route, slo_s, left_s) - delay * (route.own_s + LEAST_AHEAD_S)
+        admit([waiting], slo_s, left_s, learned)
+        may_wait_s = limit_s(route, slo_s, left_s) - route.own_s - LEAST_AHEAD_S
         return None if math.isinf(may_wait_s) else max(0.0, may_wait_s)
 
     def _make_room(self, line: ModelQueue, waiter: WaitingRequest) -> None:

@@ -33,6 +33,7 @@ from disagg.ingress.admission_queue import AdmissionQueue, Charge, Queued
 from disagg.ingress.workers import Workers
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta
+from disagg.router.admission import limit_s
 from disagg.router.fleet import Fleet, FleetView, Reservation
 from disagg.router.load_report import Demand
 from disagg.router.policy import ChooseRoute, choose_decode, choose_route
@@ -399,7 +400,7 @@ class Dispatcher:
         if delta.early_ticket is not None:
             self._prefetch(state, delta.early_ticket)
         if state.awaited is not None and delta.token_ids:
-            self._learn_delay(state, *state.awaited)
+            self._learn_error(state, *state.awaited)
         if delta.times is not None:
             self._metrics.observe_worker(state.model, delta.times)
 
@@ -428,13 +429,12 @@ class Dispatcher:
         self._metrics.of("prefix_pulls", state.model, outcome).inc()
         self._metrics.observe_stage(state.model, "prefix_pull", self._now() - began_s)
 
-    def _learn_delay(self, state: RequestState, since: float, route: Candidate) -> None:
+    def _learn_error(self, state: RequestState, since: float, route: Candidate) -> None:
         """Compare the TTFT with its prediction, which only requests that waited can correct."""
         state.awaited = None
-        if route.wait_s > route.own_s:
-            slo_s = state.request.ttft_slo_s or math.inf
-            took_s, left_s = self._now() - since, state.request.deadline_unix_s - since
-            self._fleet.delays.observe(state.model, route.first_token_s, took_s, min(slo_s, left_s))
+        slo_s, left_s = state.request.ttft_slo_s or math.inf, state.request.deadline_unix_s - since
+        learned, took_s = self._fleet.first_tokens[state.model], self._now() - since
+        learned.observe(route.own_s + route.wait_s, took_s, limit_s(route, slo_s, left_s))
 
     def _cancel_visits(self, state: RequestState) -> None:
         for visit in state.visits:

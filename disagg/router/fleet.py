@@ -10,6 +10,7 @@ No sockets; time is given.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
@@ -17,10 +18,11 @@ import msgspec
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent, StepCosts, WorkerRecord, WorkerStatus
-from disagg.router.output_length import LatenessFactors, OutputLengths
+from disagg.router.admission import FirstTokens
+from disagg.router.output_length import OutputLengths
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.worker_pools import ModelPools
-from disagg.router.worker_view import Pool, RequestLoad, WorkerView, host_id
+from disagg.router.worker_view import RequestLoad, WorkerView, host_id
 from disagg.time_model import StepTimeModel
 
 # Reports after which a reservation ends: that of the step in which the request arrives, and the
@@ -56,7 +58,7 @@ class FleetView(msgspec.Struct, frozen=True):
 
     workers: Mapping[str, WorkerView]
     answers: OutputLengths
-    delays: LatenessFactors
+    first_tokens: Mapping[str, FirstTokens]  # by model; every model has one
     queued: Mapping[str, int]  # requests of each model that wait in this ingress
     pools: Mapping[str, ModelPools]  # by model
     exploration: Exploration
@@ -140,46 +142,46 @@ def _sum(load: RequestLoad, other: RequestLoad, sign: int) -> RequestLoad:
     )
 
 
-class PoolTimes:
-    """Step times of workers; for workers without any step yet, those of their pool.
+class ModelTimes:
+    """Step times of workers; for workers without any step yet, those of another one of their model.
 
     Otherwise a new worker whose prior is too slow would get no requests, and so would never
-    correct it. Where priors differ, because the pool has unlike GPUs, its times are scaled by them.
+    correct it. Where priors differ, because GPUs are unlike, times are scaled by them. Of their
+    model and not of their pool, so that a split into pools changes no route where roles are equal.
     """
 
     def __init__(self) -> None:
-        self._untried: dict[str, Pool] = {}
+        self._untried: dict[str, str] = {}  # the model of each
         self._priors: dict[
             str, StepCosts
         ] = {}  # of workers that were heard before their first step
-        # Of each pool, the figures of one worker, and what its prior was; None: not known.
-        self._by_pool: dict[Pool, tuple[StepCosts, StepCosts | None]] = {}
+        # Of each model, the figures of one worker, and what its prior was; None: not known.
+        self._by_model: dict[str, tuple[StepCosts, StepCosts | None]] = {}
 
     def on_status(self, record: WorkerRecord, costs: StepCosts | None) -> Collection[str]:
         """Returns the workers without steps whose figures have changed.
 
-        They change only when the number of known steps of their pool has doubled: these workers
+        They change only when the number of known steps of their model has doubled: these workers
         need figures of the right size, and not new ones at each step of a neighbour.
         """
-        worker_id = record.worker_id
-        pool = (record.model, record.role)
+        worker_id, model = record.worker_id, record.model
         if costs is None or not costs.num_observed:
-            self._untried[worker_id] = pool
+            self._untried[worker_id] = model
             if costs is not None:
                 self._priors[worker_id] = costs
             return ()
         self._untried.pop(worker_id, None)
-        known, _ = self._by_pool.get(pool, (None, None))
+        known, _ = self._by_model.get(model, (None, None))
         if known is not None and costs.num_observed < 2 * known.num_observed:
             return ()
-        self._by_pool[pool] = costs, self._priors.get(worker_id)
-        return [each for each, its in self._untried.items() if its == pool]
+        self._by_model[model] = costs, self._priors.get(worker_id)
+        return [each for each, its in self._untried.items() if its == model]
 
     def of(self, record: WorkerRecord, costs: StepCosts | None) -> StepTimeModel:
-        pool = self._untried.get(record.worker_id)
-        if pool is None or pool not in self._by_pool:
+        model = self._untried.get(record.worker_id)
+        if model is None or model not in self._by_model:
             return _DEFAULT_TIMES if costs is None else StepTimeModel.from_costs(costs)
-        known, prior = self._by_pool[pool]
+        known, prior = self._by_model[model]
         if costs is None or prior is None:
             return StepTimeModel.from_costs(known)
         return _scaled(*map(StepTimeModel.from_costs, (known, costs, prior)))
@@ -256,11 +258,11 @@ class Fleet:
         self.index = index if index is not None else PrefixIndex()
         self._now = now
         self._ledger = Reservations()
-        self._times = PoolTimes()
+        self._times = ModelTimes()
         self._heard: dict[str, _Heard] = {}
         self._views: dict[str, WorkerView] = {}  # current at all times: no decision waits for one
         self.answers = OutputLengths()
-        self.delays = LatenessFactors()
+        self.first_tokens: defaultdict[str, FirstTokens] = defaultdict(FirstTokens)
         self.queued: dict[str, int] = {}  # kept by the admission queue
         # Called with a model when a worker of it begins to take requests.
         self.on_available: list[Callable[[str], None]] = []
@@ -269,7 +271,7 @@ class Fleet:
         self._view = FleetView(
             MappingProxyType(self._views),
             self.answers,
-            self.delays,
+            self.first_tokens,
             self.queued,
             self._pools,
             self._exploration,

@@ -33,7 +33,7 @@ import msgspec
 
 from disagg.errors import DeadlineExceeded
 from disagg.messages import GenerateRequest
-from disagg.router.admission import in_time, lateness_s
+from disagg.router.admission import admit, admits
 from disagg.router.costs import (
     DecodeCost,
     PrefillCost,
@@ -99,7 +99,7 @@ def choose_route(
     Args:
         now: Unix time in seconds.
         exclude: workers that must not get the request (again).
-        ttft_slo_s: latest first token; see `admission.in_time`. None: no limit, for a request that
+        ttft_slo_s: latest first token; see `admission.admit`. None: no limit, for a request that
             was admitted before.
         num_random: how many random workers of each pool are compared.
 
@@ -117,10 +117,12 @@ def choose_route(
             return msgspec.structs.replace(route, reason="to see whether the worker is still slow")
     candidates = _candidates(request, fleet, compared, now)
     candidates.sort(key=_total_s)
-    left_s = request.deadline_unix_s - now
-    delay = fleet.delays.factor(request.model)
-    if ttft_slo_s is not None and lateness_s(candidates[0], ttft_slo_s, left_s, delay) > 0.0:
-        candidates = in_time(candidates, ttft_slo_s, left_s, delay)
+    if ttft_slo_s is not None:
+        learned, cheapest = fleet.first_tokens[request.model], candidates[0]
+        learned.arrive(cheapest.own_s)
+        left_s = request.deadline_unix_s - now
+        if not admits(cheapest, ttft_slo_s, left_s, learned):
+            candidates = admit(candidates, ttft_slo_s, left_s, learned)
     return _choose(candidates, rng)
 
 

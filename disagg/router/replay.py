@@ -15,11 +15,14 @@ import msgspec
 
 from disagg.queueing import QUANTILE, under_way, wait_s
 from disagg.router.load_report import PoolState, RequestTotals
-from disagg.router.output_length import USUAL_DELAY
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 
 # A queue of prompts of unlike lengths: variance of their seconds over the squared mean.
 VARIABILITY = 1.0
+
+# Admission refuses usual prompts where the queue takes about this share of the SLO: beyond it, the
+# errors of predictions make too many late.
+QUEUE_PER_SLO = 0.75
 
 # A refused prompt is longer than the mean, because short ones still fit: by this share of the
 # variability of lengths. Compared with a queue of single requests in docs/notebook/routing.md.
@@ -61,7 +64,7 @@ def prefill_ttft_s(
         before_s, room_s = backlog_s, num_workers * each.seconds
         backlog_s = max(0.0, before_s + number * own_s - room_s)
         if number > 0.0:
-            longest_s = num_workers * max(own_s, ttft_slo_s / USUAL_DELAY)
+            longest_s = num_workers * max(own_s, QUEUE_PER_SLO * ttft_slo_s)
             num_refused = 0.0
             if backlog_s > longest_s:
                 # Of prompts that are cached, nothing is to be computed, and they would wait too.
@@ -69,7 +72,7 @@ def prefill_ttft_s(
                 if refused_s > backlog_s - longest_s:
                     refused_s = backlog_s - longest_s
                     num_refused = refused_s / (longer * own_s)
-                seen.append((USUAL_DELAY * backlog_s / num_workers, num_refused))
+                seen.append((backlog_s / num_workers / QUEUE_PER_SLO, num_refused))
                 backlog_s -= refused_s  # what was admitted before stays
             waited_s = max(0.0, max(before_s, backlog_s) / num_workers - own_s)
             seen.append((waited_s + own_s, number - num_refused))

@@ -12,6 +12,7 @@ from disagg.errors import DeadlineExceeded, Overloaded
 from disagg.ingress.admission_queue import REQUEST_NBYTES, TOKEN_NBYTES, AdmissionQueue
 from disagg.ingress.dispatch import Dispatcher
 from disagg.messages import GenerateRequest, TokenDelta
+from disagg.router import admission
 from disagg.router.fleet import Fleet
 from disagg.router.route import Candidate, Route
 from tests.router.fakes import make_fleet, make_record, make_request, make_status
@@ -292,17 +293,16 @@ def test_a_tenant_pays_for_what_it_took() -> None:
     assert queue._tenants["a"].served_s == pytest.approx(total_s)
 
 
-@pytest.mark.parametrize(("slo_s", "is_learned"), [(6.0, True), (600.0, False)])
+@pytest.mark.parametrize(("least_share", "is_learned"), [(0.05, True), (0.3, False)])
 async def test_how_late_first_tokens_are_is_learned_from_long_waits(
-    slo_s: float, is_learned: bool
+    least_share: float, is_learned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wait that was predicted to be far below the SLO teaches nothing of waits near it."""
-    ingress = Ingress(slo_s)
-    usual = ingress.fleet.delays.factor("toy")
-    short = make_status(num_uncomputed_tokens=300, num_waiting=1)  # 40 ms, so nobody waits here
-    ingress.fleet.worker_stepped("d0", (), short)
-    await ingress.ask("at once")
-    assert ingress.fleet.delays.factor("toy") == usual
+    monkeypatch.setattr(admission, "LEAST_SHARE", least_share)
+    ingress = Ingress(slo_s=6.0)
+    tokens = ingress.fleet.first_tokens["toy"]
+    await ingress.ask("at once", num_tokens=4000)
+    assert tokens.error_s == 0.0 and tokens.own_s > 0.0
     ingress.load(busy=True)
     tasks = [
         ingress.ask("first", num_tokens=4000),
@@ -312,7 +312,7 @@ async def test_how_late_first_tokens_are_is_learned_from_long_waits(
     ingress.now += 5.0  # far longer than was predicted
     ingress.load(busy=False)
     await asyncio.gather(*tasks)
-    assert (ingress.fleet.delays.factor("toy") > usual) is is_learned
+    assert (tokens.error_s > 0.0) is is_learned
 
 
 @pytest.mark.parametrize("beside_s", [0.0, 0.4])

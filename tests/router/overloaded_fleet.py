@@ -215,10 +215,8 @@ class OverloadedFleet:
             if not served.num_tokens:
                 self.outcome.waits_s.append(now - served.began_s)
                 self._fleet.release(served.reservation)
-                way = served.way
-                if way.wait_s > way.own_s:
-                    took_s = now - served.began_s
-                    self._fleet.delays.observe("toy", way.first_token_s, took_s, self._slo_s)
+                learned, way = self._fleet.first_tokens["toy"], served.way
+                learned.observe(way.own_s + way.wait_s, now - served.began_s, self._slo_s)
             served.num_tokens += num_tokens
             self.outcome.num_tokens += num_tokens
             if served.num_tokens == served.max_tokens:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from statistics import NormalDist
 
 import pytest
 
 from disagg.errors import Overloaded
-from disagg.router.admission import in_time
+from disagg.router.admission import FirstTokens, admit, limit_s
 from disagg.router.fleet import Fleet
-from disagg.router.output_length import USUAL_DELAY
 from disagg.router.policy import choose_route
 from disagg.router.route import Candidate, Route
 from disagg.router.worker_view import RequestLoad
@@ -27,38 +27,91 @@ def choose(fleet: Fleet, num_tokens: int = 1000, slo_s: float = 1.0, **changes: 
     return choose_route(request, fleet.view(), fleet.index, 0.0, rng, ttft_slo_s=slo_s)
 
 
+def learned(*errors_s: float, own_s: float = 0.1, num_refused: int = 0) -> FirstTokens:
+    """After requests of `own_s`, and predictions that were off by so much near a limit of 4 s."""
+    tokens = FirstTokens()
+    for number in range(100):
+        tokens.arrive(own_s)
+        if number < num_refused:
+            tokens.refuse()
+    for error_s in errors_s:
+        tokens.observe(3.0, 3.0 + error_s, 4.0)
+    return tokens
+
+
+EXACT = learned(0.0, 0.0)
+
+
 def test_a_queue_may_be_as_long_as_the_slo_leaves_time() -> None:
-    ways = [way(0.1, 4.0 / USUAL_DELAY - 0.11)]
-    assert in_time(ways, 4.0, math.inf, USUAL_DELAY) == ways
+    """A request of usual length, with predictions that are right: the price is less than one."""
+    assert admit([way(0.1, 3.89)], 4.0, math.inf, EXACT) == [way(0.1, 3.89)]
     with pytest.raises(Overloaded) as refused:
-        in_time([way(0.1, 4.0 / USUAL_DELAY + 2.4)], 4.0, math.inf, USUAL_DELAY)
-    assert refused.value.retry_after_s == pytest.approx(2.5 * USUAL_DELAY)
-    assert "4.0 s are allowed" in refused.value.message
+        admit([way(0.1, 6.4)], 4.0, math.inf, EXACT)
+    assert refused.value.retry_after_s == pytest.approx(2.5, abs=0.005)
+    assert "4.0 s" in refused.value.message
 
 
 def test_the_deadline_counts_where_it_is_shorter() -> None:
     ways = [way(0.1, 2.0)]
-    assert in_time(ways, 4.0, 4.0, USUAL_DELAY) == ways
-    with pytest.raises(Overloaded, match=r"1\.0 s are allowed"):
-        in_time(ways, 4.0, 1.0, USUAL_DELAY)
+    assert admit(ways, 4.0, 4.0, EXACT) == ways
+    with pytest.raises(Overloaded, match=r"1\.0 s"):
+        admit(ways, 4.0, 1.0, EXACT)
 
 
 def test_only_ways_in_time_remain() -> None:
     ways = [way(0.1, 9.0), way(0.1, 0.2, "d1"), way(0.2, 0.0, "d2")]
-    assert [each.decode for each in in_time(ways, 1.0, math.inf, USUAL_DELAY)] == ["d1", "d2"]
+    assert [each.decode for each in admit(ways, 1.0, math.inf, EXACT)] == ["d1", "d2"]
 
 
 def test_nobody_is_refused_where_nobody_waits() -> None:
     """The prediction may be wrong, and only a step can show it."""
     ways = [way(100.0, 0.0)]
-    assert in_time(ways, 1.0, 0.5, USUAL_DELAY) == ways
+    assert admit(ways, 1.0, 0.5, EXACT) == ways
 
 
 def test_a_long_prompt_may_wait_as_long_as_it_takes_itself() -> None:
-    ways = [way(10.0, 2 * 10.0 / USUAL_DELAY - 10.1)]
-    assert in_time(ways, 1.0, math.inf, USUAL_DELAY) == ways
+    tokens = learned(0.0, 0.0, own_s=10.0)
+    assert tokens.admits(10.0, 9.9, 20.0) and limit_s(way(10.0, 9.9), 1.0, math.inf) == 20.0
     with pytest.raises(Overloaded):
-        in_time([way(10.0, 2 * 10.0 / USUAL_DELAY - 9.9)], 1.0, math.inf, USUAL_DELAY)
+        admit([way(10.0, 10.1)], 1.0, math.inf, tokens)
+
+
+@pytest.mark.parametrize(
+    ("errors_s", "longest_s"),
+    [
+        ((0.0, 0.0), 3.9),
+        ((-0.5, -0.5), 4.0),  # tokens come earlier: only the price is left, and it is 1 there
+        ((0.5, 0.5), 3.4),
+    ],
+)
+def test_a_wait_that_is_usually_longer_than_predicted_may_be_shorter(
+    errors_s: tuple[float, ...], longest_s: float
+) -> None:
+    assert learned(*errors_s).longest_wait_s(0.1, 4.0) == pytest.approx(longest_s, abs=0.005)
+
+
+def test_the_chance_to_be_in_time_is_that_of_normal_errors() -> None:
+    tokens = learned(*[0.2, 0.6] * 50)  # mean 0.4, deviation 0.2
+    for deviations in (-2.0, 0.0, 1.0):
+        wait_s = 4.0 - 0.1 - 0.4 - 0.2 * deviations
+        expected = NormalDist().cdf(deviations)
+        assert tokens.chance(0.1, wait_s, 4.0) == pytest.approx(expected, abs=1e-3)
+    assert tokens.chance(0.1, 1e9, math.inf) == 1.0, "without a limit"
+
+
+def test_errors_of_short_waits_teach_nothing() -> None:
+    tokens = learned(0.0, 0.0)
+    tokens.observe(0.3 * 4.0 - 0.01, 3.0, 4.0)
+    assert tokens.error_s == 0.0
+
+
+def test_a_request_may_wait_the_shorter_the_longer_it_is_and_the_more_are_refused() -> None:
+    """Five times as long: it is worth it while the queue is unlikely to fill."""
+    for num_refused, power in ((0, 1.0), (100, 0.5)):
+        tokens = learned(0.0, 0.0, num_refused=num_refused)
+        assert tokens.price(0.5, 0.4, 4.0) == pytest.approx(5.0 * 0.1**power)
+        longest_s = 4.0 * 0.2 ** (1.0 / power)
+        assert tokens.longest_wait_s(0.5, 4.0) == pytest.approx(longest_s, abs=0.01)
 
 
 def test_a_fleet_takes_prompts_until_its_queues_are_as_long_as_the_slo() -> None:
@@ -73,7 +126,8 @@ def test_a_fleet_takes_prompts_until_its_queues_are_as_long_as_the_slo() -> None
             else:
                 fleet.reserve(route.decode, RequestLoad(1000, 1, 1000))
     own_s = fleet.view().workers["p0"].times.prefill_s(1000)  # 0.1 s
-    num_places = 3 * 1.0 / USUAL_DELAY / own_s  # on three workers
+    longest_s = FirstTokens().longest_wait_s(own_s, 1.0)
+    num_places = 3 * (longest_s + own_s) / own_s  # on three workers
     assert num_places - 4 < num_accepted < num_places + 3
     assert 0.0 < refused.value.retry_after_s < 3 * own_s
     again = fleet.view().workers["p0"].num_uncomputed_tokens

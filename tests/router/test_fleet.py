@@ -105,17 +105,19 @@ def test_the_view_is_current_after_whatever_happened(happened: list[tuple[str, i
             assert seen == WorkerView.from_status(*told, before=seen)
 
 
-def test_a_worker_that_ran_no_step_is_taken_for_one_of_its_pool() -> None:
-    """Else the first one of a fast pool gets all requests, and the others never learn."""
+def test_a_worker_that_ran_no_step_is_taken_for_another_one_of_its_model() -> None:
+    """Else the first one of a fast fleet gets all requests, and the others never learn."""
     fleet = Fleet()
     prior = StepTimeModel.of((0.5,) * 6)
     untried = make_status(step_costs=StepCosts(prior.coefficients, 0, 0.0))
     for name in ("p0", "p1", "d0"):
         fleet.worker_synced(make_record(name), [], untried)
+    fleet.worker_synced(make_record("p9", model="other"), [], untried)
     assert worker(fleet, "p1").times == prior
     fleet.worker_stepped("p0", (), make_status(step_costs=COSTS))
-    assert worker(fleet, "p1").times == StepTimeModel.from_costs(COSTS)
-    assert worker(fleet, "d0").times == prior  # another pool
+    for name in ("p1", "d0"):  # also in the other pool: roles change no route of equal workers
+        assert worker(fleet, name).times == StepTimeModel.from_costs(COSTS)
+    assert worker(fleet, "p9").times == prior
     slower = StepCosts((1.0, *COSTS.coefficients[1:]), 1, 0.0)
     fleet.worker_stepped("p1", (), make_status(step_costs=slower))
     assert worker(fleet, "p1").times == StepTimeModel.from_costs(slower)

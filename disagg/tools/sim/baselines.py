@@ -1,8 +1,13 @@
 """Baseline routing policies to compare `router.policy.choose_route` with.
 
-Each uses one criterion, as many routers do: round robin, random, least loaded, or longest cached
-prefix. Prefill goes to the prefill pool and decode to the decode pool; with one pool, a worker does
-both. None of them refuses requests.
+Some use one criterion, as many routers do: round robin, random, least loaded, or longest cached
+prefix. Others are the policies of other systems, in our words after their papers and documentation
+and with their default weights: Dynamo's KV router, llm-d's scorers and its latency predictor,
+SGLang's cache-aware router, Ray Serve LLM's prefix-aware router, and Preble. Ray's and Serve's
+default is `two-choices`. They see here what our router sees, so none suffers from stale figures.
+
+Prefill goes to the prefill pool and decode to the decode pool; with one pool, a worker does both.
+None of them refuses requests.
 """
 
 from __future__ import annotations
@@ -22,16 +27,23 @@ from disagg.router.route import Candidate, Route
 from disagg.router.worker_pools import Side, sample_workers
 from disagg.router.worker_view import WorkerView
 
-Pick = Callable[[Side, random.Random], int]  # the place of a worker in a side's lists
+# The place of a worker in a side's lists, for a prompt of so many tokens.
+Pick = Callable[[Side, int, random.Random], int]
 NO_LIMIT = sys.maxsize
 
 
-def new_policy(name: str) -> ChooseRoute:
-    """A policy of `POLICIES`, with a state of its own. Raises `KeyError`."""
-    if name in (OURS, FIXED_ROLES):
+def new_policy(name: str, slos_s: tuple[float, float] = (math.inf, math.inf)) -> ChooseRoute:
+    """A policy of `POLICIES`, with a state of its own. Raises `KeyError`.
+
+    Args:
+        slos_s: the SLOs of TTFT and TPOT, for the policy that reads them from requests.
+    """
+    if name in (OURS, FIXED_ROLES, NO_REFUSALS):
         return choose_route
     if name == ALL_WORKERS:
         return partial(choose_route, num_random=NO_LIMIT)
+    if name == LATENCY:
+        return _picking(name, *(partial(_with_headroom, slos_s),) * 2)
     return _picking(name, *_PICKS[name]())
 
 
@@ -49,12 +61,13 @@ def _picking(name: str, pick_prefill: Pick, pick_decode: Pick) -> ChooseRoute:
         pools = fleet.pools.get(request.model)
         prefills, decodes = sample_workers(request, pools, index, rng, exclude, NO_LIMIT)
         side = prefills or decodes
-        place = pick_prefill(side, rng)
+        num_tokens = len(request.token_ids)
+        place = pick_prefill(side, num_tokens, rng)
         source = goal = side.workers[place]
         if prefills is not None:
-            goal = decodes.workers[pick_decode(decodes, rng)]
+            goal = decodes.workers[pick_decode(decodes, num_tokens, rng)]
         prefill = source.worker_id if prefills is not None else None
-        num_cached = min(side.num_held[place], len(request.token_ids) - 1)
+        num_cached = min(side.num_held[place], num_tokens - 1)
         only = Candidate(prefill, goal.worker_id, 0.0, 0.0, 0.0, 0.0, num_cached)
         return Route(prefill, goal.worker_id, 0.0, num_cached, (only,), name)
 
@@ -69,32 +82,129 @@ def _load(worker: WorkerView) -> tuple[int, int]:
 def _turns() -> Pick:
     numbers = itertools.count()
 
-    def pick(side: Side, rng: random.Random) -> int:
+    def pick(side: Side, num_tokens: int, rng: random.Random) -> int:
         names = [worker.worker_id for worker in side.workers]
         return names.index(sorted(names)[next(numbers) % len(names)])
 
     return pick
 
 
-def _any(side: Side, rng: random.Random) -> int:
+def _any(side: Side, num_tokens: int, rng: random.Random) -> int:
     return rng.randrange(len(side.workers))
 
 
-def _least_loaded(side: Side, rng: random.Random) -> int:
+def _least_loaded(side: Side, num_tokens: int, rng: random.Random) -> int:
     # The workers are in random order, so the first of equals is a random one.
     return min(range(len(side.workers)), key=lambda place: _load(side.workers[place]))
 
 
-def _less_loaded_of_two(side: Side, rng: random.Random) -> int:
+def _less_loaded_of_two(side: Side, num_tokens: int, rng: random.Random) -> int:
     return min((0, len(side.workers) - 1), key=lambda place: _load(side.workers[place]))
 
 
-def _most_held(side: Side, rng: random.Random) -> int:
+def _most_held(side: Side, num_tokens: int, rng: random.Random) -> int:
     return side.num_held.index(max(side.num_held))
+
+
+def _num_requests(worker: WorkerView) -> int:
+    return worker.num_decoding + worker.num_waiting
+
+
+def _cheapest_in_blocks(side: Side, num_tokens: int, rng: random.Random) -> int:
+    """Dynamo's KV router (1.2): prompt tokens to compute plus tokens that decode, in blocks."""
+
+    def cost(place: int) -> int:
+        worker = side.workers[place]
+        num_to_prefill = worker.num_uncomputed_tokens + num_tokens - side.num_held[place]
+        return num_to_prefill + worker.num_context_tokens
+
+    return min(range(len(side.workers)), key=cost)
+
+
+def _fewest_context_tokens(side: Side, num_tokens: int, rng: random.Random) -> int:
+    """Dynamo's decode workers: no weight on what is cached."""
+    places = range(len(side.workers))
+    return min(places, key=lambda place: side.workers[place].num_context_tokens)
+
+
+def _highest_score(prefix_weight: float, side: Side, num_tokens: int, rng: random.Random) -> int:
+    """llm-d's default profile: what is cached (3; 0 for decode), the queue (2), free KV (2)."""
+    queues = [worker.num_waiting for worker in side.workers]
+    most, spread = max(queues), max(queues) - min(queues)
+
+    def score(place: int) -> float:
+        worker = side.workers[place]
+        queue = (most - queues[place]) / spread if spread else 1.0
+        free = worker.num_free_blocks / worker.record.num_blocks
+        return prefix_weight * side.num_held[place] / num_tokens + 2.0 * queue + 2.0 * free
+
+    return max(range(len(side.workers)), key=score)
+
+
+def _with_headroom(
+    slos_s: tuple[float, float], side: Side, num_tokens: int, rng: random.Random
+) -> int:
+    """llm-d's latency predictor, which is exact here: the worker with the least headroom before
+    both SLOs (TTFT weighs 0.8); if none has any, a random one, with weights for short times."""
+    ttft_slo_s, tpot_slo_s = slos_s
+    times_s = []
+    for worker, num_held in zip(side.workers, side.num_held, strict=True):
+        ahead_s = worker.backlog.under_way_s + worker.backlog.later_s
+        num_new = max(1, num_tokens - num_held)
+        ttft_s = ahead_s + worker.times.prefill_s(num_new, num_tokens - num_new)
+        num_context = worker.num_context_tokens + num_tokens
+        times_s.append((ttft_s, worker.times.decode_step_s(worker.num_decoding + 1, num_context)))
+    ahead = [(ttft_slo_s - ttft_s, tpot_slo_s - tpot_s) for ttft_s, tpot_s in times_s]
+    fits = [place for place, each in enumerate(ahead) if min(each) >= 0.0]
+    if fits:
+        return min(fits, key=lambda place: 0.8 * ahead[place][0] + 0.2 * ahead[place][1])
+    weights = [1.0 / (0.8 * ttft_s + 0.2 * tpot_s) for ttft_s, tpot_s in times_s]
+    return rng.choices(range(len(weights)), weights)[0]
+
+
+def _cache_aware(
+    least_share: float, least_gap: float, side: Side, num_tokens: int, rng: random.Random
+) -> int:
+    """SGLang's router (0.3.1: share 0.3, gap 64) and Ray Serve LLM's (0.1, inf): the worker with
+    most of the prompt, if that is this share of it, else the one with the smallest cache. If one
+    has so many requests more than another, and 1.5 times as many, the one with fewest."""
+    places = range(len(side.workers))
+    loads = [_num_requests(worker) for worker in side.workers]
+    if max(loads) - min(loads) > least_gap and max(loads) > 1.5 * min(loads):
+        return loads.index(min(loads))
+    deepest = max(places, key=lambda place: side.num_held[place])
+    if side.num_held[deepest] > least_share * num_tokens:
+        return deepest
+    return max(places, key=lambda place: side.workers[place].num_free_blocks)
+
+
+def _exploit_or_explore(side: Side, num_tokens: int, rng: random.Random) -> int:
+    """Preble: a worker with most of the prompt if that is more than half of it; else, or if that
+    one has twice the load, the worker with the least seconds of work, this prompt included."""
+
+    def seconds(place: int) -> float:
+        worker = side.workers[place]
+        num_new = max(1, num_tokens - side.num_held[place])
+        own_s = worker.times.prefill_s(num_new, num_tokens - num_new)
+        return own_s + worker.times.prefill_s(worker.num_uncomputed_tokens) + _decode_s(worker)
+
+    places = range(len(side.workers))
+    cheapest = min(places, key=seconds)
+    most = max(side.num_held)
+    if 2 * most <= num_tokens:
+        return cheapest
+    holder = min((place for place in places if side.num_held[place] == most), key=seconds)
+    return holder if seconds(holder) <= 2.0 * seconds(cheapest) else cheapest
+
+
+def _decode_s(worker: WorkerView) -> float:
+    """Seconds that the streams of a worker add to others': a step of each."""
+    return worker.num_decoding * worker.times.per_sequence_s
 
 
 OURS = "predicted-seconds"
 FIXED_ROLES = "fixed-roles"  # ours, of requests that come without a TPOT SLO
+NO_REFUSALS = "no-refusals"  # the same, of requests that come without a TTFT SLO either
 ALL_WORKERS = "all-workers"  # ours, which looks at all workers of a large fleet too
 _PICKS: dict[str, Callable[[], tuple[Pick, Pick]]] = {
     "round-robin": lambda: (_turns(), _turns()),
@@ -102,5 +212,12 @@ _PICKS: dict[str, Callable[[], tuple[Pick, Pick]]] = {
     "two-choices": lambda: (_less_loaded_of_two, _less_loaded_of_two),
     "least-loaded": lambda: (_least_loaded, _least_loaded),
     "prefix-only": lambda: (_most_held, _least_loaded),
+    "dynamo": lambda: (_cheapest_in_blocks, _fewest_context_tokens),
+    "llm-d": lambda: (partial(_highest_score, 3.0), partial(_highest_score, 0.0)),
+    "sglang": lambda: (partial(_cache_aware, 0.3, 64.0), _less_loaded_of_two),
+    "ray-prefix": lambda: (partial(_cache_aware, 0.1, math.inf), _less_loaded_of_two),
+    "preble": lambda: (_exploit_or_explore, _exploit_or_explore),
 }
-POLICIES = (OURS, FIXED_ROLES, ALL_WORKERS, *_PICKS)
+LATENCY = "llm-d-latency"
+PUBLISHED = ("dynamo", "llm-d", LATENCY, "sglang", "ray-prefix", "two-choices", "preble")
+POLICIES = (OURS, FIXED_ROLES, NO_REFUSALS, ALL_WORKERS, *_PICKS, LATENCY)

@@ -1,7 +1,7 @@
 """Simulate a fleet that serves a trace: latency, throughput, prefix hits and balance of load.
 
 Router, scheduler, block pool, KV export and KV import are the real code. Engines and network are
-simulated and take the time that a time model predicts. Without --trace the load is synthetic. The
+simulated and take the time that a time model predicts. Without --trace the load is made up. The
 last line of the output is JSON. The same arguments always give the same figures.
 """
 
@@ -26,9 +26,10 @@ from disagg.time_model import NUM_STEP_FEATURES, StepTimeModel
 from disagg.tools.sim import grid
 from disagg.tools.sim.baselines import OURS, POLICIES
 from disagg.tools.sim.config import Fault, SimConfig, SmallTier
+from disagg.tools.sim.loads import LOADS, Load, make_load
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
-from disagg.tools.sim.trace import Sessions, TraceRequest, generate, read_trace
+from disagg.tools.sim.trace import TraceRequest, read_trace
 
 SIMULATED = "Engines and network are simulated."
 SCALING = ("start_s", "look_back_s", "down_after_s", "slo_fraction")
@@ -38,15 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--trace", type=Path, help="trace file in the format of Mooncake or Azure")
     add(
+        "--load",
+        choices=LOADS,
+        default="conversations",
+        help="the made-up load, if there is no trace: " + "; ".join(map(_line, LOADS.items())),
+    )
+    add(
         "--requests-per-s",
         type=float,
         default=4.0,
-        help="request rate of the synthetic load (default: 4)",
+        help="request rate of the made-up load (default: 4)",
     )
     add(
         "--num-requests",
         type=number,
-        help="number of requests to simulate (default: the whole trace, or 1000 synthetic ones)",
+        help="number of requests to simulate (default: the whole trace, or 1000 made-up ones)",
     )
     add(
         "--policy",
@@ -69,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="WORKERS",
             help=f"number of {role} workers: 4, or 1..4 to scale with the load{also} (default: 4)",
         )
-    for name in ("num_blocks", "num_ingress", "block_size", "max_num_seqs"):
+    for name in ("num_blocks", "num_ingress", "block_size", "max_num_seqs", "num_retries"):
         add_setting(parser, SimConfig, name)
     add_setting(parser, SimConfig, "max_num_batched_tokens")
     add_setting(
@@ -178,6 +185,13 @@ def _tier(text: str) -> tuple[str, PoolSize, PoolSize, float]:
         ) from None
 
 
+def _line(load: tuple[str, Load]) -> str:
+    """A load in a line of help."""
+    name, make = load
+    kind = re.split(r"[:;.]", make.__doc__ or "", maxsplit=1)[0]
+    return f"{name}, {' '.join(kind.split())}"
+
+
 def _share(text: str) -> tuple[str, float]:
     name, _, share = text.partition("=")
     try:
@@ -262,9 +276,7 @@ def _trace(args: argparse.Namespace) -> list[TraceRequest]:
             param="requests_per_s",
         )
     num_requests = args.num_requests or 1000
-    return generate(
-        Sessions(requests_per_s=args.requests_per_s, num_requests=num_requests), args.seed
-    )
+    return make_load(args.load, args.requests_per_s, num_requests, args.seed)
 
 
 def _print(reports: list[SimReport]) -> None:

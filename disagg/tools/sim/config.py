@@ -118,6 +118,9 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     """number of tokens that are held back until an answer is judged"""
     max_shift: float = 0.0
     """how far load may move the confidence threshold; needs ttft_slo_s"""
+    num_retries: int = 0
+    """how often a client sends a refused request again, each time after `Retry-After` and after a
+    second at least; its TTFT counts from its first arrival"""
     seed: int = 0
     """random seed"""
 
@@ -133,6 +136,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("num_ingress", 1),
             ("num_judged_tokens", 1),
             ("max_shift", 0),
+            ("num_retries", 0),
         ):
             number = getattr(self, name)
             if number is not None and not least <= number < math.inf:

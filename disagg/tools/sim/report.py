@@ -99,6 +99,9 @@ class SimReport(msgspec.Struct, frozen=True):
     tenants: tuple[TenantReport, ...] = ()  # empty if there is only one
     worker_hours: float = 0.0  # of all workers, including start and drain
     in_time_percent: float = 100.0  # percent of all requests that met both SLOs
+    refused_percent: float = 0.0  # percent of all requests that were refused or failed
+    long_refused_percent: float = 0.0  # of these, in the longest seventh of all prompts
+    long_work_percent: float = 0.0  # what that seventh would take of all prompts' computing time
     tiers: tuple[TierReport, ...] = ()  # smallest model first; empty if there is only one
     cost_percent: float = 100.0
 
@@ -138,9 +141,27 @@ def summarise(
         tenants=_by_tenant(outcomes),
         worker_hours=sum(worker_hours.values()),
         in_time_percent=_in_time_percent(outcomes, config.ttft_slo_s, config.tpot_slo_s),
+        refused_percent=100.0 * (len(outcomes) - len(answered)) / max(1, len(outcomes)),
+        **_of_the_longest(config, outcomes),
         tiers=_by_tier(answered, work, worker_hours) if config.smaller else (),
         cost_percent=100.0 * _cost(answered, config.sizes),
     )
+
+
+def _of_the_longest(config: SimConfig, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """How often long prompts were refused, beside their share of the work."""
+    by_length = sorted(outcomes, key=lambda each: each.num_prompt_tokens, reverse=True)
+    longest = by_length[: -(-len(by_length) // 7)]
+
+    def work_s(requests: Sequence[Outcome]) -> float:
+        return sum(config.times.prefill_s(each.num_prompt_tokens) for each in requests)
+
+    num_refused = sum(bool(each.error) for each in outcomes)
+    num_long = sum(bool(each.error) for each in longest)
+    return {
+        "long_refused_percent": 100.0 * num_long / max(1, num_refused),
+        "long_work_percent": 100.0 * work_s(longest) / (work_s(outcomes) or 1.0),
+    }
 
 
 def _imbalance(pool: Sequence[WorkDone]) -> float:

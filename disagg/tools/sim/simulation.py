@@ -16,7 +16,7 @@ import msgspec
 
 from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.config import AUTO, TierConfig
-from disagg.errors import DisaggError, RequestError, WorkerLost
+from disagg.errors import DisaggError, Overloaded, RequestError, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Dispatcher
 from disagg.ingress.escalation import Escalation
@@ -36,7 +36,7 @@ from disagg.router.worker_view import Pool
 from disagg.token_fast_path import TokenCallback
 from disagg.tools.sim import virtual_time
 from disagg.tools.sim.answers import SimulatedConfidence
-from disagg.tools.sim.baselines import ALL_WORKERS, OURS, new_policy
+from disagg.tools.sim.baselines import ALL_WORKERS, NO_REFUSALS, OURS, new_policy
 from disagg.tools.sim.config import Fault, SimConfig
 from disagg.tools.sim.ingresses import EveryIngress, SimulatedReports, ingress_id_of
 from disagg.tools.sim.network import SimulatedNetwork
@@ -103,7 +103,7 @@ class _Ingress:
             self.fleet,
             now=loop.time,
             rng=random.Random(config.seed + number),
-            choose=new_policy(config.policy),
+            choose=new_policy(config.policy, (config.ttft_slo_s, config.tpot_slo_s)),
             admission_queue=self.queue if config.fair_queue else None,
             wakes=tuple(ttft_slo_s),
         )
@@ -155,7 +155,8 @@ class _Simulation:
         self._trace = trace
         self._loop = loop = asyncio.get_running_loop()
         tiers = config.tiers
-        ttft_slo_s = config.ttft_slo_s if config.fair_queue else math.inf
+        has_ttft_slo = config.fair_queue and config.policy != NO_REFUSALS
+        ttft_slo_s = config.ttft_slo_s if has_ttft_slo else math.inf
         uses_slo = config.policy in (OURS, ALL_WORKERS)
         self._slo_s = (ttft_slo_s, config.tpot_slo_s if uses_slo else math.inf)
         self._network = SimulatedNetwork(loop, config.latency_s, config.bytes_per_s)
@@ -209,36 +210,44 @@ class _Simulation:
         return summarise(config, self._outcomes, self._work(), self._scaling.worker_hours)
 
     async def _ask(self, number: int, traced: TraceRequest) -> None:
-        """Send one request, read its answer, and record the outcome."""
+        """Send one request, again if it is refused, and record the outcome."""
+        arrival_s = self._loop.time()
+        outcome = Outcome(arrival_s, 0.0, 0.0, traced.num_prompt_tokens, 0, 0, "", traced.tenant)
+        for num_left in range(self._config.num_retries, -1, -1):
+            try:
+                outcome = await self._read(number, traced, outcome)
+                break
+            except Overloaded as refusal:
+                outcome = msgspec.structs.replace(outcome, error=refusal.code)
+                if num_left:
+                    await asyncio.sleep(max(1.0, math.ceil(refusal.retry_after_s)))
+            except DisaggError as failure:
+                outcome = msgspec.structs.replace(outcome, error=failure.code)
+                break
+        self._outcomes.append(outcome)
+
+    async def _read(self, number: int, traced: TraceRequest, outcome: Outcome) -> Outcome:
+        """Send a request and read its answer. Returns `outcome` with what came."""
         escalation = self._ingresses[number % len(self._ingresses)].escalation
         request = request_of(number, traced, self._config.block_size, *self._slo_s)
-        arrival_s = self._loop.time()
         first_s = last_s = 0.0
         num_cached_tokens = num_output_tokens = 0
-        error = ""
         attempts: tuple[Attempt, ...] = ()
-        try:
-            async with aclosing(escalation.generate(request)) as deltas:
-                async for delta in deltas:
-                    last_s = self._loop.time()
-                    if delta.token_ids and not num_output_tokens:
-                        first_s, num_cached_tokens = last_s, delta.num_cached_tokens
-                        attempts = _attempts(escalation, request)
-                    num_output_tokens += len(delta.token_ids)
-        except DisaggError as refusal:
-            error = refusal.code
-        self._outcomes.append(
-            Outcome(
-                arrival_s,
-                first_s,
-                last_s,
-                traced.num_prompt_tokens,
-                num_cached_tokens,
-                num_output_tokens,
-                error,
-                traced.tenant,
-                attempts,
-            )
+        async with aclosing(escalation.generate(request)) as deltas:
+            async for delta in deltas:
+                last_s = self._loop.time()
+                if delta.token_ids and not num_output_tokens:
+                    first_s, num_cached_tokens = last_s, delta.num_cached_tokens
+                    attempts = _attempts(escalation, request)
+                num_output_tokens += len(delta.token_ids)
+        return msgspec.structs.replace(
+            outcome,
+            first_s=first_s,
+            last_s=last_s,
+            num_cached_tokens=num_cached_tokens,
+            num_output_tokens=num_output_tokens,
+            error="",
+            attempts=attempts,
         )
 
     def _start_all(self, tiers: Sequence[TierConfig]) -> None:

@@ -1,14 +1,13 @@
 """The requests of a trace: arrival times, lengths, and shared prefixes.
 
-This module reads the formats of Mooncake (JSON lines) and Azure (CSV), and generates synthetic
-load. A line that cannot be read raises an error with its number and the reason.
+This module reads the formats of Mooncake (JSON lines) and Azure (CSV). A line that cannot be read
+raises an error with its number and the reason. `loads.py` makes up requests.
 """
 
 from __future__ import annotations
 
 import csv
 import datetime
-import random
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,10 +19,6 @@ from msgspec import Meta
 from disagg.errors import RequestError
 
 TRACE_BLOCK_TOKENS = 512  # tokens of a block that has a name in a trace
-
-# Of a synthetic conversation.
-NUM_TURNS, TURN_TOKENS, ANSWER_TOKENS = 4, 1024, 128
-PAUSE_S = 10.0  # between turns, on average
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
@@ -144,39 +139,3 @@ def _unix_s(when: str) -> float:
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=datetime.UTC)
     return moment.timestamp() + (float(fraction[0]) if fraction is not None else 0.0)
-
-
-class Sessions(msgspec.Struct, frozen=True, kw_only=True):
-    """Synthetic load: conversations that start at random and share system prompts.
-
-    A session has `NUM_TURNS` prompts. Each is the prompt before it with `TURN_TOKENS` more tokens.
-    """
-
-    requests_per_s: float
-    num_requests: int
-    num_system_prompts: int = 16
-    system_tokens: int = 2048
-
-
-def generate(load: Sessions, seed: int) -> list[TraceRequest]:
-    """Generate load: sessions arrive as a Poisson process, with random system prompts."""
-    rng = random.Random(seed)
-    requests: list[TraceRequest] = []
-    sessions_per_s = load.requests_per_s / NUM_TURNS
-    num_system = load.system_tokens // TRACE_BLOCK_TOKENS
-    fresh = load.num_system_prompts * num_system  # the next unused name
-    began_s = 0.0
-    for _ in range(-(-load.num_requests // NUM_TURNS)):
-        began_s += rng.expovariate(sessions_per_s)
-        arrival_s = began_s
-        first = rng.randrange(load.num_system_prompts) * num_system
-        names = list(range(first, first + num_system))
-        for turn in range(1, NUM_TURNS + 1):
-            num_tokens = load.system_tokens + turn * TURN_TOKENS
-            num_new = -(-num_tokens // TRACE_BLOCK_TOKENS) - len(names)
-            names += range(fresh, fresh + num_new)
-            fresh += num_new
-            requests.append(TraceRequest(arrival_s, num_tokens, ANSWER_TOKENS, tuple(names)))
-            arrival_s += rng.expovariate(1.0 / PAUSE_S)
-    requests.sort(key=lambda request: request.arrival_s)
-    return requests[: load.num_requests]

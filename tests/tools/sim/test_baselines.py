@@ -12,7 +12,7 @@ from disagg.messages import GenerateRequest
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
-from disagg.tools.sim.baselines import OURS, POLICIES, new_policy
+from disagg.tools.sim.baselines import LATENCY, OURS, POLICIES, new_policy
 from tests.router.fakes import make_fleet, make_request, make_status
 
 OTHERS = [name for name in POLICIES if name != OURS]
@@ -79,3 +79,56 @@ def test_the_prefix_alone_decides() -> None:
 def test_chance_reaches_everybody() -> None:
     found = routes("random", make_fleet("p0", "p1", "p2", "d0"), make_request(), 300)
     assert min(Counter(route.prefill for route in found).values()) > 60
+
+
+def prefills(name: str, fleet: Fleet, request: GenerateRequest) -> set[str | None]:
+    return {route.prefill for route in routes(name, fleet, request)}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_held", "num_queued", "chosen"),
+    [
+        # p0 has `num_held` of ten blocks of the prompt, and so many tokens queued.
+        ("dynamo", 10, 100, "p0"),
+        ("dynamo", 10, 200, "p1"),  # more than the 160 tokens that it saves
+        ("sglang", 4, 10**6, "p0"),  # 0.4 of the prompt, and no count of requests differs
+        ("ray-prefix", 2, 10**6, "p0"),
+        ("preble", 6, 0, "p0"),
+        ("preble", 6, 10**6, "p1"),  # more than twice the load
+        ("preble", 4, 100, "p1"),  # less than half of the prompt
+        ("llm-d", 10, 10**6, "p0"),  # counts requests, and none waits
+    ],
+)
+def test_a_cached_prefix_counts_as_each_system_says(
+    name: str, num_held: int, num_queued: int, chosen: str
+) -> None:
+    request = make_request(160)
+    fleet = make_fleet("p0", "p1", "d0", held={"p0": list(request.block_hashes[:num_held])})
+    busy(fleet, "p0", num_queued)
+    assert prefills(name, fleet, request) == {chosen}
+
+
+@pytest.mark.parametrize(("name", "num_held"), [("sglang", 3), ("ray-prefix", 1)])
+def test_a_short_match_goes_to_the_smallest_cache(name: str, num_held: int) -> None:
+    request = make_request(160)
+    fleet = make_fleet("p0", "p1", "d0", held={"p0": list(request.block_hashes[:num_held])})
+    fleet.worker_stepped("p0", (), make_status(num_free_blocks=10))
+    assert prefills(name, fleet, request) == {"p1"}
+
+
+def test_a_gap_between_loads_goes_before_the_cache_in_sglang_only() -> None:
+    request = make_request(160)
+    fleet = make_fleet("p0", "p1", "d0", held={"p0": list(request.block_hashes)})
+    busy(fleet, "p0", 0, num_running=65)
+    assert prefills("sglang", fleet, request) == {"p1"}
+    assert prefills("ray-prefix", fleet, request) == {"p0"}
+
+
+def test_the_least_headroom_before_both_slos_is_chosen() -> None:
+    fleet, request = make_fleet("p0", "p1", "p2"), make_request(100)
+    busy(fleet, "p1", 1000)  # 0.1 s
+    busy(fleet, "p2", 9000)
+    for slo_s, chosen in ((10.0, {"p2"}), (0.5, {"p1"}), (1e-6, {"p0", "p1", "p2"})):
+        choose, rng = new_policy(LATENCY, (slo_s, 1.0)), random.Random(0)
+        found = [choose(request, fleet.view(), fleet.index, 0.0, rng) for _ in range(200)]
+        assert {route.decode for route in found} == chosen, "no headroom: by chance"

@@ -62,7 +62,7 @@ def test_a_flood_is_told_to_come_back_and_who_is_taken_in_is_in_time() -> None:
     report = simulate(fair, load({"light": 3.0, "heavy": FLOOD_PER_S}))
     assert of("light", report).num_failed == 0
     assert of("heavy", report).num_failed > 0.15 * of("heavy", report).num_requests
-    assert report.ttft_p99_s <= slo_s
+    assert report.ttft_p95_s <= slo_s
     assert report.utilisation > 0.9
 
 

@@ -11,11 +11,12 @@ from disagg.errors import RequestError
 from disagg.tools.sim import simulated_worker, simulation
 from disagg.tools.sim.baselines import OURS, POLICIES
 from disagg.tools.sim.config import LARGEST, Fault, SimConfig
+from disagg.tools.sim.loads import make_load
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
-from disagg.tools.sim.trace import Sessions, TraceRequest, generate
+from disagg.tools.sim.trace import TraceRequest
 
-LOAD = generate(Sessions(requests_per_s=8.0, num_requests=100, num_system_prompts=8), seed=3)
+LOAD = make_load("conversations", 8.0, 100, seed=5)
 SOME = LOAD[:60]
 SMALL = SimConfig(num_prefill=2, num_decode=2, num_blocks=96, max_num_seqs=8)
 
@@ -180,3 +181,16 @@ def test_an_ingress_avoids_the_worker_to_which_another_sends_a_prompt(
     config = SimConfig(num_prefill=num_workers, num_decode=0, num_ingress=2)
     report = simulate(config, pairs)
     assert report.ttft_p99_s == pytest.approx(report.ttft_p50_s)
+
+
+def test_a_refused_request_comes_back_and_its_ttft_counts_from_the_first_time() -> None:
+    """Twice what the fleet can do for half a minute: who comes back later is served, and late."""
+    load = make_load("completions", 40.0, 400, seed=1)
+    config = SimConfig(num_prefill=1, num_decode=1, fair_queue=True, ttft_slo_s=0.5)
+    once, again = (
+        simulate(msgspec.structs.replace(config, num_retries=number), load) for number in (0, 20)
+    )
+    assert once.refused_percent > 20.0 and once.num_failed == once.refused_percent * 4
+    assert again.num_failed < 0.5 * once.num_failed
+    assert once.ttft_p99_s < 1.0 < again.ttft_p99_s
+    assert once.long_refused_percent > 100.0 / 7.0

@@ -14,11 +14,12 @@ from disagg.errors import RequestError
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.tools.sim.answers import SimulatedConfidence
 from disagg.tools.sim.config import LARGEST, Fault, SimConfig, SmallTier
+from disagg.tools.sim.loads import make_load
 from disagg.tools.sim.report import SimReport, TierReport
 from disagg.tools.sim.simulation import simulate
-from disagg.tools.sim.trace import Sessions, TraceRequest, generate
+from disagg.tools.sim.trace import TraceRequest
 
-LOAD = generate(Sessions(requests_per_s=8.0, num_requests=100, num_system_prompts=8), seed=3)
+LOAD = make_load("conversations", 8.0, 100, seed=3)
 ALONE = SimConfig(num_prefill=2, num_decode=2, num_blocks=96, max_num_seqs=8)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import RequestError
-from disagg.tools.sim.trace import Sessions, TraceRequest, generate, read_trace
+from disagg.tools.sim.trace import TraceRequest, read_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n'
@@ -68,18 +68,3 @@ def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
         read_trace(written(tmp_path, AZURE))
     with pytest.raises(RequestError, match="Cannot read"):
         read_trace(tmp_path / "nowhere")
-
-
-def test_generated_sessions_share_system_prompts_and_history() -> None:
-    load = Sessions(requests_per_s=5.0, num_requests=400, num_system_prompts=3, system_tokens=1024)
-    requests = generate(load, seed=1)
-    assert requests == generate(load, seed=1) != generate(load, seed=2)
-    assert len(requests) == 400
-    arrivals = [each.arrival_s for each in requests]
-    assert arrivals == sorted(arrivals)
-    assert len({each.block_names[:2] for each in requests}) == 3
-    for each in requests:
-        assert len(each.block_names) == -(-each.num_prompt_tokens // 512)
-    longest = max(requests, key=lambda each: each.num_prompt_tokens)
-    prompts = {each.block_names for each in requests}
-    assert longest.block_names[:-2] in prompts  # the turn before
