@@ -11,7 +11,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -57,6 +57,7 @@ async def fleet(
     num_prefill: int = 1,
     num_decode: int = 1,
     engine: EngineConfig = LORA,
+    transport: Literal["nixl", "local"] = "local",
 ) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
     tier = TierConfig(
         model=str(place / "tiny"),
@@ -66,7 +67,7 @@ async def fleet(
         lora_modules={name: str(place / name) for name in names},
         ttft_slo_s=None,
     )
-    config = ServeConfig(tiers=(tier,), transport="local", cluster_key="key")
+    config = ServeConfig(tiers=(tier,), transport=transport, cluster_key="key")
     async with local.running(config, tiny_parts()) as running:
         app = httpx.ASGITransport(running.ingress.app)
         async with httpx.AsyncClient(transport=app, base_url="http://local", timeout=60) as client:
@@ -93,11 +94,12 @@ async def post(client: httpx.AsyncClient, path: str, **body: Any) -> httpx.Respo
     return await client.post(f"/v1/{path}_lora_adapter", json=body)
 
 
+@pytest.mark.parametrize("transport", ["local", "nixl"])
 async def test_mixed_steps_answer_as_the_merged_models(
-    place: Path, wanted: dict[str, SingleEngine]
+    place: Path, wanted: dict[str, SingleEngine], transport: Literal["nixl", "local"]
 ) -> None:
     """Three adapters for two slots, and the model itself: prompts here and elsewhere, twice."""
-    async with fleet(place, NAMES) as (running, client):
+    async with fleet(place, NAMES, transport=transport) as (running, client):
         asked = [
             (model, content)
             for content in ("short", LONG, LONG + "and more")

@@ -26,6 +26,7 @@ from disagg.models.share import WHOLE, Share
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FIELDS = ("qkv", "output", "gate_up", "down")  # of a layer; those of MLPs only if it has no experts
 MAX_RANK = 256
+_RANK_UNIT = 16
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _PIECE_NBYTES = 1 << 22
 # Settings that change what an adapter computes, and why one that sets them is refused.
@@ -74,6 +75,20 @@ def sites(config: ModelConfig, share: Share = WHOLE) -> dict[str, list[Site]]:
                 module = part.name.removesuffix(".weight")
                 found.setdefault(module, []).append(Site(layer, field, place, part))
     return found
+
+
+def padded_rank(max_rank: int) -> int:
+    """The rank for which slots have room: matrix units multiply so many values at a time."""
+    return -(-max_rank // _RANK_UNIT) * _RANK_UNIT
+
+
+def slots_nbytes(
+    config: ModelConfig, share: Share, num_slots: int, max_rank: int, itemsize: int
+) -> int:
+    """Bytes of a rank's `adapter_weights.AdapterTables`."""
+    parts = [site.part for found in sites(config, share).values() for site in found]
+    num_values = padded_rank(max_rank) * sum(sum(part.shape) for part in parts)
+    return num_slots * num_values * itemsize
 
 
 @dataclass(frozen=True)

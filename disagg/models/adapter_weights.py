@@ -16,7 +16,7 @@ from torch import Tensor
 
 from disagg.kernels.adapters import NO_ADAPTER, AdaptedMatrix
 from disagg.kernels.ops import Ops
-from disagg.models.adapter import AdapterDescription, sites
+from disagg.models.adapter import AdapterDescription, padded_rank, sites
 from disagg.models.batch import Batch
 from disagg.models.model_config import ModelConfig
 from disagg.models.packing import DeviceFormat
@@ -25,7 +25,6 @@ from disagg.models.weights import WeightReader
 
 Adapt: TypeAlias = Callable[[Tensor, Tensor], object]  # adds to (out, what it is made of)
 _CPU = torch.device("cpu")
-_RANK_UNIT = 16  # matrix units multiply so many values at a time
 
 
 class Place(NamedTuple):
@@ -99,7 +98,7 @@ class AdapterTables:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        rank = -(-max_rank // _RANK_UNIT) * _RANK_UNIT
+        rank = padded_rank(max_rank)
         self.num_slots = num_slots
         outputs: list[dict[str, list[tuple[int, int]]]] = [{} for _ in range(config.num_layers)]
         for of_module in sites(config, share).values():

@@ -383,7 +383,7 @@ class HttpApp:
         begin = partial(request.spans.begin, api.operation, caller.request_id, tenant)
         run = await self._service.prepare(api, body, caller, begin)
         request.spans.runs(run)
-        model, metrics = run.model.name, self._metrics
+        model, metrics = run.model.tier, self._metrics
         metrics.observe_stage(model, "receive", read_s - arrived_s)
         metrics.observe_stage(model, "tokenize", metrics.clock() - read_s)
         self._quota.take_prompt(request, run)

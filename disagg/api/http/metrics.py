@@ -392,7 +392,7 @@ class RequestTimer:
         self._operation = operation
         self._spans = spans
         self._tenant = tenant
-        self._model = run.model.name
+        self._model = run.model.tier  # of LoRA adapters too: it has their SLOs
         self._num_choices = len(run.requests)
         self._itl = metrics.itl.of(self._model)
         self._arrived_s = arrived_s
@@ -471,7 +471,7 @@ class RequestTimer:
 
     def _observe_as_conventional(self, failure: str) -> None:
         metrics, exemplar = self._metrics, self._spans.exemplar
-        labels = (self._operation, semconv.PROVIDER, self._model, self._run.model_name)
+        labels = (self._operation, semconv.PROVIDER, self._run.model.name, self._run.model_name)
         duration_s = metrics.clock() - self._arrived_s
         metrics.of(semconv.GEN_AI_SERVER_REQUEST_DURATION, *labels, failure).observe(
             duration_s, exemplar

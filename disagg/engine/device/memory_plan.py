@@ -13,6 +13,7 @@ from disagg.config import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS, EngineCo
 from disagg.engine.device.kv_shape import KVShape, choose_num_blocks
 from disagg.engine.device.workspace import captured_nbytes, running_nbytes, step_nbytes
 from disagg.errors import NotEnoughMemory
+from disagg.models.adapter import padded_rank, slots_nbytes
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.model_config import ModelConfig
 from disagg.models.packing import DeviceFormat, weights_nbytes
@@ -99,6 +100,9 @@ def plan_memory(
         None if config.quantization == "packed" else config.quantization,
     )
     model_nbytes = weights_nbytes(model, format, first)
+    if config.enable_lora:
+        of_adapters = config.max_loras, config.max_lora_rank, itemsize
+        model_nbytes += slots_nbytes(model, first, *of_adapters)
     model = first.config(model)
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:
@@ -110,6 +114,8 @@ def plan_memory(
     num_tokens = config.max_num_batched_tokens or max(num_tokens, num_seqs)
     workspace_nbytes = step_nbytes(model, itemsize, num_seqs, num_tokens, first.num_ranks)
     workspace_nbytes += running_nbytes(model, num_seqs, max_model_len)
+    if config.enable_lora:  # sums of q, k and v in float32
+        workspace_nbytes += 3 * 4 * padded_rank(config.max_lora_rank) * num_tokens
     if claim_nbytes is not None and not config.enforce_eager:
         from disagg.engine.device.step_graphs import graph_sizes  # needs Triton
 
