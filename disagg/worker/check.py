@@ -12,6 +12,7 @@ from disagg.errors import StartupError
 from disagg.host import usable_cores
 from disagg.kernels.cpu.library import find_step
 from disagg.messages import Role
+from disagg.models.adapter import configured_adapters
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.model_config import ModelConfig
 from disagg.worker.vllm.arguments import check_settings, check_version
@@ -47,6 +48,7 @@ def check_tier(
             check_version()
         return 0
     model = describe_model(tier.directory)
+    configured_adapters(tier.lora_modules, tier.name, model, tier.engine.max_lora_rank)
     host_nbytes = 0
     roles: tuple[Role, ...] = ("prefill", "decode") if tier.prefill.num_replicas else ("decode",)
     for role in roles:

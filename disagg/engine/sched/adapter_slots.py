@@ -3,7 +3,8 @@
 A sequence has its adapter's slot from before it enters the engine until it ends, so a slot can be
 given to another adapter only when none of its sequences runs. If all slots are in use, the one with
 the fewest sequences is promised to the adapter that waits: it takes no new sequences, and changes
-hands when its last one has ended. So the adapters in use cannot keep another one out for ever.
+hands when its last one has ended. So the adapters in use cannot keep another one out for ever. Only
+one slot is promised at a time, so that the others stay full.
 """
 
 from __future__ import annotations
@@ -76,11 +77,13 @@ class AdapterSlots:
                 open_to.append(index)
         if not open_to:
             return None
+        is_promised = len(open_to) < len(self._slots)
         busy = {index: self._num_running(self._slots[index]) for index in open_to}
         best = min(open_to, key=lambda index: (busy[index], self._slots[index].used))
         if not busy[best]:
             return best
-        self._slots[best].awaited_by = sequence
+        if not is_promised:
+            self._slots[best].awaited_by = sequence
         return None
 
     def _awaited(self, slot: _Slot) -> str:
