@@ -2,7 +2,8 @@
 
 `LLM.generate` in this process, `disagg batch` with a model of its own, `disagg batch` against a
 server in a process of its own, and that server's `/v1/batches`. All compute the same greedy answers
-of demo-small. Each is started, then timed from the first prompt to the last answer, in turns.
+of demo-small. Each is started, then timed from the first prompt to the last answer, one after
+another.
 """
 
 from __future__ import annotations

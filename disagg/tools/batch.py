@@ -132,20 +132,34 @@ async def _show(counts: Counts, patience: Patience) -> None:
     """Progress, rate and time left: a bar on a terminal, elsewhere a line now and then."""
     began_s = said_s = monotonic()
     with tqdm(unit="request", disable=None) as bar:
-        while True:
-            await asyncio.sleep(DRAW_S)
+
+        def draw() -> str:
             bar.total, bar.initial, bar.n = counts.total, counts.num_kept, counts.done
-            waiting = f"{patience.num_waiting} wait for the server" if patience.num_waiting else ""
-            failed = f"{counts.failed} failed" if counts.failed else ""
-            bar.set_postfix_str(", ".join(filter(None, (failed, waiting))))
-            if bar.disable and monotonic() - said_s >= SAY_S and counts.done:
-                said_s = monotonic()
-                rate = max(counts.done - counts.num_kept, 1) / (said_s - began_s)
-                left_s = (counts.total - counts.done) / rate
-                more = "".join(f", {each}" for each in (failed, waiting) if each)
-                print(
-                    f"{counts.done:,} of {counts.total:,} requests, {rate:.1f}/s,"
-                    f" {left_s:.0f} s left{more}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            notes = (
+                f"{counts.failed} failed" if counts.failed else "",
+                f"{patience.num_waiting} wait for the server" if patience.num_waiting else "",
+            )
+            more = ", ".join(filter(None, notes))
+            bar.set_postfix_str(more)
+            return more
+
+        try:
+            while True:
+                await asyncio.sleep(DRAW_S)
+                more = draw()
+                if bar.disable and monotonic() - said_s >= SAY_S and counts.done:
+                    said_s = monotonic()
+                    _say(counts, said_s - began_s, more)
+        finally:
+            draw()
+
+
+def _say(counts: Counts, took_s: float, more: str) -> None:
+    rate = max(counts.done - counts.num_kept, 1) / took_s
+    left_s = (counts.total - counts.done) / rate
+    print(
+        f"{counts.done:,} of {counts.total:,} requests, {rate:.1f}/s, {left_s:.0f} s left"
+        + (f" ({more})" if more else ""),
+        file=sys.stderr,
+        flush=True,
+    )
