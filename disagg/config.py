@@ -39,14 +39,29 @@ AUTO = "auto"  # the model that clients name to have the cascade choose one
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speculative decoding with drafts from the sequence itself. Names follow vLLM's."""
+    """Speculative decoding (docs/speculation.md). Names follow vLLM's."""
 
-    method: Literal["ngram"]
-    """`ngram` (prompt lookup) proposes the tokens that followed the last n-gram before"""
+    method: Literal["ngram", "draft_model"]
+    """`ngram` (prompt lookup) proposes the tokens that followed the last n-gram before;
+    `draft_model` what a smaller model with the same tokenizer would say"""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=7)] = 4
-    """most tokens of a draft; the kernels' decode steps allow up to 7"""
+    """most tokens of a draft; the kernels' decode steps allow up to 7. Fewer are proposed where
+    more do not pay"""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 3
     """length of the n-gram"""
+    model: str | None = None
+    """the draft model, named as `model` of a tier"""
+    revision: str | None = None
+    """branch, tag or commit of a draft model of Hugging Face"""
+    quantization: Literal["int8", "int4", "fp8", "packed"] | None = None
+    """quantise the weights of the draft model while they are loaded, as `quantization` of a tier"""
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.method == "draft_model"):
+            raise ValueError(
+                "speculative_config needs `model`, the draft model, with the method draft_model,"
+                " and has none with ngram"
+            )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,8 +122,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     divided by the number of workers on it)"""
     speculative_config: SpeculativeConfig | None = None
     """speculative decoding by prompt lookup (n-grams), for answers that repeat parts of their
-    prompt; not for requests with penalties:
-    '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'"""
+    prompt, or by a smaller model; not for requests with penalties (docs/speculation.md):
+    '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}' or
+    '{"method": "draft_model", "model": "demo-small", "num_speculative_tokens": 4}'"""
     enable_lora: bool = False
     """serve LoRA adapters of the model, under names of their own (docs/models.md#lora-adapters)"""
     max_loras: Annotated[int, Meta(ge=1, le=1024)] = 4
@@ -258,46 +274,59 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def directory(self) -> Path:
-        """The path of the model, a directory or a GGUF file. A path takes precedence over a name.
+        """The path of the model; see `model_path`."""
+        return model_path(self.model, self.revision)
 
-        Raises:
-            ModelError: there is neither, or the name's model was not fetched yet.
-        """
-        for candidate in (Path(self.model), ASSETS / self.model):
-            if candidate.exists():
-                return candidate
-        if self.model in FETCHED:
-            file = cached_file(self.model)
-            if file.is_file():
-                return file
-            raise ModelError(
-                f"{self.model} is not at {file}: `disagg serve {self.model}` fetches it, on each"
-                " machine that needs it.",
-                param="model",
-            )
-        if is_repository(self.model):
-            directory = snapshot_of(self.model, self.revision)
-            if directory is not None:
-                return directory
-            raise ModelError(
-                f"{self.model} is neither a directory here, nor whole in this machine's cache of"
-                f" Hugging Face: `disagg serve {self.model}` fetches it, on each machine that needs"
-                " it.",
-                param="model",
-            )
-        if "://" in self.model:
-            raise ModelError(
-                f"{self.model}: models are not read from {self.model.partition('://')[0]} stores;"
-                " mount the store or copy the directory, and give its path.",
-                param="model",
-            )
-        bundled = ", ".join(sorted(each.name for each in ASSETS.iterdir() if each.is_dir()))
+    @property
+    def models(self) -> list[tuple[str, str | None]]:
+        """The name and revision of its model, and of its draft model if it has one."""
+        drafts = self.engine.speculative_config
+        own = (self.model, self.revision)
+        return (
+            [own] if drafts is None or not drafts.model else [own, (drafts.model, drafts.revision)]
+        )
+
+
+def model_path(model: str, revision: str | None) -> Path:
+    """The path of a model, a directory or a GGUF file. A path takes precedence over a name.
+
+    Raises:
+        ModelError: there is neither, or the name's model was not fetched yet.
+    """
+    for candidate in (Path(model), ASSETS / model):
+        if candidate.exists():
+            return candidate
+    if model in FETCHED:
+        file = cached_file(model)
+        if file.is_file():
+            return file
         raise ModelError(
-            f"There is no model directory {self.model!r}, and the bundled models are {bundled}."
-            f" Fetched by name: {', '.join(FETCHED)}, and models of Hugging Face as"
-            " organisation/name. Else give the path of a model directory or of a GGUF file.",
+            f"{model} is not at {file}: `disagg serve {model}` fetches it, on each machine that"
+            " needs it.",
             param="model",
         )
+    if is_repository(model):
+        directory = snapshot_of(model, revision)
+        if directory is not None:
+            return directory
+        raise ModelError(
+            f"{model} is neither a directory here, nor whole in this machine's cache of"
+            f" Hugging Face: `disagg serve {model}` fetches it, on each machine that needs it.",
+            param="model",
+        )
+    if "://" in model:
+        raise ModelError(
+            f"{model}: models are not read from {model.partition('://')[0]} stores;"
+            " mount the store or copy the directory, and give its path.",
+            param="model",
+        )
+    bundled = ", ".join(sorted(each.name for each in ASSETS.iterdir() if each.is_dir()))
+    raise ModelError(
+        f"There is no model directory {model!r}, and the bundled models are {bundled}."
+        f" Fetched by name: {', '.join(FETCHED)}, and models of Hugging Face as"
+        " organisation/name. Else give the path of a model directory or of a GGUF file.",
+        param="model",
+    )
 
 
 class TransferPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -161,9 +161,11 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
         int,
         gauge("requests_bytes", "Prompts, drafts and grammars of all requests on a worker, bytes"),
     ] = 0
-    num_drafted: Annotated[int, counter("draft_tokens", f"{_drafts} has verified")] = 0
+    num_drafted: Annotated[
+        int, counter("spec_decode_num_draft_tokens", f"{_drafts} has verified")
+    ] = 0
     num_accepted: Annotated[
-        int, counter("accepted_draft_tokens", f"{_drafts} has verified and accepted")
+        int, counter("spec_decode_num_accepted_tokens", f"{_drafts} has verified and accepted")
     ] = 0
     host: HostCounts | None = None  # None: the worker has no host tier
     num_preempted: Annotated[
@@ -195,3 +197,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
         ),
     ] = 0
     adapters: AdapterReport | None = None  # None: LoRA is not enabled
+    num_drafts: Annotated[
+        int,
+        counter(
+            "spec_decode_num_drafts", "Drafts (speculative decoding) that a worker has verified"
+        ),
+    ] = 0
+    num_accepted_at: tuple[int, ...] = ()  # for each position, drafts that were right up to there

@@ -24,7 +24,10 @@ def test_an_empty_cluster_key(fields: dict[str, Any]) -> None:
         ({"transport": "tcp"}, "local, nixl"),
         ({"tiers": [{"model": "a", "engine": {"device": "tpu"}}]}, "auto, cpu, cuda"),
         ({"tiers": [{"model": "a", "engine": {"kv_cache_dtype": "e5m2"}}]}, ".* fp8, int4, int8"),
-        ({"tiers": [{"model": "a", "engine": {"speculative_config": {"method": "x"}}}]}, "ngram"),
+        (
+            {"tiers": [{"model": "a", "engine": {"speculative_config": {"method": "x"}}}]},
+            "draft_model, ngram",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_with_what_is(

@@ -14,18 +14,22 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
+from msgspec import structs
 
+from disagg.config import SpeculativeConfig
+from disagg.engine.sched.drafting import Drafting
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.local import LocalCluster
 from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
 from disagg.token_fast_path import TokenCallback
 from disagg.worker import kv_export
-from tests.test_local import LONG, cluster, until_empty
+from tests import test_local
+from tests.test_local import ENGINE, LONG, cluster, until_empty
 
 MAX_TOKENS = 36
 DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
@@ -241,6 +245,33 @@ async def test_an_answer_does_not_show_its_moves(
             assert scores(answer) == scores(expected), each
         for worker in running.workers:
             await until_empty(worker)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+async def test_nor_does_it_with_drafts(
+    method: Literal["ngram", "draft_model"],
+    model: Path,
+    undisturbed: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On every worker, and of full length."""
+    drafts = str(model) if method == "draft_model" else None
+    asked = SpeculativeConfig(method=method, model=drafts, prompt_lookup_max=1)
+    monkeypatch.setattr(test_local, "ENGINE", structs.replace(ENGINE, speculative_config=asked))
+    monkeypatch.setattr(
+        Drafting, "_limits", lambda self, proposer, some, *_: dict.fromkeys(some, 4)
+    )
+    async with cluster(model, "local", 2, 2) as (running, client):
+        workers = TroubledWorkers(running, TROUBLES["all of it"])
+        answers = await asyncio.gather(*(ask(client, each, "drafts") for each in FEATURES))
+        assert workers.met["lost"] > len(FEATURES)
+        for each, answer in zip(FEATURES, answers, strict=True):
+            assert without_scores(answer) == without_scores(undisturbed[each]), each
+            assert scores(answer) == scores(undisturbed[each]), each
+        for worker in running.workers:
+            await until_empty(worker)
+        reports = running.ingress.fleet.reports()
+        assert sum(status.num_drafted for _, status in reports) > 50
 
 
 def test_the_features_are_there(undisturbed: dict[str, dict[str, Any]]) -> None:

@@ -91,7 +91,8 @@ def _fetch_models(config: ServeConfig, say: Say, is_stopped: Callable[[], bool])
     Raises:
         StartupError: a model cannot be downloaded.
     """
-    return all(fetch_model(each.model, each.revision, say, is_stopped) for each in config.tiers)
+    wanted = [named for each in config.tiers for named in each.models]
+    return all(fetch_model(*named, say, is_stopped) for named in wanted)
 
 
 def log_directory(log_dir: str | None, port: int) -> Path:

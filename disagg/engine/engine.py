@@ -326,6 +326,8 @@ class Engine:
             num_prefilling=len(prefills),
             num_leaving=sum([each.hand_over for each in prefills]),
             num_corrupted=scheduler.num_corrupted,
+            num_drafts=scheduler.drafting.num_drafts,
+            num_accepted_at=tuple(scheduler.drafting.num_accepted_at),
         )
 
     def check(self, holders: Iterable[SequenceOf[int]] = ()) -> None:

@@ -140,7 +140,9 @@ class EngineThread:
             self._began_s = self._timer()
         events = engine.step()
         began_s, self._began_s = self._began_s, self._timer()
-        self._publish_result(events, self._began_s - began_s)
+        # The time model is of the model's own steps.
+        drafts_s = engine.scheduler.drafting.take_spent_s()
+        self._publish_result(events, self._began_s - began_s - drafts_s)
         if engine.last_plan.sequences:
             self._wait_s = 0.0
         elif in_flight:

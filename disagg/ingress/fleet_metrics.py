@@ -78,6 +78,9 @@ TABLE = {
         "Number of workers with a link to this ingress. state: serving (accepts requests),"
         " standing_by (is loaded, and serves when another worker is gone) or draining (finishes"
         " its requests)"),
+    "worker_spec_decode_num_accepted_tokens_per_pos": WorkerMetric(
+        CounterMetricFamily, (*WORKER, "position"),
+        "Drafts (speculative decoding) of a worker that were right up to a position, from 0 on"),
     "worker_kv_pulls": WorkerMetric(CounterMetricFamily, (*WORKER, "lane", "outcome"),
         "Number of KV transfers that a worker pulled from another one. lane: the UCX transport"
         " (cma, cuda_ipc, rc_mlx5, tcp, ...; empty if unknown). outcome: ok, torn (the source had"
@@ -128,7 +131,8 @@ class FleetMetrics(Collector):
             for name, row in (*TABLE.items(), *map(_declared_metric, FIELDS))
         }
         reports = self._reports()
-        for samples in (self._of_pools, self._of_workers, _declared, _of_pulls, _of_pairs):
+        of_workers = self._of_workers, _declared, _of_drafts, _of_pulls, _of_pairs
+        for samples in (self._of_pools, *of_workers):
             for name, labels, figure in samples(reports):
                 families[name].add_metric(labels, figure)
         return families.values()
@@ -194,6 +198,13 @@ def _declared(reports: WorkerReports) -> Iterator[Sample]:
             if owner is not None:  # None if the worker does not have this feature
                 figure = attrgetter(".".join(path))(status)
                 yield f"worker_{metric.name}", (*_series(record), *value), figure
+
+
+def _of_drafts(reports: WorkerReports) -> Iterator[Sample]:
+    for record, status in reports:
+        for position, number in enumerate(status.num_accepted_at):
+            labels = (*_series(record), str(position))
+            yield "worker_spec_decode_num_accepted_tokens_per_pos", labels, number
 
 
 def _of_pulls(reports: WorkerReports) -> Iterator[Sample]:

@@ -73,4 +73,5 @@ def local_config(
 def fetch_models(config: ServeConfig) -> None:
     """Download models that are not on this machine yet. Raises `StartupError`."""
     for tier in config.tiers:
-        fetch_model(tier.model, tier.revision, lambda event, text, **fields: log.info("%s", text))
+        for named in tier.models:
+            fetch_model(*named, lambda event, text, **fields: log.info("%s", text))

@@ -211,7 +211,16 @@ def test_drafts_are_asked_for_as_of_vllm(capsys: pytest.CaptureFixture[str]) -> 
     assert tier.engine.speculative_config == SpeculativeConfig(
         method="ngram", num_speculative_tokens=3, prompt_lookup_max=2
     )
-    for wrong, reason in [('{"method": "eagle"}', "Supported: ngram"), ("[]", "Expected `object")]:
+    asked = '{"method": "draft_model", "model": "demo-small", "num_speculative_tokens": 5}'
+    (tier,) = config_of("demo-large", "--speculative-config", asked).tiers
+    assert tier.models == [("demo-large", None), ("demo-small", None)]
+    for wrong, reason in [
+        ('{"method": "eagle"}', "Supported: draft_model, ngram"),
+        ('{"method": "draft_model"}', "needs `model`"),
+        ('{"method": "ngram", "model": "demo-small"}', "has none with ngram"),
+        ('{"method": "ngram", "num_steps": 3}', "num_steps"),
+        ("[]", "Expected `object"),
+    ]:
         with pytest.raises(StartupError, match=reason):
             config_of("demo-small", "--speculative-config", wrong)
     with pytest.raises(SystemExit):

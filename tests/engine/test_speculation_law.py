@@ -7,21 +7,32 @@ draft the answer is the same. Over a tiny vocabulary that is enumerated here.
 
 from __future__ import annotations
 
+import random
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.numpy import load_file, save_file
 
+from disagg.config import SpeculativeConfig
 from disagg.engine.device.build import build_engine
+from disagg.engine.device.check import check_engine
+from disagg.engine.device.draft_model import DraftModel
 from disagg.engine.engine import Engine
 from disagg.engine.sched import drafting
-from disagg.engine.sched.prompt_lookup import PromptLookup
+from disagg.engine.sched.engine_admission import EngineAdmission
+from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.step import Sampled, SequencesFailed, StepPlan
+from disagg.errors import StartupError
 from disagg.messages import Grammar
 from disagg.models.description import describe_model
 from tests.engine.device.tiny_engine import CONFIG, EOS_ID, answer, run, sequence
+from tests.tiny_model import write_tiny_model
 
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=1)
 TOKENS = (64, 65, 66)  # all that the model may say: a, b, c
 WORDS = Grammar("regex", "[abc]{2,5}c")
 RECORD = Grammar(
@@ -42,6 +53,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "log-probabilities": {"temperature": 1.4, "logprobs": 2},
     "grammar": {"temperature": 1.4, "grammar": WORDS},
 }
+
+
+def draft_of(model: str) -> SpeculativeConfig:
+    return SpeculativeConfig(method="draft_model", model=model, num_speculative_tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +122,132 @@ def test_tokens_that_a_grammar_forces(
     assert found[0][0][:3] == ["stop"] * 3
 
 
-def test_a_grammar_cuts_the_drafts_of_others(engine: Engine) -> None:
-    """What was said before is proposed only as far as the grammar allows it."""
-    asked: dict[str, Any] = {"prompt": (64, 65, 66, 9, 9, 64, 65), "temperature": 0.0}
-    expected = said(engine, WORDS, **asked)
-    engine.scheduler.drafting.proposer = PromptLookup(4, 1)
-    try:
-        assert said(engine, WORDS, **asked) == expected
-    finally:
-        engine.scheduler.drafting.proposer = None
+def draft_at(how: str, directory: Path, place: Path) -> str:
+    """The path of a draft model that is as often right as `how` says."""
+    if how == "same":
+        return str(directory)
+    other = write_tiny_model(place / "tiny", seed=11)
+    if how == "alike":
+        weights = load_file(directory / "model.safetensors")
+        rng = np.random.default_rng(1)
+        for name, each in weights.items():
+            weights[name] = each * rng.normal(1.0, 0.1, each.shape).astype(each.dtype)
+        save_file(weights, other / "model.safetensors", {"format": "pt"})
+    return str(other)
+
+
+def mixed(num: int, seed: int) -> list[Sequence]:
+    """Sequences with all kinds of sampling, of which many repeat their prompts."""
+    rng, made = random.Random(seed), []
+    for i in range(num):
+        asked = {"max_tokens": rng.randint(1, 24), "seed": i, **[*SAMPLINGS.values()][i % 11]}
+        grammar = asked.pop("grammar", None)
+        prompt = tuple(rng.randrange(60, 80) for _ in range(rng.randint(2, 30)))
+        made.append(sequence(grammar, prompt=(*prompt, i, *prompt), **asked))
+    return made
+
+
+def play(engine: Engine, todo: list[Sequence]) -> list[tuple[list[int], str | None]]:
+    """The answers. New ones arrive while others run; each tenth is cancelled."""
+    ends: dict[Sequence, str | None] = {}
+    waiting, num_steps = todo[::-1], 0
+    while waiting or engine.has_work:
+        if waiting and num_steps % 2 == 0:
+            engine.submit(waiting.pop())
+        if num_steps % 10 == 9 and engine.scheduler.running:
+            engine.abort(engine.scheduler.running[-1].request_id)
+        for event in engine.step():
+            if event.is_last:
+                ends[event.sequence] = event.finish_reason or str(event.error)
+        engine.check()
+        num_steps += 1
+    assert engine.pool.num_free == engine.pool.num_blocks
+    return [(answer(each), ends.get(each)) for each in todo]
+
+
+@pytest.fixture
+def _no_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission leaves no blocks for later, so that many are preempted."""
+    monkeypatch.setattr(
+        EngineAdmission, "leaves_room", lambda self, num_blocks: num_blocks <= self._pool.num_free
+    )
+
+
+@pytest.mark.usefixtures("_no_room_to_grow")
+@pytest.mark.parametrize("how", ["same", "alike", "unlike"])
+def test_a_draft_model(how: str, directory: Path, tmp_path: Path) -> None:
+    compare(draft_of(draft_at(how, directory, tmp_path)), directory, how)
+
+
+@pytest.mark.usefixtures("_no_room_to_grow")
+def test_prompt_lookup(directory: Path) -> None:
+    compare(NGRAM, directory, "alike")
+
+
+def compare(asked: SpeculativeConfig, directory: Path, how: str) -> None:
+    """The answers of an engine with drafts and of one without, both short of blocks."""
+    config = replace(CONFIG, num_gpu_blocks_override=24, max_model_len=88)
+    plain = build_engine(config, describe_model(directory))[0]
+    drafting = build_engine(replace(config, speculative_config=asked), describe_model(directory))[0]
+    expected = play(plain, mixed(33, 1))
+    found = play(drafting, mixed(33, 1))
+    # Who is cancelled, and when, depends on the steps.
+    for (tokens, end), (wanted, wanted_end) in zip(found, expected, strict=True):
+        if end and wanted_end:
+            assert (tokens, end) == (wanted, wanted_end)
+        else:
+            num_both = min(len(tokens), len(wanted))
+            assert tokens[:num_both] == wanted[:num_both]
+    scheduler = drafting.scheduler
+    assert scheduler.num_preempted > 0
+    assert scheduler.num_drafted > 20
+    share = scheduler.num_accepted / scheduler.num_drafted
+    assert share == 1.0 if how == "same" else 0.0 < share < 1.0
+
+
+def test_200_greedy_prompts(directory: Path, tmp_path: Path) -> None:
+    prompts = [(i % 250, 3 * i % 241, i % 7) for i in range(200)]
+    found = []
+    for asked in (None, NGRAM, draft_of(draft_at("alike", directory, tmp_path))):
+        config = replace(CONFIG, speculative_config=asked)
+        engine = build_engine(config, describe_model(directory))[0]
+        made = [sequence(None, each, temperature=0.0, max_tokens=10) for each in prompts]
+        found.append((run(engine, *made), [answer(each) for each in made]))
+        assert (engine.scheduler.num_accepted > 0) == (asked is not None)
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_model_that_fails_drafts_no_more(directory: Path) -> None:
+    """Its host code fails for one sequence, which goes on without drafts as the others with."""
+    config = replace(CONFIG, speculative_config=draft_of(str(directory)))
+    engine = build_engine(config, describe_model(directory))[0]
+    proposer = engine.scheduler.drafting.proposer
+    assert isinstance(proposer, DraftModel)
+    launched = proposer._runner.run
+
+    def fails(plan: StepPlan) -> list[Sampled]:
+        broken = [each for each in plan.sequences if each.sampling.seed == 666]
+        if broken:
+            raise SequencesFailed({each: IndexError("planted") for each in broken})
+        return launched(plan)
+
+    proposer._runner.run = fails  # type: ignore[method-assign]
+    made = [sequence(None, (5, i), max_tokens=20, seed=seed) for i, seed in enumerate((666, 3))]
+    assert run(engine, *made) == ["length", "length"]
+    assert engine.scheduler.num_accepted > 10
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"tensor_parallel_size": 2}, "runs on one device"),
+        ({"speculative_config": draft_of("demo-small")}, "their tokenizers differ"),
+        ({"speculative_config": draft_of("nowhere")}, "no model directory 'nowhere'"),
+    ],
+)
+def test_what_cannot_draft_is_refused_before_weights_load(
+    config: dict[str, Any], reason: str, directory: Path
+) -> None:
+    asked = {"speculative_config": draft_of(str(directory)), **config}
+    with pytest.raises(StartupError, match=reason):
+        check_engine(replace(CONFIG, **asked), describe_model(directory))

@@ -37,6 +37,8 @@ STATUS = WorkerStatus(
     store=StoreCounts(num_hits=5, num_stored=7, num_damaged=1),
     num_drafted=9,
     num_accepted=6,
+    num_drafts=4,
+    num_accepted_at=(4, 2),
     host=HostCounts(nbytes=8192, num_saved=4, num_torn=1, num_loaded=3, load_s=0.25),
     num_preempted=5,
     num_corrupted=2,
@@ -71,8 +73,9 @@ def test_a_worker_is_shown_with_all_that_it_says() -> None:
         "requests_bytes": 4000,
         "link_buffer_bytes": 50,
         "step_time_error_ratio": 0.07,
-        "draft_tokens_total": 9,
-        "accepted_draft_tokens_total": 6,
+        "spec_decode_num_drafts_total": 4,
+        "spec_decode_num_draft_tokens_total": 9,
+        "spec_decode_num_accepted_tokens_total": 6,
         "preemptions_total": 5,
         "corrupted_requests_total": 2,
         "host_tier_bytes": 8192,
@@ -89,6 +92,8 @@ def test_a_worker_is_shown_with_all_that_it_says() -> None:
         for outcome, count in outcomes.items():
             labels = f'model_name="m",outcome="{outcome}",role="decode",worker_id="d1"'
             assert f"disagg_worker_{name}_total{{{labels}}} {count}.0" in lines
+    at = 'model_name="m",position="1",role="decode",worker_id="d1"'
+    assert f"disagg_worker_spec_decode_num_accepted_tokens_per_pos_total{{{at}}} 2.0" in lines
     lane = 'lane="cuda_ipc",model_name="m"'
     pulls = f'disagg_worker_kv_pulls_total{{{lane},outcome="ok",role="decode",worker_id="d1"}} 2.0'
     assert pulls in lines

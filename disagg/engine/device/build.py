@@ -14,6 +14,14 @@ import torch
 
 from disagg.config import EngineConfig
 from disagg.engine.device.adapters import DeviceAdapters, adapter_memory
+from disagg.engine.device.check import (
+    Choices,
+    check_draft_model,
+    choose,
+    draft_config,
+    draft_model_of,
+)
+from disagg.engine.device.draft_model import DraftModel
 from disagg.engine.device.engine_plan import EnginePlan
 from disagg.engine.device.followers import Followers
 from disagg.engine.device.kv_cache import KVCache
@@ -22,9 +30,11 @@ from disagg.engine.device.memory_plan import LARGEST_STEP
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.drafting import Proposer
 from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.scheduler import Scheduler
+from disagg.kernels.kv_pages import FORMATS
 from disagg.messages import StartStep
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription
@@ -83,7 +93,18 @@ def build_engine(
             followers.raise_lost()
         raise
     memory_of_adapters = adapter_memory(decoder, description, share, plan.config)
+    drafts = draft_model_of(config)
+    draft_plan, draft_decoder = None, None
+    if drafts is not None:
+        check_draft_model(config, description, drafts)
+        of_drafts = draft_config(config, plan.shape, drafts)
+        draft_plan = choose(of_drafts, drafts, share)
+        dtype = FORMATS[draft_plan.dtype].dtype
+        draft_decoder = load_model(drafts, dtype, device, quantization=of_drafts.quantization)
     room_nbytes = plan.room_nbytes()
+    if room_nbytes is not None and draft_plan is not None:  # as many tokens have KV of both
+        both_nbytes = plan.shape.block_nbytes + draft_plan.shape.block_nbytes
+        room_nbytes = room_nbytes * plan.shape.block_nbytes // both_nbytes
     if followers is not None:
         room_nbytes = followers.least_room_nbytes(room_nbytes)
     num_blocks = choose_num_blocks(
@@ -102,6 +123,9 @@ def build_engine(
     runner = ModelRunner(decoder, kv_cache, grammars, memory.max_num_seqs, followers)
     progress(StartStep("warm_up"))
     _warm_up(runner, plan)
+    proposer: Proposer | None = _prompt_lookup(config)
+    if draft_plan is not None and draft_decoder is not None:
+        proposer = _draft_model(config, draft_plan, draft_decoder, num_blocks, memory.max_num_seqs)
     scheduler = Scheduler(
         BlockPool(
             num_blocks,
@@ -113,7 +137,7 @@ def build_engine(
         max_num_batched_tokens=memory.max_num_batched_tokens,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        proposer=_prompt_lookup(config),
+        proposer=proposer,
     )
     # A CPU has no async scheduling, because the same threads plan and compute.
     launcher = runner if device.type != "cpu" else None
@@ -143,6 +167,20 @@ def _warm_up(runner: ModelRunner, plan: EnginePlan) -> None:
 
 def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
     asked = config.speculative_config
-    if asked is None:
+    if asked is None or asked.method != "ngram":
         return None
     return PromptLookup(asked.num_speculative_tokens, asked.prompt_lookup_max)
+
+
+def _draft_model(
+    config: EngineConfig, plan: Choices, decoder: Decoder, num_blocks: int, max_num_seqs: int
+) -> DraftModel:
+    asked = config.speculative_config
+    assert asked is not None
+    kv_cache = KVCache(plan.shape, num_blocks, decoder.device)
+    runner = ModelRunner(decoder, kv_cache, max_num_seqs=max_num_seqs)
+    if decoder.device.type == "cpu":
+        runner.measure_threads(plan.max_model_len)
+    drafting = DraftModel(runner, asked.num_speculative_tokens, plan.max_model_len)
+    drafting.measure(max_num_seqs)
+    return drafting

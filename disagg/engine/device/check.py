@@ -5,10 +5,13 @@ Loads no torch on a machine without a GPU.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import NamedTuple
 
-from disagg.config import EngineConfig
+import msgspec
+
+from disagg.config import EngineConfig, model_path
 from disagg.engine.device.choices import (
     DeviceType,
     check_quantization,
@@ -20,7 +23,7 @@ from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan, plan_memo
 from disagg.errors import StartupError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.packed_sizes import INT4_GROUP
-from disagg.models.description import ModelDescription
+from disagg.models.description import ModelDescription, describe_model
 from disagg.models.model_config import ModelConfig
 from disagg.models.parts import check_weights, layer_parts
 from disagg.models.share import WHOLE, Share, check_ranks
@@ -53,6 +56,8 @@ def check_engine(
     check_ranks_of(config, model)
     choose_max_model_len(config, model)
     check_weights(description)
+    if (drafts := draft_model_of(config)) is not None:
+        check_draft_model(config, description, drafts)
     if not is_here and config.device != "cpu":
         return None
     chosen = choose(config, description, config.share())
@@ -63,6 +68,61 @@ def check_engine(
     is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
     return chosen.plan_memory(description, claim_nbytes, largest_step)
+
+
+def draft_model_of(config: EngineConfig) -> ModelDescription | None:
+    """The draft model that a configuration names. Raises `ModelError` if it is not there."""
+    asked = config.speculative_config
+    if asked is None or asked.model is None:
+        return None
+    return describe_model(model_path(asked.model, asked.revision))
+
+
+def draft_config(config: EngineConfig, shape: KVShape, drafts: ModelDescription) -> EngineConfig:
+    """The configuration of a draft model's engine.
+
+    Args:
+        shape: the KV format of the model that it drafts for.
+    """
+    asked, most = config.speculative_config, drafts.config.max_model_len
+    assert asked is not None
+    return msgspec.structs.replace(
+        config,
+        quantization=asked.quantization,
+        kv_cache_dtype="auto",
+        speculative_config=None,
+        enable_lora=False,
+        block_size=shape.block_size,
+        max_model_len=min(most, config.max_model_len or most),
+    )
+
+
+def check_draft_model(
+    config: EngineConfig, description: ModelDescription, drafts: ModelDescription
+) -> None:
+    """Raise `StartupError` if a draft model cannot draft for a model, else as `check_engine`."""
+    if config.tensor_parallel_size > 1:
+        raise StartupError(
+            "A draft model needs tensor_parallel_size = 1: it runs on one device. Leave"
+            " speculative_config out, or use its method ngram.",
+            param="speculative_config",
+        )
+    if _words(description) != _words(drafts):
+        raise StartupError(
+            f"{drafts.name} cannot draft for {description.name}: their tokenizers differ, so its"
+            " token ids mean other text. Choose a draft model of the same family.",
+            param="speculative_config",
+        )
+    chosen = choose(config, description, config.share())
+    choose(draft_config(config, chosen.shape, drafts), drafts, config.share())
+    check_weights(drafts)
+
+
+def _words(description: ModelDescription) -> tuple[object, list[tuple[object, object]]]:
+    """The token ids of a model's tokenizer, by text."""
+    tokenizer = json.loads(description.read_tokenizer())
+    added = tokenizer.get("added_tokens") or ()
+    return tokenizer["model"]["vocab"], [(each["id"], each["content"]) for each in added]
 
 
 class Choices(NamedTuple):

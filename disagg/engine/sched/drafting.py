@@ -14,21 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from itertools import accumulate
-from operator import attrgetter, mul
+from operator import attrgetter
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
+from disagg.engine.sched.acceptance import Acceptance
 from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.speculation import usable
 from disagg.engine.sched.step_budget import StepBudget
 
-MAX_FORCED = 15  # tokens in one step; with the token before them they are a tile of attention
+MAX_FORCED = 15  # tokens; with the one before them they are a tile of attention
 
-# What is believed of a sequence's drafts at first: at each position so many were tried, and such a
-# share was right. Each new draft makes what is known count for less. If drafts do not pay, there is
-# none for so many steps, and then half of what is known is forgotten, so that they are tried again.
-NUM_ASSUMED, SHARE_ASSUMED, KEPT = 2.0, 0.6, 0.95
-NUM_RESTS = 64
+# While drafts do not pay, that is computed again after so many steps. One draft is tried after so
+# many such times, and later after twice as many.
+NUM_CALM = 7
+NUM_RESTS, MOST_RESTS = 8, 512
 
 _GRAMMAR_STATE = attrgetter("grammar_state")
 
@@ -39,10 +38,12 @@ class Proposer(Protocol):
     num_tokens: most tokens of a draft.
     knows_ahead: whether it may propose before the sequence's last token is known. If not, no step
         is launched ahead while drafts pay.
+    spent_s: seconds that were spent in `propose`, since the start.
     """
 
     num_tokens: int
     knows_ahead: bool
+    spent_s: float
 
     def token_s(self, num_sequences: int) -> float:
         """Seconds that proposing one token more takes for so many sequences together."""
@@ -53,63 +54,29 @@ class Proposer(Protocol):
         ...
 
 
-class Acceptance:
-    """How far the drafts of one sequence were right lately.
-
-    chances: for each position, the chance that a draft is right up to there.
-    is_asked: whether its draft, if it has one, is the proposer's.
-    """
-
-    __slots__ = ("_num_rests", "_right", "_tried", "chances", "is_asked")
-
-    def __init__(self, num_tokens: int) -> None:
-        self._right = [0.0] * num_tokens
-        self._tried = [0.0] * num_tokens
-        self._num_rests = 0
-        self.is_asked = False
-        self._keep(1.0)
-
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
-        for i in range(min(num_accepted + 1, num_drafted, len(self._tried))):
-            self._tried[i] += 1.0
-            self._right[i] += i < num_accepted
-        self._keep(KEPT)
-        self.is_asked = False
-
-    def rest(self) -> None:
-        """Record that a draft did not pay."""
-        self._num_rests += 1
-        if self._num_rests == NUM_RESTS:
-            self._num_rests = 0
-            self._keep(0.5)
-
-    def _keep(self, share: float) -> None:
-        for counts in (self._right, self._tried):
-            counts[:] = [share * count for count in counts]
-        shares = [
-            (right + SHARE_ASSUMED * NUM_ASSUMED) / (tried + NUM_ASSUMED)
-            for right, tried in zip(self._right, self._tried, strict=True)
-        ]
-        self.chances = [*accumulate(shares, mul)]
-
-
 class Drafting:
     """Gives sequences their drafts.
 
     Args:
         step_budget: knows the time model, without which every draft has full length.
+        vocab_size: the model has no tokens from here on; a smaller model may have.
         proposer: None: only what grammars force is proposed.
 
     Attributes:
         num_accepted_at: for each position, how many drafts were right up to there.
     """
 
-    def __init__(self, step_budget: StepBudget, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self, step_budget: StepBudget, vocab_size: int, proposer: Proposer | None = None
+    ) -> None:
         self.proposer = proposer
         self.num_drafts = 0
         self.num_accepted_at: list[int] = []
         self._step_budget = step_budget
-        self._acceptance = WeakKeyDictionary[Sequence, Acceptance]()
+        self._vocab_size = vocab_size
+        self._spent_s = 0.0
+        self._of_all = Acceptance()
+        self._num_calm, self._num_rests, self._enough_rests = 0, 0, NUM_RESTS
 
     def propose(
         self, running: SequenceOf[Sequence], num_context: int, *, ahead: bool = False
@@ -133,7 +100,7 @@ class Drafting:
             # A sequence that is handed over leaves with its next token, so a draft is useless.
             if not is_decoding or sequence.hand_over or sequence.draft:
                 continue
-            if forced := _forced(sequence):
+            if forced := usable(sequence, _forced(sequence), self._vocab_size):
                 if len(forced) > ahead:
                     sequence.draft = forced
             elif sequence.takes_drafts:
@@ -144,13 +111,19 @@ class Drafting:
         if ahead and not proposer.knows_ahead:
             return not limits
         for sequence, draft in proposer.propose(limits):
-            draft = draft[: _num_places(sequence)]
+            draft = usable(sequence, draft, self._vocab_size)
             if sequence.grammar_state is not None:
                 draft = draft[: sequence.grammar_state.num_allowed(sequence.tokens, draft)]
             if len(draft) > ahead:
                 sequence.draft = draft
-                self._acceptance_of(sequence).is_asked = True
+                if sequence.acceptance is not None:
+                    sequence.acceptance.is_asked = True
         return True
+
+    def take_spent_s(self) -> float:
+        """Seconds that drafts have taken since the last call, beside the steps of the model."""
+        before, self._spent_s = self._spent_s, self.proposer.spent_s if self.proposer else 0.0
+        return self._spent_s - before
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Record how far a draft was right."""
@@ -159,9 +132,11 @@ class Drafting:
         self.num_accepted_at += [0] * missing
         for i in range(num_accepted):
             self.num_accepted_at[i] += 1
-        acceptance = self._acceptance.get(sequence)
+        acceptance = sequence.acceptance
         if acceptance is not None and acceptance.is_asked:
+            self._enough_rests = NUM_RESTS if num_accepted else self._enough_rests
             acceptance.learn(num_drafted, num_accepted)
+            self._of_all.learn(num_drafted, num_accepted)
 
     def _limits(
         self, proposer: Proposer, sequences: list[Sequence], num_decodes: int, num_context: int
@@ -169,30 +144,40 @@ class Drafting:
         """How many tokens to propose for each sequence; only those for which some pay."""
         if self._step_budget.times is None:
             return dict.fromkeys(sequences, proposer.num_tokens)
+        if self._num_calm:  # drafts did not pay in the last steps: looking costs time, too
+            self._num_calm -= 1
+            return {}
         times = self._step_budget.times()
         gained, step_s = float(num_decodes), times.decode_step_s(num_decodes, num_context)
-        drafted = [(each, self._acceptance_of(each).chances) for each in sequences]
+        for each in sequences:
+            if each.acceptance is None:
+                each.acceptance = Acceptance(self._of_all)
+        drafted = [(each, each.acceptance.chances) for each in sequences if each.acceptance]
         limits: dict[Sequence, int] = {}
         for place in range(proposer.num_tokens):
             least = times.per_sequence_s * gained / step_s
             drafted = [each for each in drafted if each[1][place] > least]
-            gain = sum(chances[place] for _, chances in drafted)
+            gain = sum([chances[place] for _, chances in drafted])
             cost_s = len(drafted) * times.per_sequence_s + proposer.token_s(len(drafted))
             if not drafted or gain * step_s <= gained * cost_s:
                 break
             gained, step_s = gained + gain, step_s + cost_s
             limits.update((sequence, place + 1) for sequence, _ in drafted)
-        for sequence in sequences:
-            if sequence not in limits:
-                self._acceptance[sequence].rest()
+        if not limits:
+            return self._try_again(sequences[0])
+        for each in sequences:
+            if each.acceptance is not None and each not in limits:
+                each.acceptance.rest()
         return limits
 
-    def _acceptance_of(self, sequence: Sequence) -> Acceptance:
-        found = self._acceptance.get(sequence)
-        if found is None:
-            assert self.proposer is not None
-            self._acceptance[sequence] = found = Acceptance(self.proposer.num_tokens)
-        return found
+    def _try_again(self, sequence: Sequence) -> dict[Sequence, int]:
+        """What to propose where nothing pays: nothing, and now and then one token."""
+        self._num_calm = NUM_CALM
+        self._num_rests += 1
+        if self._num_rests < self._enough_rests:
+            return {}
+        self._num_rests, self._enough_rests = 0, min(2 * self._enough_rests, MOST_RESTS)
+        return {sequence: 1}
 
 
 def _forced(sequence: Sequence) -> tuple[int, ...]:
@@ -205,9 +190,4 @@ def _forced(sequence: Sequence) -> tuple[int, ...]:
         if allowed.grammar_at is None or allowed.also:
             return ()
         state.begin_at(allowed.grammar_at)
-    return tuple(state.forced(sequence.tokens)[: min(MAX_FORCED, _num_places(sequence))])
-
-
-def _num_places(sequence: Sequence) -> int:
-    """The tokens of a draft that leave room for the one after it."""
-    return max(0, sequence.max_num_tokens - 1 - len(sequence.tokens))
+    return tuple(state.forced(sequence.tokens)[:MAX_FORCED])

@@ -50,6 +50,7 @@ class PromptLookup:
     """
 
     knows_ahead = True
+    spent_s = 0.0  # next to nothing
 
     def __init__(self, num_tokens: int, match_length: int) -> None:
         self.num_tokens = num_tokens

@@ -77,7 +77,7 @@ class Scheduler:
         self.step_budget = StepBudget(max_num_batched_tokens)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.drafting = Drafting(self.step_budget, proposer)
+        self.drafting = Drafting(self.step_budget, vocab_size, proposer)
         self.queues = queues = Queues()
         self.running, self.imported, self.waiting = queues.running, queues.imported, queues.waiting
         self.num_preempted = 0  # preemptions since the start
@@ -360,7 +360,7 @@ class Scheduler:
             block_size=self.pool.block_size,
         )
         if sequence.draft:
-            sequence.draft = usable(sequence, self.vocab_size)
+            sequence.draft = usable(sequence, sequence.draft, self.vocab_size)
         self.number(sequence)
         self.queues.by_id[sequence.request_id] = sequence
         sequence.watch_thinking()

@@ -16,6 +16,7 @@ from disagg.errors import ContextLengthExceeded, RequestError
 from disagg.messages import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
+    from disagg.engine.sched.acceptance import Acceptance
     from disagg.engine.sched.grammar import GrammarState
 
 NO_SLOT = -1
@@ -52,6 +53,7 @@ class Sequence:
     Written by one part each:
     arrival, num_queued: place in every queue, (priority, number, or -1 before it has one), and its
         share of `Queues.num_queued_tokens`; by `queues`.
+    acceptance: how far its drafts were right; by `drafting`. None: it had none.
     stream_since: start of its TPOT, and its number of tokens then; by `step_budget`. None: it does
         not decode yet.
     grammar_state: state of the answer in its grammar, if it has one; by the engine.
@@ -67,6 +69,7 @@ class Sequence:
 
     __slots__ = (
         "__weakref__",
+        "acceptance",
         "adapter",
         "adapter_slot",
         "arrival",
@@ -123,6 +126,7 @@ class Sequence:
         self.was_admitted = False
         self.num_cached_tokens = 0
         self.hand_over = hand_over
+        self.acceptance: Acceptance | None = None
         self.grammar_state: GrammarState | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if request.scores_prompt else None
         self.needs_host = self._has_rules or self.thinking is not None

@@ -28,10 +28,10 @@ from disagg.messages import SamplingParams, TokenLogprobs
 MAX_AHEAD = 128
 
 
-def usable(sequence: Sequence, vocab_size: int) -> tuple[int, ...]:
+def usable(sequence: Sequence, draft: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     """The part of a draft that can be accepted: valid token ids, with room for one token after."""
     num_places = max(0, sequence.max_num_tokens - 1 - len(sequence.tokens))
-    draft = sequence.draft[:num_places]
+    draft = draft[:num_places]
     unknown = (i for i, token_id in enumerate(draft) if not 0 <= token_id < vocab_size)
     return draft[: next(unknown, len(draft))]
 

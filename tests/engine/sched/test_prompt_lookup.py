@@ -36,7 +36,7 @@ def decoding(prompt: tuple[int, ...], output: tuple[int, ...] = (), **asked: Any
 
 def draft_for(sequence: Sequence, num_tokens: int = 4, match_length: int = 2) -> tuple[int, ...]:
     lookup = PromptLookup(num_tokens, match_length)
-    Drafting(StepBudget(64), lookup).propose([sequence], 0)
+    Drafting(StepBudget(64), 1000, lookup).propose([sequence], 0)
     return sequence.draft
 
 
@@ -66,7 +66,7 @@ def test_a_draft_leaves_a_place_for_the_token_after_it() -> None:
 
 def test_what_grew_is_found_and_nothing_is_indexed_twice() -> None:
     sequence, lookup = decoding((1, 2, 3)), PromptLookup(2, 2)
-    drafting = Drafting(StepBudget(64), lookup)
+    drafting = Drafting(StepBudget(64), 1000, lookup)
     seen = [tuple(sequence.draft)]
     for token_id in (9, 1, 2):
         sequence.tokens.append(token_id)

@@ -246,8 +246,8 @@ def test_no_block_is_named_after_a_wrong_token() -> None:
 def test_what_cannot_come_true_is_cut_off(
     draft: tuple[int, ...], max_tokens: int, used: tuple[int, ...]
 ) -> None:
-    sequence = new_sequence(PROMPT, BLOCK_SIZE, max_tokens, draft=draft)
-    assert usable(sequence, vocab_size=99) == used
+    sequence = new_sequence(PROMPT, BLOCK_SIZE, max_tokens)
+    assert usable(sequence, draft, vocab_size=99) == used
 
 
 def test_a_row_of_logits_belongs_to_the_sequence_with_so_much_of_its_draft() -> None:
