@@ -16,6 +16,7 @@ from disagg.api.http.app import AsgiApp
 from disagg.config import HttpConfig
 from disagg.errors import DisaggError, EngineFailed, StartupError, Unavailable
 from disagg.tools import chat
+from disagg.tools.server import Server
 from tests.api.apps import make_app
 from tests.api.fakes import CHATML, TOKENIZER, FakeGenerate, served_model
 
@@ -131,7 +132,7 @@ def test_an_interrupt_hangs_up_and_keeps_what_came(monkeypatch: pytest.MonkeyPat
         TEXT, finish=False, pause=lambda: asyncio.ensure_future(asyncio.sleep(0.002))
     )
     with served(make_app(generate)) as url:
-        conversation = chat.ChatSession(chat.Server(url), "tiny", {"max_tokens": 480})
+        conversation = chat.ChatSession(Server(url), "tiny", {"max_tokens": 480})
         pieces = conversation.ask("hi")
         assert next(piece.text for piece in pieces if piece.text) == "the"
         pieces.close()
@@ -166,7 +167,7 @@ def test_what_is_not_there_is_said() -> None:
         with pytest.raises(DisaggError, match="this server has tiny"):
             chat.run(arguments("--url", url, "--model", "nope", "--message", "hi"))
         with pytest.raises(DisaggError, match="There is no"):
-            chat.Server(url + "/elsewhere").first_model()
+            Server(url + "/elsewhere").first_model()
     with pytest.raises(Unavailable, match="disagg serve"):
         chat.run(arguments("--url", url, "--message", "hi"))
     with pytest.raises(StartupError, match="not a URL"):
@@ -181,7 +182,7 @@ def test_a_stream_that_breaks_off_is_not_an_answer() -> None:
             await send({"type": "http.response.body", "body": b'data: {"choices":[]}\n\n'})  # type: ignore[operator]
 
     with served(half) as url:  # type: ignore[arg-type]
-        conversation = chat.ChatSession(chat.Server(url), "tiny", {})
+        conversation = chat.ChatSession(Server(url), "tiny", {})
         with pytest.raises(Unavailable, match="closed the connection"):
             list(conversation.ask("hi"))
     assert conversation.turns == []
