@@ -129,7 +129,7 @@ $(BROWSER)/.ready: tests/ui/requirements.txt | $(TOOLS)
 	rm -rf $(BROWSER) && mkdir -p $(BROWSER)/axe
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(BROWSER) -r $<
 	@command -v npm >/dev/null || { echo "make test-ui: axe-core comes from npm, which is not installed." >&2; exit 1; }
-	cd $(BROWSER)/axe && npm pack --silent axe-core@4.14.1 && tar xzf *.tgz && rm *.tgz
+	cd $(BROWSER)/axe && npm pack --silent axe-core@4.14.1 >/dev/null && tar xzf *.tgz && rm *.tgz
 	touch $@
 
 test-ui: $(BROWSER)/.ready

@@ -13,10 +13,12 @@ steady clock of this process: clocks of nodes differ, and may be set while we ru
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -24,9 +26,10 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.config import AutoscalingContext
 from ray.util.metrics import Gauge
 
+from disagg.app import private_ray
 from disagg.config import ServeConfig, TierConfig
 from disagg.messages import Role
-from disagg.router.autoscale import Autoscaler, PoolTarget
+from disagg.router.autoscale import Autoscaler, PoolTarget, ScalingDecision
 from disagg.router.load_report import RequestTotals, read_pool_state, read_totals
 from disagg.router.worker_view import Pool
 
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 INGRESS = "Ingress"
 POLICY = "disagg.app.pool_policy:PoolPolicy"
 PERIOD_S = 1.0  # between reports, and between decisions
+NUM_DECISIONS = 20  # that are shown
 STALE_S = 5.0  # an ingress that has said nothing new for so long is ignored
 
 
@@ -73,6 +77,7 @@ class Scaler:
 
     Args:
         clock: seconds, steady.
+        tell: called with the last decisions, oldest first, when there is a new one.
     """
 
     def __init__(
@@ -80,7 +85,10 @@ class Scaler:
         tiers: Iterable[TierConfig],
         max_num_workers: int | None,
         clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[Sequence[ScalingDecision]], None] = lambda decisions: None,
     ) -> None:
+        self._tell = tell
+        self._decisions: deque[ScalingDecision] = deque(maxlen=NUM_DECISIONS)
         self._tiers = tuple(tiers)
         self._clock = clock
         self._pools: dict[str, Pool] = {
@@ -163,9 +171,31 @@ class Scaler:
             )
             for pool in self._pools.values()
         }
-        self._targets = self._autoscaler.decide(now, states)
+        earlier, self._targets = self._targets, self._autoscaler.decide(now, states)
         self._export()
+        self._tell_changes(earlier)
         return self._targets
+
+    def _tell_changes(self, earlier: Mapping[Pool, PoolTarget]) -> None:
+        changed = False
+        for pool, target in self._targets.items():
+            before = earlier[pool].num_workers if pool in earlier else self._num_present[pool]
+            if target.num_workers != before:
+                changed = True
+                predicted_s = target.predicted_s if math.isfinite(target.predicted_s) else None
+                self._decisions.append(
+                    ScalingDecision(
+                        time.time(),
+                        *pool,
+                        before,
+                        target.num_workers,
+                        predicted_s,
+                        target.slo_s,
+                        target.lacks,
+                    )
+                )
+        if changed:
+            self._tell(tuple(self._decisions))
 
     def _export(self) -> None:
         """Log and export the targets of all pools."""
@@ -206,5 +236,24 @@ def scaler_of(application: str, config: dict[str, Any]) -> Scaler:
     known = _scalers.get(application)
     if known is None or known[0] != config:
         tiers = msgspec.convert(config["tiers"], list[TierConfig])
-        known = _scalers[application] = config, Scaler(tiers, config["max_num_workers"])
+        scaler = Scaler(tiers, config["max_num_workers"], tell=partial(_publish, application))
+        known = _scalers[application] = config, scaler
     return known[1]
+
+
+def _publish(application: str, decisions: Sequence[ScalingDecision]) -> None:
+    """Let ingresses, which run in other processes, show the decisions."""
+    try:
+        private_ray.put_shared(_key_of(application), msgspec.json.encode(decisions))
+    except Exception:  # to show them is no condition of scaling
+        logger.exception("The autoscaler's decisions cannot be shown.")
+
+
+def last_decisions(application: str) -> list[ScalingDecision]:
+    """The last decisions on an application's pools, oldest first. Waits for Ray."""
+    found = private_ray.get_shared(_key_of(application))
+    return msgspec.json.decode(found, type=list[ScalingDecision]) if found else []
+
+
+def _key_of(application: str) -> str:
+    return f"scaling/{application}"

@@ -14,10 +14,12 @@ from ray.serve.handle import DeploymentHandle
 from disagg import logs, telemetry
 from disagg.api.http.app import AsgiApp, ask_nobody
 from disagg.app import membership, private_ray
+from disagg.app.autoscaling import is_scaled, last_decisions
 from disagg.app.haproxy import read_metrics
 from disagg.app.replica_port import bind_to_node, node_of_replica
 from disagg.config import ServeConfig
 from disagg.ingress.core import IngressCore
+from disagg.ingress.fleet_state import PERIOD_S
 from disagg.messages import WorkerRecord
 
 READY_WAIT_S = 30.0
@@ -53,6 +55,7 @@ class Ingress:
             names_replies=False,
         )
         self._loop = asyncio.get_running_loop()
+        self._following = asyncio.create_task(self._follow_scaling()) if is_scaled(config) else None
         membership.subscribe(self._membership_changed)
         for pool in pools:
             private_ray.subscribe(pool)  # to the membership
@@ -60,6 +63,16 @@ class Ingress:
         # still answers with a clear error.
         await self._core.wait_ready(READY_WAIT_S)
         gc.freeze()  # garbage collection then skips these long-lived objects and delays no stream
+
+    async def _follow_scaling(self) -> None:
+        """Show the autoscaler's decisions, which it makes in Serve's controller."""
+        application = serve.get_replica_context().app_name
+        while True:
+            try:
+                self._core.state.scaling = await asyncio.to_thread(last_decisions, application)
+            except Exception:
+                log.exception("The autoscaler's decisions cannot be read.")
+            await asyncio.sleep(PERIOD_S)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         load: dict[str, float] = self._core.load()
@@ -101,5 +114,7 @@ class Ingress:
 
     async def __del__(self) -> None:
         membership.unsubscribe(self._membership_changed)
+        if self._following is not None:
+            self._following.cancel()
         await self._core.close()
         telemetry.shutdown()

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.experimental import internal_kv
 
 TRIED = "2.60."
 # Methods of Ray's node that each start a Python process that we do not need, and that `ray.init`
@@ -95,3 +96,16 @@ def wrap_server(name: str, wrapper: Callable[..., Any]) -> None:
         )
     elif not isinstance(serves, functools.partial):  # not wrapped yet
         setattr(replica, name, functools.partial(wrapper, serves))
+
+
+_NAMESPACE = b"disagg"
+
+
+def put_shared(key: str, value: bytes) -> None:
+    """Keep a small value in Ray's GCS, where all processes of the cluster find it."""
+    internal_kv._internal_kv_put(key.encode(), value, overwrite=True, namespace=_NAMESPACE)
+
+
+def get_shared(key: str) -> bytes | None:
+    found: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=_NAMESPACE)
+    return found

@@ -222,7 +222,7 @@ class IngressCore:
                 now=now,
                 decided=metrics.cascade_decided,
             )
-        self._state = FleetState(
+        self.state = FleetState(
             config,
             ingress_id,
             metrics,
@@ -259,7 +259,7 @@ class IngressCore:
             readiness=self.readiness,
             metrics=metrics,
             explain=self._explanation,
-            show_fleet=self._state.show,
+            show_fleet=self.state.show,
             add_fleets=fleets_added,
             refresh=self._refresh_queue,
             beside=beside,
@@ -287,7 +287,7 @@ class IngressCore:
         self._index_room.check(sum(record.num_blocks for record in records))
         self.links.update(records)
         if self._sampling is None:
-            self._sampling = asyncio.create_task(self._state.keep_sampling())
+            self._sampling = asyncio.create_task(self.state.keep_sampling())
 
     def readiness(self) -> Readiness:
         """Whether every tier has a worker that accepts requests or may be scaled to zero.

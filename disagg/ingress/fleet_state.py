@@ -19,6 +19,7 @@ from disagg.api.http.metrics import ApiMetrics
 from disagg.config import AUTO, ServeConfig
 from disagg.ingress.fleet_metrics import MAX_PAIRS, WorkerReports
 from disagg.messages import Role, WorkerRecord, WorkerStatus
+from disagg.router.autoscale import ScalingDecision
 from disagg.router.load_report import Demand
 from disagg.time_model import StepFeatures, StepTimeModel
 
@@ -134,6 +135,7 @@ class Sample(msgspec.Struct, frozen=True):
 class ShownFleet(msgspec.Struct, frozen=True):
     """The response of `GET /debug/fleet`.
 
+    scaling: the autoscaler's last decisions, oldest first.
     refused, failed: requests since the start of this ingress, by reason and by error code.
     history: samples after `?since=UNIX_SECONDS`, oldest first; none without it.
     """
@@ -147,6 +149,7 @@ class ShownFleet(msgspec.Struct, frozen=True):
     failed: dict[str, float]
     history_period_s: float
     history: list[Sample]
+    scaling: list[ScalingDecision] = []
 
 
 class FleetState:
@@ -157,6 +160,9 @@ class FleetState:
         stands_by: returns whether a worker is a standby worker, by id.
         num_queued: returns how many requests of each model wait in this ingress.
         now: returns Unix time in seconds.
+
+    Attributes:
+        scaling: the autoscaler's last decisions, which whoever runs the ingress sets.
     """
 
     def __init__(
@@ -181,6 +187,7 @@ class FleetState:
         self._stands_by = stands_by
         self._num_queued = num_queued
         self._now = now
+        self.scaling: list[ScalingDecision] = []
         self._samples: deque[Sample] = deque(maxlen=NUM_SAMPLES)
         self._last_s = now()
         self._last_totals = self._totals()
@@ -209,6 +216,7 @@ class FleetState:
                 _by_first(self._metrics.sums("request_failure", "code")),
                 PERIOD_S,
                 [each for each in self._samples if each.unix_s > since],
+                self.scaling,
             )
         )
 

@@ -62,6 +62,19 @@ class PoolTarget(msgspec.Struct, frozen=True):
     lacks: str = ""
 
 
+class ScalingDecision(msgspec.Struct, frozen=True):
+    """A pool gets another size: for people, in `GET /debug/fleet`. Figures as in `PoolTarget`."""
+
+    unix_s: float
+    model: str
+    role: Role
+    num_before: int
+    num_workers: int
+    predicted_s: float | None  # None: without bound
+    slo_s: float
+    lacks: str
+
+
 class Autoscaler:
     """Keeps the recent load and the sizes that it needed; decides for all pools together.
 

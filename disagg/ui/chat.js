@@ -49,7 +49,7 @@ function showExamples(names) {
     ["A long document", "a prefill worker reads it, its KV moves", `${longDocument()}What is the code of Kate?`],
     ["The same document again", "most of it is cached now", `${longDocument()}List the codes of Anna, Oscar, Zoe.`],
   ];
-  if (names.includes("auto")) examples.push(["A hard sum for auto", "the small model passes it on", "What is 48217 plus 90345?", "auto"]);
+  if (names.includes("auto")) examples.push(["A hard sum for auto", "the small model passes it on", "What is 51234 plus 23456?", "auto"]);
   $("examples").replaceChildren(...examples.map(([title, what, text, model]) =>
     el("button", { type: "button", class: "example", onclick: () => { if (model) $("model").value = model; send(text); } }, el("b", {}, title), el("span", {}, what))));
 }

@@ -60,7 +60,7 @@ function take(said) {
   drawArrows(said);
   drawTransfers(said);
   drawRefusals(said);
-  drawEvents();
+  drawEvents(said);
 }
 
 /** A count's growth per second in the last seconds. */
@@ -151,6 +151,13 @@ function pulledBy(poll, id) {
   return worker ? worker.pulls.reduce((sum, each) => sum + each.nbytes, 0) : 0;
 }
 
+/** Measured bytes a second of pulls by the lane of a transfer, with all that a pull takes. */
+function speed(said, { destination, lane }) {
+  const pulls = said.workers.find((each) => each.worker_id === destination)?.pulls.filter((each) => each.lane === lane) ?? [];
+  const sum = (name) => pulls.reduce((total, each) => total + each[name], 0);
+  return sum("seconds") ? `${bytes(sum("nbytes") / sum("seconds"))}/s` : "";
+}
+
 function drawArrows(said) {
   for (const plane of document.querySelectorAll("#pools .arrows")) {
     const box = plane.getBoundingClientRect();
@@ -168,7 +175,7 @@ function drawArrows(said) {
       const path = `M${x1},${y1}C${box.width / 2},${y1} ${box.width / 2},${y2} ${x2},${y2}`;
       plane.append(svg("path", { d: path, class: "track" }), svg("path", { d: path, class: flow > 0 ? "flow moving" : "flow" }));
       if (shown.length <= 6) {
-        plane.append(svg("text", { x: box.width / 2, y: (y1 + y2) / 2 - 8, "text-anchor": "middle" }, `${bytes(each.bytes_per_s)}/s`));
+        plane.append(svg("text", { x: box.width / 2, y: (y1 + y2) / 2 - 8, "text-anchor": "middle" }, speed(said, each)));
       }
     }
   }
@@ -179,7 +186,7 @@ function drawTransfers(said) {
   const rows = said.transfers.slice(0, MAX_ARROWS).map((each) => el("li", {},
     el("span", { title: each.source }, shortName(each.source, models[each.source]).join(" ")), el("span", { class: "dim" }, " → "),
     el("span", { title: each.destination }, shortName(each.destination, models[each.destination]).join(" ")),
-    el("b", { class: "end" }, `${bytes(each.bytes_per_s)}/s${each.lane ? ` by ${each.lane}` : ""}`)));
+    el("b", { class: "end" }, `${speed(said, each)}${each.lane ? ` by ${each.lane}` : ""}`)));
   const now = rate((poll) => poll.workers.reduce((sum, each) => sum + pulledBy(poll, each.worker_id), 0));
   const total = said.workers.reduce((sum, each) => sum + pulledBy(said, each.worker_id), 0);
   $("transfers").replaceChildren(
@@ -214,7 +221,14 @@ function noteEvents(said) {
   events.length = Math.min(events.length, MAX_EVENTS);
 }
 
-function drawEvents() {
-  const rows = events.map(([unix, who, what]) => el("li", {}, el("time", { class: "dim" }, clock(unix)), ` ${who} `, el("b", {}, what)));
-  $("events").replaceChildren(...(rows.length ? rows : [el("li", { class: "dim" }, "No worker has come or gone in the last hour.")]));
+function describe({ role, num_before: before, num_workers: now, predicted_s: predicted, slo_s: goal, lacks }) {
+  const what = role === "prefill" ? "first token" : "token";
+  const why = predicted === null ? "" : `: predicts ${seconds(predicted)} a ${what}, of at most ${seconds(goal)}`;
+  return `scaled from ${before} to ${now}${why}${lacks ? `. ${lacks}` : ""}`;
+}
+
+function drawEvents({ scaling }) {
+  const scaled = scaling.map((each) => [each.unix_s, `${each.model}-${each.role}`, describe(each)]);
+  const rows = [...scaled, ...events].sort((one, other) => other[0] - one[0]).slice(0, MAX_EVENTS).map(([unix, who, what]) => el("li", {}, el("time", { class: "dim" }, clock(unix)), ` ${who} `, el("b", {}, what)));
+  $("events").replaceChildren(...(rows.length ? rows : [el("li", { class: "dim" }, "No worker has come or gone in the last hour, and no pool was scaled.")]));
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from disagg.app import autoscaling
 from disagg.app.autoscaling import INGRESS, Scaler, scaler_of, serve_options
 from disagg.app.pool_policy import PoolPolicy
 from disagg.config import AutoscalingConfig, PoolConfig, ServeConfig, TierConfig
+from disagg.router.autoscale import ScalingDecision
 from disagg.router.load_report import Demand, PoolState, report
 from disagg.time_model import StepTimeModel
 
@@ -114,8 +116,8 @@ def test_load_that_ingresses_report_grows_the_pool_and_no_load_shrinks_it(
 
 
 def test_prompts_that_wait_in_ingresses_are_helped_although_nobody_asks_any_more() -> None:
-    clock, ingresses = Clock(), Ingresses()
-    scaler = Scaler([TIER], None, clock)
+    clock, ingresses, told = Clock(), Ingresses(), list[Sequence[ScalingDecision]]()
+    scaler = Scaler([TIER], None, clock, told.append)
     sizes = []
     # 10 s of work in each ingress. Until help comes, one worker does 5 s of it, and four others do
     # the rest in as long.
@@ -125,6 +127,12 @@ def test_prompts_that_wait_in_ingresses_are_helped_although_nobody_asks_any_more
         scaler.num_wanted(asked(INGRESS, clock.now, 2, ingresses.say()))
         sizes.append(scaler.num_wanted(asked("toy-prefill", 0.0, 1, {})))
     assert sizes == [1, 5, 1]
+    assert len(told) == 2, "only changes are told"
+    assert [(each.role, each.num_before, each.num_workers) for each in told[-1]] == [
+        ("prefill", 1, 5),
+        ("prefill", 5, 1),
+    ]
+    assert all(each.slo_s == 0.5 for each in told[-1])
 
 
 def test_reports_that_stop_change_nothing_and_are_told_once(

@@ -31,12 +31,13 @@ def find_chromium() -> str:
     return found
 
 
+CHROMIUM = find_chromium()
+
+
 @pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
         # The sandbox needs rights that containers lack; it opens pages of this server only.
-        browser = await playwright.chromium.launch(
-            executable_path=find_chromium(), args=["--no-sandbox"]
-        )
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         await browser.close()

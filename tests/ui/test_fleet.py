@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import httpx
 from playwright.async_api import Browser, expect
 
+from disagg.router.autoscale import ScalingDecision
 from tests.ui.visit import LONG, Server, served_tiny, visited
 
 
@@ -32,6 +34,11 @@ async def test_a_worker_that_dies_leaves_the_page(browser: Browser, model: Path)
         await expect(page.locator(f"[data-worker={dying.record.worker_id}]")).to_have_count(0)
         await expect(cards).to_have_count(2)
         await expect(page.locator("#events")).to_contain_text(f"{dying.record.worker_id} left")
+        scaled = ScalingDecision(time.time(), "tiny", "decode", 1, 2, 0.061, 0.05, "")
+        server.cluster.ingress.state.scaling = [scaled]
+        await expect(page.locator("#events")).to_contain_text(
+            "tiny-decode scaled from 1 to 2: predicts 61\u202fms a token, of at most 50\u202fms"
+        )
         tier = server.cluster.config.tiers[0]
         new = await server.cluster.start_worker(tier, "decode")
         await expect(page.locator("#events")).to_contain_text(f"{new.record.worker_id} joined")
