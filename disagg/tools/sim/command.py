@@ -26,7 +26,7 @@ from disagg.time_model import NUM_STEP_FEATURES, StepTimeModel
 from disagg.tools.sim import grid
 from disagg.tools.sim.baselines import OURS, POLICIES
 from disagg.tools.sim.config import Fault, SimConfig, SmallTier
-from disagg.tools.sim.loads import LOADS, Load, make_load
+from disagg.tools.sim.loads import LOADS, USUAL_LOAD, Load, make_load
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest, read_trace
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--load",
         choices=LOADS,
-        default="conversations",
+        default=USUAL_LOAD,
         help="the made-up load, if there is no trace: " + "; ".join(map(_line, LOADS.items())),
     )
     add(

@@ -33,7 +33,7 @@ from disagg.errors import RequestError
 from disagg.host import usable_cores
 from disagg.tools.sim.baselines import FIXED_ROLES, NO_REFUSALS, OURS
 from disagg.tools.sim.config import H100_8B, L40S_8B, SimConfig
-from disagg.tools.sim.loads import make_load
+from disagg.tools.sim.loads import USUAL_LOAD, make_load
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
@@ -178,7 +178,9 @@ def run(args: argparse.Namespace, config: SimConfig, trace: Sequence[TraceReques
     num_workers = args.grid_workers
     if num_workers < 2:
         raise RequestError("A grid needs at least 2 workers.", param="grid_workers")
-    window = Window(trace[: args.num_requests or NUM_REQUESTS], "" if args.trace else args.load)
+    # Later turns of the usual load come long after the first ones, so its order alone is taken.
+    load = "" if args.trace is not None or args.load == USUAL_LOAD else args.load
+    window = Window(trace[: args.num_requests or NUM_REQUESTS], load)
     if math.isinf(config.ttft_slo_s):
         times = [config.times.prefill_s(each.num_prompt_tokens) for each in window.requests]
         slo_s = TTFT_PER_PREFILL * sum(times) / len(times)

@@ -322,3 +322,4 @@ LOADS: dict[str, Load] = {
         *(reasoning, flood, herd, shift, two_peaks, cliff),
     )
 }
+USUAL_LOAD = "conversations"
