@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, Field

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from disagg.adapters import Adapter
 from disagg.config import EngineConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.communicator import TorchCommunicator
@@ -100,6 +101,12 @@ class FakeFollowers:
     def allocate(self, num_blocks: int, max_num_seqs: int) -> None:
         for follower in self.followers.values():
             follower.allocate(num_blocks, max_num_seqs)
+
+    def load_adapter(self, adapter: Adapter) -> Future[None]:
+        raise AssertionError("adapters are tested with ranks in processes")
+
+    def forget_adapter(self, digest: str) -> None:
+        raise AssertionError("adapters are tested with ranks in processes")
 
     def follow(self, work: RankWork) -> None:
         frame = encode(work)

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import llguidance
 import pytest
 from hypothesis import given, settings

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import openai
 import pytest
 

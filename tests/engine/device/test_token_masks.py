@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import pytest
 import torch
 from hypothesis import assume, given, settings
