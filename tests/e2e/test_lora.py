@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from disagg.config import EngineConfig
-from tests.e2e.command import Command
+from tests.e2e.command import Command, with_stand_in
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.streams import PROMPTS, assert_same_text
 from tests.e2e.test_serve import num_pulls, until_pulled
@@ -43,7 +43,9 @@ def server(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Co
     flags = "--served-model-name tiny --dtype float32 --num-threads 1 --no-redis --ingress 2"
     modules = f"--lora-modules red={place / 'red'} green={place / 'green'}"
     home = tmp_path_factory.mktemp("lora")
-    command = Command(f"{place / 'tiny'} {flags} --enable-lora --max-loras 2 {modules}", home)
+    environment = {"PYTHONPATH": with_stand_in(), "DISAGG_TEST_HAND_OVER": "300"}
+    arguments = f"{place / 'tiny'} {flags} --enable-lora --max-loras 2 {modules}"
+    command = Command(arguments, home, environment)
     with command.killed_at_the_end():
         command.wait_ready()
         yield command
