@@ -256,7 +256,7 @@ def test_metrics_and_probes(server: Command, client: openai.OpenAI) -> None:
         assert answer.status_code == 200
         assert answer.headers.get_list("x-request-id") == ["mine"]
     metrics = plain_http.get(f"{server.url}/metrics").text
-    assert 'disagg_prompt_tokens_total{model_name="tiny",tenant="default"}' in metrics
+    assert "disagg_prompt_tokens_total{" in metrics
     assert metrics.count("disagg_worker_kv_cache_usage_perc{") == 3  # workers
     assert "disagg_kv_transfer_bytes_per_second{" in metrics
 

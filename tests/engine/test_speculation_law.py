@@ -44,8 +44,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 1.4},
     "top-k": {"temperature": 1.4, "top_k": 2},
-    "top-p": {"temperature": 1.4, "top_p": 0.6},
-    "min-p": {"temperature": 1.4, "min_p": 0.4},
+    "top-p": {"temperature": 2.8, "top_p": 0.9},
+    "min-p": {"temperature": 2.8, "min_p": 0.1},
     "bias": {"temperature": 1.4, "logit_bias": ((65, 1.0),)},
     "bad words": {"bad_words_token_ids": ((64, 65), (66, 66), (65, 64, 66))},
     "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": 0.5},
@@ -126,7 +126,7 @@ def draft_at(how: str, directory: Path, place: Path) -> str:
     """The path of a draft model that is as often right as `how` says."""
     if how == "same":
         return str(directory)
-    other = write_tiny_model(place / "tiny", seed=11)
+    other = write_tiny_model(place / "tiny", seed=11, inner=96)
     if how == "alike":
         weights = load_file(directory / "model.safetensors")
         rng = np.random.default_rng(1)

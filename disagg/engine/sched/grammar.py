@@ -20,7 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -70,13 +70,15 @@ _LIMITS: dict[str, Any] = {
 class Compiled:
     """A compiled grammar.
 
-    num_mask_nbytes: size of a mask, which has one bit for each token of the tokenizer.
+    vocab_size: number of the tokenizer's tokens; the model may have rows beyond them.
+    num_mask_nbytes: size of a mask, which has one bit for each of these tokens.
     num_followers: answers that have used it so far, each of which may have added lexer states.
     """
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher, num_mask_nbytes: int) -> None:
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocab_size: int) -> None:
         self.grammar = grammar
-        self.num_mask_nbytes = num_mask_nbytes
+        self.vocab_size = vocab_size
+        self.num_mask_nbytes = -(-vocab_size // 32) * 4
         self.num_followers = 0
         self._matcher = matcher
 
@@ -227,7 +229,7 @@ class Grammars:
         _probe(matcher)
         if self._timer() - began_s > self._max_compile_s:
             raise GrammarError("The grammar takes too long to compile; make it simpler.")
-        return Compiled(grammar, matcher, -(-tokenizer.vocab_size // 32) * 4)
+        return Compiled(grammar, matcher, tokenizer.vocab_size)
 
 
 class GrammarState:
@@ -311,7 +313,9 @@ class GrammarState:
     def num_allowed(self, tokens: Sequence[int], draft: Sequence[int]) -> int:
         """How many tokens of a draft the grammar allows. Args: see `fill_mask`."""
         self._advance(tokens, ())
-        return 0 if self._matcher.is_error() else self._matcher.validate_tokens(list(draft))
+        # The matcher takes a token that the tokenizer does not have for an error of the answer.
+        known = list(takewhile(self.compiled.vocab_size.__gt__, draft))
+        return 0 if self._matcher.is_error() else self._matcher.validate_tokens(known)
 
     def _advance(self, tokens: Sequence[int], draft: Sequence[int]) -> bool:
         """Bring the matcher behind these tokens. Returns whether it takes the draft."""
