@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from operator import attrgetter
 from typing import Protocol
 
 from disagg.engine.sched.acceptance import Acceptance
@@ -28,8 +27,6 @@ MAX_FORCED = 15  # tokens; with the one before them they are a tile of attention
 # many such times, and later after twice as many.
 NUM_CALM = 7
 NUM_RESTS, MOST_RESTS = 8, 512
-
-_GRAMMAR_STATE = attrgetter("grammar_state")
 
 
 class Proposer(Protocol):
@@ -92,15 +89,17 @@ class Drafting:
             False if a step must not be planned ahead, because drafts pay that cannot be made yet.
         """
         proposer = self.proposer
-        if proposer is None and not any(map(_GRAMMAR_STATE, running)):
-            return True
+        if proposer is None:  # one answer with a grammar costs the others nothing
+            running = [each for each in running if each.grammar_state is not None]
+            if not running:
+                return True
         others = []
         for sequence in running:
             is_decoding = len(sequence.tokens) - sequence.num_computed == 1
             # A sequence that is handed over leaves with its next token, so a draft is useless.
             if not is_decoding or sequence.hand_over or sequence.draft:
                 continue
-            if forced := usable(sequence, _forced(sequence), self._vocab_size):
+            if forced := _forced(sequence, self._vocab_size):
                 if len(forced) > ahead:
                     sequence.draft = forced
             elif sequence.takes_drafts:
@@ -180,7 +179,7 @@ class Drafting:
         return {sequence: 1}
 
 
-def _forced(sequence: Sequence) -> tuple[int, ...]:
+def _forced(sequence: Sequence, vocab_size: int) -> tuple[int, ...]:
     """The next tokens that the sequence's grammar forces."""
     state, thinking = sequence.grammar_state, sequence.thinking
     if state is None or sequence.sampling.has_penalties:
@@ -190,4 +189,4 @@ def _forced(sequence: Sequence) -> tuple[int, ...]:
         if allowed.grammar_at is None or allowed.also:
             return ()
         state.begin_at(allowed.grammar_at)
-    return tuple(state.forced(sequence.tokens)[:MAX_FORCED])
+    return usable(sequence, tuple(state.forced(sequence.tokens)[:MAX_FORCED]), vocab_size)
