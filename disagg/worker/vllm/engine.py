@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 from disagg.adapters import Adapter
 from disagg.config import TierConfig
 from disagg.errors import EngineCannot, StartupError, WorkerLost
+from disagg.host import free_port
 from disagg.messages import FinishReason, TokenLogprobs
 from disagg.worker.vllm.arguments import check_settings, check_version, engine_arguments
 from disagg.worker.vllm.prefixes import TheirEvent, read_batch
@@ -151,7 +151,7 @@ class VllmEngine:
         directory = tempfile.mkdtemp(prefix="disagg-vllm-")
         arguments = engine_arguments(tier, directory)
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port(host))
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # On CPUs: the threads that the worker's environment names, on no core of their own.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -351,10 +351,3 @@ def _logprobs(
         top = tuple((each, entry.logprob) for each, entry in likely)
         found.append(TokenLogprobs(row[token_id].logprob, top, row[token_id].rank))
     return tuple(found)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -280,7 +280,7 @@ class VllmWorker:
                 if first is None and output.token_ids:
                     first = output
                     if output.finish_reason == "stop" and len(output.token_ids) == 1:
-                        self._give(stream, output, output.finish_reason)
+                        self._give(stream, output)
                         return
                     self._give(stream, _first_token(output))
                 params = output.kv_transfer_params
@@ -298,7 +298,7 @@ class VllmWorker:
         async with contextlib.aclosing(self._engine.generate(prompt)) as outputs:
             async for output in outputs:
                 if output.token_ids or output.finish_reason is not None:
-                    self._give(stream, output, output.finish_reason)
+                    self._give(stream, output)
 
     def _prompt(self, stream: _VllmStream, max_tokens: int, params: dict[str, Any]) -> EnginePrompt:
         request = stream.request
@@ -321,11 +321,7 @@ class VllmWorker:
     # What goes to ingresses.
 
     def _give(
-        self,
-        stream: _VllmStream,
-        output: EngineOutput,
-        finish_reason: Any = None,
-        ticket: KVTicket | None = None,
+        self, stream: _VllmStream, output: EngineOutput, ticket: KVTicket | None = None
     ) -> None:
         if (stream.link_id, stream.start.stream_id) not in self._streams:
             return
@@ -334,7 +330,7 @@ class VllmWorker:
         delta = TokenDelta(
             stream.start.stream_id,
             output.token_ids,
-            finish_reason,
+            output.finish_reason,
             output.logprobs,
             # Tokens that a ticket brought were counted by the worker that computed them.
             output.num_cached_tokens if is_first and not stream.num_elsewhere else 0,

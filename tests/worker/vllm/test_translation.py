@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from disagg.blocks import hash_blocks, hash_root
-from disagg.config import EngineConfig
+from disagg.config import EngineConfig, SpeculativeConfig
 from disagg.errors import EngineCannot, StartupError
 from disagg.kvtransfer.ticket import Peer
 from disagg.messages import GenerateRequest, Grammar, KVEvent, SamplingParams, Thinking
@@ -164,6 +164,7 @@ def test_log_probabilities_have_the_token_apart_from_the_most_likely() -> None:
     [
         EngineConfig(nnodes=2, tensor_parallel_size=2),
         EngineConfig(kv_offloading_size=1.0),
+        EngineConfig(speculative_config=SpeculativeConfig(method="ngram")),
         EngineConfig(quantization="packed"),
         EngineConfig(engine_args={"model": "other"}),
     ],

@@ -131,16 +131,22 @@ async def test_the_router_finds_prefixes_from_kv_events(model: Path) -> None:
         await until(lambda: not index.num_blocks)
 
 
+async def held(
+    it: Fleet, num_new: int, prompt: list[int], **fields: Any
+) -> tuple[asyncio.Task[list[int]], int]:
+    """A request whose engine waits after so many tokens, and the number of its worker."""
+    for each in (0, 1):
+        it.engine(each).stops_at = num_new
+        it.engine(each).may_go_on.clear()
+    task = asyncio.create_task(it.tokens(prompt, **fields))
+    await until(lambda: it.engine(0).num_waits or it.engine(1).num_waits)
+    return task, 0 if it.engine(0).num_waits else 1
+
+
 async def test_a_request_goes_on_where_an_engine_died(model: Path) -> None:
     async with fleet(model, num_prefill=0, num_decode=2) as it:
-        for each in (0, 1):
-            it.engine(each).stops_at = 5
-            it.engine(each).may_go_on.clear()
         prompt = prompt_of(60)
-        task = asyncio.create_task(it.tokens(prompt))
-        await until(lambda: bool(it.engine(0).seen or it.engine(1).seen))
-        dying = 0 if it.engine(0).seen else 1
-        await until(lambda: it.engine(dying).num_waits == 1)
+        task, dying = await held(it, 5, prompt)
         it.engine(dying).is_dead = True
         with pytest.raises(EngineFailed):
             it.cluster.workers[dying].check_health()
@@ -153,13 +159,8 @@ async def test_a_request_goes_on_where_an_engine_died(model: Path) -> None:
 
 async def test_a_draining_worker_gives_its_requests_away(model: Path) -> None:
     async with fleet(model, num_prefill=0, num_decode=2) as it:
-        for each in (0, 1):
-            it.engine(each).stops_at = 3
-            it.engine(each).may_go_on.clear()
         prompt = prompt_of(60)
-        task = asyncio.create_task(it.tokens(prompt, max_tokens=400))
-        await until(lambda: bool(it.engine(0).seen or it.engine(1).seen))
-        leaving = 0 if it.engine(0).seen else 1
+        task, leaving = await held(it, 3, prompt, max_tokens=400)
         engine, staying = it.engine(leaving), it.engine(1 - leaving)
         staying.may_go_on.set()
         await it.cluster.stop_worker(it.cluster.workers[leaving], drain_s=0.2)
