@@ -38,10 +38,10 @@ from bench.report import finish, print_table
 from bench.serving_cluster import MODEL
 from bench.trees import ROOT, checked_out, environment_of
 from disagg.host import free_port
+from disagg.server_address import Address
 from disagg.tools.bench.endpoint import Endpoint, RequestTiming
 from disagg.tools.bench.generator import Generator
 from disagg.tools.bench.prompts import Session, Turn
-from disagg.tools.server import Address
 
 TARGET_US = 40
 LONG = 8000  # tokens: longer than any measurement

@@ -53,6 +53,7 @@ LAYERS = {
     "telemetry": 0,
     "logs": 0,
     "side_by_side": 0,
+    "server_address": 0,
 }
 
 # Third-party packages and the only places (path prefixes) that may import them.

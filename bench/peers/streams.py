@@ -11,8 +11,8 @@ import msgspec
 from bench.peers.checkpoint import WORD
 from bench.peers.children import NotRunning
 from bench.peers.limits import MODEL
+from disagg.server_address import Address
 from disagg.tools.bench.endpoint import Endpoint, RequestTiming
-from disagg.tools.server import Address
 
 
 async def complete(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
 
 import aiohttp
 
 from disagg.batch.ask import BATCH_HEADERS, Ask
 from disagg.batch.lines import BatchReply
 from disagg.config_checks import is_loopback
-from disagg.errors import StartupError, Unavailable
+from disagg.errors import Unavailable
+from disagg.server_address import address_of
 
 CONNECT_TIMEOUT_S = 30.0
 
@@ -30,10 +30,8 @@ async def asking(
     Raises:
         StartupError: it is not an http or https URL.
     """
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise StartupError(f"{url!r} is not a URL like http://127.0.0.1:8000.", param="url")
-    base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+    address = address_of(url)
+    base = f"{address.scheme}://{address.netloc}{address.prefix}"
     headers = dict(BATCH_HEADERS)
     if api_key:
         headers["authorization"] = f"Bearer {api_key}"
@@ -41,7 +39,7 @@ async def asking(
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(timeout_s, sock_connect=CONNECT_TIMEOUT_S),
-        trust_env=not is_loopback(parts.hostname),
+        trust_env=not is_loopback(address.host),
     ) as session:
 
         async def ask(path: str, body: bytes) -> BatchReply:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -27,6 +26,7 @@ from disagg.config import EngineConfig
 from disagg.errors import StartupError, Unauthorized, Unavailable
 from disagg.llm.async_llm import num_ahead
 from disagg.llm.local_config import fetch_models, local_config
+from disagg.tools.server import add_api_key
 
 NUM_AT_ONCE = 256  # requests to a server: it has places for more, or makes some wait
 SAY_S, DRAW_S = 10.0, 0.2  # seconds between lines of progress, and between its pictures
@@ -44,11 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server = parser.add_argument_group("by a server (batch work waits behind its other requests)")
     server.add_argument("--url", help="URL of a server with OpenAI's API")
-    server.add_argument(
-        "--api-key",
-        default=os.environ.get("DISAGG_API_KEY"),
-        help="API key of the server (default: the environment variable DISAGG_API_KEY)",
-    )
+    add_api_key(server)
     server.add_argument(
         "--concurrency",
         type=number,

@@ -10,17 +10,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import msgspec
 
 from disagg.config_checks import is_loopback
-from disagg.errors import DisaggError, StartupError, Unavailable
+from disagg.errors import DisaggError, Unavailable
+from disagg.server_address import DEFAULT_URL, address_of
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +26,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", default=DEFAULT_URL, help=f"URL of the server (default: {DEFAULT_URL})"
     )
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("DISAGG_API_KEY"),
-        help="API key of the server (default: the environment variable DISAGG_API_KEY)",
-    )
+    add_api_key(parser)
     parser.add_argument(
         "--timeout",
         type=float,
@@ -42,40 +36,17 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_api_key(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("DISAGG_API_KEY"),
+        help="API key of the server (default: the environment variable DISAGG_API_KEY)",
+    )
+
+
 def server_of(arguments: argparse.Namespace) -> Server:
     """Raises `StartupError` if the URL is none."""
     return Server(arguments.url, api_key=arguments.api_key, timeout_s=arguments.timeout)
-
-
-class Address(NamedTuple):
-    """Where a server is. `prefix` is the path before `/v1`."""
-
-    scheme: str
-    host: str
-    port: int
-    prefix: str
-
-    @property
-    def netloc(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-
-def address_of(url: str) -> Address:
-    """Read a URL, which may end with `/v1` and leave out the scheme.
-
-    Raises:
-        StartupError: it is not an http or https URL.
-    """
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    try:
-        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    except (KeyError, ValueError):
-        port = 0
-    if not port or not parts.hostname:
-        raise StartupError(f"{url!r} is not a URL like {DEFAULT_URL}.", param="url")
-    prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return Address(parts.scheme, parts.hostname, port, prefix)
 
 
 # The fields of responses that are read. Unknown fields are ignored, so any OpenAI server works.

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import httptools
 import msgspec
 
-from disagg.tools.server import Address, RefusedReply, StreamChunk, Usage
+from disagg.server_address import Address
+from disagg.tools.server import RefusedReply, StreamChunk, Usage
 
 _chunk = msgspec.json.Decoder(StreamChunk)
 _refusal = msgspec.json.Decoder(RefusedReply)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from disagg.errors import Unavailable
+from disagg.server_address import address_of
 from disagg.tools.bench.endpoint import Endpoint
 from disagg.tools.bench.generator import Generator, arrivals
 from disagg.tools.bench.prompts import (
@@ -29,7 +30,7 @@ from disagg.tools.bench.prompts import (
 )
 from disagg.tools.bench.result import BenchResult, finished
 from disagg.tools.bench.slo_search import HighestRate, search
-from disagg.tools.server import address_of, server_of
+from disagg.tools.server import server_of
 from disagg.tools.sim.report import percentile
 from disagg.tools.sim.trace import TraceRequest, read_trace
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from disagg.server_address import address_of
 from disagg.tools.bench.endpoint import ClientConnection, Endpoint, RequestTiming
-from disagg.tools.server import address_of
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
