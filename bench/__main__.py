@@ -22,8 +22,10 @@ BENCHES = (
     "batch",
     "first_minute",
     "host_step",
+    "lora",
     "routing",
     "serving_path",
+    "speculation",
 )
 PEERS = ("peers", "peers.serving", "peers.pair")  # install others' systems, some GB
 ALL = (*BENCHES, *PEERS)

@@ -10,7 +10,16 @@ import uvicorn
 
 from disagg import local
 from disagg.config import ServeConfig
+from disagg.config_checks import parse_config
 from disagg.worker.parts import Parts
+
+FLEET = parse_config(
+    {
+        "tiers": [{"model": "demo-small", "engine": {"num_threads": 1, "device": "cpu"}}],
+        "cluster_key": "of-a-test",
+        "transport": "local",
+    }
+)
 
 
 @asynccontextmanager

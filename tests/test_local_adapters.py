@@ -23,7 +23,7 @@ from disagg.local import LocalCluster
 from disagg.worker.worker import Worker
 from tests.e2e.single_engine import SingleEngine
 from tests.links.fakes import until
-from tests.tiny_model import tiny_parts, write_tiny_adapter, write_tiny_model
+from tests.tiny_model import tiny_parts, write_tiny_adapters
 
 ENGINE = EngineConfig(
     dtype="float32", num_threads=1, num_gpu_blocks_override=96, max_model_len=512, max_num_seqs=8
@@ -35,12 +35,7 @@ LONG = "a prompt with so many blocks that it is prefilled elsewhere: " * 4
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model `tiny`, adapters, and the model with each of them merged."""
-    place = tmp_path_factory.mktemp("adapters")
-    write_tiny_model(place / "tiny")
-    for seed, name in enumerate(NAMES):
-        write_tiny_adapter(place / name, place / f"merged-{name}", place / "tiny", seed=seed)
-    return place
+    return write_tiny_adapters(tmp_path_factory.mktemp("adapters"), NAMES)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,14 @@ def tiny_parts() -> Callable[..., Parts]:
         return replace(built, first_times=StepTimeModel())
 
     return build
+
+
+def write_tiny_adapters(place: Path, names: Iterable[str]) -> Path:
+    """A model `tiny`, adapters with these names, and the model with each of them merged."""
+    write_tiny_model(place / "tiny")
+    for seed, name in enumerate(names):
+        write_tiny_adapter(place / name, place / f"merged-{name}", place / "tiny", seed=seed)
+    return place
 
 
 def write_tiny_tokenizer(directory: Path) -> int:

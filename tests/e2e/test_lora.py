@@ -21,7 +21,7 @@ from tests.e2e.command import Command, with_stand_in
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.streams import PROMPTS, assert_same_text
 from tests.e2e.test_serve import num_pulls, until_pulled
-from tests.tiny_model import write_tiny_adapter, write_tiny_model
+from tests.tiny_model import write_tiny_adapters
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -30,12 +30,7 @@ NAMES = ("red", "green", "blue")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model `tiny`, adapters, and the model with each of them merged."""
-    place = tmp_path_factory.mktemp("adapters")
-    write_tiny_model(place / "tiny")
-    for seed, name in enumerate(NAMES):
-        write_tiny_adapter(place / name, place / f"merged-{name}", place / "tiny", seed=seed)
-    return place
+    return write_tiny_adapters(tmp_path_factory.mktemp("adapters"), NAMES)
 
 
 @pytest.fixture(scope="module")

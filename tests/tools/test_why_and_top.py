@@ -10,22 +10,13 @@ import msgspec
 import pytest
 
 from disagg.cli.main import main
-from disagg.config_checks import parse_config
 from disagg.ingress.admission_queue import Queued
 from disagg.ingress.core import Explanation
 from disagg.ingress.dispatch import Decision, WorkerVisit
 from disagg.router.cascade import Attempt, CascadeDecision, Verdict
 from disagg.router.route import Candidate, Route
 from disagg.tools.why import Stage, sentences, stages
-from tests.behind_uvicorn import served_port
-
-FLEET = parse_config(
-    {
-        "tiers": [{"model": "demo-small", "engine": {"num_threads": 1, "device": "cpu"}}],
-        "cluster_key": "of-a-test",
-        "transport": "local",
-    }
-)
+from tests.behind_uvicorn import FLEET, served_port
 
 
 async def test_a_request_is_told_and_the_fleet_is_shown(

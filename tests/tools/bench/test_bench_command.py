@@ -11,17 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from disagg.cli.main import main
-from disagg.config_checks import parse_config
 from disagg.tools.bench.result import read_result
-from tests.behind_uvicorn import served_port
-
-FLEET = parse_config(
-    {
-        "tiers": [{"model": "demo-small", "engine": {"num_threads": 1, "device": "cpu"}}],
-        "cluster_key": "of-a-test",
-        "transport": "local",
-    }
-)
+from tests.behind_uvicorn import FLEET, served_port
 
 
 async def test_a_load_test_with_its_report_and_its_comparison(
