@@ -66,14 +66,14 @@ def engine(directory: Path) -> Engine:
 
 
 def said(engine: Engine, grammar: Grammar | None, **asked: Any) -> tuple[Any, ...]:
-    """An answer, its log-probabilities to five digits, and how it ended."""
+    """An answer, its log-probabilities, and how it ended."""
     one = sequence(grammar, **asked)
     engine.submit(one)
     logprobs: list[float] = []
     last = None
     while engine.has_work:
         for event in engine.step():
-            logprobs += [round(each.logprob, 4) for each in event.logprobs or ()]
+            logprobs += [each.logprob for each in event.logprobs or ()]
             last = event.finish_reason or event.error
     return answer(one), logprobs, last
 
@@ -87,8 +87,10 @@ def test_every_draft(name: str, engine: Engine) -> None:
     before = engine.scheduler.num_drafted, engine.scheduler.num_accepted
     told = set()
     for seed in range(3):
-        expected = said(engine, grammar, seed=seed, **asked)
-        told.add(tuple(expected[0]))
+        tokens, logprobs, last = said(engine, grammar, seed=seed, **asked)
+        # Sums of float32 differ in their last bits with the rows of a step.
+        expected = tokens, pytest.approx(logprobs, abs=1e-3), last
+        told.add(tuple(tokens))
         for draft in product((*TOKENS, EOS_ID), repeat=2):
             assert said(engine, grammar, seed=seed, draft=draft, **asked) == expected, draft
     num_drafted = engine.scheduler.num_drafted - before[0]
