@@ -1,9 +1,10 @@
 """Tokens/s of the ways to answer many short prompts, in one run: `python -m bench.batch`
 
-`LLM.generate` in this process, `disagg batch` with a model of its own, `disagg batch` against a
-server in a process of its own, and that server's `/v1/batches`. All compute the same greedy answers
-of demo-small. Each is started, then timed from the first prompt to the last answer, one after
-another.
+`LLM.chat` in this process, `disagg batch` with a model of its own, `disagg batch` against a server
+in a process of its own, that server's `/v1/batches`, and a whole job of Ray Data; with --peers
+Ray's `ray.data.llm` too, with vLLM in its own environment. All compute the same greedy answers of
+demo-small. Each is started, then timed from the first prompt to the last answer, one after another;
+of a job of Ray Data the time of one with a batch of rows is taken off, which is that of its start.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,30 +29,26 @@ import aiohttp
 import uvicorn
 from msgspec.structs import replace
 
+from bench.peers.environments import ROOT, VLLM_VARIABLES, python_of
+from bench.ray_data import PARAMS, messages_of
 from bench.report import finish, print_table
 from disagg import LLM, SamplingParams, local
-from disagg.batch.ask import Ask, Patience
+from disagg.batch.ask import Patience
 from disagg.batch.over_http import asking
 from disagg.batch.run import AnswerFiles, run_batch
-from disagg.llm.async_llm import num_ahead
-from disagg.llm.local_config import local_config
+from disagg.config import ASSETS
+from disagg.llm.own_fleet import answering, local_config
 
-MODEL, MAX_TOKENS = "demo-small", 8
+MODEL = "demo-small"
 PATH = "/v1/chat/completions"
 NUM_AT_ONCE = 256  # as `disagg batch`
-
-
-def questions(number: int) -> list[list[dict[str, str]]]:
-    return [
-        [{"role": "user", "content": f"What is {each % 50} + {each % 37}?"}]
-        for each in range(number)
-    ]
+FEW = 64  # rows of a job of Ray Data that does little but begin
 
 
 def write_batch(file: Path, number: int) -> None:
     with file.open("w") as lines:
-        for each, messages in enumerate(questions(number)):
-            body = {"messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0}
+        for each in range(number):
+            body = {"messages": messages_of(each), **PARAMS}
             line = {"custom_id": str(each), "method": "POST", "url": PATH, "body": body}
             print(json.dumps(line), file=lines)
 
@@ -62,27 +62,45 @@ def by_llm(number: int) -> tuple[float, int]:
     """Seconds and tokens."""
     with LLM(MODEL) as llm:
         began_s = time.perf_counter()
-        outputs = llm.chat(questions(number), SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+        outputs = llm.chat(list(map(messages_of, range(number))), SamplingParams(**PARAMS))
         took_s = time.perf_counter() - began_s
     return took_s, sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-async def _timed(ask: Ask, num_at_once: int, source: Path, output: Path) -> tuple[float, int]:
-    began_s = time.perf_counter()
-    with closing(AnswerFiles(output, output.with_suffix(".errors"))) as files:
-        counts = await run_batch(source, files, Patience(ask), num_at_once)
-    assert counts.completed == counts.total, counts
-    return time.perf_counter() - began_s, num_tokens_in(output)
+async def _timed(
+    answering: AbstractAsyncContextManager[tuple[Patience, int]], source: Path, output: Path
+) -> tuple[float, int]:
+    async with answering as (ask, num_at_once):
+        began_s = time.perf_counter()
+        with closing(AnswerFiles(output, output.with_suffix(".errors"))) as files:
+            counts = await run_batch(source, files, ask, num_at_once)
+        assert counts.completed == counts.total, counts
+        return time.perf_counter() - began_s, num_tokens_in(output)
 
 
-async def by_own_model(source: Path, output: Path) -> tuple[float, int]:
-    async with local.running(local_config([MODEL], 0, 1, {})) as cluster:
-        return await _timed(cluster.post, num_ahead(cluster), source, output)
-
-
-async def by_server(url: str, source: Path, output: Path) -> tuple[float, int]:
+@contextlib.asynccontextmanager
+async def by_server(url: str) -> AsyncIterator[tuple[Patience, int]]:
     async with asking(url) as ask:
-        return await _timed(ask, NUM_AT_ONCE, source, output)
+        yield ask, NUM_AT_ONCE
+
+
+def by_ray_data(engine: str, python: str, model: str, number: int) -> tuple[float, int]:
+    """Without its start, if there are more rows than `FEW`."""
+    variables = VLLM_VARIABLES if engine == "vllm" else {}
+
+    def job(num: int) -> tuple[float, int]:
+        words = [python, "-m", "bench.ray_data", engine, model, str(num)]
+        done = subprocess.run(
+            words, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE, check=True
+        )
+        said = json.loads(done.stdout.splitlines()[-1])
+        return said["took_s"], said["num_tokens"]
+
+    start_s, few_tokens = job(min(number, FEW))
+    if number <= FEW:
+        return start_s, few_tokens
+    took_s, num_tokens = job(number)
+    return took_s - start_s, num_tokens - few_tokens
 
 
 async def by_endpoint(url: str, source: Path, output: Path) -> tuple[float, int]:
@@ -145,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.batch", description=__doc__)
     parser.add_argument("--number", type=int, default=10_000, help="prompts of each way")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal: figures mean nothing")
+    parser.add_argument("--peers", action="store_true", help="also ray.data.llm, with vLLM")
     arguments = parser.parse_args()
     number = 40 if arguments.tiny else arguments.number
     rows = []
@@ -155,14 +174,23 @@ def main() -> None:
 
         def note(way: str, timed: tuple[float, int]) -> None:
             took_s, num_tokens = timed
-            rate = {"prompts/s": number / took_s, "tokens/s": num_tokens / took_s}
-            rows.append({"way": way, "seconds": took_s, "tokens": num_tokens, **rate})
+            row = {"way": way, "seconds": took_s, "tokens": num_tokens}
+            rows.append({**row, "tokens/s": num_tokens / took_s})
 
         note("LLM.chat", by_llm(number))
-        note("disagg batch --model", asyncio.run(by_own_model(source, place / "own")))
+        note(
+            "disagg batch --model",
+            asyncio.run(_timed(answering([MODEL], {}), source, place / "own")),
+        )
         with served(place / "files") as url:
-            note("disagg batch --url", asyncio.run(by_server(url, source, place / "server")))
+            note(
+                "disagg batch --url", asyncio.run(_timed(by_server(url), source, place / "server"))
+            )
             note("/v1/batches", asyncio.run(by_endpoint(url, source, place / "endpoint")))
+        note("disagg.data", by_ray_data("disagg", sys.executable, MODEL, number))
+        if arguments.peers:
+            vllm = str(python_of("vllm"))
+            note("ray.data.llm", by_ray_data("vllm", vllm, str(ASSETS / MODEL), number))
     print_table(rows)
     finish("batch", rows, number=number)
 

@@ -3,7 +3,7 @@
     processor = build_processor(
         DisaggProcessorConfig(model_source="demo-small"),
         preprocess=lambda row: {"messages": [{"role": "user", "content": row["question"]}],
-                                "sampling_params": {"max_tokens": 16}, **row},
+                                "sampling_params": {"max_tokens": 16}},
         postprocess=lambda row: {"answer": row["generated_text"], "question": row["question"]},
     )
     dataset = processor(dataset)
@@ -21,11 +21,10 @@ from typing import Any
 
 import msgspec
 
-from disagg import local
-from disagg.batch.ask import Ask, Patience
+from disagg.batch.ask import Patience
 from disagg.batch.over_http import asking
 from disagg.errors import DisaggError, StartupError
-from disagg.llm.local_config import fetch_models, local_config
+from disagg.llm.own_fleet import answering
 
 Row = dict[str, Any]
 ERROR = "__inference_error__"  # the column of `should_continue_on_error`, as in `ray.data.llm`
@@ -48,11 +47,13 @@ class DisaggProcessorConfig:
         model: the name of the model there, if it serves several.
         api_key: the fleet's.
         engine_kwargs: settings of the own workers' engines, as those of `disagg.LLM`.
-        concurrency: number of actors; each has a worker of its own, or sends to the fleet.
+        concurrency: number of actors, or their least and largest number; each has a worker of its
+            own, or sends to the fleet.
         batch_size, max_concurrent_batches: rows of a batch, and batches at a time in an actor.
         num_gpus: of each actor; None: one for each rank if the cluster has GPUs.
-        should_continue_on_error: give a row that is refused the column `__inference_error__`,
-            instead of ending the job. A fleet that is full is no error: rows wait.
+        should_continue_on_error: a row that is refused does not end the job: its column
+            `__inference_error__`, else "", says why, and `postprocess` does not see it. A fleet
+            that is full is no error: rows wait.
     """
 
     model_source: str | None = None
@@ -79,7 +80,7 @@ class AnswerBatches:
     def __init__(self, config: DisaggProcessorConfig) -> None:
         self._config = config
         self._stack = AsyncExitStack()
-        self._started: asyncio.Task[Ask] | None = None
+        self._started: asyncio.Task[Patience] | None = None
 
     async def __call__(self, batch: Any) -> AsyncGenerator[dict[str, list[Any]], None]:
         rows: list[Row] = batch.to_pylist()
@@ -93,22 +94,22 @@ class AnswerBatches:
         """End the own workers, which otherwise end with the process."""
         await self._stack.aclose()
 
-    async def _start(self) -> Ask:
+    async def _start(self) -> Patience:
         config = self._config
         if config.url is not None:
             asks = asking(config.url, config.api_key)
-            return Patience(await self._stack.enter_async_context(asks))
-        fleet = local_config([str(config.model_source)], 0, 1, config.engine_kwargs)
-        await asyncio.to_thread(fetch_models, fleet)
-        return (await self._stack.enter_async_context(local.running(fleet))).post
+            return await self._stack.enter_async_context(asks)
+        own = answering([str(config.model_source)], config.engine_kwargs)
+        return (await self._stack.enter_async_context(own))[0]
 
-    async def _answer(self, ask: Ask, row: Row) -> Row:
+    async def _answer(self, ask: Patience, row: Row) -> Row:
         try:
             path, body = request_of(row, self._config.model)
             reply = await ask(path, msgspec.json.encode(body))
             if reply.status != 200:
                 raise DisaggError(reply.body[:1000].decode(errors="replace"))
-            return row | answer_of(msgspec.json.decode(reply.body))
+            fine = {ERROR: ""} if self._config.should_continue_on_error else {}
+            return row | answer_of(msgspec.json.decode(reply.body)) | fine
         except DisaggError as error:
             if not self._config.should_continue_on_error:
                 raise RuntimeError(f"A row was refused: {error.message} {row!r}"[:2000]) from error
@@ -161,27 +162,47 @@ def build_processor(
     """A function from a `ray.data.Dataset` to one with the answers.
 
     Args:
-        preprocess: makes `messages` or `prompt`, and `sampling_params` and `tools`, of a row; other
-            columns stay.
+        preprocess: makes `messages` or `prompt`, and `sampling_params` and `tools`, of a row; its
+            other columns stay.
         postprocess: makes a row of the result from all columns and `generated_text`,
             `generated_tokens`, `num_input_tokens`, `num_generated_tokens`, `finish_reason`.
     """
 
+    # Here, as Ray sends these functions to its processes.
+    def prepare(row: Row) -> Row:
+        return row if preprocess is None else row | preprocess(row)
+
+    def finish(row: Row) -> Row:
+        if row.get(ERROR) or postprocess is None:
+            return row
+        error = {ERROR: ""} if ERROR in row else {}
+        return postprocess(row) | error
+
     def process(dataset: Any) -> Any:
-        if preprocess is not None:
-            dataset = dataset.map(preprocess)
-        dataset = dataset.map_batches(
+        answered = dataset.map(prepare).map_batches(
             AnswerBatches,
             fn_constructor_args=(config,),
             batch_format="pyarrow",
             batch_size=config.batch_size,
-            concurrency=config.concurrency,
-            max_concurrency=config.max_concurrent_batches,
+            compute=_actors(config),
             num_gpus=_num_gpus(config),
+            udf_modifying_row_count=False,
         )
-        return dataset if postprocess is None else dataset.map(postprocess)
+        return answered.map(finish)
 
     return process
+
+
+def _actors(config: DisaggProcessorConfig) -> Any:
+    from ray.data import ActorPoolStrategy
+
+    num = config.concurrency
+    least, most = (num, num) if isinstance(num, int) else num
+    return ActorPoolStrategy(
+        min_size=least,
+        max_size=most,
+        max_concurrent_calls_per_actor=config.max_concurrent_batches,
+    )
 
 
 def _num_gpus(config: DisaggProcessorConfig) -> float:

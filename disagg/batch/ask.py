@@ -29,6 +29,7 @@ class Patience:
     """An `Ask` that tries again what was refused because the server is full, or has failed.
 
     Attributes:
+        once: asks without trying again.
         num_waiting: requests that wait to be tried again.
     """
 
@@ -38,7 +39,7 @@ class Patience:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._ask = ask
+        self.once = ask
         self._clock = clock
         self._sleep = sleep
         self._heard_s = clock()
@@ -49,7 +50,7 @@ class Patience:
         num_late, pause_s = 0, FIRST_PAUSE_S
         while True:
             try:
-                reply = await self._ask(path, body)
+                reply = await self.once(path, body)
             except Unavailable:
                 if self._clock() - self._heard_s > GIVE_UP_S:
                     raise

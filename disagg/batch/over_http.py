@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from disagg.batch.ask import BATCH_HEADERS, Ask
+from disagg.batch.ask import BATCH_HEADERS, Patience
 from disagg.batch.lines import BatchReply
 from disagg.config_checks import is_loopback
 from disagg.errors import Unavailable
@@ -17,15 +17,11 @@ CONNECT_TIMEOUT_S = 30.0
 
 
 @asynccontextmanager
-async def asking(
-    url: str, api_key: str | None = None, timeout_s: float | None = None
-) -> AsyncIterator[Ask]:
-    """An `Ask` of the server at `url`, which may end with `/v1`, with batch priority.
+async def asking(url: str, api_key: str | None = None) -> AsyncIterator[Patience]:
+    """Ask the server at `url`, which may end with `/v1`, with batch priority; while it is full,
+    requests wait. How long an answer may take is the server's to say.
 
     The environment's proxies apply, except to this machine.
-
-    Args:
-        timeout_s: for each request; None: the server decides.
 
     Raises:
         StartupError: it is not an http or https URL.
@@ -38,7 +34,7 @@ async def asking(
     async with aiohttp.ClientSession(
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(timeout_s, sock_connect=CONNECT_TIMEOUT_S),
+        timeout=aiohttp.ClientTimeout(None, sock_connect=CONNECT_TIMEOUT_S),
         trust_env=not is_loopback(address.host),
     ) as session:
 
@@ -53,4 +49,4 @@ async def asking(
                     " `disagg serve`, or give its address with --url."
                 ) from error
 
-        yield ask
+        yield Patience(ask)

@@ -20,7 +20,8 @@ from disagg.capacity.efficiency import ON_CPU
 from disagg.capacity.gpus import CPU_CORE, GPUS, gpu_called
 from disagg.capacity.roofline import Placement
 from disagg.capacity.shapes import KV_BITS, ModelShape, shape_of
-from disagg.config import EngineConfig
+from disagg.capacity.sizing import FleetPlan
+from disagg.config import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS, EngineConfig
 from disagg.models.description import ModelDescription
 from disagg.time_model import StepTimeModel
 
@@ -98,4 +99,25 @@ def step_sizes(
     return (
         next(n for n in NUMS_SEQS if decoded_per_s(n) >= least_per_s),
         next(n for n in NUMS_TOKENS if prompt_s(n) <= most_s),
+    )
+
+
+def step_sizes_of(fleet: FleetPlan) -> tuple[int, int]:
+    """Sequences and tokens of the largest step of workers on these GPUs.
+
+    Both pools have the same settings: those of the slower GPU.
+    """
+    every = [_step_sizes(pool.placement) for pool in fleet.pools]
+    return min(num_seqs for num_seqs, _ in every), min(num_tokens for _, num_tokens in every)
+
+
+def _step_sizes(worker: Placement) -> tuple[int, int]:
+    if worker.gpu is CPU_CORE:
+        return CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
+    return step_sizes(
+        worker.shape,
+        worker.gpu.name,
+        worker.kv,
+        worker.num_gpus,
+        expert_parallel=worker.expert_parallel,
     )

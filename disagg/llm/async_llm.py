@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import operator
 import reprlib
 import secrets
@@ -15,7 +14,6 @@ import msgspec
 from msgspec.structs import replace as with_fields
 from tqdm import tqdm
 
-from disagg import local
 from disagg.api.apis import CHAT, COMPLETIONS, Api
 from disagg.api.openai.fields import ChatRequest, CompletionRequest
 from disagg.api.openai.requests import understand_chat, understand_completion
@@ -24,17 +22,16 @@ from disagg.api.running_job import RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Caller
 from disagg.errors import DisaggError
-from disagg.llm.local_config import fetch_models, local_config
 from disagg.llm.outputs import RequestOutput, request_output
+from disagg.llm.own_fleet import local_config, num_ahead, own_fleet
 from disagg.llm.params import DEFAULT_MAX_TOKENS, SamplingParams
+from disagg.local import LocalCluster
 from disagg.side_by_side import side_by_side
 
 # A text, its token ids, or a dict with one of them: `prompt` or `prompt_token_ids`.
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
-
-NUM_AHEAD = 2  # requests that are sent, for each place in a batch
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -71,14 +68,12 @@ class AsyncLLM:
         self._config = local_config([model], num_prefill, num_decode, settings)
         self._name = self._config.tiers[0].name
         self._running = AsyncExitStack()
-        self._cluster: local.LocalCluster | None = None
+        self._cluster: LocalCluster | None = None
 
     async def start(self) -> AsyncLLM:
         """Load the model, which a first use downloads. Returns itself."""
         if self._cluster is None:
-            await asyncio.to_thread(fetch_models, self._config)
-            running = local.running(self._config)
-            self._cluster = await self._running.enter_async_context(running)
+            self._cluster = await self._running.enter_async_context(own_fleet(self._config))
         return self
 
     async def close(self) -> None:
@@ -190,15 +185,10 @@ class AsyncLLM:
         caller = Caller(asked.api.id_prefix + secrets.token_hex(16))
         return await service.prepare(asked.api, msgspec.json.encode(asked.fields), caller)
 
-    def _started(self) -> local.LocalCluster:
+    def _started(self) -> LocalCluster:
         if self._cluster is None:
             raise RuntimeError("The model is not loaded: use `async with`, or await start().")
         return self._cluster
-
-
-def num_ahead(cluster: local.LocalCluster) -> int:
-    """The number of requests to send at a time, so that no place in a batch waits for the next."""
-    return NUM_AHEAD * max(1, sum(worker.record.max_num_seqs for worker in cluster.workers))
 
 
 async def _numbered(asked: Sequence[Asked]) -> AsyncGenerator[tuple[int, Asked], None]:

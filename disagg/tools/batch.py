@@ -17,15 +17,13 @@ from time import monotonic
 
 from tqdm import tqdm
 
-from disagg import local
-from disagg.batch.ask import Ask, Patience
+from disagg.batch.ask import Patience
 from disagg.batch.over_http import asking
 from disagg.batch.run import AnswerFiles, Counts, run_batch
 from disagg.cli.engine_arguments import add_model_arguments, add_setting, number
 from disagg.config import EngineConfig
 from disagg.errors import StartupError, Unauthorized, Unavailable
-from disagg.llm.async_llm import num_ahead
-from disagg.llm.local_config import fetch_models, local_config
+from disagg.llm.own_fleet import answering
 from disagg.tools.server import add_api_key
 
 NUM_AT_ONCE = 256  # requests to a server: it has places for more, or makes some wait
@@ -95,33 +93,30 @@ def _so_far(counts: Counts) -> str:
 async def _run(
     arguments: argparse.Namespace, source: Path, into: tuple[Path, Path], counts: Counts
 ) -> None:
-    async with _server(arguments) as (ask, num_at_once):
-        patience = Patience(ask)
-        showing = asyncio.create_task(_show(counts, patience))
+    async with _answering(arguments) as (ask, num_at_once):
+        showing = asyncio.create_task(_show(counts, ask))
         try:
             with closing(AnswerFiles(*into)) as files:
-                await run_batch(source, files, patience, num_at_once, counts=counts)
+                await run_batch(source, files, ask, num_at_once, counts=counts)
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
 
 
 @asynccontextmanager
-async def _server(arguments: argparse.Namespace) -> AsyncIterator[tuple[Ask, int]]:
+async def _answering(arguments: argparse.Namespace) -> AsyncIterator[tuple[Patience, int]]:
     """Who answers, and how many requests it gets at a time."""
-    if arguments.url is not None:
-        async with asking(arguments.url, arguments.api_key) as ask:
-            reply = await ask("/tokenize", b"{}")  # raises Unavailable if there is no server
-            if reply.status in (401, 403):
-                raise Unauthorized(f"{arguments.url} does not accept the API key.", param="api_key")
-            yield ask, arguments.concurrency
+    if arguments.url is None:
+        named = ((name, getattr(arguments, name, None)) for name in EngineConfig.__struct_fields__)
+        settings = {name: value for name, value in named if value is not None}
+        async with answering(arguments.model, settings) as own:
+            yield own
         return
-    named = ((name, getattr(arguments, name, None)) for name in EngineConfig.__struct_fields__)
-    settings = {name: value for name, value in named if value is not None}
-    config = local_config(arguments.model, 0, 1, settings)
-    await asyncio.to_thread(fetch_models, config)
-    async with local.running(config) as cluster:
-        yield cluster.post, num_ahead(cluster)
+    async with asking(arguments.url, arguments.api_key) as ask:
+        reply = await ask.once("/tokenize", b"{}")  # raises Unavailable if there is no server
+        if reply.status in (401, 403):
+            raise Unauthorized(f"{arguments.url} does not accept the API key.", param="api_key")
+        yield ask, arguments.concurrency
 
 
 async def _show(counts: Counts, patience: Patience) -> None:

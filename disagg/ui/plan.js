@@ -4,9 +4,11 @@ import { $, askJson, bar, bytes, count, el, flops, percent, seconds, svg, usd } 
 
 const NAMES = {
   model: "Model", gpu: "GPU", weights: "Weights", kv: "KV cache", engine: "Efficiency of", link: "Network per GPU",
-  requests_per_s: "Requests per second", input_tokens: "Prompt tokens", output_tokens: "Answer tokens", ttft: "TTFT SLO (s)", tpot: "TPOT SLO (s)",
+  requests_per_s: "Requests per second", config: "Its config.json", tensor_parallel_size: "GPUs of a worker", input_tokens: "Prompt tokens", output_tokens: "Answer tokens", ttft: "TTFT SLO (s)", tpot: "TPOT SLO (s)",
 };
-const FLAGS = { requests_per_s: "requests-per-s", input_tokens: "input-tokens", output_tokens: "output-tokens", kv: "kv-cache-dtype" };
+const FLAGS = { kv: "kv-cache-dtype" }; // others have the names of their fields
+const CONFIG = "config.json";
+const NUMBERS = new Set(["requests_per_s", "tensor_parallel_size", "input_tokens", "output_tokens", "ttft", "tpot"]);
 let first = null;
 let timer = 0;
 let numAsked = 0; // answers to earlier questions are not drawn
@@ -34,10 +36,13 @@ async function load() {
 function drawForm({ choices, usd_per_gpu_hour: prices }) {
   const select = (name) => el("label", {}, NAMES[name], el("select", { name }, choices[name].map((value) =>
     el("option", { value, selected: value === String(first[name]) }, value || "assumption"))));
-  const number = (name, least, step) => el("label", {}, NAMES[name], el("input", { name, type: "number", min: least, step, value: first[name], required: true }));
+  const number = (name, least, step, required = true) => el("label", {}, NAMES[name], el("input", { name, type: "number", min: least, step, value: first[name] ?? "", required, placeholder: required ? "" : "the best" }));
+  const config = el("label", { hidden: true }, NAMES.config, el("textarea", { name: "config", rows: 4, spellcheck: false, placeholder: "the file of a model, pasted" }));
+  const model = select("model");
+  model.addEventListener("input", () => { config.hidden = model.querySelector("select").value !== CONFIG; });
   const gpus = el("fieldset", {}, el("legend", {}, "GPU, best of those chosen"), el("div", { class: "checks" }, choices.gpu.filter((gpu) => prices[gpu]).map((gpu) =>
     el("label", { class: "check" }, el("input", { type: "checkbox", name: "gpu", value: gpu, checked: first.gpu.includes(gpu) }), `${gpu} `, el("span", { class: "dim end" }, `${usd(prices[gpu])}/h`)))));
-  $("wishes").replaceChildren(select("model"), number("requests_per_s", 0.01, "any"),
+  $("wishes").replaceChildren(model, config, el("div", { class: "pair" }, number("requests_per_s", 0.01, "any"), number("tensor_parallel_size", 1, 1, false)),
     el("div", { class: "pair" }, number("input_tokens", 1, 1), number("output_tokens", 1, 1)),
     el("div", { class: "pair" }, number("ttft", 0.001, "any"), number("tpot", 0.0001, "any")), gpus,
     el("div", { class: "pair" }, select("weights"), select("kv")), el("div", { class: "pair" }, select("link"), select("engine")));
@@ -46,7 +51,7 @@ function drawForm({ choices, usd_per_gpu_hour: prices }) {
 function wishes() {
   const data = new FormData($("wishes"));
   const asked = { gpu: data.getAll("gpu") };
-  for (const [name, value] of data) if (name !== "gpu") asked[name] = typeof first[name] === "number" ? Number(value) : value;
+  for (const [name, value] of data) if (name !== "gpu" && value !== "") asked[name] = NUMBERS.has(name) ? Number(value) : value;
   return asked;
 }
 
@@ -54,6 +59,7 @@ async function compute() {
   const number = ++numAsked;
   if (!$("wishes").reportValidity()) return;
   const asked = wishes();
+  if (asked.model === CONFIG && !asked.config) return fail(new Error("Paste the config.json of a model."));
   $("report").setAttribute("aria-busy", "true");
   try {
     const said = await askJson("ui/plan", { json: asked });
@@ -85,9 +91,15 @@ function draw(said, asked) {
     el("div", { class: "pools-planned" }, fleet.pools.map(drawPool)),
     drawRoofline(fleet),
     drawComparison(said),
-    el("div", { class: "command" }, el("h2", {}, "The same in a terminal"), el("pre", { tabIndex: 0 }, command(asked)),
-      el("p", { class: "dim" }, "With --write DIR it also writes the files for Ray Serve and KubeRay.")),
+    el("div", { class: "command" }, el("h2", {}, "The same in a terminal"), el("pre", { tabIndex: 0 }, command(asked)), drawFiles(said.files)),
     el("ul", { class: "notes" }, el("li", {}, `All figures are ${said.kind}. Prices of ${said.prices_as_of}.`), said.notes.map((note) => el("li", {}, note))));
+}
+
+/** Links that save what `disagg plan --write` writes. */
+function drawFiles(files) {
+  if (typeof files === "string") return el("p", { class: "dim" }, files);
+  return el("p", { class: "row" }, "Files of --write, for Ray Serve and KubeRay:", Object.entries(files).map(([name, text]) =>
+    el("a", { download: name, href: URL.createObjectURL(new Blob([text], { type: "application/yaml" })) }, name)));
 }
 
 function drawPool(pool) {
@@ -148,6 +160,7 @@ function drawComparison(said) {
 }
 
 function command(asked) {
-  const words = Object.entries(asked).filter(([name, value]) => name !== "model" && name !== "gpu" && value !== "" && value !== first[name] || name === "requests_per_s");
-  return ["disagg plan", asked.model, ...asked.gpu.map((gpu) => `--gpu ${gpu}`), ...words.map(([name, value]) => `--${FLAGS[name] ?? name} ${value}`)].join(" ");
+  const words = Object.entries(asked).filter(([name, value]) => !["model", "config", "gpu"].includes(name) && value !== first[name] || name === "requests_per_s");
+  const model = asked.model === CONFIG ? "DIRECTORY" : asked.model;
+  return ["disagg plan", model, ...asked.gpu.map((gpu) => `--gpu ${gpu}`), ...words.map(([name, value]) => `--${FLAGS[name] ?? name.replaceAll("_", "-")} ${value}`)].join(" ");
 }

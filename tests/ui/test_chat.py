@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, Request, expect
 
 from tests.links.fakes import until
 from tests.tiny_model import write_tiny_model
@@ -21,9 +23,9 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def ask(page: Page, text: str, max_tokens: int | None = None) -> None:
     if max_tokens is not None:
-        await page.get_by_text("Settings").click()
+        await page.locator("#settings summary").click()
         await page.get_by_label("Max tokens").fill(str(max_tokens))
-        await page.get_by_text("Settings").click()
+        await page.locator("#settings summary").click()
     await page.get_by_label("Message").fill(text)
     await page.keyboard.press("Enter")
 
@@ -63,7 +65,7 @@ async def test_stop_ends_the_request_on_the_workers(browser: Browser, talker: Pa
         await expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
-async def test_a_message_is_edited_and_two_models_answer(browser: Browser, model: Path) -> None:
+async def test_a_message_is_edited(browser: Browser, model: Path) -> None:
     async with served_tiny(model) as server, visited(browser, server) as page:
         await ask(page, "first", max_tokens=4)
         await expect(page.locator(".way")).to_have_count(1)
@@ -73,6 +75,42 @@ async def test_a_message_is_edited_and_two_models_answer(browser: Browser, model
         await expect(page.locator("article")).to_have_count(0)
         await expect(page.get_by_label("Message")).to_have_value("first")
         await expect(page.get_by_label("compare")).to_be_hidden()  # there is one model
+
+
+async def test_two_models_answer_side_by_side(
+    browser: Browser, model: Path, tmp_path: Path
+) -> None:
+    """Each goes on with what it said itself."""
+    other = write_tiny_model(tmp_path / "other", seed=7)
+    async with served_tiny(model, other) as server, visited(browser, server) as page:
+        sent: dict[str, Any] = {}
+
+        def note(request: Request) -> None:
+            if request.url.endswith("chat/completions"):
+                sent[request.post_data_json["model"]] = request.post_data_json["messages"]
+
+        page.on("request", note)
+        await page.get_by_label("compare").check()
+        assert {await page.locator(f"#{name}").input_value() for name in ("model", "other")} == {
+            "tiny",
+            "other",
+        }
+        await page.locator("#settings summary").click()
+        await page.get_by_label("Temperature").fill("0")
+        await page.locator("#settings summary").click()
+        await ask(page, "first", max_tokens=5)
+        await expect(page.locator(".two .answer .way")).to_have_count(2)
+        await ask(page, "second")
+        await expect(page.locator(".two .answer .way")).to_have_count(4)
+        said = {}
+        for name in ("tiny", "other"):
+            question, answer, _ = sent[name]
+            body = {"model": name, "messages": [question], "temperature": 0, "max_tokens": 5}
+            async with httpx.AsyncClient(base_url=server.url) as client:
+                reply = (await client.post("/v1/chat/completions", json=body)).json()
+            said[name] = reply["choices"][0]["message"]["content"]
+            assert answer == {"role": "assistant", "content": said[name]}
+        assert said["tiny"] != said["other"]
 
 
 async def test_text_of_a_model_is_never_markup(browser: Browser, model: Path) -> None:

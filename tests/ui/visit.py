@@ -50,15 +50,18 @@ class Server:
         await self._task
 
 
-def tiny_config(model: Path, *, num_decode: int = 1, **http: Any) -> ServeConfig:
-    tier = TierConfig(
-        model=str(model),
-        engine=ENGINE,
-        prefill=PoolConfig(num_replicas=1),
-        decode=PoolConfig(num_replicas=num_decode),
-        ttft_slo_s=None,
+def tiny_config(*models: Path, num_decode: int = 1, **http: Any) -> ServeConfig:
+    tiers = tuple(
+        TierConfig(
+            model=str(model),
+            engine=ENGINE,
+            prefill=PoolConfig(num_replicas=1),
+            decode=PoolConfig(num_replicas=num_decode),
+            ttft_slo_s=None,
+        )
+        for model in models
     )
-    return ServeConfig(tiers=(tier,), transport="local", cluster_key="key", http=HttpConfig(**http))
+    return ServeConfig(tiers=tiers, transport="local", cluster_key="key", http=HttpConfig(**http))
 
 
 @contextlib.asynccontextmanager
@@ -70,8 +73,8 @@ async def served(config: ServeConfig, build: Any = None) -> AsyncIterator[Server
         await server.end()
 
 
-def served_tiny(model: Path, **options: Any) -> contextlib.AbstractAsyncContextManager[Server]:
-    return served(tiny_config(model, **options), tiny_parts())
+def served_tiny(*models: Path, **options: Any) -> contextlib.AbstractAsyncContextManager[Server]:
+    return served(tiny_config(*models, **options), tiny_parts())
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from disagg.config import CascadeConfig
 from disagg.tools.calibrate.calibration import Compared, Curve, Point, min_num_prompts, replay
-from disagg.tools.yaml_text import to_yaml
+from disagg.yaml_text import to_yaml
 
 SHARES = (0.5, 0.8, 0.95)  # shares of the recovered accuracy gap at which costs are reported
 NUM_ROWS = 12

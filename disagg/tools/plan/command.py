@@ -14,6 +14,15 @@ from pathlib import Path
 
 import msgspec
 
+from disagg.capacity.deployment import (
+    KUBERAY_FILE,
+    SERVE_FILE,
+    Written,
+    check_servable,
+    files_of,
+    not_served,
+    served_model,
+)
 from disagg.capacity.efficiency import ENGINES
 from disagg.capacity.gpus import (
     CPU_CORE,
@@ -30,14 +39,6 @@ from disagg.cli.engine_arguments import number
 from disagg.errors import StartupError
 from disagg.tools.plan.play import play, why_not_played
 from disagg.tools.plan.report import report, show
-from disagg.tools.plan.write import (
-    Written,
-    check_directory,
-    check_servable,
-    not_served,
-    served_model,
-    write,
-)
 from disagg.tools.sim.trace import read_trace
 from disagg.tools.terminal import console, print_json
 
@@ -161,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
                 param=name,
             )
     if args.write is not None:
-        check_directory(args.write, args.force)
+        _check_directory(args.write, args.force)
     elif args.force:
         raise StartupError(
             "--force only lets --write overwrite files: add --write DIR, or leave out --force.",
@@ -210,11 +211,30 @@ def _wishes(args: argparse.Namespace) -> Wishes:
 def _write(
     args: argparse.Namespace, shape: ModelShape, fleet: FleetPlan, load: Workload, slo: Slo
 ) -> list[str]:
-    """Write the fleet; returns a note with the paths."""
+    """Write the fleet; returns a note with the paths. Raises `StartupError` if it cannot."""
     model = served_model(args.model, shape.repository)
     command = shlex.join(["disagg", *args.words])
-    plan = Written(fleet, load, slo, link_of(args.link), model, command)
-    return [f"Written: {', '.join(map(str, write(args.write, plan)))}."]
+    files = files_of(Written(fleet, load, slo, link_of(args.link), model, command))
+    try:
+        args.write.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (args.write / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StartupError(f"Cannot write to {args.write}: {error}.", param="write") from error
+    return [f"Written: {', '.join(str(args.write / name) for name in files)}."]
+
+
+def _check_directory(directory: Path, force: bool) -> None:
+    """Raises `StartupError` if the files cannot be written or exist already."""
+    if directory.exists() and not directory.is_dir():
+        raise StartupError(f"{directory} is a file; --write needs a directory.", param="write")
+    there = [name for name in (SERVE_FILE, KUBERAY_FILE) if (directory / name).exists()]
+    if there and not force:
+        raise StartupError(
+            f"{directory} already has {' and '.join(there)}; overwrite with --force, or give"
+            " another directory.",
+            param="write",
+        )
 
 
 def _load(args: argparse.Namespace) -> tuple[Workload, list[str]]:

@@ -12,12 +12,10 @@ import random
 import msgspec
 
 from disagg.capacity.advice import Advice
-from disagg.capacity.gpus import CPU_CORE
 from disagg.capacity.roofline import Placement
 from disagg.capacity.sizing import TRANSFER_LATENCY_S, FleetPlan, num_links
-from disagg.capacity.worker_steps import step_sizes
+from disagg.capacity.worker_steps import step_sizes_of
 from disagg.capacity.workload import Slo, Workload
-from disagg.config import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS
 from disagg.errors import StartupError
 from disagg.queueing import QUANTILE
 from disagg.tools.sim.config import SimConfig
@@ -118,27 +116,6 @@ def _requests(load: Workload, slo: Slo) -> list[TraceRequest]:
         now += rng.expovariate(load.requests_per_s)
         requests.append(TraceRequest(now, *rng.choice(load.lengths)))
     return requests
-
-
-def step_sizes_of(fleet: FleetPlan) -> tuple[int, int]:
-    """Sequences and tokens of the largest step of workers on these GPUs.
-
-    Both pools have the same settings: those of the slower GPU.
-    """
-    every = [_step_sizes(pool.placement) for pool in fleet.pools]
-    return min(num_seqs for num_seqs, _ in every), min(num_tokens for _, num_tokens in every)
-
-
-def _step_sizes(worker: Placement) -> tuple[int, int]:
-    if worker.gpu is CPU_CORE:
-        return CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
-    return step_sizes(
-        worker.shape,
-        worker.gpu.name,
-        worker.kv,
-        worker.num_gpus,
-        expert_parallel=worker.expert_parallel,
-    )
 
 
 def _play(

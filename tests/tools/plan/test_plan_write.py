@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from disagg.capacity.deployment import Written, files_of
 from disagg.capacity.device_plan import plan_devices
 from disagg.capacity.gpus import CPU_CORE, GPUS
 from disagg.capacity.roofline import placements
@@ -22,7 +23,6 @@ from disagg.cli.serve_arguments import add_arguments
 from disagg.cli.serve_config import config_from_arguments
 from disagg.devices import Device, Gpus
 from disagg.errors import StartupError
-from disagg.tools.plan.write import Written, write
 from tests.pods import check_pods, config_of
 from tests.tools.plan.test_plan import refused
 
@@ -209,7 +209,7 @@ def test_a_pool_on_cpus_beside_one_on_gpus_is_not_written(tmp_path: Path) -> Non
         load = Workload(1.0, [(100, 20)])
         plan = Written(fleet, load, Slo(1.0, 0.05), 1e9, "demo-large", "disagg plan")
         with pytest.raises(StartupError, match="one pool on CPUs and one on GPUs"):
-            write(tmp_path / "fleet", plan)
+            files_of(plan)
     assert not (tmp_path / "fleet").exists()
 
 

@@ -1,4 +1,4 @@
-"""`disagg plan --write`: writes the advised fleet as a YAML file for Ray Serve and for KubeRay.
+"""The advised fleet as a YAML file for Ray Serve, and one for KubeRay.
 
 Both files describe the same workers, with the advice's pools, GPUs, step sizes, KV formats and
 SLOs. They contain no secrets; the application reads those from environment variables. KubeRay's is
@@ -21,12 +21,12 @@ from disagg.capacity.gpus import CPU_CORE
 from disagg.capacity.roofline import MEMORY_SHARE
 from disagg.capacity.shapes import ModelShape
 from disagg.capacity.sizing import TRANSFER_LATENCY_S, FleetPlan, Pool, num_links
+from disagg.capacity.worker_steps import step_sizes_of
 from disagg.capacity.workload import Slo, Workload
 from disagg.config import ASSETS
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
-from disagg.tools.plan.play import step_sizes_of
-from disagg.tools.yaml_text import to_yaml
+from disagg.yaml_text import to_yaml
 
 SERVE_FILE, KUBERAY_FILE = "serve.yaml", "rayservice.yaml"
 CLUSTER_KEY, API_KEY = "DISAGG_CLUSTER_KEY", "DISAGG_API_KEY"
@@ -67,19 +67,6 @@ class Written(msgspec.Struct, frozen=True):
     @property
     def has_unlike_gpus(self) -> bool:
         return len({pool.placement.gpu.name for pool in self.fleet.pools}) > 1
-
-
-def check_directory(directory: Path, force: bool) -> None:
-    """Raises `StartupError` if the files cannot be written or exist already."""
-    if directory.exists() and not directory.is_dir():
-        raise StartupError(f"{directory} is a file; --write needs a directory.", param="write")
-    there = [name for name in (SERVE_FILE, KUBERAY_FILE) if (directory / name).exists()]
-    if there and not force:
-        raise StartupError(
-            f"{directory} already has {' and '.join(there)}; overwrite with --force, or give"
-            " another directory.",
-            param="write",
-        )
 
 
 def not_served(shape: ModelShape, weights: str, kv: str) -> list[str]:
@@ -125,25 +112,18 @@ def _check_gpus(fleet: FleetPlan) -> None:
         )
 
 
-def write(directory: Path, plan: Written) -> list[Path]:
-    """Write both files; returns their paths. Raises `StartupError` if it cannot."""
+def files_of(plan: Written) -> dict[str, str]:
+    """The text of both files, by name. Raises `StartupError` if `disagg serve` cannot serve it."""
     _check_gpus(plan.fleet)
     args = serve_args(plan, plan.model)
     parse_config({**args, "cluster_key": "as the environment says"})  # raises if it is invalid
     here = _serve("127.0.0.1" if plan.is_on_cpu else ALL_HOSTS, args)
     on_pods = _serve(ALL_HOSTS, serve_args(plan, _on_pods(plan.model), by_role=True))
-    texts = {
+    return {
         SERVE_FILE: _header(plan, _SERVE_NOTES + _places(plan)) + to_yaml(here),
         KUBERAY_FILE: _header(plan, _KUBERAY_NOTES + _selectors(plan))
         + to_yaml(*_on_kuberay(plan.pools, to_yaml(on_pods))),
     }
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (directory / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StartupError(f"Cannot write to {directory}: {error}.", param="write") from error
-    return [directory / name for name in texts]
 
 
 def _on_kuberay(pools: Mapping[str, Pool], serve: str) -> list[dict[str, Any]]:

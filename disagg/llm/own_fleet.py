@@ -1,17 +1,22 @@
-"""The configuration of a fleet in this process."""
+"""A fleet in this process: its configuration, and its life."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
+from disagg.batch.ask import Patience
 from disagg.config import EngineConfig, ServeConfig
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
+from disagg.local import LocalCluster, running
 from disagg.models.hub import fetch_model
 
+NUM_AHEAD = 2  # requests that are sent, for each place in a batch
 NO_DEADLINE_S = 30 * 86_400.0  # of requests: nobody waits for them but this program
 
 log = logging.getLogger("disagg.llm")
@@ -70,8 +75,29 @@ def local_config(
     )
 
 
-def fetch_models(config: ServeConfig) -> None:
-    """Download models that are not on this machine yet. Raises `StartupError`."""
+@asynccontextmanager
+async def own_fleet(config: ServeConfig) -> AsyncIterator[LocalCluster]:
+    """The fleet in this process, after its models were downloaded. Raises `StartupError`."""
     for tier in config.tiers:
         for named in tier.models:
-            fetch_model(*named, lambda event, text, **fields: log.info("%s", text))
+            await asyncio.to_thread(fetch_model, *named, _log)
+    async with running(config) as cluster:
+        yield cluster
+
+
+def num_ahead(cluster: LocalCluster) -> int:
+    """The number of requests to send at a time, so that no place in a batch waits for the next."""
+    return NUM_AHEAD * max(1, sum(worker.record.max_num_seqs for worker in cluster.workers))
+
+
+@asynccontextmanager
+async def answering(
+    models: Sequence[str], settings: Mapping[str, Any]
+) -> AsyncIterator[tuple[Patience, int]]:
+    """Who answers batch work with models in this process, and how many requests at a time."""
+    async with own_fleet(local_config(models, 0, 1, settings)) as cluster:
+        yield Patience(cluster.post), num_ahead(cluster)
+
+
+def _log(event: str, text: str, **fields: Any) -> None:
+    log.info("%s", text)
