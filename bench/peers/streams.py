@@ -37,7 +37,7 @@ async def complete(
     endpoint = Endpoint(address, "/v1/completions", now=time.perf_counter)
     timing = RequestTiming(due_s=time.perf_counter())
     await endpoint.ask(msgspec.json.encode(body), timing)
-    endpoint.close()
+    await endpoint.close()
     if timing.error:
         raise NotRunning(f"{timing.error}: {timing.message}")
     if timing.num_output_tokens != num_new:

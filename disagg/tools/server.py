@@ -127,7 +127,7 @@ class Server:
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         address = address_of(url)
-        self._prefix = f"{address.scheme}://{address.netloc}{address.prefix}"
+        self._prefix = address.root
         is_here = is_loopback(address.host) or address.host in ("0.0.0.0", "::")
         self._open = urllib.request.build_opener(
             urllib.request.ProxyHandler({} if is_here else None)

@@ -31,7 +31,7 @@ function filled(node, props, children) {
 // Numbers
 
 const THIN = "\u202f";
-const digits = (value, places) => value.toLocaleString("en", { maximumFractionDigits: places });
+export const digits = (value, places) => value.toLocaleString("en", { maximumFractionDigits: places, signDisplay: "negative" });
 
 export function count(value) {
   return digits(value, 0);

@@ -4,7 +4,7 @@ import { $, askJson, bar, bytes, count, el, flops, percent, seconds, svg, usd } 
 
 const NAMES = {
   model: "Model", gpu: "GPU", weights: "Weights", kv: "KV cache", engine: "Efficiency of", link: "Network per GPU",
-  requests_per_s: "Requests per second", config: "Its config.json", tensor_parallel_size: "GPUs of a worker", input_tokens: "Prompt tokens", output_tokens: "Answer tokens", ttft: "TTFT SLO (s)", tpot: "TPOT SLO (s)",
+  requests_per_s: "Requests/s", config: "Its config.json", tensor_parallel_size: "GPUs of a worker", input_tokens: "Prompt tokens", output_tokens: "Answer tokens", ttft: "TTFT SLO (s)", tpot: "TPOT SLO (s)",
 };
 const FLAGS = { kv: "kv-cache-dtype" }; // others have the names of their fields
 const CONFIG = "config.json";

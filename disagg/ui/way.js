@@ -1,6 +1,6 @@
 // The way of one answer, drawn from GET /debug/requests/{id}.
 
-import { bar, bytes, count, el, seconds, shortName } from "./common.js";
+import { bar, bytes, count, digits, el, seconds, shortName } from "./common.js";
 
 const STAGES = {
   queue: "queue", prefill: "prefill", transfer: "KV transfer", wait: "wait for the batch",
@@ -87,7 +87,7 @@ const REASONS = {
 function drawCascade({ signal, attempts }) {
   const steps = attempts.map(({ model, reason, verdict, threshold }) => {
     const why = verdict && threshold !== null
-      ? ` (${signal} log-probability ${verdict.value.toFixed(2)} ${verdict.is_sure ? "≥" : "<"} ${threshold.toFixed(2)} after ${verdict.num_tokens} token${verdict.num_tokens > 1 ? "s" : ""})` : "";
+      ? ` (${signal} log-probability ${digits(verdict.value, 2)} ${verdict.is_sure ? "≥" : "<"} ${digits(threshold, 2)} after ${verdict.num_tokens} token${verdict.num_tokens > 1 ? "s" : ""})` : "";
     return el("li", {}, el("b", {}, model), ` ${REASONS[reason] ?? `failed: ${reason}`}${why}`);
   });
   return el("div", { class: "cascade" }, el("span", { class: "dim" }, "auto"), el("ol", {}, steps));

@@ -5,19 +5,22 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
+from io import StringIO
 from typing import NamedTuple
 
-from disagg.tools.bench.result import METRICS, QUANTILES, BenchResult
+from rich.console import Console
+
+from disagg.tools.bench.result import METRICS, BenchResult, compare
+from disagg.tools.bench.tables import print_differences, print_result
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 250, 56, 36, 14
 _MAX_POINTS = 400  # of one line
 _NUM_TICKS = 5
+_COLUMNS = 110  # characters of the page's width
 _STYLE = """
 :root{color-scheme:light dark;--run0:#2563eb;--run1:#d97706;--run2:#059669;--run3:#9333ea}
 @media(prefers-color-scheme:dark){:root{--run0:#7aa7ff;--run1:#fbbf24;--run2:#34d399;--run3:#c084fc}}
 body{font:15px/1.5 system-ui,sans-serif;max-width:980px;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .8em;text-align:right}
-th{border-bottom:1px solid;font-weight:600}td:first-child,th:first-child{text-align:left}
 .charts{display:flex;flex-wrap:wrap;gap:1em}figure{margin:0;max-width:100%}
 svg{max-width:100%;height:auto;font:11px system-ui,sans-serif;fill:currentColor}
 .grid{stroke:currentColor;opacity:.15}pre{white-space:pre-wrap;font-size:12px}
@@ -33,7 +36,7 @@ class Series(NamedTuple):
 
 
 def page(results: dict[str, BenchResult]) -> str:
-    """The report of one run or of several, by name."""
+    """The report of one run or of two, by name."""
     runs = list(results.values())
     legend = "".join(
         f'<li><b style="color:var(--run{i % 4})">{html.escape(name)}</b>: {html.escape(each.model)}'
@@ -76,36 +79,20 @@ def page(results: dict[str, BenchResult]) -> str:
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>disagg bench</title>'
-        f"<style>{_STYLE}</style><h1>Load test</h1><ul>{legend}</ul>{_table(results)}"
+        f"<style>{_STYLE}</style><h1>Load test</h1><ul>{legend}</ul>{_figures(results)}"
         f'<div class="charts">{"".join(charts)}</div></html>\n'
     )
 
 
-def _table(results: dict[str, BenchResult]) -> str:
-    names = [
-        *("completed", "failed", "request_throughput", "output_throughput"),
-        *("request_goodput", "slo_attainment", "late_sends"),
-        *(f"{name}_{m}_ms" for m in (*METRICS, "itl") for name in ("mean", *QUANTILES)),
-    ]
-    runs = results.values()
-    rows = "".join(
-        f"<tr><td>{name}</td>"
-        + "".join(f"<td>{shown(run.figures.get(name))}</td>" for run in runs)
-        + "</tr>"
-        for name in names
-        if any(name in run.figures for run in runs)
-    )
-    heads = "".join(f"<th>{html.escape(name)}</th>" for name in results)
-    return f"<table><tr><th></th>{heads}</tr>{rows}</table>"
-
-
-def shown(value: float | None) -> str:
-    """A figure with three digits or all of its whole ones."""
-    if value is None:
-        return "-"
-    if value == int(value) or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+def _figures(results: dict[str, BenchResult]) -> str:
+    """What the command prints."""
+    to = Console(record=True, file=StringIO(), highlight=False, soft_wrap=True, width=_COLUMNS)
+    runs = list(results.values())
+    if len(runs) == 2:
+        print_differences(to, list(results), compare(*runs))
+    else:
+        print_result(to, *runs)
+    return f"<pre>{to.export_html(inline_styles=True, code_format='{code}')}</pre>"
 
 
 def _shares(ordered: Sequence[float]) -> list[tuple[float, float]]:

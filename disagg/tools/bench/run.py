@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 from rich.console import Console
@@ -131,41 +132,46 @@ class Bench:
         def now() -> float:
             return time.perf_counter() - began_s
 
-        endpoint = Endpoint(
-            address_of(args.url),
-            args.endpoint,
-            now=now,
-            api_key=args.api_key,
-            timeout_s=args.timeout,
-        )
-        is_open = rate is not None or bool(self._trace)
         seed = args.seed + next(self._runs)  # a search must not meet its own prompts in the cache
+        is_open = rate is not None or bool(self._trace)
         limit = args.max_concurrency or (None if is_open else 8)
-        generator = Generator(endpoint.ask, self._fields, now, limit)
-        made.append(generator)
-        warm_up = Generator(endpoint.ask, self._fields, now)
-        await warm_up.closed_loop(self._random(args.num_warmups, seed + _WARM_UP_SEED))
-        if warm_up.timings and all(each.error for each in warm_up.timings):
-            failed = warm_up.timings[0]
-            raise Unavailable(f"{args.url} answers no request ({failed.error}): {failed.message}")
-        began_s = time.perf_counter()
-        sessions = self._sessions(seed)
-        watching = asyncio.create_task(_watch(generator, self._num))
-        try:
-            if self._trace:
-                schedule = [each.arrival_s / args.speed for each in self._trace]
-                await generator.open_loop(schedule, sessions)
-            elif rate is not None:
-                turns = 1 if self._dataset else args.turns
-                num = -(-self._num // turns)
-                schedule = arrivals(rate / turns, args.burstiness, num, seed)
-                await generator.open_loop(schedule, sessions)
-            else:
-                await generator.closed_loop(sessions)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-            endpoint.close()
+        async with AsyncExitStack() as stack:
+            endpoint = Endpoint(
+                address_of(args.url),
+                args.endpoint,
+                now=now,
+                api_key=args.api_key,
+                timeout_s=args.timeout,
+            )
+            stack.push_async_callback(endpoint.close)
+            made.append(Generator(endpoint.ask, self._fields, now, limit))
+            warm_up = Generator(endpoint.ask, self._fields, now)
+            await warm_up.closed_loop(self._random(args.num_warmups, seed + _WARM_UP_SEED))
+            if warm_up.timings and all(each.error for each in warm_up.timings):
+                failed = warm_up.timings[0]
+                raise Unavailable(
+                    f"{args.url} answers no request ({failed.error}): {failed.message}"
+                )
+            began_s = time.perf_counter()
+            watching = asyncio.create_task(_watch(made[0], self._num))
+            try:
+                await self._send(made[0], rate, seed)
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+    async def _send(self, generator: Generator, rate: float | None, seed: int) -> None:
+        """All requests of a run, each when it is due."""
+        args, sessions = self._args, self._sessions(seed)
+        if self._trace:
+            schedule = [each.arrival_s / args.speed for each in self._trace]
+            await generator.open_loop(schedule, sessions)
+        elif rate is not None:
+            turns = 1 if self._dataset else args.turns
+            schedule = arrivals(rate / turns, args.burstiness, -(-self._num // turns), seed)
+            await generator.open_loop(schedule, sessions)
+        else:
+            await generator.closed_loop(sessions)
 
 
 async def _watch(generator: Generator, num: int) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from disagg.tools.bench.report import shown
 from disagg.tools.bench.result import (
     LATE_S,
     METRICS,
@@ -69,7 +68,7 @@ def warnings(result: BenchResult) -> list[str]:
     return found
 
 
-def print_differences(to: Console, names: tuple[str, str], rows: Sequence[Difference]) -> None:
+def print_differences(to: Console, names: Sequence[str], rows: Sequence[Difference]) -> None:
     shown_rows = table("<", *names, "change", "<")
     words = {True: "differs", False: "within noise", None: ""}
     for row in rows:
@@ -101,3 +100,12 @@ def _attained(step: Attained) -> str:
         f"{step.num_in_time} of {step.num_requests} ({step.share:.1%}; {low:.1%} to {high:.1%} with"
         " 95 % confidence)"
     )
+
+
+def shown(value: float | None) -> str:
+    """A figure with three digits or all of its whole ones."""
+    if value is None:
+        return "-"
+    if value == int(value) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

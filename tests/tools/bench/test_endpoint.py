@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from disagg.server_address import address_of
-from disagg.tools.bench.endpoint import ClientConnection, Endpoint, RequestTiming
+from disagg.tools.bench.endpoint import Endpoint, RequestTiming
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -35,31 +38,41 @@ USAGE = event(
 DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
-class FakeTransport(asyncio.Transport):
-    """Takes what is written, and the connection gets `parts`, each at its second."""
+async def read(*parts: tuple[float, bytes]) -> tuple[RequestTiming, str]:
+    """What comes of a server that sends `parts`, each when the clock says so, and hangs up."""
+    clock = [0.0]
 
-    def __init__(self, parts: list[tuple[float, bytes]], clock: list[float], end: bool) -> None:
-        super().__init__()
-        self._parts, self._clock, self._end = parts, clock, end
-        self.connection = ClientConnection(lambda: clock[0])
-        self.connection.connection_made(self)
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for time_s, data in parts:
+            clock[0] = time_s
+            writer.write(data)
+            for _ in range(20):  # turns of the loop, in which the client reads it
+                await asyncio.sleep(0)
 
-    def write(self, data: Any) -> None:
-        asyncio.get_running_loop().call_soon(self._play)
-
-    def _play(self) -> None:
-        for time_s, data in self._parts:
-            self._clock[0] = time_s
-            self.connection.data_received(data)
-        if self._end:
-            self.connection.connection_lost(None)
+    async with asking(serve, lambda: clock[0]) as endpoint:
+        timing = RequestTiming(due_s=0.5)
+        return timing, await endpoint.ask(b"{}", timing)
 
 
-async def read(*parts: tuple[float, bytes], end: bool = False) -> tuple[RequestTiming, str]:
-    transport = FakeTransport(list(parts), [0.0], end)
-    timing = RequestTiming(due_s=0.5)
-    await transport.connection.exchange(b"", timing)
-    return timing, transport.connection.text
+@asynccontextmanager
+async def asking(serve: Any, now: Callable[[], float]) -> AsyncIterator[Endpoint]:
+    """An endpoint whose connections are each served by `serve`, and then closed."""
+    serving = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.append(asyncio.current_task())
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await serve(reader, writer)
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        endpoint = Endpoint(address_of(url), "/v1/chat/completions", now=now)
+        yield endpoint
+        await endpoint.close()
+    await asyncio.gather(*filter(None, serving))
 
 
 async def test_every_part_has_the_time_at_which_it_was_read() -> None:
@@ -101,7 +114,7 @@ REFUSAL = json.dumps({"error": {"message": "too late", "code": "overloaded"}}).e
     ],
 )  # fmt: skip
 async def test_a_stream_that_breaks_says_how(parts: list[bytes], kind: str, message: str) -> None:
-    timing, _ = await read(*((1.0, part) for part in parts), end=True)
+    timing, _ = await read(*((1.0, part) for part in parts))
     assert timing.error == kind
     assert re.search(message, timing.message), timing.message
 
@@ -110,20 +123,14 @@ async def test_connections_are_kept_and_a_stale_one_is_replaced() -> None:
     num_answers, asked = iter([1, 2]), []  # of each connection
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for _ in range(next(num_answers)):
+        for _ in range(next(num_answers, 0)):
             head = await reader.readuntil(b"\r\n\r\n")
-            asked.append(await reader.readexactly(int(head.split(b"Content-Length: ")[1])))
+            asked.append(await reader.readexactly(int(head.split(b"Content-Length: ")[1][:1])))
             writer.write(HEAD + delta(content="a") + DONE)
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    endpoint = Endpoint(address_of(url), "/v1/chat/completions", now=lambda: 0.0)
     timings = [RequestTiming(due_s=0.0) for _ in range(4)]
-    for timing in timings:
-        if timing is timings[-1]:
-            server.close()  # and nobody listens
-        await endpoint.ask(b"{}", timing)
-    endpoint.close()
+    async with asking(serve, lambda: 0.0) as endpoint:
+        for timing in timings:
+            await endpoint.ask(b"{}", timing)
     assert [each.error for each in timings] == ["", "", "", "connection failed"]
     assert asked == [b"{}"] * 3
