@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
 from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.local import LocalCluster
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import GenerateRequest, SamplingParams, TokenDelta
 from disagg.router.worker_view import RequestLoad
 from disagg.worker import kv_export
 from disagg.worker.parts import Parts
@@ -278,12 +278,13 @@ class Churn:
 async def _read(
     cluster: LocalCluster, request: GenerateRequest, got: list[int], ends: list[str]
 ) -> None:
+    def take(delta: TokenDelta) -> None:
+        got.extend(delta.token_ids)
+        if delta.is_last:
+            ends.append("ok" if delta.finish_reason else "neither end nor error")
+
     try:
-        async with aclosing(cluster.ingress.dispatcher.generate(request)) as deltas:
-            async for delta in deltas:
-                got.extend(delta.token_ids)
-                if delta.is_last:
-                    ends.append("ok" if delta.finish_reason else "neither end nor error")
+        await cluster.ingress.dispatcher.generate(request, take)
     except DisaggError as error:
         ends.append(error.code)
 

@@ -12,7 +12,7 @@ from outside (HTTP) has structs of its own in `api/openai/fields.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -214,6 +214,10 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return not (self.finish_reason is None and self.ticket is None and self.error is None)
 
 
+# Gets the deltas of one stream as they arrive, and must not wait. Its exceptions end the stream.
+PutDelta: TypeAlias = Callable[[TokenDelta], None]
+
+
 class KVEvent(msgspec.Struct, frozen=True, array_like=True):
     """Blocks were cached on a worker, or evicted.
 
@@ -404,20 +408,20 @@ def encode(message: ToWorker | ToIngress | WorkerRecord) -> bytes:
 
 def decode_to_worker(frame: bytes) -> ToWorker:
     """Raises `msgspec.DecodeError` on anything that is not a message of this version."""
-    return _decoded(_to_worker, frame)
+    return _decode(_to_worker, frame)
 
 
 def decode_to_ingress(frame: bytes) -> ToIngress:
     """Raises `msgspec.DecodeError` on anything that is not a message of this version."""
-    return _decoded(_to_ingress, frame)
+    return _decode(_to_ingress, frame)
 
 
 def decode_worker_record(raw: bytes) -> WorkerRecord:
     """Raises `msgspec.DecodeError` on anything that is not a record of this version."""
-    return _decoded(_worker_record, raw)
+    return _decode(_worker_record, raw)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[T], raw: bytes) -> T:
     try:
         return decoder.decode(raw)
     except UnicodeDecodeError as error:  # which msgspec lets through

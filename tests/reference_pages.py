@@ -33,6 +33,7 @@ from disagg.cli.main import VERBS
 from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.ingress import fleet_metrics
 from disagg.settings import Setting, settings_of
+from tests.api.apps import app_with_files
 from tests.contract.contract import codes, routes
 from tests.test_local import ENGINE
 from tests.tiny_model import tiny_parts, write_tiny_model
@@ -177,7 +178,7 @@ def errors() -> str:
 def http() -> str:
     rows = (
         (
-            f"`{of['method']} {path}{of.get('rest', '')}`",
+            f"`{of['method']} {path}`",
             "" if of["who"] == "everybody" else "yes",
             of["means"],
         )
@@ -188,8 +189,14 @@ def http() -> str:
         TEXTS["http"],
         _table("| path | needs a key | |", rows),
     ]
-    schemas = json.loads(apis.openapi())["components"]["schemas"]
-    of_body = {body.__name__: path for path, body in apis.BODIES.items()}
+    paths = app_with_files(Path("files")).routes.values()
+    schemas = json.loads(apis.openapi(paths))["components"]["schemas"]
+    of_body = {
+        body.__name__: route.path
+        for route in paths
+        for body in route.methods.values()
+        if body is not None
+    }
     for name, schema in schemas.items():
         title = f"POST {of_body[name]}" if name in of_body else name
         fields = _fields(schema, {each: _anchor(of_body.get(each, each)) for each in schemas})

@@ -25,10 +25,10 @@ from disagg.engine.sched.drafting import Drafting
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.local import LocalCluster
-from disagg.messages import GenerateRequest, Prefetch, TokenDelta, WireError
-from disagg.token_fast_path import TokenCallback
+from disagg.messages import GenerateRequest, Prefetch, PutDelta, TokenDelta, WireError
 from disagg.worker import kv_export
 from tests import test_local
+from tests.deltas import pull
 from tests.test_local import ENGINE, LONG, cluster, until_empty
 
 MAX_TOKENS = 36
@@ -121,16 +121,16 @@ class TroubledWorkers:
                 return trouble
         return None
 
-    async def stream(
+    async def run(
         self,
         worker_id: str,
         request: GenerateRequest,
+        put: PutDelta,
         *,
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-        on_token: TokenCallback | None = None,
-    ) -> AsyncGenerator[TokenDelta, None]:
+    ) -> None:
         trouble = self._next(request.request_id, "prefill" if hand_over else "decode", ticket)
         if trouble is not None and trouble.how == "expired":
             assert ticket is not None
@@ -141,19 +141,20 @@ class TroubledWorkers:
         if trouble is not None and trouble.in_all:
             num_before = len(request.token_ids) - request.num_prompt_tokens
             trouble = replace(trouble, after=trouble.after - num_before)
-        stream = self._links.stream(
-            worker_id, request, timeout_s=timeout_s, hand_over=hand_over, ticket=ticket
-        )
+        options = {"timeout_s": timeout_s, "hand_over": hand_over, "ticket": ticket}
+        stream = pull(lambda take: self._links.run(worker_id, request, take, **options))
         async with aclosing(stream):
             async for delta in _up_to(stream, trouble):
-                yield delta
+                put(delta)
         if trouble is None:
             return
         self.met[trouble.how] += 1
         if trouble.how == "lost":
             raise WorkerLost(f"Worker {worker_id} was lost.")
-        yield TokenDelta(
-            0, (), error=WireError.from_error(WorkerLost("The device fell off the bus."))
+        put(
+            TokenDelta(
+                0, (), error=WireError.from_error(WorkerLost("The device fell off the bus."))
+            )
         )
 
 

@@ -292,8 +292,8 @@ def test_only_configured_tenants_are_named() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "name", "error"),
     [
-        ("GET", "/v1/models/tiny", 200, "GET /v1/models/{id}", None),
-        ("GET", "/v1/models/none", 404, "GET /v1/models/{id}", "model_not_found"),
+        ("GET", "/v1/models/tiny", 200, "GET /v1/models/{name}", None),
+        ("GET", "/v1/models/none", 404, "GET /v1/models/{name}", "model_not_found"),
         ("GET", "/secret/of/someone", 404, "GET", "unknown_url"),
         ("BREW", "/v1/chat/completions", 405, "HTTP /v1/chat/completions", "method_not_supported"),
         ("POST", "/v1/chat/completions", 400, "POST /v1/chat/completions", "invalid_json"),
@@ -364,7 +364,7 @@ async def test_tokens_cost_no_tracing(is_on: bool, monkeypatch: pytest.MonkeyPat
             calls.append(frame.f_code.co_name)
 
     async def num_calls(num_tokens: int) -> int:
-        generate = FakeGenerate(finish=False, directly=True)
+        generate = FakeGenerate(finish=False)
         asked = CHAT | {"max_tokens": num_tokens, "stream": True}
         async with http_client(make_app(generate)) as client:
             calls.clear()

@@ -34,11 +34,10 @@ from disagg.api.refusals import (
     NOT_IMPLEMENTED,
     invalid_value,
     missing_parameter,
-    only_text,
     unsupported,
 )
 from disagg.api.request_spec import Prompt, RequestSpec
-from disagg.api.running_job import BlockFrames, ChoiceDelta, RunningJob
+from disagg.api.running_job import BlockFrames, ChoiceDelta, RunningJob, named_event
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
 from disagg.text.answer_delta import join_calls
@@ -69,7 +68,6 @@ class RedactedThinking(msgspec.Struct, tag="redacted_thinking"):
 
 
 Block: TypeAlias = TextBlock | ToolUse | ToolResult | ThinkingBlock | RedactedThinking
-_BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 class Message(msgspec.Struct):
@@ -141,42 +139,25 @@ _REFUSED = dict.fromkeys(("container", "mcp_servers", "output_format"), NOT_IMPL
 
 def read_messages(body: bytes) -> MessagesRequest:
     """Parse the body of `/v1/messages`. Raises `InvalidRequest`."""
-    return read_struct(body, MessagesRequest, _REFUSED, _check)
+    return read_struct(body, MessagesRequest, _REFUSED, _check_edits)
 
 
 def read_count(body: bytes) -> CountTokensRequest:
     """Parse the body of `/v1/messages/count_tokens`. Raises `InvalidRequest`."""
-    return read_struct(body, CountTokensRequest, _REFUSED, _check)
+    return read_struct(body, CountTokensRequest, _REFUSED, _check_edits)
 
 
-def _check(raw: dict[str, Any]) -> None:
-    _check_edits(raw.get("context_management"))
-    messages = raw.get("messages")
-    for index, message in enumerate(messages if isinstance(messages, list) else ()):
-        if isinstance(message, dict):
-            _check_blocks(message.get("content"), f"messages[{index}].content")
-
-
-def _check_edits(management: Any) -> None:
+def _check_edits(raw: dict[str, Any]) -> None:
     """Raises `InvalidRequest` for edits of the conversation that would change the prompt.
 
     Claude Code asks to clear or keep earlier reasoning, which the chat template decides.
     """
+    management = raw.get("context_management")
     edits = management.get("edits") if isinstance(management, dict) else None
     for edit in edits if isinstance(edits, list) else ():
         kind = str(edit.get("type"))[:64] if isinstance(edit, dict) else ""
         if not kind.startswith("clear_thinking_"):
             raise unsupported("context_management", f"This server makes no edits {kind!r}.")
-
-
-def _check_blocks(content: Any, path: str) -> None:
-    """Raises `InvalidRequest` for content other than text and calls."""
-    for number, block in enumerate(content if isinstance(content, list) else ()):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind not in _BLOCK_TYPES:
-            raise only_text(f"{path}[{number}].type", kind)
-        if kind == "tool_result":
-            _check_blocks(block.get("content"), f"{path}[{number}].content")
 
 
 def understand_messages(
@@ -315,16 +296,11 @@ def _text(content: str | Sequence[TextBlock]) -> str:
 
 _to_json = msgspec.json.Encoder().encode
 
-# The beginning of a delta event, up to the new text.
-_GROWN = (
-    b"event: content_block_delta\n"
-    b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
-)
 # Kind of a block -> the type of its deltas and the key of new text.
 _DELTAS = {
-    "reasoning": (b"thinking_delta", b"thinking"),
-    "text": (b"text_delta", b"text"),
-    "call": (b"input_json_delta", b"partial_json"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
 }
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
@@ -404,24 +380,22 @@ class MessageFrames(BlockFrames):
     """Events of a streamed message: blocks, each with a start, deltas and a stop."""
 
     _block = -1  # index of the open block
-    _grown = b""  # the beginning of its delta events
 
     def opening(self) -> bytes:
         usage = {"input_tokens": self._run.num_prompt_tokens, "output_tokens": 0}
         message = _message(self._run, self._model_name, []) | {"usage": usage}
-        return _event("message_start", {"message": message})
+        return named_event("message_start", message=message)
 
     def closing(self) -> bytes:
         events = b"" if self._kind else self._begin("text")
-        end = {"delta": _stop(self._last), "usage": _usage(self._run)}
-        return events + self._end() + _event("message_delta", end) + _event("message_stop", {})
+        end = named_event("message_delta", delta=_stop(self._last), usage=_usage(self._run))
+        return events + self._end() + end + named_event("message_stop")
 
     def error(self, error: DisaggError) -> bytes:
-        return _event("error", _error(error))
+        return named_event("error", **_error(error))
 
-    def _begun(self) -> bytes:
+    def _begin_block(self) -> bytes:
         self._block += 1
-        self._grown = _GROWN % (self._block, *_DELTAS[self._kind])
         call = self._call
         if self._kind == "reasoning":
             block = _thinking("")
@@ -429,19 +403,17 @@ class MessageFrames(BlockFrames):
             block = {"type": "text", "text": ""}
         else:
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-        return _event("content_block_start", {"index": self._block, "content_block": block})
+        return named_event("content_block_start", index=self._block, content_block=block)
 
     def _grow(self, text: str) -> bytes:
-        """A delta event. It is made for each token, so it avoids dictionaries."""
-        return self._grown + _to_json(text) + b"}}\n\n" if text else b""
+        if not text:
+            return b""
+        kind, key = _DELTAS[self._kind]
+        delta = {"type": kind, key: text}
+        return named_event("content_block_delta", index=self._block, delta=delta)
 
     def _end(self) -> bytes:
-        return _event("content_block_stop", {"index": self._block}) if self._kind else b""
-
-
-def _event(kind: str, fields: dict[str, Any]) -> bytes:
-    data = _to_json({"type": kind} | fields)
-    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        return named_event("content_block_stop", index=self._block) if self._kind else b""
 
 
 def error_body(error: DisaggError) -> bytes:

@@ -1,29 +1,18 @@
-"""The table of served APIs: for each, the functions that read requests and write answers.
-
-Also `/openapi.json`, which describes their requests.
-"""
+"""The served APIs, with the functions that read requests and write answers; and `/openapi.json`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from disagg.api import anthropic, responses
 from disagg.api.openai import answers
-from disagg.api.openai.fields import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingsRequest,
-    LoadAdapterRequest,
-    TokenizeRequest,
-    UnloadAdapterRequest,
-)
+from disagg.api.openai.fields import ChatRequest, CompletionRequest
 from disagg.api.openai.requests import read_request, understand_chat, understand_completion
 from disagg.api.refusals import ErrorReply, error_json
 from disagg.api.request_spec import RequestSpec
@@ -37,6 +26,7 @@ class Api:
     """The functions of one API.
 
     Attributes:
+        request: the body of its requests.
         id_prefix: prefix of the ids of its responses.
         read: parses a body and checks its fields, types and sizes. The request has at least the
             field `model`, a text or None. Raises `InvalidRequest`.
@@ -48,6 +38,7 @@ class Api:
         operation: what OpenTelemetry calls it.
     """
 
+    request: type[msgspec.Struct]
     id_prefix: str
     read: Callable[[bytes], Any]
     understand: Callable[[Any, ServedModel, int], RequestSpec]
@@ -58,6 +49,7 @@ class Api:
 
 
 CHAT = Api(
+    ChatRequest,
     "chatcmpl-",
     partial(read_request, kind=ChatRequest),
     understand_chat,
@@ -65,6 +57,7 @@ CHAT = Api(
     answers.chat_body,
 )
 COMPLETIONS = Api(
+    CompletionRequest,
     "cmpl-",
     partial(read_request, kind=CompletionRequest),
     understand_completion,
@@ -73,6 +66,7 @@ COMPLETIONS = Api(
     operation="text_completion",
 )
 RESPONSES = Api(
+    responses.ResponsesRequest,
     "resp_",
     responses.read_response_request,
     responses.understand_response_request,
@@ -80,6 +74,7 @@ RESPONSES = Api(
     responses.response_body,
 )
 MESSAGES = Api(
+    anthropic.MessagesRequest,
     "msg_",
     anthropic.read_messages,
     anthropic.understand_messages,
@@ -103,63 +98,93 @@ def error_body(error: DisaggError, path: str) -> bytes:
     return BY_PATH[path].error_body(error) if path in BY_PATH else error_json(error)
 
 
-BODIES: dict[str, type[msgspec.Struct]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/responses": responses.ResponsesRequest,
-    "/v1/messages": anthropic.MessagesRequest,
-    "/v1/messages/count_tokens": anthropic.CountTokensRequest,
-    "/v1/embeddings": EmbeddingsRequest,
-    "/v1/load_lora_adapter": LoadAdapterRequest,
-    "/v1/unload_lora_adapter": UnloadAdapterRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
+Method: TypeAlias = Literal["GET", "POST", "DELETE"]
+Who: TypeAlias = Literal["everybody", "tenants", "operator"]
+_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+        "expires_after[seconds]": {"type": "integer"},
+    },
 }
-PATHS = (*BODIES, "/v1/models", "/v1/models/{name}", "/health", "/ready", "/live", "/version")
 
 
-@cache
-def openapi() -> bytes:
+@dataclass(frozen=True)
+class HttpRoute:
+    """One path of the HTTP API.
+
+    Attributes:
+        path: where it ends with a name in braces, requests have any text there.
+        endpoint: answers requests.
+        methods: for each, the struct of its JSON body, or None if it has none.
+        who: who may call it.
+        is_shown: whether it is in `/openapi.json`.
+    """
+
+    path: str
+    endpoint: Callable[..., Any]
+    methods: Mapping[Method, type[msgspec.Struct] | None]
+    who: Who = "tenants"
+    is_shown: bool = True
+
+
+def openapi(routes: Iterable[HttpRoute]) -> bytes:
     """The JSON of `/openapi.json`: a description of all requests in OpenAPI 3.1.
 
     It is generated from the structs that parse requests, so it has exactly the types, limits and
     required fields that the server checks.
     """
-    kinds = [*BODIES.values(), ErrorReply]
-    schemas, components = msgspec.json.schema_components(
-        kinds, ref_template="#/components/schemas/{name}"
+    shown = [route for route in routes if route.is_shown]
+    kinds = [body for route in shown for body in route.methods.values() if body is not None]
+    (*bodies, error), components = msgspec.json.schema_components(
+        [*kinds, ErrorReply], ref_template="#/components/schemas/{name}"
     )
-    error = schemas[-1]
-    bodies = dict(zip(BODIES, schemas, strict=False))
+    schemas = dict(zip(kinds, bodies, strict=True))
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    paths = {
+        route.path: {
+            method.lower(): _operation(route.path, method, schemas.get(body), error)
+            for method, body in route.methods.items()
+        }
+        for route in shown
     }
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
             "info": {"title": "disagg", "version": version("disagg")},
-            "paths": {path: _operation(path, bodies.get(path), error) for path in PATHS},
+            "paths": paths,
             "components": {"schemas": components, "securitySchemes": keys},
             "security": [{"bearer": []}, {"x-api-key": []}, {}],
         }
     )
 
 
-def _operation(path: str, body: Any, error: Any) -> dict[str, Any]:
-    answers = {"application/json": {"schema": {"type": "object"}}}
+def _operation(path: str, method: Method, body: Any, error: Any) -> dict[str, Any]:
+    answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if path in BY_PATH:
         answers["text/event-stream"] = {"schema": {"type": "string"}}
-    responses = {
-        "200": {"description": "The answer", "content": answers},
-        "default": {
-            "description": "An error",
-            "content": {"application/json": {"schema": error}},
-        },
+    operation: dict[str, Any] = {
+        "responses": {
+            "200": {"description": "The answer", "content": answers},
+            "default": {
+                "description": "An error",
+                "content": {"application/json": {"schema": error}},
+            },
+        }
     }
-    if body is None:
-        in_path = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-        parameters = {"parameters": in_path} if "{name}" in path else {}
-        return {"get": parameters | {"responses": responses}}
-    request = {"required": True, "content": {"application/json": {"schema": body}}}
-    return {"post": {"requestBody": request, "responses": responses}}
+    if "{" in path:
+        name = path.partition("{")[2].partition("}")[0]
+        place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [place]
+    if body is not None:
+        content = {"application/json": {"schema": body}}
+        operation["requestBody"] = {"required": True, "content": content}
+    elif (path, method) == ("/v1/files", "POST"):
+        content = {"multipart/form-data": {"schema": _FORM}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation

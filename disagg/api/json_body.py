@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from disagg.api.refusals import missing_parameter, refuse_fields
+from disagg.api.refusals import missing_parameter, only_text, refuse_fields
 from disagg.errors import InvalidRequest
 
 Read = TypeVar("Read", bound=msgspec.Struct)
@@ -221,6 +221,8 @@ def invalid_field(sentence: str, parent: str = "") -> InvalidRequest:
     missing = re.match(r"Object missing required field `(\w+)`", detail)
     if missing is not None:
         return missing_parameter(f"{param}.{missing[1]}".removeprefix("."))
+    if unknown := re.match("Invalid value '(.*)'", detail):  # none of the tags of a union
+        return only_text(param[:128], unknown[1])
     code = next((code for regex, code in _CODES if re.match(regex, detail)), "invalid_type")
     return InvalidRequest(
         f"Invalid {param}: {detail[0].lower()}{detail[1:]}.", code=code, param=param[:128]

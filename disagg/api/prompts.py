@@ -82,13 +82,13 @@ async def _conversation(conversation: Conversation, model: ServedModel, nbytes: 
 
     def render(limit_s: float) -> str:
         shape = template.call_shape
-        messages = [_shielded_message(message, shield, shape) for message in conversation.messages]
+        messages = [_shield_message(message, shield, shape) for message in conversation.messages]
         if conversation.continue_final_message:
             messages[-1]["content"] += END_OF_CONTENT
         rendered = template.render(
             messages,
-            tools=[_shielded(tool, shield) for tool in conversation.tools],
-            documents=[_shielded(document, shield) for document in conversation.documents],
+            tools=[_shield(tool, shield) for tool in conversation.tools],
+            documents=[_shield(document, shield) for document in conversation.documents],
             add_generation_prompt=conversation.add_generation_prompt,
             arguments={
                 name: shield(value) if isinstance(value, str) else value
@@ -131,7 +131,7 @@ def _cost_num_chars(conversation: Conversation, model: ServedModel) -> int:
     )
 
 
-def _shielded_message(
+def _shield_message(
     message: dict[str, Any], shield: Callable[[str], str], shape: CallShape
 ) -> dict[str, Any]:
     """A message whose texts cannot become control tokens.
@@ -139,7 +139,7 @@ def _shielded_message(
     Keys and the role stay as they are: they do not come from clients, and templates compare them.
     """
     shielded = {
-        name: value if name == "role" else _shielded(value, shield, shape)
+        name: value if name == "role" else _shield(value, shield, shape)
         for name, value in message.items()
     }
     if shielded["content"] is None:
@@ -147,19 +147,19 @@ def _shielded_message(
     return shielded
 
 
-def _shielded(value: Any, shield: Callable[[str], str], shape: CallShape = CALL_SHAPE) -> Any:
+def _shield(value: Any, shield: Callable[[str], str], shape: CallShape = CALL_SHAPE) -> Any:
     """A JSON value in which no string can become a control token."""
     if isinstance(value, JsonText) and not shape.has_text_arguments:
         with suppress(ValueError):  # invalid JSON stays as the model wrote it
-            return _shielded(load_arguments(value or "{}"), shield)
+            return _shield(load_arguments(value or "{}"), shield)
     if isinstance(value, JsonText):
         return shield(value or "{}")
     if isinstance(value, str):
         return shield(value)
     if isinstance(value, list):
-        return [_shielded(item, shield, shape) for item in value]
+        return [_shield(item, shield, shape) for item in value]
     if isinstance(value, dict):
-        return {shield(name): _shielded(item, shield, shape) for name, item in value.items()}
+        return {shield(name): _shield(item, shield, shape) for name, item in value.items()}
     return value
 
 

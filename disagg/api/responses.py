@@ -36,12 +36,11 @@ from disagg.api.openai.fields import (
     TemplateArguments,
     Tool,
     ToolCall,
-    ToolChoice,
 )
 from disagg.api.openai.requests import REFUSED, understand_chat
-from disagg.api.refusals import missing_parameter, only_text, unsupported
+from disagg.api.refusals import missing_parameter, only_text
 from disagg.api.request_spec import RequestSpec
-from disagg.api.running_job import BlockFrames, ChoiceDelta, RunningJob
+from disagg.api.running_job import BlockFrames, ChoiceDelta, RunningJob, named_event
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
 
@@ -69,7 +68,6 @@ class ReasoningItem(msgspec.Struct, tag="reasoning"):
 
 
 Item: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem
-_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 
 
 class FunctionTool(msgspec.Struct):
@@ -139,25 +137,15 @@ _REFUSED = {
 
 def read_response_request(body: bytes) -> ResponsesRequest:
     """Parse the body of `/v1/responses`. Raises `InvalidRequest`."""
-    return read_struct(body, ResponsesRequest, _REFUSED, _check)
+    return read_struct(body, ResponsesRequest, _REFUSED, _fill_in_types)
 
 
-def _check(raw: dict[str, Any]) -> None:
+def _fill_in_types(raw: dict[str, Any]) -> None:
+    """Items without a type are messages."""
     items = raw.get("input")
-    for index, item in enumerate(items if isinstance(items, list) else ()):
-        kind = item.setdefault("type", "message") if isinstance(item, dict) else None
-        if isinstance(kind, str) and kind not in _ITEM_TYPES:
-            raise unsupported(
-                f"input[{index}].type",
-                f"The type {kind[:64]!r} is none of {', '.join(_ITEM_TYPES)}.",
-            )
-    tools = raw.get("tools")
-    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise unsupported(
-                f"tools[{index}].type", f"Tools must be functions, not {kind[:64]!r}."
-            )
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, dict):
+            item.setdefault("type", "message")
 
 
 def understand_response_request(
@@ -170,32 +158,26 @@ def understand_response_request(
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
     """Convert the request to a chat request. Raises `InvalidRequest`."""
-    effort = request.reasoning.effort if request.reasoning is not None else None
+    choice, tools = request.tool_choice, request.tools or ()
+    if isinstance(choice, ToolChoiceFunction):
+        choice = NamedTool("function", NamedFunction(choice.name))
     return ChatRequest(
         **{name: getattr(request, name) for name in AnswerFields.__struct_fields__},
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
-        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
-        tool_choice=_choice(request),
+        tools=[Tool("function", _function(tool)) for tool in tools] or None,
+        tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
-        reasoning_effort=effort,
+        reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
         truncate_prompt_tokens=-1 if request.truncation == "auto" else None,
         include_reasoning=request.include_reasoning,
         chat_template_kwargs=request.chat_template_kwargs,
     )
 
 
-def _tool(tool: FunctionTool) -> Tool:
-    function = FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict)
-    return Tool("function", function)
-
-
-def _choice(request: ResponsesRequest) -> ToolChoice | None:
-    choice = request.tool_choice
-    if isinstance(choice, ToolChoiceFunction):
-        return NamedTool("function", NamedFunction(choice.name))
-    return choice
+def _function(tool: FunctionTool) -> FunctionDefinition:
+    return FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict)
 
 
 def _format(text: TextOptions | None) -> ResponseFormat | None:
@@ -261,15 +243,7 @@ _PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "ref
 _to_json = msgspec.json.Encoder().encode
 
 # Kind of a block -> the name of its events.
-_DELTAS = {
-    "reasoning": b"reasoning_text",
-    "text": b"output_text",
-    "call": b"function_call_arguments",
-}
-_GROWN = (
-    b"event: response.%b.delta\n"
-    b'data: {"type":"response.%b.delta","sequence_number":%d,"delta":%b,%b}\n\n'
-)
+_DELTAS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
 def response_body(run: RunningJob) -> bytes:
@@ -344,7 +318,6 @@ class ResponseFrames(BlockFrames):
         self._num_events = 0
         self._items: list[dict[str, Any]] = []  # complete items
         self._place: dict[str, Any] = {}  # event fields that locate the open item
-        self._place_json = b""  # the same as JSON, without braces
         self._parts: list[str] = []  # pieces of the open item's text or arguments
 
     def opening(self) -> bytes:
@@ -366,30 +339,26 @@ class ResponseFrames(BlockFrames):
     def error(self, error: DisaggError) -> bytes:
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
-    def _begun(self) -> bytes:
+    def _begin_block(self) -> bytes:
         item = self._item("in_progress")
         self._place = {"output_index": len(self._items), "item_id": item["id"]}
         if self._kind != "call":
             self._place["content_index"] = 0
         if self._kind == "text":
             self._place["logprobs"] = []
-        self._place_json = _to_json(self._place)[1:-1]
         added = self._item_event("added", item)
         return added + self._part_event("added", "") if self._kind == "text" else added
 
     def _grow(self, text: str) -> bytes:
-        """A delta event. It is made for each token, so it avoids dictionaries."""
         if not text:
             return b""
         self._parts.append(text)
-        kind, number = _DELTAS[self._kind], self._num_events
-        self._num_events += 1
-        return _GROWN % (kind, kind, number, _to_json(text), self._place_json)
+        return self._event(f"response.{_DELTAS[self._kind]}.delta", delta=text, **self._place)
 
     def _end(self, status: str = "completed") -> bytes:
         if not self._kind:
             return b""
-        text, kind = "".join(self._parts), f"response.{_DELTAS[self._kind].decode()}.done"
+        text, kind = "".join(self._parts), f"response.{_DELTAS[self._kind]}.done"
         if self._kind == "call":
             done = self._event(kind, name=self._call.name, arguments=text, **self._place)
         else:
@@ -440,6 +409,5 @@ class ResponseFrames(BlockFrames):
         return self._event(f"response.content_part.{change}", part=_part(text), **self._place)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = _to_json({"type": kind, "sequence_number": self._num_events} | fields)
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        return named_event(kind, sequence_number=self._num_events - 1, **fields)

@@ -1,30 +1,37 @@
 """Runs the choices of one request: turns token deltas into pieces of text, up to exactly one end.
 
-A stop string ends its choice at once. A slow client delays no other request: deltas that arrive
-while it is busy are merged.
+A delta becomes a piece where it arrives. A client that reads fast enough gets it written there, too
+(`RunningJob.write_now`). Otherwise pieces are merged until the request's own task has time for
+them, so a slow client costs less per token instead of more, and delays no other request.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError, EngineFailed
-from disagg.messages import FinishReason, GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs
+from disagg.messages import (
+    FinishReason,
+    GenerateRequest,
+    PutDelta,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 from disagg.router.cascade import CascadeDecision
 from disagg.text.answer_delta import AnswerDelta, CallDelta
 from disagg.text.answer_reader import AnswerReader, prompt_tail
 from disagg.text.detokenizer import Detokenizer
-from disagg.token_fast_path import Taken, TokenCallback
 
-Generate: TypeAlias = Callable[[GenerateRequest, TokenCallback], AsyncGenerator[TokenDelta, None]]
+# Passes the answer to a function, up to its end; raises `DisaggError`.
+Generate: TypeAlias = Callable[[GenerateRequest, PutDelta], Awaitable[None]]
 # Request id -> which tier answers and why; None if the request did not name "auto".
 Explain: TypeAlias = Callable[[str], CascadeDecision | None]
 
@@ -113,14 +120,7 @@ class Answer:
         return None if self._last is None else self._last.finish_reason
 
     def advance(self, delta: TokenDelta) -> ChoiceDelta:
-        """The piece that `delta` adds. Raises the error in `delta`.
-
-        After the end of the answer it returns the last piece again.
-        """
-        if self._last is not None:
-            return self._last
-        if delta.error is not None:
-            raise delta.error.to_error()
+        """The piece that `delta` adds."""
         if not self._has_begun:
             self._has_begun = True
             self.num_cached_tokens = delta.num_cached_tokens
@@ -224,6 +224,10 @@ def _is_one_token(delta: TokenDelta) -> bool:
     return len(delta.token_ids) == 1 and delta.logprobs is None and not is_last
 
 
+class _AnswerEnded(Exception):
+    """An answer has ended, perhaps before the tokens do, as by a stop string."""
+
+
 class RunningJob:
     """A checked request that runs. Iterate over `batches`; afterwards the counts are final.
 
@@ -235,8 +239,8 @@ class RunningJob:
         explain: called when the first tokens of a choice arrive.
 
     Attributes:
-        on_piece: if set, called at once with pieces of a job with one choice; `batches` yields the
-            pieces that it does not take.
+        write_now: if set, gets each piece that arrives while the reader of `batches` waits for one,
+            except for the last one of a choice. `batches` yields those for which it returns False.
         kept: the whole answer of each choice so far, after a call of `keep`.
     """
 
@@ -257,7 +261,7 @@ class RunningJob:
         self.echoes = echoes
         self.num_completion_tokens = 0
         self.num_reasoning_tokens = 0  # part of `num_completion_tokens`
-        self.on_piece: Callable[[ChoiceDelta], Taken] | None = None
+        self.write_now: Callable[[ChoiceDelta], bool] | None = None
         self.kept: list[ChoiceDelta] = []
         self._generate = generate
         self._answers = [
@@ -307,7 +311,7 @@ class RunningJob:
         names = {requested if each is None else each.model for each in self.decisions}
         return names.pop() if len(names) == 1 else requested
 
-    def batches(self) -> AsyncGenerator[list[ChoiceDelta], None]:
+    async def batches(self) -> AsyncGenerator[list[ChoiceDelta], None]:
         """Yields pieces as they arrive, at most one per choice in a batch. Each choice ends once.
 
         The first batch comes when every choice has begun. So if one choice is refused, the whole
@@ -316,33 +320,40 @@ class RunningJob:
         Closing the iterator cancels the choices that still run, and waits for their end.
 
         Raises:
-            DisaggError: the first failure of any choice; the others are cancelled.
+            DisaggError: the first failure of any choice, after the pieces before it; the others are
+                cancelled.
         """
-        answers = self._answers
-        # The common case of one choice runs without a task, which would cost as much as a token.
-        return self._batches_of(answers[0]) if len(answers) == 1 else self._side_by_side()
-
-    async def _side_by_side(self) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """Run each choice in a task, so that a slow one does not delay the others.
-
-        An error of a choice is raised after the pieces before it.
-        """
-        merged: dict[int, ChoiceDelta] = {}  # the pieces since the last batch
+        waiting: dict[int, ChoiceDelta] = {}  # the pieces since the last batch, merged
         silent = {answer.index for answer in self._answers}  # choices that have not begun
         failures: list[Exception] = []
         has_some = asyncio.Event()
+        is_idle = False  # whether the reader has written all pieces before and waits for the next
 
         async def follow(answer: Answer) -> None:
+            def take(delta: TokenDelta) -> None:
+                piece = answer.advance(delta)
+                self._count(piece)
+                has_ended = piece.finish_reason is not None
+                may_write = is_idle and not (waiting or has_ended)
+                if may_write and self.write_now is not None and self.write_now(piece):
+                    return
+                if piece.index in waiting:
+                    waiting[piece.index].extend(piece)
+                elif piece.text or piece.scored or piece.num_tokens or has_ended:
+                    waiting[piece.index] = piece
+                    silent.discard(piece.index)
+                if not silent:
+                    has_some.set()
+                if has_ended:
+                    raise _AnswerEnded
+
             try:
-                async with aclosing(self._batches_of(answer)) as batches:
-                    async for (piece,) in batches:
-                        if piece.index in merged:
-                            merged[piece.index].extend(piece)
-                        else:
-                            merged[piece.index] = piece
-                        silent.discard(piece.index)
-                        if not silent:
-                            has_some.set()
+                await self._generate(answer.request, take)
+                raise EngineFailed(
+                    "The answer ended without a finish reason; try the request again."
+                )
+            except _AnswerEnded:
+                pass
             except Exception as error:  # the client must get an end after any error
                 failures.append(error)
                 has_some.set()
@@ -351,10 +362,12 @@ class RunningJob:
         num_open = len(tasks)
         try:
             while num_open:
+                is_idle = True
                 await has_some.wait()
+                is_idle = False
                 has_some.clear()
-                batch, has_failed = list(merged.values()), bool(failures)
-                merged.clear()
+                batch, has_failed = list(waiting.values()), bool(failures)
+                waiting.clear()
                 num_open -= sum(piece.finish_reason is not None for piece in batch)
                 if batch and not (has_failed and silent):
                     yield batch
@@ -364,28 +377,6 @@ class RunningJob:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _batches_of(self, answer: Answer) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """The pieces of one choice up to its end. A stop string closes the source early."""
-        async with aclosing(self._generate(answer.request, self._take)) as deltas:
-            async for delta in deltas:
-                piece = answer.advance(delta)
-                self._count(piece)
-                if piece.text or piece.scored or piece.num_tokens or piece.finish_reason:
-                    yield [piece]
-                if piece.finish_reason is not None:
-                    return
-        raise EngineFailed("The answer ended without a finish reason; try the request again.")
-
-    def _take(self, delta: TokenDelta) -> Taken:
-        """Pass the next piece of a single choice to `on_piece`, unless it is the last one."""
-        if self.on_piece is None or len(self._answers) > 1:
-            return False
-        piece = self._answers[0].advance(delta)
-        if piece.finish_reason is not None:
-            return False
-        self._count(piece)
-        return self.on_piece(piece)
 
     def _count(self, piece: ChoiceDelta) -> None:
         self.num_completion_tokens += piece.num_tokens
@@ -472,10 +463,10 @@ class BlockFrames(Frames):
         self._kind = kind
         if call is not None:
             self._call = msgspec.structs.replace(call, arguments="")
-        return ended + self._begun()
+        return ended + self._begin_block()
 
     @abstractmethod
-    def _begun(self) -> bytes:
+    def _begin_block(self) -> bytes:
         """The events at the beginning of a block."""
 
     @abstractmethod
@@ -485,3 +476,9 @@ class BlockFrames(Frames):
     @abstractmethod
     def _end(self) -> bytes:
         """The events at the end of the open block, if there is one."""
+
+
+def named_event(kind: str, **fields: Any) -> bytes:
+    """A server-sent event whose data name its kind too."""
+    data = msgspec.json.encode({"type": kind} | fields)
+    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"

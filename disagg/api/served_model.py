@@ -65,7 +65,7 @@ class ServedModel:
     base: ServedModel | None = None
 
     @property
-    def tier(self) -> str:
+    def worker_model(self) -> str:
         """The name of the model whose workers serve it."""
         return self.name if self.base is None else self.base.name
 

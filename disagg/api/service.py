@@ -305,7 +305,7 @@ def name_choices(
     for token_ids in prompts:
         unnamed = GenerateRequest(
             request_id=caller.request_id,
-            model=spec.model.tier,
+            model=spec.model.worker_model,
             token_ids=tuple(token_ids),
             num_prompt_tokens=len(token_ids),
             hash_root=b"",
@@ -332,7 +332,7 @@ def hash_request(request: GenerateRequest, model: ServedModel) -> GenerateReques
     hashes = tuple(hash_blocks(root, request.token_ids, model.block_size))
     return replace(
         request,
-        model=model.tier,
+        model=model.worker_model,
         adapter=model.adapter,
         hash_root=root,
         block_hashes=hashes,

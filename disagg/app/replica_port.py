@@ -20,9 +20,9 @@ from typing import Any
 import ray
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from disagg.api.http.reply import WRITE_NOW
 from disagg.app import private_ray
 from disagg.app.haproxy_launcher import HEAD_S, socket_of
-from disagg.token_fast_path import WRITE_NOW
 
 log = logging.getLogger(__name__)
 
@@ -154,11 +154,15 @@ class IngressProtocol(HttpToolsProtocol):
 
 
 def _write_now(of: weakref.ref[RequestResponseCycle], body: bytes) -> bool:
-    """What `send` does with a part of a streamed body, if the client reads fast enough."""
+    """What `send` does with a part of a streamed body, if the client reads fast enough.
+
+    Returns whether it does; an empty part, which would end the reply, only asks that.
+    """
     cycle = of()
     if cycle is None or cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
         return False
-    if not (cycle.chunked_encoding and body):  # not begun, or nothing, which would end the reply
+    if not cycle.chunked_encoding:  # not begun
         return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    if body:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
     return True

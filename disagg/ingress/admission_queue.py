@@ -82,7 +82,7 @@ class WaitingRequest(Waiter):
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
-    def queued(self, now: float) -> Queued:
+    def to_queued(self, now: float) -> Queued:
         request, waited_s = self.request, now - self.began_s
         return Queued(request.tenant, request.priority, self.num_before, self.predicted_s, waited_s)
 
@@ -116,7 +116,7 @@ class ModelQueue(FairQueue[WaitingRequest]):
         if self._since is not None:
             self._since += seconds
 
-    def moved(self, cost_s: float, now: float, num_workers: int) -> None:
+    def record_departure(self, cost_s: float, now: float, num_workers: int) -> None:
         """A request of `cost_s` seconds of work was sent to a worker."""
         if self._since is not None:
             took_s = max(0.0, now - self._since)
@@ -405,7 +405,7 @@ class AdmissionQueue:
         if turn.done():  # the request is cancelled, but its task has not removed it yet
             line.remove(waiter)
             return True
-        queued = waiter.queued(self._now())
+        queued = waiter.to_queued(self._now())
         try:
             if not waiter.set_out(queued):
                 return False
@@ -417,7 +417,7 @@ class AdmissionQueue:
             return True
         line.serve(waiter)
         num_workers = self._num_workers(waiter.request.model)
-        line.moved(waiter.cost_s, asyncio.get_running_loop().time(), num_workers)
+        line.record_departure(waiter.cost_s, asyncio.get_running_loop().time(), num_workers)
         turn.set_result(None)
         self._record_wait(waiter, queued)
         return True

@@ -13,11 +13,10 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from prometheus_client import CollectorRegistry, Gauge
 
 from disagg.api.http.app import AskOthers, HttpApp, Readiness, ask_nobody
 from disagg.api.http.batches import BatchApi
@@ -33,14 +32,13 @@ from disagg.config import AUTO, ServeConfig, TierConfig
 from disagg.ingress.adapters import ServedAdapters
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
-from disagg.ingress.escalation import Deltas, Escalation
+from disagg.ingress.escalation import Escalation
 from disagg.ingress.fleet_metrics import FleetMetrics, LinkBuffers
-from disagg.ingress.fleet_state import FleetState
-from disagg.ingress.fleet_sum import fleets_added
+from disagg.ingress.fleet_state import FleetState, add_fleets
 from disagg.ingress.plan_requests import PlanRequests
 from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
-from disagg.messages import GenerateRequest, Role, WorkerRecord
+from disagg.messages import GenerateRequest, PutDelta, Role, WorkerRecord
 from disagg.models.description import describe_foreign, describe_model
 from disagg.router.autoscale import may_be_empty
 from disagg.router.cascade import CascadeDecision
@@ -50,57 +48,8 @@ from disagg.router.prefix_index import PrefixIndex
 from disagg.router.worker_view import Pool
 from disagg.store.limits import LimitBoard, Limits, keep_in_step
 from disagg.store.redis_store import RedisBoard
-from disagg.token_fast_path import TokenCallback
 
 log = logging.getLogger(__name__)
-
-
-class IndexRoom:
-    """Compares the size of an index with the KV blocks of all workers. Warns once until it fits."""
-
-    def __init__(self, index: PrefixIndex, registry: CollectorRegistry) -> None:
-        self._index = index
-        self._has_warned = False
-        gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "bytes": (
-                "Memory of the prefix index of this ingress, in bytes",
-                lambda: index.nbytes,
-            ),
-            "blocks": (
-                "Number of different KV blocks in the prefix index of this ingress, each cached on"
-                " one or more workers",
-                lambda: index.num_blocks,
-            ),
-            "max_blocks": (
-                "Largest number of KV blocks in the prefix index (prefix_index_nbytes). If workers"
-                " cache more, the ingress forgets the oldest and misses prefix hits",
-                lambda: index.max_num_blocks,
-            ),
-            "evicted_blocks": (
-                "Number of KV blocks that the prefix index has forgotten for lack of room since the"
-                " ingress started, although workers may still have them",
-                lambda: index.num_evicted,
-            ),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = Gauge(f"disagg_prefix_index_{name}", text, registry=registry)
-            gauge.set_function(value)
-
-    def check(self, num_blocks: int) -> None:
-        """Warn if the index is too small. `num_blocks` is the total of all present workers."""
-        room = self._index.max_num_blocks
-        is_too_small = num_blocks > room
-        if is_too_small and not self._has_warned:
-            log.warning(
-                "The workers have %d KV blocks in total, but the prefix index of an ingress has"
-                " room for %d. Blocks that several workers cache count once, but if the index"
-                " fills up, it forgets cached prefixes. Multiply prefix_index_nbytes by %.1f,"
-                " or use larger blocks (block_size).",
-                num_blocks,
-                room,
-                math.ceil(10 * num_blocks / room) / 10,
-            )
-        self._has_warned = is_too_small
 
 
 # Used until a worker has reported its block size; nothing is routed before that.
@@ -190,7 +139,16 @@ class IngressCore:
             tenants={DEFAULT_TENANT, *config.tenants},
             models=[tier.name for tier in config.tiers],
         )
-        self._index_room = IndexRoom(index, metrics.registry)
+        self._index = index
+        self._index_is_too_small = False
+        for name, value in {
+            "prefix_index_bytes": lambda: index.nbytes,
+            "prefix_index_blocks": lambda: index.num_blocks,
+            "prefix_index_max_blocks": lambda: index.max_num_blocks,
+            "prefix_index_evicted_blocks": lambda: index.num_evicted,
+            "tenant_limits_shared": lambda: self._limits.is_shared,
+        }.items():
+            metrics.of(name).set_function(value)
         metrics.registry.register(LinkBuffers(self.fleet.reports, self.links.num_buffered_bytes))
         metrics.of_fleet.register(
             FleetMetrics(self.fleet.reports, standby.stands_by, _pools(config))
@@ -235,13 +193,6 @@ class IngressCore:
         self._sampling: asyncio.Task[None] | None = None
         self._limits = Limits(config.tenant, clock=metrics.clock)
         self._sharing = self._share_limits(board)
-        shared = Gauge(
-            "disagg_tenant_limits_shared",
-            "1 if tenants' rate limits apply to all ingresses together. 0 if the store that"
-            " ingresses share is unreachable, so that each ingress grants the full limits",
-            registry=metrics.registry,
-        )
-        shared.set_function(lambda: self._limits.is_shared)
         self.service = Service(
             self._models,
             self._generate,
@@ -260,7 +211,7 @@ class IngressCore:
             metrics=metrics,
             explain=self._explanation,
             show_fleet=self.state.show,
-            add_fleets=fleets_added,
+            add_fleets=add_fleets,
             refresh=self._refresh_queue,
             beside=beside,
             ask_others=ask_others,
@@ -284,10 +235,25 @@ class IngressCore:
                     model, block_size=record.block_size, max_model_len=record.max_model_len
                 )
         self._models.update(_auto(self._config, self._models))
-        self._index_room.check(sum(record.num_blocks for record in records))
+        self._check_index(sum(record.num_blocks for record in records))
         self.links.update(records)
         if self._sampling is None:
             self._sampling = asyncio.create_task(self.state.keep_sampling())
+
+    def _check_index(self, num_blocks: int) -> None:
+        """Warn if the prefix index is too small for the workers' blocks, once until it fits."""
+        room, was_too_small = self._index.max_num_blocks, self._index_is_too_small
+        self._index_is_too_small = num_blocks > room
+        if self._index_is_too_small and not was_too_small:
+            log.warning(
+                "The workers have %d KV blocks in total, but the prefix index of an ingress has"
+                " room for %d. Blocks that several workers cache count once, but if the index"
+                " fills up, it forgets cached prefixes. Multiply prefix_index_nbytes by %.1f,"
+                " or use larger blocks (block_size).",
+                num_blocks,
+                room,
+                math.ceil(10 * num_blocks / room) / 10,
+            )
 
     def readiness(self) -> Readiness:
         """Whether every tier has a worker that accepts requests or may be scaled to zero.
@@ -383,12 +349,12 @@ class IngressCore:
             self._metrics.of("queue_num_requests", name).set(number)
         self._metrics.of("queue_bytes").set(self.admission_queue.nbytes)
 
-    def _generate(self, request: GenerateRequest, on_token: TokenCallback) -> Deltas:
+    def _generate(self, request: GenerateRequest, put: PutDelta) -> Awaitable[None]:
         if self._escalation is not None and request.model == AUTO:
-            return self._escalation.generate(request)
-        return self._dispatch(request, on_token)
+            return self._escalation.generate(request, put)
+        return self._dispatch(request, put)
 
-    def _dispatch(self, request: GenerateRequest, on_token: TokenCallback | None = None) -> Deltas:
+    def _dispatch(self, request: GenerateRequest, put: PutDelta) -> Awaitable[None]:
         """Run a request on the workers of its model, with its own SLOs or the model's."""
         ttft_slo_s, tpot_slo_s = self._slo_s[request.model]
         priority = request.priority
@@ -400,7 +366,7 @@ class IngressCore:
             tpot_slo_s=request.tpot_slo_s or tpot_slo_s,
             priority=priority,
         )
-        return self.dispatcher.generate(with_slo, on_token)
+        return self.dispatcher.generate(with_slo, put)
 
     def _cascade_decision(self, request_id: str) -> CascadeDecision | None:
         return None if self._escalation is None else self._escalation.decision(request_id)

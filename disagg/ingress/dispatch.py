@@ -9,8 +9,8 @@ If a worker dies, or fails with an error that another worker may not have, the r
 again with the tokens so far. The client sees one stream without gaps or repeated tokens, and
 exactly one end: a delta with a `finish_reason`, or a `DisaggError`.
 
-Reaches workers only through the protocol `Workers` (`ingress/workers.py`); time and randomness
-are arguments.
+Deltas go on where they arrive: a worker's link gives each to `put`, in the same turn of the event
+loop, and the request's task only waits for the end. Time and randomness are arguments.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import asyncio
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Collection
-from contextlib import aclosing, suppress
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -30,18 +30,54 @@ from disagg.api.http.metrics import ApiMetrics
 from disagg.blocks import hash_block
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue, Charge, Queued
-from disagg.ingress.workers import Workers
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, Prefetch, TokenDelta
+from disagg.messages import GenerateRequest, Prefetch, PutDelta, TokenDelta
 from disagg.router.admission import limit_s
 from disagg.router.fleet import Fleet, FleetView, Reservation
 from disagg.router.load_report import Demand
 from disagg.router.policy import ChooseRoute, choose_decode, choose_route
 from disagg.router.route import Candidate, Route, describe
 from disagg.router.worker_view import RequestLoad
-from disagg.token_fast_path import Taken, TokenCallback
 
 T = TypeVar("T")
+
+
+class Workers(Protocol):
+    """The workers of all pools, by id: `links.fleet_links.FleetLinks`, or the simulator's."""
+
+    async def run(
+        self,
+        worker_id: str,
+        request: GenerateRequest,
+        put: PutDelta,
+        *,
+        timeout_s: float,
+        hand_over: bool = False,
+        ticket: KVTicket | None = None,
+    ) -> None:
+        """Run a request on a worker. Returns after its last delta. Cancelling it cancels it there.
+
+        Args:
+            hand_over: whether the worker stops after the first token and issues a ticket.
+            ticket: the KV that the worker should pull.
+
+        Raises:
+            WorkerLost: the link ended, after `put` got all deltas that arrived.
+            DeadlineExceeded: `timeout_s` passed before the last delta.
+        """
+        ...
+
+    def release(self, ticket: KVTicket) -> None:
+        """Tell the ticket's source to free the blocks, because the ticket will not be used."""
+        ...
+
+    def introduce(self, worker_id: str, source_id: str) -> None:
+        """Tell a worker how to reach `source_id`, before it gets a ticket of that worker."""
+        ...
+
+    def prefetch(self, worker_id: str, asked: Prefetch) -> None:
+        """Make a worker pull the finished blocks of a prompt that it will get later."""
+        ...
 
 
 class RecentRequests(Generic[T]):
@@ -118,7 +154,6 @@ class RequestState:
         self.is_finished = False
         self.worker_id = ""  # the current or last worker
         self.visited: list[WorkerVisit] = []  # by this route
-        self.has_begun_here = False  # whether that worker has sent a token
         self.wait_s = 0.0  # the wait predicted when its route was chosen
         # Start of the wait for the first token, and the route with the predicted times.
         self.awaited: tuple[float, Candidate] | None = None
@@ -184,28 +219,6 @@ class RequestState:
             num_cached_tokens,
             prompt_logprobs=delta.prompt_logprobs,
         )
-
-    def wrap(self, on_token: TokenCallback) -> TokenCallback:
-        """Wrap `on_token` to record the tokens that it takes.
-
-        It gets only plain deltas after the first token of a worker.
-        """
-
-        def take(delta: TokenDelta) -> Taken:
-            is_plain = (
-                delta.finish_reason is None
-                and delta.error is None
-                and delta.ticket is None
-                and delta.early_ticket is None
-            )
-            if not (is_plain and self.has_begun_here):
-                return False
-            taken = on_token(delta)
-            if taken is not False:
-                self._generated += delta.token_ids
-            return taken
-
-        return take
 
     @property
     def pause_s(self) -> float:
@@ -309,14 +322,13 @@ class Dispatcher:
         """The routing decisions of a recent request, oldest first; empty for older requests."""
         return self._decisions.get(request_id) or ()
 
-    async def generate(
-        self, request: GenerateRequest, on_token: TokenCallback | None = None
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the answer, except for deltas that `on_token` takes.
+    async def generate(self, request: GenerateRequest, put: PutDelta) -> None:
+        """Pass the answer to `put`. Returns after its last delta.
 
-        Closing the iterator cancels the request on its workers. Every delta except the last has new
-        tokens; only the last has a `finish_reason`. The `num_cached_tokens` of the first delta
-        counts prompt tokens that came from a cache. Ignore `stream_id`.
+        Cancelling it, and an exception of `put`, cancels the request on its workers. Every delta
+        except the last has new tokens; only the last has a `finish_reason`. The
+        `num_cached_tokens` of the first delta counts prompt tokens that came from a cache. Ignore
+        `stream_id`.
 
         Raises:
             Unavailable: no worker of the model accepts requests.
@@ -338,9 +350,7 @@ class Dispatcher:
                 if state.prefix_source is not None:
                     await self._pull_prefix(state, state.prefix_source)
                 try:
-                    async with aclosing(self._visit(state, on_token)) as deltas:
-                        async for delta in deltas:
-                            yield delta
+                    await self._visit(state, put)
                 except DisaggError as error:
                     if not error.retryable or state.num_moves >= self._max_moves:
                         raise
@@ -355,44 +365,44 @@ class Dispatcher:
             if state.charge is not None:
                 self._queue.end(state.charge, state.num_output_tokens)
 
-    async def _visit(
-        self, state: RequestState, on_token: TokenCallback | None
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Stream from the next worker of the route. Raises the worker's error if it fails."""
+    async def _visit(self, state: RequestState, put: PutDelta) -> None:
+        """Run the request on the next worker of the route. Raises the worker's error."""
         reservation, hand_over = state.visits.popleft()
         state.worker_id = worker_id = reservation.worker_id
-        state.has_begun_here = False
+        has_begun = has_ended = False
         visit, num_before = WorkerVisit(worker_id, self._now()), state.num_output_tokens
         state.visited.append(visit)
+
+        def take(delta: TokenDelta) -> None:
+            nonlocal has_begun, has_ended
+            has_ended = delta.is_last
+            if not has_begun:
+                has_begun = bool(delta.token_ids)
+                if has_begun:
+                    visit.begin(self._now(), delta)
+                self._begin(state, reservation, delta)
+            shown = state.take(delta)
+            if shown is not None:
+                put(shown)
+            if delta.error is not None:
+                raise delta.error.to_error()
+
         try:
-            stream = self._workers.stream(
+            self._fleet.sent(reservation)
+            await self._workers.run(
                 worker_id,
                 state.grow(self._block_size(state)),
+                take,
                 timeout_s=state.request.deadline_unix_s - self._now(),
                 hand_over=hand_over,
                 ticket=state.ticket,
-                on_token=None if on_token is None else state.wrap(on_token),
             )
-            self._fleet.sent(reservation)
-            async with aclosing(stream):
-                async for delta in stream:
-                    if not state.has_begun_here:
-                        state.has_begun_here = bool(delta.token_ids)
-                        if delta.token_ids:
-                            visit.begin(self._now(), delta)
-                        self._begin(state, reservation, delta)
-                    shown = state.take(delta)
-                    if shown is not None:
-                        yield shown
-                    if delta.error is not None:
-                        raise delta.error.to_error()
-                    if delta.is_last:
-                        return
+            if not has_ended:
+                raise WorkerLost(f"Worker {worker_id} ended a stream before its last delta.")
         finally:
             visit.ended_unix_s = self._now()
             visit.num_tokens = state.num_output_tokens - num_before
             self._fleet.release(reservation)
-        raise WorkerLost(f"Worker {worker_id} ended a stream before its last delta.")
 
     def _begin(self, state: RequestState, reservation: Reservation, delta: TokenDelta) -> None:
         """Handle a worker's deltas up to and including the one with its first token."""
@@ -419,12 +429,12 @@ class Dispatcher:
         self._workers.introduce(state.visits[0].reservation.worker_id, source)
         request, began_s = state.prefix_request(block_size), self._now()
         timeout_s = min(state.request.deadline_unix_s - began_s, PREFIX_PULL_PATIENCE_S)
-        with suppress(DisaggError):  # for example, the stream ends at once if the worker is gone
-            stream = self._workers.stream(source, request, timeout_s=timeout_s, hand_over=True)
-            async with aclosing(stream):
-                async for delta in stream:
-                    state.ticket = delta.ticket  # None if the delta has an error
-                    break
+
+        def take(delta: TokenDelta) -> None:
+            state.ticket = delta.ticket  # None if the delta has an error
+
+        with suppress(DisaggError):  # for example, it ends at once if the worker is gone
+            await self._workers.run(source, request, take, timeout_s=timeout_s, hand_over=True)
         outcome = "refused" if state.ticket is None else "granted"
         self._metrics.of("prefix_pulls", state.model, outcome).inc()
         self._metrics.observe_stage(state.model, "prefix_pull", self._now() - began_s)

@@ -15,18 +15,16 @@ accepts the request, the skipped tier answers after all and is not judged.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from msgspec.structs import replace
 
 from disagg import telemetry
 from disagg.config import CascadeConfig
-from disagg.errors import DisaggError, WorkerLost
+from disagg.errors import DisaggError
 from disagg.ingress.dispatch import RecentRequests
-from disagg.messages import GenerateRequest, TokenDelta, TokenLogprobs
+from disagg.messages import GenerateRequest, PutDelta, TokenDelta, TokenLogprobs
 from disagg.router.cascade import (
     NUM_TOP,
     Attempt,
@@ -39,8 +37,6 @@ from disagg.router.cascade import (
 )
 from disagg.router.fleet import FleetView
 
-Deltas: TypeAlias = AsyncGenerator[TokenDelta, None]
-
 MAX_NUM_DECISIONS = 4096
 
 
@@ -49,6 +45,7 @@ class _EscalationState:
     """One request: its attempts so far, and the deltas that are held back."""
 
     request: GenerateRequest
+    put: PutDelta
     began_unix_s: float
     attempts: list[Attempt] = field(default_factory=list)
     held: list[TokenDelta] = field(default_factory=list)  # deltas of the last judged answer
@@ -59,6 +56,10 @@ class _EscalationState:
     @property
     def tokens(self) -> tuple[int, ...]:
         return tuple(token_id for delta in self.held for token_id in delta.token_ids)
+
+
+class _Unsure(Exception):
+    """Ends a judged answer, which is not sure enough."""
 
 
 class Escalation:
@@ -78,7 +79,7 @@ class Escalation:
         config: CascadeConfig,
         ttft_slo_s: Mapping[str, float],
         *,
-        generate: Callable[[GenerateRequest], Deltas],
+        generate: Callable[[GenerateRequest, PutDelta], Awaitable[None]],
         rename: Callable[[GenerateRequest, str], GenerateRequest],
         fleet: Callable[[], FleetView],
         now: Callable[[], float],
@@ -99,42 +100,33 @@ class Escalation:
         """The decision on a recent request. It is known when the first delta arrives."""
         return self._decisions.get(request_id)
 
-    async def generate(self, request: GenerateRequest) -> Deltas:
-        """Yield the answer like `Dispatcher.generate`. Closing the iterator cancels the request.
+    async def generate(self, request: GenerateRequest, put: PutDelta) -> None:
+        """Pass the answer to `put`, as `Dispatcher.generate` does.
 
         Raises the error of the last tier that was tried.
         """
-        state = _EscalationState(request, self._now())
+        state = _EscalationState(request, put, self._now())
         for number, model in enumerate(self._models[:-1]):
             if self._is_poor(state, number):
                 state.attempts.append(Attempt(model, "poor"))
                 state.passed_over = model
-                continue
-            async with aclosing(self._generate(self._judged_request(state, number))) as deltas:
-                if await self._is_sure(state, number, deltas):
-                    for delta in self._release(state):
-                        yield delta
-                    async for delta in deltas:
-                        yield self._hide_scores(state, delta)
-                    return
-        try:
-            async with aclosing(
-                self._generate(self._request_for(state, self._models[-1]))
-            ) as deltas:
-                async for delta in deltas:
-                    if not state.is_released:
-                        state.attempts.append(Attempt(self._models[-1], "largest"))
-                        self._decide(state)
-                    yield delta
+            elif await self._try(state, number):
                 return
+
+        def take(delta: TokenDelta) -> None:
+            if not state.is_released:
+                state.attempts.append(Attempt(self._models[-1], "largest"))
+                self._decide(state)
+            put(delta)
+
+        try:
+            await self._generate(self._request_for(state, self._models[-1]), take)
         except DisaggError as error:
             can_keep = state.judged is not None or state.passed_over is not None
             if state.is_released or not can_keep or not error.retryable:
                 raise
             state.attempts.append(Attempt(self._models[-1], error.code))
-        async with aclosing(self._keep(state)) as deltas:
-            async for delta in deltas:
-                yield delta
+            await self._keep(state)
 
     def _is_poor(self, state: _EscalationState, number: int) -> bool:
         """Whether tier `number` would probably be unsure and the next tier is not busier."""
@@ -145,37 +137,51 @@ class Escalation:
         judge, weights = self._config.prompt_judges[number], self._weights[number]
         return is_poor(judge, weights, state.request.token_ids)
 
-    async def _is_sure(self, state: _EscalationState, number: int, deltas: Deltas) -> bool:
-        """Hold back the deltas of tier `number` until they can be judged; record the verdict."""
-        model, threshold = self._models[number], None
+    async def _try(self, state: _EscalationState, number: int) -> bool:
+        """Run the request on tier `number`. Returns whether that tier has answered it.
+
+        Its first deltas are held back until they can be judged.
+        """
+        threshold: float | None = None
         needed_lead = lead_to_release(self._config, number)
         held: list[TokenDelta] = []
         scores: list[TokenLogprobs] = []
-        try:
-            async for delta in deltas:
-                held.append(delta)
-                num_seen = len(scores)
-                scores += delta.logprobs or ()
-                if threshold is None:
-                    threshold = self._threshold(number)
-                is_end = delta.finish_reason is not None
-                verdict = first_verdict(
-                    self._config, threshold, scores, num_seen, is_end, needed_lead
-                )
-                if verdict is not None:
-                    reason = "sure" if verdict.is_sure else "unsure"
-                    state.judged = Attempt(model, reason, verdict, threshold)
-                    state.attempts.append(state.judged)
-                    state.held = held
-                    return verdict.is_sure
-            raise WorkerLost("An answer ended without a finish reason.")
-        except DisaggError as error:
-            if not error.retryable:  # the request may have broken an engine; spare the next one
-                raise
-            state.attempts.append(Attempt(model, error.code))
-            return False
 
-    async def _keep(self, state: _EscalationState) -> Deltas:
+        def take(delta: TokenDelta) -> None:
+            nonlocal threshold
+            if state.is_released:
+                state.put(self._hide_scores(state, delta))
+                return
+            held.append(delta)
+            num_seen = len(scores)
+            scores.extend(delta.logprobs or ())
+            if threshold is None:
+                threshold = self._threshold(number)
+            is_end = delta.finish_reason is not None
+            verdict = first_verdict(self._config, threshold, scores, num_seen, is_end, needed_lead)
+            if verdict is None:
+                return
+            reason = "sure" if verdict.is_sure else "unsure"
+            state.judged = Attempt(self._models[number], reason, verdict, threshold)
+            state.attempts.append(state.judged)
+            state.held = held
+            if not verdict.is_sure:
+                raise _Unsure
+            self._release(state)
+
+        try:
+            await self._generate(self._judged_request(state, number), take)
+        except _Unsure:
+            return False
+        except DisaggError as error:
+            # Not retryable: the request may have broken an engine; spare the next one.
+            if state.is_released or not error.retryable:
+                raise
+            state.attempts.append(Attempt(self._models[number], error.code))
+            return False
+        return True
+
+    async def _keep(self, state: _EscalationState) -> None:
         """Continue the small answer where it was cancelled, or start the answer of a skipped tier.
 
         Nothing is released before the tier has accepted the request, so that a refusal still gets
@@ -187,17 +193,17 @@ class Escalation:
             judged = Attempt(state.passed_over, "poor")
         state.attempts.append(replace(judged, reason="kept"))
         if state.held and state.held[-1].finish_reason is not None:
-            for delta in self._release(state):
-                yield delta
+            self._release(state)
             return
+
+        def take(delta: TokenDelta) -> None:
+            if not state.is_released:
+                self._release(state)
+            state.put(delta)
+
         request = state.request
         resumed = replace(request, token_ids=(*request.token_ids, *state.tokens))
-        async with aclosing(self._generate(self._rename(resumed, judged.model))) as deltas:
-            async for delta in deltas:
-                if not state.is_released:
-                    for earlier in self._release(state):
-                        yield earlier
-                yield delta
+        await self._generate(self._rename(resumed, judged.model), take)
 
     def _threshold(self, number: int) -> float:
         threshold = self._config.thresholds[number]
@@ -229,12 +235,13 @@ class Escalation:
 
     # Answers
 
-    def _release(self, state: _EscalationState) -> Sequence[TokenDelta]:
-        """The held deltas for the client. From now on nothing can be taken back."""
+    def _release(self, state: _EscalationState) -> None:
+        """Pass the held deltas on. From now on nothing can be taken back."""
         self._decide(state)
-        if state.request.sampling.logprobs is None:
-            return [replace(delta, logprobs=None) for delta in state.held]
-        return [self._hide_scores(state, delta) for delta in state.held]
+        for delta in state.held:
+            if state.request.sampling.logprobs is None:
+                delta = replace(delta, logprobs=None)
+            state.put(self._hide_scores(state, delta))
 
     def _hide_scores(self, state: _EscalationState, delta: TokenDelta) -> TokenDelta:
         """The delta without log-probabilities that only the judge needs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -131,7 +131,7 @@ class FleetMetrics(Collector):
             for name, row in (*TABLE.items(), *map(_declared_metric, FIELDS))
         }
         reports = self._reports()
-        of_workers = self._of_workers, _declared, _of_drafts, _of_pulls, _of_pairs
+        of_workers = self._of_workers, _sample_fields, _of_drafts, _of_pulls, _of_pairs
         for samples in (self._of_pools, *of_workers):
             for name, labels, figure in samples(reports):
                 families[name].add_metric(labels, figure)
@@ -142,9 +142,7 @@ class FleetMetrics(Collector):
         for record, status in reports:
             for state in _STATES:
                 numbers.setdefault((record.model, record.role, state), 0)
-            state = "serving" if status.accepting else "draining"
-            if not status.accepting and self._stands_by(record.worker_id):
-                state = "standing_by"
+            state = state_of(record, status, self._stands_by)
             numbers[record.model, record.role, state] += 1
         for labels, number in numbers.items():
             yield "workers", labels, number
@@ -189,7 +187,7 @@ def _declared_metric(field: Field) -> tuple[str, WorkerMetric]:
     )
 
 
-def _declared(reports: WorkerReports) -> Iterator[Sample]:
+def _sample_fields(reports: WorkerReports) -> Iterator[Sample]:
     """The metrics that `WorkerStatus` declares."""
     for path, metric in FIELDS:
         value = (metric.label or ())[1:]
@@ -229,6 +227,14 @@ def _of_pairs(reports: WorkerReports) -> Iterator[Sample]:
             yield "kv_transfer_latency_seconds", ids, figure.latency_s
             if figure.lane:
                 yield "kv_transfer_lane", (*ids, figure.lane), 1
+
+
+def state_of(
+    record: WorkerRecord, status: WorkerStatus, stands_by: Callable[[str], bool]
+) -> Literal["serving", "standing_by", "draining"]:
+    if status.accepting:
+        return "serving"
+    return "standing_by" if stands_by(record.worker_id) else "draining"
 
 
 def _series(record: WorkerRecord) -> tuple[str, str, str]:

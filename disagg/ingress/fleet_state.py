@@ -1,4 +1,4 @@
-"""What `GET /debug/fleet` shows: the fleet as one ingress sees it, and its last hour.
+"""What `GET /debug/fleet` shows: the fleet as one ingress sees it, or all ingresses, and an hour.
 
 Everything comes from what is here already: the last report of each worker, and the counts of
 `/metrics`. The history is a ring of samples in memory, so it ends with the ingress.
@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from disagg.api.http.metrics import ApiMetrics
 from disagg.config import AUTO, ServeConfig
-from disagg.ingress.fleet_metrics import MAX_PAIRS, WorkerReports
+from disagg.ingress.fleet_metrics import MAX_PAIRS, WorkerReports, state_of
 from disagg.messages import Role, WorkerRecord, WorkerStatus
 from disagg.router.autoscale import ScalingDecision
 from disagg.router.load_report import Demand
@@ -29,7 +30,7 @@ MAX_WORKERS = 64  # in a sample: of a larger fleet only the pools have a history
 
 
 class ShownWorker(msgspec.Struct, frozen=True):
-    """One worker as it last reported.
+    """One worker as it last reported. What is not explained is in `WorkerStatus` or `WorkerRecord`.
 
     state: "serving", "standing_by" or "draining".
     kv_usage: the share of its KV blocks that requests or tickets use.
@@ -202,23 +203,24 @@ class FleetState:
         """The response of `GET /debug/fleet`; with samples after `since_unix_s`, if it is given."""
         totals, queued, reports = self._totals(), self._num_queued(), self._reports()
         since = math.inf if since_unix_s is None else since_unix_s
-        return msgspec.json.encode(
-            ShownFleet(
-                self._ingress_id,
-                self._now(),
-                [
-                    ShownModel(name, *slo_s, queued.get(name, 0), totals[name])
-                    for name, slo_s in self._slo_s.items()
-                ],
-                [self._shown(record, status) for record, status in reports],
-                _transfers(reports),
-                _by_first(self._metrics.sums("request_refused", "reason")),
-                _by_first(self._metrics.sums("request_failure", "code")),
-                PERIOD_S,
-                [each for each in self._samples if each.unix_s > since],
-                self.scaling,
-            )
+        refused = self._metrics.sums("request_refused", "reason")
+        failed = self._metrics.sums("request_failure", "code")
+        fleet = ShownFleet(
+            self._ingress_id,
+            self._now(),
+            [
+                ShownModel(name, *slo_s, queued.get(name, 0), totals[name])
+                for name, slo_s in self._slo_s.items()
+            ],
+            [self._show_worker(record, status) for record, status in reports],
+            _transfers(reports),
+            {reason: number for (reason,), number in refused.items()},
+            {code: number for (code,), number in failed.items()},
+            PERIOD_S,
+            [each for each in self._samples if each.unix_s > since],
+            self.scaling,
         )
+        return msgspec.json.encode(fleet)
 
     def sample(self) -> None:
         """Add a sample to the history."""
@@ -232,21 +234,14 @@ class FleetState:
             max(0, number - self._last_nbytes.get(worker_id, number))
             for worker_id, number in nbytes.items()
         )
-        self._samples.append(
-            Sample(
-                now,
-                {
-                    name: _rates(after, self._last_totals[name], seconds)
-                    for name, after in totals.items()
-                },
-                _sum_pools(reports),
-                {
-                    record.worker_id: (status.num_running, round(_kv_usage(record, status), 3))
-                    for record, status in reports[:MAX_WORKERS]
-                },
-                moved / seconds,
-            )
-        )
+        models = {
+            name: _rates(after, self._last_totals[name], seconds) for name, after in totals.items()
+        }
+        workers = {
+            record.worker_id: (status.num_running, round(_kv_usage(record, status), 3))
+            for record, status in reports[:MAX_WORKERS]
+        }
+        self._samples.append(Sample(now, models, _sum_pools(reports), workers, moved / seconds))
         self._last_s, self._last_totals, self._last_nbytes = now, totals, nbytes
 
     def _totals(self) -> dict[str, ModelTotals]:
@@ -274,34 +269,21 @@ class FleetState:
             )
         return found
 
-    def _shown(self, record: WorkerRecord, status: WorkerStatus) -> ShownWorker:
-        state = "serving" if status.accepting else "draining"
-        if not status.accepting and self._stands_by(record.worker_id):
-            state = "standing_by"
+    def _show_worker(self, record: WorkerRecord, status: WorkerStatus) -> ShownWorker:
         costs, step_s = status.step_costs, None
         if costs is not None and costs.num_observed:
             step = StepFeatures(0, 0.0, max(1, status.num_running), status.num_context_tokens)
             step_s = StepTimeModel.from_costs(costs).step_s(step)
-        return ShownWorker(
-            record.worker_id,
-            record.model,
-            record.role,
-            state,
-            status.num_running,
-            status.num_prefilling,
-            status.num_waiting,
-            status.num_uncomputed_tokens,
-            status.num_context_tokens,
-            record.max_num_seqs,
-            _kv_usage(record, status),
-            record.num_blocks,
-            record.block_size,
-            status.num_holds,
-            status.num_preempted,
-            status.host.nbytes if status.host is not None else 0,
-            step_s,
-            [msgspec.structs.asdict(each) for each in status.pulls],
-        )
+        known = asdict(status) | asdict(record)
+        known |= {
+            "state": state_of(record, status, self._stands_by),
+            "kv_usage": _kv_usage(record, status),
+            "num_kv_blocks": record.num_blocks,
+            "host_kv_nbytes": status.host.nbytes if status.host is not None else 0,
+            "step_s": step_s,
+            "pulls": [asdict(each) for each in status.pulls],
+        }
+        return ShownWorker(**{name: known[name] for name in ShownWorker.__struct_fields__})
 
 
 def _kv_usage(record: WorkerRecord, status: WorkerStatus) -> float:
@@ -346,5 +328,66 @@ def _rates(now: ModelTotals, before: ModelTotals, seconds: float) -> ModelSample
     )
 
 
-def _by_first(sums: Mapping[tuple[str, ...], float]) -> dict[str, float]:
-    return {labels[0]: number for labels, number in sums.items()}
+# Several ingresses
+
+
+def add_fleets(shown: Sequence[bytes]) -> bytes:
+    """Make one of the answers of several ingresses: workers once, counts added up.
+
+    What all ingresses know alike is the first one's.
+    """
+    fleets = [msgspec.json.decode(each, type=ShownFleet) for each in shown]
+    own, *others = fleets
+    models = []
+    for model in own.models:
+        same = [each for fleet in fleets for each in fleet.models if each.name == model.name]
+        num_queued = sum(each.num_queued for each in same)
+        models.append(
+            replace(model, num_queued=num_queued, totals=_add_totals([s.totals for s in same]))
+        )
+    refused, failed = _add(each.refused for each in fleets), _add(each.failed for each in fleets)
+    history = [_add_sample(sample, [fleet.history for fleet in others]) for sample in own.history]
+    return msgspec.json.encode(
+        replace(own, models=models, refused=refused, failed=failed, history=history)
+    )
+
+
+def _add(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    numbers: Counter[str] = Counter()
+    for each in counts:
+        numbers.update(each)
+    return dict(numbers)
+
+
+def _add_totals(totals: Sequence[ModelTotals]) -> ModelTotals:
+    numbers = [asdict(each) for each in totals]
+    prefills = _add(each.pop("prefills") for each in numbers)
+    return ModelTotals(**_add(numbers), prefills=prefills)
+
+
+def _add_sample(sample: Sample, others: Iterable[Sequence[Sample]]) -> Sample:
+    """A sample with the rates of other ingresses in the same period; some may be younger."""
+    nearest = (min(each, key=lambda s: abs(s.unix_s - sample.unix_s)) for each in others if each)
+    same = [sample, *(each for each in nearest if abs(each.unix_s - sample.unix_s) <= PERIOD_S)]
+    models = {
+        name: _add_rates([each.models[name] for each in same if name in each.models])
+        for name in sample.models
+    }
+    return replace(sample, models=models)
+
+
+def _add_rates(samples: Sequence[ModelSample]) -> ModelSample:
+    return ModelSample(
+        sum(each.requests_per_s for each in samples),
+        sum(each.tokens_per_s for each in samples),
+        _mean((each.ttft_s, each.requests_per_s) for each in samples),
+        _mean((each.tpot_s, each.tokens_per_s) for each in samples),
+    )
+
+
+def _mean(weighted: Iterable[tuple[float | None, float]]) -> float | None:
+    known = [(seconds, weight) for seconds, weight in weighted if seconds is not None]
+    if not known:
+        return None
+    weights = sum(weight for _, weight in known) or 1.0
+    return sum(seconds * weight for seconds, weight in known) / weights

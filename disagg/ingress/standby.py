@@ -52,7 +52,7 @@ class Standby:
         if self._adapters is not None:
             self._adapters.heard(record, status)
         self._standing_by.add(record.worker_id)  # until the next line decides
-        self._fleet.worker_synced(record, block_hashes, self._shown(record.worker_id))
+        self._fleet.worker_synced(record, block_hashes, self._show(record.worker_id))
         self._update_pool((record.model, record.role))
 
     def worker_stepped(
@@ -67,7 +67,7 @@ class Standby:
         self._known[worker_id] = record, status
         if self._adapters is not None and status.adapters is not before.adapters:
             self._adapters.heard(record, status)
-        self._fleet.worker_stepped(worker_id, kv_events, self._shown(worker_id))
+        self._fleet.worker_stepped(worker_id, kv_events, self._show(worker_id))
         if status.accepting != before.accepting:
             self._update_pool((record.model, record.role))
 
@@ -97,9 +97,9 @@ class Standby:
                 self._standing_by.add(record.worker_id)
             else:
                 self._standing_by.remove(record.worker_id)
-            self._fleet.worker_stepped(record.worker_id, (), self._shown(record.worker_id))
+            self._fleet.worker_stepped(record.worker_id, (), self._show(record.worker_id))
 
-    def _shown(self, worker_id: str) -> WorkerStatus:
+    def _show(self, worker_id: str) -> WorkerStatus:
         _, status = self._known[worker_id]
         if worker_id in self._standing_by:
             return msgspec.structs.replace(status, accepting=False)

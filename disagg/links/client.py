@@ -2,8 +2,7 @@
 
 A link exists as long as membership has its worker: it connects, reconnects after a loss, and asks
 for a snapshot when frames are missing. When the connection ends, all its streams end at once with
-`WorkerLost`, and their readers reroute. Deltas that arrive while a reader is busy are merged, so a
-slow reader costs less per token instead of more.
+`WorkerLost`, and the dispatcher reroutes their requests.
 
 Knows no routing: what workers report about caches and load goes to a `LinkObserver`.
 """
@@ -12,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from disagg.blocks import BlockHash
 from disagg.errors import DeadlineExceeded, Unavailable, WorkerLost
@@ -40,6 +41,7 @@ from disagg.messages import (
     KVEvent,
     Peers,
     Prefetch,
+    PutDelta,
     Refused,
     Release,
     Resync,
@@ -47,13 +49,11 @@ from disagg.messages import (
     Start,
     StepFrame,
     ToIngress,
-    TokenDelta,
     Welcome,
     WorkerRecord,
     WorkerStatus,
     decode_to_ingress,
 )
-from disagg.token_fast_path import TokenCallback
 
 FIRST_PAUSE_S = 0.05  # before the second attempt to connect; doubles up to
 LONGEST_PAUSE_S = 2.0
@@ -154,45 +154,38 @@ class Link:
         if self._connection is not None and self._connection.is_up:
             self._connection.send(message)
 
-    async def stream(
+    async def run(
         self,
         request: GenerateRequest,
+        put: PutDelta,
         *,
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-        on_token: TokenCallback | None = None,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Run a request on this worker. Ends after the delta whose `is_last` is true.
+    ) -> None:
+        """Run a request on this worker. Returns after the delta whose `is_last` is true.
 
-        Closing the iterator early cancels the request on the worker.
-
-        Args:
-            on_token: gets deltas for which the reader need not wake up. Deltas that it takes are
-                not yielded.
+        Cancelling it, and an exception of `put`, cancels the request on the worker.
 
         Raises:
-            WorkerLost: the link is down or went down; all that had arrived was handed over.
-            DeadlineExceeded: `timeout_s` passed; all that had arrived was handed over.
+            WorkerLost: the link is down or went down; `put` got all that had arrived.
+            DeadlineExceeded: `timeout_s` passed; `put` got all that had arrived.
             BadFrame: the request is too long for a frame.
         """
         connection = self._connection
         if connection is None or not connection.is_up:
             raise WorkerLost(f"Worker {self.record.worker_id} is not linked: {self.last_error}.")
-        stream_id, stream = connection.start(request, hand_over, ticket, on_token)
-        # One timer a stream: a timeout around each wait would cost more than a token does.
-        timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), stream.expire)
-        is_ended = False
+        stream_id, stream = connection.start(Start(0, request, hand_over, ticket), put)
         try:
-            while not is_ended:
-                if not stream.deltas:
-                    await stream.wait()
-                delta = stream.take()
-                is_ended = delta.is_last
-                yield delta
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await stream.ended
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "The request's deadline passed before its answer was complete; ask for fewer"
+                " tokens or allow more time."
+            ) from None
         finally:
-            timer.cancel()
-            connection.forget(stream_id, cancel=not is_ended)
+            connection.forget(stream_id)
 
     def lost(self) -> None:
         """Tell that what is known of the worker is out of date."""
@@ -234,7 +227,7 @@ class _WorkerConnection(Connection):
         self.is_up = False
         self._link = link
         self._hello: tuple[bytes, bytes] | None = None  # nonces: the worker's, ours
-        self._streams: dict[int, DeltaStream] = {}
+        self._streams: dict[int, LinkStream] = {}
         self._stream_ids = count(1)
         self._num_received = 0  # the last step frame's number
         self._status: WorkerStatus | None = None  # the last one since a snapshot; None: none came
@@ -242,22 +235,17 @@ class _WorkerConnection(Connection):
         self._num_silent_checks = 0
         self._watch: asyncio.TimerHandle | None = None
 
-    def start(
-        self,
-        request: GenerateRequest,
-        hand_over: bool,
-        ticket: KVTicket | None,
-        on_token: TokenCallback | None,
-    ) -> tuple[int, DeltaStream]:
+    def start(self, message: Start, put: PutDelta) -> tuple[int, LinkStream]:
         stream_id = next(self._stream_ids)
-        self.send(Start(stream_id, request, hand_over, ticket))
+        self.send(msgspec.structs.replace(message, stream_id=stream_id))
         if not self.is_open:  # this message overflowed its buffer
             raise WorkerLost(f"Worker {self._link.record.worker_id} was lost: {self.reason}.")
-        stream = self._streams[stream_id] = DeltaStream(self._loop, on_token)
+        stream = self._streams[stream_id] = LinkStream(put, self._loop.create_future())
         return stream_id, stream
 
-    def forget(self, stream_id: int, *, cancel: bool) -> None:
-        if self._streams.pop(stream_id, None) is not None and cancel:
+    def forget(self, stream_id: int) -> None:
+        """Cancel a stream on the worker, unless it has ended."""
+        if self._streams.pop(stream_id, None) is not None:
             self.send(Cancel(stream_id))
 
     # Connection
@@ -344,8 +332,18 @@ class _WorkerConnection(Connection):
         streams = self._streams
         for delta in step.deltas:
             stream = streams.get(delta.stream_id)
-            if stream is not None:  # otherwise it was cancelled while the delta was on its way
+            if stream is None:  # it was cancelled while the delta was on its way
+                continue
+            if delta.is_last:
+                del streams[delta.stream_id]
+            try:
                 stream.put(delta)
+            except Exception as error:  # the failure of one request, and not of its link
+                self.forget(delta.stream_id)
+                stream.fail(error)
+            else:
+                if delta.is_last:
+                    stream.end()
         if self._status is None:
             return
         status = None
@@ -386,95 +384,17 @@ class _WorkerConnection(Connection):
         self._watch = self._loop.call_later(self._link.silence_s / NUM_CHECKS, self._check_liveness)
 
 
-class DeltaStream:
-    """The deltas of one stream, merged while the reader is busy.
+class LinkStream(NamedTuple):
+    """One request on the worker."""
 
-    Args:
-        on_token: is given deltas while the reader waits.
-    """
+    put: PutDelta
+    ended: asyncio.Future[None]
 
-    __slots__ = ("_error", "_loop", "_on_token", "_rest", "_waiter", "deltas")
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, on_token: TokenCallback | None = None
-    ) -> None:
-        self.deltas: list[TokenDelta] = []
-        self._on_token = on_token
-        self._rest: Awaitable[None] | None = None  # of what `on_token` began, for the reader
-        self._error: Exception | None = None
-        self._loop = loop
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, delta: TokenDelta) -> None:
-        if self._error is not None:  # a delta may be lost, and no later one may hide that
-            return
-        on_token, waiter = self._on_token, self._waiter
-        if on_token is not None and waiter is not None and not waiter.done():
-            try:
-                taken = on_token(delta)
-            except Exception as error:  # the failure of one request, and not of its link
-                self.fail(error)
-                return
-            if taken is True:
-                return
-            if taken is not False:
-                self._rest = taken
-                self._wake()
-                return
-        self.deltas.append(delta)
-        self._wake()
+    def end(self) -> None:
+        if not self.ended.done():  # otherwise its task is cancelled
+            self.ended.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error, after all deltas before it. Only the first error counts."""
-        self._error = self._error or error
-        self._wake()
-
-    def expire(self) -> None:
-        self.fail(
-            DeadlineExceeded(
-                "The request's deadline passed before its answer was complete; ask for fewer"
-                " tokens or allow more time."
-            )
-        )
-
-    async def wait(self) -> None:
-        """Wait until there is something to take. Raises the error that ended the stream."""
-        while self._rest is not None or not self.deltas:
-            if self._rest is not None:
-                rest, self._rest = self._rest, None
-                await rest
-                continue
-            if self._error is not None:
-                raise self._error
-            self._waiter = self._loop.create_future()
-            await self._waiter
-
-    def take(self) -> TokenDelta:
-        """All deltas since the last call, merged."""
-        deltas, self.deltas = self.deltas, []
-        return deltas[0] if len(deltas) == 1 else merge(deltas)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Consecutive deltas of one stream as one."""
-    first, last = deltas[0], deltas[-1]
-    logprobs = None
-    if any(delta.logprobs is not None for delta in deltas):
-        logprobs = tuple(item for delta in deltas for item in delta.logprobs or ())
-    scored = (delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None)
-    return TokenDelta(
-        stream_id=first.stream_id,
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        finish_reason=last.finish_reason,
-        logprobs=logprobs,
-        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),  # only one says it
-        ticket=last.ticket,
-        error=last.error,
-        early_ticket=last.early_ticket,
-        times=next((delta.times for delta in deltas if delta.times is not None), None),
-        prompt_logprobs=next(scored, None),
-    )
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            self.ended.exception()  # its task may be gone

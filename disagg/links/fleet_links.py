@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
@@ -27,11 +27,10 @@ from disagg.messages import (
     GenerateRequest,
     Peers,
     Prefetch,
+    PutDelta,
     Release,
-    TokenDelta,
     WorkerRecord,
 )
-from disagg.token_fast_path import TokenCallback
 
 # Reports of all workers that an ingress takes in each second; one takes about 11 us of CPU
 # (docs/notebook/routing.md).
@@ -121,20 +120,19 @@ class FleetLinks:
         link = self._links.get(worker_id)
         return 0 if link is None else link.num_buffered_bytes
 
-    def stream(
+    async def run(
         self,
         worker_id: str,
         request: GenerateRequest,
+        put: PutDelta,
         *,
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-        on_token: TokenCallback | None = None,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """`Link.stream` of that worker. Raises `WorkerLost` when it has left."""
-        return self.link(worker_id).stream(
-            request, timeout_s=timeout_s, hand_over=hand_over, ticket=ticket, on_token=on_token
-        )
+    ) -> None:
+        """`Link.run` of that worker. Raises `WorkerLost` when it has left."""
+        link = self.link(worker_id)
+        await link.run(request, put, timeout_s=timeout_s, hand_over=hand_over, ticket=ticket)
 
     def release(self, ticket: KVTicket) -> None:
         """Tell the ticket's source that it will not be used, so that it frees the blocks."""

@@ -21,7 +21,7 @@ import msgspec
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent, WorkerStatus
 
-PART_NAMES = 4096  # of a snapshot, in one frame (costs: docs/notebook/routing.md)
+PART_NUM_BLOCKS = 4096  # of a snapshot, in one frame (costs: docs/notebook/routing.md)
 NUM_AT_ONCE = 2  # reports after a request has arrived, as `router.fleet` counts them
 # Parts of a status that are long and rarely change, and what they are with nothing to say. The
 # bits of `StepFrame.kept` are in this order.
@@ -190,11 +190,11 @@ def restore(status: WorkerStatus, kept: int, last: WorkerStatus) -> WorkerStatus
     return msgspec.structs.replace(status, **parts)
 
 
-def parts_of(
+def split_snapshot(
     block_hashes: Sequence[BlockHash], host_block_hashes: Sequence[BlockHash]
 ) -> Iterator[KVEvent]:
-    """A snapshot after its first `PART_NAMES` names, as events of so many each."""
-    for begin in range(PART_NAMES, len(block_hashes), PART_NAMES):
-        yield KVEvent("stored", tuple(block_hashes[begin : begin + PART_NAMES]))
-    for begin in range(0, len(host_block_hashes), PART_NAMES):
-        yield KVEvent("stored", tuple(host_block_hashes[begin : begin + PART_NAMES]), "host")
+    """A snapshot after its first `PART_NUM_BLOCKS` names, as events of so many each."""
+    for begin in range(PART_NUM_BLOCKS, len(block_hashes), PART_NUM_BLOCKS):
+        yield KVEvent("stored", tuple(block_hashes[begin : begin + PART_NUM_BLOCKS]))
+    for begin in range(0, len(host_block_hashes), PART_NUM_BLOCKS):
+        yield KVEvent("stored", tuple(host_block_hashes[begin : begin + PART_NUM_BLOCKS]), "host")

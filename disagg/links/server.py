@@ -39,7 +39,7 @@ from disagg.links.connection import (
     proofs_equal,
     worker_proof,
 )
-from disagg.links.reports import PART_NAMES, LinkReports, Report, parts_of
+from disagg.links.reports import PART_NUM_BLOCKS, LinkReports, Report, split_snapshot
 from disagg.messages import (
     WIRE_VERSION,
     AdapterNews,
@@ -266,7 +266,7 @@ class LinkServer:
 
     def _choose_home(self) -> None:
         linked = {link.ingress_id for link in self._links.values()}
-        self.home_ingress = home_of(self.record.worker_id, linked)
+        self.home_ingress = choose_home(self.record.worker_id, linked)
 
 
 class _IngressLink(Connection):
@@ -363,9 +363,9 @@ class _IngressLink(Connection):
         host_block_hashes: tuple[BlockHash, ...],
     ) -> None:
         self.reports.restart(status)
-        self._parts = deque(parts_of(block_hashes, host_block_hashes))
+        self._parts = deque(split_snapshot(block_hashes, host_block_hashes))
         self.reports.is_holding = bool(self._parts)
-        self._send_or_end(Snapshot(self._num_sent, block_hashes[:PART_NAMES], status))
+        self._send_or_end(Snapshot(self._num_sent, block_hashes[:PART_NUM_BLOCKS], status))
         if self._parts and self._part_timer is None:
             self._part_timer = self._loop.call_soon(self._send_part)
 
@@ -404,7 +404,7 @@ class _IngressLink(Connection):
             self.end(str(error))
 
 
-def home_of(worker_id: str, ingress_ids: Collection[str]) -> str:
+def choose_home(worker_id: str, ingress_ids: Collection[str]) -> str:
     """The home of a worker, one of the ingresses; "" if there are fewer than two.
 
     Ingresses that route at the same moment do not know of each other's requests. Among idle workers

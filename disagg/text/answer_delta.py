@@ -228,7 +228,7 @@ class Marked:
             num_calls = sink.num_calls
             text.record(mark)
             is_whole = yield from self.read_call(text, sink, mark)
-            rest = "" if is_whole else text.recorded()
+            rest = "" if is_whole else text.take_record()
             if sink.num_calls > num_calls:
                 take.drop()
                 sink.text(rest)

@@ -137,7 +137,7 @@ def read_reasoning(
     text.record()
     yield from text.spaces()
     has_mark = bool((yield from text.skip_one(reasoning.starts)))
-    before = text.recorded()
+    before = text.take_record()
     if not (is_open or has_mark):
         text.give_back(before)
         return False
@@ -254,7 +254,7 @@ def read_arguments_of(function: str) -> Reader:
     def read(text: Incoming, sink: Sink) -> Reading[None]:
         text.record()
         is_call = (yield from text.spaces()) == "{" and sink.begin_call(function)
-        before = text.recorded()
+        before = text.take_record()
         if is_call and (yield from text.json_value(sink.arguments)):
             sink.end_call()
         yield from read_text(text, sink, "" if is_call else before)

@@ -65,7 +65,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: now().strftime(form)
         for name, filter_ in {**self.filters, "tojson": _to_json}.items():
-            self.filters[name] = self._watched(name, filter_)
+            self.filters[name] = self._watch(name, filter_)
 
     def begin(self, limit_s: float) -> None:
         """Start the time limit of the calling thread."""
@@ -82,7 +82,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 param="messages",
             )
 
-    def _watched(self, name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch(self, name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
         num_own = int(hasattr(filter_, "jinja_pass_arg"))  # Jinja's own argument before the value
 
         @functools.wraps(filter_)

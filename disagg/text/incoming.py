@@ -158,7 +158,7 @@ class Incoming:
         """Start to record the text that is read, after `before`."""
         self._record = [before]
 
-    def recorded(self) -> str:
+    def take_record(self) -> str:
         """The text that was read since `record`."""
         read = "".join(self._record or ())
         self._record = None
@@ -266,7 +266,7 @@ class Incoming:
             return None
         pieces: list[str] = []
         is_whole = yield from self.json_value(pieces.append)
-        return _decoded("".join(pieces)) if is_whole else None
+        return _decode("".join(pieces)) if is_whole else None
 
     def json_value(self, take: Take) -> Reading[bool]:
         """Pass one JSON value to `take` while it arrives; returns whether it ended.
@@ -298,7 +298,7 @@ class Incoming:
         return text
 
 
-def _decoded(literal: str) -> str | None:
+def _decode(literal: str) -> str | None:
     try:
         return msgspec.json.decode(literal, type=str)
     except (msgspec.MsgspecError, UnicodeError):

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 
 from disagg.api.http.app import AsgiApp, HttpApp, Readiness
+from disagg.api.http.batches import BatchApi
 from disagg.api.running_job import Generate
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Service
+from disagg.batch.store import BatchStore
 from disagg.config import HttpConfig
 from tests.api.fakes import FakeGenerate, served_model
 
@@ -43,6 +47,13 @@ def make_app(
     ids = itertools.count(1)
     options.setdefault("readiness", lambda: READY)
     return HttpApp(service, config or HttpConfig(), new_id=lambda: f"id{next(ids)}", **options)
+
+
+def app_with_files(directory: Path, **config: Any) -> HttpApp:
+    """An app with files and batches, which nobody runs."""
+    settings = HttpConfig(files_directory=str(directory), **config)
+    store = BatchStore(directory, settings.files_nbytes)
+    return make_app(config=settings, batches=BatchApi(store, settings, time.time))
 
 
 @asynccontextmanager

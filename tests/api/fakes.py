@@ -10,10 +10,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
-from disagg.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
+from disagg.messages import FinishReason, GenerateRequest, PutDelta, TokenDelta, TokenLogprobs
 from disagg.text.chat_template import ChatTemplate
 from disagg.text.tokenizer import Tokenizer
-from disagg.token_fast_path import TokenCallback
 
 CHATML = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n'"
@@ -92,7 +91,6 @@ class FakeGenerate:
         pause: awaited before each token.
         per_delta: tokens per delta.
         finish: whether the end token follows; else the answer goes on until `max_tokens`.
-        directly: whether deltas behind the first are offered to `on_token`, as a link does.
     """
 
     def __init__(
@@ -105,9 +103,7 @@ class FakeGenerate:
         per_delta: int = 1,
         finish: bool = True,
         num_cached_tokens: int = 0,
-        directly: bool = False,
     ) -> None:
-        self.directly = directly
         self.token_ids = TOKENIZER.encode(text, add_special_tokens=False)
         self.fail_after = fail_after
         self.error = error or DisaggError("planted")
@@ -119,20 +115,12 @@ class FakeGenerate:
         self.num_open = 0
         self.num_closed = 0
 
-    async def __call__(
-        self, request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, request: GenerateRequest, put: PutDelta) -> None:
         self.requests.append(request)
         self.num_open += 1
         try:
-            may_take = False
             async for delta in self._deltas(request):
-                taken = may_take and delta.finish_reason is None and on_token(delta)
-                if taken is False:
-                    yield delta
-                elif taken is not True:
-                    await taken
-                may_take = self.directly
+                put(delta)
         finally:
             self.num_open -= 1
             self.num_closed += 1

@@ -6,8 +6,8 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from disagg.api.http.in_process import asking_for
 from disagg.batch.queue import BatchQueue
 from disagg.batch.store import KEPT_S, BatchStore
 from disagg.config import HttpConfig
-from disagg.messages import GenerateRequest, TokenDelta
-from disagg.token_fast_path import TokenCallback
+from disagg.messages import GenerateRequest, PutDelta
 from tests.api.apps import http_client, make_app, openai_client
 from tests.api.fakes import FakeGenerate
 
@@ -43,9 +42,7 @@ class HeldGenerate(FakeGenerate):
         self.num_held = 0
         self.release = asyncio.Event()
 
-    async def __call__(
-        self, request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, request: GenerateRequest, put: PutDelta) -> None:
         if self.num_through == 0:
             self.num_held += 1
             try:
@@ -54,9 +51,7 @@ class HeldGenerate(FakeGenerate):
                 self.num_held -= 1
         else:
             self.num_through -= 1
-        async with aclosing(super().__call__(request, on_token)) as deltas:
-            async for delta in deltas:
-                yield delta
+        await super().__call__(request, put)
 
 
 class Server:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import pytest
 
 from disagg.api.http import reply
 from disagg.api.http.metrics import ApiMetrics
-from disagg.messages import GenerateRequest, TokenDelta
-from disagg.token_fast_path import TokenCallback
+from disagg.messages import GenerateRequest, PutDelta
 from tests.api.apps import URL, Exchange, make_app, never, until
 from tests.api.fakes import FakeGenerate
 from tests.contract.contract import CHAT
@@ -99,13 +98,10 @@ async def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.Monke
 async def test_what_is_counted_comes_back_from_a_request_that_is_cancelled_twice() -> None:
     asked, leaving = asyncio.Event(), asyncio.Event()
 
-    async def reluctant(
-        request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def reluctant(request: GenerateRequest, put: PutDelta) -> None:
         try:
             asked.set()
             await never()
-            yield TokenDelta(0, ())
         finally:
             leaving.set()
             await asyncio.sleep(0.05)
@@ -123,10 +119,7 @@ async def test_what_is_counted_comes_back_from_a_request_that_is_cancelled_twice
 
 
 async def test_tokens_that_wait_for_a_slow_client_leave_together() -> None:
-    """While one write blocks, what arrives is gathered into the next write.
-
-    One choice alone is gathered by its link (tests/links/test_client.py), several are here.
-    """
+    """While one write blocks, what arrives is gathered into the next write."""
     gate = asyncio.Event()
     generate = FakeGenerate(finish=False)
     exchange = Exchange(make_app(generate), CHAT | {"stream": True, "max_tokens": 100, "n": 2})

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from disagg.api.apis import BODIES
-from tests.api.apps import http_client, make_app
+from tests.api.apps import app_with_files, http_client, make_app
 
 
-async def test_every_path_that_takes_a_body_is_described() -> None:
-    app = make_app()
-    posted = {path for path, (method, _) in app._routes.items() if method == "POST"}
-    assert posted == set(BODIES)
-    async with http_client(app) as client:
+async def test_every_path_is_described_and_answers(tmp_path: Path) -> None:
+    async with http_client(app_with_files(tmp_path)) as client:
         document = (await client.get("/openapi.json")).json()
         for path, operations in document["paths"].items():
-            (method,) = operations
-            known = await client.request(method, path.replace("{name}", "tiny"))
-            assert known.status_code not in (404, 405), path
+            for method in operations:
+                known = await client.request(method, path.replace("{name}", "tiny"))
+                assert known.status_code != 405, path
+                missing = known.status_code == 404
+                assert missing == ("{id}" in path), path
+                assert not missing or known.json()["error"]["code"] == "not_found"
     assert document["openapi"].startswith("3.1")
+    assert {"/v1/files", "/v1/batches", "/v1/batches/{id}/cancel"} < set(document["paths"])
+    form = document["paths"]["/v1/files"]["post"]["requestBody"]["content"]
+    assert form["multipart/form-data"]["schema"]["required"] == ["file", "purpose"]
 
 
 async def test_limits_are_those_that_are_checked() -> None:

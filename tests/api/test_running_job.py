@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import ChoiceDelta, Generate, RunningJob
 from disagg.errors import EngineFailed, Overloaded
-from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs, WireError
-from disagg.token_fast_path import Taken, TokenCallback
+from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs
 from tests.api.fakes import END, TOKENIZER, served_model
+from tests.deltas import push
 
 TEXT = "the quick brown fox jumps"
 IDS = (*TOKENIZER.encode(TEXT, add_special_tokens=False), END)
@@ -43,16 +43,14 @@ def job(generate: Generate, num_choices: int = 1, *, stops: Sequence[str] = ()) 
 def playing(*deltas: TokenDelta | Exception) -> Generate:
     """A source that says `deltas` to everyone, by turns."""
 
-    async def generate(
-        request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         for delta in deltas:
             if isinstance(delta, Exception):
                 raise delta
             yield delta
             await asyncio.sleep(0)
 
-    return generate
+    return push(generate)
 
 
 async def result(run: RunningJob) -> list[ChoiceDelta]:
@@ -106,7 +104,6 @@ async def test_cached_tokens_are_those_of_the_first_delta_of_each_prompts_first_
 @pytest.mark.parametrize(
     ("last", "error"),
     [
-        (TokenDelta(0, (), error=WireError("overloaded", "full")), Overloaded),
         (Overloaded("full"), Overloaded),
         (None, EngineFailed),
     ],
@@ -129,9 +126,7 @@ async def test_a_refused_choice_refuses_all_before_anything_is_sent(refused: int
     """However far the others are by then."""
     num_opened, closed = 0, 0
 
-    async def generate(
-        request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         nonlocal num_opened, closed
         number, num_opened = num_opened, num_opened + 1
         try:
@@ -145,7 +140,7 @@ async def test_a_refused_choice_refuses_all_before_anything_is_sent(refused: int
         finally:
             closed += 1
 
-    batches = job(generate, 3).batches()
+    batches = job(push(generate), 3).batches()
     with pytest.raises(Overloaded) as error:
         await anext(batches)
     assert error.value.retry_after_s == 7.0
@@ -157,9 +152,7 @@ async def test_choices_that_have_all_begun_wait_for_nobody() -> None:
     release = asyncio.get_running_loop().create_future()
     num_opened = 0
 
-    async def generate(
-        request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         nonlocal num_opened
         number, num_opened = num_opened, num_opened + 1
         yield TokenDelta(0, IDS[:1])
@@ -168,7 +161,7 @@ async def test_choices_that_have_all_begun_wait_for_nobody() -> None:
         yield TokenDelta(0, IDS[1:], "stop")
 
     texts = ["", ""]
-    async for batch in job(generate, 2).batches():
+    async for batch in job(push(generate), 2).batches():
         for piece in batch:
             texts[piece.index] += piece.text
             if piece.index == 0 and piece.finish_reason is not None:
@@ -180,9 +173,7 @@ async def test_one_failed_choice_ends_the_others() -> None:
     closed: list[int] = []
     opened: list[int] = []
 
-    async def generate(
-        request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         number = len(opened)
         opened.append(number)
         try:
@@ -194,7 +185,7 @@ async def test_one_failed_choice_ends_the_others() -> None:
             closed.append(number)
 
     with pytest.raises(EngineFailed, match="planted"):
-        await result(job(generate, 3))
+        await result(job(push(generate), 3))
     assert sorted(closed) == [0, 1, 2]
 
 
@@ -202,9 +193,7 @@ async def test_a_failure_waits_for_no_pieces_of_others_after_it() -> None:
     """Also if the client reads more slowly than these come."""
     opened = 0
 
-    async def generate(
-        request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         nonlocal opened
         number, opened = opened, opened + 1
         yield TokenDelta(0, IDS[:1])
@@ -217,7 +206,7 @@ async def test_a_failure_waits_for_no_pieces_of_others_after_it() -> None:
 
     num_batches = 0
     with pytest.raises(EngineFailed, match="planted"):
-        async for _ in job(generate, 2).batches():
+        async for _ in job(push(generate), 2).batches():
             num_batches += 1
             for _ in range(10):
                 await asyncio.sleep(0)
@@ -227,9 +216,7 @@ async def test_a_failure_waits_for_no_pieces_of_others_after_it() -> None:
 async def test_closing_waits_until_the_source_is_closed() -> None:
     steps: list[str] = []
 
-    async def generate(
-        request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         try:
             yield TokenDelta(0, IDS[:1])
             await asyncio.get_running_loop().create_future()
@@ -237,81 +224,64 @@ async def test_closing_waits_until_the_source_is_closed() -> None:
             await asyncio.sleep(0.01)
             steps.append("source closed")
 
-    batches = job(generate).batches()
+    batches = job(push(generate)).batches()
     await anext(batches)
     await batches.aclose()
     steps.append("closed")
     assert steps == ["source closed", "closed"]
 
 
-async def test_a_stop_string_closes_the_source_even_if_others_hold_it() -> None:
-    held, closed = [], []
+async def test_a_stop_string_closes_the_source() -> None:
+    closed = []
 
-    async def deltas() -> AsyncGenerator[TokenDelta, None]:
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         try:
             for token_id in IDS:
                 yield TokenDelta(0, (token_id,))
         finally:
             closed.append(True)
 
-    def generate(
-        request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
-        held.append(deltas())
-        return held[-1]
-
-    whole = await result(job(generate, stops=["quick"]))
+    whole = await result(job(push(generate), stops=["quick"]))
     assert (whole[0].text, whole[0].finish_reason) == ("the ", "stop")
     assert closed == [True]
 
 
 @pytest.mark.parametrize("stops", [(), ("brown",), ("x j", "fox"), ("the",), ("umps",)])
-async def test_pieces_may_be_taken_where_their_tokens_arrive(stops: tuple[str, ...]) -> None:
-    """Except the last one. The answer is the same."""
+async def test_pieces_may_be_written_where_their_tokens_arrive(stops: tuple[str, ...]) -> None:
+    """Except the last one, and only while the reader waits. The answer is the same."""
 
-    async def generate(
-        request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
-        for token_id in IDS:
-            delta = TokenDelta(0, (token_id,))
-            if not on_token(delta):
-                yield delta
+    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        for number, token_id in enumerate(IDS):
+            yield TokenDelta(0, (token_id,))
+            if number % 3:
+                await asyncio.sleep(0.001)
         yield TokenDelta(0, (), "length")
 
-    run = job(generate, stops=stops)
-    whole, num_taken = ChoiceDelta(0), 0
+    run = job(push(generate), stops=stops)
+    whole, is_busy = ChoiceDelta(0), False
+    num_asked = num_written = 0
 
-    def take(piece: ChoiceDelta) -> Taken:
-        nonlocal num_taken
-        assert piece.finish_reason is None
-        num_taken += 1
+    def write_now(piece: ChoiceDelta) -> bool:
+        nonlocal num_asked, num_written
+        assert piece.finish_reason is None and not is_busy
+        num_asked += 1
+        if num_asked % 3 == 0:
+            return False
+        num_written += 1
         whole.extend(piece)
         return True
 
     async for (piece,) in run.batches():
+        is_busy = True
+        await asyncio.sleep(0)
         whole.extend(piece)
-        run.on_piece = take
+        run.write_now = write_now
+        is_busy = False
     (usual,) = await result(job(playing_one_by_one(), stops=stops))
     assert (whole.text, whole.finish_reason) == (usual.text, usual.finish_reason)
     assert whole.num_tokens == usual.num_tokens == run.num_completion_tokens
-    assert num_taken >= whole.num_tokens - 2
+    assert num_written or stops
 
 
 def playing_one_by_one() -> Generate:
     return playing(*(TokenDelta(0, (each,)) for each in IDS), TokenDelta(0, (), "length"))
-
-
-async def test_pieces_of_several_choices_come_one_way() -> None:
-    async def generate(
-        request: GenerateRequest, on_token: TokenCallback
-    ) -> AsyncGenerator[TokenDelta, None]:
-        for token_id in IDS:
-            delta = TokenDelta(0, (token_id,))
-            assert on_token(delta) is False
-            yield delta
-            await asyncio.sleep(0)
-        yield TokenDelta(0, (), "length")
-
-    run = job(generate, 2)
-    run.on_piece = lambda piece: True
-    assert [each.num_tokens for each in await result(run)] == [len(IDS)] * 2

@@ -238,7 +238,7 @@ async def test_another_api_is_two_steps_and_a_way_to_answer() -> None:
         return json.dumps({"said": run.kept[0].text, "of": run.id}).encode()
 
     read = msgspec.json.Decoder(Message).decode
-    api = Api("msg_", read, understand, answers.ChatFrames, body)
+    api = Api(Message, "msg_", read, understand, answers.ChatFrames, body)
     service = Service({"tiny": served_model()}, FakeGenerate("the quick fox"))
     run = await service.prepare(api, b'{"system": "be kind", "ask": "hi"}', Caller("msg_1"))
     prompt = TOKENIZER.decode(run.requests[0].token_ids, skip_special_tokens=False)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from disagg.api.http.reply import WRITE_NOW
 from disagg.app import haproxy_launcher, replica_port
-from disagg.token_fast_path import WRITE_NOW
 from tests.links.fakes import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own import

@@ -7,31 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from disagg.config import HttpConfig
-from tests.api.apps import http_client, make_app
+from tests.api.apps import app_with_files, http_client, make_app
 from tests.contract.contract import KEY, TEXT, routes
 
 ROUTES = routes()
 SECURITY_PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 
 
-def test_there_are_no_others() -> None:
-    app = make_app()
-    routes = {**app._routes, **app._prefix_routes}
-    found = {path: method for path, (method, _) in routes.items() if path[:4] != "/ui/"}
+def test_there_are_no_others(tmp_path: Path) -> None:
+    routes = app_with_files(tmp_path).routes.values()
+    found = {each.path: ", ".join(each.methods) for each in routes if each.path[:4] != "/ui/"}
     assert found == {path: of["method"] for path, of in ROUTES.items()}
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_without_a_key(path: str) -> None:
-    app = make_app(config=HttpConfig(api_key=KEY))
-    async with http_client(app) as client:
-        for url in (
-            path,
-            f"http://test/{path}/",
-            path + "x" if path[1:].endswith("/") else path + "?a=1",
-        ):
-            reply = await client.request(ROUTES[path]["method"], url)
+async def test_without_a_key(path: str, tmp_path: Path) -> None:
+    async with http_client(app_with_files(tmp_path, api_key=KEY)) as client:
+        for url in (path, f"http://test/{path}/", path + "?a=1"):
+            reply = await client.request(ROUTES[path]["method"].split(", ")[0], url)
             assert (reply.status_code == 401) == (ROUTES[path]["who"] == "key")
 
 

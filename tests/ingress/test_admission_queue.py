@@ -15,6 +15,7 @@ from disagg.messages import GenerateRequest, TokenDelta
 from disagg.router import admission
 from disagg.router.fleet import Fleet
 from disagg.router.route import Candidate, Route
+from tests.deltas import answers
 from tests.router.fakes import make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import Script, ScriptedWorkers
 
@@ -58,7 +59,7 @@ class Ingress:
         return asyncio.create_task(self._collect(request))
 
     async def _collect(self, request: GenerateRequest) -> list[TokenDelta]:
-        async with aclosing(self.dispatcher.generate(request)) as deltas:
+        async with aclosing(answers(self.dispatcher, request)) as deltas:
             return [delta async for delta in deltas]
 
     async def until_waiting(self, num: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -21,8 +20,9 @@ from disagg.errors import (
     Unavailable,
     WorkerLost,
 )
-from disagg.messages import Prefetch, StageTimes, TokenDelta
+from disagg.messages import GenerateRequest, Prefetch, PutDelta, StageTimes, TokenDelta
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
+from tests.deltas import answers
 from tests.router.fakes import BLOCK_SIZE, ROOT, make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (
     Script,
@@ -102,17 +102,15 @@ async def test_a_prompt_that_stays_sends_nothing_ahead() -> None:
     """As when a worker that stops lets go of a prompt that it has half computed."""
     workers, fleet, request = ScriptedWorkers(), make_fleet("d0"), make_request(100)
     dispatcher = make_dispatcher(workers, fleet)
-    stream = workers.stream
+    run = workers.run
 
-    def with_an_early_ticket(*args: Any, **kwargs: Any) -> AsyncGenerator[TokenDelta, None]:
-        async def deltas() -> AsyncGenerator[TokenDelta, None]:
-            yield TokenDelta(1, (), early_ticket=ticket_of("d0", request))
-            async for delta in stream(*args, **kwargs):
-                yield delta
+    async def with_an_early_ticket(
+        worker_id: str, request: GenerateRequest, put: PutDelta, **options: Any
+    ) -> None:
+        put(TokenDelta(1, (), early_ticket=ticket_of("d0", request)))
+        await run(worker_id, request, put, **options)
 
-        return deltas()
-
-    workers.stream = with_an_early_ticket  # type: ignore[method-assign]
+    workers.run = with_an_early_ticket  # type: ignore[method-assign]
     assert_complete(await collect(dispatcher, request), request)
     assert workers.prefetched == []
 
@@ -212,7 +210,7 @@ async def test_a_final_error_is_not_tried_again() -> None:
     fleet = make_fleet("d0", "d1")
     got: list[int] = []
     with pytest.raises(ContextLengthExceeded, match=r"Too long\."):
-        async for delta in make_dispatcher(workers, fleet).generate(make_request()):
+        async for delta in answers(make_dispatcher(workers, fleet), make_request()):
             got += delta.token_ids
     assert got == [token_at(100 + i) for i in range(4)]
     assert len(workers.calls) == 1
@@ -250,7 +248,7 @@ async def test_the_length_of_answers_is_learned() -> None:
 
 async def test_closing_the_answer_closes_the_stream() -> None:
     workers, fleet = ScriptedWorkers(), make_fleet("d0")
-    async with aclosing(make_dispatcher(workers, fleet).generate(make_request())) as deltas:
+    async with aclosing(answers(make_dispatcher(workers, fleet), make_request())) as deltas:
         await anext(deltas)
     assert workers.calls[0].is_closed_early
     assert_nothing_reserved(fleet)
@@ -259,7 +257,7 @@ async def test_closing_the_answer_closes_the_stream() -> None:
 async def test_a_client_that_leaves_between_two_workers_gives_the_ticket_back() -> None:
     workers, fleet = ScriptedWorkers(), keep_busy(make_fleet("p0", "d0"), "d0")
     request = make_request(2000)
-    async with aclosing(make_dispatcher(workers, fleet).generate(request)) as deltas:
+    async with aclosing(answers(make_dispatcher(workers, fleet), request)) as deltas:
         await anext(deltas)  # from the prefill worker
         await anext(deltas)  # from the decode worker, which has used the ticket
     assert [call.hand_over for call in workers.calls] == [True, False]
@@ -363,7 +361,7 @@ def test_no_failure_repeats_or_loses_a_token(
         dispatcher = make_dispatcher(workers, fleet, max_moves=4, patience_s=0.0)
         deltas: list[TokenDelta] = []
         try:
-            async for delta in dispatcher.generate(request):
+            async for delta in answers(dispatcher, request):
                 deltas.append(delta)  # noqa: PERF401 - what came before an error counts
         except DisaggError as error:
             return deltas, error

@@ -14,7 +14,7 @@ from disagg.links.fleet_links import FleetLinks
 from disagg.links.server import LinkClosed, LinkId
 from disagg.messages import Cancel, GenerateRequest, KVEvent, Start, TokenDelta
 from disagg.router.fleet import Fleet
-from disagg.token_fast_path import Taken
+from tests.deltas import answers
 from tests.links.fakes import KEY, FakeWorker, fake_worker, until
 from tests.router.fakes import make_record, make_request, make_status
 
@@ -99,22 +99,9 @@ async def deployment(
         yield Dispatcher(links, fleet, now=time.time, rng=rng), fleet, engines
 
 
-async def answer(
-    dispatcher: Dispatcher, request: GenerateRequest, *, directly: bool = False
-) -> list[int]:
-    """
-    Args:
-        directly: whether deltas are taken where they arrive.
-    """
+async def answer(dispatcher: Dispatcher, request: GenerateRequest) -> list[int]:
     tokens: list[int] = []
-
-    def on_token(delta: TokenDelta) -> Taken:
-        if directly:
-            tokens.extend(delta.token_ids)
-        return directly
-
-    async for delta in dispatcher.generate(request, on_token):
-        tokens += delta.token_ids
+    await dispatcher.generate(request, lambda delta: tokens.extend(delta.token_ids))
     return tokens
 
 
@@ -144,10 +131,7 @@ async def test_many_streams_outlive_a_worker() -> None:
         requests = [
             make_request(500 + i, max_tokens=150, request_id=f"request-{i}") for i in range(24)
         ]
-        tasks = [
-            asyncio.create_task(answer(dispatcher, request, directly=i % 2 == 0))
-            for i, request in enumerate(requests)
-        ]
+        tasks = [asyncio.create_task(answer(dispatcher, request)) for request in requests]
         await until(lambda: all(engines[f"d{i}"].num_running > 3 for i in range(3)))
         for link in list(engines["d1"].worker.server._links.values()):
             link.abort()
@@ -163,7 +147,7 @@ async def test_many_streams_outlive_a_worker() -> None:
 async def test_a_client_that_leaves_stops_its_worker() -> None:
     async with deployment("d0") as (dispatcher, _, engines):
         request = make_request(100, max_tokens=1_000_000)
-        async with aclosing(dispatcher.generate(request)) as deltas:
+        async with aclosing(answers(dispatcher, request)) as deltas:
             await anext(deltas)
             assert engines["d0"].num_running == 1
         await until(lambda: engines["d0"].num_running == 0)

@@ -98,16 +98,15 @@ async def test_without_a_prefix_pull_all_is_computed(then: str | DisaggError) ->
 
 
 async def test_a_prefix_source_that_has_left_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links say so before there is a stream."""
     request, workers = make_request(1600), ScriptedWorkers()
-    stream = workers.stream
+    run = workers.run
 
-    def stream_of_those_left(worker_id: str, *args: Any, **kwargs: Any) -> Any:
+    async def run_on_those_left(worker_id: str, *args: Any, **kwargs: Any) -> None:
         if worker_id == "d1":
             raise WorkerLost("Worker d1 has left the fleet.")
-        return stream(worker_id, *args, **kwargs)
+        await run(worker_id, *args, **kwargs)
 
-    monkeypatch.setattr(workers, "stream", stream_of_those_left)
+    monkeypatch.setattr(workers, "run", run_on_those_left)
     dispatcher = make_dispatcher(workers, having_prefix(request), max_moves=0)
     assert_complete(await collect(dispatcher, request), request)
     assert [(call.worker_id, call.ticket) for call in workers.calls] == [("d0", None)]

@@ -19,6 +19,7 @@ from disagg.messages import GenerateRequest
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
+from tests.deltas import answers
 from tests.links.fakes import until
 from tests.router.fakes import make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (
@@ -96,7 +97,7 @@ async def test_a_stuck_worker_has_what_is_left_until_the_deadline() -> None:
     got: list[int] = []
     with pytest.raises(DeadlineExceeded):
         request = make_request(deadline_unix_s=now + 0.1)
-        async for delta in make_dispatcher(workers, fleet).generate(request):
+        async for delta in answers(make_dispatcher(workers, fleet), request):
             got += delta.token_ids
     assert len(got) == 2
     (call,) = workers.calls

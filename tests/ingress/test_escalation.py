@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from disagg.messages import (
 )
 from disagg.router.cascade import CascadeDecision
 from disagg.router.fleet import Fleet
+from tests.deltas import answers, push
 from tests.router.fakes import make_fleet, make_record, make_request, make_status
 
 JUDGED, THRESHOLD = 4, -1.0
@@ -74,6 +76,7 @@ class FakeTier:
                 scores = self._scores(request.sampling, range(start, end))
                 cached = 5 if start == begin else 0
                 yield TokenDelta(0, tuple(self.tokens[start:end]), reason, scores, cached)
+                await asyncio.sleep(0)
         finally:
             self.num_open -= 1
 
@@ -106,7 +109,7 @@ class Rig:
         self.escalation = Escalation(
             CascadeConfig(**(fields | config)),
             dict.fromkeys(self.tiers, 10.0),
-            generate=lambda request: self.tiers[request.model].generate(request),
+            generate=lambda request, put: push(self.tiers[request.model].generate)(request, put),
             rename=lambda request, model: msgspec.structs.replace(request, model=model),
             fleet=fleet.view,
             now=lambda: 1000.0,
@@ -117,7 +120,7 @@ class Rig:
         request = make_request(
             10, model="auto", priority=-3, sampling=SamplingParams(max_tokens=64, **sampling)
         )
-        async with aclosing(self.escalation.generate(request)) as deltas:
+        async with aclosing(answers(self.escalation, request)) as deltas:
             return [delta async for delta in deltas]
 
     @property
@@ -183,18 +186,21 @@ async def test_nothing_is_held_once_it_is_released() -> None:
     tier = small(*[SURE] * 20)
     rig = Rig(tier, large())
     request = make_request(10, model="auto")
-    async with aclosing(rig.escalation.generate(request)) as deltas:
-        seen = 0
-        async for delta in deltas:
-            seen += len(delta.token_ids)
-            assert tier.num_said == max(seen, JUDGED)
+    seen = 0
+
+    def put(delta: TokenDelta) -> None:
+        nonlocal seen
+        seen += len(delta.token_ids)
+        assert tier.num_said == max(seen, JUDGED)
+
+    await rig.escalation.generate(request, put)
     assert seen == 20
 
 
 async def test_a_client_that_leaves_cancels_either_tier() -> None:
     for scores, num_wanted in (([SURE] * 20, 1), ([UNSURE] * 20, 1), ([SURE] * 20, 6)):
         rig = Rig(small(*scores), large())
-        generator = rig.escalation.generate(make_request(10, model="auto"))
+        generator = answers(rig.escalation, make_request(10, model="auto"))
         for _ in range(num_wanted):
             await anext(generator)
         assert sum(tier.num_open for tier in rig.tiers.values()) == 1
@@ -282,7 +288,7 @@ async def test_where_nobody_answers_the_error_is_plain() -> None:
 async def test_a_small_answer_that_cannot_go_on_shows_nothing_of_itself() -> None:
     tier = small(*[UNSURE] * 9, error=Unavailable("away"), fails_from=1)
     rig = Rig(tier, large(error=Overloaded("full")))
-    generator = rig.escalation.generate(make_request(10, model="auto"))
+    generator = answers(rig.escalation, make_request(10, model="auto"))
     with pytest.raises(Unavailable):
         await anext(generator)
     assert len(tier.requests) == 2 and tier.num_open == 0
@@ -321,10 +327,10 @@ async def test_a_lead_releases_an_answer_before_all_judged_tokens(
     """SURE leads THRESHOLD by 2.79 nats of log-odds."""
     tier = small(*[SURE] * 20)
     rig = Rig(tier, large(), leads=(needed_lead,), thresholds=(-1.0,))
-    async with aclosing(rig.escalation.generate(make_request(10, model="auto"))) as deltas:
-        await anext(deltas)
-        assert tier.num_said == num_held
-        assert len([delta async for delta in deltas]) == 19
+    said: list[int] = []  # at each delta that is released
+    request = make_request(10, model="auto")
+    await rig.escalation.generate(request, lambda delta: said.append(tier.num_said))
+    assert said == [max(num_held, number) for number in range(1, 21)]
     (attempt,) = rig.decided[0].attempts
     assert attempt.verdict is not None and attempt.verdict.num_tokens == num_held
 

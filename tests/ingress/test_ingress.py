@@ -71,7 +71,7 @@ def test_a_request_has_its_own_slo_or_that_of_its_model(
     tier = core._config.tiers[0]
     sent: list[GenerateRequest] = []
     monkeypatch.setattr(core.dispatcher, "generate", lambda request, _: sent.append(request))
-    core._dispatch(make_request(model="small", ttft_slo_s=own_s))
+    core._dispatch(make_request(model="small", ttft_slo_s=own_s), lambda delta: None)
     assert sent[0].ttft_slo_s == (tier.ttft_limit_s if expected_s is None else expected_s)
 
 
@@ -198,3 +198,20 @@ async def test_a_tenant_sees_only_its_own_requests(
     assert statuses.pop(("alice", "alices")) == 200
     assert set(statuses.values()) == {404}
     await core.close()
+
+
+def test_it_warns_once_when_the_fleet_outgrows_the_index(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = ingress(model)
+    room = core._index.max_num_blocks
+    core._check_index(room)
+    assert not caplog.messages
+    for _ in range(3):
+        core._check_index(3 * room)
+    (message,) = caplog.messages
+    assert "Multiply prefix_index_nbytes by 3.0" in message
+    core._check_index(room)
+    core._check_index(room + 1)
+    assert len(caplog.messages) == 2
+    assert "by 1.1" in caplog.messages[1]  # not 1.0, which would change nothing

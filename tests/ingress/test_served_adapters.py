@@ -69,7 +69,7 @@ async def test_all_ingresses_and_workers_learn_of_a_change(place: Path) -> None:
     await one.load("mine", str(place / "green"), None, in_place=False)
     assert fleet.names() == [["mine", "red"]] * 2
     found = other.find("mine")
-    assert found is not None and found.tier == "tiny"
+    assert found is not None and found.worker_model == "tiny"
     fleet.add("d1")  # which learns of it from whoever hears of the worker first
     await asyncio.sleep(0)
     assert len(fleet.boards["d1"].served()) == 2

@@ -15,11 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample as MetricSample
 
 from disagg import local
-from disagg.api.http.exposition import joined
+from disagg.api.http.exposition import join_expositions
 from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.ingress.core import IngressCore
-from disagg.ingress.fleet_state import PERIOD_S, ModelSample, Sample, ShownFleet
-from disagg.ingress.fleet_sum import fleets_added
+from disagg.ingress.fleet_state import PERIOD_S, ModelSample, Sample, ShownFleet, add_fleets
 from tests.links.fakes import until
 from tests.test_local import ENGINE, chat
 from tests.tiny_model import tiny_parts
@@ -124,7 +123,7 @@ def test_rates_of_several_ingresses_are_added() -> None:
         return msgspec.json.encode(shown)
 
     fleets = [fleet(100.0, 3.0, 1.0), fleet(102.0, 1.0, 5.0), fleet(101.0, 0.0, None)]
-    added = msgspec.json.decode(fleets_added([*fleets, fleet(50.0, 9.0, 9.0)]), type=ShownFleet)
+    added = msgspec.json.decode(add_fleets([*fleets, fleet(50.0, 9.0, 9.0)]), type=ShownFleet)
     assert added.refused == {"no_room": 4.0}
     (sample,) = added.history
     assert sample.models == {"tiny": ModelSample(4.0, 6.0, 2.0, 0.5)}
@@ -136,4 +135,4 @@ def test_a_series_that_several_texts_have_is_the_first_ones() -> None:
     one = f'{head_a}a{{x="}} 1"}} 1.0\n{head_b}b 2.0\n'
     two = f'{head_b}b 3.0\n{head_a}a{{x="}} 1"}} 4.0\na{{x="\\""}} 5.0\n'
     both = f'{head_a}a{{x="}} 1"}} 1.0\na{{x="\\""}} 5.0\n{head_b}b 2.0\n'
-    assert joined([one.encode(), two.encode()]).decode() == both
+    assert join_expositions([one.encode(), two.encode()]).decode() == both

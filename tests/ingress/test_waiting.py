@@ -20,13 +20,13 @@ class Waiting:
         queue: FairQueue[Waiter] = self.line  # type: ignore[assignment]
         self.line.starts_waiting()
         queue.push(Waiter("", COST_S, 1))
-        self.line.moved(COST_S, self.now, NUM_WORKERS)
+        self.line.record_departure(COST_S, self.now, NUM_WORKERS)
 
     def leave(self, number: int, each_s: float, paused_s: float = 0.0) -> None:
         for _ in range(number):
             self.now += each_s
             self.line.pause(paused_s)
-            self.line.moved(COST_S, self.now, NUM_WORKERS)
+            self.line.record_departure(COST_S, self.now, NUM_WORKERS)
 
     def of_model(self, cost_s: float = 14.0, num_workers: int = NUM_WORKERS) -> float:
         """The predicted seconds, as a multiple of what the time model says."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import aclosing
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,7 @@ from disagg.blocks import HASH_NBYTES
 from disagg.errors import DeadlineExceeded, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links import reports, server
-from disagg.links.client import FIRST_PAUSE_S, LONGEST_PAUSE_S, Link, merge
+from disagg.links.client import FIRST_PAUSE_S, LONGEST_PAUSE_S, Link
 from disagg.messages import (
     Cancel,
     KVEvent,
@@ -24,12 +23,11 @@ from disagg.messages import (
     Resync,
     Start,
     TokenDelta,
-    TokenLogprobs,
-    WireError,
     WorkerStatus,
 )
 from disagg.router.fleet import Fleet
 from disagg.router.worker_view import RequestLoad
+from tests.deltas import open_stream
 from tests.links.fakes import (
     FakeWorker,
     RecordingObserver,
@@ -48,7 +46,8 @@ async def test_many_streams_share_a_link() -> None:
     async with pair() as (worker, link, _):
         names = [f"request-{i}" for i in range(20)]
         tasks = [
-            asyncio.create_task(collect(link.stream(make_request(n), timeout_s=60))) for n in names
+            asyncio.create_task(collect(open_stream(link, make_request(n), timeout_s=60)))
+            for n in names
         ]
         await until(lambda: len(worker.of_type(Start)) == len(names))
         starts = [start_of(worker, name) for name in names]
@@ -73,15 +72,15 @@ async def test_start_carries_the_door() -> None:
         worker.on_start = lambda link_id, start: worker.step(
             {link_id: [TokenDelta(start.stream_id, (1,), "stop")]}
         )
-        await collect(link.stream(make_request("plain"), timeout_s=60))
-        await collect(link.stream(make_request("leaves"), timeout_s=60, hand_over=True))
+        await collect(open_stream(link, make_request("plain"), timeout_s=60))
+        await collect(open_stream(link, make_request("leaves"), timeout_s=60, hand_over=True))
         assert [start.hand_over for start in worker.of_type(Start)] == [False, True]
 
 
 async def test_closing_a_stream_cancels_it_and_no_other() -> None:
     async with pair() as (worker, link, _):
-        kept = asyncio.create_task(collect(link.stream(make_request("kept"), timeout_s=60)))
-        stream = link.stream(make_request("closed"), timeout_s=60)
+        kept = asyncio.create_task(collect(open_stream(link, make_request("kept"), timeout_s=60)))
+        stream = open_stream(link, make_request("closed"), timeout_s=60)
         first = asyncio.ensure_future(anext(stream))
         await until(lambda: len(worker.of_type(Start)) == 2)
         link_id, closed = start_of(worker, "closed")
@@ -99,28 +98,30 @@ async def test_closing_a_stream_cancels_it_and_no_other() -> None:
 async def test_time_that_runs_out_ends_the_stream_and_cancels_it() -> None:
     async with pair() as (worker, link, _):
         with pytest.raises(DeadlineExceeded):
-            await collect(link.stream(make_request("late"), timeout_s=0.05))
+            await collect(open_stream(link, make_request("late"), timeout_s=0.05))
         await until(lambda: worker.of_type(Start))
         link_id, start = start_of(worker, "late")
         await until(lambda: (link_id, Cancel(start.stream_id)) in worker.received)
 
 
-async def test_what_arrived_in_time_is_read_after_the_deadline() -> None:
+@pytest.mark.parametrize("following", [[], [(2,)]])
+async def test_a_failure_of_whoever_gets_deltas_ends_its_stream_alone(
+    following: list[tuple[int, ...]],
+) -> None:
+    """An end that arrives with the lost delta must not end the answer as if it were complete."""
+
+    def put(delta: TokenDelta) -> None:
+        raise ValueError("planted")
+
     async with pair() as (worker, link, _):
-        stream = link.stream(make_request("slow"), timeout_s=60)
-        reading = asyncio.ensure_future(anext(stream))
-        await until(lambda: any(isinstance(m, Start) for _, m in worker.received))
-        link_id, start = start_of(worker, "slow")
-        worker.step({link_id: [TokenDelta(start.stream_id, (1,))]})
-        assert (await reading).token_ids == (1,)
-        assert link._connection is not None
-        link_stream = link._connection._streams[start.stream_id]
-        worker.step({link_id: [TokenDelta(start.stream_id, (2,))]})
-        await until(lambda: link_stream.deltas)
-        link_stream.expire()  # as its timer does
-        assert (await anext(stream)).token_ids == (2,)
-        with pytest.raises(DeadlineExceeded):
-            await anext(stream)
+        running = asyncio.create_task(link.run(make_request(), put, timeout_s=60))
+        await until(lambda: worker.of_type(Start))
+        link_id, start = start_of(worker, "request-0")
+        ends = [TokenDelta(start.stream_id, token_ids, "stop") for token_ids in following]
+        worker.step({link_id: [TokenDelta(start.stream_id, (1,)), *ends]})
+        with pytest.raises(ValueError, match="planted"):
+            await running
+        assert link.is_up
 
 
 async def test_an_unused_ticket_is_released_at_its_source() -> None:
@@ -132,72 +133,12 @@ async def test_an_unused_ticket_is_released_at_its_source() -> None:
 
 async def test_a_cancelled_reader_cancels_the_request() -> None:
     async with pair() as (worker, link, _):
-        task = asyncio.create_task(collect(link.stream(make_request(), timeout_s=60)))
+        task = asyncio.create_task(collect(open_stream(link, make_request(), timeout_s=60)))
         await until(lambda: worker.of_type(Start))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await until(lambda: worker.of_type(Cancel))
-
-
-async def test_what_waits_is_handed_over_together() -> None:
-    async with (
-        pair() as (worker, link, observer),
-        aclosing(link.stream(make_request(), timeout_s=60)) as stream,
-    ):
-        first = asyncio.ensure_future(anext(stream))
-        await until(lambda: worker.of_type(Start))
-        link_id, start = start_of(worker, "request-0")
-        worker.step({link_id: [TokenDelta(start.stream_id, (1,), num_cached_tokens=4)]})
-        assert (await first).num_cached_tokens == 4
-        for token_id in (2, 3, 4):
-            finish = "stop" if token_id == 4 else None
-            delta = TokenDelta(start.stream_id, (token_id,), finish)  # type: ignore[arg-type]
-            worker.step({link_id: [delta]}, status=WorkerStatus(num_running=token_id))
-        await until(lambda: observer.statuses["decode-0"].num_running == 4)
-        assert await anext(stream) == TokenDelta(start.stream_id, (2, 3, 4), "stop")
-
-
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.booleans()), min_size=2
-    ),
-    st.sampled_from(["stop", "error", None]),
-)
-def test_merge_loses_nothing(parts: list[tuple[tuple[int, ...], bool]], end: str | None) -> None:
-    with_logprobs = parts[0][1]
-    deltas = [
-        TokenDelta(
-            5,
-            token_ids,
-            logprobs=tuple(TokenLogprobs(-float(i)) for i in token_ids) if with_logprobs else None,
-            num_cached_tokens=3 if place == 0 else 0,
-        )
-        for place, (token_ids, _) in enumerate(parts)
-    ]
-    if end == "stop":
-        deltas.append(TokenDelta(5, (), "stop"))
-    elif end == "error":
-        deltas.append(TokenDelta(5, (), error=WireError("engine_failed", "broken")))
-    merged = merge(deltas)
-    tokens = tuple(token_id for token_ids, _ in parts for token_id in token_ids)
-    assert merged.token_ids == tokens
-    assert merged.num_cached_tokens == 3
-    assert merged.is_last == deltas[-1].is_last
-    assert merged.finish_reason == deltas[-1].finish_reason
-    assert merged.error == deltas[-1].error
-    expected = tuple(TokenLogprobs(-float(i)) for i in tokens) if with_logprobs else None
-    assert merged.logprobs == expected
-
-
-def test_an_early_ticket_that_was_overtaken_hides_nothing() -> None:
-    early, last = (KVTicket(name, "p", 1, "toy", 16, (0,), (0,)) for name in ("1+1", "1"))
-    deltas = [
-        TokenDelta(5, (), early_ticket=early),
-        TokenDelta(5, (7,), num_cached_tokens=3, ticket=last),
-    ]
-    assert merge(deltas) == deltas[1]
-    assert merge([TokenDelta(5, ()), deltas[0]]).early_ticket == early
 
 
 async def test_prefetches_reach_a_worker_whose_link_is_up() -> None:
@@ -217,7 +158,7 @@ async def test_a_dead_worker_ends_its_streams_after_what_it_had_said() -> None:
         got: list[int] = []
 
         async def read() -> None:
-            async for delta in link.stream(make_request(), timeout_s=60):
+            async for delta in open_stream(link, make_request(), timeout_s=60):
                 got.extend(delta.token_ids)
 
         task = asyncio.create_task(read())
@@ -231,7 +172,7 @@ async def test_a_dead_worker_ends_its_streams_after_what_it_had_said() -> None:
         assert observer.calls[-1] == ("lost", "decode-0")
         assert observer.held == {}
         with pytest.raises(WorkerLost, match="not linked"):
-            await collect(link.stream(make_request(), timeout_s=60))
+            await collect(open_stream(link, make_request(), timeout_s=60))
 
 
 async def test_a_lost_link_comes_back_with_a_fresh_snapshot() -> None:
@@ -289,7 +230,7 @@ async def test_nothing_is_sent_before_the_handshake_is_over() -> None:
         async with linked(record, observer, handshake_timeout_s=0.1) as link:
             await until(lambda: link._connection is not None and link._connection.is_open)
             with pytest.raises(WorkerLost, match="not linked"):
-                await collect(link.stream(make_request(), timeout_s=60))
+                await collect(open_stream(link, make_request(), timeout_s=60))
             await until(lambda: link.last_error == "no answer in time")
 
 
@@ -298,7 +239,7 @@ async def test_a_prompt_may_be_longer_than_a_handshake() -> None:
         worker.on_start = lambda link_id, start: worker.step(
             {link_id: [TokenDelta(start.stream_id, start.request.token_ids, "stop")]}
         )
-        tokens = await collect(link.stream(make_request(num_tokens=500_000), timeout_s=60))
+        tokens = await collect(open_stream(link, make_request(num_tokens=500_000), timeout_s=60))
         assert tokens == list(range(500_000))
 
 
@@ -323,7 +264,7 @@ async def test_parts_of_a_snapshot_are_no_reports_of_the_load(
 ) -> None:
     """Else a request that was just sent would not count any more before the worker has it."""
     for module in (server, reports):
-        monkeypatch.setattr(module, "PART_NAMES", 1)
+        monkeypatch.setattr(module, "PART_NUM_BLOCKS", 1)
     fleet, names = Fleet(), [bytes([number]) * 16 for number in range(6)]
     async with fake_worker() as worker, linked(worker.record, fleet):
         await until(lambda: fleet.view().workers)
@@ -381,13 +322,13 @@ def test_the_observers_copy_is_the_workers_cache(
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (server, reports):
-            patch.setattr(module, "PART_NAMES", part_names)
+            patch.setattr(module, "PART_NUM_BLOCKS", part_names)
         asyncio.run(run())
 
 
 async def test_closing_a_link_tells_the_observer_at_once() -> None:
     async with pair() as (worker, link, observer):
-        task = asyncio.create_task(collect(link.stream(make_request(), timeout_s=60)))
+        task = asyncio.create_task(collect(open_stream(link, make_request(), timeout_s=60)))
         await until(lambda: worker.of_type(Start))
         link.close()
         assert observer.calls[-1] == ("lost", "decode-0")

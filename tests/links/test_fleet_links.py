@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -14,6 +14,7 @@ from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.fleet_links import FleetLinks, report_interval_s
 from disagg.links.server import LinkClosed, LinkId
 from disagg.messages import Peers, Prefetch, TokenDelta
+from tests.deltas import pull
 from tests.links.fakes import (
     KEY,
     FakeWorker,
@@ -44,6 +45,10 @@ async def fleet(
         links.update([worker.record for worker in workers])
         await until(lambda: len(observer.held) == len(names))
         yield links, observer, workers
+
+
+def open_stream(links: FleetLinks, worker_id: str) -> AsyncGenerator[TokenDelta, None]:
+    return pull(lambda put: links.run(worker_id, make_request(), put, timeout_s=60))
 
 
 async def test_workers_hear_of_peers_that_have_left() -> None:
@@ -84,7 +89,7 @@ async def test_an_empty_membership_takes_no_living_worker_away() -> None:
             )
         links.update([])
         for name in ("a", "b"):
-            async for delta in links.stream(name, make_request(), timeout_s=60):
+            async for delta in open_stream(links, name):
                 assert delta.token_ids == (4,)
         links.update([a.record])
         links.update([a.record, b.record])
@@ -96,7 +101,7 @@ async def test_a_worker_that_left_the_membership_finishes_its_streams() -> None:
     async with fleet("a") as (links, _, (a,)):
         begun: list[tuple[LinkId, int]] = []
         a.on_start = lambda link_id, start: begun.append((link_id, start.stream_id))
-        stream = links.stream("a", make_request(), timeout_s=60)
+        stream = open_stream(links, "a")
         first = asyncio.ensure_future(anext(stream))
         await until(lambda: begun)
         ((link_id, stream_id),) = begun
@@ -127,7 +132,7 @@ async def test_a_dead_worker_in_the_membership_is_not_routable() -> None:
         await until(lambda: "Connect call failed" in links.link("a").last_error)
         assert set(observer.held) == {"b"}
         with pytest.raises(WorkerLost, match="not linked"):
-            await anext(links.stream("a", make_request(), timeout_s=60))
+            await anext(open_stream(links, "a"))
         links.update([b.record])
         with pytest.raises(WorkerLost, match="has left the fleet"):
             links.link("a")

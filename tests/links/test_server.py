@@ -118,7 +118,7 @@ async def test_a_large_snapshot_comes_in_parts_and_what_happens_meanwhile_after_
     """One frame would hold up both loops, and a name that was evicted meanwhile must not return."""
     names = tuple(bytes([number]) * 16 for number in range(10))
     for module in (server, reports):
-        monkeypatch.setattr(module, "PART_NAMES", 3)
+        monkeypatch.setattr(module, "PART_NUM_BLOCKS", 3)
     async with fake_worker(heartbeat_s=60) as worker, RawIngress(worker) as ingress:
         worker.answers_resync = False
         await ingress.greet()

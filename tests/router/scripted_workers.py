@@ -16,10 +16,10 @@ from disagg.errors import (
 )
 from disagg.ingress.dispatch import Dispatcher
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, Prefetch, StageTimes, TokenDelta, WireError
+from disagg.messages import GenerateRequest, Prefetch, PutDelta, StageTimes, TokenDelta, WireError
 from disagg.router.fleet import Fleet
 from disagg.router.worker_view import RequestLoad
-from disagg.token_fast_path import TokenCallback
+from tests.deltas import answers
 from tests.router.fakes import BLOCK_SIZE, make_status
 
 
@@ -66,16 +66,16 @@ class ScriptedWorkers:
     on_failure: Callable[[str], None] | None = None
     stuck: asyncio.Event = field(default_factory=asyncio.Event)  # one says no further word
 
-    async def stream(
+    async def run(
         self,
         worker_id: str,
         request: GenerateRequest,
+        put: PutDelta,
         *,
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-        on_token: TokenCallback | None = None,
-    ) -> AsyncGenerator[TokenDelta, None]:
+    ) -> None:
         if ticket is not None:
             self._check_introduced(worker_id, ticket)
         call = Call(worker_id, request, timeout_s, hand_over, ticket)
@@ -84,10 +84,10 @@ class ScriptedWorkers:
         try:
             async with asyncio.timeout(timeout_s):
                 async for delta in self._play(call, script):
-                    yield delta
+                    put(delta)
         except TimeoutError:
             raise DeadlineExceeded("Too late.") from None
-        except GeneratorExit:
+        except asyncio.CancelledError:
             call.is_closed_early = True
             raise
 
@@ -201,7 +201,7 @@ def keep_busy(fleet: Fleet, *worker_ids: str) -> Fleet:
 
 
 async def collect(dispatcher: Dispatcher, request: GenerateRequest) -> list[TokenDelta]:
-    return [delta async for delta in dispatcher.generate(request)]
+    return [delta async for delta in answers(dispatcher, request)]
 
 
 def tokens_of(deltas: list[TokenDelta]) -> list[int]:

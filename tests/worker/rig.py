@@ -21,6 +21,7 @@ from disagg.links.client import Link
 from disagg.messages import GenerateRequest, Peers, Role, TokenDelta
 from disagg.worker.parts import Parts
 from disagg.worker.worker import Worker
+from tests.deltas import open_stream
 from tests.engine.fake_runner import FakeKV, FakeRunner
 from tests.links.fakes import RecordingObserver, linked, until
 
@@ -137,8 +138,8 @@ class Rig:
         ticket: KVTicket | None = None,
     ) -> list[TokenDelta]:
         """A whole stream."""
-        stream = self.links[worker_id].stream(
-            request, timeout_s=60, hand_over=hand_over, ticket=ticket
+        stream = open_stream(
+            self.links[worker_id], request, timeout_s=60, hand_over=hand_over, ticket=ticket
         )
         async with aclosing(stream):
             return [delta async for delta in stream]

@@ -12,6 +12,7 @@ from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, Release, TokenDelta
 from disagg.time_model import StepTimeModel
 from disagg.worker.core import WorkerCore
+from tests.deltas import open_stream
 from tests.links.fakes import until
 from tests.worker.rig import BLOCK_SIZE, Rig, rig
 from tests.worker.test_worker import answer_to, make_request, prefilled, tokens
@@ -139,7 +140,7 @@ async def test_a_ticket_that_was_not_used_can_be_used_elsewhere() -> None:
 async def test_a_client_that_is_gone_keeps_no_draining_worker() -> None:
     async with rig("decode") as r:
         r.runners["decode"].gate.clear()
-        stream = r.links["decode"].stream(make_request(max_tokens=200), timeout_s=60)
+        stream = open_stream(r.links["decode"], make_request(max_tokens=200), timeout_s=60)
         async with aclosing(stream):
             first = asyncio.ensure_future(anext(stream))
             await until(lambda: r.runners["decode"].is_waiting)

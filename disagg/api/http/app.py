@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import aclosing
@@ -17,13 +18,14 @@ from importlib.metadata import version
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+from starlette.middleware.cors import CORSMiddleware
 
 from disagg import logs, telemetry
 from disagg.api import apis
-from disagg.api.apis import BY_PATH, Api
-from disagg.api.http.batches import BatchApi
-from disagg.api.http.cors import Cors
-from disagg.api.http.exposition import joined
+from disagg.api.anthropic import CountTokensRequest
+from disagg.api.apis import BY_PATH, Api, HttpRoute, Method
+from disagg.api.http.batches import BatchApi, no_files
+from disagg.api.http.exposition import join_expositions
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import (
     CONTENT_TYPE,
@@ -48,7 +50,7 @@ from disagg.api.http.reply import (
 from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.http.request_spans import shown_tenant
 from disagg.api.json_body import off_loop
-from disagg.api.openai import answers
+from disagg.api.openai import answers, fields
 from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error
 from disagg.api.request_spec import in_headers
 from disagg.api.running_job import RunningJob
@@ -59,12 +61,7 @@ from disagg.errors import Overloaded, Unavailable
 Scope: TypeAlias = MutableMapping[str, Any]
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset(["/", "/health", "/live", "/ready", "/ping", "/version", "/metrics"])
-SESSION = "/ui/session"
-
-OPERATORS_PATHS = frozenset(["/debug/fleet", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
-
-PLACES = b"""This is disagg, a server of language models.
+PATHS = b"""This is disagg, a server of language models.
 
 /ui            a page for people: chat, the fleet, the planner
 /v1            the API of OpenAI and Anthropic, such as /v1/chat/completions and /v1/models
@@ -75,6 +72,7 @@ PLACES = b"""This is disagg, a server of language models.
 
 PLAIN_TEXT = (b"content-type", b"text/plain; charset=utf-8")
 
+_GET: dict[Method, None] = {"GET": None}
 SCORE_NBYTES = 32  # size of a log-probability and its token in JSON
 CUT_TIMEOUT_S = 1.0  # time to write the error to clients that may read slowly
 END_WAIT_S = 30.0  # from the end of a drain to the end of the process; Serve needs a few seconds
@@ -100,7 +98,6 @@ class Drained(NamedTuple):
     num_cut: int  # ended with an error because the drain time was over
 
 
-Endpoint: TypeAlias = Callable[[HttpRequest], Awaitable[Reply | Stream]]
 AskOthers: TypeAlias = Callable[..., Awaitable[list[Any]]]
 
 
@@ -165,7 +162,6 @@ class HttpApp:
         self._new_id = new_id
         self._names_replies = names_replies
         self._key_check = KeyCheck(config, secret=secret)
-        self._cors = Cors(config.allowed_origins)
         self._quota = quota or Quota.unlimited(metrics.clock)
         self._running: set[asyncio.Task[None]] = set()  # requests, except those of open paths
         self._stopping: object | None = None  # the drain that runs or is over, of several the last
@@ -174,43 +170,75 @@ class HttpApp:
         metrics.of("requests_body_bytes").set_function(lambda: self._bodies.nbytes)
         metrics.of("num_requests_running").set_function(lambda: len(self._running))
         metrics.of("event_loop_tasks").set_function(lambda: len(asyncio.all_tasks()))
-        self._routes: dict[str, tuple[str, Endpoint]] = {
-            **{path: ("POST", partial(self._generate, api)) for path, api in BY_PATH.items()},
-            "/v1/models": ("GET", self._models),
-            "/v1/load_lora_adapter": ("POST", partial(self._say, service.load_adapter)),
-            "/v1/unload_lora_adapter": ("POST", partial(self._say, service.unload_adapter)),
-            "/v1/messages/count_tokens": (
-                "POST",
-                partial(self._answer_at_once, service.count_tokens),
-            ),
-            "/v1/embeddings": ("POST", partial(self._answer_at_once, service.embeddings)),
-            "/tokenize": ("POST", partial(self._answer_at_once, service.tokenize)),
-            "/detokenize": ("POST", partial(self._answer_at_once, service.detokenize)),
-            "/": ("GET", self._show_places),
-            "/openapi.json": ("GET", self._show_openapi),
-            "/health": ("GET", self._ready),
-            "/ready": ("GET", self._ready),
-            "/ping": ("GET", self._ready),
-            "/live": ("GET", _always(Reply(b"{}"))),
-            "/version": ("GET", _always(Reply(b'{"version":"%b"}' % version("disagg").encode()))),
-            "/metrics": ("GET", self._show_metrics),
-            "/debug/fleet": ("GET", self._debug_fleet),
-            "/v1/files": ("GET, POST", _of_files(batches, "files")),
-            "/v1/batches": ("GET, POST", _of_files(batches, "batches")),
-        }
-        self._open_paths = OPEN_PATHS
+        routes = self._own_routes(batches)
         if config.ui:
             page = WebUi(self._key_check, planner, self._read_json)
-            self._routes |= {path: ("GET", page.show) for path in page.paths}
-            self._routes[SESSION] = ("GET, POST, DELETE", page.session)
-            self._routes["/ui/plan"] = ("GET, POST", page.plan)
-            self._open_paths |= {SESSION, *page.paths}
-        self._prefix_routes: dict[str, tuple[str, Endpoint]] = {
-            "/v1/models/": ("GET", self._one_model),
-            "/debug/requests/": ("GET", self._debug_request),
-            "/v1/files/": ("GET, DELETE", _of_files(batches, "file")),
-            "/v1/batches/": ("GET, POST", _of_files(batches, "batch")),
-        }
+            routes += page.routes
+        self.routes = {route.path: route for route in routes}
+        self._patterns = [
+            (re.compile(re.sub(r"{\w+}", "(.+)", path)), route)
+            for path, route in self.routes.items()
+            if "{" in path
+        ]
+        self._handle: AsgiApp = self._handle_http
+        if config.allowed_origins:
+            self._handle = CORSMiddleware(
+                self._handle_http,
+                config.allowed_origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=("*",),
+            )
+
+    def _own_routes(self, batches: BatchApi | None) -> list[HttpRoute]:
+        """All paths but those of the page. The first one that fits a request is taken."""
+        service, at_once = self._service, self._answer_at_once
+        tokenize, detokenize = fields.TokenizeRequest, fields.DetokenizeRequest
+        load, unload = fields.LoadAdapterRequest, fields.UnloadAdapterRequest
+        version_body = b'{"version":"%b"}' % version("disagg").encode()
+        return [
+            *(
+                HttpRoute(path, partial(self._generate, api), {"POST": api.request})
+                for path, api in BY_PATH.items()
+            ),
+            HttpRoute(
+                "/v1/messages/count_tokens",
+                partial(at_once, service.count_tokens),
+                {"POST": CountTokensRequest},
+            ),
+            HttpRoute(
+                "/v1/embeddings",
+                partial(at_once, service.embeddings),
+                {"POST": fields.EmbeddingsRequest},
+            ),
+            HttpRoute(
+                "/v1/load_lora_adapter",
+                partial(self._say, service.load_adapter),
+                {"POST": load},
+                "operator",
+            ),
+            HttpRoute(
+                "/v1/unload_lora_adapter",
+                partial(self._say, service.unload_adapter),
+                {"POST": unload},
+                "operator",
+            ),
+            HttpRoute("/tokenize", partial(at_once, service.tokenize), {"POST": tokenize}),
+            HttpRoute("/detokenize", partial(at_once, service.detokenize), {"POST": detokenize}),
+            HttpRoute("/v1/models", self._models, _GET),
+            HttpRoute("/v1/models/{name}", self._one_model, _GET),
+            *(no_files() if batches is None else batches.routes),
+            HttpRoute("/", self._show_paths, _GET, "everybody", False),
+            HttpRoute("/openapi.json", self._show_openapi, _GET, is_shown=False),
+            HttpRoute("/health", self._ready, _GET, "everybody"),
+            HttpRoute("/ready", self._ready, _GET, "everybody"),
+            HttpRoute("/ping", self._ready, _GET, "everybody", False),
+            HttpRoute("/live", _always(Reply(b"{}")), _GET, "everybody"),
+            HttpRoute("/version", _always(Reply(version_body)), _GET, "everybody"),
+            HttpRoute("/metrics", self._show_metrics, _GET, "everybody", False),
+            HttpRoute("/debug/fleet", self._debug_fleet, _GET, "operator", False),
+            HttpRoute("/debug/requests/{id}", self._debug_request, _GET, is_shown=False),
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -219,29 +247,28 @@ class HttpApp:
             await receive()
             await send({"type": "websocket.close", "code": 1003})
         elif scope["type"] == "http":
-            request = HttpRequest(scope, receive, self._new_id, self._names_replies)
-            await self._serve(request, send)
+            await self._handle(scope, receive, send)
 
-    async def _serve(self, request: HttpRequest, send: Send) -> None:
+    async def _handle_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, unless its client disconnects first."""
-        if request.path in self._open_paths:
-            await self._serve_untraced(request, send)
+        request = HttpRequest(scope, receive, self._new_id, self._names_replies)
+        request.route = self._find_route(request)
+        if request.is_open:
+            await self._serve(request, send)
             return
-        self._route(request)  # the span's name has the route
         request.open_span()
         logs.set_request(request.request_id, request.traceparent)
         status = None
         try:
-            status = await self._serve_untraced(request, send)
+            status = await self._serve(request, send)
         finally:
             request.spans.close(status)
 
-    async def _serve_untraced(self, request: HttpRequest, send: Send) -> int:
+    async def _serve(self, request: HttpRequest, send: Send) -> int:
         """Returns the status that was sent, or 499 if the client disconnected before."""
-        self._cors.add_headers(request)
         writer = Writer(send, request.reply_headers, request.extensions)
         work = asyncio.create_task(self._answer(request, writer))
-        if request.path not in self._open_paths:
+        if not request.is_open:
             self._running.add(work)
         gone = asyncio.create_task(watch(request, writer))
         try:
@@ -249,9 +276,9 @@ class HttpApp:
         finally:  # also if this task is cancelled: Ray Serve does so when a client disconnects
             if not work.done():
                 self._metrics.of("request_disconnect").inc()
-                request.spans.abandoned()
+                request.spans.abandon()
             status = writer.status or 499
-            self._metrics.of("http_requests", request.route or "other", str(status)).inc()
+            self._metrics.of("http_requests", request.route.path or "other", str(status)).inc()
             for task in (work, gone):
                 task.cancel()
             try:
@@ -272,7 +299,7 @@ class HttpApp:
         except asyncio.CancelledError:
             if not self._is_cutting:
                 raise
-            request.spans.failed(_CUT)
+            request.spans.fail(_CUT)
             await writer.fail(_CUT, request.path, close=True)
         except Exception as problem:
             # A method, because a local variable here would be in a cycle with its traceback, which
@@ -284,10 +311,10 @@ class HttpApp:
         error = as_disagg_error(problem, request.request_id)
         if error is not problem:
             logger.exception("request %s failed", request.request_id)
-        request.spans.failed(error)
+        request.spans.fail(error)
         if isinstance(error, Overloaded):
             tenant = self._quota.tenant_class(request.tenant)
-            self._metrics.of("request_refused", request.route, error.reason, tenant).inc()
+            self._metrics.of("request_refused", request.route.path, error.reason, tenant).inc()
             self._quota.say(request)
         await writer.fail(error, request.path, close=not request.body_is_read)
 
@@ -323,46 +350,43 @@ class HttpApp:
             self.serve_again()
 
     async def _dispatch(self, request: HttpRequest) -> Reply | Stream:
-        methods, endpoint = self._route(request)
+        route = request.route
         request.check_head()
-        if self._cors.is_preflight(request):
-            return self._cors.preflight(request)
-        if request.path in OPERATORS_PATHS:
+        if route.path == "/metrics":
+            self._key_check.of_metrics(request)
+        elif route.who == "operator":
             self._key_check.of_operator(request)
-        elif request.path not in self._open_paths:
+        elif route.who == "tenants":
             if not request.is_own:
                 self._key_check(request)
             if self._stopping is not None:
                 raise Unavailable("This server is stopping and takes no new requests; try again.")
-        elif request.path == "/metrics":
-            self._key_check.of_metrics(request)
-        if endpoint is None:
-            raise UnknownUrl(f"There is no endpoint {request.path[:128]!r}.")
-        method = "GET" if request.method == "HEAD" else request.method
-        if method not in methods.split(", "):
+        if ("GET" if request.method == "HEAD" else request.method) not in route.methods:
+            if route is _NOWHERE:
+                raise UnknownUrl(f"There is no endpoint {request.path[:128]!r}.")
+            methods = ", ".join(route.methods)
             raise MethodNotAllowed(
                 f"{request.path} supports {methods}, not {request.method[:16]}.", allowed=methods
             )
-        if method == "POST" and len(self._running) > self._config.max_num_requests:
+        if request.method == "POST" and len(self._running) > self._config.max_num_requests:
             raise Overloaded(
                 f"This ingress already serves {self._config.max_num_requests} requests, its limit"
                 " (http.max_num_requests)."
             )
-        if method == "POST" and request.path not in self._open_paths:  # of nobody's quota
+        if request.method == "POST" and not request.is_open:  # that are of nobody's quota
             self._quota.begin(request)
-        return await endpoint(request)
+        answer: Reply | Stream = await route.endpoint(request)
+        return answer
 
-    def _route(self, request: HttpRequest) -> tuple[str, Endpoint | None]:
-        path = request.path
-        if path in self._routes:
-            request.route = path
-            return self._routes[path]
-        for prefix, route in self._prefix_routes.items():
-            if path.startswith(prefix):
-                request.route = prefix
-                request.rest = path.removeprefix(prefix)
+    def _find_route(self, request: HttpRequest) -> HttpRoute:
+        route = self.routes.get(request.path)
+        if route is not None and "{" not in route.path:
+            return route
+        for pattern, route in self._patterns:
+            if match := pattern.fullmatch(request.path):
+                request.in_path = match[1]
                 return route
-        return "", None
+        return _NOWHERE
 
     # Completions
 
@@ -382,8 +406,8 @@ class HttpApp:
         tenant = shown_tenant(request.tenant, self._quota.tenant_class)
         begin = partial(request.spans.begin, api.operation, caller.request_id, tenant)
         run = await self._service.prepare(api, body, caller, begin)
-        request.spans.runs(run)
-        model, metrics = run.model.tier, self._metrics
+        request.spans.follow(run)
+        model, metrics = run.model.worker_model, self._metrics
         metrics.observe_stage(model, "receive", read_s - arrived_s)
         metrics.observe_stage(model, "tokenize", metrics.clock() - read_s)
         self._quota.take_prompt(request, run)
@@ -410,7 +434,7 @@ class HttpApp:
         return Reply(answers.models_body(self._service.all_models()))
 
     async def _one_model(self, request: HttpRequest) -> Reply:
-        return Reply(answers.model_body(self._service.model(request.rest)))
+        return Reply(answers.model_body(self._service.model(request.in_path)))
 
     async def _answer_at_once(
         self, answer: Callable[[bytes], Awaitable[bytes]], request: HttpRequest
@@ -420,13 +444,13 @@ class HttpApp:
     async def _say(self, change: Callable[[bytes], Awaitable[str]], request: HttpRequest) -> Reply:
         return Reply((await change(await self._read_json(request))).encode(), headers=[PLAIN_TEXT])
 
-    async def _show_places(self, request: HttpRequest) -> Reply:
+    async def _show_paths(self, request: HttpRequest) -> Reply:
         if self._config.ui and wants_html(request):
             return Reply(b"", 307, [(b"location", b"ui/"), (b"vary", b"accept")])
-        return Reply(PLACES, headers=[PLAIN_TEXT])
+        return Reply(PATHS, headers=[PLAIN_TEXT])
 
     async def _show_openapi(self, request: HttpRequest) -> Reply:
-        return Reply(apis.openapi())
+        return Reply(await asyncio.to_thread(apis.openapi, self.routes.values()))
 
     async def _ready(self, request: HttpRequest) -> Reply:
         state = self._readiness()
@@ -455,16 +479,16 @@ class HttpApp:
     async def _all_metrics(self, is_open: bool) -> bytes:
         others = await self._ask_others("own_metrics", is_open)
         own = await self.own_metrics(is_open)
-        return await asyncio.to_thread(joined, [own, *others]) if others else own
+        return await asyncio.to_thread(join_expositions, [own, *others]) if others else own
 
     async def own_explanation(self, request_id: str, tenant: str) -> bytes | None:
         """How this ingress routed a request of a tenant, as JSON; None if it does not know."""
         return self._explain(request_id, tenant)
 
     async def _debug_request(self, request: HttpRequest) -> Reply:
-        found = self._explain(request.rest, request.tenant)
+        found = self._explain(request.in_path, request.tenant)
         if found is None:
-            others = await self._ask_others("own_explanation", request.rest, request.tenant)
+            others = await self._ask_others("own_explanation", request.in_path, request.tenant)
             found = next((each for each in others if each is not None), None)
         if found is None:
             raise UnknownUrl(
@@ -490,25 +514,14 @@ class HttpApp:
         )
 
 
-def _of_files(batches: BatchApi | None, name: str) -> Endpoint:
-    if batches is not None:
-        endpoint: Endpoint = getattr(batches, name)
-        return endpoint
-
-    async def refuse(request: HttpRequest) -> Reply:
-        raise UnknownUrl(
-            "This server keeps no files, so it runs no batches: start it with --files-directory"
-            " (http.files_directory)."
-        )
-
-    return refuse
-
-
-def _always(reply: Reply) -> Endpoint:
+def _always(reply: Reply) -> Callable[[HttpRequest], Awaitable[Reply]]:
     async def answer(request: HttpRequest) -> Reply:
         return reply
 
     return answer
+
+
+_NOWHERE = HttpRoute("", _always(Reply(b"")), {})  # where a path leads that is none of ours
 
 
 def _say_why(run: RunningJob, request: HttpRequest) -> None:

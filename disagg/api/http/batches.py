@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from disagg.api.apis import HttpRoute, Method
 from disagg.api.http.reply import Reply, Stream, Writer
 from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.http.uploads import Form
@@ -46,34 +47,42 @@ class BatchApi:
         self._now = now
         self._bodies = Bodies(config.max_requests_nbytes)
 
+    @property
+    def routes(self) -> list[HttpRoute]:
+        """A path with an id comes after those that have more behind it."""
+        return [
+            HttpRoute("/v1/files", self.files, {"GET": None, "POST": None}),
+            HttpRoute("/v1/files/{id}/content", self.content, {"GET": None}),
+            HttpRoute("/v1/files/{id}", self.file, {"GET": None, "DELETE": None}),
+            HttpRoute("/v1/batches", self.batches, {"GET": None, "POST": BatchRequest}),
+            HttpRoute("/v1/batches/{id}/cancel", self.cancel, {"POST": None}),
+            HttpRoute("/v1/batches/{id}", self.batch, {"GET": None}),
+        ]
+
     async def files(self, request: HttpRequest) -> Reply:
-        """`POST /v1/files` and `GET /v1/files`."""
         if request.method == "POST":
             return await self._upload(request)
         purpose = request.in_query("purpose")
 
-        def listed() -> Reply:
+        def list_files() -> Reply:
             files = self._store.files(request.tenant)
             return _page(request, (each for each in files if purpose in (None, each.purpose)))
 
-        return await asyncio.to_thread(listed)
+        return await asyncio.to_thread(list_files)
 
-    async def file(self, request: HttpRequest) -> Reply | Stream:
-        """`GET` and `DELETE /v1/files/{id}`, and `GET /v1/files/{id}/content`."""
-        file_id, _, rest = request.rest.partition("/")
-        store, tenant = self._store, request.tenant
-        if request.method == "DELETE" and not rest:
+    async def file(self, request: HttpRequest) -> Reply:
+        store, tenant, file_id = self._store, request.tenant, request.in_path
+        if request.method == "DELETE":
             await asyncio.to_thread(store.delete_file, tenant, file_id)
             return _json({"id": file_id, "object": "file", "deleted": True})
-        if rest == "content" and request.method != "DELETE":
-            stored = await asyncio.to_thread(store.file, tenant, file_id)
-            return _content(await asyncio.to_thread(store.path, tenant, file_id), stored.bytes)
-        if rest:
-            raise UnknownUrl(f"There is no endpoint {request.path[:128]!r}.")
         return _json(await asyncio.to_thread(store.file, tenant, file_id))
 
+    async def content(self, request: HttpRequest) -> Stream:
+        store, tenant, file_id = self._store, request.tenant, request.in_path
+        stored = await asyncio.to_thread(store.file, tenant, file_id)
+        return _content(await asyncio.to_thread(store.path, tenant, file_id), stored.bytes)
+
     async def batches(self, request: HttpRequest) -> Reply:
-        """`POST /v1/batches` and `GET /v1/batches`."""
         store, tenant = self._store, request.tenant
         if request.method != "POST":
             return await asyncio.to_thread(lambda: _page(request, store.batches(tenant)))
@@ -93,17 +102,14 @@ class BatchApi:
         return await asyncio.to_thread(create)
 
     async def batch(self, request: HttpRequest) -> Reply:
-        """`GET /v1/batches/{id}` and `POST /v1/batches/{id}/cancel`."""
-        batch_id, _, rest = request.rest.partition("/")
-        if rest != ("cancel" if request.method == "POST" else ""):
-            raise UnknownUrl(f"There is no endpoint {request.method} {request.path[:128]!r}.")
+        return _json(await asyncio.to_thread(self._store.batch, request.tenant, request.in_path))
 
-        def answer() -> Reply:
-            if rest == "cancel":
-                self._store.cancel(self._store.batch(request.tenant, batch_id))
-            return _json(self._store.batch(request.tenant, batch_id))
+    async def cancel(self, request: HttpRequest) -> Reply:
+        def cancel() -> Reply:
+            self._store.cancel(self._store.batch(request.tenant, request.in_path))
+            return _json(self._store.batch(request.tenant, request.in_path))
 
-        return await asyncio.to_thread(answer)
+        return await asyncio.to_thread(cancel)
 
     async def _upload(self, request: HttpRequest) -> Reply:
         store, tenant = self._store, request.tenant
@@ -123,7 +129,7 @@ class BatchApi:
 
     async def _read_form(self, request: HttpRequest, form: Form) -> None:
         nbytes, checked = 0, 0
-        async for part in _joined(request.parts(self._config.files_nbytes)):
+        async for part in _join(request.parts(self._config.files_nbytes)):
             nbytes += len(part)
             await asyncio.to_thread(form.write, part)
             if nbytes - checked >= CHECK_NBYTES:
@@ -132,7 +138,7 @@ class BatchApi:
         await asyncio.to_thread(self._store.check_room, request.tenant)
 
 
-async def _joined(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _join(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """`parts` in pieces of about `CHUNK_NBYTES`."""
     piece = bytearray()
     async for part in parts:
@@ -196,3 +202,17 @@ def _page(request: HttpRequest, found: Iterator[Any]) -> Reply:
 
 def _json(value: Any) -> Reply:
     return Reply(msgspec.json.encode(value))
+
+
+def no_files() -> list[HttpRoute]:
+    """The paths of a server that keeps no files."""
+
+    async def refuse(request: HttpRequest) -> Reply:
+        raise UnknownUrl(
+            "This server keeps no files, so it runs no batches: start it with --files-directory"
+            " (http.files_directory)."
+        )
+
+    methods: dict[Method, None] = {"GET": None, "POST": None, "DELETE": None}
+    paths = ("/v1/files", "/v1/batches", "/v1/files/{id}", "/v1/batches/{id}")
+    return [HttpRoute(path, refuse, methods, is_shown=False) for path in paths]

@@ -9,7 +9,7 @@ _EOF = "# EOF\n"
 _SERIES = re.compile(r'[\w:]+(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?')
 
 
-def joined(texts: Iterable[bytes]) -> bytes:
+def join_expositions(texts: Iterable[bytes]) -> bytes:
     """One text with all families, and each series once: as the first text has it that has it.
 
     Every ingress shows all workers, so their series are in each text. What an ingress counts itself

@@ -105,6 +105,20 @@ TABLE = {
     "queue_bytes": RequestMetric(Gauge, (),
         "Size of the prompts of all requests in the admission queue of this ingress, in bytes"
         " (limited by http.max_queue_nbytes)"),
+    "prefix_index_bytes": RequestMetric(Gauge, (),
+        "Memory of the prefix index of this ingress, in bytes"),
+    "prefix_index_blocks": RequestMetric(Gauge, (),
+        "Number of different KV blocks in the prefix index of this ingress, each cached on one or"
+        " more workers"),
+    "prefix_index_max_blocks": RequestMetric(Gauge, (),
+        "Largest number of KV blocks in the prefix index (prefix_index_nbytes). If workers cache"
+        " more, the ingress forgets the oldest and misses prefix hits"),
+    "prefix_index_evicted_blocks": RequestMetric(Gauge, (),
+        "Number of KV blocks that the prefix index has forgotten for lack of room since the"
+        " ingress started, although workers may still have them"),
+    "tenant_limits_shared": RequestMetric(Gauge, (),
+        "1 if tenants' rate limits apply to all ingresses together. 0 if the store that ingresses"
+        " share is unreachable, so that each ingress grants the full limits"),
     "http_requests": RequestMetric(Counter, ("route", "code"),
         "Number of HTTP requests by route and status. 499: the client disconnected before the"
         " reply. A stream that fails after its first byte has status 200 (see request_failure)"),
@@ -271,16 +285,16 @@ class ApiMetrics:
             self.of("cascade_escalations", attempt.model, attempt.reason).inc()
 
     def expose(self) -> bytes:
-        return generate_latest(self._collected())
+        return generate_latest(self._collect())
 
     def expose_open(self, more: bytes) -> bytes:
         """All metrics and `more`, which is in Prometheus's format, in OpenMetrics' format."""
         others = _Families(tuple(text_string_to_metric_families(more.decode())))
-        own: bytes = openmetrics.generate_latest(self._collected())  # type: ignore[no-untyped-call]
+        own: bytes = openmetrics.generate_latest(self._collect())  # type: ignore[no-untyped-call]
         beside: bytes = openmetrics.generate_latest(others)  # type: ignore[no-untyped-call]
         return own.removesuffix(b"# EOF\n") + beside
 
-    def _collected(self) -> _Families:
+    def _collect(self) -> _Families:
         own = list(self.registry.collect())
         for family in own if self._ingress else ():
             family.samples = [
@@ -392,7 +406,7 @@ class RequestTimer:
         self._operation = operation
         self._spans = spans
         self._tenant = tenant
-        self._model = run.model.tier  # of LoRA adapters too: it has their SLOs
+        self._model = run.model.worker_model  # of LoRA adapters too: it has their SLOs
         self._num_choices = len(run.requests)
         self._itl = metrics.itl.of(self._model)
         self._arrived_s = arrived_s

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from disagg.api.apis import HttpRoute, Method
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.reply import JSON, Reply
 from disagg.api.http.request import HttpRequest
@@ -37,6 +38,7 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),  # after an upgrade its files belong together
 ]
 ROOT = "/ui"
+SESSION = f"{ROOT}/session"
 ReadBody: TypeAlias = Callable[[HttpRequest], Awaitable[bytes]]
 
 
@@ -61,7 +63,14 @@ class WebUi:
             for each in sorted(DIRECTORY.iterdir())
             if each.suffix in _TYPES
         }
-        self.paths = [ROOT, *(f"{ROOT}/{name}" for name in self._files if name != "index.html")]
+        paths = [ROOT, *(f"{ROOT}/{name}" for name in self._files if name != "index.html")]
+        session: dict[Method, None] = {"GET": None, "POST": None, "DELETE": None}
+        plan: dict[Method, None] = {"GET": None, "POST": None}
+        self.routes = [
+            *(HttpRoute(path, self.show, {"GET": None}, "everybody", False) for path in paths),
+            HttpRoute(SESSION, self.session, session, "everybody", False),
+            HttpRoute(f"{ROOT}/plan", self.plan, plan, is_shown=False),
+        ]
 
     async def show(self, request: HttpRequest) -> Reply:
         """A file. Addresses in the page are relative, so it works behind any prefix."""

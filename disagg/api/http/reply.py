@@ -16,10 +16,15 @@ from disagg.api.refusals import error_headers
 from disagg.api.running_job import ChoiceDelta, Frames, RunningJob
 from disagg.config import AUTO
 from disagg.errors import DisaggError
-from disagg.token_fast_path import WRITE_NOW, Taken, WriteNow, begun
 
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+# An ASGI extension of our server (`app/replica_port.py`): its `loop`, and `write`, which writes a
+# part of a streamed body at once. Ray Serve and uvicorn would run four coroutines for each part,
+# which do nothing else. False: it has written nothing and would not, because the reply has not
+# begun or has ended, or because the client reads too slowly or has gone. An empty part asks that.
+WRITE_NOW = "disagg.write_now"
 
 # A stream that is silent for this long gets a comment, so that proxies do not time out. A stream
 # whose client reads nothing for this long is closed.
@@ -65,7 +70,7 @@ class Writer:
         self, send: Send, headers: Sequence[tuple[bytes, bytes]], extensions: Mapping[str, Any]
     ) -> None:
         self._send = send
-        self._write_now: WriteNow | None = None
+        self._write_now: Callable[[bytes], bool] | None = None
         extension = extensions.get(WRITE_NOW)
         # Serve may run the application on another loop than its server.
         if extension is not None and extension["loop"] is asyncio.get_running_loop():
@@ -108,13 +113,13 @@ class Writer:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.num_written += 1
 
-    def write_now(self, body: bytes) -> Taken:
-        """Write from another task. Returns what the request's own task must wait for."""
-        if self._write_now is not None and self._write_now(body):
-            self.num_begun += 1
-            self.num_written += 1
-            return True
-        return begun(self.write(body))
+    def write_now(self, body: bytes) -> bool:
+        """Write at once, if the client reads fast enough. Returns whether it did, or would."""
+        if self._write_now is None or not self._write_now(body):
+            return False
+        self.num_begun += bool(body)
+        self.num_written += bool(body)
+        return True
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -129,7 +134,7 @@ class Writer:
 
 async def watch(request: HttpRequest, writer: Writer) -> None:
     """Return when the client has disconnected or stopped reading; keep a silent stream alive."""
-    gone = asyncio.create_task(request.disconnected())
+    gone = asyncio.create_task(request.wait_disconnect())
     try:
         while True:
             before = writer.num_begun, writer.num_written
@@ -167,17 +172,18 @@ async def stream_events(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of an answer, those of one batch as one bytes object.
 
-    Once the reply has begun, a piece that arrives alone is not yielded but written to the
-    connection at once (`token_fast_path.py`).
+    Once the reply has begun, a piece that arrives alone is written to the connection at once, if
+    the client reads fast enough, and not yielded.
 
     Args:
         begins: called before the first event.
     """
 
-    def write(piece: ChoiceDelta) -> Taken:
+    def write_now(piece: ChoiceDelta) -> bool:
+        if not writer.write_now(b""):
+            return False
         timer.observe_tokens(piece.num_tokens)
-        events = frames.piece(piece)
-        return writer.write_now(events) if events else True
+        return writer.write_now(frames.piece(piece))
 
     has_begun, is_named = False, run.model.name != AUTO
     try:
@@ -195,7 +201,7 @@ async def stream_events(
                     events = opening + b"".join(map(frames.piece, batch))
                     if events:
                         yield events
-                        run.on_piece = write
+                        run.write_now = write_now
     finally:
-        run.on_piece = None  # breaks the reference cycle of callback and run
+        run.write_now = None  # breaks the reference cycle of callback and run
     yield frames.closing()

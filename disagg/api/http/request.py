@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from disagg import semconv, telemetry
+from disagg.api.apis import HttpRoute
 from disagg.api.http.request_spans import RequestSpans
 from disagg.api.refusals import RequestTimeout, UnsupportedMediaType, invalid_value
 from disagg.errors import InvalidRequest, Overloaded, RequestError, RequestTooLarge
@@ -67,7 +68,7 @@ class HttpRequest:
         own_id: internal id of the request; clients cannot choose it.
         request_id: the client's `x-request-id` if it is valid, else `own_id`; only a label.
         has_last_slash: whether the path ended with one; `path` does not.
-        route: the matching route, for metrics; `rest` is the part of the path after a prefix.
+        route: where its path leads; `in_path` is the text in place of the name in braces.
         tenant: the tenant of the request, set by the key check.
         is_own: whether this process sends it, for `tenant`, without a key.
         timeout_s: time limit of such a request in place of the server's; 0: the server's.
@@ -93,8 +94,8 @@ class HttpRequest:
         self.has_last_slash: bool = scope["path"].endswith("/")
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self.extensions: dict[str, Any] = scope.get("extensions") or {}  # servers may say None
-        self.route = ""
-        self.rest = ""
+        self.route: HttpRoute
+        self.in_path = ""
         self.is_own = TENANT in scope
         self.tenant: str = scope.get(TENANT, "")
         self.timeout_s: float = scope.get(TIMEOUT_S, 0.0)
@@ -110,10 +111,15 @@ class HttpRequest:
         trace = self.headers.get(b"traceparent", b"").decode("latin-1")
         self.traceparent = trace if telemetry.parse_traceparent(trace) is not None else ""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody may send it."""
+        return self.route.who == "everybody"
+
     def open_span(self) -> None:
         """Start the server's span, whose traceparent becomes that of the request."""
         method = self.method if self.method in semconv.HTTP_METHODS else semconv.OTHER
-        route = self.route + "{id}" if self.route.endswith("/") else self.route
+        route = self.route.path
 
         def attributes() -> dict[str, telemetry.Value]:
             host = _HOST.fullmatch(self.headers.get(b"host", b""))
@@ -232,7 +238,7 @@ class HttpRequest:
                 self._read.set()
             yield part
 
-    async def disconnected(self) -> None:
+    async def wait_disconnect(self) -> None:
         """Return when the client disconnects, which is noticed only after its body is read."""
         await self._read.wait()
         while (await self._receive())["type"] != "http.disconnect":

@@ -56,7 +56,7 @@ class RequestSpans:
         self._inference = telemetry.span(name, self._server.traceparent, attributes)
         return self._inference.traceparent
 
-    def runs(self, run: RunningJob) -> None:
+    def follow(self, run: RunningJob) -> None:
         """Take the counts of `run` when the spans end, and its answers if they are captured."""
         self._run = run
 
@@ -68,7 +68,7 @@ class RequestSpans:
             return None
         return {"trace_id": f"{parsed.trace_id:032x}", "span_id": f"{parsed.span_id:016x}"}
 
-    def failed(self, error: DisaggError) -> None:
+    def fail(self, error: DisaggError) -> None:
         """The request is refused or fails. Does not keep `error`, whose traceback has the body."""
         self._inference.fail(error)
         if error.http_status >= 500:  # the others are the client's errors, not the server's
@@ -76,7 +76,7 @@ class RequestSpans:
         else:
             self._server.set(semconv.ERROR_TYPE, telemetry.error_type(error))
 
-    def abandoned(self) -> None:
+    def abandon(self) -> None:
         """The client leaves before the end of the answer."""
         self._inference.set(telemetry.CANCELLED, True)
 

@@ -1,8 +1,8 @@
 """OpenAI's chats and text completions: reads requests and converts them to `RequestSpec`s.
 
 Unknown fields are ignored because clients send extra ones. Unsupported fields that would change the
-answer are refused by name. Everything that can be refused without a tokenizer is refused here, with
-the name of the field and without side effects.
+answer are refused by name. Everything that can be refused without a tokenizer is refused here: all
+functions raise `InvalidRequest` with the JSON path of the field as `param`.
 
 `tools` are passed to the chat template. With `tool_choice` "auto" the model decides whether to call
 a function, in the format of its template. If a call is required, a grammar restricts the answer to
@@ -12,7 +12,6 @@ which fields, is read from its chat template.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -33,8 +32,9 @@ from disagg.api.openai.fields import (
     TokenId,
     TokenizeRequest,
     Tool,
+    ToolCall,
 )
-from disagg.api.openai.structured_output import requested_grammar, strict
+from disagg.api.openai.structured_output import json_text, make_strict, requested_grammar
 from disagg.api.refusals import (
     INTERNAL_FIELDS,
     NOT_IMPLEMENTED,
@@ -77,11 +77,7 @@ _REFUSED_IN_COMPLETIONS = REFUSED | dict.fromkeys(
 
 
 def read_request(body: bytes, kind: type[Request]) -> Request:
-    """Parse `body` and check types and limits.
-
-    Raises:
-        InvalidRequest: has the JSON path of the first invalid field as `param`.
-    """
+    """Parse `body` and check types and limits."""
     of_kind = {ChatRequest: _REFUSED_IN_CHATS, CompletionRequest: _REFUSED_IN_COMPLETIONS}
     return read_struct(body, kind, of_kind.get(kind, REFUSED))
 
@@ -101,14 +97,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int) -> RequestSpec:
-    """Convert a chat request.
-
-    Args:
-        min_priority: the lowest priority number that the client may set.
-
-    Raises:
-        InvalidRequest: two fields contradict each other, or the model does not support a field.
-    """
+    """Convert a chat request. `min_priority` is the lowest number that the client may set."""
     if request.top_logprobs and not request.logprobs:
         raise invalid_value("top_logprobs", "it needs logprobs: true.")
     check_tools(request)
@@ -127,7 +116,7 @@ def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int)
 def understand_completion(
     request: CompletionRequest, model: ServedModel, min_priority: int
 ) -> RequestSpec:
-    """Convert a request for a text completion, like `understand_chat`."""
+    """Convert a request for a text completion, as `understand_chat`."""
     num_choices = request.n or 1
     if request.best_of is not None and request.best_of != num_choices:
         raise invalid_value(
@@ -147,7 +136,7 @@ def understand_completion(
 
 
 def understand_tokenize(request: TokenizeRequest, model: ServedModel) -> Prompt:
-    """The prompt of a request to `/tokenize`. Raises `InvalidRequest`."""
+    """The prompt of a request to `/tokenize`."""
     if (request.prompt is None) == (request.messages is None):
         raise invalid_value("prompt", "give either prompt or messages, and not both.")
     if request.prompt is not None:
@@ -248,15 +237,8 @@ def _priority(request: SamplingFields, min_priority: int) -> int:
     return request.priority
 
 
-# Prompts
-
-
 def _prompts(request: CompletionRequest) -> list[Prompt]:
-    """The prompts of a request, as texts or token ids.
-
-    Raises:
-        InvalidRequest: the list is empty, too long, or mixes texts and token ids.
-    """
+    """The prompts of a request, as texts or token ids, which cannot be mixed."""
     raw, special = request.prompt, request.add_special_tokens is not False
     if isinstance(raw, str):
         return [Text(raw, special)]
@@ -337,28 +319,21 @@ def _message(message: ChatMessage, path: str, *, is_harmony: bool) -> dict[str, 
         content = "\n".join(_part(part, f"{path}.content[{number}]") for number, part in parts)
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": content}
-    for name in ("name", "tool_call_id"):
-        value = getattr(message, name)
-        if value is not None:
-            plain[name] = value
+    known = {"name": message.name, "tool_call_id": message.tool_call_id}
+    plain |= {name: value for name, value in known.items() if value is not None}
     reasoning = message.reasoning_content or message.reasoning
     if reasoning:
         plain |= dict.fromkeys(REASONING_KEYS, reasoning)
         if is_harmony and message.tool_calls and content:  # the template accepts only one of both
             plain |= {"content": None, "thinking": f"{reasoning}\n\n{content}"}
     if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id or "",
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": JsonText(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
+        plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return plain
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": JsonText(call.function.arguments)}
+    return {"id": call.id or "", "type": "function", "function": function}
 
 
 def _part(part: ContentPart, path: str) -> str:
@@ -379,11 +354,7 @@ def offered_tools(request: ChatRequest) -> Sequence[Tool]:
 
 
 def check_tools(request: ChatRequest) -> None:
-    """Check tools and `tool_choice`.
-
-    Raises:
-        InvalidRequest: two functions have the same name, or `tool_choice` names an unknown one.
-    """
+    """Check that functions have different names, and that `tool_choice` names one of them."""
     names = [tool.function.name for tool in request.tools or ()]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -398,24 +369,18 @@ def check_tools(request: ChatRequest) -> None:
 
 
 def required_calls(request: ChatRequest) -> Grammar | None:
-    """The grammar of the answer if a call is required, else None.
-
-    Raises:
-        InvalidRequest: two functions have different definitions of the same name in their schemas.
-    """
+    """The grammar of the answer if a call is required, else None."""
     if isinstance(request.tool_choice, NamedTool):
         name = request.tool_choice.function.name
         function = next(t.function for t in request.tools or () if t.function.name == name)
-        return _grammar(_parameters(function))
+        return Grammar("json", json_text(_parameters(function), "tools"))
     if request.tool_choice != "required":
         return None
     definitions: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(tool.function, definitions) for tool in request.tools or ()]
     most = 1 if request.parallel_tool_calls is False else MAX_REQUIRED_CALLS
-    items = {"anyOf": calls}
-    return _grammar(
-        {"type": "array", "minItems": 1, "maxItems": most, "items": items, **definitions}
-    )
+    schema = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": calls}}
+    return Grammar("json", json_text(schema | definitions, "tools"))
 
 
 def _call_schema(
@@ -451,23 +416,11 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
 
     They are an object, also where the schema leaves the type out or allows others, such as null.
     """
-    return strict({**(function.parameters or {"properties": {}}), "type": "object"})
-
-
-def _grammar(schema: dict[str, Any]) -> Grammar:
-    try:
-        return Grammar("json", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
-    except RecursionError:
-        raise invalid_value("tools", "a schema is nested too deeply.") from None
+    return make_strict({**(function.parameters or {"properties": {}}), "type": "object"})
 
 
 def answer_syntax(request: ChatRequest, model: ServedModel) -> AnswerSyntax | None:
-    """How reasoning and calls are parsed in the answers to `request`; None for plain text.
-
-    Raises:
-        InvalidRequest: the model's chat template does not support tools, or its format of calls is
-            unknown.
-    """
+    """How reasoning and calls are parsed in the answers to `request`; None for plain text."""
     reasoning, tools = model.reasoning_format, offered_tools(request)
     if reasoning is None and not tools:
         return None
@@ -503,11 +456,7 @@ _HARMONY_EFFORTS = ("low", "medium", "high")
 
 
 def thinking_budget(request: ChatRequest, model: ServedModel) -> int | None:
-    """The largest number of reasoning tokens; None for no limit.
-
-    Raises:
-        InvalidRequest: the model has no known reasoning format.
-    """
+    """The largest number of reasoning tokens; None for no limit."""
     budget = request.thinking_token_budget
     if budget is None or budget < 0:
         return None
@@ -524,9 +473,6 @@ def template_arguments(
     Args:
         given: `chat_template_kwargs`.
         effort: `reasoning_effort`.
-
-    Raises:
-        InvalidRequest: the template does not use a given variable, or not with this value.
     """
     read = model.template.arguments if model.template else frozenset()
     arguments = {}
@@ -542,11 +488,11 @@ def template_arguments(
                 f" uses: {reads}.",
             )
     if effort is not None:
-        arguments = _of_effort(effort, model, read) | arguments
+        arguments = _choose_effort(effort, model, read) | arguments
     return arguments
 
 
-def _of_effort(effort: Effort, model: ServedModel, read: frozenset[str]) -> dict[str, Any]:
+def _choose_effort(effort: Effort, model: ServedModel, read: frozenset[str]) -> dict[str, Any]:
     reasoning, switch = model.reasoning_format, _switch(read)
     if effort == "none" and switch is not None:
         return {switch: False}

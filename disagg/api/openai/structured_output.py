@@ -42,7 +42,7 @@ def requested_grammar(
         InvalidRequest: several fields are set, one is incomplete, or another field would move the
             end of the answer.
     """
-    grammars = _requested(request)
+    grammars = _find_grammars(request)
     if required_calls is not None:
         grammars["tool_choice"] = required_calls
     if not grammars:
@@ -60,12 +60,12 @@ def requested_grammar(
     return param, grammar
 
 
-def _requested(request: SamplingFields) -> dict[str, Grammar]:
+def _find_grammars(request: SamplingFields) -> dict[str, Grammar]:
     grammars: dict[str, Grammar] = {}
     form = request.response_format
     if form is not None and form.type == "json_object" and form.schema is not None:
         param = "response_format.schema"
-        grammars[param] = Grammar("json", _json_text(strict(form.schema), param))
+        grammars[param] = Grammar("json", json_text(make_strict(form.schema), param))
     elif form is not None and form.type == "json_object":
         grammars["response_format"] = ANY_OBJECT
     elif form is not None and form.type == "json_schema":
@@ -73,8 +73,8 @@ def _requested(request: SamplingFields) -> dict[str, Grammar]:
             raise missing_parameter("response_format.json_schema")
         param = "response_format.json_schema.schema"
         schema = form.json_schema.schema
-        schema = schema if form.json_schema.strict is False else strict(schema)
-        grammars[param] = Grammar("json", _json_text(schema, param))
+        schema = schema if form.json_schema.strict is False else make_strict(schema)
+        grammars[param] = Grammar("json", json_text(schema, param))
     outputs = request.structured_outputs
     if outputs is not None:
         found = _grammars("structured_outputs.", partial(getattr, outputs))
@@ -95,13 +95,14 @@ _KINDS: dict[str, GrammarKind] = {
 def _grammars(prefix: str, value_of: Callable[[str], Any]) -> dict[str, Grammar]:
     values = {f"{prefix}{name}": (kind, value_of(name)) for name, kind in _KINDS.items()}
     return {
-        param: Grammar(kind, _json_text(value, param))
+        param: Grammar(kind, json_text(value, param))
         for param, (kind, value) in values.items()
         if value is not None
     }
 
 
-def _json_text(value: dict[str, Any] | list[str] | str, param: str) -> str:
+def json_text(value: dict[str, Any] | list[str] | str, param: str) -> str:
+    """The JSON of a value of field `param`; a text is JSON already."""
     if isinstance(value, str):
         return value
     try:
@@ -160,7 +161,7 @@ _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 _MAX_PARTS = 32  # of one object; more are left open
 
 
-def strict(schema: Part) -> Part:
+def make_strict(schema: Part) -> Part:
     """A strict copy of `schema`.
 
     If an object must match several schemas, each names only some of its properties. So those stay
@@ -169,15 +170,15 @@ def strict(schema: Part) -> Part:
     open_ids: set[int] = set()
 
     def note(copied: Part, original: Part) -> Part:
-        open_ids.update(map(id, _joined(original, schema)))
+        open_ids.update(map(id, _find_joined(original, schema)))
         return copied
 
     mapped(schema, note)
-    closed: Part = mapped(schema, partial(_strict, root=schema, open_ids=open_ids))
+    closed: Part = mapped(schema, partial(_make_strict, root=schema, open_ids=open_ids))
     return closed
 
 
-def _strict(part: Part, original: Part, root: Part, open_ids: Container[int]) -> Part:
+def _make_strict(part: Part, original: Part, root: Part, open_ids: Container[int]) -> Part:
     if id(original) not in open_ids:
         names = _property_names(original, root)
         if names is not None:
@@ -191,7 +192,7 @@ def _strict(part: Part, original: Part, root: Part, open_ids: Container[int]) ->
 
 def _property_names(part: Part, root: Part) -> list[str] | None:
     """The properties of an object that may be closed; None if it may not, or is no object."""
-    parts = [part, *_joined(part, root)]
+    parts = [part, *_find_joined(part, root)]
     named = [each["properties"] for each in parts if _has_members(each)]
     is_object = any("object" in _kinds(each) for each in parts)
     if not named or not is_object or len(parts) > _MAX_PARTS:
@@ -201,18 +202,18 @@ def _property_names(part: Part, root: Part) -> list[str] | None:
     return [name for properties in named for name in properties]
 
 
-def _joined(part: Part, root: Part) -> list[Part]:
+def _find_joined(part: Part, root: Part) -> list[Part]:
     """The further schemas that an object of `part` must match, if several name its properties.
 
     Alternatives count only beside properties of the whole; otherwise each is closed by itself.
     """
-    found = _reached(part, root, ["allOf"])
+    found = _follow(part, root, ["allOf"])
     if any(map(_has_members, [part, *found])):
-        found = _reached(part, root, ["allOf", "anyOf", "oneOf"])
+        found = _follow(part, root, ["allOf", "anyOf", "oneOf"])
     return found if sum(map(_has_members, [part, *found])) > 1 else []
 
 
-def _reached(part: Part, root: Part, keys: Sequence[str]) -> list[Part]:
+def _follow(part: Part, root: Part, keys: Sequence[str]) -> list[Part]:
     """The schemas to which `$ref` and the lists at `keys` lead, from one to the next."""
     parts: dict[int, Part] = {}
     waiting = [part]

@@ -42,7 +42,7 @@ def read_harmony(text: Incoming, sink: Sink, read_final: Reader | None) -> Readi
             yield from text.skip("assistant")  # its <|start|> is in the prompt, or forgotten
             yield from text.spaces()
             header = yield from text.skip_one(_HEADER_BEGINS)
-            before = text.recorded()
+            before = text.take_record()
         if not header:  # without a header it is a message to the user
             sink.text(before)
             mark = yield from text.until(_MESSAGE_END, sink.text)

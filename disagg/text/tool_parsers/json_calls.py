@@ -27,7 +27,7 @@ def read_llama3_json(text: Incoming, sink: Sink) -> Reading[None]:
     text.record()
     yield from text.skip_spaced(_PYTHON_TAG)
     is_whole = yield from _read_json_calls(text, sink)
-    yield from read_text(text, sink, "" if is_whole else text.recorded())
+    yield from read_text(text, sink, "" if is_whole else text.take_record())
 
 
 # Marks before calls, and the marks after them, which models may forget; "" for none.

@@ -23,7 +23,7 @@ def read_pythonic(text: Incoming, sink: Sink) -> Reading[None]:
     is_whole = yield from _read_list(text, sink)
     if is_whole:
         yield from text.skip_spaced(_END)
-    yield from read_text(text, sink, "" if is_whole else text.recorded())
+    yield from read_text(text, sink, "" if is_whole else text.take_record())
 
 
 def _lfm2(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
@@ -113,7 +113,7 @@ def _read_braces(text: Incoming, take: Take, quote: str) -> Reading[bool]:
     while char := (yield from text.spaces()):
         if (yield from text.skip(quote)):
             take('"')
-            if not (yield from text.until(marks_of((quote,)), lambda part: take(_quoted(part)))):
+            if not (yield from text.until(marks_of((quote,)), lambda part: take(_quote(part)))):
                 return False
             take('"')
             continue
@@ -122,7 +122,7 @@ def _read_braces(text: Incoming, take: Take, quote: str) -> Reading[bool]:
             if not word:
                 return False
             is_key = (yield from text.spaces()) == ":"
-            take(f'"{_quoted(word)}"' if is_key else json_of(word))
+            take(f'"{_quote(word)}"' if is_key else json_of(word))
             continue
         yield from text.skip(char)
         if char in _CLOSING:
@@ -137,6 +137,6 @@ def _read_braces(text: Incoming, take: Take, quote: str) -> Reading[bool]:
     return False
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Text as part of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

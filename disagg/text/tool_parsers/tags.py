@@ -247,7 +247,7 @@ class Tags:
         while mark := (yield from text.until(marks_of(ends), arguments.add)):
             text.record()
             is_end = yield from self._is_end(text, mark.strip(), arguments)
-            text.give_back(text.recorded())
+            text.give_back(text.take_record())
             if is_end:
                 return mark.strip()
             arguments.add(mark)

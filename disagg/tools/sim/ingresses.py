@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from disagg.blocks import BlockHash
 from disagg.links.reports import LinkReports, Report
-from disagg.links.server import home_of
+from disagg.links.server import choose_home
 from disagg.messages import KVEvent, WorkerRecord, WorkerStatus
 from disagg.router.fleet import Fleet
 
@@ -83,7 +83,7 @@ class EveryIngress:
         self._ingress_ids = [ingress_id_of(number) for number in range(len(each))]
 
     def home_of(self, worker_id: str) -> str:
-        return home_of(worker_id, self._ingress_ids)
+        return choose_home(worker_id, self._ingress_ids)
 
     def worker_synced(
         self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus

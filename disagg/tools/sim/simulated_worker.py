@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 
 import msgspec
 
@@ -27,6 +27,7 @@ from disagg.messages import (
     GenerateRequest,
     KVEvent,
     Prefetch,
+    PutDelta,
     Role,
     Start,
     TokenDelta,
@@ -143,10 +144,14 @@ class SimulatedWorker:
     def meet(self, other: SimulatedWorker) -> None:
         self._core.add_peers((other.transport.peer,))
 
-    async def stream(
-        self, request: GenerateRequest, hand_over: bool, ticket: KVTicket | None
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """See `ingress.workers.Workers`."""
+    async def run(
+        self,
+        request: GenerateRequest,
+        put: PutDelta,
+        hand_over: bool,
+        ticket: KVTicket | None,
+    ) -> None:
+        """See `ingress.dispatch.Workers`."""
         stream_id = next(self._stream_ids)
         name = sequence_id(LINK, stream_id)
         stream = self._streams[name] = _Stream(request.token_ids[0] if request.token_ids else 0)
@@ -154,11 +159,12 @@ class SimulatedWorker:
         enter = self._prefix_ticket if start.is_prefix_request else self._start
         self._post(lambda now: enter(start, now))
         try:
-            while True:
+            delta: TokenDelta | None = None
+            while delta is None or not delta.is_last:
                 delta = await stream.deltas.get()
                 if delta is None:
                     raise WorkerLost(f"Worker {self.spec.worker_id} is gone.")
-                yield delta
+                put(delta)
         finally:
             if self._streams.pop(name, None) is not None:
                 self._post(lambda now: self._core.cancel(LINK, stream_id, now))
@@ -175,7 +181,7 @@ class SimulatedWorker:
         self._post(lambda now: self._core.release(ticket_id))
 
     def prefetch(self, asked: Prefetch) -> None:
-        """See `ingress.workers.Workers`."""
+        """See `ingress.dispatch.Workers`."""
         self._post(lambda now: self._core.prefetch(asked, now))
 
     @property

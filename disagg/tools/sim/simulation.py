@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -25,6 +24,7 @@ from disagg.links.fleet_links import report_interval_s
 from disagg.messages import (
     GenerateRequest,
     Prefetch,
+    PutDelta,
     SamplingParams,
     TokenDelta,
     WorkerRecord,
@@ -33,7 +33,6 @@ from disagg.messages import (
 from disagg.router.cascade import Attempt
 from disagg.router.fleet import Fleet, FleetView
 from disagg.router.worker_view import Pool
-from disagg.token_fast_path import TokenCallback
 from disagg.tools.sim import virtual_time
 from disagg.tools.sim.answers import SimulatedConfidence
 from disagg.tools.sim.baselines import ALL_WORKERS, NO_REFUSALS, OURS, new_policy
@@ -116,22 +115,22 @@ class _Ingress:
             now=loop.time,
         )
 
-    def stream(
+    async def run(
         self,
         worker_id: str,
         request: GenerateRequest,
+        put: PutDelta,
         *,
         timeout_s: float,
         hand_over: bool = False,
         ticket: KVTicket | None = None,
-        on_token: TokenCallback | None = None,
-    ) -> AsyncGenerator[TokenDelta, None]:
+    ) -> None:
         worker = self._workers.get(worker_id)
         if worker is None:
             raise WorkerLost(f"Worker {worker_id} is gone.")
         if request.token_ids:  # a request for a prefix has no tokens, and no step computes it
             self.reports.request_arrived(worker_id)
-        return worker.stream(request, hand_over, ticket)
+        await worker.run(request, put, hand_over, ticket)
 
     def release(self, ticket: KVTicket) -> None:
         worker = self._workers.get(ticket.source_id)
@@ -233,13 +232,16 @@ class _Simulation:
         first_s = last_s = 0.0
         num_cached_tokens = num_output_tokens = 0
         attempts: tuple[Attempt, ...] = ()
-        async with aclosing(escalation.generate(request)) as deltas:
-            async for delta in deltas:
-                last_s = self._loop.time()
-                if delta.token_ids and not num_output_tokens:
-                    first_s, num_cached_tokens = last_s, delta.num_cached_tokens
-                    attempts = _attempts(escalation, request)
-                num_output_tokens += len(delta.token_ids)
+
+        def take(delta: TokenDelta) -> None:
+            nonlocal first_s, last_s, num_cached_tokens, num_output_tokens, attempts
+            last_s = self._loop.time()
+            if delta.token_ids and not num_output_tokens:
+                first_s, num_cached_tokens = last_s, delta.num_cached_tokens
+                attempts = _attempts(escalation, request)
+            num_output_tokens += len(delta.token_ids)
+
+        await escalation.generate(request, take)
         return msgspec.structs.replace(
             outcome,
             first_s=first_s,

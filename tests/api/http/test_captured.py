@@ -33,11 +33,10 @@ def collector(
 
 @pytest.mark.parametrize("collector", ["true", "SPAN_ONLY", "span_and_event"], indirect=True)
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("directly", [False, True])
 async def test_prompt_and_answer_are_shown_on_request(
-    stream: bool, directly: bool, collector: OtlpCollector
+    stream: bool, collector: OtlpCollector
 ) -> None:
-    async with http_client(make_app(FakeGenerate(ANSWERED, directly=directly))) as client:
+    async with http_client(make_app(FakeGenerate(ANSWERED))) as client:
         await client.post(URL, json=ASKED | {"stream": stream, "n": 2})
     assert telemetry.flush(30)
     (span,) = collector.named("chat tiny")

@@ -30,7 +30,7 @@ def allowed(reply: httpx2.Response) -> str | None:
 async def test_a_preflight_needs_no_key(origins: tuple[str, ...], answer: str) -> None:
     async with http_client(make_app(config=config_of(*origins))) as client:
         reply = await client.options(URL, headers=PREFLIGHT)
-    assert (reply.status_code, reply.content, allowed(reply)) == (200, b"", answer)
+    assert (reply.status_code, allowed(reply)) == (200, answer)
     assert reply.headers["access-control-allow-methods"] == "GET, POST, DELETE"
     assert reply.headers["access-control-allow-headers"] == "authorization,content-type"
     assert "access-control-allow-credentials" not in reply.headers
@@ -49,7 +49,7 @@ async def test_answers_streams_and_errors_have_the_headers(origins: tuple[str, .
             reply = await client.post(URL, json=body, headers={"origin": UI, **key})
             assert (reply.status_code, allowed(reply)) == (status, answer)
             assert reply.headers["access-control-expose-headers"] == "*"
-            assert ("vary" in reply.headers) == (answer == UI)
+            assert reply.headers["vary"] == "Origin"
 
 
 @pytest.mark.parametrize("origins", [(), ("https://b.example",), ("http://localhost:30000",)])
@@ -57,11 +57,11 @@ async def test_other_origins_get_no_headers(origins: tuple[str, ...]) -> None:
     async with http_client(make_app(config=config_of(*origins))) as client:
         preflight = await client.options(URL, headers=PREFLIGHT)
         reply = await client.post(URL, json=CHAT, headers={"origin": UI, **KEY})
-    assert preflight.status_code == 401  # as any request without a key
+    assert preflight.status_code == (400 if origins else 401)
     assert allowed(preflight) is None
     assert (reply.status_code, allowed(reply)) == (200, None)
     # A cache must not give this answer to an origin that is allowed.
-    assert reply.headers.get("vary") == ("origin" if origins else None)
+    assert reply.headers.get("vary") == ("Origin" if origins else None)
 
 
 async def test_an_options_request_that_is_no_preflight_is_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from disagg.api.openai import structured_output
-from disagg.api.openai.structured_output import LARGEST, strict
+from disagg.api.openai.structured_output import LARGEST, make_strict
 from disagg.engine.sched.grammar import Grammars
 from disagg.engine.sched.json_schema import resolved
 from disagg.messages import Grammar
@@ -39,7 +39,7 @@ CLOSED = {
 )  # fmt: skip
 def test_what_is_left_open_is_closed(schema: Any, expected: Any) -> None:
     before = json.dumps(schema)
-    assert strict(schema) == expected
+    assert make_strict(schema) == expected
     assert json.dumps(schema) == before, "the client's own is not changed"
 
 
@@ -62,12 +62,12 @@ def test_what_is_left_open_is_closed(schema: Any, expected: Any) -> None:
     ],
 )
 def test_what_says_it_itself_stays(schema: Any) -> None:
-    assert strict(schema) == schema
+    assert make_strict(schema) == schema
 
 
 def test_long_integers_can_be_written_and_endless_ones_cannot() -> None:
     grammars = Grammars(TOKENIZER.core.to_str, [END])
-    compiled = grammars.compile(Grammar("json", json.dumps(strict(OPEN)))).result()
+    compiled = grammars.compile(Grammar("json", json.dumps(make_strict(OPEN)))).result()
     for number, fits in ((LARGEST, True), (-LARGEST, True), (LARGEST + 1, False), (10**30, False)):
         token_ids = TOKENIZER.encode(f'{{"n":{number}}}', add_special_tokens=False)
         matcher = compiled.matcher()
@@ -102,7 +102,7 @@ def test_objects_of_several_schemas_are_closed_with_all_their_properties(
     schema: dict[str, Any], fits: str, does_not_fit: str
 ) -> None:
     grammars = Grammars(TOKENIZER.core.to_str, [END])
-    compiled = grammars.compile(Grammar("json", json.dumps(strict(schema)))).result()
+    compiled = grammars.compile(Grammar("json", json.dumps(make_strict(schema)))).result()
     for text, is_taken in ((fits, True), (does_not_fit, False)):
         token_ids = TOKENIZER.encode(text, add_special_tokens=False)
         assert compiled.matcher().consume_tokens(token_ids) is is_taken, text
@@ -122,7 +122,7 @@ def test_work_grows_no_faster_than_a_schema(monkeypatch: pytest.MonkeyPatch) -> 
     for size in (100, 200, 300):
         chain = {str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 9} for i in range(size)}
         num_looks = 0
-        strict({"$ref": "#/$defs/0", "properties": {}, "$defs": chain})
+        make_strict({"$ref": "#/$defs/0", "properties": {}, "$defs": chain})
         seen.append(num_looks)
     assert seen[2] - seen[1] == seen[1] - seen[0] > 0
 
