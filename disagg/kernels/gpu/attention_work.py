@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.compiler import next_power_of_2
 
 KEY_TILE = 64  # keys of an inner step of the kernel; cuts are at its multiples
 MAX_SHORT_ROWS = 64  # of the packed queries of one sequence; a sequence with more is in tiles
@@ -144,9 +144,6 @@ def _cut_kernel(
             )  # fmt: skip
 
 
-_cut = KernelLauncher(_cut_kernel)
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The pieces of all sequences with so many queries, which are one launch of the kernel.
@@ -234,8 +231,7 @@ class Launch:
         self.counts.zero_()
         num_seqs = context_lens.shape[0]
         least_keys = max(MIN_SPLIT_KEYS, KEYS_PER_ROW * self.rows)
-        _cut(
-            (self.pieces.shape[0] - self.num_programs,),
+        _cut_kernel[self.pieces.shape[0] - self.num_programs,](
             query_start,
             context_lens,
             self.pieces,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.compiler import next_power_of_2
 from disagg.kernels.grouping import Grouping
 
 
@@ -46,17 +46,13 @@ def _route_kernel(
     tl.store(target, weights / total, mask=places < NUM_CHOSEN)
 
 
-_route = KernelLauncher(_route_kernel)
-
-
 def choose_experts(logits: Tensor, num_chosen: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
     """Return float32 weights and int32 experts, [num_tokens, num_chosen] each, largest first."""
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits.device)
     if num_tokens:
-        _route(
-            (num_tokens,),
+        _route_kernel[(num_tokens,)](
             logits,
             weights,
             chosen,
@@ -138,9 +134,6 @@ def _route_groups_kernel(
     tl.store(target, weights * scale, mask=places < NUM_CHOSEN)
 
 
-_route_groups = KernelLauncher(_route_groups_kernel)
-
-
 def choose_grouped(
     logits: Tensor,
     bias: Tensor | None,
@@ -158,8 +151,7 @@ def choose_grouped(
     chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits.device)
     size = num_experts // grouping.num_groups
     if num_tokens:
-        _route_groups(
-            (num_tokens,),
+        _route_groups_kernel[(num_tokens,)](
             logits,
             bias,
             weights,
