@@ -306,9 +306,7 @@ class Batching:
         }
         return tensors, slots_of_logits
 
-    def _tensors_of_kernel(
-        self, numbers: Tensor, shape: StepShape
-    ) -> tuple[dict[str, Any], Tensor]:
+    def _from_kernel(self, numbers: Tensor, shape: StepShape) -> tuple[dict[str, Any], Tensor]:
         """As `_from_torch`, in one launch. Other kernels find the rows of tables themselves."""
         from disagg.kernels.gpu.step_arrays import StepArrays
 

@@ -32,7 +32,7 @@ from disagg.kernels.gpu.held_rows import sum_held
 from disagg.kernels.gpu.packed_tile import WARP_GROUPS, TileFormat, packed_tile
 from disagg.kernels.gpu.packed_tile import launch_options as packed_launch_options
 from disagg.kernels.gpu.packed_tile import max_rows as packed_max_rows
-from disagg.kernels.gpu.route import choose_experts, choose_grouped
+from disagg.kernels.gpu.route import choose_experts
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
 
@@ -315,11 +315,8 @@ class TritonExperts:
         if not num_tokens:
             return x.clone()
         experts = self._experts
-        how = experts.num_chosen, experts.is_normalized
-        if experts.grouping is None:
-            weights, chosen = choose_experts(logits, *how)
-        else:
-            weights, chosen = choose_grouped(logits, experts.score_bias, *how, experts.grouping)
+        how = experts.num_chosen, experts.is_normalized, experts.score_bias, experts.grouping
+        weights, chosen = choose_experts(logits, *how)
         by_expert, order = torch.sort(chosen.flatten(), stable=True)
         starts = torch.searchsorted(by_expert, self._numbers, out_int32=True)
         num_pairs, num_held = num_tokens * experts.num_chosen, len(self._held)
