@@ -357,7 +357,7 @@ def test_ranks_that_capture_and_replay_the_same_graphs_say_the_same(
     monkeypatch.setattr(step_graphs, "record_cuda_graph", lambda: record)
     sizes = [GraphSize(False, 4), *decodes(2)]
     monkeypatch.setattr(step_graphs, "graph_sizes", lambda _: sizes)
-    monkeypatch.setattr(build, "_warm_up", lambda runner, plan: runner.warm_up(4, 2))
+    monkeypatch.setattr(build, "_warm_up", lambda runner, *_: runner.warm_up(4, 2))
     captured, given = _texts_of_ranks(tmp_path / "model", 2, tmp_path)
     assert captured == plain
     assert isinstance(given[2], RankCapture)  # behind two steps that warm up

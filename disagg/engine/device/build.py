@@ -20,7 +20,7 @@ from disagg.engine.device.engine_plan import EnginePlan
 from disagg.engine.device.followers import Followers
 from disagg.engine.device.gpu import new_stream, take_stream
 from disagg.engine.device.kv_cache import KVCache
-from disagg.engine.device.memory_plan import LARGEST_STEP
+from disagg.engine.device.memory_plan import LARGEST_STEP, MISSING_TOKENS
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
@@ -106,7 +106,7 @@ def build_engine(
     )
     runner = ModelRunner(decoder, kv_cache, grammars, memory.max_num_seqs, followers)
     progress(StartStep("warm_up"))
-    _warm_up(runner, plan)
+    _warm_up(runner, chosen, *sizes)
     proposer: Proposer | None = _prompt_lookup(config)
     if draft_decoder is not None:
         proposer = _draft_model(plan, draft_decoder, num_blocks)
@@ -133,21 +133,18 @@ def build_engine(
     return Engine(scheduler, runner, launcher=launcher, **made), kv_cache
 
 
-def _warm_up(runner: ModelRunner, plan: EnginePlan) -> None:
+def _warm_up(runner: ModelRunner, chosen: Choices, num_seqs: int, num_tokens: int) -> None:
     """Pick kernels and touch memory; on a GPU capture graphs; on a CPU choose thread counts."""
-    memory, is_cpu = plan.memory, plan.device.type == "cpu"
-    max_model_len = plan.chosen.max_model_len
-    num_tokens = min(memory.max_num_batched_tokens, max_model_len - 1)
-    runner.warm_up(
-        min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, memory.max_num_seqs
-    )
+    max_model_len, is_cpu = chosen.max_model_len, chosen.device == "cpu"
+    num_tokens = min(num_tokens, max_model_len - 1)
+    runner.warm_up(min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, num_seqs)
     if is_cpu:
         if runner.followers is None:
             runner.measure_threads(max_model_len)
         return
     runner.warm_up_tiles(max_model_len)
-    if not plan.chosen.config.enforce_eager:
-        runner.capture(memory.max_num_seqs)
+    if not chosen.config.enforce_eager:
+        runner.capture(num_seqs)
 
 
 def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
@@ -169,11 +166,9 @@ def _draft_model(plan: EnginePlan, decoder: Decoder, num_blocks: int) -> DraftMo
     assert asked is not None and drafts is not None
     stream = new_stream(plan.device)
     with torch.cuda.stream(stream):
-        runner = ModelRunner(
-            decoder, KVCache(drafts.shape, num_blocks, plan.device), max_num_seqs=max_num_seqs
-        )
-    if plan.device.type == "cpu":
-        runner.measure_threads(drafts.max_model_len)
+        kv_cache = KVCache(drafts.shape, num_blocks, plan.device)
+        runner = ModelRunner(decoder, kv_cache, max_num_seqs=max_num_seqs)
+        _warm_up(runner, drafts, max_num_seqs, max_num_seqs + MISSING_TOKENS)
     sizes = asked.num_speculative_tokens, drafts.max_model_len
     drafting = DraftModel(runner, *sizes, stream)
     drafting.measure(max_num_seqs)

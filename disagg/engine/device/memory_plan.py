@@ -151,25 +151,15 @@ def plan_memory(
     # All sequences of a step may decode. If one of the two sizes is set, the other follows from it.
     num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
     num_tokens = config.max_num_batched_tokens or max(num_tokens, num_seqs)
-    workspace_nbytes = step_nbytes(model, itemsize, num_seqs, num_tokens, first.num_ranks)
-    workspace_nbytes += running_nbytes(model, num_seqs, max_model_len)
+    num_graphs = 0  # of each size; with LoRA with and without adapters
+    if claim_nbytes is not None and not config.enforce_eager:
+        num_graphs = 1 + config.enable_lora
+    workspace_nbytes = _steps_nbytes(stored, first, num_seqs, num_tokens, max_model_len, num_graphs)
     if config.enable_lora:  # sums of q, k and v in float32
         workspace_nbytes += 3 * 4 * padded_rank(config.max_lora_rank) * num_tokens
     if drafts is not None:
-        num_drafted = num_seqs + MISSING_TOKENS
-        workspace_nbytes += step_nbytes(drafts.config, drafts.itemsize, num_seqs, num_drafted)
-        workspace_nbytes += running_nbytes(drafts.config, num_seqs, max_model_len)
-    if claim_nbytes is not None and not config.enforce_eager:
-        from disagg.engine.device.step_graphs import graph_sizes  # needs Triton
-
-        num_blocks = -(-max_model_len // shape.block_size)
-        sizes = [size.num_tokens for size in graph_sizes(num_seqs)]
-        sizes *= 1 + config.enable_lora  # with and without adapters
-        keeps_layers = stored.tensors is not None and not (model.experts and model.experts.is_mxfp4)
-        is_packed = keeps_layers or config.quantization is not None
-        workspace_nbytes += captured_nbytes(
-            model, itemsize, sizes, num_blocks, first.num_ranks, is_packed=is_packed
-        )
+        sizes = num_seqs, num_seqs + MISSING_TOKENS, max_model_len
+        workspace_nbytes += _steps_nbytes(drafts, drafts.shape.share, *sizes, num_graphs)
     sizes_of_step = max_model_len, num_seqs, num_tokens
     nbytes = model_nbytes, drafts_nbytes, workspace_nbytes, block_nbytes
     plan = MemoryPlan(shape, *sizes_of_step, *nbytes)
@@ -178,6 +168,30 @@ def plan_memory(
     else:
         _check_fits(config, plan, claim_nbytes)
     return plan
+
+
+def _steps_nbytes(
+    stored: StoredModel,
+    share: Share,
+    num_seqs: int,
+    num_tokens: int,
+    max_model_len: int,
+    num_graphs: int,
+) -> int:
+    """Bytes that steps of up to so many sequences and tokens need. num_graphs: of each size."""
+    model, itemsize, num_ranks = share.config(stored.config), stored.itemsize, share.num_ranks
+    nbytes = step_nbytes(model, itemsize, num_seqs, num_tokens, num_ranks)
+    nbytes += running_nbytes(model, num_seqs, max_model_len)
+    if not num_graphs:
+        return nbytes
+    from disagg.engine.device.step_graphs import graph_sizes  # needs Triton
+
+    num_blocks = -(-max_model_len // stored.shape.block_size)
+    sizes = [size.num_tokens for size in graph_sizes(num_seqs)] * num_graphs
+    keeps_layers = stored.tensors is not None and not (model.experts and model.experts.is_mxfp4)
+    is_packed = keeps_layers or stored.quantization is not None
+    captured = captured_nbytes(model, itemsize, sizes, num_blocks, num_ranks, is_packed=is_packed)
+    return nbytes + captured
 
 
 def _step_of_gpu(
