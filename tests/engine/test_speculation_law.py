@@ -218,9 +218,9 @@ def test_a_draft_model_beside_adapters(tmp_path: Path) -> None:
     """Drafts are of the model without adapters; each answer is that of a merged model."""
     place = write_tiny_adapters(tmp_path, ("red", "green"))
     model = describe_model(place / "tiny")
-    asked = {"enable_lora": True, "max_loras": 2}
-    asked["speculative_config"] = draft_of(str(place / "tiny"))
-    engine = build_engine(replace(CONFIG, **asked), model)[0]
+    drafts = draft_of(str(place / "tiny"))
+    config = replace(CONFIG, enable_lora=True, max_loras=2, speculative_config=drafts)
+    engine = build_engine(config, model)[0]
     prompts = [(i % 250, 3 * i % 241, i % 7) for i in range(12)]
     made = []
     for i, prompt in enumerate(prompts):

@@ -129,8 +129,8 @@ def build_engine(
     if memory_of_adapters is not None:
         of_engine = config, scheduler.__contains__, followers
         adapters = DeviceAdapters(memory_of_adapters, *of_engine)
-    made = {"grammars": grammars, "adapters": adapters, "begin_thread": begin_thread}
-    return Engine(scheduler, runner, launcher=launcher, **made), kv_cache
+    engine = Engine(scheduler, runner, None, grammars, launcher, adapters, begin_thread)
+    return engine, kv_cache
 
 
 def _warm_up(runner: ModelRunner, chosen: Choices, num_seqs: int, num_tokens: int) -> None:

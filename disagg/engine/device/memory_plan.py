@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from disagg.config import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS, EngineConfig
 from disagg.engine.device.kv_shape import KVShape, choose_num_blocks
 from disagg.engine.device.workspace import captured_nbytes, running_nbytes, step_nbytes
 from disagg.errors import NotEnoughMemory
+from disagg.kernels.packed_sizes import Keeper, Kind
 from disagg.models.adapter import padded_rank, slots_nbytes
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.model_config import ModelConfig
@@ -50,18 +52,16 @@ class StoredModel:
     config: ModelConfig
     shape: KVShape
     itemsize: int
-    quantization: str | None = None
+    quantization: Kind | Literal["packed"] | None = None
     tensors: Mapping[str, StoredTensor] | None = None
 
     def weights_nbytes(self, share: Share, *, on_gpu: bool) -> int:
         """Bytes of a rank's weights in memory."""
-        is_packed = self.quantization == "packed"
-        format = DeviceFormat(
-            self.itemsize,
-            "gpu" if on_gpu else "cpu",
-            self.tensors if on_gpu or is_packed else None,
-            None if is_packed else self.quantization,
-        )
+        quantization, kept = self.quantization, self.tensors if on_gpu else None
+        if quantization == "packed":
+            quantization, kept = None, self.tensors
+        keeper: Keeper = "gpu" if on_gpu else "cpu"
+        format = DeviceFormat(self.itemsize, keeper, kept, quantization)
         return weights_nbytes(self.config, format, share)
 
 

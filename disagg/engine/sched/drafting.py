@@ -131,7 +131,8 @@ class Drafting:
         acceptance, proposer = sequence.acceptance, self.proposer
         if acceptance is None or proposer is None:
             return True
-        return sum(acceptance.chances[: proposer.num_tokens]) > 1.0
+        num_gained: float = sum(acceptance.chances[: proposer.num_tokens])
+        return num_gained > 1.0
 
     def take_spent_s(self) -> float:
         """Seconds since the last call in which drafts were made while the model had no step."""
