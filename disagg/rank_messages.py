@@ -83,30 +83,61 @@ class PullBlocks(msgspec.Struct, frozen=True, array_like=True, tag=4):
     into: list[int]
 
 
-class RankStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The numbers of a step; see `engine.device.batching.StepInputs`, whose fields these are.
+class StepShape(msgspec.Struct, frozen=True, array_like=True):
+    """What the numbers of a step are; see `engine.device.batching`.
 
-    Which captured graph computes it follows from them, as on the first rank.
-
-    numbers: int64.
-    shares_tokens: when the step is computed, the first rank broadcasts the tokens that it samples,
-        so that the next step can begin before the host has read them.
-    num_slots: for which the tables need room.
+    lengths: of the parts of the numbers: the slot of each sequence; the position and KV slot of
+        each token; the context length of each sequence; the token ids that are not on the device
+        yet; cells of the block tables, and the blocks to write there. Unless all sequences decode,
+        also the first token of each sequence and the end, the rows whose logits are needed, and the
+        slots of these rows.
+    num_unread: the tokens of the first `num_unread` sequences are known on the device only.
     has_adapters: whether a sequence has a LoRA adapter.
-    scored: first and end of the token rows that are projected to logits beside the last ones.
     """
 
-    numbers: bytes
     lengths: list[int]
     num_unread: int
     num_decodes: int
     query_lens: tuple[int, ...]
-    ends: list[int]
-    longest: int
+    has_adapters: bool = False
+
+    @property
+    def num_seqs(self) -> int:
+        return self.lengths[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.lengths[1]
+
+    @property
+    def num_changes(self) -> int:
+        return self.lengths[5]
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_seqs if self.are_decodes else self.lengths[8]
+
+    @property
+    def are_decodes(self) -> bool:
+        return self.num_decodes == self.num_seqs
+
+
+class RankStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The numbers of a step. Which captured graph computes it follows from them, as on the first
+    rank.
+
+    numbers: int64.
+    num_slots: for which the tables need room.
+    scored: first and end of the token rows that are projected to logits beside the last ones.
+    shares_tokens: when the step is computed, the first rank broadcasts the tokens that it samples,
+        so that the next step can begin before the host has read them.
+    """
+
+    numbers: bytes
+    shape: StepShape
     num_slots: int
     scored: list[tuple[int, int]]
     shares_tokens: bool
-    has_adapters: bool = False
 
 
 class RankCapture(msgspec.Struct, frozen=True, array_like=True, tag=1):

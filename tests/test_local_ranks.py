@@ -24,7 +24,6 @@ from disagg import local
 from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.config_checks import parse_config
 from disagg.engine.device import build
-from disagg.engine.device.engine_plan import EnginePlan
 from disagg.engine.device.runner import ModelRunner
 from disagg.errors import EngineFailed, StartupError
 from disagg.kvtransfer.transport import PullDone
@@ -331,7 +330,7 @@ def test_a_rank_that_fails_while_graphs_are_captured_ends_the_start(
         ranks.may_hang = True
         return communicator
 
-    def capture(runner: ModelRunner, plan: EnginePlan) -> NoReturn:
+    def capture(runner: ModelRunner, *_: object) -> NoReturn:
         assert isinstance(runner.followers, Ranks)
         runner.followers.follow(RankCapture(4))
         assert ended.get(timeout=60) == 1
@@ -354,7 +353,7 @@ def test_ranks_end_with_a_first_rank_that_fails_while_they_wait_for_it(
     def fail(*arguments: object) -> NoReturn:
         raise MemoryError("planted")
 
-    def step_alone(runner: ModelRunner, plan: EnginePlan) -> NoReturn:
+    def step_alone(runner: ModelRunner, *_: object) -> NoReturn:
         assert isinstance(runner.followers, Ranks)
         others.extend(runner.followers.others)
         monkeypatch.setattr(runner, "_forward", fail)

@@ -81,6 +81,8 @@ class Engine:
         grammars: the compiled grammars, shared with the runner.
         adapters: the LoRA adapters of sequences, if they are enabled.
         launcher: the runner, if its device computes asynchronously: steps are then planned ahead.
+        begin_thread: called first in the thread that owns the engine, if that is not the one that
+            has built it.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Engine:
         grammars: Grammars | None = None,
         launcher: AsyncRunner | None = None,
         adapters: AdapterGate | None = None,
+        begin_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -98,6 +101,7 @@ class Engine:
         self.grammars = grammars
         self.launcher = launcher
         self.adapters = adapters
+        self.begin_thread = begin_thread
         self.last_plan = _IDLE  # the plan applied last, or the running one
         self.is_stuck = False  # the last step had sequences but could advance none
         self._under_way: _Step | None = None  # a step that was planned ahead

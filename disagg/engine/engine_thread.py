@@ -118,6 +118,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            self.engine.begin_thread()
             while not self._stopping:
                 self._turn()
             self._take_messages(0.0)

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from bench.random_models import random_weights
-from disagg.engine.device import build, step_graphs
-from disagg.engine.device import follower as follower_module
-from disagg.engine.device import runner as runner_module
+from disagg.engine.device import build, rank_model, step_graphs
 from disagg.engine.device.batching import Batching
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.kv_shape import KVShape
@@ -29,7 +28,6 @@ from disagg.engine.device.step_graphs import GraphSize, StepGraphs, graph_sizes
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.scheduler import Scheduler
-from disagg.kernels.gpu.launcher import KernelLauncher
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.step_arrays import StepArrays
 from disagg.kernels.kv_pages import KVPages, format_of
@@ -334,12 +332,12 @@ def test_ranks_that_capture_and_replay_the_same_graphs_say_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one rank without kernels and graphs. The sums between ranks are part of each recording."""
-    one_at_a_time, launch = threading.Lock(), KernelLauncher.__call__
+    one_at_a_time, run = threading.Lock(), InterpretedFunction.run
     replays: list[str] = []
 
-    def launch_alone(self: KernelLauncher, *arguments: Any, **constants: Any) -> None:
+    def run_alone(self: Any, *arguments: Any, **constants: Any) -> None:
         with one_at_a_time:  # the interpreter is one for all threads
-            launch(self, *arguments, **constants)
+            run(self, *arguments, **constants)
 
     def record(forward: Callable[[], object]) -> Callable[[], object]:
         forward()
@@ -353,14 +351,13 @@ def test_ranks_that_capture_and_replay_the_same_graphs_say_the_same(
     write_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)
     plain, _ = _texts_of_ranks(tmp_path / "model", 1, tmp_path)
     kernels = TritonOps(3, 1)
-    monkeypatch.setattr(KernelLauncher, "__call__", launch_alone)
+    monkeypatch.setattr(InterpretedFunction, "run", run_alone)
     monkeypatch.setattr(decoder_module, "ops_for", lambda *_: kernels)
-    for module in (runner_module, follower_module):
-        monkeypatch.setattr(module, "Batching", partial(Batching, use_kernel=True))
+    monkeypatch.setattr(rank_model, "Batching", partial(Batching, use_kernel=True))
     monkeypatch.setattr(step_graphs, "record_cuda_graph", lambda: record)
     sizes = [GraphSize(False, 4), *decodes(2)]
     monkeypatch.setattr(step_graphs, "graph_sizes", lambda _: sizes)
-    monkeypatch.setattr(build, "_warm_up", lambda runner, plan: runner.warm_up(4, 2))
+    monkeypatch.setattr(build, "_warm_up", lambda runner, *_: runner.warm_up(4, 2))
     captured, given = _texts_of_ranks(tmp_path / "model", 2, tmp_path)
     assert captured == plain
     assert isinstance(given[2], RankCapture)  # behind two steps that warm up

@@ -94,6 +94,18 @@ def test_submitted_sequences_come_back_as_events() -> None:
         assert thread.failed is None
 
 
+def test_the_engine_is_told_of_its_thread_before_anything_runs_there() -> None:
+    engine, _ = new_engine(40, 4)
+    told: list[str] = []
+    engine.begin_thread = lambda: told.append(threading.current_thread().name)
+    with started(engine) as (thread, inbox):
+        thread.post(lambda: told.append("a message"))
+        sequence = new_sequence((5, 6), 4, 2, stop_ids=NO_STOP)
+        submit(thread, sequence)
+        assert inbox.events_of(sequence)
+    assert told == ["engine", "a message"]
+
+
 def test_a_refusal_is_the_only_event() -> None:
     engine, _ = new_engine(2, 4)
     with started(engine) as (thread, inbox):

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from bench.random_models import random_weights
-from disagg.engine.device import runner as runner_module
+from disagg.engine.device import rank_model, step_graphs
 from disagg.engine.device import sampler as sampler_module
-from disagg.engine.device import step_graphs
 from disagg.engine.device.batching import Batching
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.kv_shape import KVShape
@@ -26,7 +26,6 @@ from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.scheduler import Scheduler
-from disagg.kernels.gpu.launcher import KernelLauncher
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.sampling import TritonSampling
 from disagg.kernels.kv_pages import FORMATS
@@ -58,12 +57,10 @@ class Launches:
     def __init__(self) -> None:
         self.kernels: set[tuple[object, ...]] = set()
 
-    def launch(
-        self, launcher: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
-    ) -> None:
+    def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         """Triton compiles anew for other constants, types, alignments, and for an integer of 1."""
-        key: list[object] = [launcher.kernel.fn.__name__, *sorted(constants.items())]
-        asked = [each for each in launcher.kernel.params if not each.is_constexpr]
+        key: list[object] = [kernel.fn.__name__, *sorted(constants.items())]
+        asked = [each for each in kernel.params if not each.is_constexpr]
         for argument, parameter in zip(arguments, asked, strict=True):
             by_value = not parameter.do_not_specialize
             if isinstance(argument, Tensor):
@@ -81,19 +78,21 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     found = Launches()
 
-    def launch(self: KernelLauncher, *arguments: Any, **constants: Any) -> None:
+    def run(
+        self: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool, **constants: Any
+    ) -> None:
         found.launch(self, *arguments, **constants)
 
     def record(forward: Callable[[], object]) -> Callable[[], object]:
         forward()
         return forward
 
-    monkeypatch.setattr(KernelLauncher, "__call__", launch)
+    monkeypatch.setattr(triton.JITFunction, "run", run)
     # What no kernel writes must be a valid token, or at least a number.
     monkeypatch.setattr(torch, "empty", torch.zeros)
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     monkeypatch.setattr(Tensor, "new_empty", Tensor.new_zeros)
-    monkeypatch.setattr(runner_module, "Batching", partial(Batching, use_kernel=True))
+    monkeypatch.setattr(rank_model, "Batching", partial(Batching, use_kernel=True))
     monkeypatch.setattr(sampler_module, "sampling_ops_for", lambda device: TritonSampling())
     monkeypatch.setattr(step_graphs, "record_cuda_graph", lambda: record)
     yield found

@@ -76,8 +76,8 @@ def test_ranks_launched_ahead_say_what_one_rank_says_in_order(
         assert tokens_of(play(engine, sequences(3, MIXTURES[mixture]))) == expected
     assert runner.num_followed > runner.num_continued > 0
     given = [each for each in others.given if isinstance(each, RankStep)]
-    assert sum(each.num_unread > 0 for each in given) == runner.num_followed
-    assert all(each.shares_tokens for each in given if each.num_unread)
+    assert sum(each.shape.num_unread > 0 for each in given) == runner.num_followed
+    assert all(each.shares_tokens for each in given if each.shape.num_unread)
 
 
 @pytest.mark.parametrize("num_before", [0, 4])

@@ -8,6 +8,7 @@ draft the answer is the same. Over a tiny vocabulary that is enumerated here.
 from __future__ import annotations
 
 import random
+import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Sampled, SequencesFailed, StepPlan
 from disagg.errors import StartupError
 from disagg.messages import Grammar
+from disagg.models.adapter import find_adapter
 from disagg.models.description import describe_model
 from tests.engine.device.tiny_engine import CONFIG, EOS_ID, answer, run, sequence
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import write_tiny_adapters, write_tiny_model
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=1)
 TOKENS = (64, 65, 66)  # all that the model may say: a, b, c
@@ -176,9 +178,11 @@ def _no_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_room_to_grow")
-@pytest.mark.parametrize("how", ["same", "alike", "unlike"])
-def test_a_draft_model(how: str, directory: Path, tmp_path: Path) -> None:
-    compare(draft_of(draft_at(how, directory, tmp_path)), directory, how)
+@pytest.mark.parametrize(
+    ("how", "is_ahead"), [("same", False), ("alike", False), ("alike", True), ("unlike", False)]
+)
+def test_a_draft_model(how: str, is_ahead: bool, directory: Path, tmp_path: Path) -> None:
+    compare(draft_of(draft_at(how, directory, tmp_path)), directory, how, is_ahead)
 
 
 @pytest.mark.usefixtures("_no_room_to_grow")
@@ -186,11 +190,14 @@ def test_prompt_lookup(directory: Path) -> None:
     compare(NGRAM, directory, "alike")
 
 
-def compare(asked: SpeculativeConfig, directory: Path, how: str) -> None:
+def compare(asked: SpeculativeConfig, directory: Path, how: str, is_ahead: bool = False) -> None:
     """The answers of an engine with drafts and of one without, both short of blocks."""
     config = replace(CONFIG, num_gpu_blocks_override=24, max_model_len=88)
     plain = build_engine(config, describe_model(directory))[0]
     drafting = build_engine(replace(config, speculative_config=asked), describe_model(directory))[0]
+    if is_ahead:  # each sequence takes part in every other step, however many have drafts
+        drafting.launcher = drafting.runner  # type: ignore[assignment]
+        drafting.scheduler.most_drafts_ahead = 1.0
     expected = play(plain, mixed(33, 1))
     found = play(drafting, mixed(33, 1))
     # Who is cancelled, and when, depends on the steps.
@@ -205,6 +212,35 @@ def compare(asked: SpeculativeConfig, directory: Path, how: str) -> None:
     assert scheduler.num_drafted > 20
     share = scheduler.num_accepted / scheduler.num_drafted
     assert share == 1.0 if how == "same" else 0.0 < share < 1.0
+
+
+def test_a_draft_model_beside_adapters(tmp_path: Path) -> None:
+    """Drafts are of the model without adapters; each answer is that of a merged model."""
+    place = write_tiny_adapters(tmp_path, ("red", "green"))
+    model = describe_model(place / "tiny")
+    drafts = draft_of(str(place / "tiny"))
+    config = replace(CONFIG, enable_lora=True, max_loras=2, speculative_config=drafts)
+    engine = build_engine(config, model)[0]
+    prompts = [(i % 250, 3 * i % 241, i % 7) for i in range(12)]
+    made = []
+    for i, prompt in enumerate(prompts):
+        one = sequence(None, prompt, temperature=0.7, seed=i, max_tokens=20)
+        if name := ("", "red", "green")[i % 3]:
+            one.adapter = find_adapter(name, str(place / name), "m", model, 16)
+        while not engine.is_ready(one):
+            time.sleep(0.01)  # a thread reads the adapter
+        made.append(one)
+    ends = run(engine, *made)
+    for i, merged in enumerate(("tiny", "merged-red", "merged-green")):
+        plain = build_engine(CONFIG, describe_model(place / merged))[0]
+        alone = [
+            sequence(None, prompts[j], temperature=0.7, seed=j, max_tokens=20)
+            for j in range(i, 12, 3)
+        ]
+        assert run(plain, *alone) == ends[i::3]
+        assert [answer(each) for each in alone] == [answer(each) for each in made[i::3]]
+    scheduler = engine.scheduler
+    assert scheduler.num_drafted > scheduler.num_accepted > 0
 
 
 def test_200_greedy_prompts(directory: Path, tmp_path: Path) -> None:

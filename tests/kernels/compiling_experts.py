@@ -101,6 +101,13 @@ _BY_GROUPS = {  # of DeepSeek-V3
     "CHOSEN": 8,
     "SIGMOID": True,
     "NORMALIZED": True,
+    "GROUPED": True,
+}
+_WITHOUT_GROUPS = {
+    **dict.fromkeys(("NUM_GROUPS", "NUM_CHOSEN_GROUPS", "GROUPS"), 1),
+    **dict.fromkeys(("SIZE", "MEMBERS"), 128),
+    **dict.fromkeys(("SIGMOID", "GROUPED"), False),
+    "bias_ptr": None,
 }
 
 
@@ -112,13 +119,6 @@ def check_sums(assembler: Assembler, arch: int) -> None:
 
 
 def check_routing(assembler: Assembler, arch: int) -> None:
-    constants = {
-        "NUM_EXPERTS": 128,
-        "NUM_CHOSEN": 8,
-        "EXPERTS": 128,
-        "CHOSEN": 8,
-        "NORMALIZED": True,
-    }
-    for kernel, its in ((route._route_kernel, constants), (route._route_groups_kernel, _BY_GROUPS)):
-        _compile(kernel, arch, its, num_warps=1)
+    for its in (_BY_GROUPS, {**_BY_GROUPS, **_WITHOUT_GROUPS}):
+        _compile(route._route_kernel, arch, its, num_warps=1)
         assert assembler()[1] == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -212,11 +214,12 @@ def test_the_programs_of_all_steps_are_compiled_when_experts_are_packed(
     def down(*_: object, ROWS: int, **others: object) -> None:
         heights.append(ROWS)
 
-    monkeypatch.setattr(triton_experts, "_gate_up", lambda *_, **others: None)
-    monkeypatch.setattr(triton_experts, "_down", down)
+    # By any grid.
+    monkeypatch.setattr(triton_experts, "_gate_up_kernel", defaultdict(lambda: Mock()))
+    monkeypatch.setattr(triton_experts, "_down_kernel", defaultdict(lambda: down))
 
-    def choose(*of: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, chosen = reference.choose_experts(*of)
+    def choose(logits: torch.Tensor, *of: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = reference.choose_experts(logits, *of[:2])
         return weights, chosen.int()
 
     monkeypatch.setattr(triton_experts, "choose_experts", choose)  # not interpreted: minutes

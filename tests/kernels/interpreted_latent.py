@@ -12,7 +12,7 @@ from disagg.kernels.gpu.latent_attention import LONG_ROWS, latent_attention
 from disagg.kernels.gpu.latent_group import latent_group
 from disagg.kernels.gpu.norm_rope import norm_rope_
 from disagg.kernels.gpu.ops import TritonOps
-from disagg.kernels.gpu.route import choose_grouped
+from disagg.kernels.gpu.route import choose_experts
 from disagg.kernels.grouping import Grouping
 from disagg.models.decoder import Decoder
 from tests.kernels.paged_inputs import LAYER, copy_of, paged_inputs
@@ -102,9 +102,8 @@ def test_routes_by_groups(grouping: Grouping, num_experts: int, is_normalized: b
     logits = torch.randn(9, num_experts, generator=generator)
     logits[0] = 0.5  # all are equal: the first ones
     bias = torch.randn(num_experts, generator=generator) if grouping.is_sigmoid else None
-    how = bias, 3, is_normalized, grouping
-    weights, chosen = choose_grouped(logits, *how)
-    wanted_weights, wanted = reference.choose_grouped(logits, *how)
+    weights, chosen = choose_experts(logits, 3, is_normalized, bias, grouping)
+    wanted_weights, wanted = reference.choose_grouped(logits, bias, 3, is_normalized, grouping)
     if bias is None:
         assert torch.equal(chosen.long(), wanted)
     else:  # a sigmoid may be rounded in another way
@@ -114,7 +113,7 @@ def test_routes_by_groups(grouping: Grouping, num_experts: int, is_normalized: b
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN")  # of NumPy
 def test_what_chooses_among_nans_exists() -> None:
-    _, chosen = choose_grouped(torch.full((1, 6), torch.nan), None, 3, True, Grouping(3, 2))
+    _, chosen = choose_experts(torch.full((1, 6), torch.nan), 3, True, None, Grouping(3, 2))
     assert ((chosen >= 0) & (chosen < 6)).all()
 
 

@@ -258,7 +258,7 @@ def test_a_gpu_plans_with_the_bytes_that_it_keeps(tmp_path: Path) -> None:
     plans = {}
     for name, place in (("packed", directory), ("floats", tmp_path / "floats")):
         model = describe_model(place)
-        plans[name] = choose(engine, model, WHOLE).plan_memory(model, 1 << 30, (4, 64))
+        plans[name] = choose(engine, model, WHOLE).plan_memory(1 << 30, (4, 64))
     config = describe_model(directory).config
     assert plans["floats"].weights_nbytes == weights_nbytes(config, DeviceFormat(2))
     assert plans["packed"].weights_nbytes < 0.65 * plans["floats"].weights_nbytes

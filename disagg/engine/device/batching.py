@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import add
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import MAX_AHEAD
 from disagg.engine.sched.step import StepPlan
 from disagg.models.batch import Batch
+from disagg.rank_messages import StepShape
 
 if TYPE_CHECKING:  # imports Triton, which a machine without a GPU may lack
     from disagg.kernels.gpu.step_arrays import StepArrays
@@ -37,15 +38,14 @@ Ints: TypeAlias = SequenceOf[int] | NDArray[np.int64]
 # With more tokens than that of prompts the device needs longer to compute than the host to launch.
 # Not yet measured.
 MAX_PROMPT_TOKENS = 256
-NUM_FIRST = 5  # parts that have the same length in the next step if the same sequences decode
 
 
 class StepBuffer:
     """Integers of a step, written on the host and read on the device.
 
-    A runner has two buffers, one for the running step and one for the step after it. So on a GPU
-    the host never overwrites a buffer before it is copied: the host has read the results of all
-    steps but the last.
+    A rank has two buffers, one for the running step and one for the step after it. So on a GPU the
+    host never overwrites a buffer before it is copied: the first rank has read the results of all
+    steps but the last, and these depend on all ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,8 +57,6 @@ class StepBuffer:
         self._on_host = torch.empty(2 * num, dtype=torch.int64, pin_memory=not is_cpu)
         self._on_device = self._on_host if is_cpu else self._on_host.to(self._device)
         self._array = self._on_host.numpy()
-        self._first_lengths: list[int] = []
-        self._first: tuple[Tensor, ...] = ()
 
     def write(self, parts: SequenceOf[Ints], num: int) -> None:
         """Write the parts one after the other; together they have `num` numbers."""
@@ -67,14 +65,9 @@ class StepBuffer:
         # "unsafe" since NumPy takes an empty list for an array of floats.
         np.concatenate(parts, out=self._array[:num], casting="unsafe")
 
-    def written(self, num: int) -> bytes:
-        """A copy of the first `num` numbers."""
-        return self._array[:num].tobytes()
-
-    def write_bytes(self, numbers: bytes) -> None:
-        """Write the result of another buffer's `written`."""
-        found = np.frombuffer(numbers, np.int64)
-        self.write((found,), found.shape[0])
+    def written(self, first: int, end: int) -> NDArray[np.int64]:
+        """The written numbers from `first` to `end`; not a copy."""
+        return self._array[first:end]
 
     def send(self, num: int) -> Tensor:
         """Copy the written numbers to the device. The first `num` of the result are theirs."""
@@ -82,48 +75,20 @@ class StepBuffer:
             self._on_device[:num].copy_(self._on_host[:num], non_blocking=True)
         return self._on_device
 
-    def send_parts(self, lengths: list[int]) -> list[Tensor]:
-        """Copy the written numbers to the device. Returns them as parts of these lengths."""
-        self.send(sum(lengths))
-        # The first parts keep their lengths for many steps, so their views are kept too.
-        if lengths[:NUM_FIRST] != self._first_lengths:
-            self._first_lengths = lengths[:NUM_FIRST]
-            first = self._on_device[: sum(self._first_lengths)]
-            self._first = first.split_with_sizes(self._first_lengths)
-        parts, end = [*self._first], sum(self._first_lengths)
-        for length in lengths[NUM_FIRST:]:
-            parts.append(self._on_device[end : end + length])
-            end += length
-        return parts
-
 
 @dataclass(slots=True)
 class StepInputs:
     """The numbers of a step that are uploaded to the device.
 
-    numbers, lengths: int64 numbers, in parts of these lengths: the slot of each sequence; the
-        position and KV slot of each token; the context length of each sequence; the token ids that
-        are not on the device yet; cells of the block tables, and the blocks to write there. Unless
-        all sequences decode, also the first token and the number of tokens of each sequence, the
-        rows whose logits are needed, and the slots of these rows.
-    num_unread: the tokens of the first `num_unread` sequences are known on the device only.
-    ends: the context length of each sequence after the step.
-    longest: the largest of `ends`.
-    has_adapters: whether a sequence has a LoRA adapter.
+    numbers: int64, in the parts that `StepShape` describes.
     """
 
     numbers: StepBuffer
-    lengths: list[int]
-    num_unread: int
-    num_decodes: int
-    query_lens: tuple[int, ...]
-    ends: SequenceOf[int]
-    longest: int
-    has_adapters: bool = False
+    shape: StepShape
 
-    @property
-    def are_decodes(self) -> bool:
-        return self.num_decodes == len(self.ends)
+    def to_bytes(self) -> bytes:
+        """The numbers, for `Batching.received` of another rank."""
+        return self.numbers.written(0, sum(self.shape.lengths)).tobytes()
 
 
 class _Decodes:
@@ -139,10 +104,13 @@ class _Decodes:
         self.sequences = sequences
         self.slots = [sequence.slot for sequence in sequences]
         self.has_adapters = _have_adapters(sequences)
-        self.ends: SequenceOf[int] = [start + 1 for start in starts]
-        self.longest = max(self.ends, default=0)
-        self.places = np.array((self.slots, starts, kv_slots, self.ends), np.int64)
+        ends = [start + 1 for start in starts]
+        self.places = np.array((self.slots, starts, kv_slots, ends), np.int64)
         self._begin: deque[list[int]] | None = None  # item i: rows that begin a block in i steps
+
+    @property
+    def ends(self) -> list[int]:
+        return self.places[3].tolist()  # type: ignore[no-any-return]
 
     def advance(self, block_size: int) -> list[int]:
         """Advance each sequence by a token. Returns the rows whose token begins a block."""
@@ -150,10 +118,7 @@ class _Decodes:
             self._begin = deque([] for _ in range(block_size))
             for row, end in enumerate(self.ends):
                 self._begin[-end % block_size].append(row)
-        further = self.places[1:]
-        further += 1
-        self.ends = memoryview(further[2].copy())  # a list would take longer, and is rarely needed
-        self.longest += 1
+        self.places[1:] += 1
         self._begin.rotate(-1)
         return self._begin[-1]
 
@@ -170,7 +135,8 @@ class Batching:
             GPU.
 
     Attributes:
-        arrays: the tensors to which that kernel writes; None without it.
+        arrays: the tensors to which that kernel writes small steps, at addresses that do not change
+            while there are as many slots; None without the kernel.
         tables: int32 [num_slots, max_num_blocks], the block tables by slot; with adapters they have
             a column more.
     """
@@ -192,9 +158,7 @@ class Batching:
         self._has_adapters = has_adapters
         self._device = device
         self.tables = torch.zeros(0, self._num_columns, dtype=torch.int32, device=device)
-        self._cells, self._columns = self.tables.view(-1), self.tables[:, :0]
         self._chosen = torch.zeros(0, dtype=torch.int64, device=device)
-        self._counted = self._chosen, self._chosen.int()
         self._use_kernel = device.type == "cuda" if use_kernel is None else use_kernel
         self.arrays: StepArrays | None = None
         self._make_room()
@@ -215,14 +179,12 @@ class Batching:
             changes = self._decode(plan, are_new=bool(entered))
             sequences = plan.sequences[plan.num_unread :]
             token_ids = [sequence.tokens[-1] for sequence in sequences]
-            ends, longest = self._decodes.ends, self._decodes.longest
             has_adapters = self._decodes.has_adapters
             parts: tuple[Ints, ...] = (*self._decodes.places, token_ids, *changes)
         else:
             self._decodes = _Decodes((), (), [])
             starts, slots = plan.first_positions(), [each.slot for each in plan.sequences]
             ends = [*map(add, starts, plan.query_lens)]
-            longest = max(ends)
             has_adapters = _have_adapters(plan.sequences)
             token_ids, logits_rows = _tokens(plan, starts)
             spans = [*map(range, starts, ends)]
@@ -233,19 +195,19 @@ class Batching:
             changes = self._changes(plan.sequences)
             places = slots, positions, [*kv_slots], ends
             parts = (*places, token_ids, *changes, begins, logits_rows, wanted)
-        self._numbers, self._numbers_before = self._numbers_before, self._numbers
         lengths = [*map(len, parts)]
-        self._numbers.write(parts, sum(lengths))
-        return StepInputs(
-            self._numbers,
-            lengths,
-            plan.num_unread,
-            plan.num_decodes,
-            tuple(plan.query_lens),
-            ends,
-            longest,
-            has_adapters,
-        )
+        query_lens = tuple(plan.query_lens)
+        shape = StepShape(lengths, plan.num_unread, plan.num_decodes, query_lens, has_adapters)
+        return self._written(parts, shape)
+
+    def received(self, numbers: bytes, shape: StepShape) -> StepInputs:
+        """The inputs that the first rank has made, and sent as `StepInputs.to_bytes`."""
+        return self._written((np.frombuffer(numbers, np.int64),), shape)
+
+    def _written(self, parts: SequenceOf[Ints], shape: StepShape) -> StepInputs:
+        self._numbers, self._numbers_before = self._numbers_before, self._numbers
+        self._numbers.write(parts, sum(shape.lengths))
+        return StepInputs(self._numbers, shape)
 
     def _decode(self, plan: StepPlan, *, are_new: bool) -> tuple[list[int], list[int]]:
         """Update `_decodes` for a step. Returns the changes of the block tables.
@@ -256,14 +218,14 @@ class Batching:
         decodes, sequences = self._decodes, plan.sequences
         if not (plan.continues and sequences is decodes.sequences):
             slots, starts = [each.slot for each in sequences], plan.first_positions()
-            if are_new or slots != decodes.slots or starts != [*decodes.ends]:
+            if are_new or slots != decodes.slots or starts != decodes.ends:
                 at = map(self._kv_slots, sequences, ((start,) for start in starts))
                 self._decodes = _Decodes(sequences, starts, [*chain.from_iterable(at)])
                 return self._changes(sequences)
             decodes.sequences = sequences
         begun = decodes.advance(self._block_size)
         for row in begun:
-            block = (decodes.ends[row] - 1) // self._block_size
+            block = decodes.places[1, row] // self._block_size
             decodes.places[2, row] = sequences[row].block_ids[block] * self._block_size
         return self._changes([sequences[row] for row in begun])
 
@@ -302,106 +264,88 @@ class Batching:
         """
         if self._slots.num_slots > self._chosen.shape[0]:
             self._make_room()
-        num_seqs, num_tokens, arrays = len(step.ends), step.lengths[1], self.arrays
-        if arrays is not None and num_tokens <= arrays.max_num_tokens:
-            return self._in_arrays(step, arrays)
-        parts = step.numbers.send_parts(step.lengths)
-        slots, positions, kv_slots, ends, token_ids, cells, block_ids = parts[:7]
-        if step.lengths[5]:
-            self._cells.index_copy_(0, cells, block_ids.int())
-        if step.are_decodes:
-            logits_rows, query_start = self._count(num_seqs)
-            slots_of_logits, max_query_len = slots, 1
-        else:
-            begins, logits_rows, slots_of_logits = parts[7:]
-            query_start, max_query_len = begins.int(), max(step.query_lens)
-        if step.num_unread:
-            unread_slots = slots if step.num_unread == num_seqs else slots[: step.num_unread]
-            unread = self._chosen.index_select(0, unread_slots)
-            token_ids = torch.cat((unread, token_ids)) if step.lengths[4] else unread
-        block_tables, table_rows, adapters = self.tables, None, None
-        if step.has_adapters:
-            adapters = self.tables[:, -1]
-        if arrays is not None:
-            table_rows = slots  # kernels find the rows themselves
-        else:
-            num_columns = -(-step.longest // self._block_size)
-            if num_columns != self._columns.shape[1]:
-                self._columns = self.tables[:, :num_columns]
-            block_tables = self._columns.index_select(0, slots)
-            adapters = None if adapters is None else adapters.index_select(0, slots)
+        shape = step.shape
+        numbers = step.numbers.send(sum(shape.lengths))
+        make = self._from_kernel if self._use_kernel else self._from_torch
+        tensors, slots_of_logits = make(numbers, shape)
+        first = shape.num_seqs + 2 * shape.num_tokens  # of the ends of contexts
         batch = Batch(
-            token_ids=token_ids,
-            positions=positions,
-            slots=kv_slots,
-            query_start=query_start,
-            context_lens=ends.int(),
-            block_tables=block_tables,
-            table_rows=table_rows,
-            logits_rows=logits_rows,
-            num_decodes=step.num_decodes,
-            max_query_len=max_query_len,
-            query_lens=step.query_lens,
-            context_lens_host=tuple(step.ends),
-            adapters=adapters,
+            **tensors,
+            num_decodes=shape.num_decodes,
+            max_query_len=1 if shape.are_decodes else max(shape.query_lens),
+            query_lens=shape.query_lens,
+            context_lens_host=step.numbers.written(first, first + shape.num_seqs).tolist(),
         )
         return batch, slots_of_logits
 
-    def _in_arrays(self, step: StepInputs, arrays: StepArrays) -> tuple[Batch, Tensor]:
-        """As `batch`: one kernel launch writes it to the arrays."""
-        num_seqs, num_tokens = len(step.ends), step.lengths[1]
-        num_logits = num_seqs if step.are_decodes else step.lengths[8]
-        num = sum(step.lengths)
-        numbers = step.numbers.send(num)
+    def _from_torch(
+        self, numbers: Tensor, shape: StepShape
+    ) -> tuple[dict[str, Tensor | None], Tensor]:
+        """The tensors of a batch, and the slots of its logits. The rows of tables are copied."""
+        parts = numbers[: sum(shape.lengths)].split_with_sizes(shape.lengths)
+        slots, positions, kv_slots, ends, token_ids, cells, block_ids, *of_chunks = parts
+        self.tables.view(-1).index_copy_(0, cells, block_ids.int())
+        if shape.num_unread:
+            unread = self._chosen.index_select(0, slots[: shape.num_unread])
+            token_ids = torch.cat((unread, token_ids))
+        if of_chunks:
+            begins, logits_rows, slots_of_logits = of_chunks
+        else:
+            begins = torch.arange(shape.num_seqs + 1)
+            logits_rows, slots_of_logits = begins[:-1], slots
+        num_columns = -(-int(ends.max()) // self._block_size)
+        tensors = {
+            "token_ids": token_ids,
+            "positions": positions,
+            "slots": kv_slots,
+            "query_start": begins.int(),
+            "context_lens": ends.int(),
+            "logits_rows": logits_rows,
+            "block_tables": self.tables[:, :num_columns].index_select(0, slots),
+            "adapters": self.tables[:, -1].index_select(0, slots) if shape.has_adapters else None,
+        }
+        return tensors, slots_of_logits
+
+    def _from_kernel(self, numbers: Tensor, shape: StepShape) -> tuple[dict[str, Any], Tensor]:
+        """As `_from_torch`, in one launch. Other kernels find the rows of tables themselves."""
+        from disagg.kernels.gpu.step_arrays import StepArrays
+
+        arrays = self.arrays
+        if arrays is None or shape.num_tokens > arrays.max_num_tokens:
+            arrays = StepArrays.empty(shape.num_seqs, shape.num_tokens, self._device)
         arrays.fill(
             numbers,
             self.tables,
             self._chosen,
-            num_seqs=num_seqs,
-            num_tokens=num_tokens,
-            num_unread=step.num_unread,
-            num_changes=step.lengths[5],
-            num_logits=num_logits,
-            are_decodes=step.are_decodes,
+            num_seqs=shape.num_seqs,
+            num_tokens=shape.num_tokens,
+            num_unread=shape.num_unread,
+            num_changes=shape.num_changes,
+            num_logits=shape.num_logits,
+            are_decodes=shape.are_decodes,
         )
-        batch = Batch(
-            token_ids=arrays.token_ids[:num_tokens],
-            positions=arrays.positions[:num_tokens],
-            slots=arrays.slots[:num_tokens],
-            query_start=arrays.query_start[: num_seqs + 1],
-            context_lens=arrays.context_lens[:num_seqs],
-            block_tables=self.tables,
-            table_rows=arrays.table_rows[:num_seqs],
-            logits_rows=arrays.logits_rows[:num_logits],
-            num_decodes=step.num_decodes,
-            max_query_len=1 if step.are_decodes else max(step.query_lens),
-            query_lens=step.query_lens,
-            context_lens_host=step.ends,
-            adapters=self.tables[:, -1] if step.has_adapters else None,
-        )
-        return batch, numbers[:num_seqs] if step.are_decodes else numbers[num - num_logits : num]
+        tensors = {
+            **arrays.first(shape.num_seqs, shape.num_tokens, shape.num_logits),
+            "block_tables": self.tables,
+            "adapters": self.tables[:, -1] if shape.has_adapters else None,
+        }
+        num = sum(shape.lengths)
+        first, end = (0, shape.num_seqs) if shape.are_decodes else (num - shape.num_logits, num)
+        return tensors, numbers[first:end]
 
     def remember(self, slots: Tensor, token_ids: Tensor) -> None:
         """Keep the tokens sampled for the sequences in these slots, as input of the next step."""
         self._chosen.index_copy_(0, slots, token_ids)
 
-    def _count(self, number: int) -> tuple[Tensor, Tensor]:
-        """The numbers 0, 1, ... as int64 [number] and int32 [number + 1]."""
-        if self._counted[0].shape[0] != number:
-            counted = torch.arange(number + 1, device=self._device)
-            self._counted = counted[:-1], counted.int()
-        return self._counted
-
     def _make_room(self) -> None:
-        missing = self._slots.num_slots - self._chosen.shape[0]
+        num_slots = self._slots.num_slots
+        missing = num_slots - self._chosen.shape[0]
         rows = self.tables.new_zeros(missing, self._num_columns)
         self.tables = torch.cat((self.tables, rows))
-        self._cells, self._columns = self.tables.view(-1), self.tables[:, :0]
         self._chosen = torch.cat((self._chosen, self._chosen.new_zeros(missing)))
         if self._use_kernel:
             from disagg.kernels.gpu.step_arrays import StepArrays
 
-            num_slots = self._slots.num_slots
             self.arrays = StepArrays.empty(num_slots, max_graph_tokens(num_slots), self._device)
 
 

@@ -14,19 +14,13 @@ import torch
 
 from disagg.config import EngineConfig
 from disagg.engine.device.adapters import DeviceAdapters, adapter_memory
-from disagg.engine.device.check import (
-    Choices,
-    check_draft_model,
-    choose,
-    draft_config,
-    draft_model_of,
-)
+from disagg.engine.device.check import Choices
 from disagg.engine.device.draft_model import DraftModel
 from disagg.engine.device.engine_plan import EnginePlan
 from disagg.engine.device.followers import Followers
+from disagg.engine.device.gpu import new_stream, take_stream
 from disagg.engine.device.kv_cache import KVCache
-from disagg.engine.device.kv_shape import choose_num_blocks
-from disagg.engine.device.memory_plan import LARGEST_STEP
+from disagg.engine.device.memory_plan import LARGEST_STEP, MISSING_TOKENS
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
@@ -79,40 +73,30 @@ def build_engine(
     """
     share = config.share()
     plan = EnginePlan.from_config(config, description, share, largest_step)
-    device, memory, max_model_len = plan.device, plan.memory, plan.max_model_len
+    chosen, device, memory = plan.chosen, plan.device, plan.memory
+    begin_thread = take_stream(device)
     ranks = None if followers is None else followers.meet(device.type)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     load = load or partial(load_model, quantization=config.quantization, communicator=ranks)
+    dtype = FORMATS[chosen.dtype].dtype
     try:
         decoder = load(
-            description, plan.dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
+            description, dtype, device, lambda *nbytes: progress(StartStep("weights", *nbytes))
         )
     except RuntimeError:  # a communicator raises it if another rank is gone
         if followers is not None:
             followers.raise_lost()
         raise
-    memory_of_adapters = adapter_memory(decoder, description, share, plan.config)
-    drafts = draft_model_of(config)
-    draft_plan, draft_decoder = None, None
-    if drafts is not None:
-        check_draft_model(config, description, drafts)
-        of_drafts = draft_config(config, plan.shape, drafts)
-        draft_plan = choose(of_drafts, drafts, share)
-        dtype = FORMATS[draft_plan.dtype].dtype
-        draft_decoder = load_model(drafts, dtype, device, quantization=of_drafts.quantization)
+    memory_of_adapters = adapter_memory(decoder, description, share, config)
+    draft_decoder = None if chosen.drafts is None else _draft_decoder(chosen.drafts, device)
     room_nbytes = plan.room_nbytes()
-    if room_nbytes is not None and draft_plan is not None:  # as many tokens have KV of both
-        both_nbytes = plan.shape.block_nbytes + draft_plan.shape.block_nbytes
-        room_nbytes = room_nbytes * plan.shape.block_nbytes // both_nbytes
     if followers is not None:
         room_nbytes = followers.least_room_nbytes(room_nbytes)
-    num_blocks = choose_num_blocks(
-        config, plan.shape, max_model_len, room_nbytes, memory.max_num_seqs
-    )
+    num_blocks = memory.num_blocks(config, room_nbytes)
     sizes = memory.max_num_seqs, memory.max_num_batched_tokens
     progress(StartStep("kv_blocks", 0, num_blocks, *sizes))
-    kv_cache = KVCache(plan.shape, num_blocks, device)
+    kv_cache = KVCache(chosen.shape, num_blocks, device)
     generations = new_generations(num_blocks)
     if followers is not None:
         followers.allocate(num_blocks, memory.max_num_seqs)
@@ -122,47 +106,45 @@ def build_engine(
     )
     runner = ModelRunner(decoder, kv_cache, grammars, memory.max_num_seqs, followers)
     progress(StartStep("warm_up"))
-    _warm_up(runner, plan)
+    _warm_up(runner, chosen, *sizes)
     proposer: Proposer | None = _prompt_lookup(config)
-    if draft_plan is not None and draft_decoder is not None:
-        proposer = _draft_model(config, draft_plan, draft_decoder, num_blocks, memory.max_num_seqs)
+    if draft_decoder is not None:
+        proposer = _draft_model(plan, draft_decoder, num_blocks)
     scheduler = Scheduler(
         BlockPool(
             num_blocks,
-            plan.shape.block_size,
+            kv_cache.block_size,
             generations,
             enable_prefix_caching=config.enable_prefix_caching,
         ),
         max_num_seqs=memory.max_num_seqs,
         max_num_batched_tokens=memory.max_num_batched_tokens,
-        max_model_len=max_model_len,
+        max_model_len=chosen.max_model_len,
         vocab_size=vocab_size,
         proposer=proposer,
     )
     # A CPU has no async scheduling, because the same threads plan and compute.
     launcher = runner if device.type != "cpu" else None
-    engine = Engine(scheduler, runner, grammars=grammars, launcher=launcher)
+    adapters = None
     if memory_of_adapters is not None:
-        engine.adapters = DeviceAdapters(
-            memory_of_adapters, plan.config, scheduler.__contains__, followers
-        )
+        of_engine = config, scheduler.__contains__, followers
+        adapters = DeviceAdapters(memory_of_adapters, *of_engine)
+    engine = Engine(scheduler, runner, None, grammars, launcher, adapters, begin_thread)
     return engine, kv_cache
 
 
-def _warm_up(runner: ModelRunner, plan: EnginePlan) -> None:
+def _warm_up(runner: ModelRunner, chosen: Choices, num_seqs: int, num_tokens: int) -> None:
     """Pick kernels and touch memory; on a GPU capture graphs; on a CPU choose thread counts."""
-    memory, is_cpu = plan.memory, plan.device.type == "cpu"
-    num_tokens = min(memory.max_num_batched_tokens, plan.max_model_len - 1)
-    runner.warm_up(
-        min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, memory.max_num_seqs
-    )
+    max_model_len, is_cpu = chosen.max_model_len, chosen.device == "cpu"
+    num_tokens = min(num_tokens, max_model_len - 1)
+    runner.warm_up(min(num_tokens, CPU_WARM_UP_TOKENS) if is_cpu else num_tokens, num_seqs)
     if is_cpu:
         if runner.followers is None:
-            runner.measure_threads(plan.max_model_len)
+            runner.measure_threads(max_model_len)
         return
-    runner.warm_up_tiles(plan.max_model_len)
-    if not plan.config.enforce_eager:
-        runner.capture(memory.max_num_seqs)
+    runner.warm_up_tiles(max_model_len)
+    if not chosen.config.enforce_eager:
+        runner.capture(num_seqs)
 
 
 def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
@@ -172,15 +154,22 @@ def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
     return PromptLookup(asked.num_speculative_tokens, asked.prompt_lookup_max)
 
 
-def _draft_model(
-    config: EngineConfig, plan: Choices, decoder: Decoder, num_blocks: int, max_num_seqs: int
-) -> DraftModel:
-    asked = config.speculative_config
-    assert asked is not None
-    kv_cache = KVCache(plan.shape, num_blocks, decoder.device)
-    runner = ModelRunner(decoder, kv_cache, max_num_seqs=max_num_seqs)
-    if decoder.device.type == "cpu":
-        runner.measure_threads(plan.max_model_len)
-    drafting = DraftModel(runner, asked.num_speculative_tokens, plan.max_model_len)
+def _draft_decoder(drafts: Choices, device: torch.device) -> Decoder:
+    dtype, quantization = FORMATS[drafts.dtype].dtype, drafts.config.quantization
+    return load_model(drafts.model, dtype, device, quantization=quantization)
+
+
+def _draft_model(plan: EnginePlan, decoder: Decoder, num_blocks: int) -> DraftModel:
+    """With as many blocks as the model for which it drafts has."""
+    asked, drafts = plan.chosen.config.speculative_config, plan.chosen.drafts
+    max_num_seqs = plan.memory.max_num_seqs
+    assert asked is not None and drafts is not None
+    stream = new_stream(plan.device)
+    with torch.cuda.stream(stream):
+        kv_cache = KVCache(drafts.shape, num_blocks, plan.device)
+        runner = ModelRunner(decoder, kv_cache, max_num_seqs=max_num_seqs)
+        _warm_up(runner, drafts, max_num_seqs, max_num_seqs + MISSING_TOKENS)
+    sizes = asked.num_speculative_tokens, drafts.max_model_len
+    drafting = DraftModel(runner, *sizes, stream)
     drafting.measure(max_num_seqs)
     return drafting

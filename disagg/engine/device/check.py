@@ -19,7 +19,12 @@ from disagg.engine.device.choices import (
     choose_dtype,
 )
 from disagg.engine.device.kv_shape import KVShape, choose_format
-from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan, plan_memory
+from disagg.engine.device.memory_plan import (
+    LARGEST_STEP,
+    MemoryPlan,
+    StoredModel,
+    plan_memory,
+)
 from disagg.errors import StartupError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.packed_sizes import INT4_GROUP
@@ -56,29 +61,46 @@ def check_engine(
     check_ranks_of(config, model)
     choose_max_model_len(config, model)
     check_weights(description)
-    if (drafts := draft_model_of(config)) is not None:
-        check_draft_model(config, description, drafts)
     if not is_here and config.device != "cpu":
+        draft_model_of(config, description)
         return None
     chosen = choose(config, description, config.share())
     if chosen.device == "cpu":
-        return chosen.plan_memory(description, None, largest_step)
+        return chosen.plan_memory(None, largest_step)
     if gpu_nbytes is None:
         return None
     is_sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     claim_nbytes = int(gpu_nbytes * (1.0 if is_sized else config.gpu_memory_utilization))
-    return chosen.plan_memory(description, claim_nbytes, largest_step)
+    return chosen.plan_memory(claim_nbytes, largest_step)
 
 
-def draft_model_of(config: EngineConfig) -> ModelDescription | None:
-    """The draft model that a configuration names. Raises `ModelError` if it is not there."""
+def draft_model_of(config: EngineConfig, model: ModelDescription) -> ModelDescription | None:
+    """The draft model that a configuration names.
+
+    Raises:
+        ModelError, StartupError: it is missing or damaged, or cannot draft for the model.
+    """
     asked = config.speculative_config
     if asked is None or asked.model is None:
         return None
-    return describe_model(model_path(asked.model, asked.revision))
+    drafts = describe_model(model_path(asked.model, asked.revision))
+    if config.tensor_parallel_size > 1:
+        raise StartupError(
+            "A draft model needs tensor_parallel_size = 1: it runs on one device. Leave"
+            " speculative_config out, or use its method ngram.",
+            param="speculative_config",
+        )
+    if _words(model) != _words(drafts):
+        raise StartupError(
+            f"{drafts.name} cannot draft for {model.name}: their tokenizers differ, so its token"
+            " ids mean other text. Choose a draft model of the same family.",
+            param="speculative_config",
+        )
+    check_weights(drafts)
+    return drafts
 
 
-def draft_config(config: EngineConfig, shape: KVShape, drafts: ModelDescription) -> EngineConfig:
+def _draft_config(config: EngineConfig, shape: KVShape, drafts: ModelDescription) -> EngineConfig:
     """The configuration of a draft model's engine.
 
     Args:
@@ -97,27 +119,6 @@ def draft_config(config: EngineConfig, shape: KVShape, drafts: ModelDescription)
     )
 
 
-def check_draft_model(
-    config: EngineConfig, description: ModelDescription, drafts: ModelDescription
-) -> None:
-    """Raise `StartupError` if a draft model cannot draft for a model, else as `check_engine`."""
-    if config.tensor_parallel_size > 1:
-        raise StartupError(
-            "A draft model needs tensor_parallel_size = 1: it runs on one device. Leave"
-            " speculative_config out, or use its method ngram.",
-            param="speculative_config",
-        )
-    if _words(description) != _words(drafts):
-        raise StartupError(
-            f"{drafts.name} cannot draft for {description.name}: their tokenizers differ, so its"
-            " token ids mean other text. Choose a draft model of the same family.",
-            param="speculative_config",
-        )
-    chosen = choose(config, description, config.share())
-    choose(draft_config(config, chosen.shape, drafts), drafts, config.share())
-    check_weights(drafts)
-
-
 def _words(description: ModelDescription) -> tuple[object, list[tuple[object, object]]]:
     """The token ids of a model's tokenizer, by text."""
     tokenizer = json.loads(description.read_tokenizer())
@@ -129,29 +130,31 @@ class Choices(NamedTuple):
     """The settings of an engine, with all defaults filled in for its model and device.
 
     shape: the format of the rank's KV blocks.
+    drafts: those of its draft model, if it has one.
     """
 
     config: EngineConfig
+    model: ModelDescription
     device: DeviceType
     dtype: str
     shape: KVShape
     max_model_len: int
+    drafts: Choices | None
 
-    def plan_memory(
-        self, model: ModelDescription, claim_nbytes: int | None, largest_step: tuple[int, int]
-    ) -> MemoryPlan:
+    @property
+    def stored(self) -> StoredModel:
+        """How the model and its KV are kept in memory."""
+        stays_packed = self.model.config.quantized is not None
+        stays_packed |= self.config.quantization == "packed"
+        tensors = self.model.tensors if stays_packed else None
+        itemsize, quantization = FORMATS[self.dtype].itemsize, self.config.quantization
+        return StoredModel(self.model.config, self.shape, itemsize, quantization, tensors)
+
+    def plan_memory(self, claim_nbytes: int | None, largest_step: tuple[int, int]) -> MemoryPlan:
         """See `memory_plan.plan_memory`."""
-        stays_packed = model.config.quantized is not None or self.config.quantization == "packed"
-        return plan_memory(
-            self.config,
-            model.config,
-            self.shape,
-            self.max_model_len,
-            FORMATS[self.dtype].itemsize,
-            claim_nbytes,
-            largest_step,
-            model.tensors if stays_packed else None,
-        )
+        drafts = None if self.drafts is None else self.drafts.stored
+        sizes = self.max_model_len, claim_nbytes, largest_step
+        return plan_memory(self.config, self.stored, *sizes, drafts)
 
 
 def choose(config: EngineConfig, description: ModelDescription, share: Share) -> Choices:
@@ -167,7 +170,10 @@ def choose(config: EngineConfig, description: ModelDescription, share: Share) ->
     check_quantization(config, model, device, is_quantized=description.is_quantized)
     dtype = choose_dtype(config, model, device)
     shape = _choose_shape(config, description, dtype, device, share)
-    return Choices(config, device, dtype, shape, max_model_len)
+    drafts = None
+    if (model_of_drafts := draft_model_of(config, description)) is not None:
+        drafts = choose(_draft_config(config, shape, model_of_drafts), model_of_drafts, share)
+    return Choices(config, description, device, dtype, shape, max_model_len, drafts)
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -18,8 +18,10 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakSet, ref
 
+import torch
 from msgspec.structs import replace
 
+from disagg.engine.device.memory_plan import MISSING_TOKENS
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import extend, give_back
@@ -30,8 +32,6 @@ from disagg.messages import GenerateRequest
 from disagg.time_model import StepFeatures, StepTimeFit, attended
 
 NUM_TIMED = 3  # steps of each size that are timed at the start
-# Tokens of a step that sequences are behind by, as by their prompts. More would delay streams.
-MISSING_TOKENS = 256
 
 
 class DraftModel:
@@ -41,6 +41,8 @@ class DraftModel:
         runner: of the draft model, for the sequences that stand for others here.
         num_tokens: most tokens of a draft.
         max_model_len: longest sequence for which there are drafts.
+        stream: on which all of the runner was made, so that drafts do not wait for a step of the
+            other model; None: the current one.
         timer: returns seconds.
     """
 
@@ -51,9 +53,11 @@ class DraftModel:
         runner: ModelRunner,
         num_tokens: int,
         max_model_len: int,
+        stream: torch.cuda.Stream | None = None,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.num_tokens = num_tokens
+        self._stream = stream
         self.spent_s = 0.0
         self._runner = runner
         num_blocks, block_size = runner.kv_cache.num_blocks, runner.kv_cache.block_size
@@ -68,13 +72,13 @@ class DraftModel:
 
     def measure(self, max_num_seqs: int) -> None:
         """Time steps, from which `token_s` knows what drafts cost. Overwrites blocks."""
-        for num_seqs in sorted({1, min(8, max_num_seqs), max_num_seqs}):
-            for _ in range(NUM_TIMED):
-                began_s = self._timer()
+        for num_seqs in sorted([1, min(8, max_num_seqs), max_num_seqs] * NUM_TIMED):
+            began_s = self._timer()
+            with torch.cuda.stream(self._stream):
                 self._runner.warm_up(1, num_seqs)
-                # It computes a prompt of one token, too.
-                seconds = (self._timer() - began_s) * num_seqs / (num_seqs + 1)
-                self._times.observe(StepFeatures(0, 0, num_seqs, num_seqs), seconds)
+            # It computes a prompt of one token, too.
+            seconds = (self._timer() - began_s) * num_seqs / (num_seqs + 1)
+            self._times.observe(StepFeatures(0, 0, num_seqs, num_seqs), seconds)
 
     def token_s(self, num_sequences: int) -> float:
         return self._times.model.decode_step_s(num_sequences, 0)
@@ -109,7 +113,8 @@ class DraftModel:
                 sizes[twin], budget = size, budget - size
         plan = _plan(sizes)
         began_s = self._timer()
-        results = self._runner.run(plan)
+        with torch.cuda.stream(self._stream):
+            results = self._runner.run(plan)
         self._times.observe(plan.features, self._timer() - began_s)
         left: dict[Sequence, int] = {}
         for (twin, size), result in zip(sizes.items(), results, strict=True):

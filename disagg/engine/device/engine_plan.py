@@ -1,4 +1,4 @@
-"""The plan of one rank of an engine: device, KV and sizes of steps, before anything is loaded.
+"""The plan of one rank of an engine: its settings and the sizes of steps, before it loads.
 
 All ranks of a worker make the same plan.
 """
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from disagg.config import EngineConfig
-from disagg.engine.device.check import choose
+from disagg.engine.device.check import Choices, choose
 from disagg.engine.device.gpu import GpuMemory, check_gpu, gpu_of
-from disagg.engine.device.kv_shape import KVShape
 from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan
 from disagg.kernels.kv_pages import FORMATS
 from disagg.models.description import ModelDescription
@@ -21,17 +20,14 @@ from disagg.models.share import Share
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Device, dtype, KV format and step sizes of a rank.
+    """The settings of a rank, its device, and the sizes of steps.
 
     Attributes:
         gpu: the GPU memory that the rank may use; None on a CPU.
     """
 
-    config: EngineConfig
+    chosen: Choices
     device: torch.device
-    dtype: torch.dtype
-    shape: KVShape
-    max_model_len: int
     memory: MemoryPlan
     gpu: GpuMemory | None
 
@@ -51,17 +47,15 @@ class EnginePlan:
         Raises:
             ModelError, NotEnoughMemory, StartupError: as `build_engine`.
         """
-        model = description.config
         chosen = choose(config, description, share)
-        dtype = FORMATS[chosen.dtype].dtype
         device, gpu = torch.device(chosen.device), None
         if chosen.device == "cuda":
             device = gpu_of(share, config.ranks_per_node)
-            check_gpu(device, model, dtype)
+            for each in filter(None, (chosen, chosen.drafts)):
+                check_gpu(device, each.model.config, FORMATS[each.dtype].dtype)
             gpu = GpuMemory(config, device)
         claim_nbytes = None if gpu is None else gpu.claim_nbytes
-        memory = chosen.plan_memory(description, claim_nbytes, largest_step)
-        return cls(chosen.config, device, dtype, chosen.shape, chosen.max_model_len, memory, gpu)
+        return cls(chosen, device, chosen.plan_memory(claim_nbytes, largest_step), gpu)
 
     def room_nbytes(self) -> int | None:
         """Bytes for KV on a GPU, once the weights are loaded; None on a CPU."""

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from disagg.config import EngineConfig
 from disagg.engine.device.adapters import adapter_memory
-from disagg.engine.device.batching import Batching, StepBuffer, StepInputs
 from disagg.engine.device.communicator import TorchCommunicator
 from disagg.engine.device.engine_plan import EnginePlan
+from disagg.engine.device.gpu import take_stream
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.prompt_scores import forward_ranges
-from disagg.engine.device.slots import Slots
+from disagg.engine.device.rank_model import RankModel
+from disagg.kernels.kv_pages import FORMATS
 from disagg.models.adapter_weights import HostAdapter
-from disagg.models.batch import Batch
 from disagg.models.decoder import load_model
 from disagg.models.description import ModelDescription
 from disagg.models.share import Share
@@ -36,9 +34,6 @@ from disagg.rank_messages import (
     RankStep,
     RankWork,
 )
-
-if TYPE_CHECKING:  # imports Triton, which a machine without a GPU may lack
-    from disagg.engine.device.step_graphs import StepGraphs
 
 
 class Follower:
@@ -61,11 +56,11 @@ class Follower:
         num_threads: int,
     ) -> None:
         torch.set_num_threads(num_threads)
-        self._description, self._share = description, share
+        self._share = share
         self._plan = EnginePlan.from_config(config, description, share, largest_step)
-        self._graphs: StepGraphs | None = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        take_stream(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -82,40 +77,30 @@ class Follower:
         Raises:
             ModelError: the weights do not fit the model's config, or are damaged.
         """
-        plan = self._plan
-        communicator = TorchCommunicator(self._share, self.device.type, meeting_place, host)
-        self._decoder = load_model(
-            self._description,
-            plan.dtype,
-            plan.device,
-            quantization=plan.config.quantization,
-            communicator=communicator,
+        chosen, share = self._plan.chosen, self._share
+        self._decoder = decoder = load_model(
+            chosen.model,
+            FORMATS[chosen.dtype].dtype,
+            self.device,
+            quantization=chosen.config.quantization,
+            communicator=TorchCommunicator(share, self.device.type, meeting_place, host),
         )
-        self.adapters = adapter_memory(self._decoder, self._description, self._share, plan.config)
-        return plan.room_nbytes()
+        self.adapters = adapter_memory(decoder, chosen.model, share, chosen.config)
+        return self._plan.room_nbytes()
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> KVCache:
         """Allocate the KV cache. `max_num_seqs`: most sequences of a step."""
-        self._kv_cache = cache = KVCache(self._plan.shape, num_blocks, self.device)
-        self._slots = Slots(max_num_seqs)
-        max_num_blocks = -(-self._decoder.config.max_model_len // cache.block_size)
-        self._batching = Batching(
-            self._slots,
-            cache.block_size,
-            max_num_blocks,
-            self.device,
-            has_adapters=self._decoder.adapters is not None,
-        )
-        self._numbers, self._numbers_before = StepBuffer(self.device), StepBuffer(self.device)
-        return cache
+        kv_cache = KVCache(self._plan.chosen.shape, num_blocks, self.device)
+        self._model = RankModel(self._decoder, kv_cache, max_num_seqs)
+        return kv_cache
 
     def follow(self, work: RankWork) -> None:
         """Do the work that the first rank does now. Raises `RuntimeError` if a rank is gone."""
         match work:
             case RankStep():
                 self._compute(work)
-            case RankCapture():
-                self._capture(work)
+            case RankCapture(max_num_seqs=max_num_seqs):
+                self._model.capture_graphs(max_num_seqs)
             case RankSlot(slot=slot, digest=digest):
                 assert self.adapters is not None, "all ranks have adapters, or none has"
                 self.adapters.write(slot, digest)
@@ -142,41 +127,13 @@ class Follower:
 
     @torch.inference_mode()
     def _compute(self, step: RankStep) -> None:
-        # The buffer that is written now is copied already: the first rank has read the results of
-        # the step before the last one, and these depend on all ranks.
-        self._numbers, self._numbers_before = self._numbers_before, self._numbers
-        self._numbers.write_bytes(step.numbers)
-        self._slots.num_slots = step.num_slots
-        inputs = StepInputs(
-            self._numbers,
-            step.lengths,
-            step.num_unread,
-            step.num_decodes,
-            step.query_lens,
-            step.ends,
-            step.longest,
-            step.has_adapters,
-        )
-        batch, slots = self._batching.batch(inputs)
+        model, ranks = self._model, self._decoder.ranks
+        model.slots.num_slots = step.num_slots
+        batch, slots = model.batching.batch(model.batching.received(step.numbers, step.shape))
         if step.scored:
-            forward_ranges(self._decoder, batch, self._kv_cache.pages, step.scored)
+            forward_ranges(self._decoder, batch, model.kv_cache.pages, step.scored)
         else:
-            self._forward(batch)
-        ranks, num_sampled = self._decoder.ranks, slots.shape[0]
-        if step.shares_tokens and num_sampled and ranks is not None:
-            token_ids = torch.empty(num_sampled, dtype=torch.int64, device=self.device)
-            self._batching.remember(slots, ranks.broadcast_(token_ids))
-
-    def _forward(self, batch: Batch) -> Tensor:
-        logits = None if self._graphs is None else self._graphs.forward(batch)
-        if logits is not None:
-            return logits
-        return self._decoder.forward(batch, self._kv_cache.pages)
-
-    def _capture(self, capture: RankCapture) -> None:
-        from disagg.engine.device.step_graphs import StepGraphs, graph_sizes
-
-        arrays, tables = self._batching.arrays, self._batching.tables
-        assert arrays is not None, "only a GPU captures"
-        sizes, pages = graph_sizes(capture.max_num_seqs), self._kv_cache.pages
-        self._graphs = StepGraphs(self._decoder, pages, arrays, tables, sizes)
+            model.logits(batch)
+        if step.shares_tokens and slots.shape[0] and ranks is not None:
+            token_ids = torch.empty(slots.shape[0], dtype=torch.int64, device=self.device)
+            model.batching.remember(slots, ranks.broadcast_(token_ids))

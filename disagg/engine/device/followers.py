@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Protocol
 
 from disagg.adapters import Adapter
-from disagg.engine.device.batching import StepInputs
-from disagg.engine.device.prompt_scores import ScoredRows, scored_ranges
 from disagg.models.communicator import Communicator
-from disagg.rank_messages import RankStep, RankWork
+from disagg.rank_messages import RankWork
 
 
 class Followers(Protocol):
@@ -53,26 +50,3 @@ class Followers(Protocol):
     def follow(self, work: RankWork) -> None:
         """Have all other ranks do the work that this rank does now, after all earlier work."""
         ...
-
-
-def rank_step(
-    step: StepInputs,
-    num_slots: int,
-    scored: SequenceOf[ScoredRows] = (),
-    *,
-    shares_tokens: bool = False,
-) -> RankStep:
-    """The message that describes a step to the other ranks; see `RankStep`."""
-    return RankStep(
-        numbers=step.numbers.written(sum(step.lengths)),
-        lengths=step.lengths,
-        num_unread=step.num_unread,
-        num_decodes=step.num_decodes,
-        query_lens=step.query_lens,
-        ends=list(step.ends),
-        longest=step.longest,
-        num_slots=num_slots,
-        scored=scored_ranges(scored),
-        shares_tokens=shares_tokens,
-        has_adapters=step.has_adapters,
-    )

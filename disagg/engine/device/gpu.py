@@ -1,9 +1,10 @@
-"""Whether the kernels run on a GPU, and the share of its memory that an engine may use."""
+"""Whether the kernels run on a GPU, and an engine's stream and share of memory there."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,10 +59,10 @@ def check_gpu(device: torch.device, model: ModelConfig, dtype: torch.dtype) -> N
 
 def _begin_triton() -> None:
     """Raise `StartupError` if Triton has no C compiler, or Python's headers are missing."""
-    from disagg.kernels.gpu.launcher import find_driver
+    from disagg.kernels.gpu.compiler import start_compiler
 
     try:
-        find_driver()
+        start_compiler()
     except Exception as error:
         needs = what_triton_needs() or "gcc or clang, and Python's headers"
         raise StartupError(
@@ -91,6 +92,31 @@ def gpu_of(share: Share, ranks_per_node: int) -> torch.device:
             param="tensor_parallel_size",
         )
     return torch.device("cuda", share.rank if is_near else 0)
+
+
+def take_stream(device: torch.device) -> Callable[[], None]:
+    """Give the calling thread a CUDA stream of its own, for all that it launches from now on.
+
+    On the default stream kernels would wait for every library of the process that uses CUDA, and
+    these for them. Does nothing on a CPU.
+
+    Returns:
+        Gives the stream to another thread instead, which calls it first.
+    """
+    stream = new_stream(device)
+    if stream is None:
+        return lambda: None
+    torch.cuda.set_stream(stream)
+    return partial(torch.cuda.set_stream, stream)
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream that begins behind what was launched on the current one; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 class GpuMemory:

@@ -10,20 +10,24 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from itertools import chain, islice
+from operator import add, attrgetter
 
 import torch
 from torch import Tensor
 
-from disagg.engine.device.batching import Batching, StepInputs
+from disagg.engine.device.batching import StepInputs
 from disagg.engine.device.blame import find_broken
-from disagg.engine.device.followers import Followers, rank_step
+from disagg.engine.device.followers import Followers
 from disagg.engine.device.kv_cache import KVCache
-from disagg.engine.device.prompt_scores import ScoredRows, forward_scored, scored_rows
+from disagg.engine.device.prompt_scores import (
+    ScoredRows,
+    forward_scored,
+    scored_ranges,
+    scored_rows,
+)
+from disagg.engine.device.rank_model import RankModel
 from disagg.engine.device.sampler import Sampler
-from disagg.engine.device.slots import Slots
 from disagg.engine.device.step_threads import CONTEXT, StepThreads
 from disagg.engine.device.token_masks import bound_rows, token_masks
 from disagg.engine.sched.grammar import Grammars
@@ -41,20 +45,16 @@ from disagg.errors import DisaggError, InvalidLogits, ModelError
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
-from disagg.rank_messages import RankCapture
+from disagg.rank_messages import RankCapture, RankStep
 from disagg.time_model import StepFeatures
-
-if TYPE_CHECKING:  # imports Triton, which a machine without a GPU may lack
-    from disagg.engine.device.step_graphs import StepGraphs
 
 _NEEDS_HOST = attrgetter("needs_host")
 
 
-class ModelRunner:
+class ModelRunner(RankModel):
     """Runs a decoder on a KV cache. One call of `run` is one forward pass and one sampling.
 
     Args:
-        max_num_seqs: sequences for which the tables have room; a larger step enlarges them.
         followers: the worker's other ranks, which also compute each step.
     """
 
@@ -66,23 +66,11 @@ class ModelRunner:
         max_num_seqs: int = 1,
         followers: Followers | None = None,
     ) -> None:
-        self.decoder = decoder
+        super().__init__(decoder, kv_cache, max_num_seqs)
         self.followers = followers
-        self.kv_cache = kv_cache
         self.grammars = grammars
-        self.graphs: StepGraphs | None = None
         self._is_shared = False  # whether other ranks are in the middle of a step
         self.threads = StepThreads(torch.get_num_threads())
-        self.slots = Slots(max_num_seqs)
-        block_size = kv_cache.block_size
-        max_num_blocks = -(-decoder.config.max_model_len // block_size)
-        self.batching = Batching(
-            self.slots,
-            block_size,
-            max_num_blocks,
-            decoder.device,
-            has_adapters=decoder.adapters is not None,
-        )
         self.sampler = Sampler(self.slots, decoder.config.vocab_size, decoder.device)
 
     def run(self, plan: StepPlan) -> list[Sampled]:
@@ -116,11 +104,11 @@ class ModelRunner:
         entered = [] if plan.continues else self.slots.enter(plan.sequences)
         step = self.batching.inputs(plan, entered)
         if self.followers is not None:
-            num_slots = self.slots.num_slots
-            shared = rank_step(step, num_slots, scored, shares_tokens=is_launched)
+            numbers, num_slots = step.to_bytes(), self.slots.num_slots
+            ranges = scored_ranges(scored)
             self._is_shared = True
-            self.followers.follow(shared)
-        rows, nums_rows = _rows(plan, step.ends)
+            self.followers.follow(RankStep(numbers, step.shape, num_slots, ranges, is_launched))
+        rows, nums_rows = _rows(plan)
         begun = _Begun(plan, rows, nums_rows, is_launched)
         self._compute(begun, step, [sequence.slot for sequence in entered], scored)
         self._is_shared = False
@@ -145,13 +133,10 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, scored: SequenceOf[ScoredRows]) -> tuple[Tensor, Tensor]:
         """The logits, and for each row the position of the token that it follows."""
-        logits = None
         if scored:
             logits = forward_scored(self.decoder, batch, self.kv_cache.pages, scored)
-        elif self.graphs is not None:
-            logits = self.graphs.forward(batch)
-        if logits is None:
-            logits = self.decoder.forward(batch, self.kv_cache.pages)
+        else:
+            logits = self.logits(batch)
         is_all = batch.logits_rows.shape[0] == batch.positions.shape[0]
         return logits, batch.positions if is_all else batch.positions[batch.logits_rows]
 
@@ -204,9 +189,8 @@ class ModelRunner:
                 raise
             _synchronize(self.decoder.device)  # blocks may change hands now
             self.slots.leave(plan.sequences)  # what was written for them may be incomplete
-            vocab_size, block_size = self.decoder.config.vocab_size, self.kv_cache.block_size
-            max_num_blocks = -(-self.decoder.config.max_model_len // block_size)
-            broken = find_broken(plan, block_size, max_num_blocks, vocab_size, self.grammars)
+            sizes = self.kv_cache.block_size, self.max_num_blocks, self.decoder.config.vocab_size
+            broken = find_broken(plan, *sizes, self.grammars)
             if not broken:
                 raise
             raise SequencesFailed(broken) from error
@@ -270,15 +254,10 @@ class ModelRunner:
         self.threads.measure(compute)
 
     def capture(self, max_num_seqs: int) -> None:
-        """Capture small steps of up to `max_num_seqs` sequences as CUDA graphs."""
-        from disagg.engine.device.step_graphs import StepGraphs, graph_sizes
-
+        """Capture graphs on all ranks; see `capture_graphs`."""
         if self.followers is not None:
             self.followers.follow(RankCapture(max_num_seqs))
-        arrays, tables = self.batching.arrays, self.batching.tables
-        assert arrays is not None, "only a GPU captures"
-        sizes, pages = graph_sizes(max_num_seqs), self.kv_cache.pages
-        self.graphs = StepGraphs(self.decoder, pages, arrays, tables, sizes)
+        self.capture_graphs(max_num_seqs)
 
 
 @dataclass(slots=True)
@@ -300,18 +279,16 @@ class _Begun:
     slots: Tensor = field(init=False)
 
 
-def _rows(plan: StepPlan, ends: SequenceOf[int]) -> tuple[SequenceOf[Continued], list[int] | None]:
+def _rows(plan: StepPlan) -> tuple[SequenceOf[Continued], list[int] | None]:
     """The sequence of each row of a step's logits, and the number of rows of each sequence.
 
     The numbers are None if there is one row for each sequence.
-
-    Args:
-        ends: the context length of each sequence after the step.
     """
     n, sequences = plan.num_decodes, plan.sequences
     if n == len(sequences):
         return sequences, None
-    chunks = [[*rows(sequences[i], ends[i])] for i in range(n, len(sequences))]
+    ends = map(add, plan.first_positions(), plan.query_lens)
+    chunks = [[*rows(*each)] for each in islice(zip(sequences, ends, strict=True), n, None)]
     return [*sequences[:n], *chain.from_iterable(chunks)], [1] * n + [*map(len, chunks)]
 
 

@@ -149,20 +149,13 @@ class StepGraphs:
         return forward
 
     def _batch(self, size: GraphSize, *, has_adapters: bool) -> Batch:
-        """The arrays as a batch of so many tokens."""
-        arrays, n = self._arrays, size.num_tokens
-        num_seqs = min(n, arrays.max_num_seqs)
+        """The arrays as a batch of so many tokens, which may have one sequence more: nobody's."""
+        num_seqs = min(size.num_tokens, self._arrays.max_num_seqs) + 1
         return Batch(
-            token_ids=arrays.token_ids[:n],
-            positions=arrays.positions[:n],
-            slots=arrays.slots[:n],
-            query_start=arrays.query_start[: num_seqs + 2],
-            context_lens=arrays.context_lens[: num_seqs + 1],
+            **self._arrays.first(num_seqs, size.num_tokens, size.num_tokens),
             block_tables=self._tables,
-            table_rows=arrays.table_rows[: num_seqs + 1],
-            logits_rows=arrays.logits_rows[:n],
             num_decodes=0,
-            max_query_len=n,
+            max_query_len=size.num_tokens,
             query_lens=(),
             context_lens_host=(),
             adapters=self._tables[:, -1] if has_adapters else None,

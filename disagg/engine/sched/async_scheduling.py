@@ -5,9 +5,10 @@ admitted or preempted, the next plan does not depend on the sampled tokens: a se
 in the running step decodes in the next one, with a token that only the device knows; a sequence in
 the middle of a prompt goes on with it. The masks of sequences that need the host are made when the
 running step is applied, while the device computes the next one's logits. How many tokens of a draft
-are right is known only then, so a sequence with a draft takes part in every other step. If the next
-plan could differ (a sequence may be admitted, blocks are short, a prompt is scored), or many
-sequences have drafts, the running step is applied first.
+are right is known only then, so a sequence with a draft takes part in every other step, as one
+whose draft is made from all of its tokens. If the next plan could differ (a sequence may be
+admitted, blocks are short, a prompt is scored), or many sequences have drafts, the running step is
+applied first.
 
 If a sequence turns out to have ended, its row in the later step is wasted: the result is ignored,
 and the blocks to which the row writes are freed when that step has ended.
@@ -35,15 +36,18 @@ class ProjectedPlan:
     growing: the sequences of `decodes` that need a new block for that token.
     prefills: sequences in the middle of a prompt, with the position where they continue.
     num_here: number of the plan's sequences that are still here, including those that will have
-        ended, and those with a draft.
+        ended, those with a draft, and those that rest.
 
     Args:
         gone: the sequences that have ended while the plan ran.
+        resting: those that take no part in the step after it.
     """
 
     __slots__ = ("decodes", "growing", "num_here", "prefills")
 
-    def __init__(self, plan: StepPlan, gone: set[Sequence]) -> None:
+    def __init__(
+        self, plan: StepPlan, gone: set[Sequence], resting: SequenceOf[Sequence] = ()
+    ) -> None:
         n, sequences = plan.num_decodes, plan.sequences
         self.num_here = len(sequences) - len(gone.intersection(sequences))
         self.prefills: list[tuple[Sequence, int]] = []
@@ -54,8 +58,8 @@ class ProjectedPlan:
                 sampling.append(sequence)
             elif sequence not in gone:
                 self.prefills.append((sequence, end))
-        if gone:
-            sampling = [sequence for sequence in sampling if sequence not in gone]
+        if left_out := gone.union(resting):
+            sampling = [sequence for sequence in sampling if sequence not in left_out]
         # A draft is verified in this step, or in the step after the next.
         self.decodes = [
             each
@@ -107,15 +111,22 @@ class AsyncScheduling:
         return self._num_planned > 0
 
     def follow(
-        self, plan: StepPlan, queues: Queues, step_budget: StepBudget
+        self,
+        plan: StepPlan,
+        queues: Queues,
+        step_budget: StepBudget,
+        resting: SequenceOf[Sequence] = (),
     ) -> tuple[StepPlan | None, list[Sequence], int]:
         """Plan the step after `plan` before `plan` is applied.
 
         The step admits no sequence. Returns the step (None if `plan` must be applied first), the
         sequences that need a block for it, and the number of tokens that are left of its budget.
+
+        Args:
+            resting: sequences of `plan` that take no part in the step.
         """
         running = queues.running
-        after = ProjectedPlan(plan, self._gone)
+        after = ProjectedPlan(plan, self._gone, resting)
         if len(after.decodes) == plan.num_decodes == len(plan.sequences) == len(running):
             return _continued(plan), after.growing, step_budget.most - plan.num_decodes
         prefills, returning = after.prefills, list[Sequence]()

@@ -33,8 +33,7 @@ class Proposer(Protocol):
     """Proposes drafts for sequences that decode.
 
     num_tokens: most tokens of a draft.
-    knows_ahead: whether it may propose before the sequence's last token is known. If not, no step
-        is launched ahead while drafts pay.
+    knows_ahead: whether it may propose before the sequence's last token is known.
     spent_s: seconds that were spent in `propose`, since the start.
     """
 
@@ -76,51 +75,67 @@ class Drafting:
         self._num_calm, self._num_rests, self._enough_rests = 0, 0, NUM_RESTS
 
     def propose(
-        self, running: SequenceOf[Sequence], num_context: int, *, ahead: bool = False
-    ) -> bool:
+        self,
+        running: SequenceOf[Sequence],
+        num_context: int,
+        under_way: SequenceOf[Sequence] = (),
+    ) -> list[Sequence]:
         """Give drafts to the running sequences that decode and have none.
 
         Args:
             num_context: computed tokens of all running sequences.
-            ahead: a step is planned before the last one is read, so these sequences may have one
-                token more. A draft of one token would then be of no use.
+            under_way: the sequences of a step that is not read yet. They may have one token more,
+                so a draft of one token would be of no use; nor would it to others, which take part
+                in every other step, too.
 
         Returns:
-            False if a step must not be planned ahead, because drafts pay that cannot be made yet.
+            Those under way for which a draft pays that cannot be made before the step is read.
         """
         proposer = self.proposer
         if proposer is None:  # one answer with a grammar costs the others nothing
             running = [each for each in running if each.grammar_state is not None]
             if not running:
-                return True
-        others = []
+                return []
+        unread, others, least = set(under_way), [], 2 if under_way else 1
         for sequence in running:
             is_decoding = len(sequence.tokens) - sequence.num_computed == 1
             # A sequence that is handed over leaves with its next token, so a draft is useless.
             if not is_decoding or sequence.hand_over or sequence.draft:
                 continue
             if forced := _forced(sequence, self._vocab_size):
-                if len(forced) > ahead:
+                if len(forced) >= least:
                     sequence.draft = forced
             elif sequence.takes_drafts:
                 others.append(sequence)
         if proposer is None or not others:
-            return True
+            return []
         limits = self._limits(proposer, others, len(running), num_context)
-        if ahead and not proposer.knows_ahead:
-            return not limits
+        waiting = [] if proposer.knows_ahead else [each for each in limits if each in unread]
+        for sequence in waiting:
+            del limits[sequence]
+        spent_s = proposer.spent_s
         for sequence, draft in proposer.propose(limits):
             draft = usable(sequence, draft, self._vocab_size)
             if sequence.grammar_state is not None:
                 draft = draft[: sequence.grammar_state.num_allowed(sequence.tokens, draft)]
-            if len(draft) > ahead:
+            if len(draft) >= least:
                 sequence.draft = draft
                 if sequence.acceptance is not None:
                     sequence.acceptance.is_asked = True
-        return True
+        if unread:  # meanwhile the device computed the model's step
+            self._spent_s += proposer.spent_s - spent_s
+        return waiting
+
+    def is_worth_a_step(self, sequence: Sequence) -> bool:
+        """Whether a draft gains more than the token of a step in which it is made."""
+        acceptance, proposer = sequence.acceptance, self.proposer
+        if acceptance is None or proposer is None:
+            return True
+        num_gained: float = sum(acceptance.chances[: proposer.num_tokens])
+        return num_gained > 1.0
 
     def take_spent_s(self) -> float:
-        """Seconds that drafts have taken since the last call, beside the steps of the model."""
+        """Seconds since the last call in which drafts were made while the model had no step."""
         before, self._spent_s = self._spent_s, self.proposer.spent_s if self.proposer else 0.0
         return self._spent_s - before
 

@@ -214,13 +214,14 @@ class Scheduler:
 
         None if `plan` must be applied first.
         """
-        if not self.drafting.propose(self.running, self.queues.num_computed, ahead=True):
+        drafting, running = self.drafting, self.running
+        waiting = drafting.propose(running, self.queues.num_computed, plan.sequences)
+        num_drafts = len(waiting) + sum(map(bool, map(_DRAFT, running)))
+        if num_drafts > len(running) * self.most_drafts_ahead:
             return None
-        num_drafts = sum(map(bool, map(_DRAFT, self.running)))
-        if num_drafts > len(self.running) * self.most_drafts_ahead:
-            return None
+        resting = [each for each in waiting if drafting.is_worth_a_step(each)]
         following, growing, num_left = self._async_scheduling.follow(
-            plan, self.queues, self.step_budget
+            plan, self.queues, self.step_budget, resting
         )
         if following is None or self._admission.may_admit(num_left):
             return None

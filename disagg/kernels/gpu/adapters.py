@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.adapters import AdaptedMatrix
-from disagg.kernels.gpu.launcher import KernelLauncher
 
 FEW_ROWS, MANY_ROWS = 16, 64  # of a tile
 MOST_FEW = 256  # steps with more rows have tiles of many
@@ -131,10 +130,6 @@ def _expand_kernel(
         tl.store(out_ptrs, (before + acc).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_shrink = KernelLauncher(_shrink_kernel)
-_expand = KernelLauncher(_expand_kernel)
-
-
 @dataclass(frozen=True, slots=True)
 class AdapterGroups:
     """The rows of a step, sorted by the slot of their adapter on the device.
@@ -167,8 +162,7 @@ def adapt_rows_(out: Tensor, x: Tensor, matrix: AdaptedMatrix, groups: AdapterGr
     num_own = -(-num_chunks // (min(SPLITS, num_chunks) if is_few else 1))
     num_splits = -(-num_chunks // num_own)
     sums = torch.empty(num_splits, num_rows, num_sums, dtype=torch.float32, device=x.device)
-    _shrink(
-        (num_tiles * num_splits, num_sums // tile, num_slots),
+    _shrink_kernel[num_tiles * num_splits, num_sums // tile, num_slots](
         x,
         matrix.a,
         groups.order,
@@ -189,8 +183,7 @@ def adapt_rows_(out: Tensor, x: Tensor, matrix: AdaptedMatrix, groups: AdapterGr
     num_outputs = len(bounds) - 1
     widest = max(end - first for first, end in pairwise(bounds))
     inner = [*bounds[1:-1], bounds[-1], bounds[-1]][:2]  # the first rows of outputs 1 and 2
-    _expand(
-        (num_tiles, -(-widest // WIDTH), num_slots * num_outputs),
+    _expand_kernel[num_tiles, -(-widest // WIDTH), num_slots * num_outputs](
         sums,
         matrix.b,
         groups.order,

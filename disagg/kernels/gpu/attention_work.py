@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.compiler import next_power_of_2
 
 KEY_TILE = 64  # keys of an inner step of the kernel; cuts are at its multiples
 MAX_SHORT_ROWS = 64  # of the packed queries of one sequence; a sequence with more is in tiles
@@ -144,9 +144,6 @@ def _cut_kernel(
             )  # fmt: skip
 
 
-_cut = KernelLauncher(_cut_kernel)
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The pieces of all sequences with so many queries, which are one launch of the kernel.
@@ -180,47 +177,6 @@ class Launch:
     num_programs: int
     is_split_always: bool
 
-    @classmethod
-    def for_steps(
-        cls,
-        num_seqs: int,
-        num_tokens: int,
-        rows: int,
-        group: int,
-        queries: tuple[int, int],
-        num_programs: int,
-        device: torch.device,
-        *,
-        merged_queries: int,
-        is_split_always: bool,
-    ) -> Launch:
-        """A launch with room for any step of so many sequences and tokens.
-
-        Args:
-            queries: the least and most queries of a sequence.
-            merged_queries: most queries of a sequence whose keys are cut.
-        """
-        num_tiles = min(num_tokens, num_tokens // (rows // group) + num_seqs)
-        # At most `num_programs` pieces have the common size, one for each tile is shorter.
-        num_reductions = min(num_tiles, num_programs)
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
-        return cls(
-            pieces=empty(num_tiles + num_programs, 6),
-            reductions=empty(num_reductions, 5),
-            counts=empty(4),
-            num_partials=num_reductions + num_programs,
-            num_merged_rows=min(rows // group, merged_queries) * group,
-            rows=rows,
-            group=group,
-            least_queries=queries[0],
-            most_queries=queries[1],
-            num_programs=num_programs,
-            is_split_always=is_split_always,
-        )
-
     def cut(
         self, query_start: Tensor, context_lens: Tensor, num_tokens: int, window: int | None
     ) -> None:
@@ -234,8 +190,7 @@ class Launch:
         self.counts.zero_()
         num_seqs = context_lens.shape[0]
         least_keys = max(MIN_SPLIT_KEYS, KEYS_PER_ROW * self.rows)
-        _cut(
-            (self.pieces.shape[0] - self.num_programs,),
+        _cut_kernel[self.pieces.shape[0] - self.num_programs,](
             query_start,
             context_lens,
             self.pieces,
@@ -292,18 +247,39 @@ def attention_work(
             `MAX_SHORT_ROWS` / group; 0: there is no such sequence.
         has_long: whether sequences may have more; they are in tiles of `long_rows`.
     """
+
+    def launch(rows: int, queries: tuple[int, int], *, is_long: bool) -> Launch:
+        """Of sequences with so many queries."""
+        most_merged = rows if is_long else short_queries  # queries whose keys are cut
+        num_tiles = min(num_tokens, num_tokens // (rows // group) + num_seqs)
+        # At most `num_programs` pieces have the common size, one for each tile is shorter.
+        num_reductions = min(num_tiles, num_programs)
+        sizes = (num_tiles + num_programs, 6), (num_reductions, 5), (4,)
+        pieces, reductions, counts = (
+            torch.empty(size, dtype=torch.int32, device=device) for size in sizes
+        )
+        return Launch(
+            pieces=pieces,
+            reductions=reductions,
+            counts=counts,
+            num_partials=num_reductions + num_programs,
+            num_merged_rows=min(rows // group, most_merged) * group,
+            rows=rows,
+            group=group,
+            least_queries=queries[0],
+            most_queries=queries[1],
+            num_programs=num_programs,
+            # Partial results are as large as the tiles: of high ones only a device with too few
+            # tiles gets some.
+            is_split_always=not is_long,
+        )
+
     launches = []
     if short_queries:
         rows = max(16, next_power_of_2(short_queries * group))
         queries = 1, short_queries if has_long else ENDLESS
-        sizes = num_seqs, num_tokens, rows, group, queries, num_programs, device
-        launches.append(
-            Launch.for_steps(*sizes, merged_queries=short_queries, is_split_always=True)
-        )
+        launches.append(launch(rows, queries, is_long=False))
     if has_long:
         rows = max(long_rows, next_power_of_2(group))
-        queries = short_queries + 1, ENDLESS
-        sizes = num_seqs, num_tokens, rows, group, queries, num_programs, device
-        # Partial results are as large as the tiles: only a device with too few tiles gets some.
-        launches.append(Launch.for_steps(*sizes, merged_queries=rows, is_split_always=False))
+        launches.append(launch(rows, (short_queries + 1, ENDLESS), is_long=True))
     return AttentionWork(tuple(launches), window)

@@ -27,12 +27,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.gpu.compiler import next_power_of_2
 from disagg.kernels.gpu.held_rows import sum_held
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.gpu.packed_tile import WARP_GROUPS, TileFormat, packed_tile
 from disagg.kernels.gpu.packed_tile import launch_options as packed_launch_options
 from disagg.kernels.gpu.packed_tile import max_rows as packed_max_rows
-from disagg.kernels.gpu.route import choose_experts, choose_grouped
+from disagg.kernels.gpu.route import choose_experts
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
 
@@ -225,10 +225,6 @@ def _down_kernel(
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_gate_up = KernelLauncher(_gate_up_kernel)
-_down = KernelLauncher(_down_kernel)
-
-
 def launch_options(rows: int, *, is_packed: bool) -> dict[str, int]:
     """Warps and pipeline depth for a tile of so many rows."""
     if is_packed:
@@ -319,11 +315,8 @@ class TritonExperts:
         if not num_tokens:
             return x.clone()
         experts = self._experts
-        how = experts.num_chosen, experts.is_normalized
-        if experts.grouping is None:
-            weights, chosen = choose_experts(logits, *how)
-        else:
-            weights, chosen = choose_grouped(logits, experts.score_bias, *how, experts.grouping)
+        how = experts.num_chosen, experts.is_normalized, experts.score_bias, experts.grouping
+        weights, chosen = choose_experts(logits, *how)
         by_expert, order = torch.sort(chosen.flatten(), stable=True)
         starts = torch.searchsorted(by_expert, self._numbers, out_int32=True)
         num_pairs, num_held = num_tokens * experts.num_chosen, len(self._held)
@@ -346,8 +339,7 @@ class TritonExperts:
         }
         if self._gate_up.is_mxfp4:
             x = x.view(num_tokens, -1, 2).transpose(1, 2).reshape(num_tokens, hidden)
-        _gate_up(
-            (num_blocks, -(-size // (WIDTH // 2))),
+        _gate_up_kernel[num_blocks, -(-size // (WIDTH // 2))](
             self._gate_up.arranged(x),
             order,
             starts,
@@ -362,8 +354,7 @@ class TritonExperts:
             **self._gate_up.constants,
             **launch_options(rows, is_packed=self._gate_up.format is not None),
         )
-        _down(
-            (num_blocks, -(-hidden // WIDTH)),
+        _down_kernel[num_blocks, -(-hidden // WIDTH)](
             self._down.arranged(inner),
             order,
             starts,

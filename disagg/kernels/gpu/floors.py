@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels import sampling_rows
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.compiler import next_power_of_2
 from disagg.kernels.sampling_rows import GROUP_SIZE, SampledRows, SamplingTables
 
 _NUM_COLUMNS = tl.constexpr(sampling_rows.NUM_COLUMNS)
@@ -259,11 +259,6 @@ def _look(seen, bounds, BY_MASS: tl.constexpr, TILE: tl.constexpr):
     return found
 
 
-_groups = KernelLauncher(_groups_kernel)
-_select = KernelLauncher(_select_kernel)
-_floors = KernelLauncher(_floors_kernel)
-
-
 def find_floors(logits: Tensor, tables: SamplingTables, rows: SampledRows) -> Tensor:
     """The smallest scaled logit that stays a candidate, float32 [num_rows]; -inf if all do."""
     num_rows, vocab_size = logits.shape
@@ -279,8 +274,8 @@ def find_floors(logits: Tensor, tables: SamplingTables, rows: SampledRows) -> Te
     found = chosen, bounds, totals
     tile = NUM_GROUPS_AT_ONCE
     grid = (num_rows, -(-num_groups // tile))
-    _groups(grid, logits, *of_row, peaks, sums, *sizes, TILE=tile)
+    _groups_kernel[grid](logits, *of_row, peaks, sums, *sizes, TILE=tile)
     block = next_power_of_2(num_groups)
-    _select((num_rows,), *of_row, peaks, sums, *found, *sizes, BLOCK=block)
-    _floors((num_rows,), logits, *of_row, *found, floors, *sizes, TILE=tile, num_warps=8)
+    _select_kernel[(num_rows,)](*of_row, peaks, sums, *found, *sizes, BLOCK=block)
+    _floors_kernel[(num_rows,)](logits, *of_row, *found, floors, *sizes, TILE=tile, num_warps=8)
     return floors

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.activation import Activation
-from disagg.kernels.gpu.launcher import KernelLauncher
 
 _BLOCK = 1024
 _TWICE_ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
@@ -34,9 +33,6 @@ def _gated_mul_kernel(
     tl.store(out_ptr + row * SIZE + columns, product.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-_gated_mul = KernelLauncher(_gated_mul_kernel)
-
-
 def gated_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """Return activation(gate) * up: contiguous [num_rows, 2 * size] in, [num_rows, size] out."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -44,5 +40,5 @@ def gated_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     if num_rows:
         grid = (num_rows, -(-size // _BLOCK))
         is_gelu = activation == "gelu_tanh"
-        _gated_mul(grid, gate_up, out, SIZE=size, BLOCK=_BLOCK, IS_GELU=is_gelu, num_warps=4)
+        _gated_mul_kernel[grid](gate_up, out, SIZE=size, BLOCK=_BLOCK, IS_GELU=is_gelu, num_warps=4)
     return out

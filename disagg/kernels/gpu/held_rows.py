@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.compiler import next_power_of_2
 
 MAX_WIDTH = 1024  # most columns of a program
 
@@ -38,9 +38,6 @@ def _sum_held_kernel(
     tl.store(out_ptr + token * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-_sum_held = KernelLauncher(_sum_held_kernel)
-
-
 def sum_held(made: Tensor, chosen: Tensor, held: range) -> Tensor:
     """Sum the outputs of held experts for each token: [num_tokens, hidden].
 
@@ -56,8 +53,7 @@ def sum_held(made: Tensor, chosen: Tensor, held: range) -> Tensor:
     hidden = made.shape[1]
     out = torch.empty(num_tokens, hidden, dtype=made.dtype, device=made.device)
     width = min(MAX_WIDTH, next_power_of_2(hidden))
-    _sum_held(
-        (num_tokens, -(-hidden // width)),
+    _sum_held_kernel[num_tokens, -(-hidden // width)](
         made,
         chosen,
         out,

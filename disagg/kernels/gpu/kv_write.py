@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.compiler import next_power_of_2
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, SCALE_NBYTES, KVPages
 
 _SMALLEST_PEAK = tl.constexpr(1.0e-30)  # so that the scale of a vector of zeros is not 0
@@ -81,9 +81,6 @@ def _kv_write_kernel(
     tl.store(pages_ptr + target, stored, mask=inside)
 
 
-_kv_write = KernelLauncher(_kv_write_kernel)
-
-
 def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
     """Store keys and values of `qkv`, or latents, in one layer of the cache.
 
@@ -96,8 +93,7 @@ def kv_write(qkv: Tensor, kv_cache: KVPages, layer: int, slots: Tensor) -> None:
     num_pages = kv_cache.num_vectors * num_kv_heads
     if qkv.shape[0]:
         layer_values, _, layer_scales = kv_cache.layers[layer]
-        _kv_write(
-            (qkv.shape[0],),
+        _kv_write_kernel[qkv.shape[0],](
             qkv,
             layer_values,
             layer_scales,

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.gpu.attention_work import AttentionWork, Launch
+from disagg.kernels.gpu.compiler import next_power_of_2
 from disagg.kernels.gpu.latent_group import latent_group
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.gpu.paged_attention import _NOTHING_SEEN, _STEP_TENSORS, reduce_partials
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch
@@ -181,9 +181,6 @@ def _latent_attention_kernel(
         tl.store(weight_ptr + slot, peak + tl.log2(divisor), mask=is_used)
 
 
-_latent_attention = KernelLauncher(_latent_attention_kernel)
-
-
 def key_tile(block_size: int, most: int = MAX_TILE) -> int:
     """The number of keys of an inner step; they are in one page if possible.
 
@@ -245,8 +242,7 @@ def _run(
     partials = torch.empty(num_rows * block_rank, dtype=torch.float32, device=out.device)
     weights = torch.empty(num_rows, dtype=torch.float32, device=out.device)
     rope = kv_cache.head_dim - rank
-    _latent_attention(
-        (num_groups, launch.pieces.shape[0]),
+    _latent_attention_kernel[num_groups, launch.pieces.shape[0]](
         heads,
         pages,
         batch.block_tables,

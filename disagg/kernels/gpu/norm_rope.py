@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.compiler import next_power_of_2
 
 
 @triton.jit
@@ -57,9 +57,6 @@ def _norm_rope_kernel(
     tl.store(start + half + columns, turned_right.to(heads_ptr.dtype.element_ty), mask=inside)
 
 
-_norm_rope = KernelLauncher(_norm_rope_kernel)
-
-
 def norm_rope_(
     heads: Tensor,
     norm: Tensor | None,
@@ -79,8 +76,7 @@ def norm_rope_(
     num_tokens, num_heads, head_dim = heads.shape
     rope_dim = 2 * rope_rows.shape[-1]
     if num_tokens:
-        _norm_rope(
-            (num_tokens, num_heads),
+        _norm_rope_kernel[num_tokens, num_heads](
             heads,
             norm,
             mean_squares,

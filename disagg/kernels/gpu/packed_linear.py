@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.compiler import next_power_of_2
 from disagg.kernels.gpu.packed_tile import TileFormat, launch_options, max_rows, packed_tile
 from disagg.kernels.packed_matrix import PackedMatrix
 
@@ -103,10 +103,6 @@ def _add_splits_kernel(
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=places < num_values)
 
 
-_packed_linear = KernelLauncher(_packed_linear_kernel)
-_add_splits = KernelLauncher(_add_splits_kernel)
-
-
 def tile_sizes(num_rows: int, most: int) -> tuple[int, int]:
     """The rows of `x` (at most `most`) and the rows of the weight that a program multiplies."""
     rows = max(MIN_ROWS, min(next_power_of_2(num_rows), most))
@@ -173,8 +169,7 @@ class PackedProduct:
         if splits > 1:
             target = torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
         bias = None if splits > 1 else self.bias
-        _packed_linear(
-            (num_tiles, splits),
+        _packed_linear_kernel[num_tiles, splits](
             x,
             weight.units,
             weight.scales,
@@ -194,8 +189,7 @@ class PackedProduct:
             **launch_options(rows),
         )
         if splits > 1:
-            _add_splits(
-                (-(-out.numel() // _BLOCK),),
+            _add_splits_kernel[(-(-out.numel() // _BLOCK),)](
                 target,
                 self.bias,
                 out,

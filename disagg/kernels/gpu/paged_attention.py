@@ -20,7 +20,7 @@ from torch import Tensor
 
 from disagg.kernels.gpu.attention_tile import attend_tile
 from disagg.kernels.gpu.attention_work import KEY_TILE, MAX_SHORT_ROWS, AttentionWork, Launch
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.compiler import next_power_of_2
 from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages
 from disagg.kernels.ops import PLAIN_SCORES, PagedBatch, Scores
 
@@ -233,10 +233,6 @@ def _reduce_kernel(
             tl.store(out_ptr + target, result, mask=columns < HEAD_DIM)
 
 
-_paged_attention = KernelLauncher(_paged_attention_kernel)
-_reduce = KernelLauncher(_reduce_kernel)
-
-
 def launch_options(rows: int, vector_nbytes: int) -> dict[str, int]:
     """Warps and pipeline depth for a query tile of `rows` and keys of `vector_nbytes`.
 
@@ -326,8 +322,7 @@ def _run(
     num_rows = launch.num_partials * num_kv_heads * launch.rows
     partials = torch.empty(num_rows * block_d, dtype=torch.float32, device=qkv.device)
     weights = torch.empty(num_rows, dtype=torch.float32, device=qkv.device)
-    _paged_attention(
-        (launch.pieces.shape[0], num_kv_heads),
+    _paged_attention_kernel[launch.pieces.shape[0], num_kv_heads](
         qkv,
         units,
         scales,
@@ -373,8 +368,7 @@ def reduce_partials(
 ) -> None:
     """Merge the partial results of a launch, if there are any, into rows of `out`."""
     num_rows = launch.reductions.shape[0] * sizes["NUM_KV_HEADS"] * launch.num_merged_rows
-    _reduce(
-        (min(num_rows, MAX_REDUCERS),),
+    _reduce_kernel[(min(num_rows, MAX_REDUCERS),)](
         partials,
         weights,
         query_start,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.compiler import next_power_of_2
 
 
 @triton.jit
@@ -38,9 +38,6 @@ def _rms_norm_kernel(
     tl.store(normed_ptr + row + columns, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
-_rms_norm = KernelLauncher(_rms_norm_kernel)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight for contiguous [num_rows, size]."""
     return _launch(x, None, weight, eps)[1]
@@ -59,8 +56,7 @@ def _launch(
     total = x if residual is None else torch.empty_like(x)
     if num_rows:
         block = next_power_of_2(size)
-        _rms_norm(
-            (num_rows,),
+        _rms_norm_kernel[(num_rows,)](
             x,
             residual,
             weight,

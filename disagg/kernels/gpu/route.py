@@ -9,69 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
+from disagg.kernels.gpu.compiler import next_power_of_2
 from disagg.kernels.grouping import Grouping
 
 
 @triton.jit
 def _route_kernel(
-    logits_ptr,
-    weights_ptr,
-    chosen_ptr,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    experts, places = tl.arange(0, EXPERTS), tl.arange(0, CHOSEN)
-    inside = experts < NUM_EXPERTS
-    logits = tl.load(logits_ptr + token * NUM_EXPERTS + experts, mask=inside, other=float("-inf"))
-    logits = logits.to(tl.float32)
-    peak = tl.max(logits, axis=0)
-    total = tl.sum(tl.exp(logits - peak), axis=0)
-    largest = tl.full([CHOSEN], float("-inf"), tl.float32)
-    for place in tl.static_range(NUM_CHOSEN):
-        value = tl.max(logits, axis=0)
-        # Of equal scores, the first. NaN equals nothing; then the last expert is chosen.
-        expert = tl.min(tl.where(logits == value, experts, NUM_EXPERTS - 1), axis=0)
-        tl.store(chosen_ptr + token * NUM_CHOSEN + place, expert)
-        largest = tl.where(places == place, value, largest)
-        logits = tl.where(experts == expert, float("-inf"), logits)
-    weights = tl.exp(largest - peak)
-    if NORMALIZED:
-        total = tl.sum(weights, axis=0) + (total - total)  # NaN if any score is
-    target = weights_ptr + token * NUM_CHOSEN + places
-    tl.store(target, weights / total, mask=places < NUM_CHOSEN)
-
-
-_route = KernelLauncher(_route_kernel)
-
-
-def choose_experts(logits: Tensor, num_chosen: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
-    """Return float32 weights and int32 experts, [num_tokens, num_chosen] each, largest first."""
-    num_tokens, num_experts = logits.shape
-    weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits.device)
-    if num_tokens:
-        _route(
-            (num_tokens,),
-            logits,
-            weights,
-            chosen,
-            NUM_EXPERTS=num_experts,
-            NUM_CHOSEN=num_chosen,
-            EXPERTS=next_power_of_2(num_experts),
-            CHOSEN=next_power_of_2(num_chosen),
-            NORMALIZED=is_normalized,
-            num_warps=1,
-        )
-    return weights, chosen
-
-
-@triton.jit
-def _route_groups_kernel(
     logits_ptr,
     bias_ptr,
     weights_ptr,
@@ -86,7 +29,9 @@ def _route_groups_kernel(
     CHOSEN: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZED: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
+    """Without a grouping (GROUPED) logits are ranked, which are more exact than probabilities."""
     token = tl.program_id(0).to(tl.int64)
     groups, members, places = tl.arange(0, GROUPS), tl.arange(0, MEMBERS), tl.arange(0, CHOSEN)
     experts = groups[:, None] * SIZE + members[None, :]
@@ -99,8 +44,10 @@ def _route_groups_kernel(
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
         scores = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
-        scores = scores / tl.sum(tl.sum(scores, axis=1), axis=0)
-    ranked = scores
+        total = tl.sum(tl.sum(scores, axis=1), axis=0)
+        if GROUPED:
+            scores = scores / total
+    ranked = scores if GROUPED else logits
     if bias_ptr is not None:
         ranked += tl.load(bias_ptr + experts, mask=inside, other=0.0)
     ranked = tl.where(inside, ranked, float("-inf"))
@@ -133,47 +80,48 @@ def _route_groups_kernel(
         ranked = tl.where(is_one, float("-inf"), ranked)
     if NORMALIZED:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    elif not GROUPED:
+        weights = weights / total
     weights = tl.where(is_nan, float("nan"), weights)  # such a score was never the largest
     target = weights_ptr + token * NUM_CHOSEN + places
     tl.store(target, weights * scale, mask=places < NUM_CHOSEN)
 
 
-_route_groups = KernelLauncher(_route_groups_kernel)
-
-
-def choose_grouped(
+def choose_experts(
     logits: Tensor,
-    bias: Tensor | None,
     num_chosen: int,
     is_normalized: bool,
-    grouping: Grouping,
+    bias: Tensor | None = None,
+    grouping: Grouping | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `choose_experts`, with a `Grouping`.
+    """Return float32 weights and int32 experts, [num_tokens, num_chosen] each, largest first.
 
     Args:
         bias: float32 [num_experts], added to the scores only for the choice; or None.
+        grouping: how experts are chosen; None: those with the largest logits.
     """
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits.device)
-    size = num_experts // grouping.num_groups
+    how = grouping or Grouping(1, 1)
+    size = num_experts // how.num_groups
     if num_tokens:
-        _route_groups(
-            (num_tokens,),
+        _route_kernel[(num_tokens,)](
             logits,
             bias,
             weights,
             chosen,
-            grouping.scale,
-            NUM_GROUPS=grouping.num_groups,
-            NUM_CHOSEN_GROUPS=grouping.num_chosen_groups,
+            how.scale,
+            NUM_GROUPS=how.num_groups,
+            NUM_CHOSEN_GROUPS=how.num_chosen_groups,
             SIZE=size,
             NUM_CHOSEN=num_chosen,
-            GROUPS=next_power_of_2(grouping.num_groups),
+            GROUPS=next_power_of_2(how.num_groups),
             MEMBERS=next_power_of_2(size),
             CHOSEN=next_power_of_2(num_chosen),
-            SIGMOID=grouping.is_sigmoid,
+            SIGMOID=how.is_sigmoid,
             NORMALIZED=is_normalized,
+            GROUPED=grouping is not None,
             num_warps=1,
         )
     return weights, chosen

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels import sampling_rows
+from disagg.kernels.gpu.compiler import next_power_of_2
 from disagg.kernels.gpu.floors import (
     NUM_GROUPS_AT_ONCE,
     find_floors,
@@ -23,7 +24,6 @@ from disagg.kernels.gpu.floors import (
     scaled,
     scaled_groups,
 )
-from disagg.kernels.gpu.launcher import KernelLauncher, next_power_of_2
 from disagg.kernels.sampling_rows import GROUP_SIZE, SampledRows, SamplingTables
 
 _NUM_COLUMNS = tl.constexpr(sampling_rows.NUM_COLUMNS)
@@ -207,20 +207,13 @@ def _remember_kernel(
         tl.store(num_seen_ptr + slot, num_seen + 1)
 
 
-_adjust = KernelLauncher(_adjust_kernel)
-_score = KernelLauncher(_score_kernel)
-_pick = KernelLauncher(_pick_kernel)
-_remember = KernelLauncher(_remember_kernel)
-
-
 class TritonSampling:
     """`SamplingOps` for CUDA."""
 
     def adjust_(
         self, logits: Tensor, tables: SamplingTables, rows: SampledRows, positions: Tensor
     ) -> None:
-        _adjust(
-            (rows.adjusted.shape[0],),
+        _adjust_kernel[rows.adjusted.shape[0],](
             logits,
             tables.numbers,
             tables.stop_ids,
@@ -250,9 +243,9 @@ class TritonSampling:
         row = (logits, tables.numbers, rows.slots, positions, floors, scores)
         tile = NUM_GROUPS_AT_ONCE
         grid = (num_rows, -(-num_groups // tile))
-        _score(grid, *row, vocab_size, num_groups, TILE=tile)
+        _score_kernel[grid](*row, vocab_size, num_groups, TILE=tile)
         block = next_power_of_2(num_groups)
-        _pick((num_rows,), *row, chosen, vocab_size, num_groups, BLOCK=block)
+        _pick_kernel[(num_rows,)](*row, chosen, vocab_size, num_groups, BLOCK=block)
         return chosen
 
     def remember(
@@ -262,8 +255,7 @@ class TritonSampling:
         token_ids: Tensor,
         rows: Tensor,
     ) -> None:
-        _remember(
-            (rows.shape[0],),
+        _remember_kernel[rows.shape[0],](
             tables.seen_ids,
             tables.num_seen,
             tables.counts,

@@ -1,9 +1,8 @@
-"""The input tensors of small steps, at addresses that do not change, so that graphs can read them.
+"""The input tensors of steps. Those of small steps stay where they are, so graphs can read them.
 
 One kernel launch writes them from the numbers that the host uploaded. Rows beyond the step have
 token 0, write no KV, and belong to one more sequence, which has no context: whatever the size of a
-graph, its unused rows are cheap and harm nobody. The reference is
-`engine.device.batching.Batching.batch`.
+graph, its unused rows are cheap and harm nobody. `engine.device.batching` makes the same in torch.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -16,8 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from disagg.kernels.gpu.launcher import KernelLauncher
 
 
 @triton.jit(
@@ -93,9 +90,6 @@ def _fill_kernel(
         tl.store(tables_ptr + cells, blocks.to(tl.int32), mask=index < num_changes)
 
 
-_fill = KernelLauncher(_fill_kernel)
-
-
 @dataclass(frozen=True, slots=True)
 class StepArrays:
     """Tensors of steps with up to so many tokens and sequences, named as in `models.batch.Batch`.
@@ -113,22 +107,32 @@ class StepArrays:
 
     @classmethod
     def empty(cls, max_num_seqs: int, max_num_tokens: int, device: torch.device) -> StepArrays:
-        """As after a step of no sequence."""
+        """Not yet written."""
 
-        def zeros(length: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(length, dtype=dtype, device=device)
+        def empty(length: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(length, dtype=dtype, device=device)
 
-        arrays = cls(
-            token_ids=zeros(max_num_tokens, torch.int64),
-            positions=zeros(max_num_tokens, torch.int64),
-            slots=zeros(max_num_tokens, torch.int64),
-            logits_rows=zeros(max_num_tokens, torch.int64),
-            query_start=zeros(max_num_seqs + 2, torch.int32),
-            context_lens=zeros(max_num_seqs + 1, torch.int32),
-            table_rows=zeros(max_num_seqs + 1, torch.int64),
+        return cls(
+            token_ids=empty(max_num_tokens, torch.int64),
+            positions=empty(max_num_tokens, torch.int64),
+            slots=empty(max_num_tokens, torch.int64),
+            logits_rows=empty(max_num_tokens, torch.int64),
+            query_start=empty(max_num_seqs + 2, torch.int32),
+            context_lens=empty(max_num_seqs + 1, torch.int32),
+            table_rows=empty(max_num_seqs + 1, torch.int64),
         )
-        arrays.clear()
-        return arrays
+
+    def first(self, num_seqs: int, num_tokens: int, num_logits: int) -> dict[str, Tensor]:
+        """Those of so many sequences, tokens and logits, by name."""
+        return {
+            "token_ids": self.token_ids[:num_tokens],
+            "positions": self.positions[:num_tokens],
+            "slots": self.slots[:num_tokens],
+            "logits_rows": self.logits_rows[:num_logits],
+            "query_start": self.query_start[: num_seqs + 1],
+            "context_lens": self.context_lens[:num_seqs],
+            "table_rows": self.table_rows[:num_seqs],
+        }
 
     @property
     def max_num_tokens(self) -> int:
@@ -139,9 +143,12 @@ class StepArrays:
         return self.context_lens.shape[0] - 1
 
     def clear(self) -> None:
-        """All rows are of no sequence."""
+        """Make all rows those of no sequence."""
+        for each in (self.token_ids, self.positions, self.logits_rows, self.table_rows):
+            each.zero_()
         self.slots.fill_(-1)
-        self.query_start[1:].fill_(self.max_num_tokens)
+        self.query_start.fill_(self.max_num_tokens)
+        self.query_start[0] = 0
         self.context_lens.zero_()
 
     def fill(
@@ -169,8 +176,7 @@ class StepArrays:
             chosen: int64 [num_slots], the last chosen tokens, which the host has not read.
         """
         rows = max(self.max_num_tokens, self.query_start.shape[0])
-        _fill(
-            (-(-rows // 128),),
+        _fill_kernel[(-(-rows // 128),)](
             numbers,
             tables,
             chosen,

@@ -20,7 +20,7 @@ class RequestTiming(msgspec.Struct, kw_only=True):
 
     due_s: when the schedule wanted it to be sent; `sent_s` is later if the generator was late, or
         if the largest number of requests was in flight.
-    event_s: when each event with a part of the answer came.
+    event_s: when the first event with a text came, and when each after it with tokens.
     num_output_tokens: as the server counts; the number of events if it does not say.
     id: what the server calls it.
     error: its kind, such as "429 overloaded"; "" if it was answered.
@@ -130,7 +130,8 @@ def _read(event: bytes, read_s: float, timing: RequestTiming) -> list[str]:
     timing.id = timing.id or chunk.id
     if chunk.usage is not None:
         _count(timing, chunk.usage)
-    if any(choice.has_output for choice in chunk.choices):
+    # Once there is a text, tokens without one, such as those of an ignored end, count too.
+    if chunk.choices and (timing.event_s or any(choice.has_output for choice in chunk.choices)):
         timing.event_s.append(read_s)
     return [choice.text or choice.delta.content or "" for choice in chunk.choices]
 

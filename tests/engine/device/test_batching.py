@@ -223,11 +223,11 @@ def test_a_step_uploads_what_it_changes_and_not_whole_tables() -> None:
     sequence = new_sequence(tuple(range(4, 70)), 4)
     sequence.block_ids, sequence.num_computed = list(range(17)), 65
     plan = StepPlan((sequence,), (1,), 1, StepFeatures())
-    before = sum(made.inputs(plan).lengths)
+    before = sum(made.inputs(plan).shape.lengths)
     sequence.block_ids.append(77)
     sequence.tokens += [3, 4, 5]
     sequence.num_computed += 3
-    after = sum(made.inputs(plan).lengths)
+    after = sum(made.inputs(plan).shape.lengths)
     # Its slot, position, end and token, and where its KV goes.
     assert (before, after) == (5 + 2 * 17, 5 + 2 * 1)
 

@@ -22,7 +22,7 @@ from disagg.engine.device.choices import choose_device
 from disagg.engine.device.gpu import GpuMemory, check_gpu
 from disagg.engine.device.memory_plan import MemoryPlan
 from disagg.errors import NotEnoughMemory, StartupError
-from disagg.kernels.gpu.launcher import find_driver
+from disagg.kernels.gpu.compiler import start_compiler
 from disagg.models.description import describe_model
 from disagg.worker.check import check_tier
 from tests.engine.device.test_workspace import LLAMA_3_8B
@@ -43,8 +43,9 @@ class Gpu:
         )
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: self.properties)
         monkeypatch.setattr(choices, "has_driver", lambda: True)
-        monkeypatch.setattr("disagg.kernels.gpu.launcher.find_driver", lambda: None)
+        monkeypatch.setattr("disagg.kernels.gpu.compiler.start_compiler", lambda: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr("disagg.engine.device.gpu.new_stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.own)
         monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
@@ -204,7 +205,7 @@ def test_triton_without_a_compiler_is_refused_before_a_weight_is_read(
         raise AssertionError("weights are read")
 
     active = SimpleNamespace(get_current_device=begin)
-    monkeypatch.setattr("disagg.kernels.gpu.launcher.find_driver", find_driver)
+    monkeypatch.setattr("disagg.kernels.gpu.compiler.start_compiler", start_compiler)
     monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=active))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -226,7 +227,7 @@ def test_the_size_of_steps_follows_the_speed_of_the_gpu(
     checked = memory_plan.plan_memory
 
     def plan_memory(*arguments: Any) -> MemoryPlan:
-        planned.append(arguments[6])  # largest_step
+        planned.append(arguments[4])  # largest_step
         return checked(*arguments)
 
     monkeypatch.setattr(check, "plan_memory", plan_memory)

@@ -9,7 +9,7 @@ import pytest
 
 from disagg.config import EngineConfig
 from disagg.engine.device.kv_shape import KVShape
-from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan, plan_memory
+from disagg.engine.device.memory_plan import LARGEST_STEP, MemoryPlan, StoredModel, plan_memory
 from disagg.errors import NotEnoughMemory
 from disagg.kernels.kv_pages import FORMATS
 from disagg.models.experts_config import ExpertsConfig
@@ -36,7 +36,8 @@ def plan(
     shape = KVShape.from_model(model, "weights", 64, FORMATS["bfloat16"], config.share(rank))
     claim_nbytes = None if gb is None else int(gb * config.gpu_memory_utilization * GB)
     max_model_len = config.max_model_len or (2048 if gb is None else 8192)
-    return plan_memory(config, model, shape, max_model_len, 2, claim_nbytes, largest_step)
+    stored = StoredModel(model, shape, 2, config.quantization)
+    return plan_memory(config, stored, max_model_len, claim_nbytes, largest_step)
 
 
 def sizes(found: MemoryPlan) -> tuple[int, int]:
@@ -137,3 +138,41 @@ def test_a_cache_that_is_set_must_fit_too() -> None:
         plan(80, kv_cache_memory_bytes=60 * GB)
     with pytest.raises(NotEnoughMemory, match="9000 blocks"):
         plan(80, num_gpu_blocks_override=9000)
+
+
+def with_drafts(gb: float, **settings: object) -> MemoryPlan:
+    """Of Llama-3-8B, for which a model of four of its layers drafts."""
+    config = EngineConfig(**settings)  # type: ignore[arg-type]
+    four = dataclasses.replace(LLAMA_3_8B, num_layers=4)
+    both = [
+        StoredModel(each, KVShape.from_model(each, "weights", 64, FORMATS["bfloat16"]), 2)
+        for each in (LLAMA_3_8B, four)
+    ]
+    claim_nbytes = int(gb * config.gpu_memory_utilization * GB)
+    return plan_memory(config, both[0], 8192, claim_nbytes, LARGEST_STEP, both[1])
+
+
+def test_a_draft_model_is_counted_before_it_is_loaded() -> None:
+    alone, both = plan(80), with_drafts(80)
+    four = dataclasses.replace(LLAMA_3_8B, num_layers=4)
+    assert both.weights_nbytes == alone.weights_nbytes
+    assert both.drafts_nbytes == weights_nbytes(four, DeviceFormat(2), Share())
+    assert both.workspace_nbytes > alone.workspace_nbytes
+    assert both.block_nbytes == alone.block_nbytes * 36 // 32, "KV of 36 layers, not of 32"
+    config = EngineConfig()
+    for found in (alone, both):
+        assert found.num_blocks(config, 36 * 1000 * alone.block_nbytes // 32) == (
+            1000 if found is both else 1125
+        )
+        left = 72 * GB - found.beside_nbytes
+        assert found.num_kv_tokens(config, 80 * GB) == left // found.block_nbytes * 64
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_with_its_size() -> None:
+    assert plan(22)
+    with pytest.raises(
+        NotEnoughMemory, match=r"16\.1 GB of weights, 3\.\d GB of those of the draft"
+    ):
+        with_drafts(22)
+    with pytest.raises(NotEnoughMemory, match=r"58\.5 GB of KV"):  # 52 and an eighth of that
+        with_drafts(90, kv_cache_memory_bytes=52 * GB)

@@ -68,7 +68,7 @@ def test_default_sampling_is_few_calls_and_none_that_waits(family: str, num_rows
     names = device_calls(sequences, 1000)
     assert names.total() <= 30
     assert not WAITING & set(names), names
-    assert {"_score", "_pick", "_floors"} <= set(names)
+    assert {"_score_kernel", "_pick_kernel", "_floors_kernel"} <= set(names)
 
 
 @pytest.mark.parametrize("case", [*sampling_law.grid()], ids=lambda case: str(case.params))

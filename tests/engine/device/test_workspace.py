@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from disagg.config import EngineConfig
 from disagg.engine.device.batching import Batching
 from disagg.engine.device.kv_shape import KVShape
-from disagg.engine.device.memory_plan import plan_memory
+from disagg.engine.device.memory_plan import StoredModel, plan_memory
 from disagg.engine.device.sampler import Sampler
 from disagg.engine.device.slots import Slots
 from disagg.engine.device.step_graphs import graph_sizes
@@ -140,7 +140,9 @@ def test_what_is_captured_is_kept_from_kv_unless_nothing_is() -> None:
     def workspace(claim_nbytes: int | None, **changes: object) -> int:
         sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
         config = EngineConfig(**sizes, **changes)  # type: ignore[arg-type]
-        plan = plan_memory(config, LLAMA_3_8B, shape, 2048, 2, claim_nbytes)
+        plan = plan_memory(
+            config, StoredModel(LLAMA_3_8B, shape, 2, config.quantization), 2048, claim_nbytes
+        )
         return plan.workspace_nbytes
 
     claim_nbytes = 72 * 10**9

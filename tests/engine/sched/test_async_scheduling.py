@@ -5,9 +5,13 @@ The property tests in `test_scheduler.py` play every workload in this way, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import pytest
+from msgspec.structs import replace
 
 from disagg.engine.engine import Engine
+from disagg.engine.sched.acceptance import Acceptance
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
@@ -356,6 +360,64 @@ def test_one_with_drafts_costs_255_others_no_step() -> None:
         (True, 256),  # what is left to propose then is a single token, which this step gives
         (True, 255),
     ]
+
+
+class Smaller:
+    """A proposer that needs all tokens of a sequence, as a draft model does."""
+
+    num_tokens, knows_ahead, spent_s = 2, False, 0.0
+
+    def __init__(self, outputs: dict[Sequence, list[int]]) -> None:
+        self._outputs = outputs
+
+    def token_s(self, num_sequences: int) -> float:
+        return 0.0
+
+    def propose(self, limits: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
+        self.spent_s += 1.0
+        for sequence, limit in limits.items():
+            begin = sequence.num_output_tokens
+            assert sequence.tokens[2:] == self._outputs[sequence][:begin], "a token is not read yet"
+            yield sequence, tuple(self._outputs[sequence][begin : begin + limit])
+
+
+def test_one_with_a_draft_model_costs_255_others_no_step() -> None:
+    """It takes part in every other step: in between its draft is made, beside the others' step."""
+    engine, _ = new_engine(
+        1200, BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=512, on_device=True
+    )
+    *others, drafted = sequences = streams(256, 12)
+    for sequence in others:
+        sequence.sampling = replace(sequence.sampling, presence_penalty=0.1)
+    expected = expected_tokens((255, 98), 12)
+    drafting = engine.scheduler.drafting
+    drafting.proposer = Smaller({drafted: expected})
+    found = steps_of(engine, sequences)
+    assert answer(drafted, 2) == expected
+    for n, sequence in enumerate(others):
+        assert answer(sequence, 2) == expected_tokens((n, 98), 12)
+    assert found == [
+        (False, 256),
+        (True, 256),
+        *[(True, 255), (True, 256)] * 4,
+        (True, 255),
+        (True, 255),
+    ]
+    assert not drafting.take_spent_s(), "no step was shorter for it"
+
+
+def test_who_gains_less_than_a_token_does_not_rest_for_a_draft() -> None:
+    engine, _ = new_engine(
+        1200, BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=512, on_device=True
+    )
+    *others, drafted = sequences = streams(256, 12)
+    for sequence in others:
+        sequence.sampling = replace(sequence.sampling, presence_penalty=0.1)
+    engine.scheduler.drafting.proposer = Smaller({drafted: expected_tokens((255, 98), 12)})
+    drafted.acceptance = Acceptance()
+    for _ in range(9):
+        drafted.acceptance.learn(2, 0)
+    assert steps_of(engine, sequences) == [(False, 256), *[(True, 256)] * 11]
 
 
 def test_many_with_drafts_are_verified_before_anything_follows() -> None:

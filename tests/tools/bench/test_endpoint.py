@@ -82,17 +82,18 @@ async def test_every_part_has_the_time_at_which_it_was_read() -> None:
         (1.5, delta(reasoning_content="hm")),
         (2.0, first + second[:9]),
         (2.5, second[9:] + delta(content=" d")),
-        (3.0, event(choices=[{"text": "!"}]) + USAGE + DONE),
+        (3.0, event(choices=[{"text": "!"}])),
+        (4.0, delta(content="") + USAGE + DONE),  # a token without a text
     )
     assert timing == RequestTiming(
         due_s=0.5,
-        event_s=[1.5, 2.0, 2.5, 2.5, 3.0],
+        event_s=[1.5, 2.0, 2.5, 2.5, 3.0, 4.0],
         num_prompt_tokens=7,
         num_cached_tokens=4,
         num_output_tokens=5,
         id="chatcmpl-1",
     )
-    assert (timing.ttft_s, timing.e2el_s, timing.tpot_s) == (1.0, 2.5, 0.375)
+    assert (timing.ttft_s, timing.e2el_s, timing.tpot_s) == (1.0, 3.5, 0.625)
     assert text == "a b c d!"
 
 
