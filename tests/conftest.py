@@ -42,17 +42,30 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--random-order", type=int, metavar="SEED", help="shuffle files, and the tests of each"
+        "--random-order",
+        type=int,
+        metavar="SEED",
+        help="shuffle directories, their files, and the tests of each",
     )
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """No test may need another before it. A file's tests stay together, as their fixtures do."""
+    """No test may need another before it. The tests of a file stay together, as their fixtures do,
+    and so do the files of a directory. In any order those marked `last` come last of their file or
+    directory, the one with 1 before that with 2."""
     if config.option.random_order is not None:
-        rng = random.Random(config.option.random_order)
-        drawn = {path: rng.random() for path in sorted({item.path for item in items})}
-        rng.shuffle(items)
-        items.sort(key=lambda item: drawn[item.path])
+        random.Random(config.option.random_order).shuffle(items)
+    directories = {path: n for n, path in enumerate(dict.fromkeys(i.path.parent for i in items))}
+    files = {path: n for n, path in enumerate(dict.fromkeys(item.path for item in items))}
+
+    def place(item: pytest.Item) -> tuple[int, bool, int, int]:
+        mark = item.get_closest_marker("last")
+        ends_directory = mark is not None and mark.kwargs.get("of") == "directory"
+        last = 0 if mark is None else mark.args[0]
+        return directories[item.path.parent], ends_directory, files[item.path], last
+
+    items.sort(key=place)
 
 
 def pytest_collection() -> None:
