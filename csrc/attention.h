@@ -1,257 +1,157 @@
-// Attention of one query per sequence, which reads keys and values directly from the paged cache.
-// The queries of the heads that share a KV head are computed together. A long context is cut into
-// chunks, always at the same positions, whose results are combined at the end.
+// Attention of all sequences of a step, in one layer at a time, cut into items for threads.
 #pragma once
 
-#include <cmath>
-#include <limits>
+#include <atomic>
 
-#include "kv_format.h"
-#include "vectors.h"
+#include "buffer.h"
+#include "query_attention.h"
+#include "tile_attention.h"
 
 namespace disagg {
 
-constexpr int CHUNK = 512;     // positions
-constexpr int KEYS_AT_ONCE = 16;
-constexpr int KEYS_IN_REGISTERS = HAS_32_REGISTERS ? KEYS_AT_ONCE : 4;  // whose scores are summed
-constexpr int QUERIES_AT_ONCE = 4;
-// Positions that are prefetched into the L2 cache. Without that, a core with AMX reads memory at half
-// its speed, because it waits for each run; a Zen 4 does not need it.
-#ifdef __AMX_BF16__
-constexpr int POSITIONS_AHEAD = 64;
-#else
-constexpr int POSITIONS_AHEAD = 0;
-#endif
-
-// The result of attention over one chunk for each query: sums of values weighted by
-// e^(score - peak), and the sum of these weights.
-struct Partial {
-  float* sums;    // [num_queries, head_dim]
-  float* peaks;   // [num_queries]
-  float* totals;  // [num_queries]
-};
-
-// Memory of one thread.
-struct AttentionScratch {
-  bf16* queries;  // [num_queries, head_dim], after RoPE
-  float* scores;  // [num_queries, CHUNK]
-  bf16* widened;  // [KEYS_AT_ONCE, head_dim]
-};
-
-// The 16 sums over the lanes of 16 vectors.
-inline Floats sums_of_lanes(Floats (&v)[LANES]) {
-  // Each round halves the number of vectors: the lanes of two are added crosswise into one.
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
-    const Floats low = unpack_low(v[2 * i], v[2 * i + 1]);
-    v[i] = low + unpack_high(v[2 * i], v[2 * i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const Floats one = v[2 * i], other = v[2 * i + 1];
-    const Floats low = low_pairs(one, other);
-    v[i] = low + high_pairs(one, other);
-  }
-  // Now v[i] has, in each quarter, the sums of vectors 4 i .. 4 i + 3 over that quarter.
-  const Floats ab = even_quarters(v[0], v[1]) + odd_quarters(v[0], v[1]);
-  const Floats cd = even_quarters(v[2], v[3]) + odd_quarters(v[2], v[3]);
-  return even_quarters(ab, cd) + odd_quarters(ab, cd);
-}
-
-// Scores of one query with 16 keys. For the usual head sizes, all offsets are compile-time constants.
-template <int head_dim>
-inline Floats scores_of(const bf16* query, const bf16* keys) {
-  Floats sums[LANES];
-#pragma GCC unroll 4
-  for (int first = 0; first < KEYS_AT_ONCE; first += KEYS_IN_REGISTERS) {
-#pragma GCC unroll 16
-    for (int j = first; j < first + KEYS_IN_REGISTERS; ++j) sums[j] = zeros();
-#pragma GCC unroll 4
-    for (int d = 0; d < head_dim; d += 2 * LANES) {
-      const Words some = load_words(query + d);
-#pragma GCC unroll 16
-      for (int j = first; j < first + KEYS_IN_REGISTERS; ++j)
-        sums[j] = dot_pairs(sums[j], some, load_words(keys + j * head_dim + d));
+class Attention {
+ public:
+  // Returns false if there is not enough memory.
+  bool prepare(const Attended& given, const KVPages& cache, int num_threads) {
+    given_ = given;
+    cache_ = cache;
+    int64_t num_items = 0, num_parts = 0;
+    for (int i = 0; i < given.num_sequences; ++i) num_items += items_of(given.sequences[i], num_parts);
+    num_parts *= given.num_kv_heads;
+    if (!own_.hold(num_threads) || !items_.hold(num_items) || !slots_.hold(given.num_tokens) ||
+        !partials_.hold(num_parts * given.group() * (given.head_dim + 2)) || !arrived_.hold(num_parts))
+      return false;
+    for (int64_t i = 0; i < num_parts; ++i) new (arrived_.get() + i) std::atomic<int>(0);
+    const int num_queries = num_items == num_parts / given.num_kv_heads
+                                ? 0 : TileAttention::queries_of_item(given);
+    for (int i = 0; i < num_threads; ++i) {
+      Own& own = own_[i];
+      if (!own.scores.hold(given.group() * CHUNK) || !own.widened.hold(KEYS_AT_ONCE * given.head_dim) ||
+          (num_queries > 0 && !own.of_tiles.hold(num_queries * given.group(), given.head_dim,
+                                                 TileAttention::depth(given))))
+        return false;
     }
+    num_items_ = num_parts_ = 0;
+    for (int i = 0; i < given.num_sequences; ++i) take_slots(given.sequences[i]);
+    for (const bool is_alone : {false, true})  // the longest items first
+      for (int i = 0; i < given.num_sequences; ++i)
+        if (given.is_alone(given.sequences[i]) == is_alone) list(given.sequences[i]);
+    return true;
   }
-  return sums_of_lanes(sums);
-}
 
-// The same for any head size and for fewer keys; lanes beyond `num_keys` are undefined.
-inline Floats scores_of(const bf16* query, const bf16* keys, int num_keys, int head_dim) {
-  if (num_keys == KEYS_AT_ONCE && head_dim == 64) return scores_of<64>(query, keys);
-  if (num_keys == KEYS_AT_ONCE && head_dim == 128) return scores_of<128>(query, keys);
-  Floats sums[LANES];
-#pragma GCC unroll 4
-  for (int first = 0; first < KEYS_AT_ONCE; first += KEYS_IN_REGISTERS) {
-#pragma GCC unroll 16
-    for (int j = first; j < first + KEYS_IN_REGISTERS; ++j) sums[j] = zeros();
-    if (first >= num_keys) continue;
-    for (int d = 0; d < head_dim; d += 2 * LANES) {
-      const Mask mask = first_lanes((head_dim - d) / 2);
-      const Words some = load_words(query + d, mask);
-#pragma GCC unroll 16
-      for (int j = first; j < first + KEYS_IN_REGISTERS; ++j) {
-        const bf16* key = keys + int64_t(j < num_keys ? j : 0) * head_dim;
-        sums[j] = dot_pairs(sums[j], some, load_words(key + d, mask));
-      }
-    }
+  // One thread calls it, while no thread computes attention.
+  void set_layer(int layer, int window) {
+    given_.layer = layer;
+    given_.window = window;
   }
-  return sums_of_lanes(sums);
-}
 
-// Adds values, weighted, to the sums of up to 4 queries: num_vectors * 16 dimensions from `first`.
-template <int num_queries, int num_vectors>
-inline void add_values(const float* weights, const bf16* values, int num_keys, int head_dim,
-                       float* sums) {
-  Floats acc[num_queries][num_vectors];
-#pragma GCC unroll 4
-  for (int q = 0; q < num_queries; ++q)
-#pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v)
-      acc[q][v] = load(sums + q * head_dim + v * LANES);
-  for (int j = 0; j < num_keys; ++j) {
-    Floats wide[num_vectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v) wide[v] = load(values + int64_t(j) * head_dim + v * LANES);
-#pragma GCC unroll 4
-    for (int q = 0; q < num_queries; ++q) {
-      const Floats weight = broadcast(weights[q * CHUNK + j]);
-#pragma GCC unroll 4
-      for (int v = 0; v < num_vectors; ++v) acc[q][v] = fma(weight, wide[v], acc[q][v]);
-    }
+  int position(int token) const { return slots_.get()[token].position; }
+
+  // Stores the keys and values of a token in the cache.
+  void write(int layer, int token) {
+    for (int vector = 0; vector < given_.num_vectors; ++vector)
+      for (int kv_head = 0; kv_head < given_.num_kv_heads; ++kv_head)
+        cache_.put(slots_.get()[token].slot, layer, Half(vector), kv_head, given_.head_dim,
+                   given_.head(token, given_.num_heads + vector * given_.num_kv_heads + kv_head));
   }
-#pragma GCC unroll 4
-  for (int q = 0; q < num_queries; ++q)
-#pragma GCC unroll 4
-    for (int v = 0; v < num_vectors; ++v)
-      store(sums + q * head_dim + v * LANES, acc[q][v]);
-}
 
-template <int num_queries>
-inline void add_values(const float* weights, const bf16* values, int num_keys, int head_dim,
-                       float* sums) {
-  constexpr int AT_ONCE = vectors_at_once(num_queries, 4);
-  int d = 0;
-  for (; d + AT_ONCE * LANES <= head_dim; d += AT_ONCE * LANES)
-    add_values<num_queries, AT_ONCE>(weights, values + d, num_keys, head_dim, sums + d);
-  for (; d < head_dim; d += LANES)
-    add_values<num_queries, 1>(weights, values + d, num_keys, head_dim, sums + d);
-}
+  int num_items() const { return num_items_ * given_.num_kv_heads; }
 
-inline void add_values(const float* weights, const bf16* values, int num_queries, int num_keys,
-                       int head_dim, float* sums) {
-  for (int q = 0; q < num_queries; q += QUERIES_AT_ONCE) {
-    const float* its_weights = weights + q * CHUNK;
-    float* its_sums = sums + q * head_dim;
-    switch (num_queries - q) {
-      case 1: add_values<1>(its_weights, values, num_keys, head_dim, its_sums); break;
-      case 2: add_values<2>(its_weights, values, num_keys, head_dim, its_sums); break;
-      case 3: add_values<3>(its_weights, values, num_keys, head_dim, its_sums); break;
-      default: add_values<4>(its_weights, values, num_keys, head_dim, its_sums); break;
-    }
+  // `thread` is below the number of prepared threads, and computes one item at a time.
+  void attend(int thread, int index) {
+    const Item& item = items_.get()[index / given_.num_kv_heads];
+    const int kv_head = index % given_.num_kv_heads;
+    if (item.part < 0)
+      TileAttention(given_, cache_, own_[thread].of_tiles)
+          .attend(*item.sequence, item.begin, item.end, kv_head);
+    else
+      attend_part(own_[thread], item, kv_head);
   }
-}
 
-// Scores become weights e^(score - peak). Returns their sum, and the largest score in `peak`.
-inline float softmax(float* scores, int num_keys, float* peak) {
-  Floats largest = broadcast(-std::numeric_limits<float>::infinity());
-  for (int j = 0; j < num_keys; j += LANES)
-    largest = select(lanes_of(first_lanes(num_keys - j)), larger(largest, load(scores + j)),
-                     largest);
-  *peak = largest_of(largest);
-  const Floats subtracted = broadcast(*peak);
-  Floats total = zeros();
-  for (int j = 0; j < num_keys; j += LANES) {
-    const Floats weights = exponential(load(scores + j) - subtracted);
-    store(scores + j, weights);
-    total = select(lanes_of(first_lanes(num_keys - j)), total + weights, total);
-  }
-  return sum_of(total);
-}
-
-// Attention over the positions [begin, end) of a sequence, which are in one chunk.
-inline void attend(const KVPages& cache, int layer, int kv_head, const int32_t* blocks, int begin,
-                   int end, int num_queries, int head_dim, const AttentionScratch& scratch,
-                   const Partial& out) {
-  const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
-  // Always inlined, because gcc omits calls of functions that only prefetch.
-  auto bring_closer = [&](Half half, int position, int count) __attribute__((always_inline)) {
-    if (position >= end && half == KEYS) {  // after the last keys come the first values
-      half = VALUES;
-      position -= end - begin;
-    }
-    if (position >= end) return;
-    const int64_t vector_nbytes = cache.vector_nbytes(head_dim);
-    const uint8_t* from = cache.page(blocks[position / cache.block_size], layer, half, kv_head) +
-                          position % cache.block_size * vector_nbytes;
-    for (int64_t i = 0; i < count * vector_nbytes; i += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
+ private:
+  // Some tokens of a sequence, or a chunk of the context of one token.
+  struct Item {
+    const Sequence* sequence;
+    int32_t begin, end;
+    int32_t chunk;
+    int64_t part;  // the place of the token's first chunk among the chunks of all; -1: no chunk
   };
-  // Calls work(page, offset, at, count) for runs of up to 16 keys or values, `at` counted from `begin`.
-  auto for_runs = [&](Half half, auto&& work) {
-    for (int position = begin; position < end;) {
-      const int offset = position % cache.block_size;
-      int count = cache.block_size - offset;
-      if (count > end - position) count = end - position;
-      if (count > KEYS_AT_ONCE) count = KEYS_AT_ONCE;
-      if (POSITIONS_AHEAD > 0) bring_closer(half, position + POSITIONS_AHEAD, count);
-      work(cache.page(blocks[position / cache.block_size], layer, half, kv_head), offset,
-           position - begin, count);
-      position += count;
-    }
+  struct Slot {
+    int32_t position;
+    int64_t slot;
   };
-  for_runs(KEYS, [&](const uint8_t* page, int offset, int at, int count) {
-    const bf16* keys = cache.widened(page, offset, count, head_dim, scratch.widened);
-    const float* scales = cache.scales(page, offset);
-    for (int q = 0; q < num_queries; ++q) {
-      Floats scores = scores_of(scratch.queries + q * head_dim, keys, count, head_dim);
-      scores = scores * broadcast(scale);
-      const Mask mask = first_lanes(count);
-      if (scales != nullptr) scores = scores * load(scales, mask);
-      store(scratch.scores + q * CHUNK + at, scores, mask);
-    }
-  });
-  for (int q = 0; q < num_queries; ++q)
-    out.totals[q] = softmax(scratch.scores + q * CHUNK, end - begin, &out.peaks[q]);
-  memset(out.sums, 0, sizeof(float) * num_queries * head_dim);
-  for_runs(VALUES, [&](const uint8_t* page, int offset, int at, int count) {
-    const bf16* values = cache.widened(page, offset, count, head_dim, scratch.widened);
-    const float* scales = cache.scales(page, offset);
-    float* weights = scratch.scores + at;
-    if (scales != nullptr) {
-      const Mask mask = first_lanes(count);
-      const Floats factors = load(scales, mask);
-      for (int q = 0; q < num_queries; ++q) {
-        float* own = weights + q * CHUNK;
-        const Floats scaled = load(own, mask) * factors;
-        store(own, scaled, mask);
-      }
-    }
-    add_values(weights, values, num_queries, count, head_dim, out.sums);
-  });
-}
+  struct Own {  // the memory of one thread
+    Buffer<float> scores;
+    Buffer<bf16> widened;
+    TileScratch of_tiles;
+  };
 
-// Combines the chunks of a sequence, which `part(i)` returns, to rounded [num_queries, head_dim].
-template <class Part, class Out>
-inline void join(Part&& part, int num_chunks, int num_queries, int head_dim, Out* out) {
-  for (int q = 0; q < num_queries; ++q) {
-    float peak = part(0).peaks[q], total = 0.0f;
-    for (int c = 1; c < num_chunks; ++c) peak = std::fmax(peak, part(c).peaks[q]);
-    for (int c = 0; c < num_chunks; ++c) {  // from here on, the chunk's weight
-      part(c).peaks[q] = std::exp(part(c).peaks[q] - peak);
-      total += part(c).totals[q] * part(c).peaks[q];
-    }
-    for (int d = 0; d < head_dim; d += LANES) {
-      Floats sums = zeros();
-      for (int c = 0; c < num_chunks; ++c) {
-        const Floats weight = broadcast(part(c).peaks[q] / total);
-        const Floats some = load(part(c).sums + q * head_dim + d);
-        sums = fma(weight, some, sums);
-      }
-      store_rounded(out + q * head_dim + d, sums);
+  static int chunks_of(int context_len) { return (context_len - 1) / CHUNK + 1; }
+
+  int64_t items_of(const Sequence& sequence, int64_t& num_parts) const {
+    const int num_tokens = sequence.end - sequence.start;
+    if (!given_.is_alone(sequence)) return num_tokens / TileAttention::queries_of_item(given_) + 1;
+    num_parts += num_tokens * chunks_of(sequence.context_len);
+    return num_tokens * chunks_of(sequence.context_len);
+  }
+
+  // Finds where its vectors are stored.
+  void take_slots(const Sequence& sequence) {
+    for (int token = sequence.start; token < sequence.end; ++token) {
+      const int position = sequence.position(token), size = cache_.block_size;
+      const int64_t block = sequence.blocks[position / size];
+      slots_.get()[token] = {position, block * size + position % size};
     }
   }
-}
+
+  void list(const Sequence& sequence) {
+    if (given_.is_alone(sequence)) {
+      for (int token = sequence.start; token < sequence.end; ++token) {
+        const int64_t part = num_parts_;
+        num_parts_ += chunks_of(sequence.position(token) + 1);
+        for (int chunk = 0; part + chunk < num_parts_; ++chunk)
+          items_.get()[num_items_++] = {&sequence, token, token + 1, chunk, part};
+      }
+      return;
+    }
+    // The last queries see the most keys, so they come first.
+    for (int end = sequence.end; end > sequence.start; end -= TileAttention::queries_of_item(given_)) {
+      const int begin = end - TileAttention::queries_of_item(given_);
+      items_.get()[num_items_++] = {&sequence, begin > sequence.start ? begin : sequence.start, end, 0, -1};
+    }
+  }
+
+  void attend_part(Own& own, const Item& item, int kv_head) {
+    const int end = item.sequence->position(item.begin) + 1;
+    const int begin = given_.window > 0 && given_.window < end ? end - given_.window : 0;
+    const int first = begin / CHUNK, num_chunks = chunks_of(end) - first;
+    const int start = item.chunk * CHUNK, stop = start + CHUNK;
+    if (item.chunk < first) return;  // beyond the window
+    auto part = [&](int chunk) { return partial((item.part + chunk) * given_.num_kv_heads + kv_head); };
+    attend_chunk(given_, cache_, item.sequence->blocks, item.begin, kv_head,
+                 start > begin ? start : begin, stop < end ? stop : end, own.scores.get(),
+                 own.widened.get(), part(item.chunk));
+    std::atomic<int>& arrived = arrived_.get()[item.part * given_.num_kv_heads + kv_head];
+    if (num_chunks > 1 && arrived.fetch_add(1) + 1 < num_chunks) return;
+    // The thread that computed the last chunk combines them all.
+    arrived.store(0, std::memory_order_relaxed);
+    join(given_, item.begin, kv_head, num_chunks, [&](int chunk) { return part(first + chunk); });
+  }
+
+  Partial partial(int64_t place) const {
+    const int64_t size = given_.group() * given_.head_dim;
+    float* at = partials_.get() + place * (size + 2 * given_.group());
+    return {at, at + size, at + size + given_.group()};
+  }
+
+  Attended given_{};
+  KVPages cache_{};
+  PerThread<Own> own_;
+  Buffer<Item> items_;
+  Buffer<Slot> slots_;
+  Buffer<float> partials_;
+  Buffer<std::atomic<int>> arrived_;  // chunks that are done
+  int64_t num_items_ = 0, num_parts_ = 0;
+};
 
 }  // namespace disagg

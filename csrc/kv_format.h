@@ -1,7 +1,7 @@
 // Reads and writes keys and values in the layout of `disagg/kernels/kv_pages.py`. A page has the keys
 // or values of one head and one layer in one block. In formats with scales it ends with a float32
 // scale for each vector. A block has the pages of its first head in all layers, then those of the
-// second head. Numbers are rounded as in `disagg/kernels/torch/quantized.py`.
+// second head. Numbers are rounded as in `quantize` of disagg/kernels/reference.py.
 #pragma once
 
 #include "vectors.h"
@@ -62,36 +62,43 @@ struct KVPages {
   int64_t page_nbytes;
   int64_t scales_offset;  // in a page; 0: no scales
   int32_t num_layers;
+  int32_t num_vectors;  // of a token in each layer and head: a key and a value, or one for both
   int32_t num_kv_heads;
   int32_t block_size;
   int32_t format;
 
   uint8_t* page(int64_t block, int layer, Half half, int kv_head) const {
-    const int64_t number = ((block * num_kv_heads + kv_head) * num_layers + layer) * 2 + half;
-    return base + number * page_nbytes;
+    const int64_t number = (block * num_kv_heads + kv_head) * num_layers + layer;
+    return base + (number * num_vectors + (half < num_vectors ? half : 0)) * page_nbytes;
   }
 
   int64_t vector_nbytes(int head_dim) const {
     return format == BFLOAT16 ? 2 * head_dim : format == INT4 ? head_dim / 2 : head_dim;
   }
 
+  // Calls work(page, offset in it, position, count) for runs of up to `most` positions of one block.
+  template <class Work>
+  void for_runs(const int32_t* blocks, int layer, Half half, int kv_head, int begin, int end,
+                int most, Work&& work) const {
+    for (int position = begin; position < end;) {
+      const int offset = position % block_size;
+      int count = block_size - offset < most ? block_size - offset : most;
+      if (count > end - position) count = end - position;
+      work(page(blocks[position / block_size], layer, half, kv_head), offset, position, count);
+      position += count;
+    }
+  }
+
   // `count` vectors as bfloat16, without their scales: in the cache, or converted in `scratch`.
   const bf16* widened(const uint8_t* page, int offset, int count, int head_dim,
                       bf16* scratch) const {
     const uint8_t* from = page + offset * vector_nbytes(head_dim);
-    const int num_values = count * head_dim;
-    switch (format) {
-      case INT8:
-        for (int i = 0; i < num_values; i += LANES) store(scratch + i, from_int8(from + i));
-        return scratch;
-      case INT4:
-        for (int i = 0; i < num_values; i += LANES) store(scratch + i, from_int4(from + i / 2));
-        return scratch;
-      case FP8:
-        for (int i = 0; i < num_values; i += LANES) store(scratch + i, from_fp8(from + i));
-        return scratch;
-      default: return reinterpret_cast<const bf16*>(from);
-    }
+    if (format == BFLOAT16) return reinterpret_cast<const bf16*>(from);
+    for (int i = 0; i < count * head_dim; i += LANES)
+      store(scratch + i, format == INT8   ? from_int8(from + i)
+                         : format == INT4 ? from_int4(from + i / 2)
+                                          : from_fp8(from + i));
+    return scratch;
   }
 
   const float* scales(const uint8_t* page, int offset) const {
@@ -99,21 +106,10 @@ struct KVPages {
     return reinterpret_cast<const float*>(page + scales_offset) + offset;
   }
 
-  // Other code reads whole blocks, so when a token begins a block, the rest of the block is zeroed.
-  // Slots are block * block_size + offset.
-  void begin_block(int64_t slot, int layer, int kv_head) const {
-    if (slot % block_size != 0) return;
-    memset(page(slot / block_size, layer, KEYS, kv_head), 0, page_nbytes);
-    memset(page(slot / block_size, layer, VALUES, kv_head), 0, page_nbytes);
-  }
-
-  // Stores a token's key and value in its slot.
-  void put(int64_t slot, int layer, int kv_head, int head_dim, const bf16* key,
-           const bf16* value) const {
-    const int64_t block = slot / block_size;
-    const int offset = static_cast<int>(slot % block_size);
-    write(page(block, layer, KEYS, kv_head), offset, head_dim, key);
-    write(page(block, layer, VALUES, kv_head), offset, head_dim, value);
+  // Stores a token's vector in its slot, block * block_size + offset.
+  void put(int64_t slot, int layer, Half half, int kv_head, int head_dim, const bf16* vector) const {
+    write(page(slot / block_size, layer, half, kv_head), static_cast<int>(slot % block_size),
+          head_dim, vector);
   }
 
  private:

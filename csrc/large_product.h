@@ -28,7 +28,6 @@ constexpr int BLOCK = 2 * TILE_ROWS;   // rows and columns that are multiplied w
 constexpr int BLOCK_SIZE = BLOCK * BLOCK;
 constexpr int BLOCK_ROWS = BLOCK;
 constexpr int ROWS_OF_PRODUCT = 4 * BLOCK_ROWS;
-using ProductRows = TiledRows;
 
 inline TileColumns<2> block_of(const SomeColumns& columns, int column) {
   if (columns.widened == nullptr) return columns_of<2>(columns.matrix, column);
@@ -39,7 +38,7 @@ inline TileColumns<2> block_of(const SomeColumns& columns, int column) {
 // The products of 32 rows from `row` on with some columns: `take(row of 32, column, sums)` gets 16
 // columns at a time. sums: [MOST_COLUMNS / BLOCK, BLOCK, BLOCK].
 template <class Take>
-inline void multiply_rows(const SomeColumns& columns, const TiledRows& x, int64_t row, int num_rows,
+inline void multiply_rows(const SomeColumns& columns, const Rows& x, int64_t row, int num_rows,
                           float* sums, Take&& take) {
   const int depth = 2 * columns.matrix.num_filled_pairs(), end = columns.end;
   for (int k = 0; k < depth; k += BLOCK_DEPTH) {
@@ -60,7 +59,6 @@ inline void multiply_rows(const SomeColumns& columns, const TiledRows& x, int64_
 constexpr int BLOCK_ROWS = 8 * MOST_ROWS;
 constexpr int BLOCK_SIZE = BLOCK_ROWS * PANEL;
 constexpr int ROWS_OF_PRODUCT = 3 * BLOCK_ROWS;
-using ProductRows = PlainRows;
 
 // The data that products of a block of rows read.
 #ifdef __AVX512BF16__
@@ -69,8 +67,8 @@ struct BlockRows {
   const Number* numbers;
   int64_t stride;
 
-  BlockRows(const PlainRows& x, int64_t row, int, int first_pair, int)
-      : numbers(x.pairs(row) + first_pair), stride(x.num_filled_columns() / 2) {}
+  BlockRows(const Rows& x, int64_t row, int, int first_pair, int)
+      : numbers(numbers_of(x.at(row, 2 * first_pair))), stride(x.num_filled_columns() / 2) {}
 };
 
 #else
@@ -79,7 +77,7 @@ struct BlockRows {
   alignas(64) Number numbers[BLOCK_ROWS * BLOCK_DEPTH];
   static constexpr int64_t stride = BLOCK_DEPTH;
 
-  BlockRows(const PlainRows& x, int64_t row, int num_rows, int first_pair, int num_pairs) {
+  BlockRows(const Rows& x, int64_t row, int num_rows, int first_pair, int num_pairs) {
     const bf16* from = x.at(row, 2 * first_pair);
     for (int r = 0; r < num_rows; ++r)
       copy_row(from + r * x.num_filled_columns(), 2 * num_pairs, numbers + r * BLOCK_DEPTH);
@@ -102,7 +100,7 @@ struct BlockRows {
 // The products of up to BLOCK_ROWS rows from `row` on with some columns: `take(row of these, column,
 // sums)` gets 16 columns at a time. sums: [MOST_COLUMNS / PANEL, BLOCK_ROWS, PANEL].
 template <class Take>
-inline void multiply_rows(const SomeColumns& columns, const PlainRows& x, int64_t row, int num_rows,
+inline void multiply_rows(const SomeColumns& columns, const Rows& x, int64_t row, int num_rows,
                           float* sums, Take&& take) {
   constexpr int STEP = BLOCK_DEPTH / 2;
   const int num_pairs = (columns.matrix.num_in + 1) / 2, end = columns.end;

@@ -1,5 +1,5 @@
 // The inputs of a step: weights, and the sequences of one step. `disagg/kernels/cpu/step.py` and
-// `prompts.py` have the same structures. The caller owns all memory.
+// `attention.py` have the same structures. The caller owns all memory.
 #pragma once
 
 #include "product.h"
@@ -26,34 +26,23 @@ struct Model {
   const Layer* layers;
 };
 
-struct Batch {
-  const int64_t* token_ids;      // [num_rows]
-  const int64_t* positions;      // [num_rows]
-  const int64_t* slots;          // [num_rows]: KV slots, block * block_size + offset
-  const int32_t* context_lens;   // [num_rows]: positions with KV after this step
-  const int32_t* block_tables;   // [num_rows, table_stride]
-  int64_t table_stride;
-  int32_t num_rows;
-  int32_t has_chunks;  // whether some rows are consecutive tokens of one sequence, in order
-  float* logits;  // [num_rows, vocab]
-};
-
-// Tokens `start` to `end` of a step: the last ones of a sequence's context.
-struct PromptChunk {
+// The tokens `start` to `end` of a step: the last ones of a sequence's context.
+struct Sequence {
   int32_t start, end, context_len;
   const int32_t* blocks;
+
+  int position(int token) const { return context_len - (end - token); }
 };
 
-struct Prompts {
-  const bf16* qkv;  // [num_tokens, num_heads + 2 * num_kv_heads, head_dim], after RoPE
-  bf16* out;        // [num_tokens, num_heads * head_dim]
-  const PromptChunk* chunks;
-  int32_t num_chunks;
-  int32_t num_heads, num_kv_heads, head_dim;
-  int32_t layer;
-  int32_t window;      // positions that a token sees, itself included; 0: all
-  const float* sinks;  // [num_heads]; null: none
-  int32_t is_out_tiled;  // whether `out` has the layout of `TiledRows`
+struct Batch {
+  const int64_t* token_ids;    // [num_tokens]
+  const Sequence* sequences;   // in the order of their tokens
+  const int64_t* logits_rows;  // [num_logits]: tokens that are computed after the last attention
+  bf16* hidden;   // [num_logits, hidden]: their states after the last norm; null: not needed
+  float* logits;  // [num_logits, vocab]; null: not needed
+  int32_t num_tokens, num_sequences, num_logits;
+  // Whether each token is computed as if it were alone in the step, which is fast for a few.
+  int32_t is_each_alone;
 };
 
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, UNKNOWN_TOKEN = 2 };

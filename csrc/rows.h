@@ -23,36 +23,27 @@ struct TilePlace {
   int64_t stride;
 };
 
-// The tiles of 16 rows are contiguous, with those of the first columns first. Rows and columns are
-// padded. The contents of padding rows do not matter, and padding columns are zeros.
-struct TiledRows {
+// Plain rows are one after the other, as pairs of numbers; an incomplete pair is padded with a zero.
+// The tiles of 16 tiled rows are contiguous, with those of the first columns first. Their rows and
+// columns are padded: the contents of padding rows do not matter, and padding columns are zeros.
+struct Rows {
   bf16* base;
   int32_t num_columns;
+  bool is_tiled;
 
-  int64_t num_filled_columns() const { return filled(num_columns, TILE_DEPTH); }
-  // Both are multiples of a tile's size.
-  TilePlace place(int64_t row, int column) const {
-    return {base + row * num_filled_columns() + int64_t(column) * TILE_ROWS,
-            TILE_DEPTH * sizeof(bf16)};
-  }
-  // 16 columns of a row, from a multiple of 16 on.
+  int64_t num_filled_columns() const { return filled(num_columns, is_tiled ? TILE_DEPTH : 2); }
+  // 16 numbers of a row, from a multiple of 16 on.
   bf16* at(int64_t row, int column) const {
+    if (!is_tiled) return base + row * num_filled_columns() + column;
     const int64_t tile_row = row / TILE_ROWS * TILE_ROWS;
     const int64_t first = tile_row * num_filled_columns() + int64_t(column / TILE_DEPTH) * TILE_SIZE;
     return base + first + row % TILE_ROWS * TILE_DEPTH + column % TILE_DEPTH;
   }
-};
-
-// The rows are one after the other, as pairs of numbers; an incomplete pair is padded with a zero.
-struct PlainRows {
-  bf16* base;
-  int32_t num_columns;
-
-  int64_t num_filled_columns() const { return filled(num_columns, 2); }
-  const uint32_t* pairs(int64_t row) const {
-    return reinterpret_cast<const uint32_t*>(base + row * num_filled_columns());
+  // Of tiled rows. `row` and `column` are multiples of a tile's size.
+  TilePlace place(int64_t row, int column) const {
+    return {base + row * num_filled_columns() + int64_t(column) * TILE_ROWS,
+            TILE_DEPTH * sizeof(bf16)};
   }
-  bf16* at(int64_t row, int column) const { return base + row * num_filled_columns() + column; }
 };
 
 }  // namespace disagg

@@ -1,54 +1,47 @@
-// One decode step of a dense decoder (Llama, Mistral, Qwen2, Qwen3) on a CPU, in one call. It takes
-// a token of each sequence, or a few to verify a draft, writes their KV to the paged cache, and returns
-// the logits of each. The twin is
-// `Decoder.forward` (disagg/models/decoder.py), which also describes the weights. The plain C
-// interface is at the end; `disagg/kernels/cpu/step.py` calls it.
+// A step of a dense decoder (Llama, Mistral, Qwen2, Qwen3) on a CPU, in one call: the next tokens of
+// some sequences, a decode, the tokens of a draft, or a chunk of a prompt. It writes their KV to the
+// paged cache. The twin is `Decoder.forward` (disagg/models/decoder.py), which also describes the
+// weights. A token's result does not depend on the other sequences of a step, on threads, or on how
+// its prompt was cut into chunks. The plain C interface is at the end; `disagg/kernels/cpu/step.py`
+// and `attention.py` call it.
 
 #include <algorithm>
+#include <cmath>
 
 #include "amx.h"
 #include "attention.h"
 #include "buffer.h"
-#include "chunks.h"
-#include "large_step.h"
+#include "large_product.h"
 #include "model.h"
 #include "norm.h"
 #include "product.h"
-#include "prompt_call.h"
 #include "team.h"
 #include "weights.h"
+#include "widened.h"
 
 namespace disagg {
 namespace {
 
-// The memory of one thread.
-struct Own {
-  Buffer<Activation> normed;  // [num_rows, hidden]
-  Buffer<float> gates;  // [num_rows, PANEL]
-  Buffer<bf16> queries;
-  Buffer<float> scores;
-  Buffer<bf16> widened;
-  Buffer<bf16> turned;  // [head_dim]: a key
-};
+constexpr int ROWS_OF_WIDENED = 8 * ROWS_OF_PRODUCT;  // rows for which columns are widened once
 
 class Step {
  public:
-  // The caller still owns `layers` and `team`.
-  Step(const Model& model, const Layer* layers, Team& team)
-      : model_(model), layers_(layers), team_(team) {}
+  explicit Step(const Model& model)
+      : model_(model),
+        has_layers_(layers_.hold(model.num_layers)),
+        team_(10 * model.num_layers + 5) {
+    if (has_layers_) memcpy(layers_.get(), model.layers, sizeof(Layer) * model.num_layers);
+  }
 
-  static int num_phases(const Model& model) { return 6 * model.num_layers + 1; }
+  bool is_usable() const { return has_layers_ && team_.is_usable(); }
 
   Status run(const Batch& batch, const KVPages& cache, int num_threads) {
-    for (int row = 0; row < batch.num_rows; ++row)
-      if (batch.token_ids[row] < 0 || batch.token_ids[row] >= model_.vocab) return UNKNOWN_TOKEN;
+    for (int token = 0; token < batch.num_tokens; ++token)
+      if (batch.token_ids[token] < 0 || batch.token_ids[token] >= model_.vocab) return UNKNOWN_TOKEN;
     team_.clear();
     num_threads = team_.reserve(num_threads);
     batch_ = batch;
-    cache_ = cache;
-    if (!make_room(num_threads)) return NO_MEMORY;
-    for (int row = 0; row < batch.num_rows; ++row)
-      embed(batch.token_ids[row], hidden_.get() + int64_t(row) * model_.hidden);
+    if (!make_room(cache, num_threads)) return NO_MEMORY;
     team_.run(num_threads, *this);
     return DONE;
   }
@@ -56,14 +49,112 @@ class Step {
   // The program of each thread of the team.
   void program(Member& member) {
     const Tiles tiles;
+    for_rows(member, batch_.num_tokens, [&](int row) {
+      embed(batch_.token_ids[row], hidden_.get() + int64_t(row) * model_.hidden);
+    });
     for (int i = 0; i < model_.num_layers; ++i) compute_layer(member, i);
     compute_logits(member);
   }
 
  private:
-  int group() const { return model_.num_heads / model_.num_kv_heads; }
+  // Memory of rows of one width.
+  class RowsBuffer {
+   public:
+    // is_tiled: whether AMX multiplies them as tiles.
+    bool hold(int num_rows, int num_columns, bool is_tiled) {
+      rows_ = {nullptr, num_columns, is_tiled};
+      const int64_t size = filled(num_rows, BLOCK_ROWS) * rows_.num_filled_columns();
+      if (!memory_.hold(size)) return false;
+      rows_.base = memory_.get();
+      if (rows_.num_filled_columns() > num_columns) memset(rows_.base, 0, sizeof(bf16) * size);
+      return true;
+    }
+    const Rows& get() const { return rows_; }
+
+   private:
+    Buffer<bf16> memory_;
+    Rows rows_{};
+  };
+
+  // The memory of one thread.
+  struct Own {
+    Buffer<Activation> copied;  // what products of few rows read
+    Buffer<float> sums, gates;  // of the part of a product
+    // For weights of fewer bits than 16; without such weights this memory is never touched.
+    Buffer<uint32_t> widened, other_widened;
+  };
+
+  // The rows that a product reads: all tokens, or the picked ones, whose logits are needed.
+  struct Input {
+    Rows rows;
+    const bf16* hidden;  // if there is a norm, `rows` become these after it
+    const bf16* norm;
+    bool is_picked;
+  };
+
+  // The part of a product that a thread computes at a time.
+  struct Part {
+    int first_row, num_rows, first_column;
+
+    // The place of 16 numbers in a thread's memory of such a part.
+    int64_t place(int row, int column) const {
+      return int64_t(column - first_column) * num_rows + (row - first_row) * LANES;
+    }
+  };
+
   int q_size() const { return model_.num_heads * model_.head_dim; }
   int qkv_size() const { return q_size() + 2 * model_.num_kv_heads * model_.head_dim; }
+  bool only_some_matter() const { return batch_.num_logits != batch_.num_tokens; }
+  int num_rows_of(bool is_picked) const { return is_picked ? batch_.num_logits : batch_.num_tokens; }
+
+  // Products of few rows read weights of 8 or 4 bits as they are, and do not wait until rows are laid
+  // out. With weights of 16 bits both give the same result, bit by bit.
+  bool has_few(const Matrix& matrix, bool is_picked) const {
+    const bool is_exact = matrix.panels != nullptr || &matrix == &model_.head;
+    return batch_.is_each_alone || (is_picked && batch_.num_logits <= FEW_ROWS && is_exact);
+  }
+  bool has_tiles(const Matrix& matrix, bool is_picked) const {
+    return HAS_TILES && !has_few(matrix, is_picked);
+  }
+
+  bool make_room(const KVPages& cache, int num_threads) {
+    if (!own_.hold(num_threads)) return false;
+    const int num_tokens = batch_.num_tokens, num_logits = batch_.num_logits;
+    const int deepest = std::max({model_.hidden, q_size(), model_.inner});
+    const int num_few = batch_.is_each_alone ? num_tokens : FEW_ROWS;
+    const int64_t widened_size = int64_t(filled(deepest, TILE_DEPTH)) / 2 * MOST_COLUMNS;
+    for (int i = 0; i < num_threads; ++i) {
+      Own& own = own_[i];
+      if (!own.copied.hold(int64_t(filled_rows(num_few)) * deepest) ||
+          !own.sums.hold(MOST_COLUMNS * BLOCK_ROWS) ||
+          !own.gates.hold(std::max(MOST_COLUMNS * BLOCK_ROWS, PANEL * num_few)) ||
+          !own.widened.hold(widened_size) || !own.other_widened.hold(widened_size))
+        return false;
+    }
+    const Layer& last = layers_.get()[model_.num_layers - 1];
+    const bool is_tiled = HAS_TILES && !batch_.is_each_alone;
+    if (!normed_.hold(num_tokens, model_.hidden, is_tiled) ||
+        !attended_.hold(num_tokens, q_size(), is_tiled) ||
+        !inner_.hold(num_tokens, model_.inner, is_tiled) ||
+        !picked_.hold(num_logits, q_size(), has_tiles(last.output, true)) ||
+        !hidden_.hold(int64_t(num_tokens) * model_.hidden) ||
+        !picked_hidden_.hold(int64_t(num_logits) * model_.hidden) ||
+        !qkv_.hold(int64_t(num_tokens) * qkv_size()))
+      return false;
+    Attended attended{};
+    attended.qkv = qkv_.get();
+    attended.out = attended_.get();
+    attended.sequences = batch_.sequences;
+    attended.num_tokens = num_tokens;
+    attended.num_sequences = batch_.num_sequences;
+    attended.num_heads = model_.num_heads;
+    attended.num_kv_heads = model_.num_kv_heads;
+    attended.num_vectors = 2;
+    attended.head_dim = model_.head_dim;
+    attended.scale = 1.0f / std::sqrt(static_cast<float>(model_.head_dim));
+    attended.is_each_alone = batch_.is_each_alone;
+    return attention_.prepare(attended, cache, num_threads);
+  }
 
   void embed(int64_t token_id, bf16* out) const {
     if (model_.embedding != nullptr)
@@ -72,90 +163,122 @@ class Step {
       any_row(model_.table, token_id, out);
   }
 
-  bool make_room(int num_threads) {
-    if (!own_.hold(num_threads)) return false;
-    const int64_t num_rows = batch_.num_rows, dim = model_.head_dim;
-    const int64_t num_read = filled_rows(batch_.num_rows);  // rows that products read
-    for (int i = 0; i < num_threads; ++i) {
-      Own& own = own_[i];
-      if (!own.normed.hold(num_read * model_.hidden) || !own.gates.hold(num_rows * PANEL) ||
-          !own.queries.hold(group() * dim) || !own.scores.hold(group() * CHUNK) ||
-          !own.widened.hold(KEYS_AT_ONCE * dim) || !own.turned.hold(dim))
-        return false;
-    }
-    const int64_t num_parts = ChunkLists::most_chunks(batch_) * model_.num_kv_heads;
-    if (!hidden_.hold(num_rows * model_.hidden) || !qkv_.hold(num_rows * qkv_size()) ||
-        !attended_.hold(num_read * q_size()) || !inner_.hold(num_read * model_.inner) ||
-        !partials_.hold(num_parts * group() * (dim + 2)) ||
-        !arrived_.hold(num_rows * model_.num_kv_heads) ||
-        !chunks_.list(layers_, model_.num_layers, batch_))
-      return false;
-    for (int64_t i = 0; i < num_rows * model_.num_kv_heads; ++i)
-      new (arrived_.get() + i) std::atomic<int>(0);
-    return true;
-  }
-
-  void compute_logits(Member& member) {
-    bool is_normed = false;
-    const Matrix& head = model_.head;
-    multiply(member, head, head, [&] { return normed(member, model_.norm, is_normed); },
-             [&](int row, int column, Floats sums) {
-               store_rounded(batch_.logits + int64_t(row) * head.num_out + column,
-                             finished(head, column, sums), first_lanes(head.num_out - column));
-             });
-  }
-
   void compute_layer(Member& member, int index) {
-    const Layer& layer = layers_[index];
-    bool is_normed = false;
-    multiply(member, layer.qkv, layer.output, [&] { return normed(member, layer.input_norm, is_normed); },
+    const Layer& layer = layers_.get()[index];
+    const bool is_last = index + 1 == model_.num_layers;
+    bf16* hidden = hidden_.get();
+    multiply(member, layer.qkv, layer.output, {normed_.get(), hidden, layer.input_norm, false},
              [&](int row, int column, Floats sums) {
                store_finished(layer.qkv, row, column, sums, qkv_.get());
              });
-    attend(member, index);
-    multiply(member, layer.output, layer.gate, [&] { return attended_.get(); },
-             [&](int row, int column, Floats sums) { add(layer.output, row, column, sums); });
-    compute_inner(member, layer);
-    const Matrix& after = index + 1 < model_.num_layers ? layers_[index + 1].qkv : model_.head;
-    multiply(member, layer.down, after, [&] { return inner_.get(); },
-             [&](int row, int column, Floats sums) { add(layer.down, row, column, sums); });
-  }
-
-  // Normalises all rows into this thread's own memory. Each thread does it, because that takes less
-  // time than waiting for another thread.
-  const Activation* normed(Member& member, const bf16* weight, bool& is_done) {
-    Activation* out = own_[member.id].normed.get();
-    if (!is_done) {
-      for (int row = 0; row < batch_.num_rows; ++row) {
-        const int64_t begin = int64_t(row) * model_.hidden;
-        rms_norm(hidden_.get() + begin, weight, model_.hidden, model_.eps,
-                 [&](int i) { return out + begin + i; });
-      }
-      is_done = true;
+    for_rows(member, batch_.num_tokens, [&](int row) { turn_and_write(index, row); });
+    member.phase(attention_.num_items(), [&](int item) { attention_.attend(member.id, item); });
+    bool is_picked = false;
+    Rows attended = attended_.get(), inner = inner_.get();
+    if (is_last && only_some_matter()) {
+      for_rows(member, batch_.num_logits, [&](int row) { pick(row); });
+      is_picked = true;
+      hidden = picked_hidden_.get();
+      attended = picked_.get();
+      inner.is_tiled = has_tiles(layer.down, true);
     }
-    return out;
+    auto add_to_hidden = [&](const Matrix& matrix) {
+      return [&matrix, hidden](int row, int column, Floats sums) {
+        bf16* at = hidden + int64_t(row) * matrix.num_out + column;
+        const Mask mask = first_lanes(matrix.num_out - column);
+        store(at, load(at, mask) + finished(matrix, column, sums), mask);
+      };
+    };
+    multiply(member, layer.output, layer.gate, {attended, nullptr, nullptr, is_picked},
+             add_to_hidden(layer.output));
+    compute_inner(member, layer, {normed_.get(), hidden, layer.post_norm, is_picked}, inner);
+    const Matrix& following = is_last ? model_.head : layers_.get()[index + 1].qkv;
+    multiply(member, layer.down, following, {inner, nullptr, nullptr, is_picked},
+             add_to_hidden(layer.down));
   }
 
-  // A product as a phase; `following` is the weight of the next one.
-  template <class Input, class Take>
-  void multiply(Member& member, const Matrix& matrix, const Matrix& following, Input&& input,
-                Take&& take) {
-    const int num_panels = matrix.num_panels(), num_rows = batch_.num_rows;
-    const int num_parts = parts_of_panel(member, num_panels);
-    member.phase(num_panels * num_parts, [&](int item) {
-      const Activation* x = input();
-      const int panel = item / num_parts, part = item % num_parts;
-      const uint32_t* next = panel_after(member, matrix, panel, following);
-      if (num_parts == 1)
-        any_product<4>(matrix, panel, 0, x, num_rows, next, take);
-      else
-        any_product<1>(matrix, panel, part, x, num_rows, next, take);
+  // silu(gate) * up.
+  void compute_inner(Member& member, const Layer& layer, const Input& input, const Rows& inner) {
+    float* gates = own_[member.id].gates.get();
+    const Matrix* const both[] = {&layer.gate, &layer.up};
+    for_parts(member, both, layer.down, input, [&](const Part& part, auto&& multiplied) {
+      multiplied(0, [&](int row, int column, Floats sums) {
+        store(gates + part.place(row, column), silu(finished(layer.gate, column, sums)));
+      });
+      multiplied(1, [&](int row, int column, Floats sums) {
+        const Floats gate = load(gates + part.place(row, column));
+        store(inner.at(row, column), gate * finished(layer.up, column, sums),
+              first_lanes(model_.inner - column));
+      });
     });
   }
 
-  // Panels are divided if there are too few for all threads.
-  static int parts_of_panel(const Member& member, int num_panels) {
-    return num_panels >= 2 * member.num_threads ? 1 : 4;
+  // The states of picked tokens after the last norm, and their logits.
+  void compute_logits(Member& member) {
+    const Matrix& head = model_.head;
+    const bf16* hidden = only_some_matter() ? picked_hidden_.get() : hidden_.get();
+    if (batch_.hidden != nullptr)
+      for_rows(member, batch_.num_logits, [&](int row) {
+        const int64_t begin = int64_t(row) * model_.hidden;
+        rms_norm(hidden + begin, model_.norm, model_.hidden, model_.eps,
+                 [&](int i) { return batch_.hidden + begin + i; });
+      });
+    if (batch_.logits != nullptr)
+      multiply(member, head, head, {normed_.get(), hidden, model_.norm, true},
+               [&](int row, int column, Floats sums) {
+                 store_rounded(batch_.logits + int64_t(row) * head.num_out + column,
+                               finished(head, column, sums), first_lanes(head.num_out - column));
+               });
+  }
+
+  // Phases that process rows one by one.
+  template <class Work>
+  void for_rows(Member& member, int num_rows, Work&& work) {
+    const int at_once = batch_.is_each_alone ? 1 : TILE_ROWS;
+    member.phase((num_rows + at_once - 1) / at_once, [&](int item) {
+      for (int row = item * at_once; row < (item + 1) * at_once && row < num_rows; ++row) work(row);
+    });
+  }
+
+  // A product; `following` is the weight of the next one. `take(row, column, sums)` gets 16 columns.
+  template <class Take>
+  void multiply(Member& member, const Matrix& matrix, const Matrix& following, const Input& input,
+                Take&& take) {
+    const Matrix* const one[] = {&matrix};
+    for_parts(member, one, following, input,
+              [&](const Part&, auto&& multiplied) { multiplied(0, take); });
+  }
+
+  // A phase with products of the same rows with weights of one shape, part by part. Calls
+  // `work(part, multiplied)`, and `multiplied(i, take)` computes this part of the `i`th product.
+  template <int count, class Work>
+  void for_parts(Member& member, const Matrix* const (&matrices)[count], const Matrix& following,
+                 const Input& input, Work&& work) {
+    if (has_few(*matrices[0], input.is_picked))
+      for_panels(member, matrices, following, input, work);
+    else
+      for_blocks(member, matrices, input, work);
+  }
+
+  // Of few rows: parts are panels, or quarters of panels if there are too few for all threads.
+  template <int count, class Work>
+  void for_panels(Member& member, const Matrix* const (&matrices)[count], const Matrix& following,
+                  const Input& input, Work&& work) {
+    const int num_panels = matrices[0]->num_panels(), num_rows = num_rows_of(input.is_picked);
+    const int num_parts = num_panels >= 2 * member.num_threads ? 1 : PANEL / LANES;
+    const Activation* x = nullptr;
+    member.phase(num_panels * num_parts, [&](int item) {
+      if (x == nullptr) x = own_rows(member, input);
+      const int panel = item / num_parts, part = item % num_parts;
+      work(Part{0, num_rows, panel * PANEL}, [&](int i, auto&& take) {
+        const uint32_t* next = i + 1 < count ? matrices[i + 1]->panel(panel)
+                                             : panel_after(member, *matrices[0], panel, following);
+        if (num_parts == 1)
+          any_product<PANEL / LANES>(*matrices[i], panel, 0, x, num_rows, next, take);
+        else
+          any_product<1>(*matrices[i], panel, part, x, num_rows, next, take);
+      });
+    });
   }
 
   // The panel that this thread will probably read next, since threads take panels in turn.
@@ -163,142 +286,141 @@ class Step {
                                      const Matrix& following) {
     const int next = panel + member.num_threads;
     if (next < matrix.num_panels()) return matrix.panel(next);
-    const int begin = next - matrix.num_panels(), last = following.num_panels() - 1;
-    return following.panel(begin < last ? begin : last);
+    return following.panel(std::min(next - matrix.num_panels(), following.num_panels() - 1));
   }
 
-  void add(const Matrix& matrix, int row, int column, Floats sums) {
-    bf16* at = hidden_.get() + int64_t(row) * matrix.num_out + column;
-    const Mask mask = first_lanes(matrix.num_out - column);
-    store(at, load(at, mask) + finished(matrix, column, sums), mask);
-  }
-
-  // silu(gate) * up, by panels of both.
-  void compute_inner(Member& member, const Layer& layer) {
-    bool is_normed = false;
-    const int num_panels = layer.gate.num_panels();
-    const int num_parts = parts_of_panel(member, num_panels);
-    member.phase(num_panels * num_parts, [&](int item) {
-      const int panel = item / num_parts, part = item % num_parts;
-      if (num_parts == 1)
-        compute_gated<4>(member, layer, panel, 0, is_normed);
+  // The few rows of an input as products read them. Each thread normalises and widens all of them,
+  // because that takes less time than waiting for another thread.
+  const Activation* own_rows(Member& member, const Input& input) {
+    const int num_rows = num_rows_of(input.is_picked), size = input.rows.num_columns;
+    Activation* out = own_[member.id].copied.get();
+    for (int row = 0; row < num_rows; ++row) {
+      const int64_t begin = int64_t(row) * size;
+      if (input.norm != nullptr)
+        rms_norm(input.hidden + begin, input.norm, size, model_.eps,
+                 [&](int i) { return out + begin + i; });
+      else if (HAS_BF16 && size % 2 == 0)
+        return reinterpret_cast<const Activation*>(input.rows.base);
       else
-        compute_gated<1>(member, layer, panel, part, is_normed);
-    });
-  }
-
-  template <int num_vectors>
-  void compute_gated(Member& member, const Layer& layer, int panel, int part, bool& is_normed) {
-    const Activation* x = normed(member, layer.post_norm, is_normed);
-    float* gates = own_[member.id].gates.get();
-    auto open = [&](int row, int column, Floats sums) {
-      store(gates + row * PANEL + column % PANEL, silu(finished(layer.gate, column, sums)));
-    };
-    any_product<num_vectors>(layer.gate, panel, part, x, batch_.num_rows, layer.up.panel(panel),
-                             open);
-    const uint32_t* next = panel_after(member, layer.gate, panel, layer.down);
-    auto times = [&](int row, int column, Floats sums) {
-      const Floats gate = load(gates + row * PANEL + column % PANEL);
-      const Floats up = finished(layer.up, column, sums);
-      store_rounded(inner_.get() + int64_t(row) * model_.inner + column, gate * up,
-                    first_lanes(model_.inner - column));
-    };
-    any_product<num_vectors>(layer.up, panel, part, x, batch_.num_rows, next, times);
-  }
-
-  void attend(Member& member, int index) {
-    if (batch_.has_chunks)  // each row attends to the rows before it, so these are written first
-      member.phase(model_.num_kv_heads, [&](int kv_head) {
-        for (int row = 0; row < batch_.num_rows; ++row)
-          write_kv(own_[member.id], index, row, kv_head);
-      });
-    const ChunkLists::Range range = chunks_.of_layer(index);
-    member.phase((range.end - range.begin) * model_.num_kv_heads, [&](int item) {
-      const int place = item / model_.num_kv_heads, kv_head = item % model_.num_kv_heads;
-      attend_chunk(own_[member.id], index, chunks_.chunk(range.begin + place), place, kv_head);
-    });
-  }
-
-  // `place` is the index of the chunk in its layer's list.
-  void attend_chunk(Own& own, int index, const Chunk& chunk, int64_t place, int kv_head) {
-    const Layer& layer = layers_[index];
-    const int dim = model_.head_dim, row = chunk.row;
-    const bf16* qkv = qkv_.get() + int64_t(row) * qkv_size();
-    const bf16* rope = model_.rope + batch_.positions[row] * 2 * dim;
-    if (!batch_.has_chunks && chunk.end == batch_.context_lens[row])
-      write_kv(own, index, row, kv_head);
-    for (int g = 0; g < group(); ++g) {
-      const int head = kv_head * group() + g;
-      const bf16* norm = layer.qk_norm == nullptr ? nullptr : layer.qk_norm + head * dim;
-      norm_rope(qkv + head * dim, norm, model_.eps, rope, dim, own.queries.get() + g * dim);
+        copy_row(input.rows.at(row, 0), size, out + begin);
     }
-    const AttentionScratch scratch{own.queries.get(), own.scores.get(), own.widened.get()};
-    disagg::attend(cache_, index, kv_head, batch_.block_tables + row * batch_.table_stride,
-                   chunk.begin, chunk.end, group(), dim, scratch,
-                   partial(place * model_.num_kv_heads + kv_head));
-    std::atomic<int>& arrived = arrived_.get()[row * model_.num_kv_heads + kv_head];
-    if (chunk.num_chunks > 1 && arrived.fetch_add(1) + 1 < chunk.num_chunks) return;
-    arrived.store(0, std::memory_order_relaxed);
-    join_chunks(place - chunk.index, chunk, kv_head);
+    return out;
   }
 
-  // The thread that computed the last chunk of a sequence combines them all.
-  void join_chunks(int64_t first_place, const Chunk& chunk, int kv_head) {
-    auto part = [&](int c) {
-      return partial((first_place + c) * model_.num_kv_heads + kv_head);
-    };
-    join(part, chunk.num_chunks, group(), model_.head_dim,
-         attended_.get() + int64_t(chunk.row) * q_size() + kv_head * group() * model_.head_dim);
+  // Of many rows: parts are BLOCK_ROWS rows of an item, and some columns. Items with the same columns
+  // follow each other, because they read the same part of the weight.
+  template <int count, class Work>
+  void for_blocks(Member& member, const Matrix* const (&matrices)[count], const Input& input,
+                  Work&& work) {
+    const Matrix& first_matrix = *matrices[0];
+    const int num_rows = num_rows_of(input.is_picked);
+    if (input.norm != nullptr)
+      for_rows(member, num_rows, [&](int row) {
+        rms_norm(input.hidden + int64_t(row) * model_.hidden, input.norm, model_.hidden, model_.eps,
+                 [&](int i) { return input.rows.at(row, i); });
+      });
+    const int rows_of_item = first_matrix.panels == nullptr ? ROWS_OF_WIDENED : ROWS_OF_PRODUCT;
+    const int num_row_items = (num_rows + rows_of_item - 1) / rows_of_item;
+    const int num_columns = columns_of_item(member, first_matrix, num_row_items);
+    const int num_column_items = (first_matrix.num_out + num_columns - 1) / num_columns;
+    Own& own = own_[member.id];
+    member.phase(num_row_items * num_column_items, [&](int item) {
+      const int first = item / num_row_items * num_columns;
+      const int end = std::min(first + num_columns, first_matrix.num_out);
+      const int begin = item % num_row_items * rows_of_item;
+      uint32_t* const scratch[] = {own.widened.get(), own.other_widened.get()};
+      for (int i = 0; i < count; ++i)
+        if (matrices[i]->panels == nullptr) widen_panels(*matrices[i], first, end, scratch[i]);
+      for (int row = begin; row < begin + rows_of_item && row < num_rows; row += BLOCK_ROWS) {
+        const Part part{row, std::min(num_rows - row, BLOCK_ROWS), first};
+        work(part, [&](int i, auto&& take) {
+          const SomeColumns columns{*matrices[i], first, end,
+                                    matrices[i]->panels == nullptr ? scratch[i] : nullptr};
+          multiply_rows(columns, input.rows, row, part.num_rows, own.sums.get(),
+                        [&](int r, int column, Floats sums) { take(row + r, column, sums); });
+        });
+      }
+    });
   }
 
-  Partial partial(int64_t place) const {
-    const int64_t size = group() * model_.head_dim;
-    float* at = partials_.get() + place * (size + 2 * group());
-    return {at, at + size, at + size + group()};
+  // The number of columns of an item, such that there are enough items for all threads.
+  static int columns_of_item(const Member& member, const Matrix& matrix, int num_row_items) {
+    int num_columns = MOST_COLUMNS;
+    while (num_columns > PANEL &&
+           (matrix.num_out + num_columns - 1) / num_columns * num_row_items < 4 * member.num_threads)
+      num_columns /= 2;
+    return num_columns;
   }
 
-  void write_kv(Own& own, int index, int row, int kv_head) {
-    const int dim = model_.head_dim, head = model_.num_heads + kv_head;
-    const bf16* key = qkv_.get() + int64_t(row) * qkv_size() + head * dim;
-    const bf16* norms = layers_[index].qk_norm;
-    norm_rope(key, norms == nullptr ? nullptr : norms + head * dim, model_.eps,
-              model_.rope + batch_.positions[row] * 2 * dim, dim, own.turned.get());
-    cache_.begin_block(batch_.slots[row], index, kv_head);
-    cache_.put(batch_.slots[row], index, kv_head, dim, own.turned.get(),
-               key + model_.num_kv_heads * dim);
+  // Rotates the heads of queries and keys (RoPE), and stores keys and values in their slots.
+  void turn_and_write(int index, int row) {
+    const Layer& layer = layers_.get()[index];
+    if (row == 0) attention_.set_layer(index, layer.window);
+    const int dim = model_.head_dim;
+    bf16* heads = qkv_.get() + int64_t(row) * qkv_size();
+    const bf16* rope = model_.rope + int64_t(attention_.position(row)) * 2 * dim;
+    for (int head = 0; head < model_.num_heads + model_.num_kv_heads; ++head) {
+      bf16* at = heads + head * dim;
+      norm_rope(at, layer.qk_norm == nullptr ? nullptr : layer.qk_norm + head * dim, model_.eps, rope,
+                dim, at);
+    }
+    attention_.write(index, row);
+  }
+
+  // A token whose logits are needed.
+  void pick(int row) {
+    const int64_t token = batch_.logits_rows[row];
+    memcpy(picked_hidden_.get() + int64_t(row) * model_.hidden,
+           hidden_.get() + token * model_.hidden, sizeof(bf16) * model_.hidden);
+    for (int i = 0; i < q_size(); i += LANES)
+      memcpy(picked_.get().at(row, i), attended_.get().at(token, i), sizeof(bf16) * LANES);
   }
 
   const Model model_;
-  const Layer* const layers_;
+  Buffer<Layer> layers_;
+  const bool has_layers_;
   Batch batch_{};
-  KVPages cache_{};
   PerThread<Own> own_;
-  Buffer<bf16> hidden_, qkv_;
-  Buffer<Activation> attended_, inner_;
-  Buffer<float> partials_;
-  ChunkLists chunks_;
-  Buffer<std::atomic<int>> arrived_;  // chunks that are done, [num_rows, num_kv_heads]
-  Team& team_;
+  RowsBuffer normed_, attended_, inner_, picked_;
+  Buffer<bf16> hidden_, picked_hidden_, qkv_;
+  Attention attention_;
+  Team team_;  // the last member, so that its threads end before the data that they use is freed
 };
 
-// Both ways to compute a step of one model, on the same threads.
-struct Steps {
-  explicit Steps(const Model& model)
-      : has_layers(layers.hold(model.num_layers)),
-        decodes(model, layers.get(), team),
-        large(model, layers.get(), team),
-        team(std::max(Step::num_phases(model), LargeStep::num_phases(model))) {
-    if (has_layers) memcpy(layers.get(), model.layers, sizeof(Layer) * model.num_layers);
+// Only the attention, for a model whose other operations torch computes.
+class AttentionCall {
+ public:
+  bool is_usable() const { return team_.is_usable(); }
+
+  Status run(const Attended& given, const KVPages& cache, int num_threads) {
+    team_.clear();
+    num_threads = team_.reserve(num_threads);
+    given_ = given;
+    if (!attention_.prepare(given, cache, num_threads)) return NO_MEMORY;
+    team_.run(num_threads, *this);
+    return DONE;
   }
 
-  bool is_usable() const { return has_layers && team.is_usable(); }
+  // The program of each thread of the team.
+  void program(Member& member) {
+    const Tiles tiles;
+    member.phase(given_.num_tokens, [&](int token) { attention_.write(given_.layer, token); });
+    member.phase(attention_.num_items(), [&](int item) { attention_.attend(member.id, item); });
+  }
 
-  Buffer<Layer> layers;
-  const bool has_layers;
-  Step decodes;
-  LargeStep large;
-  Team team;  // the last member, so that its threads end before the data that they use is freed
+ private:
+  Attention attention_;
+  Attended given_{};
+  Team team_{2};  // the last member, so that its threads end before the data that they use is freed
 };
+
+template <class Kept, class... Given>
+Kept* made(const Given&... given) {
+  auto* kept = new (std::nothrow) Kept(given...);
+  if (kept != nullptr && kept->is_usable()) return kept;
+  delete kept;
+  return nullptr;
+}
 
 }  // namespace
 }  // namespace disagg
@@ -307,7 +429,7 @@ struct Steps {
 extern "C" {
 
 // The version, which must change with the structures.
-int32_t disagg_step_version() { return 10; }
+int32_t disagg_step_version() { return 11; }
 
 // Whether this process may use the registers that the code needs. Must be called first.
 int32_t disagg_step_may_run() { return disagg::may_use_tiles(); }
@@ -315,50 +437,33 @@ int32_t disagg_step_may_run() { return disagg::may_use_tiles(); }
 // Whether weights in panels of so many columns can be read; 0 columns mean another layout.
 int32_t disagg_step_reads_panels(int32_t width) { return disagg::reads_panels(width); }
 
-// Returns null if there is not enough memory. The layers are copied, but the weights are not.
-void* disagg_step_new(const disagg::Model* model) {
-  auto* step = new (std::nothrow) disagg::Steps(*model);
-  if (step != nullptr && step->is_usable()) return step;
-  delete step;
-  return nullptr;
-}
-
-void disagg_step_free(void* step) { delete static_cast<disagg::Steps*>(step); }
-
-// Returns a `Status`; nothing is computed unless it is 0. One call at a time.
-int32_t disagg_step_run(void* step, const disagg::Batch* batch, const disagg::KVPages* cache,
-                        int32_t num_threads) {
-  return static_cast<disagg::Steps*>(step)->decodes.run(*batch, *cache, num_threads);
-}
-
 // Whether products use AMX.
 int32_t disagg_step_has_tiles() { return disagg::HAS_TILES; }
 
 // Whether products use instructions for bfloat16.
 int32_t disagg_step_has_bf16() { return disagg::HAS_BF16; }
 
-// As `disagg_step_run`, for tokens of any sequences, up to the hidden states after the last norm.
-int32_t disagg_step_run_large(void* step, const disagg::Tokens* tokens,
-                              const disagg::KVPages* cache, int32_t num_threads) {
-  return static_cast<disagg::Steps*>(step)->large.run(*tokens, *cache, num_threads);
+// Returns null if there is not enough memory. The layers are copied, but the weights are not.
+void* disagg_step_new(const disagg::Model* model) { return disagg::made<disagg::Step>(*model); }
+
+void disagg_step_free(void* step) { delete static_cast<disagg::Step*>(step); }
+
+// Returns a `Status`; nothing is computed unless it is 0. One call at a time.
+int32_t disagg_step_run(void* step, const disagg::Batch* batch, const disagg::KVPages* cache,
+                        int32_t num_threads) {
+  return static_cast<disagg::Step*>(step)->run(*batch, *cache, num_threads);
 }
 
-// Returns null if there is not enough memory.
-void* disagg_step_prompts_new() {
-  auto* attention = new (std::nothrow) disagg::PromptCall();
-  if (attention != nullptr && attention->is_usable()) return attention;
-  delete attention;
-  return nullptr;
+// As the three functions above, for attention alone.
+void* disagg_step_attention_new() { return disagg::made<disagg::AttentionCall>(); }
+
+void disagg_step_attention_free(void* attention) {
+  delete static_cast<disagg::AttentionCall*>(attention);
 }
 
-void disagg_step_prompts_free(void* attention) {
-  delete static_cast<disagg::PromptCall*>(attention);
-}
-
-// Returns a `Status`, as `disagg_step_run` does. One call at a time.
-int32_t disagg_step_prompts_run(void* attention, const disagg::Prompts* prompts,
-                                const disagg::KVPages* cache, int32_t num_threads) {
-  return static_cast<disagg::PromptCall*>(attention)->run(*prompts, *cache, num_threads);
+int32_t disagg_step_attention_run(void* attention, const disagg::Attended* given,
+                                  const disagg::KVPages* cache, int32_t num_threads) {
+  return static_cast<disagg::AttentionCall*>(attention)->run(*given, *cache, num_threads);
 }
 
 // Some panels of x W^T + b with a weight of 8 or 4 bits, or without AMX of 16: x [num_rows, num_in],

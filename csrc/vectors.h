@@ -466,6 +466,11 @@ inline Floats power_of_two(Floats x) {
   return scaled(sum, x);
 }
 
+inline Floats hyperbolic_tangent(Floats x) {
+  const Floats one = broadcast(1.0f);
+  return one - broadcast(2.0f) / (one + exponential(x + x));
+}
+
 inline Floats silu(Floats x) {
   return x / (broadcast(1.0f) + exponential(zeros() - x));
 }

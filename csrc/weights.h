@@ -13,7 +13,7 @@ namespace disagg {
 
 template <int num_vectors, class Take>
 inline void any_product(const Matrix& matrix, int panel, int part, const Activation* x,
-                        int num_rows, const uint32_t* next, Take&& take) {
+                        int num_rows, [[maybe_unused]] const uint32_t* next, Take&& take) {
   if (matrix.nibbles != nullptr)
     int4_product<num_vectors>(matrix, panel, part, x, num_rows, take);
   else if (matrix.numbers != nullptr)

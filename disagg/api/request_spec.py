@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -45,17 +44,14 @@ class RequestSlo(NamedTuple):
 def in_headers(headers: Mapping[bytes, bytes]) -> RequestSlo:
     """The SLOs in the headers. Raises `InvalidRequest`."""
     ttft_s, tpot_s = (
-        _read_header(name, headers.get(name.encode(), b"").decode("latin-1").strip())
+        _of_text(name, headers.get(name.encode(), b"").decode("latin-1").strip())
         for name in ("x-slo-ttft-ms", "x-slo-tpot-ms")
     )
     return RequestSlo(ttft_s, tpot_s)
 
 
-def in_body(*ttft_tpot_ms: float | str | None) -> RequestSlo:
-    """The SLOs in the fields of a body."""
-    return RequestSlo(
-        *(math.inf if isinstance(each, str) else (each or 0.0) / 1e3 for each in ttft_tpot_ms)
-    )
+def in_body(ttft_ms: float | str | None, tpot_ms: float | str | None) -> RequestSlo:
+    return RequestSlo(_seconds(ttft_ms), _seconds(tpot_ms))
 
 
 def choose_slo(
@@ -70,7 +66,7 @@ def choose_slo(
     Raises:
         InvalidRequest: the request sets a shorter SLO than it may.
     """
-    chosen_s = []
+    agreed_s = []
     for name, body_s, header_s, tenant_s, model_s in zip(
         ("slo_ttft_ms", "slo_tpot_ms"), body, headers, least, of_model, strict=True
     ):
@@ -81,21 +77,30 @@ def choose_slo(
                 f"{1e3 * slo_s:g} ms is less than {1e3 * least_s:g} ms, the shortest SLO that"
                 " your key allows for this model.",
             )
-        chosen_s.append(slo_s)
-    return RequestSlo(*chosen_s)
+        agreed_s.append(slo_s)
+    return RequestSlo(*agreed_s)
 
 
-def _read_header(name: str, text: str) -> float:
+def _of_text(name: str, text: str) -> float:
     if not text:
         return 0.0
     if text == NONE:
         return math.inf
-    with suppress(ValueError):
-        if 0.0 < (seconds := float(text) / 1e3) <= 1e6:
-            return seconds
-    raise invalid_value(
-        name, f'{text[:64]!r} is neither "{NONE}" nor a number of milliseconds greater than 0.'
-    )
+    try:
+        seconds = float(text) / 1e3
+        if not 0.0 < seconds <= 1e6:
+            raise ValueError
+    except ValueError:
+        raise invalid_value(
+            name, f'{text[:64]!r} is neither "{NONE}" nor a number of milliseconds greater than 0.'
+        ) from None
+    return seconds
+
+
+def _seconds(milliseconds: float | str | None) -> float:
+    if milliseconds is None:
+        return 0.0
+    return math.inf if isinstance(milliseconds, str) else milliseconds / 1e3
 
 
 class JsonText(str):

@@ -94,7 +94,6 @@ class Cluster:
             if self._haproxy is None
             else {}
         )
-        private_ray.wait_longer_for_proxies()
         try:
             serve.start(
                 proxy_location=ProxyLocation.EveryNode,

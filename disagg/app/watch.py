@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 
 from disagg import logs
-from disagg.app import raylet_agent
 from disagg.app.haproxy import HAProxyWatch
 from disagg.app.probe import ask_here
 from disagg.app.processes import runs
@@ -25,7 +24,7 @@ Say = Callable[..., None]  # takes an event's name, a sentence, and fields for p
 
 # Titles that Ray gives to Serve's processes. A replica's title ends with its current activity.
 _REPLICA = re.compile(r"ray::ServeReplica:[^:]*:([^.\s]+)")
-_AGENT = re.compile(rf"ray::(\w+Agent)|\S+ -I -S {re.escape(raylet_agent.__file__)} (\w+)")
+_AGENT = re.compile(r"ray::(DashboardAgent|RuntimeEnvAgent)")
 _CONTROLLER = re.compile(r"ray::ServeController")
 
 
@@ -144,13 +143,13 @@ class Watch:
 
 
 def _agents() -> list[tuple[str, psutil.Process]]:
-    """The raylet's agents or their stand-ins, with their names."""
+    """The raylet's agents, with their names."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            agent = _AGENT.match(" ".join(process.cmdline()))
+            agent = _AGENT.match(" ".join(process.cmdline()[:1]))
             if agent is not None:
-                found.append((agent[1] or agent[2], process))
+                found.append((agent[1], process))
     return found
 
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from disagg.devices import LARGE_SHARED_NBYTES
+from disagg.kernels.cpu.attention import CpuAttention
 from disagg.kernels.cpu.library import SAMPLING, find_library, find_step
-from disagg.kernels.cpu.prompts import PromptAttention
 from disagg.kernels.cpu.sampling import CpuSampling
 from disagg.kernels.ops import PLAIN_SCORES, Ops, Scores
 from disagg.kernels.packed_sizes import OnlineKind
@@ -30,8 +30,8 @@ def ops_for(
     """Return Triton kernels for CUDA and torch for everything else.
 
     Args:
-        dtype: the dtype in which the model computes. For bfloat16 on a CPU, attention of prompts
-            is compiled.
+        dtype: the dtype in which the model computes. For bfloat16 on a CPU, attention is
+            compiled.
         quantization: how weights are quantised when they are packed.
         scores: how attention makes its scores.
 
@@ -45,7 +45,7 @@ def ops_for(
             bits=16 if quantization is None else _BITS.get(quantization, 16),
             keeps_packed=quantization == "packed",
             dtype=dtype,
-            prompts=_compiled_prompts(scores) if dtype == torch.bfloat16 else None,
+            attention=_compiled_attention() if dtype == torch.bfloat16 else None,
             scores=scores,
         )
     from disagg.kernels.gpu.ops import TritonOps
@@ -64,9 +64,9 @@ def ops_for(
     )
 
 
-def _compiled_prompts(scores: Scores) -> PromptAttention | None:
+def _compiled_attention() -> CpuAttention | None:
     library = find_step().loaded
-    return None if library is None or scores != PLAIN_SCORES else PromptAttention(library)
+    return None if library is None else CpuAttention(library)
 
 
 def device_name(device_id: int) -> str:

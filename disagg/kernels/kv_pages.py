@@ -26,6 +26,7 @@ other as a matrix product needs them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -164,6 +165,20 @@ class KVPages:
         of size one any stride.
         """
         return self.num_vectors * self.values.shape[1]
+
+
+def clear_begun_blocks(
+    kv_cache: KVPages, block_tables: Tensor, context_lens: Sequence[int], query_lens: Sequence[int]
+) -> None:
+    """Zero the blocks that a step begins and does not fill, before it writes.
+
+    Others read whole blocks and mask their unwritten ends, but a NaN that an earlier owner left
+    there would survive the mask (0 * NaN is NaN).
+    """
+    size = kv_cache.values.shape[4]
+    for row, (length, new) in enumerate(zip(context_lens, query_lens, strict=True)):
+        if 0 < length % size <= new:
+            kv_cache.blocks[int(block_tables[row, length // size])] = 0
 
 
 def pages_of(

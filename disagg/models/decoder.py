@@ -340,15 +340,16 @@ class CpuDecoder(Decoder):
         paging: Paging | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
-        if logits is None and batch.adapters is None and self.step.takes(batch):
-            return self.step.run(batch, kv_cache)
-        return super().forward(batch, kv_cache, paging, logits)
+        if batch.adapters is not None:  # which the program does not know
+            return super().forward(batch, kv_cache, paging, logits)
+        computed = self.step.run(batch, kv_cache)
+        return computed if logits is None else logits.copy_(computed)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
-        if batch.adapters is not None:  # which the program does not know
+        if batch.adapters is not None:
             return super().hidden(batch, kv_cache, paging)
-        return self.step.hidden(batch, kv_cache, self._embed(batch.token_ids))
+        return self.step.hidden(batch, kv_cache)
 
 
 def build_decoder(

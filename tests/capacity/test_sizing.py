@@ -6,7 +6,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.capacity.gpus import GPUS, LINKS
@@ -22,7 +22,6 @@ from disagg.capacity.sizing import (
 )
 from disagg.capacity.workload import Slo, Workload
 from disagg.errors import ContextLengthExceeded, StartupError
-from tests.grids import examples
 
 H100 = GPUS["h100"]
 LLAMA_8B = placements(SHAPES["llama-3-8b"], H100, num_tokens=8192)
@@ -54,7 +53,7 @@ def cost(fleet: FleetPlan | None) -> float:
     return math.inf if fleet is None else fleet.usd_per_hour
 
 
-@examples(13)
+@settings(max_examples=40, deadline=None)
 @given(load=loads, more=st.floats(1.0, 3.0))
 def test_more_load_never_needs_fewer_gpus(load: Workload, more: float) -> None:
     heavier = Workload(load.requests_per_s * more, load.lengths)
@@ -62,7 +61,7 @@ def test_more_load_never_needs_fewer_gpus(load: Workload, more: float) -> None:
     assert cost(together(heavier)) >= cost(together(load))
 
 
-@examples(13)
+@settings(max_examples=40, deadline=None)
 @given(load=loads, ttft_s=st.floats(0.1, 3.0), tpot_s=st.floats(0.005, 0.1), looser=st.floats(1, 3))
 def test_a_fleet_holds_its_slos_and_looser_ones_cost_no_more(
     load: Workload, ttft_s: float, tpot_s: float, looser: float
@@ -76,7 +75,7 @@ def test_a_fleet_holds_its_slos_and_looser_ones_cost_no_more(
             assert fleet.tpot_s <= tpot_s * (1 + 1e-9)
 
 
-@examples(10)
+@settings(max_examples=30, deadline=None)
 @given(load=loads, factor=st.floats(1.0, 5.0))
 def test_better_gpus_and_links_never_need_more(load: Workload, factor: float) -> None:
     better = msgspec.structs.replace(
@@ -91,7 +90,7 @@ def test_better_gpus_and_links_never_need_more(load: Workload, factor: float) ->
     assert cost(apart(load, link=LINK * factor)) <= cost(apart(load))
 
 
-@examples(10)
+@settings(max_examples=30, deadline=None)
 @given(load=loads)
 def test_workers_and_links_keep_their_reserve(load: Workload) -> None:
     both = together(load)

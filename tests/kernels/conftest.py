@@ -28,7 +28,7 @@ collect_ignore = [
         ("test_cpu_step.py", can_run_step()),
         ("test_cpu_step_packed.py", can_run_step()),
         ("test_large_step.py", can_run_step()),
-        ("test_cpu_prompts.py", can_run_step()),
+        ("test_cpu_attention.py", can_run_step()),
         ("test_cpu_sampling.py", can_compile()),
     )
     if not can_run

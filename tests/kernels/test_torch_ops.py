@@ -13,7 +13,6 @@ from disagg.kernels.activation import Activation
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.ops import Scores
-from disagg.kernels.torch import paging as torch_paging
 from disagg.kernels.torch.ops import TorchOps
 from tests.grids import pairs
 from tests.kernels.paged_inputs import LAYER, copy_of, paged_inputs
@@ -145,25 +144,6 @@ def test_attention_of_skewed_decodes_and_of_a_long_chunk(window: int | None) -> 
     _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 20])
-def test_decodes_too_many_for_the_processors_cache_are_attended_in_parts(
-    window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lens = [(1, 40), (1, 33), (1, 70), (1, 5), (1, 40)]
-    inputs = paged_inputs(lens, group=2, dtype=dtype, begun_blocks_are_clean=True)
-    rows, num_kv_heads = inputs.kv_cache.rows, inputs.kv_cache.values.shape[3]
-    of_a_block = 2 * num_kv_heads * rows.shape[1] * rows.itemsize
-    monkeypatch.setattr(torch_paging, "_MAX_GATHERED_NBYTES", 5 * of_a_block)
-    expected, ops = inputs.expected(window), TorchOps()
-    paging = ops.plan(inputs, inputs.kv_cache, [window])
-    groups = paging.groups[window]
-    parts = [group.queries for group in groups if group.queries is not None]
-    assert sorted(map(len, parts)) == ([1, 2, 2] if window is None else [1, 4])
-    assert sorted(torch.cat(parts).tolist()) == [*range(5)]
-    _assert_close(ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging), expected)
-
-
 @pytest.mark.parametrize(
     ("sizes", "name", "dtype"),
     pairs([(16, 16), (20, 3), (64, 1), (128, 8)], WITH_SCALES, DTYPES),
@@ -248,14 +228,6 @@ def test_attention_with_scales_stays_near_to_exact_attention(
     expected = exact.expected(window)
     error = float((out - expected).abs().max() / expected.abs().max())
     assert 1e-4 < error < bound
-
-
-def test_plans_of_different_steps_share_one_scratch() -> None:
-    ops = TorchOps()
-    large = paged_inputs([(1, 400)])
-    small = paged_inputs([(1, 40)])
-    first = ops.plan(large, large.kv_cache, [None]).scratch
-    assert ops.plan(small, small.kv_cache, [None]).scratch is first
 
 
 def test_a_cpu_gets_torch() -> None:

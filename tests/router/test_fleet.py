@@ -6,14 +6,13 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.messages import KVEvent, StepCosts
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet, Reservation
 from disagg.router.worker_view import RequestLoad, WorkerView
 from disagg.time_model import StepTimeModel
-from tests.grids import examples
 from tests.router.fakes import COSTS, make_fleet, make_record, make_request, make_status
 
 
@@ -49,7 +48,7 @@ def test_workers_are_in_the_order_in_which_they_came() -> None:
     assert list(fleet.view().workers) == names
 
 
-@examples(33)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.tuples(

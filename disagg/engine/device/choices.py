@@ -10,8 +10,7 @@ from typing import Literal, TypeAlias
 from disagg.config import EngineConfig
 from disagg.devices import gpus_here, has_driver, why_no_gpu
 from disagg.errors import StartupError
-from disagg.kernels.cpu.library import cpu_flags, find_step
-from disagg.kernels.cpu.pages import LANES
+from disagg.kernels.cpu.library import LANES, cpu_flags, find_step
 from disagg.models.families import FAMILIES
 from disagg.models.model_config import ModelConfig, not_compiled
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+LANES = 16  # compiled attention takes heads whose size is a multiple of this
 CPU_KERNELS = "DISAGG_CPU_KERNELS"  # "auto", the default, or "torch": use no compiled kernels
 
 
@@ -37,7 +38,7 @@ class Library:
 STEP = Library(
     "step",
     Path(__file__).parent / "_step_avx512_bf16.so",
-    version=10,
+    version=11,
     needed=("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma", "avx2"),
     sentence="compiled for AVX-512 with bf16 (models in bfloat16)",
 )

@@ -2,33 +2,32 @@
 
 A step in torch has some hundred calls, and with few rows starting them takes as long as their work.
 The program reads weights in oneDNN's packed layout, or weights of 8 or 4 bits, so that torch can
-compute from the same copy. Steps with prompts are one call, too.
+compute from the same copy.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_void_p
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from disagg.kernels.cpu.attention import cpu_pages, plan_sequences
 from disagg.kernels.cpu.huge_pages import use_huge_pages
-from disagg.kernels.cpu.library import find_step
+from disagg.kernels.cpu.library import LANES, find_step
 from disagg.kernels.cpu.linear import OnednnLinear, PanelLinear
 from disagg.kernels.cpu.narrow_linear import NarrowLinear
-from disagg.kernels.cpu.pages import LANES, cpu_pages
 from disagg.kernels.cpu.panels import CpuMatrix
-from disagg.kernels.cpu.prompts import chunks_of
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PagedBatch, Weight
 
-# Most rows of a step of decodes and drafts. The large step computes more rows, as it does prompts.
+# With more tokens, or more of one sequence, products and attention share what they read.
 MOST_ROWS = 256
-MOST_ROWS_OF_CHUNK = 16  # of one sequence; each row reads its keys alone
+MOST_ROWS_OF_CHUNK = 16
 _UNKNOWN_TOKEN = 2  # `Status` of csrc/model.h
 _Matrix: TypeAlias = OnednnLinear | PanelLinear | NarrowLinear
 _IN_PANELS = OnednnLinear, PanelLinear  # weights of 16 bits
@@ -69,8 +68,6 @@ class StepBatch(PagedBatch, Protocol):
     @property
     def token_ids(self) -> Tensor: ...
     @property
-    def positions(self) -> Tensor: ...
-    @property
     def logits_rows(self) -> Tensor: ...
 
 
@@ -110,28 +107,14 @@ class _Model(Structure):
 class _Batch(Structure):
     _fields_ = (
         ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("table_stride", c_int64),
-        ("num_rows", c_int32),
-        ("has_chunks", c_int32),
-        ("logits", c_void_p),
-    )
-
-
-class _Tokens(Structure):
-    _fields_ = (
-        ("hidden", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("chunks", c_void_p),
+        ("sequences", c_void_p),
         ("logits_rows", c_void_p),
-        ("out", c_void_p),
+        ("hidden", c_void_p),
+        ("logits", c_void_p),
         ("num_tokens", c_int32),
-        ("num_chunks", c_int32),
+        ("num_sequences", c_int32),
         ("num_logits", c_int32),
+        ("is_each_alone", c_int32),
     )
 
 
@@ -146,12 +129,11 @@ class CpuStep:
     def __init__(self, library: ctypes.CDLL, model: DenseModel) -> None:
         library.disagg_step_new.restype = c_void_p
         library.disagg_step_free.argtypes, library.disagg_step_free.restype = [c_void_p], None
-        for run in (library.disagg_step_run, library.disagg_step_run_large):
-            run.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
+        library.disagg_step_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
         self._library = library
         self._model = model
         self._vocab_size = model.head.num_out
-        self.most_rows = MOST_ROWS
+        self._hidden_size = model.head.num_in
         _lay_in_panels(_narrow(model), library)
         table = model.embedding
         layers = (_LayerPointers * len(model.layers))(*map(_layer, model.layers))
@@ -160,7 +142,7 @@ class CpuStep:
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            hidden=model.head.num_in,
+            hidden=self._hidden_size,
             inner=model.layers[0].down.num_in,
             vocab=self._vocab_size,
             eps=model.eps,
@@ -184,42 +166,34 @@ class CpuStep:
         """Move the weights into huge pages. Returns how many bytes are in huge pages now."""
         return use_huge_pages(map(_region, _matrices(self._model)))
 
-    def takes(self, batch: StepBatch) -> bool:
-        """Whether `run` supports this batch: few tokens, of each of which the logits are needed."""
-        num_rows = batch.positions.shape[0]
-        return (
-            0 < num_rows <= self.most_rows
-            and batch.logits_rows.shape[0] == num_rows
-            and (
-                batch.num_decodes == num_rows
-                or max(batch.query_lens[batch.num_decodes :]) <= MOST_ROWS_OF_CHUNK
-            )
-        )
-
     def run(self, batch: StepBatch, kv_cache: KVPages) -> Tensor:
-        """As `Decoder.forward`, for batches for which `takes` is true.
+        """As `Decoder.forward`, for sequences without adapters.
 
         Raises:
             IndexError: a token id is not in the vocabulary.
             MemoryError: there is not enough memory for the step.
         """
-        num_rows = batch.positions.shape[0]
-        logits = torch.empty(num_rows, self._vocab_size)
-        tables, context_lens = batch.block_tables, batch.context_lens
-        has_chunks = batch.num_decodes < num_rows
-        if has_chunks:
-            tables = tables.repeat_interleave(torch.tensor(batch.query_lens), 0)
-            context_lens = batch.positions.int() + 1
+        logits = torch.empty(batch.logits_rows.shape[0], self._vocab_size)
+        self._run(batch, kv_cache, logits=logits.data_ptr(), is_each_alone=_is_short(batch))
+        return logits
+
+    def hidden(self, batch: StepBatch, kv_cache: KVPages) -> Tensor:
+        """As `Decoder.hidden`; raises as `run` does."""
+        shape = batch.logits_rows.shape[0], self._hidden_size
+        hidden = torch.empty(shape, dtype=torch.bfloat16)
+        self._run(batch, kv_cache, hidden=hidden.data_ptr())
+        return hidden
+
+    def _run(self, batch: StepBatch, kv_cache: KVPages, **given: int) -> None:
+        num_tokens, sequences = batch.token_ids.shape[0], plan_sequences(batch, kv_cache)
         described = _Batch(
-            batch.token_ids.data_ptr(),
-            batch.positions.data_ptr(),
-            batch.slots.data_ptr(),
-            context_lens.data_ptr(),
-            tables.data_ptr(),
-            tables.stride(0),
-            num_rows,
-            has_chunks,
-            logits.data_ptr(),
+            token_ids=batch.token_ids.data_ptr(),
+            sequences=sequences.address,
+            logits_rows=batch.logits_rows.data_ptr(),
+            num_tokens=num_tokens,
+            num_sequences=len(sequences.fields),
+            num_logits=batch.logits_rows.shape[0],
+            **given,
         )
         status = self._library.disagg_step_run(
             self._step, byref(described), byref(cpu_pages(kv_cache)), torch.get_num_threads()
@@ -227,40 +201,17 @@ class CpuStep:
         if status == _UNKNOWN_TOKEN:
             raise IndexError(f"a token id is not between 0 and {self._vocab_size - 1}")
         if status:
-            raise MemoryError(f"there is not enough memory for a decode step of {num_rows} tokens")
-        return logits
-
-    def hidden(self, batch: StepBatch, kv_cache: KVPages, embedded: Tensor) -> Tensor:
-        """As `Decoder.hidden`, for any batch.
-
-        Args:
-            embedded: [num_tokens, hidden_size], embeddings of the tokens. They may be overwritten.
-
-        Raises:
-            MemoryError: there is not enough memory for the step.
-        """
-        num_tokens, hidden_size = embedded.shape
-        embedded = embedded.contiguous()
-        num_logits = batch.logits_rows.shape[0]
-        out = torch.empty(num_logits, hidden_size, dtype=embedded.dtype)
-        prompts = chunks_of(batch, with_decodes=True)
-        described = _Tokens(
-            hidden=embedded.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            slots=batch.slots.data_ptr(),
-            chunks=ctypes.addressof(prompts.chunks),
-            logits_rows=batch.logits_rows.data_ptr(),
-            out=out.data_ptr(),
-            num_tokens=num_tokens,
-            num_chunks=len(prompts.chunks),
-            num_logits=num_logits,
-        )
-        status = self._library.disagg_step_run_large(
-            self._step, byref(described), byref(cpu_pages(kv_cache)), torch.get_num_threads()
-        )
-        if status:
             raise MemoryError(f"there is not enough memory for a step of {num_tokens} tokens")
-        return out
+
+
+def _is_short(batch: StepBatch) -> bool:
+    """Whether a step has decodes and drafts only: few tokens, whose logits are all needed."""
+    num_tokens = batch.token_ids.shape[0]
+    return (
+        num_tokens <= MOST_ROWS
+        and batch.logits_rows.shape[0] == num_tokens
+        and max(batch.query_lens) <= MOST_ROWS_OF_CHUNK
+    )
 
 
 def cpu_step(

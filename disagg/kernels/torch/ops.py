@@ -15,15 +15,14 @@ from torch import Tensor
 from disagg.kernels import reference
 from disagg.kernels.activation import Activation
 from disagg.kernels.adapters import AdaptedMatrix, AdapterRows, adapt_rows_
+from disagg.kernels.cpu.attention import CpuAttention, Sequences, plan_sequences, takes_cache
 from disagg.kernels.cpu.linear import Linear, linear
 from disagg.kernels.cpu.narrow_linear import int4_linear, int8_linear, packed_linear
-from disagg.kernels.cpu.prompts import PromptAttention
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
-from disagg.kernels.torch.attention import paged_attention
+from disagg.kernels.torch.attention import TorchPaging, paged_attention, plan_paging
 from disagg.kernels.torch.experts import TorchExperts
-from disagg.kernels.torch.paging import TorchPaging, plan_paging
 
 _FEW_ROWS = 16
 
@@ -35,8 +34,7 @@ class TorchOps:
         bits: bits of the weights except for experts; with 8 or 4 they become `NarrowLinear`.
         keeps_packed: whether numbers of 4 or 8 bits stay as they are in a checkpoint.
         dtype: dtype of the scales of these; by default float32.
-        prompts: compiled attention of prompts, for a model in bfloat16 with the usual `scores`;
-            None: torch computes it.
+        attention: compiled attention, for a model in bfloat16; None: torch computes it.
         scores: how attention makes its scores.
     """
 
@@ -48,7 +46,7 @@ class TorchOps:
         bits: Literal[4, 8, 16] = 16,
         keeps_packed: bool = False,
         dtype: torch.dtype | None = None,
-        prompts: PromptAttention | None = None,
+        attention: CpuAttention | None = None,
         scores: Scores = PLAIN_SCORES,
     ) -> None:
         if keeps_packed:
@@ -59,8 +57,7 @@ class TorchOps:
             dtype: torch.tensor([[1.0], [-1.0]], dtype=dtype)
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
         }
-        self._scratch = torch.empty(0, 0)
-        self._prompts = prompts
+        self._attention = attention
         self._scores = scores
 
     def pack(
@@ -161,11 +158,10 @@ class TorchOps:
 
     def plan(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
-    ) -> TorchPaging:
-        is_compiled = self._prompts is not None and self._prompts.takes(kv_cache)
-        paging = plan_paging(batch, kv_cache, windows, self._scratch, is_compiled=is_compiled)
-        self._scratch = paging.scratch
-        return paging
+    ) -> TorchPaging | Sequences:
+        if self._attention is not None and takes_cache(kv_cache):
+            return plan_sequences(batch, kv_cache)
+        return plan_paging(batch, kv_cache)
 
     def attention(
         self,
@@ -173,21 +169,35 @@ class TorchOps:
         kv_cache: KVPages,
         layer: int,
         window: int | None,
-        paging: TorchPaging,
+        paging: TorchPaging | Sequences,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        how = sinks, self._prompts, self._scores
-        return paged_attention(qkv, kv_cache, layer, window, paging, *how)
+        return self._attend(qkv, kv_cache, layer, window, paging, sinks, self._scores)
 
     def latent_attention(
         self,
         heads: Tensor,
         kv_cache: KVPages,
         layer: int,
-        paging: TorchPaging,
+        paging: TorchPaging | Sequences,
         value_dim: int,
         scale: float,
     ) -> Tensor:
         # The rest of the vector is summed too: an eighth more work saves a copy of the values.
-        attended = paged_attention(heads, kv_cache, layer, None, paging, scores=Scores(scale))
+        attended = self._attend(heads, kv_cache, layer, None, paging, None, Scores(scale))
         return attended.view(len(heads), -1, heads.shape[2])[..., :value_dim]
+
+    def _attend(
+        self,
+        qkv: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        window: int | None,
+        paging: TorchPaging | Sequences,
+        sinks: Tensor | None,
+        scores: Scores,
+    ) -> Tensor:
+        if isinstance(paging, TorchPaging):
+            return paged_attention(qkv, kv_cache, layer, window, paging, sinks, scores)
+        assert self._attention is not None
+        return self._attention.run(qkv, kv_cache, layer, window, paging, sinks, scores)

@@ -20,7 +20,6 @@ from disagg.models.batch import Batch
 from disagg.time_model import StepFeatures
 from tests.engine.fake_runner import FakeDevice, FakeKV, work_of
 from tests.engine.workload import Driver, Workload, new_sequence, workloads
-from tests.grids import examples
 
 
 @st.composite
@@ -159,7 +158,7 @@ class Compared(FakeDevice):
 TENSORS = ("positions", "slots", "query_start", "context_lens", "logits_rows")
 
 
-@examples(33)
+@settings(max_examples=100, deadline=None)
 @given(workloads())
 def test_the_batches_of_any_workload_are_those_of_each_plan_alone(workload: Workload) -> None:
     driver = Driver(workload)

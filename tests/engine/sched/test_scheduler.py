@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
@@ -21,7 +21,6 @@ from tests.engine.workload import (
     prompt,
     workloads,
 )
-from tests.grids import examples
 
 NO_STOP: frozenset[int] = frozenset()
 
@@ -43,7 +42,7 @@ def step_sizes(engine: Engine) -> list[tuple[str, int]]:
     return [(work.sequence.request_id, work.num_tokens) for work in work_of(engine.last_plan)]
 
 
-@examples(66)
+@settings(max_examples=200, deadline=None)
 @given(workloads())
 def test_random_workloads(workload: Workload) -> None:
     Driver(workload).play()

@@ -1,4 +1,4 @@
-"""Compiled attention of prompts gives what the reference does, however a prompt is cut."""
+"""Compiled attention gives what the reference does, however a prompt is cut."""
 
 from __future__ import annotations
 
@@ -6,29 +6,42 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from disagg.kernels import dispatch
+from disagg.kernels import dispatch, reference
+from disagg.kernels.cpu.attention import CpuAttention, Sequences, takes_cache
 from disagg.kernels.cpu.library import Found
-from disagg.kernels.cpu.prompts import PromptAttention
 from disagg.kernels.kv_pages import FORMATS, KVFormat
+from disagg.kernels.ops import PLAIN_SCORES, Scores
 from disagg.kernels.torch.ops import TorchOps
-from tests.grids import examples, pairs
-from tests.kernels.paged_inputs import LAYER, PagedInputs, paged_inputs
+from tests.grids import pairs
+from tests.kernels.paged_inputs import LAYER, PagedInputs, copy_of, paged_inputs
 
 CPU = torch.device("cpu")
 BF16 = FORMATS["bfloat16"]
 COMPILED_FORMATS = ["bfloat16", "int8", "fp8", "int4"]
-# Decodes, whole prompts, chunks behind a cached prefix; around the tile of 64 keys.
-LENS = [(1, 1), (1, 65), (2, 2), (63, 63), (64, 64), (65, 65), (7, 64), (30, 200), (130, 131)]
+# Decodes, whole prompts, chunks behind a cached prefix; around the tile of 64 keys, and around the
+# chunk of 512 keys of a decode.
+LENS = [
+    (1, 1),
+    (1, 65),
+    (1, 1100),
+    (2, 2),
+    (63, 63),
+    (64, 64),
+    (65, 65),
+    (7, 64),
+    (30, 200),
+    (130, 131),
+]
 
 
 @pytest.fixture(scope="module")
-def attention(step: Found) -> PromptAttention:
+def attention(step: Found) -> CpuAttention:
     assert step.loaded is not None
-    return PromptAttention(step.loaded)
+    return CpuAttention(step.loaded)
 
 
 def _inputs(lens: Sequence[tuple[int, int]], **given: object) -> PagedInputs:
@@ -37,14 +50,15 @@ def _inputs(lens: Sequence[tuple[int, int]], **given: object) -> PagedInputs:
 
 
 def _attend(
-    attention: PromptAttention | None,
+    attention: CpuAttention,
     inputs: PagedInputs,
     window: int | None = None,
     sinks: Tensor | None = None,
+    scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
-    ops = TorchOps(prompts=attention)
+    ops = TorchOps(attention=attention, scores=scores)
     paging = ops.plan(inputs, inputs.kv_cache, [window])
-    assert (paging.prompts is not None) == (attention is not None)
+    assert isinstance(paging, Sequences)
     return ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging, sinks)
 
 
@@ -62,7 +76,7 @@ def _assert_close(actual: Tensor, expected: Tensor) -> None:
     ),
 )
 def test_it_is_the_reference(
-    sizes: tuple[int, int, int], window: int | None, name: str, attention: PromptAttention
+    sizes: tuple[int, int, int], window: int | None, name: str, attention: CpuAttention
 ) -> None:
     """Of each format with each window and with all sizes of groups, heads and blocks."""
     group, head_dim, block_size = sizes
@@ -74,14 +88,50 @@ def test_it_is_the_reference(
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_with_sinks(window: int | None, attention: PromptAttention) -> None:
+def test_with_sinks(window: int | None, attention: CpuAttention) -> None:
     inputs = _inputs(LENS, group=3, head_dim=64)
     sinks = torch.tensor([-30.0, 0.0, 3.0, 8.0, -2.0, 30.0])
     expected = inputs.expected(window, sinks)
     _assert_close(_attend(attention, inputs, window, sinks), expected)
 
 
-def test_many_heads_share_one_head_of_keys(attention: PromptAttention) -> None:
+@pytest.mark.parametrize("format", COMPILED_FORMATS)
+def test_scores_of_another_scale_and_with_a_cap(format: str, attention: CpuAttention) -> None:
+    inputs = _inputs(LENS, group=3, head_dim=64, format=FORMATS[format])
+    for scale, cap in ((0.6, None), (0.3, 1.5), (None, 0.5)):
+        expected = inputs.expected(None, None, scale, cap)
+        _assert_close(_attend(attention, inputs, scores=Scores(scale, cap)), expected)
+
+
+@pytest.mark.parametrize(("num_heads", "block_size"), [(1, 16), (6, 5)])
+def test_latents(num_heads: int, block_size: int, attention: CpuAttention) -> None:
+    """One vector is the key and the value."""
+    inputs = _inputs(
+        LENS, group=num_heads, num_kv_heads=1, head_dim=48, block_size=block_size, num_vectors=1
+    )
+    expected = inputs.expected(None, scale=0.3)
+    ops = TorchOps(attention=attention)
+    paging = ops.plan(inputs, inputs.kv_cache, [None])
+    found = ops.latent_attention(inputs.qkv, inputs.kv_cache, LAYER, paging, 48, 0.3)
+    _assert_close(found.flatten(1), expected)
+
+
+@pytest.mark.parametrize("name", COMPILED_FORMATS)
+def test_what_is_stored_is_the_references(name: str, attention: CpuAttention) -> None:
+    """To the byte, and nothing else of the cache changes, but for what is cleared."""
+    inputs = _inputs(
+        [(1, 7), (1, 33), (9, 20), (16, 32)], group=3, head_dim=64, format=FORMATS[name]
+    )
+    inputs.qkv[0, -1] = 0.0  # a vector of zeros
+    expected = copy_of(inputs.kv_cache)
+    for row in (1, 2):  # whose last block is begun and not filled
+        expected.blocks[int(inputs.block_tables[row, inputs.context_lens_host[row] // 16])] = 0
+    _attend(attention, inputs)
+    reference.kv_write(inputs.qkv, expected, LAYER, inputs.slots)
+    assert torch.equal(inputs.kv_cache.blocks.view(torch.uint8), expected.blocks.view(torch.uint8))
+
+
+def test_many_heads_share_one_head_of_keys(attention: CpuAttention) -> None:
     """More than there is room for in one item of a thread."""
     inputs = _inputs([(5, 70)], group=150, num_kv_heads=1)
     expected = inputs.expected(None)
@@ -91,7 +141,7 @@ def test_many_heads_share_one_head_of_keys(attention: PromptAttention) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("format", [BF16, FORMATS["int8"]], ids=lambda format: format.name)
 def test_threads_and_other_prompts_change_nothing(
-    format: KVFormat, threads: int, attention: PromptAttention
+    format: KVFormat, threads: int, attention: CpuAttention
 ) -> None:
     lens = [(200, 300), (3, 3), (64, 640)]
     alone = _attend(attention, _inputs(lens, group=3, format=format))
@@ -103,9 +153,9 @@ def test_threads_and_other_prompts_change_nothing(
         torch.set_num_threads(before)
 
 
-@examples(10)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_a_prompt_may_be_cut_anywhere(data: st.DataObject, attention: PromptAttention) -> None:
+def test_a_prompt_may_be_cut_anywhere(data: st.DataObject, attention: CpuAttention) -> None:
     """To the bit: the chunks of a prompt give what the whole prompt gives."""
     length = data.draw(st.integers(2, 200))
     window = data.draw(st.sampled_from([None, 1, 33, 64, 150]))
@@ -116,7 +166,7 @@ def test_a_prompt_may_be_cut_anywhere(data: st.DataObject, attention: PromptAtte
     expected = _attend(attention, whole, window)
     parts, start = [], 0
     for end in [*cuts, length]:
-        if end - start == 1:  # a decode, which is computed by torch
+        if end - start == 1:  # a decode, which reads keys in another way
             end = min(end + 1, length)
         if end <= start + 1:
             break
@@ -137,7 +187,7 @@ def test_a_prompt_may_be_cut_anywhere(data: st.DataObject, attention: PromptAtte
 
 
 def test_models_in_bfloat16_have_it(
-    monkeypatch: pytest.MonkeyPatch, attention: PromptAttention
+    monkeypatch: pytest.MonkeyPatch, attention: CpuAttention
 ) -> None:
     found = Found(attention._library, "compiled")
     monkeypatch.setattr(dispatch, "find_step", lambda: found)
@@ -146,30 +196,30 @@ def test_models_in_bfloat16_have_it(
     def is_compiled(dtype: torch.dtype | None) -> bool:
         ops = dispatch.ops_for(CPU, 4, dtype=dtype)
         assert isinstance(ops, TorchOps)
-        return ops.plan(inputs, inputs.kv_cache, [None]).prompts is not None
+        return isinstance(ops.plan(inputs, inputs.kv_cache, [None]), Sequences)
 
     assert is_compiled(torch.bfloat16)
     assert not is_compiled(torch.float32)
     assert not is_compiled(None)
 
 
-def test_odd_head_sizes_and_exact_formats_are_torchs(attention: PromptAttention) -> None:
+def test_odd_head_sizes_and_exact_formats_are_torchs(attention: CpuAttention) -> None:
     odd = _inputs([(5, 9)], head_dim=20)
     exact = paged_inputs([(5, 9)], dtype=torch.float32)
     for inputs in (odd, exact):
-        assert not attention.takes(inputs.kv_cache)
-        paging = TorchOps(prompts=attention).plan(inputs, inputs.kv_cache, [None])
-        assert paging.prompts is None
+        assert not takes_cache(inputs.kv_cache)
+        paging = TorchOps(attention=attention).plan(inputs, inputs.kv_cache, [None])
+        assert not isinstance(paging, Sequences)
 
 
-def test_scores_that_grow(attention: PromptAttention) -> None:
+def test_scores_that_grow(attention: CpuAttention) -> None:
     """What was summed up before a far larger score is multiplied by a factor."""
     inputs = _inputs([(300, 400)], group=3, head_dim=64)
     inputs.qkv[:, :6] *= 6  # queries
     _assert_close(_attend(attention, inputs), inputs.expected(None))
 
 
-def test_large_scores_do_not_overflow(attention: PromptAttention) -> None:
+def test_large_scores_do_not_overflow(attention: CpuAttention) -> None:
     inputs = _inputs([(100, 100)], group=2, head_dim=64)
     inputs.qkv[:, :4] *= 1e4  # queries
     expected = inputs.expected(None)
