@@ -176,6 +176,7 @@ def main() -> None:
             took_s, num_tokens = timed
             row = {"way": way, "seconds": took_s, "tokens": num_tokens}
             rows.append({**row, "tokens/s": num_tokens / took_s})
+            print(rows[-1], file=sys.stderr, flush=True)
 
         note("LLM.chat", by_llm(number))
         note(

@@ -25,6 +25,7 @@ import httpx
 import psutil
 
 from bench.faults_gates import row
+from disagg.app import raylet_agent
 from tests.e2e.command import Command
 from tests.faults.faults import Killed, suffered
 
@@ -185,7 +186,7 @@ class CommandGates:
     async def _agent_killed(self, command: Command) -> list[dict[str, Any]]:
         async with (
             self._load(command) as asked,
-            suffered(Killed(command.one("ray::DashboardAgent"))),
+            suffered(Killed(command.running(raylet_agent.__file__))),
         ):
             died_s = time.monotonic()
             status = await asyncio.to_thread(command.ended)

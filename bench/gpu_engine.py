@@ -177,6 +177,7 @@ class Served:
             self.start |= {
                 "free GB": free / 1e9,
                 "torch's GB": of_torch / 1e9,
+                "own stream": torch.cuda.current_stream() != torch.cuda.default_stream(),
                 # CUDA's context, kernels, and what it makes of captured graphs
                 "beside torch's GB": (total - free - of_torch) / 1e9,
             }

@@ -56,7 +56,7 @@ class Host:
         self._batching = Batching(
             self._slots, block_size, MAX_MODEL_LEN // block_size, cpu, use_kernel=True
         )
-        self._sampler = Sampler(self._slots, vocab_size, cpu, TritonSampling())
+        self._sampler = Sampler(self._slots, vocab_size, cpu, TritonSampling(), MAX_MODEL_LEN)
         self._logits = torch.zeros(max_num_seqs, vocab_size)
 
     def run(self, plan: StepPlan) -> list[Sampled]:

@@ -24,7 +24,6 @@ import msgspec
 from disagg.batch.ask import Patience
 from disagg.batch.over_http import asking
 from disagg.errors import DisaggError, StartupError
-from disagg.llm.own_fleet import answering
 
 Row = dict[str, Any]
 ERROR = "__inference_error__"  # the column of `should_continue_on_error`, as in `ray.data.llm`
@@ -99,6 +98,8 @@ class AnswerBatches:
         if config.url is not None:
             asks = asking(config.url, config.api_key)
             return await self._stack.enter_async_context(asks)
+        from disagg.llm.own_fleet import answering  # torch, which those who only ask do without
+
         own = answering([str(config.model_source)], config.engine_kwargs)
         return (await self._stack.enter_async_context(own))[0]
 

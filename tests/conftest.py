@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests import beside
+from tests.grids import examples
 
 # Of this process and of all that it starts. Threads of one product in several processes at a time
 # only wait for each other; and hundreds of processes import the package, whose bytecode is kept.
@@ -23,7 +25,8 @@ sys.dont_write_bytecode = False
 
 # No time limit for an example: machines are shared and tests must not measure them. In CI the
 # examples are the same each time, so that a red run is always the change's; elsewhere they explore.
-settings.register_profile("disagg", deadline=None, print_blob=True, derandomize="CI" in os.environ)
+PROFILE = examples(30, deadline=None, print_blob=True, derandomize="CI" in os.environ)
+settings.register_profile("disagg", PROFILE)
 settings.load_profile("disagg")
 
 
@@ -35,6 +38,34 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if file := os.environ.get(beside.TIMES):
         beside.note(file, item.nodeid, began_s, time.monotonic())
     return done
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--random-order",
+        type=int,
+        metavar="SEED",
+        help="shuffle directories, their files, and the tests of each",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """No test may need another before it. The tests of a file stay together, as their fixtures do,
+    and so do the files of a directory. In any order those marked `last` come last of their file or
+    directory, the one with 1 before that with 2."""
+    if config.option.random_order is not None:
+        random.Random(config.option.random_order).shuffle(items)
+    directories = {path: n for n, path in enumerate(dict.fromkeys(i.path.parent for i in items))}
+    files = {path: n for n, path in enumerate(dict.fromkeys(item.path for item in items))}
+
+    def place(item: pytest.Item) -> tuple[int, bool, int, int]:
+        mark = item.get_closest_marker("last")
+        ends_directory = mark is not None and mark.kwargs.get("of") == "directory"
+        last = 0 if mark is None else mark.args[0]
+        return directories[item.path.parent], ends_directory, files[item.path], last
+
+    items.sort(key=place)
 
 
 def pytest_collection() -> None:
@@ -56,6 +87,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def no_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission leaves no blocks for later, so that many are preempted."""
+    from disagg.engine.sched.engine_admission import EngineAdmission
+
+    monkeypatch.setattr(
+        EngineAdmission, "leaves_room", lambda self, num_blocks: num_blocks <= self._pool.num_free
+    )
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from hypothesis import settings
+
 Value = TypeVar("Value")
 IS_WHOLE = "DISAGG_WHOLE_GRIDS" in os.environ  # as `make test-bench` sets it
 
@@ -15,6 +17,11 @@ IS_WHOLE = "DISAGG_WHOLE_GRIDS" in os.environ  # as `make test-bench` sets it
 def some(few: list[Value], others: Iterable[Value]) -> list[Value]:
     """Those that each run has; `others` too, if all are wanted."""
     return [*few, *(each for each in others if each not in few)] if IS_WHOLE else few
+
+
+def examples(number: int, **options: Any) -> settings:
+    """Of hypothesis: so many for each run, and five times as many if all are wanted."""
+    return settings(max_examples=5 * number if IS_WHOLE else number, **options)
 
 
 def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:

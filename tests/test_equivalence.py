@@ -14,9 +14,10 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.grids import examples
 from tests.worker.fleet import assert_equivalent, assert_thrifty
 from tests.worker.plays import DrawnDice, Play, play_in_quiet, play_in_trouble
 from tests.worker.rehearsal import play_many
@@ -37,7 +38,7 @@ def plays(draw: st.DrawFn) -> Play:
     return play_in_trouble(DrawnDice(draw))
 
 
-@settings(max_examples=60, deadline=None)  # beside the plays of `play_many`
+@examples(20)  # beside the plays of `play_many`
 @given(plays())
 def test_a_fleet_in_trouble_answers_what_one_engine_answers(play: Play) -> None:
     assert_equivalent(play)
@@ -48,7 +49,7 @@ def quiet_plays(draw: st.DrawFn) -> Play:
     return play_in_quiet(DrawnDice(draw))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(16)
 @given(quiet_plays())
 def test_in_quiet_times_no_token_is_computed_twice(play: Play) -> None:
     assert_thrifty(play)
@@ -56,7 +57,7 @@ def test_in_quiet_times_no_token_is_computed_twice(play: Play) -> None:
 
 def test_very_many_steps_go_well_and_meet_all_that_can_happen() -> None:
     """Or the properties above would say little. `bench.faults property_steps` plays more."""
-    tally = play_many(num_steps=20_000)
-    assert tally.num_steps >= 20_000
+    tally = play_many(num_steps=12_000)
+    assert tally.num_steps >= 12_000
     assert not any(tally.failures.values()), tally.failures
     assert not tally.missing, tally.met

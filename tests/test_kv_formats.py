@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -61,8 +61,10 @@ def reference(model: Path) -> Callable[[str], SingleEngine]:
     return functools.cache(lambda name: SingleEngine(model, engine_with(name)))
 
 
-@pytest.mark.parametrize("transport", ["local", "nixl"])
-@pytest.mark.parametrize("kv_cache_dtype", FORMATS[1:])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "transport"),
+    some([("int8", "nixl"), ("int4", "local")], product(FORMATS[1:], ("nixl", "local"))),
+)
 async def test_pulled_blocks_give_the_text_of_one_engine(
     model: Path,
     reference: Callable[[str], SingleEngine],

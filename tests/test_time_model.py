@@ -6,7 +6,7 @@ import random
 from statistics import median
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.messages import StepCosts
@@ -19,6 +19,7 @@ from disagg.time_model import (
     TransferTimeModel,
     attended,
 )
+from tests.grids import examples
 
 GPU = StepTimeModel(4e-3, 2e-5, 1e-9, 5e-5, 3e-8, 2e-3)
 SCALES = st.floats(min_value=0.05, max_value=20.0)
@@ -57,7 +58,7 @@ def error_of(fit: StepTimeFit, truth: StepTimeModel, prefill: bool) -> float:
     return median(abs(model.step_s(step) / truth.step_s(step) - 1) for step in steps)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10)
 @given(scales=st.tuples(*[SCALES] * 6), seed=st.integers(0, 1000))
 def test_a_planted_model_is_found_under_noise(scales: tuple[float, ...], seed: int) -> None:
     prior = StepTimeModel()
@@ -71,7 +72,7 @@ def test_a_planted_model_is_found_under_noise(scales: tuple[float, ...], seed: i
     assert 0.03 < fit.median_error < 0.15
 
 
-@settings(max_examples=50, deadline=None)
+@examples(16)
 @given(
     st.lists(
         st.tuples(
@@ -156,7 +157,7 @@ def test_hours_of_decoding_do_not_erase_what_is_known_about_prefill() -> None:
     assert error_of(fit, GPU, prefill=True) < 0.1
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     scales=st.tuples(*[st.floats(min_value=0.3, max_value=3.0)] * 6),
     prompt_steps=st.floats(min_value=0.0, max_value=10.0),
@@ -278,7 +279,7 @@ def test_a_prior_that_rules_something_out_is_refused() -> None:
         StepTimeFit(StepTimeModel(1.0, 0.0, 1.0, 1.0, 1.0, 1.0))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10)
 @given(
     latency_s=st.floats(min_value=1e-5, max_value=1e-2),
     bytes_per_s=st.floats(min_value=1e7, max_value=4e11),

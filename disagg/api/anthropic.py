@@ -131,7 +131,7 @@ class MessagesRequest(MessagesPrompt, kw_only=True):
 
 
 class CountTokensRequest(MessagesPrompt, kw_only=True):
-    """A request for the number of tokens of a prompt."""
+    """The body of `/v1/messages/count_tokens`."""
 
 
 _REFUSED = dict.fromkeys(("container", "mcp_servers", "output_format"), NOT_IMPLEMENTED)
@@ -192,7 +192,7 @@ def as_chat(request: MessagesRequest) -> ChatRequest:
         top_p=request.top_p,
         top_k=request.top_k,
         stop=list(request.stop_sequences) if request.stop_sequences else None,
-        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
+        tools=[Tool("function", _function(tool)) for tool in request.tools or ()] or None,
         tool_choice=None if choice is None else _choice(choice),
         response_format=_format(request.output_config),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
@@ -209,21 +209,18 @@ def _format(config: OutputConfig | None) -> ResponseFormat | None:
     return ResponseFormat("json_schema", JsonSchemaFormat("answer", config.format.schema))
 
 
-def _tool(tool: ToolDefinition) -> Tool:
-    function = FunctionDefinition(tool.name, tool.description, tool.input_schema)
-    return Tool("function", function)
+def _function(tool: ToolDefinition) -> FunctionDefinition:
+    return FunctionDefinition(tool.name, tool.description, tool.input_schema)
 
 
 def _choice(choice: MessagesToolChoice) -> ToolChoice:
-    match choice.type:
-        case "any":
-            return "required"
-        case "tool":
-            if choice.name is None:
-                raise missing_parameter("tool_choice.name")
-            return NamedTool("function", NamedFunction(choice.name))
-        case "auto" | "none":
-            return choice.type
+    if choice.type == "any":
+        return "required"
+    if choice.type != "tool":
+        return choice.type
+    if choice.name is None:
+        raise missing_parameter("tool_choice.name")
+    return NamedTool("function", NamedFunction(choice.name))
 
 
 def _messages(request: MessagesPrompt) -> list[ChatMessage]:
@@ -266,12 +263,8 @@ def _as_chat_messages(message: Message, path: str) -> list[ChatMessage]:
             case ThinkingBlock(thinking=text):
                 thoughts.append(text)
             case ToolUse():
-                calls.append(
-                    ToolCall(
-                        FunctionCall(block.name, msgspec.json.encode(block.input).decode()),
-                        block.id,
-                    )
-                )
+                arguments = msgspec.json.encode(block.input).decode()
+                calls.append(ToolCall(FunctionCall(block.name, arguments), block.id))
             case ToolResult():
                 content = _text(block.content or "")
                 results.append(ChatMessage("tool", content, tool_call_id=block.tool_use_id))
@@ -330,10 +323,7 @@ def message_body(run: RunningJob) -> bytes:
 
 
 def _input(arguments: str) -> msgspec.Raw:
-    """The arguments of a call as the model wrote them; `{}` if they are not a JSON object.
-
-    They are not if the answer was cut off.
-    """
+    """The arguments of a call as the model wrote them; `{}` if the answer was cut off in them."""
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

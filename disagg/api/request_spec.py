@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -44,14 +45,17 @@ class RequestSlo(NamedTuple):
 def in_headers(headers: Mapping[bytes, bytes]) -> RequestSlo:
     """The SLOs in the headers. Raises `InvalidRequest`."""
     ttft_s, tpot_s = (
-        _of_text(name, headers.get(name.encode(), b"").decode("latin-1").strip())
+        _read_header(name, headers.get(name.encode(), b"").decode("latin-1").strip())
         for name in ("x-slo-ttft-ms", "x-slo-tpot-ms")
     )
     return RequestSlo(ttft_s, tpot_s)
 
 
-def in_body(ttft_ms: float | str | None, tpot_ms: float | str | None) -> RequestSlo:
-    return RequestSlo(_seconds(ttft_ms), _seconds(tpot_ms))
+def in_body(*ttft_tpot_ms: float | str | None) -> RequestSlo:
+    """The SLOs in the fields of a body."""
+    return RequestSlo(
+        *(math.inf if isinstance(each, str) else (each or 0.0) / 1e3 for each in ttft_tpot_ms)
+    )
 
 
 def choose_slo(
@@ -66,7 +70,7 @@ def choose_slo(
     Raises:
         InvalidRequest: the request sets a shorter SLO than it may.
     """
-    agreed_s = []
+    chosen_s = []
     for name, body_s, header_s, tenant_s, model_s in zip(
         ("slo_ttft_ms", "slo_tpot_ms"), body, headers, least, of_model, strict=True
     ):
@@ -77,30 +81,21 @@ def choose_slo(
                 f"{1e3 * slo_s:g} ms is less than {1e3 * least_s:g} ms, the shortest SLO that"
                 " your key allows for this model.",
             )
-        agreed_s.append(slo_s)
-    return RequestSlo(*agreed_s)
+        chosen_s.append(slo_s)
+    return RequestSlo(*chosen_s)
 
 
-def _of_text(name: str, text: str) -> float:
+def _read_header(name: str, text: str) -> float:
     if not text:
         return 0.0
     if text == NONE:
         return math.inf
-    try:
-        seconds = float(text) / 1e3
-        if not 0.0 < seconds <= 1e6:
-            raise ValueError
-    except ValueError:
-        raise invalid_value(
-            name, f'{text[:64]!r} is neither "{NONE}" nor a number of milliseconds greater than 0.'
-        ) from None
-    return seconds
-
-
-def _seconds(milliseconds: float | str | None) -> float:
-    if milliseconds is None:
-        return 0.0
-    return math.inf if isinstance(milliseconds, str) else milliseconds / 1e3
+    with suppress(ValueError):
+        if 0.0 < (seconds := float(text) / 1e3) <= 1e6:
+            return seconds
+    raise invalid_value(
+        name, f'{text[:64]!r} is neither "{NONE}" nor a number of milliseconds greater than 0.'
+    )
 
 
 class JsonText(str):

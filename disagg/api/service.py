@@ -1,8 +1,8 @@
 """Turns the bytes of a request into `GenerateRequest`s in five steps, and runs them.
 
 The steps are read, understand, tokenize, fit and name. An invalid request is refused here, before
-it is sent to a worker. APIs differ in the first two steps and in the format of answers (`apis`).
-Knows neither HTTP nor workers: the function `generate` is an argument.
+it is sent to a worker: all functions raise `RequestError`. APIs differ in the first two steps and
+in the format of answers (`apis`). Knows neither HTTP nor workers: `generate` is an argument.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -39,7 +38,7 @@ from disagg.api.served_model import ServedModel
 from disagg.blocks import hash_blocks, hash_root
 from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from disagg.messages import GenerateRequest, Grammar, SamplingParams, Thinking
-from disagg.text.answer_reader import ReasoningFormat, prompt_tail
+from disagg.text.answer_reader import prompt_tail
 from disagg.text.tool_parsers.harmony import ANALYSIS, FINAL_THEN
 
 TOKEN_NBYTES = 4  # assumed size of a token id, to decide whether work on many of them blocks
@@ -97,7 +96,7 @@ class Service:
         caller: Caller,
         begin: Callable[[RequestSpec], str] = lambda spec: "",
     ) -> RunningJob:
-        """Check a request and make it ready to run. Raises `RequestError`.
+        """Check a request and make it ready to run.
 
         Args:
             begin: called as soon as it is known what the request asks for. Returns the traceparent
@@ -128,24 +127,20 @@ class Service:
         except TimeoutError:
             raise _too_late(next_step) from None
         seed = self._random_bits(63) if spec.seed is None else spec.seed
-        named = partial(
-            name_choices,
-            spec,
-            prompts,
-            replace(sampling, seed=seed),
-            caller,
-            traceparent,
-            slo=slo,
-            deadline_unix_s=deadline_unix_s,
-        )
-        requests, echoes = await off_loop(TOKEN_NBYTES * sum(map(len, prompts)), named)
-        answered = replace(spec, prompts=())
+        seeded = replace(sampling, seed=seed)
+
+        def name() -> tuple[tuple[GenerateRequest, ...], tuple[str, ...]]:
+            work = traceparent, slo, deadline_unix_s
+            return name_choices(spec, prompts, seeded, caller, *work)
+
+        requests, echoes = await off_loop(TOKEN_NBYTES * sum(map(len, prompts)), name)
+        spec = replace(spec, prompts=())
         return RunningJob(
-            caller.request_id, int(now), answered, requests, self._generate, self._explain, echoes
+            caller.request_id, int(now), spec, requests, self._generate, self._explain, echoes
         )
 
     async def tokenize(self, body: bytes) -> bytes:
-        """The response body of `/tokenize`. Raises `RequestError`."""
+        """The response body of `/tokenize`."""
 
         def understand() -> tuple[TokenizeRequest, ServedModel, Prompt]:
             request = read_request(body, TokenizeRequest)
@@ -165,7 +160,7 @@ class Service:
         return await off_loop(TOKEN_NBYTES * len(token_ids), answer)
 
     async def count_tokens(self, body: bytes) -> bytes:
-        """The response body of `/v1/messages/count_tokens`. Raises `RequestError`."""
+        """The response body of `/v1/messages/count_tokens`."""
 
         def understand() -> tuple[ServedModel, Prompt]:
             request = read_count(body)
@@ -186,7 +181,7 @@ class Service:
         return token_ids
 
     async def embeddings(self, body: bytes) -> bytes:
-        """Refuse a request to `/v1/embeddings`. Raises `RequestError` always."""
+        """Refuse a request to `/v1/embeddings`."""
         request = await off_loop(len(body), lambda: read_request(body, EmbeddingsRequest))
         raise invalid_value(
             "model",
@@ -195,7 +190,7 @@ class Service:
         )
 
     async def detokenize(self, body: bytes) -> bytes:
-        """The response body of `/detokenize`. Raises `RequestError`."""
+        """The response body of `/detokenize`."""
 
         def answer() -> bytes:
             request = read_request(body, DetokenizeRequest)
@@ -207,20 +202,14 @@ class Service:
         return await off_loop(len(body), answer)
 
     async def load_adapter(self, body: bytes) -> str:
-        """Serve a LoRA adapter, `/v1/load_lora_adapter`. Returns a sentence.
-
-        Raises:
-            RequestError: it cannot be served; the message says why.
-        """
+        """Serve a LoRA adapter, `/v1/load_lora_adapter`. Returns a sentence."""
         asked = read_request(body, LoadAdapterRequest)
-        in_place = asked.load_inplace
-        await self._table().load(
-            asked.lora_name, asked.lora_path, asked.base_model, in_place=in_place
-        )
+        names = asked.lora_name, asked.lora_path, asked.base_model
+        await self._table().load(*names, in_place=asked.load_inplace)
         return f"Success: LoRA adapter '{asked.lora_name}' added successfully."
 
     async def unload_adapter(self, body: bytes) -> str:
-        """Serve a LoRA adapter no more, `/v1/unload_lora_adapter`. As `load_adapter`."""
+        """Serve a LoRA adapter no more, `/v1/unload_lora_adapter`. Returns a sentence."""
         asked = read_request(body, UnloadAdapterRequest)
         await self._table().unload(asked.lora_name)
         return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
@@ -234,11 +223,11 @@ class Service:
         return [*self.models.values(), *(self._adapters.all() if self._adapters else ())]
 
     def model(self, name: str | None) -> ServedModel:
-        """Find a model by name. The name may be None if only one model is served.
+        """Find a model by name, which may be None if only one model is served.
 
         Raises:
             InvalidRequest: the name is missing.
-            ModelNotFound: there is no such model; the message lists the served models.
+            ModelNotFound: there is no such model.
         """
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
@@ -249,16 +238,13 @@ class Service:
                 code="missing_required_parameter",
                 param="model",
             )
-        found = self.models.get(name) or self._by_full_name(name)
+        full = (each for each in self.models.values() if name and each.full_name == name)
+        found = self.models.get(name) or next(full, None)
         if found is None and self._adapters is not None:
             found = self._adapters.find(name)
         if found is None:
             raise ModelNotFound(f"There is no model {name[:128]!r}; {served}", param="model")
         return found
-
-    def _by_full_name(self, name: str) -> ServedModel | None:
-        named = (each for each in self.models.values() if name and each.full_name == name)
-        return next(named, None)
 
 
 def _too_late(next_step: str) -> DeadlineExceeded:
@@ -288,9 +274,8 @@ def name_choices(
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     caller: Caller,
-    traceparent: str = "",
-    *,
-    slo: RequestSlo = RequestSlo(),  # noqa: B008 - it is frozen
+    traceparent: str,
+    slo: RequestSlo,
     deadline_unix_s: float,
 ) -> tuple[tuple[GenerateRequest, ...], tuple[str, ...]]:
     """Give each choice an id and a seed, and hash the blocks of each prompt.
@@ -344,17 +329,10 @@ def _choice(request: GenerateRequest, index: int) -> GenerateRequest:
     """The request of choice `index`. Choices after the first have derived ids and seeds."""
     if index == 0:
         return request
-    seed = _derived_seed(request.sampling.seed, index)
-    return replace(
-        request,
-        request_id=f"{request.request_id}-{index}",
-        sampling=replace(request.sampling, seed=seed),
-    )
-
-
-def _derived_seed(seed: int, index: int) -> int:
-    raw = seed.to_bytes(8, "little", signed=True) + index.to_bytes(4, "little")
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1
+    raw = request.sampling.seed.to_bytes(8, "little", signed=True) + index.to_bytes(4, "little")
+    seed = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1
+    sampling = replace(request.sampling, seed=seed)
+    return replace(request, request_id=f"{request.request_id}-{index}", sampling=sampling)
 
 
 def _texts(spec: RequestSpec, prompts: Sequence[Sequence[int]]) -> tuple[str, ...]:
@@ -382,8 +360,6 @@ async def fit(
     """The complete sampling parameters for `prompts` (token ids), except for the seed.
 
     Raises:
-        InvalidRequest: a token id is not in the vocabulary, a prompt has no tokens, or the grammar
-            cannot be followed.
         ContextLengthExceeded: a prompt, or a prompt and its answer together, is too long.
         Overloaded: too many grammars are being checked.
     """
@@ -426,7 +402,7 @@ async def fit(
 
 
 def check_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """Raises `InvalidRequest` if a token id is not in the model's vocabulary."""
+    """Check that token ids are in the model's vocabulary."""
     if token_ids and (largest := max(token_ids)) >= model.vocab_size:
         # A tokenizer may have added tokens that the model does not have.
         tokenizer = model.tokenizer
@@ -454,7 +430,7 @@ def _tokens_of_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[in
 
 
 def _check_some_allowed(sampling: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
-    """Raises `InvalidRequest` if no token could ever be chosen."""
+    """Check that some token can be chosen."""
     allowed = set(sampling.allowed_token_ids)
     if allowed and allowed <= {word[0] for word in bad_words if len(word) == 1}:
         raise invalid_value("bad_words", "they forbid all of allowed_token_ids.")
@@ -494,9 +470,7 @@ def thinking_of(
 ) -> Thinking | None:
     """The reasoning settings of a request with the prompt `token_ids`; None if there are none.
 
-    Raises:
-        InvalidRequest: the request has a budget, but the model's marks are ordinary text or tokens
-            that the model does not have, so that no budget can be enforced.
+    A budget is refused if the model's marks are ordinary text, or tokens that it does not have.
     """
     reasoning = spec.syntax.reasoning if spec.syntax else None
     budget = spec.thinking_token_budget
@@ -525,8 +499,10 @@ def thinking_of(
     tail = prompt_tail(model.tokenizer, token_ids)
     if grammar is not None and reasoning.is_closed(tail):
         return None  # the answer starts at once, without reasoning
+    # Some models write a line break before a mark.
+    starts = tuple(_ids(model, br + mark) for mark in reasoning.starts for br in ("", "\n"))
     return Thinking(
-        starts=_starts(reasoning, model),
+        starts=starts,
         end=end,
         forced_end=end,
         is_open=reasoning.is_open(tail),
@@ -539,11 +515,6 @@ def _refuse_budget(spec: RequestSpec, ends: str) -> None:
         raise unsupported(
             "thinking_token_budget", f"The model {spec.model.name!r} ends its reasoning {ends}."
         )
-
-
-def _starts(reasoning: ReasoningFormat, model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """The marks that start reasoning, also with a line break before, as some models write it."""
-    return tuple(_ids(model, before + mark) for mark in reasoning.starts for before in ("", "\n"))
 
 
 def _ids(model: ServedModel, text: str) -> tuple[int, ...]:

@@ -94,6 +94,7 @@ class Cluster:
             if self._haproxy is None
             else {}
         )
+        private_ray.wait_longer_for_proxies()
         try:
             serve.start(
                 proxy_location=ProxyLocation.EveryNode,

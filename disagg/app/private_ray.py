@@ -12,28 +12,52 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 from ray import serve
 from ray.experimental import internal_kv
 
+from disagg.app import raylet_agent
+
 TRIED = "2.60."
 # Methods of Ray's node that each start a Python process that we do not need, and that `ray.init`
 # cannot disable: the API server of the dashboard, which sends usage statistics, and the monitors of
 # logs and of Ray's autoscaler.
 OBSERVERS = ("start_api_server", "start_log_monitor", "start_monitor")
+# Variables with which a driver gives its workers a runtime environment, for which Ray has an agent.
+RUNTIME_ENVIRONMENT = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
 # Functions of Serve's replica that start its servers.
 SERVERS = {"grpc": "add_port_to_grpc_server", "http": "start_asgi_http_server"}
 log = logging.getLogger(__name__)
 
 
 def leave_out_observers() -> None:
-    """Make a local Ray start without its observers, if its version was tried."""
+    """Make a local Ray start without its observers, and with stand-ins for its raylet's agents, if
+    its version was tried."""
+    if not ray.__version__.startswith(TRIED):
+        return
+    for each in OBSERVERS:
+        setattr(ray._private.node.Node, each, lambda *_, **__: None)
+    if not any(map(os.environ.get, RUNTIME_ENVIRONMENT)):
+        services = ray._private.services
+        services._build_python_executable_command_memory_profileable = _agent_command
+
+
+def _agent_command(agent: str, *_: Any, **__: Any) -> list[str]:
+    """What executes an agent's script, which the raylet puts behind it with its flags."""
+    return [sys.executable, "-I", "-S", raylet_agent.__file__, agent]
+
+
+def wait_longer_for_proxies() -> None:
+    """Make `serve.start` wait as long as Serve lets its proxies start, instead of 60 s."""
     if ray.__version__.startswith(TRIED):
-        for each in OBSERVERS:
-            setattr(ray._private.node.Node, each, lambda *_, **__: None)
+        from ray.serve._private import api, constants
+
+        vars(api)["HTTP_PROXY_TIMEOUT"] = constants.PROXY_READY_CHECK_TIMEOUT_S
 
 
 def local_node() -> Any:
@@ -109,3 +133,15 @@ def put_shared(key: str, value: bytes) -> None:
 def get_shared(key: str) -> bytes | None:
     found: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=_NAMESPACE)
     return found
+
+
+def get_all_shared(prefix: str) -> Mapping[str, bytes]:
+    """The values whose keys begin with `prefix`, by key."""
+    keys = internal_kv._internal_kv_list(prefix.encode(), namespace=_NAMESPACE)
+    found = ((key.decode(), get_shared(key.decode())) for key in keys)
+    return {key: value for key, value in found if value is not None}
+
+
+def remove_shared(prefix: str) -> None:
+    """Remove the values whose keys begin with `prefix`."""
+    internal_kv._internal_kv_del(prefix.encode(), del_by_prefix=True, namespace=_NAMESPACE)

@@ -1,8 +1,8 @@
 """Progress of starting workers, for the command line.
 
-Serve reports nothing about a replica until its constructor has returned. So the command creates a
-board, a named actor that ends with the command. A starting worker on any node looks for it once and
-writes its progress there without waiting. Workers also start without a board.
+Serve reports nothing about a replica until its constructor has returned. So the command opens a
+board in Ray's GCS. A starting worker on any node looks for it once, and writes its progress there.
+Workers also start without a board.
 """
 
 from __future__ import annotations
@@ -10,56 +10,52 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-import ray
+import msgspec
 from ray.exceptions import RayError
 
+from disagg.app import private_ray
 from disagg.messages import StartPhase, StartsByPool, StartStep
 
-_NAME, _NAMESPACE = "start-board", "disagg"
-_READ_TIMEOUT_S = 1.0
-
-
-class _Steps:
-    """The actor that stores the steps."""
-
-    def __init__(self) -> None:
-        self._pools: dict[str, dict[str, dict[StartPhase, StartStep]]] = {}
-
-    def put(self, pool: str, worker: str, step: StartStep) -> None:
-        self._pools.setdefault(pool, {}).setdefault(worker, {})[step.phase] = step
-
-    def read(self) -> StartsByPool:
-        return self._pools
+_OPEN, _WORKERS = "start/open", "start/workers/"  # keys
+_steps = msgspec.json.Decoder(list[StartStep])
 
 
 class Board:
-    """Creates the board actor. If another start has created it already, both share it."""
+    """Opens the board, and empties it. Two starts on one cluster share it."""
 
     def __init__(self) -> None:
-        actor = ray.remote(num_cpus=0)(_Steps)
-        self._steps = actor.options(name=_NAME, namespace=_NAMESPACE, get_if_exists=True).remote()
+        private_ray.remove_shared(_WORKERS)
+        private_ray.put_shared(_OPEN, b"")
         self._last: StartsByPool = {}
 
     def read(self) -> StartsByPool:
-        """The progress of the workers; the last known one while the board does not answer."""
+        """The progress of the workers; the last known one while the GCS does not answer."""
+        pools: dict[str, dict[str, dict[StartPhase, StartStep]]] = {}
         with contextlib.suppress(RayError):
-            self._last = ray.get(self._steps.read.remote(), timeout=_READ_TIMEOUT_S)
+            for key, value in private_ray.get_all_shared(_WORKERS).items():
+                pool, _, worker = key.removeprefix(_WORKERS).rpartition("/")
+                reached = {step.phase: step for step in _steps.decode(value)}
+                pools.setdefault(pool, {})[worker] = reached
+            self._last = pools
         return self._last
 
     def close(self) -> None:
         """Remove the board."""
-        ray.kill(self._steps)
+        with contextlib.suppress(RayError):
+            private_ray.remove_shared(_OPEN)
+            private_ray.remove_shared(_WORKERS)
 
 
 def reporter(pool: str, worker: str) -> Callable[[StartStep], None]:
-    """A function with which a starting worker reports, from any thread, without waiting."""
-    try:
-        steps = ray.get_actor(_NAME, _NAMESPACE)
-    except (ValueError, RayError):  # no command reads the board
-        return lambda step: None
+    """A function with which a starting worker reports, from any thread."""
+    reached: dict[StartPhase, StartStep] = {}
+    is_open = private_ray.get_shared(_OPEN) is not None  # else no command reads the board
 
     def tell(step: StartStep) -> None:
-        with contextlib.suppress(RayError):
-            steps.put.remote(pool, worker, step)
+        reached[step.phase] = step
+        if is_open:
+            with contextlib.suppress(RayError):
+                value = msgspec.json.encode(list(reached.values()))
+                private_ray.put_shared(f"{_WORKERS}{pool}/{worker}", value)
 
     return tell

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from disagg import logs
+from disagg.app import raylet_agent
 from disagg.app.haproxy import HAProxyWatch
 from disagg.app.probe import ask_here
 from disagg.app.processes import runs
@@ -24,7 +25,7 @@ Say = Callable[..., None]  # takes an event's name, a sentence, and fields for p
 
 # Titles that Ray gives to Serve's processes. A replica's title ends with its current activity.
 _REPLICA = re.compile(r"ray::ServeReplica:[^:]*:([^.\s]+)")
-_AGENT = re.compile(r"ray::(DashboardAgent|RuntimeEnvAgent)")
+_AGENT = re.compile(rf"ray::(\w+Agent)|\S+ -I -S {re.escape(raylet_agent.__file__)} (\w+)")
 _CONTROLLER = re.compile(r"ray::ServeController")
 
 
@@ -143,13 +144,13 @@ class Watch:
 
 
 def _agents() -> list[tuple[str, psutil.Process]]:
-    """The raylet's agents, with their names."""
+    """The raylet's agents or their stand-ins, with their names."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            agent = _AGENT.match(" ".join(process.cmdline()[:1]))
+            agent = _AGENT.match(" ".join(process.cmdline()))
             if agent is not None:
-                found.append((agent[1], process))
+                found.append((agent[1] or agent[2], process))
     return found
 
 

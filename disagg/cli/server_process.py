@@ -31,7 +31,7 @@ from disagg.capacity.node_check import check_nodes
 from disagg.cli.embedded_redis import EmbeddedRedis, keep_running
 from disagg.cli.lines import StartLog
 from disagg.cli.process_tree import end_run_elsewhere, join_run, keep_logs
-from disagg.cli.ray_environment import prepare_environment
+from disagg.cli.ray_environment import PROXY_TIMEOUT_S, prepare_environment
 from disagg.cli.reports import READY, STOP, Failed, Order, Phase, Reports
 from disagg.cli.start_checks import (
     check_before_ray,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 READY_TIMEOUT_S = 600.0
 RAY_TIMEOUT_S = 180.0  # for four attempts; a machine at full load needs one or two
-SERVE_TIMEOUT_S = 90.0  # longer than the 60 s that its proxies get
+SERVE_TIMEOUT_S = PROXY_TIMEOUT_S + 30.0
 TOO_LATE = (
     f"Ray Serve did not start within {SERVE_TIMEOUT_S:.0f} s; check whether the machines are"
     " overloaded."

@@ -388,12 +388,14 @@ class Dispatcher:
                 raise delta.error.to_error()
 
         try:
+            request = state.grow(self._block_size(state))
+            timeout_s = request.deadline_unix_s - self._now()
             self._fleet.sent(reservation)
             await self._workers.run(
                 worker_id,
-                state.grow(self._block_size(state)),
+                request,
                 take,
-                timeout_s=state.request.deadline_unix_s - self._now(),
+                timeout_s=timeout_s,
                 hand_over=hand_over,
                 ticket=state.ticket,
             )

@@ -10,7 +10,9 @@ Knows no routing: what workers report about caches and load goes to a `LinkObser
 from __future__ import annotations
 
 import asyncio
+import hmac
 import random
+import secrets
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -22,12 +24,10 @@ from disagg.errors import DeadlineExceeded, Unavailable, WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.connection import (
     MAX_BUFFER_NBYTES,
+    NONCE_NBYTES,
     BadFrame,
     Connection,
-    fresh_nonce,
-    ingress_proof,
-    proofs_equal,
-    worker_proof,
+    prove,
 )
 from disagg.links.reports import restore
 from disagg.messages import (
@@ -53,6 +53,7 @@ from disagg.messages import (
     WorkerRecord,
     WorkerStatus,
     decode_to_ingress,
+    encode,
 )
 
 FIRST_PAUSE_S = 0.05  # before the second attempt to connect; doubles up to
@@ -226,7 +227,7 @@ class _WorkerConnection(Connection):
         self.welcomed: asyncio.Future[None] = self._loop.create_future()
         self.is_up = False
         self._link = link
-        self._hello: tuple[bytes, bytes] | None = None  # nonces: the worker's, ours
+        self._nonces: tuple[bytes, bytes] | None = None  # the worker's and ours
         self._streams: dict[int, LinkStream] = {}
         self._stream_ids = count(1)
         self._num_received = 0  # the last step frame's number
@@ -285,21 +286,19 @@ class _WorkerConnection(Connection):
         link = self._link
         if isinstance(message, Refused):
             self._refuse(f"The worker refused the link. {message.reason}")
-        elif isinstance(message, Challenge) and self._hello is None:
+        elif isinstance(message, Challenge) and self._nonces is None:
             if message.version != WIRE_VERSION:
                 self._refuse(
                     f"The worker speaks link version {message.version}, this ingress"
                     f" {WIRE_VERSION}; run the same release of disagg everywhere."
                 )
                 return
-            nonce = fresh_nonce()
-            self._hello = (message.nonce, nonce)
-            proof = ingress_proof(link.key, message.nonce, nonce, link.ingress_id)
-            self.send(Hello(WIRE_VERSION, link.ingress_id, proof, nonce))
-        elif isinstance(message, Welcome) and self._hello is not None:
-            if not proofs_equal(
-                worker_proof(link.key, *self._hello, message.worker), message.proof
-            ):
+            nonces = self._nonces = (message.nonce, secrets.token_bytes(NONCE_NBYTES))
+            proof = prove(link.key, "ingress", nonces, link.ingress_id.encode())
+            self.send(Hello(WIRE_VERSION, link.ingress_id, proof, nonces[1]))
+        elif isinstance(message, Welcome) and self._nonces is not None:
+            proof = prove(link.key, "worker", self._nonces, encode(message.worker))
+            if not hmac.compare_digest(proof, message.proof):
                 self._refuse("The worker does not know this cluster's key.")
             elif message.worker != link.record:
                 self._refuse(

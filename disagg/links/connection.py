@@ -16,16 +16,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import secrets
 import socket
 import struct
 from abc import ABC, abstractmethod
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 
 from disagg.errors import DisaggError
-from disagg.messages import WIRE_VERSION, ToIngress, ToWorker, WorkerRecord, encode
+from disagg.messages import WIRE_VERSION, ToIngress, ToWorker, encode
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_NBYTES = 64 << 20
@@ -88,29 +87,16 @@ class FrameReader:
         return frames
 
 
-def fresh_nonce() -> bytes:
-    return secrets.token_bytes(NONCE_NBYTES)
-
-
-def ingress_proof(key: bytes, worker_nonce: bytes, ingress_nonce: bytes, ingress_id: str) -> bytes:
-    """The correct value of `Hello.proof`."""
-    return _link_proof(key, b"ingress", worker_nonce, ingress_nonce, ingress_id.encode())
-
-
-def worker_proof(
-    key: bytes, worker_nonce: bytes, ingress_nonce: bytes, record: WorkerRecord
+def prove(
+    key: bytes, role: Literal["ingress", "worker"], nonces: tuple[bytes, bytes], who: bytes
 ) -> bytes:
-    """The correct value of `Welcome.proof`."""
-    return _link_proof(key, b"worker", worker_nonce, ingress_nonce, encode(record))
+    """The proof of one side of a link that it knows the key.
 
-
-def proofs_equal(left: bytes, right: bytes) -> bool:
-    """Whether two proofs are equal. It takes the same time wherever they differ."""
-    return hmac.compare_digest(left, right)
-
-
-def _link_proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
-    return proof_of(key, b"disagg-link", str(WIRE_VERSION).encode(), role, *parts)
+    Args:
+        nonces: the worker's and the ingress's.
+        who: the ingress's id, or the worker's encoded record.
+    """
+    return proof_of(key, b"disagg-link", str(WIRE_VERSION).encode(), role.encode(), *nonces, who)
 
 
 def proof_of(key: bytes, *parts: bytes) -> bytes:

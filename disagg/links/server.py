@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,12 +34,10 @@ from disagg.blocks import BlockHash
 from disagg.errors import StartupError
 from disagg.links.connection import (
     MAX_BUFFER_NBYTES,
+    NONCE_NBYTES,
     BadFrame,
     Connection,
-    fresh_nonce,
-    ingress_proof,
-    proofs_equal,
-    worker_proof,
+    prove,
 )
 from disagg.links.reports import PART_NUM_BLOCKS, LinkReports, Report, split_snapshot
 from disagg.messages import (
@@ -61,6 +61,7 @@ from disagg.messages import (
     WorkerRecord,
     WorkerStatus,
     decode_to_worker,
+    encode,
 )
 
 log = logging.getLogger(__name__)
@@ -277,7 +278,7 @@ class _IngressLink(Connection):
         self.link_id: LinkId | None = None
         self.ingress_id = ""
         self._server = server
-        self._nonce = fresh_nonce()
+        self._nonce = secrets.token_bytes(NONCE_NBYTES)
         self._timer: asyncio.TimerHandle | None = None
         self._last_stream_id = 0
         self._num_sent = 0  # step frames
@@ -334,9 +335,9 @@ class _IngressLink(Connection):
                 " run the same release of disagg everywhere."
             )
             return
-        key = self._server.key
-        proof = ingress_proof(key, self._nonce, hello.nonce, hello.ingress_id)
-        if not proofs_equal(proof, hello.proof):
+        key, nonces = self._server.key, (self._nonce, hello.nonce)
+        proof = prove(key, "ingress", nonces, hello.ingress_id.encode())
+        if not hmac.compare_digest(proof, hello.proof):
             self._refuse(
                 "The ingress does not know this cluster's key; give every process the same"
                 " cluster_key."
@@ -348,7 +349,7 @@ class _IngressLink(Connection):
         record = self._server.record
         self.ingress_id = hello.ingress_id
         self.link_id = self._server.established(self)
-        self.send(Welcome(worker_proof(key, self._nonce, hello.nonce, record), record))
+        self.send(Welcome(prove(key, "worker", nonces, encode(record)), record))
         self._server.receive(self.link_id, Resync())
 
     def _refuse(self, reason: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import reprlib
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -109,11 +109,7 @@ class AsyncLLM:
             RequestError: a prompt or parameter is wrong; the message says of which prompt.
         """
         every: Any = [prompts] if _is_prompt(prompts) else prompts
-        asked = [
-            asked_text(prompt, params)
-            for prompt, params in zip(every, _for_each(sampling_params, len(every)), strict=True)
-        ]
-        return await self.ask_all(asked, use_tqdm)
+        return await self._ask_all(asked_text, every, sampling_params, {}, use_tqdm)
 
     async def chat(
         self,
@@ -130,11 +126,7 @@ class AsyncLLM:
                 `chat_template_kwargs`, `add_generation_prompt`, `reasoning_effort`.
         """
         every: Any = [messages] if _is_conversation(messages) else messages
-        asked = [
-            asked_chat(each, params, fields)
-            for each, params in zip(every, _for_each(sampling_params, len(every)), strict=True)
-        ]
-        return await self.ask_all(asked, use_tqdm)
+        return await self._ask_all(asked_chat, every, sampling_params, fields, use_tqdm)
 
     async def stream(
         self,
@@ -153,8 +145,17 @@ class AsyncLLM:
             async for batch in batches:
                 yield request_output(run, batch, asked.prompt)
 
-    async def ask_all(self, asked: Sequence[Asked], use_tqdm: bool = False) -> list[RequestOutput]:
-        """Answer requests, so many at a time as keep the workers busy."""
+    async def _ask_all(
+        self,
+        ask: Callable[..., Asked],
+        every: Sequence[Any],
+        params: Params,
+        fields: Mapping[str, Any],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Answer all, so many at a time as keep the workers busy."""
+        each_params = _for_each(params, len(every))
+        asked = [ask(*each, fields) for each in zip(every, each_params, strict=True)]
         outputs: list[RequestOutput | None] = [None] * len(asked)
         with tqdm(total=len(asked), unit="prompt", disable=None if use_tqdm else True) as bar:
 
@@ -196,9 +197,7 @@ async def _numbered(asked: Sequence[Asked]) -> AsyncGenerator[tuple[int, Asked],
         yield item
 
 
-def asked_text(
-    prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any] | None = None
-) -> Asked:
+def asked_text(prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> Asked:
     """The request for the continuation of a prompt. Raises `TypeError` for what is none."""
     text: Any = prompt
     if isinstance(prompt, Mapping):
@@ -212,7 +211,7 @@ def asked_text(
                 f" prompt_token_ids, not {reprlib.repr(prompt)}."
             ) from None
     asked = {"max_tokens": DEFAULT_MAX_TOKENS} if params is None else params.fields()
-    wanted = {"prompt": text, **asked, **_checked(fields or {}, CompletionRequest)}
+    wanted = {"prompt": text, **asked, **_checked(fields, CompletionRequest)}
     return Asked(_TEXT, wanted, text if isinstance(text, str) else None)
 
 

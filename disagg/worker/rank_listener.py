@@ -7,7 +7,9 @@ that they know the cluster key before any message is read; as on links, nothing 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import logging
+import secrets
 import select
 import socket
 import struct
@@ -16,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Literal, TypeAlias
 
 from disagg.errors import StartupError
-from disagg.links.connection import NONCE_NBYTES, fresh_nonce, proof_of, proofs_equal
+from disagg.links.connection import NONCE_NBYTES, proof_of
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +76,14 @@ class RankListener:
 
     def _check(self, connection: socket.socket) -> None:
         """Accept a connection if it proves that it is a rank of this worker, or close it."""
-        own = fresh_nonce()
+        own = secrets.token_bytes(NONCE_NBYTES)
         try:
             connection.settimeout(SHAKE_TIMEOUT_S)
             connection.sendall(own)
             raw = _exactly(connection, VISITOR.size, SHAKE_TIMEOUT_S)
             rank, channel, nonce, proof = VISITOR.unpack(raw)
             claims = self._worker_id, rank, channel, own, nonce
-            if not proofs_equal(proof, _proof(self._key, b"rank", *claims)):
+            if not hmac.compare_digest(proof, _proof(self._key, b"rank", *claims)):
                 raise OSError("it does not know this cluster's key, or is of another worker")
             connection.sendall(_proof(self._key, b"first", *claims))
             self._found[rank, channel] = _as_pipe(connection, channel)
@@ -145,11 +147,14 @@ def _connect(
 ) -> Connection:
     connection = socket.create_connection(address, PATIENCE_S)
     try:
-        nonce, first = fresh_nonce(), _exactly(connection, NONCE_NBYTES, PATIENCE_S)
+        nonce, first = (
+            secrets.token_bytes(NONCE_NBYTES),
+            _exactly(connection, NONCE_NBYTES, PATIENCE_S),
+        )
         claims = worker_id, rank, channel, first, nonce
         connection.sendall(VISITOR.pack(rank, channel, nonce, _proof(key, b"rank", *claims)))
         answer = _exactly(connection, PROOF_NBYTES, PATIENCE_S)
-        if not proofs_equal(answer, _proof(key, b"first", *claims)):
+        if not hmac.compare_digest(answer, _proof(key, b"first", *claims)):
             raise OSError("it does not know this cluster's key")
     except OSError:
         connection.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import tokenizers
@@ -67,13 +68,16 @@ TOKENIZER = Tokenizer(byte_level_core())
 END = 2  # <|im_end|>
 
 
+_compiled = functools.cache(lambda source: ChatTemplate(source, {}))
+
+
 def served_model(
     name: str = "tiny", *, max_model_len: int = 512, template: str | None = CHATML
 ) -> ServedModel:
     return ServedModel(
         name=name,
         tokenizer=TOKENIZER,
-        template=None if template is None else ChatTemplate(template, {}),
+        template=None if template is None else _compiled(template),
         fingerprint=f"fingerprint of {name}",
         vocab_size=TOKENIZER.num_ids,
         max_model_len=max_model_len,

@@ -128,24 +128,26 @@ async def test_a_conversation_with_calls_becomes_a_chat() -> None:
 async def test_a_stream_adds_up_to_the_answer_wherever_it_is_cut_off(said: str) -> None:
     """What is cut off is the last item."""
     model = served_model(template=HERMES + OPEN, max_model_len=2048)
-    for max_output_tokens in range(1, len(TOKENIZER.encode(said, add_special_tokens=False)) + 2):
-        asked: Any = {"model": "tiny", "input": "hi", "tools": [LOOK]}
-        asked["max_output_tokens"] = max_output_tokens
-        async with openai_client(make_app(FakeGenerate(said), model)) as client:
+    asked: Any = {"model": "tiny", "input": "hi", "tools": [LOOK]}
+    async with openai_client(make_app(FakeGenerate(said), model)) as client:
+        for most in range(1, len(TOKENIZER.encode(said, add_special_tokens=False)) + 2):
+            asked["max_output_tokens"] = most
             whole = await client.responses.create(**asked)
             stream = await client.responses.create(**asked, stream=True)
             events = [event async for event in stream]
-        last: Any = [event for event in events if hasattr(event, "response")][-1]
-        outputs: list[Any] = [each.to_dict()["output"] for each in (whole, last.response)]
-        for items in outputs:
-            assert len({item["id"] for item in items}) == len(items)
-            for item in items:
-                kind = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}[item["type"]]
-                assert item.pop("id").startswith(kind)  # the rest is of its request
-                item.pop("call_id", None)
-            statuses = [item["status"] for item in items]
-            assert statuses == ["completed"] * (len(items) - 1) + [whole.status]
-        assert outputs[0] == outputs[1]
+            last: Any = [event for event in events if hasattr(event, "response")][-1]
+            outputs: list[Any] = [each.to_dict()["output"] for each in (whole, last.response)]
+            for items in outputs:
+                assert len({item["id"] for item in items}) == len(items)
+                for item in items:
+                    kind = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}[
+                        item["type"]
+                    ]
+                    assert item.pop("id").startswith(kind)  # the rest is of its request
+                    item.pop("call_id", None)
+                statuses = [item["status"] for item in items]
+                assert statuses == ["completed"] * (len(items) - 1) + [whole.status]
+            assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("per_delta", [1, 5, 28, 38, 57, 1000])

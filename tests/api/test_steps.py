@@ -22,7 +22,7 @@ from disagg.api.openai.requests import (
 )
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
-from disagg.api.request_spec import Conversation, RequestSpec, Text
+from disagg.api.request_spec import Conversation, RequestSlo, RequestSpec, Text
 from disagg.api.running_job import RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Caller, Service, fit, name_choices
@@ -195,13 +195,9 @@ async def test_ends_of_the_model_may_lie_beyond_the_vocabulary_of_prompts() -> N
 def test_every_choice_has_an_id_and_a_seed_and_shares_its_prompts_blocks() -> None:
     spec = completion(prompt=[[5] * 9, [6] * 4], n=2, echo=True)
     sampling = SamplingParams(max_tokens=3, seed=7)
+    prompts = [[5] * 9, [6] * 4]
     requests, echoes = name_choices(
-        spec,
-        [[5] * 9, [6] * 4],
-        sampling,
-        Caller("id", "t"),
-        "trace",
-        deadline_unix_s=20.0,
+        spec, prompts, sampling, Caller("id", "t"), "trace", RequestSlo(), 20.0
     )
     assert [request.request_id for request in requests] == ["id", "id-1", "id-2", "id-3"]
     assert len({request.sampling.seed for request in requests}) == 4

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from ray.serve.schema import ApplicationStatus
 
+from disagg.app import raylet_agent
 from disagg.config import HttpConfig
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
@@ -281,10 +282,24 @@ class FakeNode:
         return "a process"
 
 
-@pytest.mark.parametrize(("version", "monitors"), [("", None), ("2.99.0", "a process")])
+@pytest.mark.parametrize(
+    ("version", "environment", "monitors", "has_stand_ins"),
+    [
+        ("", {}, None, True),
+        ("", {"RAY_RUNTIME_ENV_HOOK": "a.hook"}, None, False),  # somebody needs an agent
+        ("2.99.0", {}, "a process", False),
+    ],
+)
 def test_what_observes_is_left_out_of_the_ray_that_was_tried_only(
-    version: str, monitors: str | None, ray: FakeRay, tmp_path: Path, monkeypatch: Any
+    version: str,
+    environment: dict[str, str],
+    monitors: str | None,
+    has_stand_ins: bool,
+    ray: FakeRay,
+    tmp_path: Path,
+    monkeypatch: Any,
 ) -> None:
+    from ray._private import services
     from ray._private.node import Node
     from ray._version import version as installed
 
@@ -294,9 +309,14 @@ def test_what_observes_is_left_out_of_the_ray_that_was_tried_only(
     monkeypatch.setattr(cluster, "see_only", lambda device_ids: None)
     node = type("Node", (FakeNode,), {})
     monkeypatch.setattr(ray, "__version__", version or installed)
-    monkeypatch.setattr(
-        ray, "_private", SimpleNamespace(node=SimpleNamespace(Node=node)), raising=False
-    )
+    name = "_build_python_executable_command_memory_profileable"
+    of_agents = SimpleNamespace(**{name: getattr(services, name)})
+    parts = SimpleNamespace(node=SimpleNamespace(Node=node), services=of_agents)
+    monkeypatch.setattr(ray, "_private", parts, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
     cluster.Cluster(None, tmp_path).connect()
     assert ray.calls == ["init local"]
     assert node().start_monitor() == monitors
+    command = getattr(of_agents, name)("dashboard_agent", "session")
+    assert (raylet_agent.__file__ in command) == has_stand_ins

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ import psutil
 import pytest
 
 from disagg import logs
-from disagg.app import watch
+from disagg.app import private_ray, raylet_agent, watch
 from disagg.app.watch import Watch
 
 
@@ -54,13 +56,22 @@ def test_who_has_no_title_for_a_moment_has_not_ended(
     assert said == [f"A worker of it ended (process {pid}). The engine of {pid} failed."]
 
 
-@pytest.mark.parametrize("agent", ["DashboardAgent", "RuntimeEnvAgent"])
-def test_an_agent_that_dies_ends_everything(agent: str) -> None:
-    """The raylet ends with it, sooner or later, and all workers with the raylet."""
-    title, stop = f"ray::{agent}", threading.Event()
-    with subprocess.Popen([title, "600"], executable=shutil.which("sleep")) as process:
-        while psutil.Process(process.pid).cmdline()[:1] != [title]:
+FLAGS = ["agent.py", "--node-ip-address=127.0.0.1", "--node-id=a1"]  # as the raylet gives them
+
+
+@pytest.mark.parametrize("agent", ["dashboard_agent", "runtime_env_agent", "RuntimeEnvAgent"])
+def test_an_agent_that_dies_ends_everything(agent: str, tmp_path: Path) -> None:
+    """Of ours or Ray's. The raylet ends with it, sooner or later, and all workers with it."""
+    command, program = [f"ray::{agent}", "600"], shutil.which("sleep")
+    if agent in raylet_agent.PORTS:
+        flags = [*FLAGS, f"--session-dir={tmp_path}"]
+        command, program = [*private_ray._agent_command(agent), *flags], sys.executable
+    stop = threading.Event()
+    with subprocess.Popen(command, executable=program) as process:
+        ports = {tmp_path / f"{port}_a1" for port in raylet_agent.PORTS.get(agent, ())}
+        while psutil.Process(process.pid).cmdline() != command or set(tmp_path.iterdir()) != ports:
             assert process.poll() is None
+        assert {port.read_text() for port in ports} <= {"-1"}
         looking = Watch(SimpleNamespace(dead_processes=list), None, "", lambda *_: None, stop)
         assert not stop.is_set()
         process.kill()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.capacity.advice import Advice, advise
@@ -12,6 +12,7 @@ from disagg.capacity.roofline import Placement, placements
 from disagg.capacity.shapes import SHAPES
 from disagg.capacity.workload import Slo, Workload
 from disagg.errors import StartupError
+from tests.grids import examples
 
 
 def price(placement: Placement) -> float:
@@ -63,7 +64,7 @@ def test_where_handing_over_takes_too_long_it_stays_together() -> None:
     assert "no disaggregated fleet meets the SLOs" in told.reason
 
 
-@settings(max_examples=30, deadline=None)
+@examples(10)
 @given(rate=st.floats(0.1, 500), prompt=st.integers(16, 7000), output=st.integers(2, 1000))
 def test_apart_is_advised_only_where_it_is_cheaper_or_alone(
     rate: float, prompt: int, output: int

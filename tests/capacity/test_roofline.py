@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.capacity.efficiency import DATASHEET
@@ -16,6 +16,7 @@ from disagg.capacity.shapes import SHAPES, ModelShape
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.models.quantized import QuantizedFormat
 from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeFit, attended
+from tests.grids import examples
 
 LLAMA_8B, LLAMA_13B, LLAMA_70B = (
     SHAPES[name] for name in ("llama-3.1-8b", "llama-2-13b", "llama-3-70b")
@@ -86,7 +87,7 @@ def test_near_a_published_first_step() -> None:
     assert Placement(LLAMA_8B, H100).decode_step_s(1, 0) == pytest.approx(6.44e-3, rel=0.03)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(model=models, gpu=gpus, degree=degrees, step=steps, factor=st.floats(1.0, 10.0))
 def test_better_hardware_is_never_slower(
     model: ModelShape, gpu: Gpu, degree: int, step: StepFeatures, factor: float
@@ -97,7 +98,7 @@ def test_better_hardware_is_never_slower(
         assert Placement(model, better, degree).step_s(step) <= seconds
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(model=models, gpu=gpus, degree=degrees, step=steps, more=steps)
 def test_more_work_is_never_faster(
     model: ModelShape, gpu: Gpu, degree: int, step: StepFeatures, more: StepFeatures
@@ -113,7 +114,7 @@ def test_more_work_is_never_faster(
     assert worker.prefill_s(both.num_new_tokens + 1) >= worker.prefill_s(step.num_new_tokens + 1)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     model=models,
     gpu=gpus,

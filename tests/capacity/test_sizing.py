@@ -6,7 +6,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.capacity.gpus import GPUS, LINKS
@@ -22,6 +22,7 @@ from disagg.capacity.sizing import (
 )
 from disagg.capacity.workload import Slo, Workload
 from disagg.errors import ContextLengthExceeded, StartupError
+from tests.grids import examples
 
 H100 = GPUS["h100"]
 LLAMA_8B = placements(SHAPES["llama-3-8b"], H100, num_tokens=8192)
@@ -53,7 +54,7 @@ def cost(fleet: FleetPlan | None) -> float:
     return math.inf if fleet is None else fleet.usd_per_hour
 
 
-@settings(max_examples=40, deadline=None)
+@examples(13)
 @given(load=loads, more=st.floats(1.0, 3.0))
 def test_more_load_never_needs_fewer_gpus(load: Workload, more: float) -> None:
     heavier = Workload(load.requests_per_s * more, load.lengths)
@@ -61,7 +62,7 @@ def test_more_load_never_needs_fewer_gpus(load: Workload, more: float) -> None:
     assert cost(together(heavier)) >= cost(together(load))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(13)
 @given(load=loads, ttft_s=st.floats(0.1, 3.0), tpot_s=st.floats(0.005, 0.1), looser=st.floats(1, 3))
 def test_a_fleet_holds_its_slos_and_looser_ones_cost_no_more(
     load: Workload, ttft_s: float, tpot_s: float, looser: float
@@ -75,7 +76,7 @@ def test_a_fleet_holds_its_slos_and_looser_ones_cost_no_more(
             assert fleet.tpot_s <= tpot_s * (1 + 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(10)
 @given(load=loads, factor=st.floats(1.0, 5.0))
 def test_better_gpus_and_links_never_need_more(load: Workload, factor: float) -> None:
     better = msgspec.structs.replace(
@@ -90,7 +91,7 @@ def test_better_gpus_and_links_never_need_more(load: Workload, factor: float) ->
     assert cost(apart(load, link=LINK * factor)) <= cost(apart(load))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(10)
 @given(load=loads)
 def test_workers_and_links_keep_their_reserve(load: Workload) -> None:
     both = together(load)

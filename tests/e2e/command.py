@@ -94,8 +94,8 @@ class Command:
             if "--host" not in arguments:
                 command += f" --host {host}"
         own = {"OMP_NUM_THREADS": "1", "HOME": str(home), _MARK: self._mark}
+        own["PYTHONPATH"] = with_stand_in()
         own["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] = "0.3"  # a controller looks about less often
-        own["RAY_enable_metrics_collection"] = "0"  # what Ray reports of itself, from each process
         apart = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "-rm"]
         shell = [*(apart if mounts else []), "/bin/sh", "-c"]
         with self._output.open("w") as output:

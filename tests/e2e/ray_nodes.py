@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +16,7 @@ import psutil
 
 from disagg.host import free_port
 from tests import plain_http
+from tests.e2e.command import until, with_stand_in
 
 BIN = Path(sys.executable).parent
 RAY_START = (
@@ -35,11 +35,14 @@ class RayNodes:
         self.gcs_port, self.dashboard_port = free_port(), free_port()
         self._environment = {
             **os.environ,
+            "PYTHONPATH": with_stand_in(),
+            "DISAGG_TEST_NO_AGENTS": "1",
             "RAY_AUTH_MODE": "disabled",
             "RAY_worker_niceness": "0",  # as `disagg serve` does
             "OMP_NUM_THREADS": "1",
             # Nobody asks what ran when, and no worker is needed before it is asked for.
             "RAY_task_events_report_interval_ms": "0",
+            "RAY_enable_metrics_collection": "0",
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",
             "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",  # which is 0.1 by itself
@@ -60,12 +63,17 @@ class RayNodes:
             f"--ray-client-server-port={free_port()}",
             f"--temp-dir={self._directory}",
             "--num-cpus=1",
+            "--no-monitor",  # of Ray's autoscaler
         )
+        self._wait_for_nodes()
 
-    def start_node(self, resources: str) -> None:
-        self._start(
-            f"--address=127.0.0.1:{self.gcs_port}", "--num-cpus=1", f"--resources={resources}"
-        )
+    def start_others(self, resources: Iterable[str]) -> None:
+        """A node with 8 of each resource."""
+        for each in resources:
+            self._start(
+                f"--address={self.address}", "--num-cpus=1", f"--resources={json.dumps({each: 8})}"
+            )
+        self._wait_for_nodes()
 
     def _start(self, *flags: str) -> None:
         log = (self._directory / f"node-{len(self._nodes)}.log").open("wb")
@@ -77,22 +85,20 @@ class RayNodes:
                 env=self._environment,
             )
         self._nodes.append(node)
-        self._wait_for_nodes(len(self._nodes))
 
-    def _wait_for_nodes(self, num_nodes: int) -> None:
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        url = f"http://127.0.0.1:{self.dashboard_port}/api/cluster_status"
-        while time.monotonic() < deadline:
+    def _wait_for_nodes(self) -> None:
+        url = f"http://127.0.0.1:{self.dashboard_port}/api/v0/nodes"
+
+        def are_alive() -> bool:
             assert all(node.poll() is None for node in self._nodes), self.logs()
             try:
                 answer = plain_http.get(url, timeout=5, headers=self.headers)
-                report = answer.json()["data"]["clusterStatus"]
-                if len(report["loadMetricsReport"]["usageByNode"]) >= num_nodes:
-                    return
+                found = answer.json()["data"]["result"]["result"]
             except (httpx.HTTPError, KeyError, TypeError, ValueError):
-                pass
-            time.sleep(0.3)
-        raise AssertionError(self.logs())
+                return False
+            return [each["state"] for each in found] == ["ALIVE"] * len(self._nodes)
+
+        until(are_alive, READY_TIMEOUT_S, self.logs)
 
     def deploy(self, config: Path) -> None:
         address = f"http://127.0.0.1:{self.dashboard_port}"
@@ -161,24 +167,23 @@ def ray_nodes(
     nodes = RayNodes(directory, environment)
     try:
         nodes.start_head(num_gpus)
-        for each in resources:
-            nodes.start_node(json.dumps({each: 8}))
+        nodes.start_others(resources)
         yield nodes
     finally:
         nodes.stop()
 
 
 def wait_until_ready(url: str, nodes: RayNodes) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
     last = ""
-    while time.monotonic() < deadline:
+
+    def is_ready() -> bool:
+        nonlocal last
         try:
             answer = plain_http.get(f"{url}/ready", timeout=5)
             last = answer.text
             pools = answer.json()["pools"].values() if answer.status_code == 200 else ()
-            if pools and all(pool["num_prefill"] and pool["num_decode"] for pool in pools):
-                return
         except (httpx.HTTPError, ValueError) as error:
-            last = str(error)
-        time.sleep(0.5)
-    raise AssertionError(f"not ready: {last}\n{nodes.logs()}")
+            last, pools = str(error), ()
+        return bool(pools) and all(pool["num_prefill"] and pool["num_decode"] for pool in pools)
+
+    until(is_ready, READY_TIMEOUT_S, lambda: f"not ready: {last}\n{nodes.logs()}")

@@ -79,10 +79,11 @@ def while_held(held: Path, kill: Callable[[], None]) -> Callable[[], None]:
     return kill_and_let_go
 
 
-def has_moved(url: str) -> bool:
-    """Whether a request was rerouted, as the ingress counts it that answers."""
+def num_moves(url: str, model: str) -> float:
+    """How many requests of a model were rerouted, as the ingresses count."""
     metrics = plain_http.get(f"{url}/metrics", timeout=60).text
-    return bool(re.search(r"^disagg_request_moves_total\{.*\} [1-9]", metrics, re.M))
+    found = re.findall(r"^disagg_request_moves_total\{(.*)\} (\S+)$", metrics, re.M)
+    return sum(float(number) for labels, number in found if f'model_name="{model}"' in labels)
 
 
 def assert_same_text(

@@ -18,7 +18,7 @@ import pytest
 from disagg.cli.main import main
 from tests import plain_http
 from tests.e2e.command import Command, until
-from tests.e2e.test_gpus import Opened, machine
+from tests.e2e.gpus import Opened, machine
 from tests.otlp_collector import OtlpCollector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -143,6 +143,7 @@ def test_a_server_is_calibrated_against(
     assert written.read_text().startswith("cascade:\n  signal: ")
 
 
+@pytest.mark.last(1)
 def test_when_the_large_model_dies_hard_tasks_are_answered_all_the_same(server: Command) -> None:
     """Serve starts another worker, which is not waited for."""
     url, question = f"{server.url}/v1/chat/completions", next(iter(HARD))
@@ -158,8 +159,9 @@ def test_logs_are_kept_beside_a_read_only_home(server: Command) -> None:
     assert server.events("logs")[0]["directory"].startswith("/tmp/")
 
 
+@pytest.mark.last(2)
 def test_the_end_of_rays_control_store_ends_the_command(server: Command) -> None:
-    """Last in this file. A node's end is in `test_lifecycle.py`."""
+    """A node's end is in `test_lifecycle.py`."""
     server.one("gcs_server").kill()
     assert server.ended() == 1
     (line,) = server.events("broken")

@@ -1,7 +1,7 @@
 """It starts, stops and heals as it says: real signals to a real `disagg serve` under streams.
 
 Its two workers share a GPU, which is stood in for. After each end nothing may be left: no process,
-port, directory or shared memory. More ends are in `test_serve.py`, `test_cascade.py` and
+port, directory or shared memory. More ends are in `served/test_deaths.py`, `test_cascade.py` and
 `test_wheel.py`, of servers that are started for something else. A cluster of others is in
 `test_running_cluster.py`.
 """
@@ -25,7 +25,6 @@ import pytest
 from disagg.app.processes import runs
 from disagg.cli.supervisor import SAME_SIGNAL_S
 from disagg.config import ASSETS
-from disagg.host import free_port
 from tests import plain_http
 from tests.e2e.command import (
     DONE,
@@ -37,7 +36,7 @@ from tests.e2e.command import (
     refusal_of,
     until,
 )
-from tests.e2e.test_gpus import Opened, machine
+from tests.e2e.gpus import Opened, machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -49,9 +48,9 @@ ONE_WORKER = f"{MODEL} --prefill 0"  # for what ends everything, whichever worke
 
 
 # Who may listen on a port: ours, Serve's and Ray's (docs/security.md).
-OURS = {"haproxy", "python", "ServeReplica", "_Steps"}
+OURS = {"haproxy", "python", "ServeReplica"}
 SERVES = {"HAProxyManager", "ProxyActor", "SERVE_REPLICA", "ServeController"}
-RAYS = {"DashboardAgent", "IDLE", "RuntimeEnvAgent", "gcs_server", "raylet"}
+RAYS = {"IDLE", "gcs_server", "raylet"}
 
 
 def _kind(process: psutil.Process) -> str:
@@ -86,11 +85,7 @@ def with_long_context(directory: Path) -> Path:
 def served(directory: Path) -> Iterator[Command]:
     """For what it survives; the last test stops it."""
     (directory / "opened").mkdir()
-    environment = {
-        **machine(80),
-        "DISAGG_TEST_OPENED": str(directory / "opened"),
-        "RAY_enable_metrics_collection": "1",  # the default, for which processes listen on ports
-    }
+    environment = {**machine(80), "DISAGG_TEST_OPENED": str(directory / "opened")}
     # On a busy machine the last test's streams may need longer than the usual 60 s to end.
     flags = f"{FLAGS} --num-gpus-per-worker 0.5 --drain-s {TIMEOUT_S:g}"
     command = Command(f"{with_long_context(directory)} {flags}", directory, environment)
@@ -116,7 +111,6 @@ def test_only_this_machine_reaches_any_of_its_ports(served: Command) -> None:
     assert {ip for _, ip in listening} == {"127.0.0.1"}
     kinds = {kind for kind, _ in listening}
     assert {"haproxy", "ServeReplica"} < kinds <= OURS | SERVES | RAYS
-    assert {"DashboardAgent", "RuntimeEnvAgent"} < kinds, "whose death ends the raylet"
 
 
 def test_haproxy_says_what_it_took(served: Command) -> None:
@@ -126,23 +120,24 @@ def test_haproxy_says_what_it_took(served: Command) -> None:
 
 def test_a_controller_that_dies_takes_nobody_along(served: Command) -> None:
     """Its successor asks every replica for its health, which needs the replica's log files."""
-    workers = set(served.named("ServeReplica"))
+    workers, num_ended = set(served.named("ServeReplica")), len(served.events("process_ended"))
+    num_started = len(served.events("process_started"))
     served.one("ray::ServeController").kill()
-    served.wait_for("process_started")
+    served.wait_for("process_started", num_started + 1)
     asked_until_s = time.monotonic() + 10  # five periods of Serve's health checks
     while time.monotonic() < asked_until_s:
         assert ask(served.url).status_code == 200
         time.sleep(0.3)
     assert workers == set(served.named("ServeReplica"))
-    (line,) = served.events("process_ended")
+    (line,) = served.events("process_ended")[num_ended:]
     assert line["message"].startswith("Serve's controller ended")
 
 
 def test_haproxy_that_dies_is_stood_in_for(served: Command) -> None:
+    num_replaced, num_answers = len(served.events("haproxy_replaced")), 0
     served.one("haproxy").kill()
-    num_answers = 0
     deadline_s = time.monotonic() + TIMEOUT_S
-    while not served.events("haproxy_replaced"):
+    while len(served.events("haproxy_replaced")) == num_replaced:
         assert time.monotonic() < deadline_s, served.output()
         time.sleep(0.02)
         try:
@@ -206,8 +201,9 @@ def test_lines_are_json_and_logs_outlive_the_command(served: Command) -> None:
     assert {"disagg.log", "server.log"} <= files
 
 
+@pytest.mark.last(1)
 def test_sigterm_lets_streams_end_and_a_second_one_does_not(served: Command) -> None:
-    """The first is delivered twice, as by `docker stop`. Last of those with this server."""
+    """The first is delivered twice, as by `docker stop`."""
     streams = Streams(served.url, [LONG] * NUM_STREAMS + [SHORT] * 4)
     served.process.send_signal(signal.SIGTERM)
     served.wait_for("stopping")
@@ -248,26 +244,10 @@ def test_a_signal_ends_a_start(home: Path, phase: str, number: signal.Signals) -
 
 
 def test_a_killed_command_takes_all_along(home: Path) -> None:
-    """Its server process does that. Where both are killed: `test_serve.py`."""
+    """Its server process does that. Where both are killed: `served/test_deaths.py`."""
     command = Command(ONE_WORKER, home)
     with command.killed_at_the_end():
         until(lambda: command.named("raylet"))
-
-
-def test_a_dead_cluster(home: Path) -> None:
-    port = free_port()
-    said = refusal_of(Command(f"{MODEL} --ray-address 127.0.0.1:{port}", home))
-    assert f"No Ray cluster answers at 127.0.0.1:{port}" in said and "ray-address" in said
-
-
-def test_no_haproxy(home: Path) -> None:
-    said = refusal_of(Command(MODEL, home, {"RAY_SERVE_HAPROXY_BINARY_PATH": "/nowhere"}))
-    assert "--no-haproxy" in said
-
-
-def test_a_log_directory_that_cannot_be(home: Path) -> None:
-    said = refusal_of(Command(f"{MODEL} --log-dir /proc/logs", home))
-    assert "Cannot write to /proc/logs" in said
 
 
 def other_tmp(options: str) -> str:
@@ -277,32 +257,36 @@ def other_tmp(options: str) -> str:
     return f"{keep} && mount -t tmpfs tmpfs /tmp && {back} && mount -o remount,{options} /tmp"
 
 
-def test_a_disk_without_a_byte_left(home: Path) -> None:
-    filled = f"{other_tmp('size=1m')} && ! head -c 2m /dev/zero >/tmp/all 2>/dev/null"
-    said = refusal_of(Command(MODEL, home, mounts=filled))
-    assert "/tmp has only 0 MiB left" in said
-
-
-def test_a_temporary_directory_that_is_read_only(home: Path) -> None:
-    mounts = f"{other_tmp('ro')} && mount -t tmpfs tmpfs /mnt"
-    said = refusal_of(Command(f"{MODEL} --log-dir /mnt/logs", home, mounts=mounts))
-    assert "Cannot write to /tmp (Read-only file system)" in said
-
-
-def test_no_place_for_logs(home: Path) -> None:
-    said = refusal_of(Command(MODEL, home, mounts=other_tmp("ro")))
-    assert "or to /tmp; give a directory with --log-dir" in said
-
-
-def test_starts_that_stand_still(home: Path) -> None:
-    """One of Ray's processes stops itself before it has done anything, whoever wakes it up."""
-    frozen = home / "frozen"
-    frozen.write_text("#!/bin/sh\nwhile :; do kill -STOP $$; done\n")
-    frozen.chmod(0o700)
+def frozen(name: str, home: Path) -> str:
+    """Mounts a program over one of Ray's that stops itself at once, whoever wakes it up."""
+    program = home / "frozen"
+    program.write_text("#!/bin/sh\nwhile :; do kill -STOP $$; done\n")
+    program.chmod(0o700)
     ray = find_spec("ray")
     assert ray is not None and ray.submodule_search_locations is not None
-    (directory,) = ray.submodule_search_locations
-    programs = [f"{directory}/core/src/ray/{each}" for each in ("gcs/gcs_server", "raylet/raylet")]
-    # They mostly wait, so both do at the same time.
-    for command in [Command(MODEL, home, mounts=f"mount --bind {frozen} {p}") for p in programs]:
-        assert "Starting Ray came to a standstill" in refusal_of(command)
+    return f"mount --bind {program} {ray.submodule_search_locations[0]}/core/src/ray/{name}"
+
+
+def test_what_cannot_start_is_refused_in_words(home: Path) -> None:
+    """All at the same time, as they mostly wait."""
+    full = f"{other_tmp('size=1m')} && ! head -c 2m /dev/zero >/tmp/all 2>/dev/null"
+    only_logs = f"{other_tmp('ro')} && mount -t tmpfs tmpfs /mnt"
+    without_haproxy = {"RAY_SERVE_HAPROXY_BINARY_PATH": "/nowhere"}
+    stands_still = "Starting Ray came to a standstill"
+    begun = [
+        ("--no-haproxy", Command(MODEL, home, without_haproxy)),
+        ("Cannot write to /proc/logs", Command(f"{MODEL} --log-dir /proc/logs", home)),
+        ("/tmp has only 0 MiB left", Command(MODEL, home, mounts=full)),
+        (
+            "Cannot write to /tmp (Read-only file system)",
+            Command(f"{MODEL} --log-dir /mnt/logs", home, mounts=only_logs),
+        ),
+        (
+            "or to /tmp; give a directory with --log-dir",
+            Command(MODEL, home, mounts=other_tmp("ro")),
+        ),
+        (stands_still, Command(MODEL, home, mounts=frozen("gcs/gcs_server", home))),
+        (stands_still, Command(MODEL, home, mounts=frozen("raylet/raylet", home))),
+    ]
+    said = [(words, refusal_of(command)) for words, command in begun]
+    assert [words in each for words, each in said] == [True] * len(said), said

@@ -1,4 +1,4 @@
-"""On a running cluster, which wants a token and has two GPUs (stood in for as in `test_gpus.py`).
+"""On a running cluster, which wants a token and has two GPUs (stood in for as in `gpus.py`).
 
 `disagg serve --ray-address` is a guest that lets go of the cluster and cleans up.
 """
@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from disagg.host import free_port
 from tests import plain_http
 from tests.e2e.command import Command, is_named, refusal_of, until
+from tests.e2e.gpus import Opened, machine
 from tests.e2e.ray_nodes import RayNodes, ray_nodes
 from tests.e2e.single_engine import SingleEngine
-from tests.e2e.test_gpus import Opened, machine
 from tests.e2e.test_lifecycle import takes_requests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -52,7 +52,7 @@ def nodes(directory: Path, token: Path) -> Iterator[RayNodes]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token.read_text(),
     }
-    with ray_nodes(directory, (), num_gpus=2, environment=machine(80, 80, **own)) as nodes:
+    with ray_nodes(directory, (), num_gpus=2, environment={**machine(80, 80), **own}) as nodes:
         yield nodes
 
 
@@ -87,31 +87,28 @@ def applications(nodes: RayNodes) -> dict[str, object]:
     return found
 
 
-def test_a_cluster_that_wants_a_token(nodes: RayNodes, home: Path) -> None:
-    arguments = f"demo-small --ray-address {nodes.address}"
-    said = refusal_of(Command(arguments, home))
-    assert f"{nodes.address} requires a token" in said and "RAY_AUTH_TOKEN" in said
-    wrong = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    said = refusal_of(Command(arguments, home, wrong))
-    assert "does not accept the token in RAY_AUTH_TOKEN" in said
-
-
-def test_fewer_gpus_than_workers_are_refused(
+def test_what_a_cluster_cannot_serve_is_refused_in_words(
     nodes: RayNodes, model: Path, token: Path, home: Path
 ) -> None:
-    """The command itself is on a machine without one."""
-    own = {"RAY_AUTH_TOKEN_PATH": str(token)}
-    said = refusal_of(Command(f"{model} --ray-address {nodes.address} --prefill 2", home, own))
-    assert "2 tiny-prefill, 1 tiny-decode need 3 GPUs, and the cluster has 2." in said
-
-
-def test_fewer_nodes_than_a_worker_needs_are_refused(
-    nodes: RayNodes, model: Path, token: Path, home: Path
-) -> None:
-    flags = f"{model} --ray-address {nodes.address} --prefill 0"
-    own = {"RAY_AUTH_TOKEN_PATH": str(token)}
-    said = refusal_of(Command(f"{flags} --tensor-parallel-size 2 --nnodes 2", home, own))
-    assert "needs 2 nodes with 1 GPU each, and the cluster has 1 (" in said
+    """Who has not its token, and who wants more GPUs or nodes than it has; the command itself is on
+    a machine without a GPU. All at the same time."""
+    own, wrong = {"RAY_AUTH_TOKEN_PATH": str(token)}, {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    flags = f"{model} --ray-address {nodes.address}"
+    over_nodes = "--prefill 0 --tensor-parallel-size 2 --nnodes 2"
+    begun = [
+        (f"{nodes.address} requires a token", Command(flags, home)),
+        ("does not accept the token in RAY_AUTH_TOKEN", Command(flags, home, wrong)),
+        (
+            "2 tiny-prefill, 1 tiny-decode need 3 GPUs, and the cluster has 2.",
+            Command(f"{flags} --prefill 2", home, own),
+        ),
+        (
+            "needs 2 nodes with 1 GPU each, and the cluster has 1 (",
+            Command(f"{flags} {over_nodes}", home, own),
+        ),
+    ]
+    said = [(words, refusal_of(command)) for words, command in begun]
+    assert [words in each for words, each in said] == [True] * len(said), said
 
 
 def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
@@ -190,8 +187,8 @@ def test_weights_that_are_not_numbers(
     until(lambda: not applications(nodes), why=lambda: "it left its application behind")
 
 
+@pytest.mark.last(1)
 def test_a_head_that_is_frozen(nodes: RayNodes, token: Path, home: Path) -> None:
-    """Last of those with this cluster."""
     (head,) = [each for each in nodes.processes() if is_named(each, "gcs_server")]
     head.suspend()
     own = {"RAY_AUTH_TOKEN_PATH": str(token)}

@@ -34,12 +34,12 @@ from disagg.config import HttpConfig
 from disagg.host import free_port
 from disagg.tools.doctor.report import DoctorReport
 from tests import plain_http
-from tests.e2e.command import is_named, until, with_stand_in
+from tests.e2e.command import is_named, until
 from tests.e2e.load import MAX_TOKENS, PROMPTS, Load
 from tests.e2e.ray_nodes import RayNodes, ray_nodes, wait_until_ready
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.streams import PROMPTS as STREAMED_PROMPTS
-from tests.e2e.streams import assert_same_text, has_moved, streamed, streams_of, while_held
+from tests.e2e.streams import assert_same_text, num_moves, streamed, streams_of, while_held
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -65,7 +65,6 @@ def environment(directory: Path) -> Iterator[dict[str, str]]:
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "PYTHONPATH": with_stand_in(),
             "DISAGG_TEST_HELD": f"{short}/held",
         }
 
@@ -276,6 +275,7 @@ async def changed(
         await asyncio.sleep(0.5)
 
 
+@pytest.mark.last(1)
 async def test_no_request_notices_a_change(
     nodes: RayNodes, deployed: tuple[dict[str, Any], Path, str], reference: SingleEngine
 ) -> None:
@@ -313,14 +313,15 @@ def over_nodes(config: dict[str, Any]) -> dict[str, Any]:
     return new
 
 
+@pytest.mark.last(2)
 async def test_a_worker_over_two_nodes(
     nodes: RayNodes,
     environment: dict[str, str],
     deployed: tuple[dict[str, Any], Path, str],
     reference: SingleEngine,
 ) -> None:
-    """Its text is one engine's, and it ends with the rank of the other node. Last in this file:
-    Serve starts another one, which is not waited for."""
+    """Its text is one engine's, and it ends with the rank of the other node. Serve starts another
+    one, which is not waited for."""
     config, path, url = deployed
     old = workers(url)
     new = over_nodes(config)
@@ -332,8 +333,8 @@ async def test_a_worker_over_two_nodes(
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         for prompt, temperature in itertools.product(STREAMED_PROMPTS, (0.0, 1.0)):
             assert_same_text(client, "small", reference, prompt, temperature)
-    assert not has_moved(url)
+    assert not num_moves(url, "small")
     expected = streams_of(reference)
     kill = while_held(Path(environment["DISAGG_TEST_HELD"]), rank.kill)
     assert await streamed(url, "small", kill) == expected
-    until(lambda: has_moved(url))
+    until(lambda: num_moves(url, "small"))

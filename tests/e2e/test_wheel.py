@@ -100,7 +100,8 @@ def test_it_serves_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -
     found = subprocess.run(where, cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert found.stdout.startswith(str(home)), found
 
-    command = Command("demo-tools --drain-s 0.2", tmp_path, clean, host="::1", python=python)
+    flags = f"{MODEL} --prefill 0 --drain-s 0.2"
+    command = Command(flags, tmp_path, clean, host="::1", python=python)
     try:
         command.wait_ready()
         assert ask(command.url, MODEL).json()["usage"]["completion_tokens"] > 0

@@ -26,7 +26,6 @@ from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.prompt_scores import ScoredRows
 from disagg.engine.device.runner import ModelRunner, _Begun
 from disagg.engine.engine import Engine
-from disagg.engine.sched.engine_admission import EngineAdmission
 from disagg.engine.sched.grammar import Grammars, GrammarState
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.sequence import Sequence
@@ -35,6 +34,7 @@ from disagg.engine.sched.step import Choose, Results, Sampled, StepPlan
 from disagg.messages import GenerateRequest, Grammar, SamplingParams, Thinking, TokenLogprobs
 from disagg.models.decoder import Decoder
 from disagg.models.description import describe_model
+from tests.grids import pairs, some
 
 BLOCK_SIZE = 4
 ROOT = hash_root("late", BLOCK_SIZE)
@@ -234,6 +234,7 @@ MIXTURES: dict[str, list[dict[str, object]]] = {
     ],
     "early ends": [{**GREEDY, "stop_token_ids": tuple(range(0, 260, 6))}] * 6,
 }
+HARDEST = ("everything", "some that need the host")
 
 
 @cache
@@ -246,13 +247,18 @@ def said_in_order(
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "is_late"),
-    [(16, True), (60, True), (60, False)],
-    ids=["short of blocks", "roomy", "at once"],
+    ("num_blocks", "is_late", "mixture"),  # short of blocks or not, and computed late or at once
+    some(
+        [
+            *((16, True, mixture) for mixture in sorted(MIXTURES)),
+            *((60, True, mixture) for mixture in (*HARDEST, "early ends")),
+            *((60, False, mixture) for mixture in HARDEST),
+        ],
+        ((60, is_late, mixture) for is_late in (True, False) for mixture in MIXTURES),
+    ),
 )
-@pytest.mark.parametrize("mixture", sorted(MIXTURES))
 def test_the_same_tokens_in_any_order(
-    mixture: str, num_blocks: int, is_late: bool, directory: Path
+    num_blocks: int, is_late: bool, mixture: str, directory: Path
 ) -> None:
     ahead = build(directory, num_blocks, max_num_seqs=4)
     assert isinstance(ahead.runner, LateRunner)
@@ -293,23 +299,14 @@ def twelve_in_order(directory: Path, seed: int) -> tuple[list[Any], dict[str, li
     return samplings, tokens_of(play(engine, sequences(seed, samplings)))
 
 
-@pytest.mark.parametrize("most_drafts_ahead", [0.0, 1.0])
-@pytest.mark.parametrize("num_blocks", [16, 60], ids=["short of blocks", "roomy"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.usefixtures("no_room_to_grow")
+@pytest.mark.parametrize(
+    ("num_blocks", "most_drafts_ahead", "seed"), pairs([16, 60], [0.0, 1.0], range(3))
+)
 def test_drafts_beside_some_that_need_the_host(
-    seed: int,
-    num_blocks: int,
-    most_drafts_ahead: float,
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    num_blocks: int, most_drafts_ahead: float, seed: int, directory: Path
 ) -> None:
-    """Plain sequences, grammars, bad words, budgets and drafts in the same steps.
-
-    Admission leaves no blocks to grow, so that many are preempted.
-    """
-    monkeypatch.setattr(
-        EngineAdmission, "leaves_room", lambda self, num_blocks: num_blocks <= self._pool.num_free
-    )
+    """Plain sequences, grammars, bad words, budgets and drafts in the same steps."""
     ahead = build(directory, num_blocks, max_num_seqs=6)
     assert isinstance(ahead.runner, LateRunner)
     ahead.launcher = runner = ahead.runner

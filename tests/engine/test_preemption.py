@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from disagg.engine.engine import Engine
@@ -13,6 +13,7 @@ from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from tests.engine.fake_runner import FakeKV, expected_tokens
 from tests.engine.workload import new_engine, new_sequence
+from tests.grids import examples
 
 BLOCK_SIZE = 4
 NO_STOP: frozenset[int] = frozenset()
@@ -131,9 +132,7 @@ def victims(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
     return seen
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(33, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_blocks=st.integers(3, 10),
     growing=st.lists(

@@ -36,6 +36,7 @@ from tests.engine.test_launching import (
     sequences,
     tokens_of,
 )
+from tests.grids import pairs
 from tests.tiny_model import write_tiny_model
 
 NUM_LAYERS = 2
@@ -80,9 +81,10 @@ def test_ranks_launched_ahead_say_what_one_rank_says_in_order(
     assert all(each.shares_tokens for each in given if each.shape.num_unread)
 
 
-@pytest.mark.parametrize("num_before", [0, 4])
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in order", "ahead"])
-@pytest.mark.parametrize("break_", [break_numbers, break_edits, break_inputs])
+@pytest.mark.parametrize(
+    ("break_", "is_ahead", "num_before"),
+    pairs([break_numbers, break_edits, break_inputs], [False, True], [0, 4]),
+)
 def test_others_go_on_also_with_ranks(
     break_: Any,
     is_ahead: bool,

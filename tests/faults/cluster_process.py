@@ -1,6 +1,6 @@
 """The real application on Ray Serve with fake models, until standard input ends.
 
-    python -m tests.faults.cluster_process CONFIG.json [--no-haproxy] [--bare]
+    python -m tests.faults.cluster_process CONFIG.json
 
 Serve reads its switches from the environment when it is imported, so each cluster needs a process
 of its own. Prints `ready` when the application runs, and after each line of standard input:
@@ -9,7 +9,6 @@ of its own. Prints `ready` when the application runs, and after each line of sta
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -19,16 +18,11 @@ from itertools import chain
 from pathlib import Path
 
 from disagg.app.haproxy import haproxy_environment
-from disagg.cli.ray_environment import DEFAULTS
+from disagg.cli.ray_environment import DEFAULTS, OF_OUR_RAY
 from disagg.config import HttpConfig, ServeConfig
 from disagg.config_checks import parse_config
 
 START_TIMEOUT_S = 180.0
-# Without what Ray reports of itself; and Serve's controller looks less often (default: 0.1 s).
-BARE = {
-    "RAY_enable_metrics_collection": "0",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
-}
 
 
 def serve_until_told(config: ServeConfig, scratch: Path) -> None:
@@ -38,8 +32,7 @@ def serve_until_told(config: ServeConfig, scratch: Path) -> None:
     try:
         cluster.connect()
         cluster.start(config.http)
-        deploy(config)
-        for line in chain([""], sys.stdin):
+        for line in chain(["deploy"], sys.stdin):
             match line.split():
                 case ["deploy"]:
                     deploy(config)
@@ -87,20 +80,13 @@ def scale(deployment: str, num_replicas: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--haproxy", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--bare", action="store_true", help="without what Ray reports of itself")
-    arguments = parser.parse_args()
+    config = parse_config(json.loads(Path(sys.argv[1]).read_text()))
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as directory:
         scratch = Path(directory)
-        if arguments.haproxy:
-            os.environ.update(haproxy_environment(scratch / "h", HttpConfig()))
-        for name, value in DEFAULTS.items():  # as `disagg serve` does
+        os.environ.update(haproxy_environment(scratch / "h", HttpConfig()))
+        for name, value in (DEFAULTS | OF_OUR_RAY).items():  # as `disagg serve` does
             os.environ.setdefault(name, value)
-        if arguments.bare:
-            os.environ.update(BARE)
-        serve_until_told(parse_config(json.loads(arguments.config.read_text())), scratch)
+        serve_until_told(config, scratch)
 
 
 if __name__ == "__main__":

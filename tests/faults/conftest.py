@@ -28,7 +28,7 @@ CREW = Pool(
     step_s=0.02,
     token_s=0.0006,
 )
-QUICK = {"start_s": 5, "look_back_s": 10, "down_after_s": 5}
+QUICK = {"start_s": 5, "look_back_s": 5, "down_after_s": 3}
 # Its prefill workers follow the load, and a decode worker stands by.
 BURSTS = Pool(
     "bursts",
@@ -113,7 +113,8 @@ def shared_system(
         environment.setenv("RAY_REDIS_ADDRESS", address)
         environment.setenv("RAY_GCS_SERVER_PORT", str(free_port()))  # the same for its successor
         environment.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
-        with running_system(CREW, BURSTS, NAPS, num_ingress=2, bare=True) as system:
+        environment.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.3")  # instead of 0.1
+        with running_system(CREW, BURSTS, NAPS, num_ingress=2) as system:
             yield system
 
 

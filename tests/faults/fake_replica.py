@@ -114,9 +114,6 @@ class BackDoor:
             **state,
             "worker_id": worker.record.worker_id,
             "role": self._role,
-            "model": worker.record.model,
-            "pid": os.getpid(),
-            "num_tasks": len(asyncio.all_tasks()),
             "happened": dict(_wire_faults().happened + self._relay.happened),
         }
 

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.host import free_port
 from tests import plain_http
+from tests.e2e.command import STAND_IN
 from tests.faults.fake_model import BACK_DOORS, write_fake_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -85,11 +86,11 @@ class System:
     """Ingress, workers, Redis, Ray: one process tree."""
 
     def __init__(
-        self, process: subprocess.Popen[str], config: Path, redis: EmbeddedRedis, port: int
+        self, process: subprocess.Popen[str], config: dict[str, Any], redis: EmbeddedRedis
     ) -> None:
         self.redis = redis
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        self.port: int = config["http"]["port"]
+        self.url = f"http://127.0.0.1:{self.port}"
         self.root = psutil.Process(process.pid)
         self._process = process
         self._config = config
@@ -110,7 +111,7 @@ class System:
 
     def _ask_all(self, model: str) -> list[tuple[Member, dict[str, Any]]]:
         found = []
-        for tier in self._read_config()["tiers"]:
+        for tier in self._config["tiers"]:
             if tier["served_model_name"] == model:
                 for path in (Path(tier["model"]) / BACK_DOORS).glob("*"):
                     with suppress(OSError):
@@ -176,10 +177,8 @@ class System:
 
     def scale(self, model: str, role: str, num_replicas: int) -> None:
         """Change the size of a pool, for `wait_whole` too."""
-        raw = self._read_config()
-        (tier,) = [each for each in raw["tiers"] if each["served_model_name"] == model]
+        (tier,) = [each for each in self._config["tiers"] if each["served_model_name"] == model]
         tier[role]["num_replicas"] = num_replicas
-        self._config.write_text(json.dumps(raw))
         self._tell(f"scale {model}-{role} {num_replicas}")
 
     def _tell(self, words: str) -> None:
@@ -196,13 +195,13 @@ class System:
         raise AssertionError("the cluster process ended; its words are above")
 
     def _urls(self) -> list[str]:
-        is_one = self._read_config()["num_ingress"] == 1
+        is_one = self._config["num_ingress"] == 1
         return [self.url] if is_one else list(self.ingress_urls().values())
 
     def _is_whole(self) -> bool:
-        config, urls = self._read_config(), self._urls()
+        urls = self._urls()
         pools = [self.pools(url) for url in urls]
-        for tier in config["tiers"]:
+        for tier in self._config["tiers"]:
             name, num_standby = tier["served_model_name"], tier["decode"]["num_standby"]
             num_members = len(self.members(name)) - num_standby
             for each in pools:
@@ -211,12 +210,8 @@ class System:
                     return False
                 if sum(sizes.values()) != num_members:
                     return False
-        num_ingress: int = config["num_ingress"]
+        num_ingress: int = self._config["num_ingress"]
         return len(urls) == len(self.ingresses()) == num_ingress
-
-    def _read_config(self) -> dict[str, Any]:
-        raw: dict[str, Any] = json.loads(self._config.read_text())
-        return raw
 
 
 def until(
@@ -242,43 +237,31 @@ async def busiest(system: System, model: str, role: str) -> Member:
 
 
 @contextmanager
-def running_system(
-    *pools: Pool,
-    haproxy: bool = True,
-    drain_s: float = 5.0,
-    num_ingress: int = 1,
-    bare: bool = False,
-) -> Iterator[System]:
-    """Start everything, wait until the fleet is whole, stop it; nothing may be left.
-
-    More than one ingress can be told apart with `haproxy` only, where each has a port. `bare`:
-    without the reports of Ray that are for those who watch it.
-    """
+def running_system(*pools: Pool, num_ingress: int = 1) -> Iterator[System]:
+    """Start everything, wait until the fleet is whole, stop it; nothing may be left."""
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as name:
         directory = Path(name)
         with EmbeddedRedis(directory / "redis") as redis:
-            port = free_port()
-            config = directory / "config.json"
-            raw = _config(pools, directory, redis.url, port, drain_s)
-            config.write_text(json.dumps({**raw, "num_ingress": num_ingress}))
-            flags = [*([] if haproxy else ["--no-haproxy"]), *(["--bare"] if bare else [])]
+            config = _config(pools, directory, redis.url, num_ingress)
+            file = directory / "config.json"
+            file.write_text(json.dumps(config))
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.cluster_process", str(config), *flags],
+                [sys.executable, "-m", "tests.faults.cluster_process", str(file)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": f"{STAND_IN}:{ROOT}", "OMP_NUM_THREADS": "1"},
             )
             with _ended(process):
-                system = System(process, config, redis, port)
+                system = System(process, config, redis)
                 system.wait_ready_line()
                 system.wait_whole()
                 yield system
 
 
 def _config(
-    pools: tuple[Pool, ...], directory: Path, redis_url: str, port: int, drain_s: float
+    pools: tuple[Pool, ...], directory: Path, redis_url: str, num_ingress: int
 ) -> dict[str, Any]:
     tiers = [
         {
@@ -295,11 +278,12 @@ def _config(
     ]
     return {
         "tiers": tiers,
-        "http": {"port": port},
+        "http": {"port": free_port()},
+        "num_ingress": num_ingress,
         "redis_url": redis_url,
         "cluster_key": "tests",
         "link_host": "127.0.0.1",
-        "drain_s": drain_s,
+        "drain_s": 5.0,
     }
 
 

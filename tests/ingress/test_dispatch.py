@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.blocks import hash_blocks
@@ -23,6 +23,7 @@ from disagg.errors import (
 from disagg.messages import GenerateRequest, Prefetch, PutDelta, StageTimes, TokenDelta
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
 from tests.deltas import answers
+from tests.grids import examples
 from tests.router.fakes import BLOCK_SIZE, ROOT, make_fleet, make_record, make_request, make_status
 from tests.router.scripted_workers import (
     Script,
@@ -333,7 +334,7 @@ scripts = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(
     script=st.lists(scripts, max_size=8),
     num_prefill=st.integers(0, 2),

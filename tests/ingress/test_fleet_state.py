@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from disagg.api.http.metrics import ApiMetrics
 from disagg.config import ServeConfig, TierConfig
@@ -96,7 +97,10 @@ def test_a_sample_has_the_rates_since_the_one_before(model: Path) -> None:
     assert sample.kv_bytes_per_s == 500, "a worker that is new has pulled before, somewhere else"
 
 
-def test_the_history_is_bounded_and_shown_only_if_asked_for(model: Path) -> None:
+def test_the_history_is_bounded_and_shown_only_if_asked_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_state, "MAX_WORKERS", 3)
     fleet = Fleet(model)
     for number in range(fleet_state.MAX_WORKERS + 1):
         fleet.reported(f"d{number}")

@@ -23,10 +23,8 @@ POINTERS = {
 FLOORS = ("groups", "select", "floors")
 LARGE = {"BLOCK": 1024, "TILE": 8, "STOPS": 8}  # 262,144 tokens
 # Names of kernels, each with the argument that is not there, or none.
-KERNELS = [
-    *((name, "") for name in ("adjust", *FLOORS, "remember")),
-    *((name, absent) for name in ("score", "pick") for absent in ("", "floors_ptr")),
-]
+KERNELS = [(name, "") for name in ("adjust", *FLOORS, "remember", "score", "pick")]
+WITHOUT_FLOORS = [(name, "floors_ptr") for name in ("score", "pick")]  # a part of these
 NARROW = {"tables_ptr", "query_start_ptr", "context_lens_ptr"}
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.gpu_step_parity import check_cut
 from disagg.kernels.gpu.attention_work import KEY_TILE, MIN_SPLIT_KEYS, AttentionWork
+from tests.grids import examples
 
 CPU = torch.device("cpu")
 steps = st.lists(st.tuples(st.integers(1, 90), st.integers(0, 3000)), max_size=6)
@@ -22,7 +23,7 @@ def cut(
     return check_cut(lens, num_idle, 4, window, num_programs, CPU)
 
 
-@settings(deadline=None, max_examples=25)
+@examples(10)
 @given(steps, st.integers(1, 70), st.none() | st.integers(1, 2000), st.integers(1, 200))
 def test_every_query_sees_its_keys_once(
     lens: list[tuple[int, int]], num_idle: int, window: int | None, num_programs: int
@@ -31,7 +32,7 @@ def test_every_query_sees_its_keys_once(
     cut(lens, num_programs, window, num_idle)
 
 
-@settings(deadline=None, max_examples=10)
+@examples(10)
 @given(st.lists(st.integers(0, 3000), max_size=9), st.integers(1, 200))
 def test_decodes_see_their_keys_once(contexts: list[int], num_programs: int) -> None:
     lens = [(1, cached) for cached in contexts]

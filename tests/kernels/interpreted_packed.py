@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from disagg.models.experts_config import ExpertsConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.packing import LAYER_FIELDS
 from disagg.models.weights import DecoderWeights, LayerWeights
+from tests.grids import some
 from tests.kernels.packed_cases import random_packed
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
 
@@ -175,6 +177,10 @@ def test_all_numbers_become_floats_exactly(kind: Kind, dtype: torch.dtype) -> No
         assert torch.equal(found.float()[is_number], wanted[is_number])
 
 
+OF_ALL: list[Kind] = ["fp8", "int8", "int4"]
+BY_OPS: list[tuple[Kind, bool]] = [("fp8", False), ("int8", True), ("int4", True)]
+
+
 def _packed_and_wide(
     layers: Iterable[LayerWeights], kind: Kind
 ) -> tuple[list[LayerWeights], list[LayerWeights]]:
@@ -204,21 +210,27 @@ def _logits(config: ModelConfig, weights: DecoderWeights, ops: TritonOps | None)
     return torch.stack(tokens.logits)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-def test_a_decoder_with_packed_matrices_equals_one_with_the_widened(kind: Kind) -> None:
+@pytest.mark.parametrize(("kind", "by_ops"), some(BY_OPS, product(OF_ALL, (True, False))))
+def test_a_decoder_with_packed_matrices_equals_one_with_the_widened(
+    kind: Kind, by_ops: bool
+) -> None:
     """Quantised by the operations, or before."""
     weights = random_weights(FEW_HEADS, torch.float32, CPU, seed=2)
     packed, wide = _packed_and_wide(weights.layers, kind)
     wanted = _logits(FEW_HEADS, replace(weights, layers=wide), None)
     assert wanted.abs().max() > 0.1
-    quantizing = TritonOps(2, 1, quantization=kind, dtype=torch.float32)
-    for layers, ops in ((packed, TritonOps(2, 1)), (weights.layers, quantizing)):
-        found = _logits(FEW_HEADS, replace(weights, layers=layers), ops)
-        torch.testing.assert_close(found, wanted, atol=SINGLE, rtol=SINGLE)
+    ops = TritonOps(2, 1, quantization=kind if by_ops else None, dtype=torch.float32)
+    given = weights if by_ops else replace(weights, layers=packed)
+    torch.testing.assert_close(_logits(FEW_HEADS, given, ops), wanted, atol=SINGLE, rtol=SINGLE)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-def test_a_decoder_with_packed_experts_equals_one_with_the_widened(kind: Kind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "by_ops"),
+    some([(kind, not by_ops) for kind, by_ops in BY_OPS], product(OF_ALL, (True, False))),
+)
+def test_a_decoder_with_packed_experts_equals_one_with_the_widened(
+    kind: Kind, by_ops: bool
+) -> None:
     """Quantised before, or by the operations, which leave alone what chooses experts."""
     experts = ExpertsConfig(
         num_experts=5,
@@ -231,7 +243,6 @@ def test_a_decoder_with_packed_experts_equals_one_with_the_widened(kind: Kind) -
     packed, wide = _packed_and_wide(weights.layers, kind)
     wanted = _logits(config, replace(weights, layers=wide), None)
     assert wanted.abs().max() > 0.1
-    quantizing = TritonOps(2, 1, quantization=kind)
-    for layers, ops in ((packed, TritonOps(2, 1)), (weights.layers, quantizing)):
-        found = _logits(config, replace(weights, layers=layers), ops)
-        torch.testing.assert_close(found, wanted, atol=SINGLE, rtol=SINGLE)
+    ops = TritonOps(2, 1, quantization=kind if by_ops else None)
+    given = weights if by_ops else replace(weights, layers=packed)
+    torch.testing.assert_close(_logits(config, given, ops), wanted, atol=SINGLE, rtol=SINGLE)

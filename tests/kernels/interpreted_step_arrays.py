@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -14,12 +14,13 @@ from disagg.engine.sched.step import StepPlan
 from disagg.models.batch import Batch
 from disagg.time_model import StepFeatures
 from tests.engine.workload import new_sequence
+from tests.grids import examples
 
 CPU = torch.device("cpu")
 MAX_NUM_BLOCKS = 150  # more columns than a program looks at at once
 
 
-@settings(deadline=None, max_examples=30)
+@examples(10)
 @given(st.data(), st.sampled_from([1, 3, 4]))
 def test_the_kernel_makes_the_batches_that_torch_makes(data: st.DataObject, size: int) -> None:
     """Sequences that go on and begin blocks, others in between, long ones, unread tokens."""
@@ -58,16 +59,43 @@ def test_the_kernel_makes_the_batches_that_torch_makes(data: st.DataObject, size
         found, found_slots = kernel.batch(kernel.inputs(plan, entered))
         check(found, expected)
         assert torch.equal(found_slots, expected_slots)
+        chosen = torch.arange(len(expected_slots)) + 50 * step
+        torch_ops.remember(expected_slots, chosen)
+        kernel.remember(found_slots, chosen)
         arrays, num_tokens = kernel.arrays, len(expected.token_ids)
         assert arrays is not None
+        if num_tokens > arrays.max_num_tokens:
+            continue  # in tensors of its own
         assert (arrays.slots[num_tokens:] == -1).all(), "nobody is there to be written"
         assert (arrays.token_ids[num_tokens:] == 0).all(), "experts would be read for them"
         assert (arrays.context_lens[num:] == 0).all(), "these tokens see no keys"
         ends = arrays.query_start[num:].tolist()
         assert ends == [num_tokens] + [arrays.max_num_tokens] * (len(ends) - 1)
-        chosen = torch.arange(len(expected_slots)) + 50 * step
-        torch_ops.remember(expected_slots, chosen)
-        kernel.remember(found_slots, chosen)
+
+
+def test_a_step_that_is_larger_than_the_arrays_leaves_them_as_they_are() -> None:
+    """Graphs do not read it; behind it the small ones are as before."""
+    slots = Slots(4)
+    torch_ops = Batching(slots, 4, MAX_NUM_BLOCKS, CPU)
+    kernel = Batching(slots, 4, MAX_NUM_BLOCKS, CPU, use_kernel=True)
+    sequences = [new_sequence(tuple(range(5, 205 + n)), 4) for n in range(2)]
+    for n, sequence in enumerate(sequences):
+        sequence.block_ids = [*range(100 * n, 100 * n + 51)]
+    arrays = kernel.arrays
+    assert arrays is not None
+    small = StepPlan(sequences[:1], [1], 0, StepFeatures())
+    large = StepPlan(sequences, [200, 201], 0, StepFeatures())
+    for plan in (small, large, small):
+        entered = slots.enter(plan.sequences)
+        expected, expected_slots = torch_ops.batch(torch_ops.inputs(plan, entered))
+        for sequence in plan.sequences:
+            sequence.num_listed = 0
+        found, found_slots = kernel.batch(kernel.inputs(plan, entered))
+        check(found, expected)
+        assert torch.equal(found_slots, expected_slots)
+        is_small = plan is small
+        assert (found.token_ids.data_ptr() == arrays.token_ids.data_ptr()) == is_small
+        assert kernel.arrays is arrays
 
 
 def check(found: Batch, expected: Batch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from disagg.kernels.cpu.library import Found
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.ops import PLAIN_SCORES, Scores
 from disagg.kernels.torch.ops import TorchOps
-from tests.grids import pairs
+from tests.grids import examples, pairs
 from tests.kernels.paged_inputs import LAYER, PagedInputs, copy_of, paged_inputs
 
 CPU = torch.device("cpu")
@@ -153,7 +153,7 @@ def test_threads_and_other_prompts_change_nothing(
         torch.set_num_threads(before)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(10)
 @given(data=st.data())
 def test_a_prompt_may_be_cut_anywhere(data: st.DataObject, attention: CpuAttention) -> None:
     """To the bit: the chunks of a prompt give what the whole prompt gives."""

@@ -4,7 +4,6 @@ those of the numbers that are kept; and these are as near to the weight as they 
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -71,11 +70,6 @@ QUANTIZERS: dict[str, Callable[[Tensor, Tensor | None], NarrowLinear]] = {
 # Of 4-bit numbers, compiled code reads rows of a multiple of 8.
 SHAPES = [(64, 64), (96, 32), (7, 48), (130, 992), (70, 8), (1, 200), (130, 328)]
 TORCH_SHAPES = [(96, 33), (130, 1000), (1, 5), (1200, 40)]
-# What multiplies: torch (None), or each compiled step that is tested on this CPU; and with what.
-WAYS: list[tuple[Library | None, torch.dtype, tuple[int, int]]] = [
-    *itertools.product([None], DTYPES, SHAPES + TORCH_SHAPES),
-    *itertools.product(STEPS, [torch.bfloat16], SHAPES),
-]
 
 
 def packed_matrix(
@@ -115,18 +109,26 @@ def _check_norm(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     assert (found.double() - wanted).norm() <= most * max(1.0, float(wanted.norm()))
 
 
+KEPT = [*QUANTIZERS, *PACKED]
+NUMS_ROWS = [0, 1, TORCH_FEW_ROWS, TORCH_FEW_ROWS + 1, 7, 70]
+
+
 @pytest.mark.parametrize(
-    ("way", "name", "num_rows"),
-    pairs(WAYS, [*QUANTIZERS, *PACKED], [0, 1, TORCH_FEW_ROWS, TORCH_FEW_ROWS + 1, 7, 70]),
+    ("way", "shape", "name", "num_rows"),
+    [  # by torch, and by each compiled step that is tested on this CPU
+        *pairs([(None, dtype) for dtype in DTYPES], SHAPES + TORCH_SHAPES, KEPT, NUMS_ROWS),
+        *(
+            ((step, torch.bfloat16), *each)
+            for step in STEPS
+            for each in pairs(SHAPES, KEPT, NUMS_ROWS)
+        ),
+    ],
 )
 def test_products_are_those_of_the_numbers(
-    way: tuple[Library | None, torch.dtype, tuple[int, int]], name: str, num_rows: int
+    way: tuple[Library | None, torch.dtype], shape: tuple[int, int], name: str, num_rows: int
 ) -> None:
-    """In double, of the numbers and scales themselves: nothing is rounded but sums and results.
-
-    Each kind is multiplied in each way, and with each number of rows.
-    """
-    library, dtype, shape = way
+    """In double, of the numbers and scales themselves: nothing is rounded but sums and results."""
+    library, dtype = way
     place = None if library is None else loaded(library)
     bias = random_values(shape[0], seed=2).to(dtype)
     kept = _narrow(name, shape, dtype, bias)

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from disagg.kernels.dispatch import Quantization
 from disagg.kernels.kv_pages import FORMATS, KVPages, new_pages
 from disagg.models.decoder import Decoder
+from tests.grids import examples
 from tests.kernels.step_cases import (
     CASES,
     CPU,
@@ -68,9 +69,7 @@ def test_logits_of_all_tokens_are_as_close_to_float32_as_torchs(
     assert_as_close_as_torch(case, new_decoder, compute)
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_prompt_may_be_cut_anywhere(
     data: st.DataObject, new_decoder: NewDecoder, num_threads: int

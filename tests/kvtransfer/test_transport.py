@@ -9,11 +9,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.errors import TransferFailed
 from disagg.kvtransfer.transport import PullDone, TicketReleased, Transport
+from tests.grids import examples
 from tests.kvtransfer.memory import Memory
 from tests.kvtransfer.sides import Sides, finish, next_events
 
@@ -170,7 +171,7 @@ def test_everything_that_was_held_comes_back(shared: Pair) -> None:
 BLOCKS = st.permutations(range(32))
 
 
-@settings(max_examples=60)
+@examples(20)
 @given(BLOCKS, BLOCKS, st.integers(1, 12), st.sets(st.integers(0, 31), max_size=3))
 def test_exactly_the_unchanged_is_accepted(
     shared: Pair, block_ids: list[int], into: list[int], num: int, reused: set[int]

@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.blocks import HASH_NBYTES
@@ -28,6 +28,7 @@ from disagg.messages import (
 from disagg.router.fleet import Fleet
 from disagg.router.worker_view import RequestLoad
 from tests.deltas import open_stream
+from tests.grids import examples
 from tests.links.fakes import (
     FakeWorker,
     RecordingObserver,
@@ -281,7 +282,7 @@ cache_steps = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(st.lists(cache_steps, max_size=40), st.sampled_from([1, 2, 4096]))
 def test_the_observers_copy_is_the_workers_cache(
     steps: list[tuple[str, bytes]], part_names: int

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from disagg.errors import WorkerLost
-from disagg.links.connection import HEADER, frame, worker_proof
+from disagg.links.connection import HEADER, frame, prove
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,
@@ -95,7 +95,9 @@ class RawWorker:
                 message = decode_to_worker(await reader.readexactly(nbytes))
                 self.received.append(message)
                 if isinstance(message, Hello):
-                    proof = worker_proof(self._key, b"theirs", message.nonce, self.record)
+                    proof = prove(
+                        self._key, "worker", (b"theirs", message.nonce), encode(self.record)
+                    )
                     self.write(Welcome(proof, self.record))
                     self.write(Snapshot(0, (), WorkerStatus()))
         except (asyncio.IncompleteReadError, ConnectionError):

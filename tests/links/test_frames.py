@@ -16,9 +16,7 @@ from disagg.links.connection import (
     BadFrame,
     FrameReader,
     frame,
-    ingress_proof,
-    proofs_equal,
-    worker_proof,
+    prove,
 )
 from disagg.messages import (
     Refused,
@@ -67,25 +65,16 @@ def test_a_frame_too_long_to_send_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_proofs_bind_key_role_nonces_and_identity() -> None:
-    record = make_record()
-    base = ingress_proof(b"key", b"n1", b"n2", "ingress")
+    base = prove(b"key", "ingress", (b"n1", b"n2"), b"one")
     others = [
-        ingress_proof(b"kez", b"n1", b"n2", "ingress"),
-        ingress_proof(b"key", b"n2", b"n1", "ingress"),
-        ingress_proof(b"key", b"n1", b"n2", "another"),
-        ingress_proof(b"key", b"n1n", b"2", "ingress"),
-        worker_proof(b"key", b"n1", b"n2", record),
-        worker_proof(b"key", b"n1", b"n2", make_record(port=1)),
+        prove(b"kez", "ingress", (b"n1", b"n2"), b"one"),
+        prove(b"key", "ingress", (b"n2", b"n1"), b"one"),
+        prove(b"key", "ingress", (b"n1", b"n2"), b"another"),
+        prove(b"key", "ingress", (b"n1n", b"2"), b"one"),
+        prove(b"key", "worker", (b"n1", b"n2"), b"one"),
     ]
-    assert proofs_equal(base, ingress_proof(b"key", b"n1", b"n2", "ingress"))
-    assert len({base, *others}) == len(others) + 1
-    assert not any(proofs_equal(base, other) for other in others)
-
-
-def test_one_sides_proof_is_never_the_others() -> None:
-    """Even if one could choose an id that reads like a record."""
-    own, other = (frames._link_proof(b"key", role, b"same") for role in (b"ingress", b"worker"))
-    assert own != other
+    assert base == prove(b"key", "ingress", (b"n1", b"n2"), b"one")
+    assert len({base, *others}) == 6
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from disagg.errors import StartupError
 from disagg.links import reports, server
-from disagg.links.connection import HEADER, MAX_HANDSHAKE_NBYTES, frame, ingress_proof
+from disagg.links.connection import HEADER, MAX_HANDSHAKE_NBYTES, frame, prove
 from disagg.links.server import LinkClosed, LinkServer
 from disagg.messages import (
     WIRE_VERSION,
@@ -75,7 +75,7 @@ class RawIngress:
     async def greet(self, key: bytes = KEY, version: int = WIRE_VERSION) -> ToIngress:
         challenge = await self.read()
         assert isinstance(challenge, Challenge)
-        proof = ingress_proof(key, challenge.nonce, b"mine", "raw")
+        proof = prove(key, "ingress", (challenge.nonce, b"mine"), b"raw")
         self.write(Hello(version, "raw", proof, b"mine"))
         return await self.read()
 
@@ -232,7 +232,7 @@ async def test_a_proof_cannot_be_used_for_another_connection() -> None:
         async with RawIngress(worker) as ingress:
             challenge = await ingress.read()
             assert isinstance(challenge, Challenge)
-            proof = ingress_proof(KEY, challenge.nonce, b"mine", "raw")
+            proof = prove(KEY, "ingress", (challenge.nonce, b"mine"), b"raw")
         async with RawIngress(worker) as ingress:
             await ingress.read()
             ingress.write(Hello(WIRE_VERSION, "raw", proof, b"mine"))

@@ -26,6 +26,7 @@ from disagg.errors import ModelError
 from disagg.models.decoder import inverse_frequencies
 from disagg.models.description import describe_model
 from disagg.models.model_config import ModelConfig
+from tests.grids import IS_WHOLE
 from tests.models.config_changes import ABSENT, CHANGES, PLAIN
 
 CLASSES = {
@@ -301,7 +302,9 @@ def _our_frequencies(config: ModelConfig) -> tuple[float, ...]:
 def test_equal_or_refused(tmp_path: Path, family: str) -> None:
     save_file({"x": torch.arange(8.0)}, tmp_path / "model.safetensors")
     wrong, num_equal = [], 0
-    for changes in CHANGES:
+    # A change is of one key, and who reads it is one function for all families: each half of them
+    # has half of the changes.
+    for changes in CHANGES if IS_WHOLE else CHANGES[[*CLASSES].index(family) % 2 :: 2]:
         ours: _Read | ModelError
         try:
             ours = _ours(tmp_path, family, changes)

@@ -15,6 +15,7 @@ from disagg.router.autoscale import HELPING_SHARE, Autoscaler, may_be_empty
 from disagg.router.load_report import PoolState, RequestTotals
 from disagg.router.replay import Slice, decode_tpot_s, prefill_ttft_s
 from disagg.time_model import StepTimeModel
+from tests.grids import examples
 
 TIMES = StepTimeModel(1e-2, 1e-4, 1e-9, 1e-4, 1e-8, 0.0)
 PREFILL, DECODE = ("tier", "prefill"), ("tier", "decode")
@@ -113,7 +114,7 @@ def test_more_load_never_comes_sooner(
     budget=st.integers(8, 20),
     num_standby=st.integers(0, 2),
 )
-@settings(deadline=None, max_examples=60)
+@examples(20)
 def test_bounds_and_budget_hold(
     load: list[float], least: int, more: int, budget: int, num_standby: int
 ) -> None:
@@ -126,7 +127,7 @@ def test_bounds_and_budget_hold(
 
 
 @given(rate=st.floats(0.5, 40.0), jitter=st.floats(0.0, 0.3))
-@settings(deadline=None, max_examples=30)
+@examples(10)
 def test_constant_load_does_not_flap(rate: float, jitter: float) -> None:
     """Although it is counted a little unevenly."""
     quick = limits(look_back_s=30.0, down_after_s=15.0, start_s=5.0)
@@ -172,18 +173,18 @@ def test_a_prompt_longer_than_the_slo_keeps_its_worker_busy() -> None:
 
 
 def test_a_worker_that_is_needed_again_stays_through_the_next_pause() -> None:
-    long = limits(look_back_s=600.0, down_after_s=30.0)
+    long = limits(look_back_s=300.0, down_after_s=15.0)
     played = Played(tier(long, limits()))
-    for _ in range(120):
+    for _ in range(60):
         calm = played.second(asked(2.0))
     for num_bursts in (1, 2, 3):
-        for _ in range(30):
+        for _ in range(15):
             burst = played.second(asked(30.0))
-        pause = [played.second(asked(2.0))[PREFILL] for _ in range(150)]
+        pause = [played.second(asked(2.0))[PREFILL] for _ in range(75)]
         assert pause[0] >= burst[PREFILL] > calm[PREFILL]
         assert (pause[-1] > calm[PREFILL]) == (num_bursts > 1)
-        assert played.later(600, asked(2.0))[PREFILL] == calm[PREFILL]
-    for _ in range(600):
+        assert played.later(300, asked(2.0))[PREFILL] == calm[PREFILL]
+    for _ in range(300):
         later = played.second(asked(2.0))
     assert later[PREFILL] == calm[PREFILL]
 

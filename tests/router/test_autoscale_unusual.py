@@ -25,16 +25,16 @@ from tests.router.test_autoscale import (
 
 
 def test_a_worker_that_takes_minutes_to_start_is_not_stopped_before_it_serves() -> None:
-    slow = limits(start_s=600.0, look_back_s=900.0, down_after_s=30.0)
+    slow = limits(start_s=200.0, look_back_s=300.0, down_after_s=30.0)
     played = Played(tier(slow, limits()))
     for _ in range(60):
         calm = played.second(asked(2.0))
     for _ in range(60):
         burst = played.second(asked(30.0))
     assert burst[PREFILL] > calm[PREFILL]
-    after = [played.second(asked(2.0))[PREFILL] for _ in range(600)]
+    after = [played.second(asked(2.0))[PREFILL] for _ in range(200)]
     assert min(after) == burst[PREFILL]
-    assert played.later(900, asked(2.0))[PREFILL] == calm[PREFILL]
+    assert played.later(300, asked(2.0))[PREFILL] == calm[PREFILL]
 
 
 def test_a_day_without_requests_costs_the_least_and_leaves_no_memory() -> None:
@@ -119,13 +119,13 @@ def test_of_prompts_of_unlike_lengths_fewer_are_refused() -> None:
 def test_workers_kept_for_repeated_bursts_are_as_many_as_all_of_it_needs() -> None:
     """Bursts that come again keep workers through the pauses, but no more than serve 95 % of
     `look_back_s` in time: once there are many calm seconds, that is fewer than a burst needs."""
-    played = Played(tier(limits(look_back_s=900.0, down_after_s=30.0)))
+    played = Played(tier(limits(look_back_s=300.0, down_after_s=10.0)))
     for _ in range(3):
-        for _ in range(20):
+        for _ in range(7):
             burst = played.second(asked(30.0))
-        for _ in range(120):
+        for _ in range(40):
             pause = played.second(asked(2.0))
     assert pause[PREFILL] > 1
-    for _ in range(500):  # the bursts are a smaller and smaller share
+    for _ in range(170):  # the bursts are a smaller and smaller share
         pause = played.second(RequestTotals(20.0, 20 * 100.0, 0.0, 20 * 10.0))
     assert pause[PREFILL] < burst[PREFILL]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.router.fair_queue import FairQueue, Waiter
+from tests.grids import examples
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
 MOST_S = 8.0
@@ -57,7 +58,7 @@ def test_everybody_who_waits_is_served_once_and_nothing_is_left(
     assert (queue.first(), queue.nbytes, queue.num_by_tenant()) == (None, 0, {})
 
 
-@settings(max_examples=200)
+@examples(66)
 @given(
     st.lists(costs, min_size=15, max_size=30),
     st.lists(costs, min_size=15, max_size=30),
@@ -102,7 +103,7 @@ def test_nobody_starves_behind_a_flood(flood: list[float], cost_s: float) -> Non
         assert before_s <= 2 * MOST_S
 
 
-@settings(max_examples=300)
+@examples(100)
 @given(
     st.lists(
         st.tuples(tenants, costs, st.integers(-2, 2), st.integers(0, 5), st.booleans()),
@@ -156,7 +157,7 @@ def test_of_one_tenant_the_earliest_deadline_goes_first() -> None:
     assert [turn(queue) for _ in range(3)] == [soon, late, too]
 
 
-@settings(max_examples=200)
+@examples(66)
 @given(st.lists(st.tuples(tenants, costs), min_size=1, max_size=30), tenants, costs)
 def test_what_is_said_to_be_ahead_is_what_comes_before(
     arrivals: list[tuple[str, float]], tenant: str, cost_s: float

@@ -6,13 +6,14 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.messages import KVEvent, StepCosts
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN, Fleet, Reservation
 from disagg.router.worker_view import RequestLoad, WorkerView
 from disagg.time_model import StepTimeModel
+from tests.grids import examples
 from tests.router.fakes import COSTS, make_fleet, make_record, make_request, make_status
 
 
@@ -48,7 +49,7 @@ def test_workers_are_in_the_order_in_which_they_came() -> None:
     assert list(fleet.view().workers) == names
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33)
 @given(
     st.lists(
         st.tuples(

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.adapters import Adapter, AdapterReport
@@ -17,6 +17,7 @@ from disagg.router.fleet import Fleet
 from disagg.router.policy import NUM_CANDIDATES_KEPT, _choose, choose_decode, choose_route
 from disagg.router.route import Candidate, Route
 from disagg.router.worker_view import UNMEASURED_LATENCY_S, UNMEASURED_S_PER_BYTE, RequestLoad
+from tests.grids import examples
 from tests.router.fakes import far_from, make_fleet, make_record, make_request, make_status
 
 
@@ -358,7 +359,7 @@ def test_finished_kv_whose_source_left_is_computed_again() -> None:
 loads = st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 20_000), st.booleans())
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     roles=st.lists(st.sampled_from("pd"), min_size=1, max_size=12),
     load=st.lists(loads, min_size=12, max_size=12),

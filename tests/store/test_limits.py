@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.cli.embedded_redis import EmbeddedRedis
@@ -24,6 +24,7 @@ from disagg.store.limits import (
     keep_in_step,
 )
 from disagg.store.redis_store import RedisBoard
+from tests.grids import examples
 from tests.store.fake_board import FakeBoard
 
 
@@ -209,7 +210,7 @@ def test_a_figure_that_makes_no_sense_closes_nobody_out_for_longer_than_a_minute
     assert num_admitted(one) == 60
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     st.lists(
         st.tuples(st.sampled_from("012"), st.sampled_from(["ask", "look", "wait"])), max_size=120

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import redis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.errors import StartupError, Unavailable
 from disagg.models.share import Share
 from disagg.store.redis_store import RedisStore, _Server
+from tests.grids import examples
 
 A, B = b"a" * 16, b"b" * 16
 BLOCK = bytes(range(256)) * 16
@@ -297,9 +298,7 @@ def parts(num_heads: int, num_ranks: int, blocks: list[bytes]) -> list[tuple[ran
 
 
 @given(SIZES, st.integers(1, 9), st.integers(1, 4), st.randoms(use_true_random=False))
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(13, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ranks_find_what_ranks_of_another_number_stored_and_nothing_before_all_have(
     shared_redis: EmbeddedRedis,
     sizes: tuple[int, int, int],

@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from disagg.cli.embedded_redis import EmbeddedRedis
 from disagg.store.cold_tier import ColdStore
 from disagg.store.redis_store import RedisStore
+from tests.grids import examples
 from tests.store.fake_store import FakeStore
 
 _layouts = itertools.count()
@@ -84,9 +85,7 @@ def test_stores_do_not_see_each_other(new_store: Callable[[], ColdStore]) -> Non
         st.tuples(st.lists(st.integers(0, 7), max_size=5), st.binary(max_size=40)), max_size=12
     )
 )
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(13, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_it_behaves_like_a_dict(
     new_store: Callable[[], ColdStore], steps: list[tuple[list[int], bytes]]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.text.answer_delta import AnswerDelta, CallDelta
@@ -14,6 +14,7 @@ from disagg.text.answer_reader import (
     reasoning_format_of,
 )
 from disagg.text.tool_parsers.registry import NAMES
+from tests.grids import examples
 from tests.text.answers import Found, cut, read, syntax_of
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"where": "here"}}\n</tool_call>'
@@ -75,7 +76,7 @@ HARMONY = [
 
 
 @pytest.mark.parametrize(("tail", "answer", "found"), THINK)
-@settings(max_examples=10)
+@examples(10)
 @given(places=st.lists(st.integers(0, 200), max_size=8))
 def test_reasoning_is_neither_text_nor_calls(
     tail: str, answer: str, found: Found, places: list[int]
@@ -86,7 +87,7 @@ def test_reasoning_is_neither_text_nor_calls(
 
 
 @pytest.mark.parametrize(("answer", "found"), HARMONY)
-@settings(max_examples=10)
+@examples(10)
 @given(places=st.lists(st.integers(0, 200), max_size=8))
 def test_harmony(answer: str, found: Found, places: list[int]) -> None:
     syntax = syntax_of("openai", "openai_gptoss")

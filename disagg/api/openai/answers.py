@@ -241,20 +241,25 @@ class OpenAIFrames(Frames):
 
     def __init__(self, run: RunningJob) -> None:
         super().__init__(run)
-        self._heads = [self._head(run.model.name)] * len(run.requests)  # by choice
+        self._models = [run.model.name] * len(run.requests)  # that answer, by choice
         self._num_tokens = [0] * len(run.requests)  # so far, by choice
+        self._around: dict[int, list[bytes]] = {}  # by choice, see `_plain`
 
     def name_models(self) -> bool:
         for index, decision in enumerate(self._run.decisions):
             if decision is not None:
-                self._heads[index] = self._head(decision.model)
+                self._models[index] = decision.model
+        self._around.clear()
         return all(self._run.decisions)
 
     def piece(self, piece: ChoiceDelta) -> bytes:
         """The chunk for `piece`, and if it is the last one, the chunk with its finish reason."""
+        has_more = piece.scored or piece.token_ids or piece.reasoning or piece.calls
+        if piece.text and not (has_more or piece.finish_reason or self._run.spec.continuous_usage):
+            return self._plain(piece)
         events = b""
         self._num_tokens[piece.index] += piece.num_tokens
-        if piece.text or piece.scored or piece.token_ids or piece.reasoning or piece.calls:
+        if piece.text or has_more:
             logprobs = self._logprobs(piece) if piece.scored else None
             ids = {"token_ids": piece.token_ids} if piece.token_ids else {}
             events = self._chunk(piece.index, self._gain(piece), logprobs, **ids)
@@ -263,13 +268,23 @@ class OpenAIFrames(Frames):
             events += self._chunk(piece.index, nothing, finish_reason=piece.finish_reason)
         return events
 
+    def _plain(self, piece: ChoiceDelta) -> bytes:
+        """The chunk of a piece that is only text, as most are: what is around the text is known.
+
+        Building a chunk takes four times as long, a third of an ingress's own work for a token.
+        """
+        around = self._around.get(piece.index)
+        if around is None:
+            chunk = self._chunk(piece.index, self._gain(ChoiceDelta(piece.index, text="\ufdd0")))
+            around = self._around[piece.index] = chunk.split(_to_json("\ufdd0"))
+        return around[0] + _to_json(piece.text) + around[1]
+
     def closing(self) -> bytes:
         """The usage chunk if it was requested, and `[DONE]`."""
         run = self._run
         if not run.spec.include_usage:
             return DONE
-        usage: Body = {"choices": [], "usage": usage_of(run)}
-        return _event(self._head(run.model_name), usage) + DONE
+        return self._event(run.model_name, {"choices": [], "usage": usage_of(run)}) + DONE
 
     def error(self, error: DisaggError) -> bytes:
         return error_frame(error)
@@ -295,13 +310,12 @@ class OpenAIFrames(Frames):
             body["usage"] = _usage(num_prompt_tokens, self._num_tokens[index])
         elif self._run.spec.include_usage:
             body["usage"] = None
-        return _event(self._heads[index], body)
+        return self._event(self._models[index], body)
 
-    def _head(self, model: str) -> bytes:
-        """The beginning of an event, which is the same for all tokens."""
+    def _event(self, model: str, body: Body) -> bytes:
         run = self._run
         head = {"id": run.id, "object": self.kind, "created": run.created_unix_s, "model": model}
-        return b"data: " + _to_json(head)[:-1] + b","
+        return b"data: " + _to_json(head | body) + b"\n\n"
 
     @abstractmethod
     def _gain(self, piece: ChoiceDelta) -> Body:
@@ -353,10 +367,6 @@ class CompletionFrames(OpenAIFrames):
 
     def _logprobs(self, piece: ChoiceDelta) -> Body | None:
         return _completion_logprobs(self._run, piece)
-
-
-def _event(head: bytes, body: Body) -> bytes:
-    return head + _to_json(body)[1:] + b"\n\n"
 
 
 def _call_delta(call: CallDelta) -> Body:

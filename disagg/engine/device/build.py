@@ -104,7 +104,8 @@ def build_engine(
     grammars = Grammars(
         description.read_tokenizer, description.eos_token_ids, vocab_size=vocab_size
     )
-    runner = ModelRunner(decoder, kv_cache, grammars, memory.max_num_seqs, followers)
+    others = memory.max_num_seqs, followers, chosen.max_model_len
+    runner = ModelRunner(decoder, kv_cache, grammars, *others)
     progress(StartStep("warm_up"))
     _warm_up(runner, chosen, *sizes)
     proposer: Proposer | None = _prompt_lookup(config)
@@ -167,7 +168,7 @@ def _draft_model(plan: EnginePlan, decoder: Decoder, num_blocks: int) -> DraftMo
     stream = new_stream(plan.device)
     with torch.cuda.stream(stream):
         kv_cache = KVCache(drafts.shape, num_blocks, plan.device)
-        runner = ModelRunner(decoder, kv_cache, max_num_seqs=max_num_seqs)
+        runner = ModelRunner(decoder, kv_cache, None, max_num_seqs, None, drafts.max_model_len)
         _warm_up(runner, drafts, max_num_seqs, max_num_seqs + MISSING_TOKENS)
     sizes = asked.num_speculative_tokens, drafts.max_model_len
     drafting = DraftModel(runner, *sizes, stream)

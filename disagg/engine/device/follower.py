@@ -91,7 +91,8 @@ class Follower:
     def allocate(self, num_blocks: int, max_num_seqs: int) -> KVCache:
         """Allocate the KV cache. `max_num_seqs`: most sequences of a step."""
         kv_cache = KVCache(self._plan.chosen.shape, num_blocks, self.device)
-        self._model = RankModel(self._decoder, kv_cache, max_num_seqs)
+        sizes = max_num_seqs, self._plan.chosen.max_model_len
+        self._model = RankModel(self._decoder, kv_cache, *sizes)
         return kv_cache
 
     def follow(self, work: RankWork) -> None:

@@ -186,11 +186,10 @@ def _steps_nbytes(
         return nbytes
     from disagg.engine.device.step_graphs import graph_sizes  # needs Triton
 
-    num_blocks = -(-max_model_len // stored.shape.block_size)
     sizes = [size.num_tokens for size in graph_sizes(num_seqs)] * num_graphs
     keeps_layers = stored.tensors is not None and not (model.experts and model.experts.is_mxfp4)
     is_packed = keeps_layers or stored.quantization is not None
-    captured = captured_nbytes(model, itemsize, sizes, num_blocks, num_ranks, is_packed=is_packed)
+    captured = captured_nbytes(model, itemsize, sizes, num_ranks, is_packed=is_packed)
     return nbytes + captured
 
 

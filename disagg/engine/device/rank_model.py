@@ -24,14 +24,22 @@ class RankModel:
 
     Args:
         max_num_seqs: sequences for which the tables have room; a larger step enlarges them.
+        max_model_len: longest sequence; None: the longest that the model allows.
     """
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, max_num_seqs: int = 1) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_cache: KVCache,
+        max_num_seqs: int = 1,
+        max_model_len: int | None = None,
+    ) -> None:
         self.decoder = decoder
         self.kv_cache = kv_cache
         self.graphs: StepGraphs | None = None
         self.slots = Slots(max_num_seqs)
-        self.max_num_blocks = -(-decoder.config.max_model_len // kv_cache.block_size)
+        self.max_model_len = max_model_len or decoder.config.max_model_len
+        self.max_num_blocks = -(-self.max_model_len // kv_cache.block_size)
         self.batching = Batching(
             self.slots,
             kv_cache.block_size,

@@ -65,13 +65,19 @@ class ModelRunner(RankModel):
         grammars: Grammars | None = None,
         max_num_seqs: int = 1,
         followers: Followers | None = None,
+        max_model_len: int | None = None,
     ) -> None:
-        super().__init__(decoder, kv_cache, max_num_seqs)
+        super().__init__(decoder, kv_cache, max_num_seqs, max_model_len)
         self.followers = followers
         self.grammars = grammars
         self._is_shared = False  # whether other ranks are in the middle of a step
         self.threads = StepThreads(torch.get_num_threads())
-        self.sampler = Sampler(self.slots, decoder.config.vocab_size, decoder.device)
+        self.sampler = Sampler(
+            self.slots,
+            decoder.config.vocab_size,
+            decoder.device,
+            max_model_len=self.max_model_len,
+        )
 
     def run(self, plan: StepPlan) -> list[Sampled]:
         """Execute a plan. Returns one result per sequence; see `engine.sched.step.Sampled`.

@@ -48,13 +48,19 @@ class Sampler:
 
     Args:
         ops: the device's operations; by default those that `sampling_ops_for` chooses.
+        max_model_len: longest sequence; None: not known.
     """
 
     def __init__(
-        self, slots: Slots, vocab_size: int, device: torch.device, ops: SamplingOps | None = None
+        self,
+        slots: Slots,
+        vocab_size: int,
+        device: torch.device,
+        ops: SamplingOps | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         self._ops = ops or sampling_ops_for(device)
-        self._state = SamplingState(self._ops, slots, vocab_size, device)
+        self._state = SamplingState(self._ops, slots, vocab_size, device, max_model_len)
 
     def enter(self, entered: SequenceOf[int]) -> None:
         """Record that these slots have just been given to other sequences."""

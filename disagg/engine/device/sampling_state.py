@@ -78,11 +78,18 @@ class SamplingState:
     """The sampling tables of the sequences in `slots`, and how many tokens each table counts."""
 
     def __init__(
-        self, ops: SamplingOps, slots: Slots, vocab_size: int, device: torch.device
+        self,
+        ops: SamplingOps,
+        slots: Slots,
+        vocab_size: int,
+        device: torch.device,
+        max_model_len: int | None = None,
     ) -> None:
         self._ops = ops
         self._slots = slots
         self._vocab_size = vocab_size
+        # Most tokens that a sequence has seen; writes to one more column are not kept.
+        self._most_seen = min(max_model_len or vocab_size, vocab_size)
         self._device = device
         self.tables = SamplingTables(
             numbers=self._zeros(0, NUM_COLUMNS, dtype=torch.int64),
@@ -224,11 +231,8 @@ class SamplingState:
         tables.numbers = _grown(tables.numbers, num_slots, NUM_COLUMNS, 0)
         stopping = (len(each.stop_ids) for each in new if each.sampling.min_tokens > 0)
         tables.stop_ids = _grown(tables.stop_ids, num_slots, max(stopping, default=1), -1)
-        penalised = [each for each in new if each.sampling.has_penalties]
-        if penalised:
-            longest = max(max(each.max_num_tokens, each.num_tokens) for each in penalised)
-            num_ids = min(longest, self._vocab_size) + 1  # writes to the last column are not kept
-            tables.seen_ids = _grown(tables.seen_ids, num_slots, num_ids, 0)
+        if any([each.sampling.has_penalties for each in new]):
+            tables.seen_ids = _grown(tables.seen_ids, num_slots, self._most_seen + 1, 0)
             tables.num_seen = _grown(tables.num_seen, num_slots, 0, 0)
             tables.counts = _grown(tables.counts, num_slots, self._vocab_size, 0)
 
@@ -237,18 +241,13 @@ class SamplingState:
 
 
 def _grown(table: Tensor, num_rows: int, num_columns: int, fill: int) -> Tensor:
-    """The table, or a copy with at least so many rows, and so many columns if it has any.
-
-    Columns grow by doubling.
-    """
-    missing_rows = max(0, num_rows - table.shape[0])
-    if table.dim() == 1:
-        return functional.pad(table, (0, missing_rows), value=fill) if missing_rows else table
-    width = table.shape[1]
-    missing = 0 if num_columns <= width else max(num_columns, 2 * width) - width
-    if not missing and not missing_rows:
+    """The table, or a copy with at least so many rows, and so many columns if it has any."""
+    missing = [max(0, num_rows - table.shape[0])]
+    if table.dim() == 2:
+        missing.append(max(0, num_columns - table.shape[1]))
+    if not any(missing):
         return table
-    return functional.pad(table, (0, missing, 0, missing_rows), value=fill)
+    return functional.pad(table, [each for n in reversed(missing) for each in (0, n)], value=fill)
 
 
 def _numbers(sequence: Sequence) -> Numbers:

@@ -20,53 +20,35 @@ from disagg.errors import StartupError
 from disagg.kvtransfer.slab import allocate_host, merge_runs
 
 
-class PinnedMemory:
-    """Pinned host memory.
+class _HostRows:
+    """Pinned rows of host memory, one for each block.
 
-    It is allocated here and registered with CUDA, because torch rounds its own pinned memory up to
-    a power of two, so that 40 GiB would take 64.
-
-    Attributes:
-        bytes: the memory as a uint8 tensor.
+    They are allocated here and registered with CUDA, because torch rounds its own pinned memory up
+    to a power of two, so that 40 GiB would take 64.
 
     Raises:
         StartupError: there is not enough memory, or the limit of pinned memory is too low.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.bytes = torch.frombuffer(allocate_host(nbytes), dtype=torch.uint8)
-        try:
-            self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            error = int(self._cudart.cudaHostRegister(self.bytes.data_ptr(), nbytes, 0))
-        except (AssertionError, RuntimeError) as no_cuda:
-            raise _not_pinned(nbytes, str(no_cuda)) from no_cuda
-        if error:
-            raise _not_pinned(nbytes, f"CUDA error {error}")
-
-        # Freed memory must not stay registered, even if `close` is not called.
-        unregister = self._cudart.cudaHostUnregister
-        self._end = weakref.finalize(self, unregister, self.bytes.data_ptr())
-        self._end.atexit = False  # at exit CUDA is gone, and the process frees the memory
-
-    def close(self) -> None:
-        """Free the memory. No copy may be running."""
-        self._end()
-
-
-def _not_pinned(nbytes: int, reason: str) -> StartupError:
-    return StartupError(
-        f"{nbytes} bytes of host memory cannot be pinned for evicted KV blocks ({reason});"
-        " lower kv_offloading_size, or raise the limit of locked memory (ulimit -l).",
-        param="kv_offloading_size",
-    )
-
-
-class _HostRows:
-    """Pinned rows of host memory, one for each block."""
-
     def __init__(self, cache: Tensor, num_slots: int) -> None:
-        self.memory = PinnedMemory(num_slots * cache[0].numel() * cache.itemsize)
-        self.rows = self.memory.bytes.view(cache.dtype).view(num_slots, *cache.shape[1:])
+        nbytes = num_slots * cache[0].numel() * cache.itemsize
+        memory = torch.frombuffer(allocate_host(nbytes), dtype=torch.uint8)
+        self.rows = memory.view(cache.dtype).view(num_slots, *cache.shape[1:])
+        try:
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = int(cudart.cudaHostRegister(memory.data_ptr(), nbytes, 0))
+            reason = f"CUDA error {error}" if error else ""
+        except (AssertionError, RuntimeError) as no_cuda:
+            reason = str(no_cuda)
+        if reason:
+            raise StartupError(
+                f"{nbytes} bytes of host memory cannot be pinned for evicted KV blocks ({reason});"
+                " lower kv_offloading_size, or raise the limit of locked memory (ulimit -l).",
+                param="kv_offloading_size",
+            )
+        # Freed memory must not stay registered, even if nobody calls this. No copy may be running.
+        self.close = weakref.finalize(self, cudart.cudaHostUnregister, memory.data_ptr())
+        self.close.atexit = False  # at exit CUDA is gone, and the process frees the memory
 
     def read(self, slot: int) -> bytes:
         row = self.rows[slot]
@@ -113,7 +95,7 @@ class StreamCopier:
 
     def close(self) -> None:
         torch.cuda.synchronize(self._cache.device)  # nothing may write to freed memory
-        self._host.memory.close()
+        self._host.close()
 
 
 class BlockReader:

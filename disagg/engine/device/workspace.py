@@ -53,12 +53,9 @@ def running_nbytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) ->
     """Bytes kept for running sequences: the token lists of penalties, and block tables.
 
     Block tables include those of a step. The counts of tokens belong to `SAMPLING_NBYTES`.
-
-    A token table is at most as wide as the longest sequence, or twice as wide after it has grown.
-    While it grows, the old table exists too.
     """
-    seen = 3 * 4 * (min(max_model_len, model.vocab_size) + 1)
-    blocks = 2 * 4 * -(-model.max_model_len // LEAST_BLOCK_SIZE)
+    seen = 4 * (min(max_model_len, model.vocab_size) + 1)
+    blocks = 2 * 4 * -(-max_model_len // LEAST_BLOCK_SIZE)
     return max_num_seqs * (seen + blocks)
 
 
@@ -66,7 +63,6 @@ def captured_nbytes(
     model: ModelConfig,
     itemsize: int,
     capture_sizes: Iterable[int],
-    max_num_blocks: int,
     num_ranks: int = 1,
     *,
     is_packed: bool = False,
@@ -76,12 +72,11 @@ def captured_nbytes(
     Args:
         model: the first rank's part of the model; there are `num_ranks` ranks.
         capture_sizes: number of tokens of each graph.
-        max_num_blocks: most blocks of one sequence.
         is_packed: whether some matrices of the model are packed.
     """
     sizes = list(capture_sizes)
     num_rows = max(sizes)
-    inputs = num_rows * (3 * 8 + 3 * 4 + 4 * max_num_blocks)
+    inputs = num_rows * (5 * 8 + 2 * 4)
     logits = num_rows * model.vocab_size * (4 + _projected_nbytes(itemsize, num_ranks))
     pool = num_rows * _token_nbytes(model, itemsize) + _partials_nbytes(model) + CUBLAS_NBYTES
     pool += SPLITS_NBYTES * is_packed

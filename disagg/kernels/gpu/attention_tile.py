@@ -56,15 +56,8 @@ def attend_tile(
     total,
     peak,
     start,
-    pages_ptr,
-    table_ptr,
-    positions,
-    oldest,
-    context,
-    scale,
-    block_stride,
-    scales_ptr,
-    scale_block_stride,
+    pages,
+    seen,
     PAGE_STRIDE: tl.constexpr,
     SCALE_PAGE_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -82,11 +75,16 @@ def attend_tile(
     Args:
         q, acc: PARTS tensors each, [ROWS, BLOCK_D / PARTS]: column c of part j is value
             c * PARTS + j of a head.
-        pages_ptr, scales_ptr: the head's keys in block 0; its values are in the next page.
-        scale, CAP: from `paged_attention.in_base_2`.
+        pages: the head's keys in block 0, whose values are in the next page; the sequence's block
+            table; the stride of blocks; the head's scales in block 0, and the stride of blocks.
+        seen: the position of each row, the oldest and the end of the keys that any row sees, and
+            the factor of scores.
+        CAP: of scores; this and the factor are from `paged_attention.in_base_2`.
         LARGEST: the format's largest number; 0.0 for a format without scales.
         PARTS: values in a unit of the cache. All sizes and strides of pages are in units.
     """
+    pages_ptr, table_ptr, block_stride, scales_ptr, scale_block_stride = pages
+    positions, oldest, context, scale = seen
     keys = start + tl.arange(0, TILE)
     columns = tl.arange(0, BLOCK_D // PARTS)
     inside = columns < HEAD_DIM // PARTS
@@ -129,10 +127,10 @@ def attend_tile(
     if CAP > 0.0:  # tanh(x) = 1 - 2 / (1 + e^(2 x))
         scores = CAP - 2.0 * CAP / (1.0 + tl.exp2(scores))
     if MASKED:
-        seen = keys[None, :] <= positions[:, None]
+        is_seen = keys[None, :] <= positions[:, None]
         if WINDOW > 0:
-            seen &= keys[None, :] > positions[:, None] - WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
+            is_seen &= keys[None, :] > positions[:, None] - WINDOW
+        scores = tl.where(is_seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new_peak[:, None])
     decay = tl.exp2(peak - new_peak)

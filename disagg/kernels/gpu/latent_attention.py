@@ -40,12 +40,8 @@ def _latent_tile(
     total,
     peak,
     start,
-    pages_ptr,
-    table_ptr,
-    positions,
-    context,
-    scale,
-    block_stride,
+    pages,
+    seen,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -54,7 +50,9 @@ def _latent_tile(
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add keys [start, start + TILE) to the running softmax of all rows."""
+    """Add keys [start, start + TILE) to the running softmax of all rows; see `attend_tile`."""
+    pages_ptr, table_ptr, block_stride = pages
+    positions, context, scale = seen
     keys = start + tl.arange(0, TILE)
     columns, turned = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
     written = keys < context
@@ -156,16 +154,15 @@ def _latent_attention_kernel(
     if table_rows_ptr is not None:
         table_row = tl.load(table_rows_ptr + sequence)
     table_ptr = tables_ptr + table_row * table_stride
+    pages, seen = (pages_ptr, table_ptr, block_stride), (positions, context, scale)
     for start in range(first_key, full_end, TILE):
         acc, total, peak = _latent_tile(
-            latent_q, turned_q, acc, total, peak, start, pages_ptr, table_ptr, positions, context,
-            scale, block_stride,
+            latent_q, turned_q, acc, total, peak, start, pages, seen,
             RANK, ROPE, BLOCK_RANK, BLOCK_ROPE, TILE, BLOCK_SIZE, False,
         )  # fmt: skip
     for start in range(full_end, end_key, TILE):
         acc, total, peak = _latent_tile(
-            latent_q, turned_q, acc, total, peak, start, pages_ptr, table_ptr, positions, context,
-            scale, block_stride,
+            latent_q, turned_q, acc, total, peak, start, pages, seen,
             RANK, ROPE, BLOCK_RANK, BLOCK_ROPE, TILE, BLOCK_SIZE, True,
         )  # fmt: skip
 

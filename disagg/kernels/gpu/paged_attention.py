@@ -134,27 +134,23 @@ def _paged_attention_kernel(
     page_ptr = pages_ptr + head * (HEAD_PAGES * PAGE_STRIDE)
     if LARGEST != 0.0:
         scales_ptr += head * (HEAD_PAGES * SCALE_PAGE_STRIDE)
+    pages = (page_ptr, table_ptr, block_stride, scales_ptr, scale_block_stride)
+    seen = (positions, oldest, context, scale)
     if WINDOW > 0:
         for start in range(first_key, tl.minimum(full_start, end_key), TILE):
             acc, total, peak = attend_tile(
-                q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
-                scale, block_stride, scales_ptr, scale_block_stride,
-                PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
-                TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, CAP, True,
+                q, acc, total, peak, start, pages, seen, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST,
+                PARTS, TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, CAP, True,
             )  # fmt: skip
     for start in range(full_start, full_end, TILE):
         acc, total, peak = attend_tile(
-            q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
-            scale, block_stride, scales_ptr, scale_block_stride,
-            PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
-            TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, CAP, False,
+            q, acc, total, peak, start, pages, seen, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST,
+            PARTS, TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, CAP, False,
         )  # fmt: skip
     for start in range(full_end, end_key, TILE):
         acc, total, peak = attend_tile(
-            q, acc, total, peak, start, page_ptr, table_ptr, positions, oldest, context,
-            scale, block_stride, scales_ptr, scale_block_stride,
-            PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST, PARTS,
-            TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, CAP, True,
+            q, acc, total, peak, start, pages, seen, PAGE_STRIDE, SCALE_PAGE_STRIDE, LARGEST,
+            PARTS, TILE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, CAP, True,
         )  # fmt: skip
 
     divisor = tl.where(total > 0.0, total, 1.0)

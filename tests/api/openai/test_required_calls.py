@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import llguidance
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.api.openai.fields import (
@@ -25,6 +25,7 @@ from disagg.api.openai.requests import answer_syntax, required_calls
 from disagg.messages import Grammar
 from disagg.text.tool_parsers.registry import NAMES
 from tests.api.fakes import served_model
+from tests.grids import examples
 from tests.text.answers import cut, read
 
 MODEL = served_model(template="{{ tools }}{{ messages }}")
@@ -68,7 +69,7 @@ def written(grammar: Grammar, seed: int) -> str:
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     schema=SCHEMAS,
     seed=st.integers(0, 1 << 20),

@@ -2,10 +2,16 @@
 
 Python imports this module at its start, and it changes others as these are imported.
 
+There is no pandas, as where `make serve` has installed everything. Ray Serve imports it in each of
+its processes where it finds it, which takes a quarter of their starts.
+
 `DISAGG_TEST_GPUS`: `torch.cuda` answers as on a machine with GPUs of 80 GB, and the variable says
 how many GB each has free ("80,80,3"), hidden by CUDA_VISIBLE_DEVICES as by the driver. `nvidia-smi`
 beside this file answers the same. A worker that opens a GPU claims its memory by the product's own
 code, leaves a file in `DISAGG_TEST_OPENED` that says which one, and then computes on the CPU.
+
+`DISAGG_TEST_NO_AGENTS`: `ray start` gives its raylet the stand-ins for agents that `disagg serve`
+gives to its own.
 
 `DISAGG_TEST_UNLUCKY_SEED`: a request with this seed and a bias breaks the step of its engine.
 
@@ -24,7 +30,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +38,6 @@ from typing import Any
 TOTAL_NBYTES = 80 * 10**9
 FREE_NBYTES = [int(gb) * 10**9 for gb in os.environ.get("DISAGG_TEST_GPUS", "").split(",") if gb]
 NUM_STEPS = 40  # enough for first words, and not for an answer of 80 tokens
-IS_TOO_OLD = "DISAGG_TEST_DRIVER_IS_TOO_OLD" in os.environ
 
 
 def visible() -> list[int]:
@@ -46,17 +50,8 @@ def visible() -> list[int]:
 def change_cuda(cuda: Any) -> None:
     import torch.version
 
-    def is_available() -> bool:
-        if IS_TOO_OLD:
-            warnings.warn(
-                "CUDA initialization: The NVIDIA driver on your system is too old (found version"
-                " 11040). Please update your GPU driver.",
-                stacklevel=2,
-            )
-        return bool(visible()) and not IS_TOO_OLD
-
     torch.version.cuda = "13.0"
-    cuda.is_available = is_available
+    cuda.is_available = lambda: bool(visible())
     cuda.device_count = lambda: len(visible())
     cuda.get_device_name = lambda device=None: "NVIDIA H100 80GB HBM3"
     cuda.memory_reserved = lambda device=None: 0
@@ -113,6 +108,20 @@ def change_edits(logit_edits: Any) -> None:
     logit_edits.LogitEdits.apply_ = breaks
 
 
+def change_services(services: Any) -> None:
+    name = "_build_python_executable_command_memory_profileable"
+    of_ray = getattr(services, name)
+    stand_in = Path(__file__).parents[3] / "disagg/app/raylet_agent.py"
+
+    def command_of(component: str, *arguments: Any, **options: Any) -> list[str]:
+        if component.endswith("_agent"):
+            return [sys.executable, "-I", "-S", str(stand_in), component]
+        found: list[str] = of_ray(component, *arguments, **options)
+        return found
+
+    setattr(services, name, command_of)
+
+
 def change_tasks(rank_messages: Any) -> None:
     decode_task = rank_messages.decode_task
     held = Path(os.environ["DISAGG_TEST_HELD"])
@@ -134,6 +143,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {}
 if FREE_NBYTES:
     CHANGES["torch.cuda"] = change_cuda
     CHANGES["disagg.engine.device.choices"] = change_choices
+if "DISAGG_TEST_NO_AGENTS" in os.environ:
+    CHANGES["ray._private.services"] = change_services
 if "DISAGG_TEST_UNLUCKY_SEED" in os.environ:
     CHANGES["disagg.engine.device.logit_edits"] = change_edits
 if "DISAGG_TEST_HAND_OVER" in os.environ:
@@ -160,5 +171,6 @@ class ChangeOnImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+sys.modules["pandas"] = None  # type: ignore[assignment]  # an ImportError
 if CHANGES:
     sys.meta_path.insert(0, ChangeOnImport())

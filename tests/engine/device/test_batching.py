@@ -20,6 +20,7 @@ from disagg.models.batch import Batch
 from disagg.time_model import StepFeatures
 from tests.engine.fake_runner import FakeDevice, FakeKV, work_of
 from tests.engine.workload import Driver, Workload, new_sequence, workloads
+from tests.grids import examples
 
 
 @st.composite
@@ -158,7 +159,7 @@ class Compared(FakeDevice):
 TENSORS = ("positions", "slots", "query_start", "context_lens", "logits_rows")
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33)
 @given(workloads())
 def test_the_batches_of_any_workload_are_those_of_each_plan_alone(workload: Workload) -> None:
     driver = Driver(workload)

@@ -120,7 +120,7 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_does() -> None:
     found = re.search(r"Lower max_model_len to (\d+) or less", said)
     assert found is not None and refused.value.param == "max_model_len"
     longest = int(found[1])
-    # Tables of captured steps grow with the context, too: theirs are some megabytes.
+    # Tables of running sequences grow with the context, too: theirs are some megabytes.
     assert 20000 < longest < 131072
     plan(24, max_model_len=longest)
     with pytest.raises(NotEnoughMemory):

@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.engine.device.step_threads import CONTEXT, LONG_S, NUM_ROUNDS, SIZES, StepThreads
 from disagg.time_model import StepFeatures
+from tests.grids import examples
 
 Cost = Callable[[int, int], float]  # seconds of a step of so many sequences with so many threads
 
@@ -103,7 +104,7 @@ def test_a_worker_with_one_thread_measures_nothing() -> None:
     assert used_for(threads, decodes(1)) == 2  # as others set it
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     most=st.integers(1, 12),
     costs=st.dictionaries(

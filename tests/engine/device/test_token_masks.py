@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -26,6 +26,7 @@ from disagg.messages import Grammar
 from disagg.models.description import describe_model
 from tests.engine.device.tiny_engine import CONFIG, EOS_ID, answer, run, sequence
 from tests.engine.sched.test_grammar import SCHEMAS, json_grammar
+from tests.grids import examples
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def tokenizer(directory: Path) -> Tokenizer:
 
 
 @given(SCHEMAS, st.integers(0, 2**32))
-@settings(max_examples=20, deadline=None)
+@examples(10)
 def test_every_answer_parses_and_validates(
     engine: Engine, tokenizer: Tokenizer, schema: Any, seed: int
 ) -> None:

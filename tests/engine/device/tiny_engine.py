@@ -31,7 +31,7 @@ def sequence(
 ) -> Sequence:
     fields = {"max_tokens": 400, "stop_token_ids": (EOS_ID,), "temperature": 1.0, **sampling}
     request = GenerateRequest(
-        request_id=f"{grammar}{prompt}{output}{fields}",
+        request_id=f"{grammar}{prompt}{output}{draft}{fields}",
         model="m",
         token_ids=prompt + output,
         num_prompt_tokens=len(prompt),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.messages import KVEvent
+from tests.grids import examples
 
 
 def new_pool(num_blocks: int) -> BlockPool:
@@ -213,4 +213,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool.settings = examples(20, stateful_step_count=30)

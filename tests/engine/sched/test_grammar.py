@@ -13,7 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -29,6 +29,7 @@ from disagg.engine.sched.grammar import (
 )
 from disagg.errors import GrammarError, Overloaded, Unavailable
 from disagg.messages import Grammar
+from tests.grids import examples
 from tests.tiny_model import write_tiny_tokenizer
 
 EOS_IDS = (257, 258)  # two, as some models have
@@ -125,7 +126,7 @@ SCHEMAS = st.recursive(
 
 
 @given(SCHEMAS, st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@examples(20)
 def test_any_allowed_answer_validates(
     tokenizer_text: str, grammars: Grammars, schema: Any, seed: int
 ) -> None:
@@ -134,7 +135,7 @@ def test_any_allowed_answer_validates(
 
 
 @given(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=5), st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@examples(10)
 def test_an_answer_is_one_of_the_choices(
     tokenizer_text: str, grammars: Grammars, choices: list[str], seed: int
 ) -> None:
@@ -213,7 +214,7 @@ def test_white_space_has_an_end(tokenizer_text: str, grammars: Grammars) -> None
 
 
 @given(SCHEMAS, st.integers(0, 2**32), st.data())
-@settings(max_examples=30, deadline=None)
+@examples(10)
 def test_the_state_is_a_function_of_the_tokens(
     tokenizer_text: str, grammars: Grammars, schema: Any, seed: int, draw: st.DataObject
 ) -> None:

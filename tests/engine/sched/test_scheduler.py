@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from disagg.engine.engine import Engine
 from disagg.engine.sched.sequence import Sequence
@@ -21,6 +21,7 @@ from tests.engine.workload import (
     prompt,
     workloads,
 )
+from tests.grids import examples
 
 NO_STOP: frozenset[int] = frozenset()
 
@@ -42,7 +43,7 @@ def step_sizes(engine: Engine) -> list[tuple[str, int]]:
     return [(work.sequence.request_id, work.num_tokens) for work in work_of(engine.last_plan)]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(66)
 @given(workloads())
 def test_random_workloads(workload: Workload) -> None:
     Driver(workload).play()

@@ -17,6 +17,7 @@ from disagg.messages import TokenLogprobs
 from disagg.time_model import StepFeatures, StepTimeFit
 from tests.engine.fake_runner import draft_of, expected_tokens, work_of
 from tests.engine.workload import ROOT, Driver, Workload, new_engine, new_sequence, workloads
+from tests.grids import examples
 
 PROMPT = (4, 5, 6, 7, 8)
 NEVER: frozenset[int] = frozenset()
@@ -292,7 +293,7 @@ def test_random_workloads_verify_many_drafts(monkeypatch: pytest.MonkeyPatch) ->
     assert min(met.values()) >= 5, met
 
 
-@settings(max_examples=200, deadline=None)
+@examples(66)
 @given(
     num_right=st.integers(0, 12),
     num_wrong=st.integers(0, 6),

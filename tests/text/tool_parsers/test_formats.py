@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.text.chat_template import ChatTemplate
 from disagg.text.tool_parsers.registry import tool_format_of
 from disagg.text.tool_parsers.tags import types_of
+from tests.grids import examples
 from tests.text.answers import Found, cut, read, syntax_of
 
 ARGUMENTS = '{"where": "</tool", "n": [1, 2.5]}'
@@ -223,7 +224,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "answer", "found"), CASES)
-@settings(max_examples=10)
+@examples(10)
 @given(places=st.lists(st.integers(0, 400), max_size=8))
 def test_calls_are_found_wherever_an_answer_is_cut(
     name: str, answer: str, found: Found, places: list[int]
@@ -347,7 +348,7 @@ SPACES = st.sampled_from(["", "", " ", "\n", "\n\n", "\r\n", "\t"])
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=80, deadline=None)
+@examples(26)
 @given(call=CALLS, data=st.data(), places=st.lists(st.integers(0, 400), max_size=8))
 def test_what_models_write_is_read(
     name: str, call: Called, data: st.DataObject, places: list[int]
@@ -362,7 +363,7 @@ def test_what_models_write_is_read(
 
 @pytest.mark.parametrize("name", sorted({*WRITERS} - {"openai"}))  # its marks are never text
 @given(call=CALLS, places=st.lists(st.integers(0, 400), max_size=8))
-@settings(max_examples=20, deadline=None)
+@examples(10)
 def test_a_call_of_a_function_that_was_not_offered_is_text(
     name: str, call: Called, places: list[int]
 ) -> None:
@@ -395,7 +396,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("name", sorted({*WRITERS} - {"openai"}))
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     answer=st.lists(st.sampled_from(PIECES), max_size=30),
     places=st.lists(st.integers(0, 400), max_size=8),

@@ -6,11 +6,12 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.router.cascade import NUM_TOKENS_READ, features, log_odds
 from disagg.tools.calibrate.calibration import PENALTY, fit_judge
+from tests.grids import examples
 
 PROMPTS = st.lists(st.lists(st.integers(0, 5), max_size=8), min_size=1, max_size=30)
 
@@ -25,7 +26,7 @@ def loss(
     return total
 
 
-@settings(max_examples=50)
+@examples(16)
 @given(PROMPTS, st.randoms(use_true_random=False))
 def test_it_has_learned_what_is_to_learn(prompts: list[list[int]], rng: random.Random) -> None:
     """No weight moved by a little makes it better, but for what 40 rounds leave over."""

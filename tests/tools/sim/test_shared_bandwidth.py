@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.tools.sim.shared_bandwidth import Port, Transfer, fair_rates
 from disagg.tools.sim.virtual_time import run
+from tests.grids import examples
 
 RATE = 1e9  # bytes a second of each card
 NUM_WORKERS = 5
@@ -60,7 +61,7 @@ def check(ports: Sequence[Port]) -> None:
             )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(st.lists(planned, min_size=1, max_size=12))
 def test_no_card_is_over_its_rate_and_none_rests_while_it_holds_a_transfer_up(
     transfers: list[Planned],
@@ -69,7 +70,7 @@ def test_no_card_is_over_its_rate_and_none_rests_while_it_holds_a_transfer_up(
         assert end_s - 1e-3 * at_ms >= nbytes / RATE * (1 - 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(10)
 @given(st.lists(st.tuples(worker, st.integers(1, 4_000_000)), min_size=1, max_size=8))
 def test_a_reader_is_busy_until_its_last_byte(pulled: list[tuple[int, int]]) -> None:
     ends = play([(0, source, 0, nbytes) for source, nbytes in pulled])
