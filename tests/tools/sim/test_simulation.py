@@ -16,8 +16,7 @@ from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest
 
-LOAD = make_load("conversations", 8.0, 100, seed=5)
-SOME = LOAD[:60]
+LOAD = make_load("conversations", 8.0, 60, seed=5)
 SMALL = SimConfig(num_prefill=2, num_decode=2, num_blocks=96, max_num_seqs=8)
 
 
@@ -52,11 +51,11 @@ def test_runs_of_steps_change_nothing(
         SMALL, policy=policy, num_decode=num_decode, num_blocks=num_blocks, block_size=256
     )
     num_steps = count_steps(monkeypatch)
-    in_runs = simulate(config, SOME)
+    in_runs = simulate(config, LOAD)
     num_with_runs = num_steps.pop()
     monkeypatch.setattr(simulated_worker, "num_alike", lambda engine: 0)
     num_steps.append(0)
-    one_by_one = simulate(config, SOME)
+    one_by_one = simulate(config, LOAD)
     assert num_steps[0] > 1.1 * num_with_runs
     for name in SimReport.__struct_fields__:
         expected = getattr(one_by_one, name)
@@ -118,8 +117,9 @@ def test_requests_that_never_fit_are_counted_as_failed() -> None:
 def test_a_worker_that_dies_costs_time_only(worker_id: str) -> None:
     config = msgspec.structs.replace(SMALL, policy="least-loaded", speed=8.0)
     fault = Fault(worker_id, at_s=2.0, for_s=4.0)
-    hurt = simulate(msgspec.structs.replace(config, faults=(fault,)), LOAD)
-    well = played(config)
+    load = make_load("conversations", 8.0, 100, seed=5)
+    hurt = simulate(msgspec.structs.replace(config, faults=(fault,)), load)
+    well = simulate(config, load)
     assert hurt.num_failed == 0
     wanted = well.output_tokens_per_s * well.duration_s
     assert hurt.output_tokens_per_s * hurt.duration_s == pytest.approx(wanted)

@@ -19,7 +19,7 @@ from disagg.tools.sim.report import SimReport, TierReport
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest
 
-LOAD = make_load("conversations", 8.0, 100, seed=3)
+LOAD = make_load("conversations", 8.0, 60, seed=3)
 ALONE = SimConfig(num_prefill=2, num_decode=2, num_blocks=96, max_num_seqs=8)
 
 
