@@ -1,8 +1,7 @@
 """Experts, sinks, latents and other norms in the whole system: the text is that of transformers.
 
-Prompts are prefilled on one worker and decoded on another, hit a prefix, and are preempted. Each
-run has one model with each kind of KV: latents, a window in some layers, and sinks. What others
-compute is compared in `tests/models`.
+Prompts are prefilled on one worker and decoded on another, hit a prefix, and are preempted. One
+model has latents, one windows in some layers, one sinks; others are compared in `tests/models`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import transformers
 from disagg import local
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.local import LocalCluster
-from tests.grids import some
 from tests.models.checkpoints import config_class
 from tests.tiny_model import tiny_parts, write_tiny_tokenizer
 
@@ -39,10 +37,6 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.3,  # far from uniform, so that a wrong KV block changes the answer
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-moe": (
-        "Qwen3Moe",
-        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    ),
     "deepseek-v3": (
         "DeepseekV3",
         {
@@ -60,13 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
-    "minimax-m2": (
-        "MiniMaxM2",
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
-    ),
-    "gemma2": ("Gemma2", {"sliding_window": 30, "attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3", {"sliding_window": 30, "sliding_window_pattern": 2}),
-    "olmo3": ("Olmo3", {"sliding_window": 30, "num_hidden_layers": 4, "pad_token_id": None}),
     "gpt-oss": (
         "GptOss",
         {
@@ -153,7 +141,7 @@ async def _completing(
 
 
 @pytest.mark.usefixtures("no_room_to_grow")
-@pytest.mark.parametrize("name", some(["deepseek-v3", "gemma3", "gpt-oss"], MODELS))
+@pytest.mark.parametrize("name", MODELS)
 async def test_text_is_that_of_transformers(name: str, directory: Path) -> None:
     model, expected = _model_and_texts(directory, name)
     assert len(set(expected)) == len(expected)
@@ -178,11 +166,9 @@ async def test_text_is_that_of_transformers(name: str, directory: Path) -> None:
         assert sum(core.status().num_preempted for core in cores), "nothing was preempted"
 
 
-@pytest.mark.parametrize("name", some(["deepseek-v3"], ["gpt-oss"]))
-async def test_text_of_ranks_with_whole_experts_is_that_of_transformers(
-    name: str, directory: Path
-) -> None:
+async def test_text_of_ranks_with_whole_experts_is_that_of_transformers(directory: Path) -> None:
     """Those of the decode worker, which pulls the KV of a worker of one rank."""
+    name = "deepseek-v3"
     model, expected = _model_and_texts(directory, name)
     engine = EngineConfig(
         dtype="float32",
