@@ -240,18 +240,6 @@ def test_a_draft_model_beside_adapters(tmp_path: Path) -> None:
     assert scheduler.num_drafted > scheduler.num_accepted > 0
 
 
-def test_many_greedy_prompts(directory: Path, tmp_path: Path) -> None:
-    prompts = [(i % 250, 3 * i % 241, i % 7) for i in range(24)]
-    found = []
-    for asked in (None, NGRAM, draft_of(draft_at("alike", directory, tmp_path))):
-        config = replace(CONFIG, speculative_config=asked)
-        engine = build_engine(config, describe_model(directory))[0]
-        made = [sequence(None, each, temperature=0.0, max_tokens=10) for each in prompts]
-        found.append((run(engine, *made), [answer(each) for each in made]))
-        assert (engine.scheduler.num_accepted > 0) == (asked is not None)
-    assert found[0] == found[1] == found[2]
-
-
 def test_a_model_that_fails_drafts_no_more(directory: Path) -> None:
     """Its host code fails for one sequence, which goes on without drafts as the others with."""
     config = replace(CONFIG, speculative_config=draft_of(str(directory)))
