@@ -22,6 +22,7 @@ export function setUpChat(askForKey) {
   $("prompt").addEventListener("input", fit);
   document.addEventListener("keydown", (event) => { if (event.key === "Escape" && !$("sign-in").open) stopping?.abort(); });
   $("compare").addEventListener("change", () => { $("other-label").hidden = !$("compare").checked; });
+  $("model").addEventListener("change", chooseOther);
   $("clear").addEventListener("click", () => {
     stopping?.abort();
     cutFrom(0);
@@ -38,9 +39,15 @@ export async function loadModels() {
     list.replaceChildren(...names.map((name) => el("option", { value: name }, name === "auto" ? "auto (small first)" : name)));
     if (names.includes(before)) list.value = before;
   }
-  if (names.length > 1 && $("other").value === $("model").value) $("other").value = names.find((name) => name !== $("model").value);
+  chooseOther();
   $("compare").parentElement.hidden = names.length < 2;
   showExamples(names);
+}
+
+/** A model is not compared with itself, if there is another one. */
+function chooseOther() {
+  const other = [...$("other").options].find((each) => each.value !== $("model").value);
+  if (other && $("other").value === $("model").value) $("other").value = other.value;
 }
 
 function showExamples(names) {

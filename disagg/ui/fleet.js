@@ -168,14 +168,14 @@ function drawArrows(said) {
     for (const each of shown) {
       const [from, to] = [cards.get(each.source), cards.get(each.destination)];
       if (!from || !to || from.parentElement === to.parentElement) continue;
-      const [y1, y2] = [from, to].map((card) => { const at = card.getBoundingClientRect(); return at.top + at.height / 2 - box.top; });
-      const isBack = from.parentElement.classList.contains("decode");
+      const isBack = from.parentElement.classList.contains("decode"), aside = isBack ? 10 : -4; // of those the other way
+      const [y1, y2] = [from, to].map((card) => { const at = card.getBoundingClientRect(); return at.top + at.height / 2 - box.top + aside; });
       const [x1, x2] = isBack ? [box.width, 0] : [0, box.width];
       const flow = rate((poll) => pulledBy(poll, each.destination));
       const path = `M${x1},${y1}C${box.width / 2},${y1} ${box.width / 2},${y2} ${x2},${y2}`;
       plane.append(svg("path", { d: path, class: "track" }), svg("path", { d: path, class: flow > 0 ? "flow moving" : "flow" }));
       if (shown.length <= 6) {
-        plane.append(svg("text", { x: box.width / 2, y: (y1 + y2) / 2 - 8, "text-anchor": "middle" }, speed(said, each)));
+        plane.append(svg("text", { x: box.width / 2, y: (y1 + y2) / 2 + (isBack ? 16 : -8), "text-anchor": "middle" }, speed(said, each)));
       }
     }
   }
@@ -223,7 +223,7 @@ function noteEvents(said) {
 
 function describe({ role, num_before: before, num_workers: now, predicted_s: predicted, slo_s: goal, lacks }) {
   const what = role === "prefill" ? "first token" : "token";
-  const why = predicted === null ? "" : `: predicts ${seconds(predicted)} a ${what}, of at most ${seconds(goal)}`;
+  const why = predicted === null ? "" : `: then a ${what} is predicted to take ${seconds(predicted)} (goal ${seconds(goal)})`;
   return `scaled from ${before} to ${now}${why}${lacks ? `. ${lacks}` : ""}`;
 }
 

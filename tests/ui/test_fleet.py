@@ -37,7 +37,8 @@ async def test_a_worker_that_dies_leaves_the_page(browser: Browser, model: Path)
         scaled = ScalingDecision(time.time(), "tiny", "decode", 1, 2, 0.061, 0.05, "")
         server.cluster.ingress.state.scaling = [scaled]
         await expect(page.locator("#events")).to_contain_text(
-            "tiny-decode scaled from 1 to 2: predicts 61\u202fms a token, of at most 50\u202fms"
+            "tiny-decode scaled from 1 to 2: then a token is predicted to take 61\u202fms"
+            " (goal 50\u202fms)"
         )
         tier = server.cluster.config.tiers[0]
         new = await server.cluster.start_worker(tier, "decode")
