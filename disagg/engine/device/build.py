@@ -104,8 +104,14 @@ def build_engine(
     grammars = Grammars(
         description.read_tokenizer, description.eos_token_ids, vocab_size=vocab_size
     )
-    others = memory.max_num_seqs, followers, chosen.max_model_len
-    runner = ModelRunner(decoder, kv_cache, grammars, *others)
+    runner = ModelRunner(
+        decoder,
+        kv_cache,
+        grammars,
+        max_num_seqs=memory.max_num_seqs,
+        max_model_len=chosen.max_model_len,
+        followers=followers,
+    )
     progress(StartStep("warm_up"))
     _warm_up(runner, chosen, *sizes)
     proposer: Proposer | None = _prompt_lookup(config)
@@ -128,9 +134,16 @@ def build_engine(
     launcher = runner if device.type != "cpu" else None
     adapters = None
     if memory_of_adapters is not None:
-        of_engine = config, scheduler.__contains__, followers
-        adapters = DeviceAdapters(memory_of_adapters, *of_engine)
-    engine = Engine(scheduler, runner, None, grammars, launcher, adapters, begin_thread)
+        is_running = scheduler.__contains__
+        adapters = DeviceAdapters(memory_of_adapters, config, is_running, followers)
+    engine = Engine(
+        scheduler,
+        runner,
+        grammars=grammars,
+        launcher=launcher,
+        adapters=adapters,
+        begin_thread=begin_thread,
+    )
     return engine, kv_cache
 
 
@@ -168,9 +181,10 @@ def _draft_model(plan: EnginePlan, decoder: Decoder, num_blocks: int) -> DraftMo
     stream = new_stream(plan.device)
     with torch.cuda.stream(stream):
         kv_cache = KVCache(drafts.shape, num_blocks, plan.device)
-        runner = ModelRunner(decoder, kv_cache, None, max_num_seqs, None, drafts.max_model_len)
+        runner = ModelRunner(
+            decoder, kv_cache, max_num_seqs=max_num_seqs, max_model_len=drafts.max_model_len
+        )
         _warm_up(runner, drafts, max_num_seqs, max_num_seqs + MISSING_TOKENS)
-    sizes = asked.num_speculative_tokens, drafts.max_model_len
-    drafting = DraftModel(runner, *sizes, stream)
+    drafting = DraftModel(runner, asked.num_speculative_tokens, stream)
     drafting.measure(max_num_seqs)
     return drafting

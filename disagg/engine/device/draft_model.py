@@ -40,7 +40,6 @@ class DraftModel:
     Args:
         runner: of the draft model, for the sequences that stand for others here.
         num_tokens: most tokens of a draft.
-        max_model_len: longest sequence for which there are drafts.
         stream: on which all of the runner was made, so that drafts do not wait for a step of the
             other model; None: the current one.
         timer: returns seconds.
@@ -52,7 +51,6 @@ class DraftModel:
         self,
         runner: ModelRunner,
         num_tokens: int,
-        max_model_len: int,
         stream: torch.cuda.Stream | None = None,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -64,7 +62,6 @@ class DraftModel:
         self._pool = BlockPool(
             num_blocks, block_size, array("Q", bytes(8 * num_blocks)), enable_prefix_caching=False
         )
-        self._max_model_len = max_model_len
         self._timer = timer
         self._times = StepTimeFit()
         self._twins: dict[ref[Sequence], Sequence] = {}
@@ -151,7 +148,7 @@ class DraftModel:
         for twin, limit in wanted.items():
             num_tokens = len(twin.tokens) + limit
             missing = -(-num_tokens // self._pool.block_size) - len(twin.block_ids)
-            if num_tokens > self._max_model_len:
+            if num_tokens > self._runner.max_model_len:
                 continue
             if missing > self._pool.num_free:
                 self._let_go([key for key, each in self._twins.items() if each not in wanted])
