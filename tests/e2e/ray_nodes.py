@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -65,15 +65,11 @@ class RayNodes:
             "--num-cpus=1",
             "--no-monitor",  # of Ray's autoscaler
         )
-        self._wait_for_nodes()
 
-    def start_others(self, resources: Iterable[str]) -> None:
-        """A node with 8 of each resource."""
-        for each in resources:
-            self._start(
-                f"--address={self.address}", "--num-cpus=1", f"--resources={json.dumps({each: 8})}"
-            )
-        self._wait_for_nodes()
+    def start_node(self, resource: str) -> None:
+        """A node with 8 of a resource."""
+        resources = f"--resources={json.dumps({resource: 8})}"
+        self._start(f"--address={self.address}", "--num-cpus=1", resources)
 
     def _start(self, *flags: str) -> None:
         log = (self._directory / f"node-{len(self._nodes)}.log").open("wb")
@@ -85,6 +81,7 @@ class RayNodes:
                 env=self._environment,
             )
         self._nodes.append(node)
+        self._wait_for_nodes()  # two that start at once may take the same name for their sockets
 
     def _wait_for_nodes(self) -> None:
         url = f"http://127.0.0.1:{self.dashboard_port}/api/v0/nodes"
@@ -167,7 +164,8 @@ def ray_nodes(
     nodes = RayNodes(directory, environment)
     try:
         nodes.start_head(num_gpus)
-        nodes.start_others(resources)
+        for each in resources:
+            nodes.start_node(each)
         yield nodes
     finally:
         nodes.stop()
