@@ -141,7 +141,7 @@ class TroubledWorkers:
         if trouble is not None and trouble.in_all:
             num_before = len(request.token_ids) - request.num_prompt_tokens
             trouble = replace(trouble, after=trouble.after - num_before)
-        options = {"timeout_s": timeout_s, "hand_over": hand_over, "ticket": ticket}
+        options: dict[str, Any] = {"timeout_s": timeout_s, "hand_over": hand_over, "ticket": ticket}
         stream = pull(lambda take: self._links.run(worker_id, request, take, **options))
         async with aclosing(stream):
             async for delta in _up_to(stream, trouble):

@@ -141,7 +141,7 @@ def openapi(routes: Iterable[HttpRoute]) -> bytes:
     (*bodies, error), components = msgspec.json.schema_components(
         [*kinds, ErrorReply], ref_template="#/components/schemas/{name}"
     )
-    schemas = dict(zip(kinds, bodies, strict=True))
+    schemas: dict[type | None, Any] = dict(zip(kinds, bodies, strict=True))
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},

@@ -36,6 +36,7 @@ from disagg.api.openai.fields import (
     TemplateArguments,
     Tool,
     ToolCall,
+    ToolChoice,
 )
 from disagg.api.openai.requests import REFUSED, understand_chat
 from disagg.api.refusals import missing_parameter, only_text
@@ -158,9 +159,12 @@ def understand_response_request(
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
     """Convert the request to a chat request. Raises `InvalidRequest`."""
-    choice, tools = request.tool_choice, request.tools or ()
-    if isinstance(choice, ToolChoiceFunction):
-        choice = NamedTool("function", NamedFunction(choice.name))
+    asked, tools = request.tool_choice, request.tools or ()
+    choice: ToolChoice | None
+    if isinstance(asked, ToolChoiceFunction):
+        choice = NamedTool("function", NamedFunction(asked.name))
+    else:
+        choice = asked
     return ChatRequest(
         **{name: getattr(request, name) for name in AnswerFields.__struct_fields__},
         messages=_messages(request),

@@ -141,12 +141,13 @@ class IngressCore:
         )
         self._index = index
         self._index_is_too_small = False
+        limits = self._limits = Limits(config.tenant, clock=metrics.clock)
         for name, value in {
             "prefix_index_bytes": lambda: index.nbytes,
             "prefix_index_blocks": lambda: index.num_blocks,
             "prefix_index_max_blocks": lambda: index.max_num_blocks,
             "prefix_index_evicted_blocks": lambda: index.num_evicted,
-            "tenant_limits_shared": lambda: self._limits.is_shared,
+            "tenant_limits_shared": lambda: limits.is_shared,
         }.items():
             metrics.of(name).set_function(value)
         metrics.registry.register(LinkBuffers(self.fleet.reports, self.links.num_buffered_bytes))
@@ -191,7 +192,6 @@ class IngressCore:
             now=now,
         )
         self._sampling: asyncio.Task[None] | None = None
-        self._limits = Limits(config.tenant, clock=metrics.clock)
         self._sharing = self._share_limits(board)
         self.service = Service(
             self._models,

@@ -23,7 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from disagg import logs, telemetry
 from disagg.api import apis
 from disagg.api.anthropic import CountTokensRequest
-from disagg.api.apis import BY_PATH, Api, HttpRoute, Method
+from disagg.api.apis import BY_PATH, Api, HttpRoute, Method, Who
 from disagg.api.http.batches import BatchApi, no_files
 from disagg.api.http.exposition import join_expositions
 from disagg.api.http.keys import KeyCheck
@@ -51,6 +51,7 @@ from disagg.api.http.request import Bodies, HttpRequest
 from disagg.api.http.request_spans import shown_tenant
 from disagg.api.json_body import off_loop
 from disagg.api.openai import answers, fields
+from disagg.api.openai.fields import LoadAdapterRequest, UnloadAdapterRequest
 from disagg.api.refusals import MethodNotAllowed, UnknownUrl, as_disagg_error
 from disagg.api.request_spec import in_headers
 from disagg.api.running_job import RunningJob
@@ -175,6 +176,7 @@ class HttpApp:
             page = WebUi(self._key_check, planner, self._read_json)
             routes += page.routes
         self.routes = {route.path: route for route in routes}
+        self._openapi: bytes | None = None
         self._patterns = [
             (re.compile(re.sub(r"{\w+}", "(.+)", path)), route)
             for path, route in self.routes.items()
@@ -192,39 +194,30 @@ class HttpApp:
 
     def _own_routes(self, batches: BatchApi | None) -> list[HttpRoute]:
         """All paths but those of the page. The first one that fits a request is taken."""
-        service, at_once = self._service, self._answer_at_once
-        tokenize, detokenize = fields.TokenizeRequest, fields.DetokenizeRequest
-        load, unload = fields.LoadAdapterRequest, fields.UnloadAdapterRequest
+        service = self._service
         version_body = b'{"version":"%b"}' % version("disagg").encode()
+
+        def post(
+            path: str,
+            answer: Callable[[bytes], Awaitable[bytes | str]],
+            body: type[msgspec.Struct],
+            who: Who = "tenants",
+        ) -> HttpRoute:
+            return HttpRoute(path, partial(self._answer_at_once, answer), {"POST": body}, who)
+
         return [
             *(
                 HttpRoute(path, partial(self._generate, api), {"POST": api.request})
                 for path, api in BY_PATH.items()
             ),
-            HttpRoute(
-                "/v1/messages/count_tokens",
-                partial(at_once, service.count_tokens),
-                {"POST": CountTokensRequest},
+            post("/v1/messages/count_tokens", service.count_tokens, CountTokensRequest),
+            post("/v1/embeddings", service.embeddings, fields.EmbeddingsRequest),
+            post("/v1/load_lora_adapter", service.load_adapter, LoadAdapterRequest, "operator"),
+            post(
+                "/v1/unload_lora_adapter", service.unload_adapter, UnloadAdapterRequest, "operator"
             ),
-            HttpRoute(
-                "/v1/embeddings",
-                partial(at_once, service.embeddings),
-                {"POST": fields.EmbeddingsRequest},
-            ),
-            HttpRoute(
-                "/v1/load_lora_adapter",
-                partial(self._say, service.load_adapter),
-                {"POST": load},
-                "operator",
-            ),
-            HttpRoute(
-                "/v1/unload_lora_adapter",
-                partial(self._say, service.unload_adapter),
-                {"POST": unload},
-                "operator",
-            ),
-            HttpRoute("/tokenize", partial(at_once, service.tokenize), {"POST": tokenize}),
-            HttpRoute("/detokenize", partial(at_once, service.detokenize), {"POST": detokenize}),
+            post("/tokenize", service.tokenize, fields.TokenizeRequest),
+            post("/detokenize", service.detokenize, fields.DetokenizeRequest),
             HttpRoute("/v1/models", self._models, _GET),
             HttpRoute("/v1/models/{name}", self._one_model, _GET),
             *(no_files() if batches is None else batches.routes),
@@ -420,10 +413,12 @@ class HttpApp:
             frames = api.frames(run)
             events = partial(stream_events, run, frames, timer, partial(_say_why, run, request))
             return Stream(events, frames.error)
+        run.write_now = timer.observe_piece  # nobody needs to wake for a token
         async with aclosing(run.batches()) as batches:
             with timer:  # if one choice fails, the whole request fails
                 async for batch in batches:
                     timer.observe(batch)
+        run.write_now = None  # breaks the reference cycle of timer and run
         _say_why(run, request)
         nbytes = SCORE_NBYTES * run.num_prompt_scores
         return Reply(await off_loop(nbytes, lambda: api.body(run)))
@@ -437,12 +432,10 @@ class HttpApp:
         return Reply(answers.model_body(self._service.model(request.in_path)))
 
     async def _answer_at_once(
-        self, answer: Callable[[bytes], Awaitable[bytes]], request: HttpRequest
+        self, answer: Callable[[bytes], Awaitable[bytes | str]], request: HttpRequest
     ) -> Reply:
-        return Reply(await answer(await self._read_json(request)))
-
-    async def _say(self, change: Callable[[bytes], Awaitable[str]], request: HttpRequest) -> Reply:
-        return Reply((await change(await self._read_json(request))).encode(), headers=[PLAIN_TEXT])
+        said = await answer(await self._read_json(request))
+        return Reply(said) if isinstance(said, bytes) else Reply(said.encode(), 200, [PLAIN_TEXT])
 
     async def _show_paths(self, request: HttpRequest) -> Reply:
         if self._config.ui and wants_html(request):
@@ -450,7 +443,9 @@ class HttpApp:
         return Reply(PATHS, headers=[PLAIN_TEXT])
 
     async def _show_openapi(self, request: HttpRequest) -> Reply:
-        return Reply(await asyncio.to_thread(apis.openapi, self.routes.values()))
+        if self._openapi is None:
+            self._openapi = await asyncio.to_thread(apis.openapi, self.routes.values())
+        return Reply(self._openapi)
 
     async def _ready(self, request: HttpRequest) -> Reply:
         state = self._readiness()

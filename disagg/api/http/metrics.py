@@ -424,6 +424,11 @@ class RequestTimer:
                 self._metrics.of("request_success", self._model, piece.finish_reason).inc()
         self.observe_tokens(num_tokens)
 
+    def observe_piece(self, piece: ChoiceDelta) -> bool:
+        """Observe a piece that ends no choice. Returns True, as `RunningJob.write_now` should."""
+        self.observe_tokens(piece.num_tokens)
+        return True
+
     def observe_tokens(self, num_tokens: int) -> None:
         """Observe new tokens that have arrived together. It counts no ends of choices."""
         if num_tokens == 0:

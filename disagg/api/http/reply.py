@@ -182,7 +182,7 @@ async def stream_events(
     def write_now(piece: ChoiceDelta) -> bool:
         if not writer.write_now(b""):
             return False
-        timer.observe_tokens(piece.num_tokens)
+        timer.observe_piece(piece)
         return writer.write_now(frames.piece(piece))
 
     has_begun, is_named = False, run.model.name != AUTO

@@ -261,7 +261,7 @@ class OpenAIFrames(Frames):
         self._num_tokens[piece.index] += piece.num_tokens
         if piece.text or has_more:
             logprobs = self._logprobs(piece) if piece.scored else None
-            ids = {"token_ids": piece.token_ids} if piece.token_ids else {}
+            ids: Body = {"token_ids": piece.token_ids} if piece.token_ids else {}
             events = self._chunk(piece.index, self._gain(piece), logprobs, **ids)
         if piece.finish_reason is not None:
             nothing = self._gain(ChoiceDelta(piece.index))
