@@ -67,6 +67,10 @@ SLOWER, SILENT_S = 1.1, 4.0
 _total_s = attrgetter("total_s")
 
 
+def _workers(candidate: Candidate) -> tuple[str, ...]:
+    return candidate.decode, candidate.prefill or "", candidate.prefix_source or ""
+
+
 class ChooseRoute(Protocol):
     """A routing policy for a request without a ticket: `choose_route`, or one of
     `tools/sim/baselines.py`."""
@@ -383,7 +387,7 @@ def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
     limit = best[0].total_s * (1.0 + TIE)
     is_local = best[0].prefill is None
     equals = [c for c in best if c.total_s <= limit and (c.prefill is None) == is_local]
-    chosen = rng.choice(equals)
+    chosen = rng.choice(sorted(equals, key=_workers))  # rounding decides nothing
     # The best of the other kind: what else could be done.
     other = next((each for each in candidates if (each.prefill is None) != is_local), None)
     if other is not None and other not in best:

@@ -20,7 +20,15 @@ from disagg.engine.sched.sequence import Sequence, rename_blocks
 from disagg.errors import DisaggError, TransferFailed, Unavailable, request_failed
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
-from disagg.messages import KVEvent, Prefetch, Start, TokenDelta, WireError, WorkerStatus
+from disagg.messages import (
+    KVEvent,
+    Prefetch,
+    Start,
+    StepCosts,
+    TokenDelta,
+    WireError,
+    WorkerStatus,
+)
 from disagg.time_model import StepTimeFit, TransferTimeModel
 from disagg.worker.kv_export import KVExport
 from disagg.worker.kv_import import KVImport
@@ -77,6 +85,11 @@ class WorkerCore:
     def is_idle(self) -> bool:
         """Whether no stream is open and no blocks are held for another worker."""
         return not self._streams.num_open and not self._kv_export.num_holds
+
+    @property
+    def step_costs(self) -> StepCosts:
+        """What it has learned of its steps; the same object until it has learned more."""
+        return self._step_times.to_costs()
 
     def start(self, link_id: LinkId, start: Start, now: float) -> None:
         """Start a request. A refusal is the only delta of its stream."""
@@ -222,7 +235,7 @@ class WorkerCore:
             num_holds=self._kv_export.num_holds,
             requests_nbytes=self._streams.nbytes,
             accepting=self.accepting,
-            step_costs=self._step_times.to_costs(),
+            step_costs=self.step_costs,
             transfers=self._transfer_times.figures(),
             store=self._cold.counts() if self._cold is not None else None,
             host=self._host.counts() if self._host is not None else None,

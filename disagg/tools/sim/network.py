@@ -7,7 +7,6 @@ pulls run at the same time and share the bandwidth of their cards (`shared_bandw
 
 from __future__ import annotations
 
-from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +15,7 @@ from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
 from disagg.tools.sim.shared_bandwidth import Port, Transfer
+from disagg.tools.sim.virtual_time import VirtualLoop
 
 TRANSPORT = "simulated"
 
@@ -28,7 +28,7 @@ class SimulatedNetwork:
         bytes_per_s: rate of each worker's card in each direction.
     """
 
-    def __init__(self, loop: AbstractEventLoop, latency_s: float, bytes_per_s: float) -> None:
+    def __init__(self, loop: VirtualLoop, latency_s: float, bytes_per_s: float) -> None:
         self.loop = loop
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s

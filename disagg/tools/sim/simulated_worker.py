@@ -217,7 +217,8 @@ class SimulatedWorker:
         """Report each step that has ended to the fleet, as a link's frames would."""
         run = self._run
         if run is not None and run.num_more:
-            self._report_steps(run, run.num_ended(self._loop.time()))
+            # Its turn reports the last step.
+            self._report_steps(run, min(run.num_ended(self._loop.time()), run.num_more))
 
     def check(self) -> None:
         """Recount every block. Raises `AssertionError`."""
@@ -235,7 +236,7 @@ class SimulatedWorker:
             self._plan_turn(self._loop.time())
         elif self._run.num_more:
             self._run.cut(self._loop.time())
-            self._plan_turn(self._run.ends_s)
+            self._plan_turn(self._run.ends_s[-1])
 
     def _plan_turn(self, at_s: float | None) -> None:
         if self._timer is not None:
@@ -258,7 +259,7 @@ class SimulatedWorker:
         events = tuple(self._engine.step())
         kv_events = self._engine.pool.take_events()
         if self._engine.last_plan.sequences:
-            self._begin_run(events, kv_events, now)
+            self._begin_run(events, kv_events, now, is_moving)
             return
         if events or kv_events or messages:
             self._report(StepResult(events, kv_events, self._engine.status()), now)
@@ -266,16 +267,23 @@ class SimulatedWorker:
             self._plan_turn(now + STALLED_WAIT_S)
 
     def _begin_run(
-        self, events: tuple[TokenEvent, ...], kv_events: tuple[KVEvent, ...], now: float
+        self,
+        events: tuple[TokenEvent, ...],
+        kv_events: tuple[KVEvent, ...],
+        now: float,
+        is_moving: bool,
     ) -> None:
-        """Begin a run. The engine has applied its first step, which is reported when it ends."""
+        """Begin a run. The engine has applied its first step, which is reported when it ends.
+
+        Args:
+            is_moving: KV is being pulled, which may be given up between two steps.
+        """
         self._events, self._kv_events, self._num_reported = events, kv_events, 0
-        is_plain = not kv_events and all(map(self._may_wait, events))
+        is_plain = not kv_events and not is_moving and all(map(self._may_wait, events))
         num_more = num_alike(self._engine) if is_plain else 0
         self._run = StepRun(self._engine.last_plan.features, self.spec.steps, now, num_more)
-        if num_more:
-            self._status = self._status_now()
-        self._plan_turn(self._run.ends_s)
+        self._status = self._engine.status()
+        self._plan_turn(self._run.ends_s[-1])
 
     def _end_run(self, run: StepRun, now: float) -> None:
         self._run = None
@@ -287,12 +295,23 @@ class SimulatedWorker:
                 self._streams[event.sequence.request_id].num_late += num_late
             else:
                 events.append(event)
+        self._report_steps(run, run.num_more)  # all but the last
         if run.num_more:
-            self._report_steps(run, run.num_more)  # all but the last
             move_on(self._engine.scheduler, run.num_more)
-        status = self._engine.status()
-        features, seconds = run.last_features, run.last_step_s
-        self._report(StepResult(tuple(events), self._kv_events, status, features, seconds), now)
+        self._report(self._result_of(run, run.num_more, tuple(events), self._kv_events), now)
+
+    def _result_of(
+        self,
+        run: StepRun,
+        number: int,
+        events: tuple[TokenEvent, ...] = (),
+        kv_events: tuple[KVEvent, ...] = (),
+    ) -> StepResult:
+        features, status = run.features(number), self._status
+        if number:
+            num_context = status.num_context_tokens + features.num_decoding * number
+            status = msgspec.structs.replace(status, num_context_tokens=num_context)
+        return StepResult(events, kv_events, status, features, run.steps_s[number])
 
     def _may_wait(self, event: TokenEvent) -> bool:
         """Whether an event's tokens are in the middle of a stream and not judged."""
@@ -302,21 +321,27 @@ class SimulatedWorker:
         return stream is not None and stream.has_begun
 
     def _report_steps(self, run: StepRun, num_ended: int) -> None:
-        """Report the run's first `num_ended` steps to the fleet."""
-        num_new = num_ended - self._num_reported
-        if num_new <= 0:
-            return
-        self._num_reported = num_ended
-        num_context = self._status.num_context_tokens
-        num_context += run.features.num_decoding * (num_ended - 1)
-        status = msgspec.structs.replace(self._status, num_context_tokens=num_context)
-        for _ in range(min(num_new, NUM_STATUSES_UNTIL_SEEN)):  # the fleet ignores more
-            self._fleet.worker_stepped(self.spec.worker_id, (), status)
+        """Report the run's first `num_ended` steps to the fleet, at the times when they ended.
+
+        The fleet needs only the last ones, and those that have changed what it knows of the worker.
+        """
+        for number in range(self._num_reported, num_ended):
+            before, at_s = self._core.step_costs, run.ends_s[number]
+            result = self._result_of(run, number)
+            with self._loop.back_at(at_s):
+                self._core.take(result, at_s)
+                is_last = num_ended - number <= NUM_STATUSES_UNTIL_SEEN
+                if is_last or self._core.step_costs is not before:
+                    self._tell(result)
+        self._num_reported = max(self._num_reported, num_ended)
 
     def _report(self, result: StepResult, now: float) -> None:
         for deltas in self._core.take(result, now).values():
             for delta in deltas:
                 self._hand_over(delta, now)
+        self._tell(result)
+
+    def _tell(self, result: StepResult) -> None:
         status = self._core.status(result.status, self._home_ingress)
         self._fleet.worker_stepped(self.spec.worker_id, result.kv_events, status)
 

@@ -31,7 +31,7 @@ from disagg.messages import (
     WorkerStatus,
 )
 from disagg.router.cascade import Attempt
-from disagg.router.fleet import Fleet, FleetView
+from disagg.router.fleet import Fleet, FleetView, Reservation
 from disagg.router.worker_view import Pool
 from disagg.tools.sim import virtual_time
 from disagg.tools.sim.answers import SimulatedConfidence
@@ -71,12 +71,19 @@ class _WatchedFleet(Fleet):
         self._looked_s = -1.0
 
     def view(self) -> FleetView:
+        self._catch_up()
+        return super().view()
+
+    def sent(self, reservation: Reservation) -> None:
+        self._catch_up()  # steps that ended before do not include the request
+        super().sent(reservation)
+
+    def _catch_up(self) -> None:
         now = self._loop.time()
         if now != self._looked_s:
             self._looked_s = now
             for worker in self._workers.values():
                 worker.report_progress()
-        return super().view()
 
 
 class _Ingress:
@@ -152,7 +159,7 @@ class _Simulation:
     def __init__(self, config: SimConfig, trace: Sequence[TraceRequest]) -> None:
         self._config = config
         self._trace = trace
-        self._loop = loop = asyncio.get_running_loop()
+        self._loop = loop = virtual_time.running_loop()
         tiers = config.tiers
         has_ttft_slo = config.fair_queue and config.policy != NO_REFUSALS
         ttft_slo_s = config.ttft_slo_s if has_ttft_slo else math.inf

@@ -1,9 +1,10 @@
 """Simulated engine steps: their times, and runs of equal decode steps computed at once.
 
 Between two events of a worker its decode steps are alike: each running sequence gains a token, and
-no sequence is admitted, ends or fills a block. Such steps form a `StepRun`. One formula gives their
-times, and the sequences advance together at its end. A step that differs (a sequence ends, fills a
-block, or waits for admission) is never part of a run; the real scheduler plans and applies it.
+no sequence is admitted, ends or fills a block. Such steps form a `StepRun`. The sequences advance
+together at its end; what the steps teach and report is the same as if each were computed. A step
+that differs (a sequence ends, fills a block, or waits for admission) is never part of a run; the
+real scheduler plans and applies it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,6 @@ class StepTimes(Protocol):
     """Step times: a linear model (`StepTimeModel`), or a roofline of the planner."""
 
     def step_s(self, features: StepFeatures, /) -> float: ...
-
-    @property
-    def per_context_s(self) -> float:
-        """Seconds that one more token in the context of a decoding sequence adds to a step."""
 
 
 class TimedRunner:
@@ -64,46 +61,40 @@ class TimedRunner:
 
 
 class StepRun:
-    """A step that an engine began at `began_s`, and up to `num_more` further steps like it."""
+    """A step that an engine began at `began_s`, and up to `num_more` further steps like it.
+
+    In each of them every sequence has one more token of context than in the step before.
+    """
 
     def __init__(
         self, features: StepFeatures, times: StepTimes, began_s: float, num_more: int
     ) -> None:
-        self.features = features
         self.began_s = began_s
-        self.num_more = num_more
-        self._step_s = times.step_s(features)
-        self._first_end_s = began_s + self._step_s
-        # In each step every sequence has one more token of context than in the step before.
-        self._longer_s = times.per_context_s * features.num_decoding
+        self._features = features
+        self.steps_s = [times.step_s(self.features(number)) for number in range(num_more + 1)]
+        self.ends_s: list[float] = []
+        for step_s in self.steps_s:
+            began_s += step_s
+            self.ends_s.append(began_s)
 
     @property
-    def ends_s(self) -> float:
-        return self._end_s(self.num_more)
+    def num_more(self) -> int:
+        return len(self.ends_s) - 1
 
-    @property
-    def last_step_s(self) -> float:
-        return self._step_s + self._longer_s * self.num_more
-
-    @property
-    def last_features(self) -> StepFeatures:
-        if not self.num_more:
-            return self.features
-        num_context = self.features.num_decode_context
-        num_decoding = self.features.num_decoding
-        return StepFeatures(0, 0, num_decoding, num_context + num_decoding * self.num_more)
+    def features(self, number: int) -> StepFeatures:
+        if not number:
+            return self._features
+        num_decoding = self._features.num_decoding
+        num_context = self._features.num_decode_context + num_decoding * number
+        return StepFeatures(0, 0.0, num_decoding, num_context)
 
     def num_ended(self, now: float) -> int:
         """The number of steps of the run that have ended."""
-        return bisect_right(range(self.num_more + 1), now, key=self._end_s)
+        return bisect_right(self.ends_s, now)
 
     def cut(self, now: float) -> None:
         """Remove the steps that have not begun."""
-        self.num_more = bisect_left(range(self.num_more), now, key=self._end_s)
-
-    def _end_s(self, num_more: int) -> float:
-        longer_s = self._longer_s * (num_more * (num_more + 1) // 2)
-        return self._first_end_s + self._step_s * num_more + longer_s
+        del self.ends_s[bisect_left(self.ends_s, now) + 1 :]
 
 
 def num_alike(engine: Engine) -> int:

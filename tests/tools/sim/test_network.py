@@ -8,7 +8,7 @@ from disagg.kvtransfer.slab import Slab, Stamps
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone
 from disagg.tools.sim.network import SimulatedNetwork, SimulatedTransport
-from disagg.tools.sim.virtual_time import run
+from disagg.tools.sim.virtual_time import run, running_loop
 
 NUM_BLOCKS, BLOCK_NBYTES = 8, 1_000_000
 LATENCY_S, RATE = 1e-3, 1e9
@@ -37,7 +37,7 @@ class Worker:
 
 
 def workers(names: str) -> list[Worker]:
-    network = SimulatedNetwork(asyncio.get_running_loop(), LATENCY_S, RATE)
+    network = SimulatedNetwork(running_loop(), LATENCY_S, RATE)
     found = [Worker(network, name) for name in names]
     for reader in found:
         for other in found:

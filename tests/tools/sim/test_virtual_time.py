@@ -31,3 +31,18 @@ def test_waiting_for_nothing_is_an_error_and_not_for_ever() -> None:
 
     with pytest.raises(NothingWillHappen):
         run(main())
+
+
+def test_what_is_due_at_the_same_time_happens_in_the_order_in_which_it_was_scheduled() -> None:
+    """Also where sums of the same times differ in their last digits."""
+
+    async def main() -> list[int]:
+        loop, seen = asyncio.get_running_loop(), []
+        for number in range(20):
+            parts = (0.1, 0.2, 0.3) if number % 3 else (0.3, 0.2, 0.1)
+            loop.call_at(parts[0] + parts[1] + parts[2], seen.append, number)
+        await asyncio.sleep(1.0)
+        return seen
+
+    assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
+    assert run(main()) == list(range(20))
