@@ -82,15 +82,8 @@ def extensions() -> list[Extension]:
         language="c++",
         optional=True,
     )
-    block_names = Extension(
-        "disagg.kernels.cpu._block_names",
-        sources=["csrc/block_names.cpp"],
-        extra_compile_args=COMPILED,
-        language="c++",
-        optional=True,
-    )
     if platform.machine() not in ("x86_64", "AMD64"):
-        return [sampling, block_names]
+        return [sampling]
     steps = [
         Extension(
             f"disagg.kernels.cpu._step_{name}",
@@ -103,7 +96,7 @@ def extensions() -> list[Extension]:
         )
         for name, instructions in step_libraries().items()
     ]
-    return [sampling, block_names, *steps]
+    return [sampling, *steps]
 
 
 setup(

@@ -105,8 +105,7 @@ class SamplingParams(
         )
 
 
-# Checked wherever one comes in: workers publish the names that they were told, and a table of names
-# takes them without looking at each (`router/block_names.py`).
+# Checked wherever one comes in: workers publish the names that they were told.
 BlockName: TypeAlias = Annotated[
     BlockHash, msgspec.Meta(min_length=HASH_NBYTES, max_length=HASH_NBYTES)
 ]

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from disagg.errors import Unavailable
 from disagg.messages import GenerateRequest
-from disagg.router.block_names import LeadingNames
-from disagg.router.prefix_index import PrefixIndex
+from disagg.router.prefix_index import PrefixIndex, PromptHolders
 from disagg.router.worker_view import WorkerView, host_id
 
 # Workers of each pool that a decision compares: those with most of the prompt, and random ones.
@@ -29,17 +28,16 @@ class PooledWorker:
 
     Attributes:
         view: its latest.
-        in_index, host_in_index: places in the prefix index, of its cache and of its host memory;
-            -1: it has none.
+        bit, host_bit: of its cache and of its host memory in the prefix index; 0: it has none.
     """
 
-    __slots__ = ("host_in_index", "in_index", "name", "place", "view")
+    __slots__ = ("bit", "host_bit", "name", "place", "view")
 
-    def __init__(self, view: WorkerView, place: int) -> None:
+    def __init__(self, view: WorkerView, place: int, index: PrefixIndex) -> None:
         self.name = view.worker_id
         self.view = view
         self.place = place  # in `WorkerPool.workers`
-        self.in_index = self.host_in_index = -1
+        self.bit, self.host_bit = index.bit(self.name), index.bit(host_id(self.name))
 
 
 class WorkerPool:
@@ -48,15 +46,15 @@ class WorkerPool:
     Attributes:
         workers: in no order.
         num_prompts: prompts that wait on them or are being computed.
-        by_index_place: by place in the prefix index.
-        index_bits: a mask of these places.
+        by_bit: each worker by each of its bits in the prefix index.
+        bits: a mask of these.
     """
 
     def __init__(self) -> None:
         self.workers: list[PooledWorker] = []
         self.num_prompts = 0
-        self.by_index_place: dict[int, PooledWorker] = {}
-        self.index_bits = 0
+        self.by_bit: dict[int, PooledWorker] = {}
+        self.bits = 0
         self._by_name: dict[str, PooledWorker] = {}
 
     def __len__(self) -> int:
@@ -72,23 +70,12 @@ class WorkerPool:
             self.num_prompts += view.backlog.num_prompts - worker.view.backlog.num_prompts
             worker.view = view
             return
-        name = view.worker_id
-        worker = self._by_name[name] = PooledWorker(view, len(self.workers))
+        worker = self._by_name[view.worker_id] = PooledWorker(view, len(self.workers), index)
         self.workers.append(worker)
         self.num_prompts += view.backlog.num_prompts
-        in_index, host_in_index, *_ = (*index.places(name, host_id(name)), -1, -1)
-        self._move(worker, in_index, host_in_index)
-
-    def _move(self, worker: PooledWorker, in_index: int, host_in_index: int) -> None:
-        for place in (worker.in_index, worker.host_in_index):
-            if place >= 0:
-                del self.by_index_place[place]
-                self.index_bits ^= 1 << place
-        for place in (in_index, host_in_index):
-            if place >= 0:
-                self.by_index_place[place] = worker
-                self.index_bits ^= 1 << place
-        worker.in_index, worker.host_in_index = in_index, host_in_index
+        for bit in filter(None, (worker.bit, worker.host_bit)):
+            self.by_bit[bit] = worker
+            self.bits |= bit
 
     def drop(self, name: str) -> None:
         worker, last = self._by_name.pop(name), self.workers.pop()
@@ -96,7 +83,9 @@ class WorkerPool:
             self.workers[worker.place] = last
             last.place = worker.place
         self.num_prompts -= worker.view.backlog.num_prompts
-        self._move(worker, -1, -1)
+        for bit in filter(None, (worker.bit, worker.host_bit)):
+            del self.by_bit[bit]
+            self.bits ^= bit
 
 
 class ModelPools:
@@ -211,10 +200,10 @@ def sample_workers(
         if len(workers) <= num_random:
             chosen = rng.sample(workers, len(workers))  # so that ties are decided by chance
         else:
-            # A worker may be in two places, those of its cache and of its host memory.
+            # A worker may be found twice, for its cache and for its host memory.
             num_deepest = NUM_DEEPEST + 2 * len(exclude)
-            deepest = index.deepest(found, pool.index_bits, rng.random(), num_deepest)
-            holders = [pool.by_index_place[place] for place in deepest]
+            deepest = found.deepest(pool.bits, num_deepest, rng.random())
+            holders = [pool.by_bit[bit] for bit in deepest]
             chosen = rng.sample(workers, num_random)
             chosen += [each for each in holders if each.name not in exclude]
             chosen = list(dict.fromkeys(chosen))
@@ -234,13 +223,11 @@ def sample_workers(
     )
 
 
-def _side(pool: WorkerPool, workers: Sequence[PooledWorker], found: LeadingNames) -> Side:
-    depths = found.depths
+def _side(pool: WorkerPool, workers: Sequence[PooledWorker], found: PromptHolders) -> Side:
     block_size = workers[0].view.record.block_size  # one per model
-    num_held = [depths[each.in_index] * block_size for each in workers]
+    num_held = [found.depth(each.bit) * block_size for each in workers]
     num_in_host = [
-        depths[each.host_in_index] * block_size if each.host_in_index >= 0 else 0
-        for each in workers
+        found.depth(each.host_bit) * block_size if each.host_bit else 0 for each in workers
     ]
     second, most = sorted((0, 0, *num_held))[-2:]
     views = [each.view for each in workers]

@@ -61,7 +61,7 @@ def test_a_prompt_goes_where_it_can_be_loaded_from_host_memory() -> None:
     fleet.worker_stepped("d1", [in_host], make_status(host=host))
     route = choose(fleet, request)
     assert (route.prefill, route.decode, route.num_cached_tokens) == (None, "d1", 1999)
-    gone = KVEvent("removed", request.block_hashes[:1], "host")
+    gone = KVEvent("removed", request.block_hashes, "host")
     fleet.worker_stepped("d1", [gone], make_status(host=host))
     assert choose(fleet, request).prefill == "p0"
     fleet.worker_stepped("d1", [in_host], make_status(host=host))

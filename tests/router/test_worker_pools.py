@@ -295,9 +295,9 @@ def test_pools_know_their_workers_and_queues_whatever_happens(tpot_slo_s: float)
                 worker.worker_id for worker in members
             )
             assert pool.num_prompts == sum(worker.backlog.num_prompts for worker in members)
-            places = {fleet.index.places(worker.worker_id): worker.worker_id for worker in members}
-            assert {(at,): each.name for at, each in pool.by_index_place.items()} == places
-            assert pool.index_bits == sum(1 << place for (place,) in places)
+            bits = {fleet.index.bit(worker.worker_id): worker.worker_id for worker in members}
+            assert {bit: each.name for bit, each in pool.by_bit.items()} == bits
+            assert pool.bits == sum(bits)
 
 
 def test_where_every_worker_may_do_both_there_is_one_pool() -> None:

@@ -67,13 +67,6 @@ STEPS = AMX_STEP, STEP, PLAIN_STEP, AVX2_STEP  # the best first
 SAMPLING = Library(
     "sampling", Path(__file__).parent / "_sampling.so", version=2, needed=(), sentence="compiled"
 )
-BLOCK_NAMES = Library(
-    "block_names",
-    Path(__file__).parent / "_block_names.so",
-    version=2,
-    needed=(),
-    sentence="compiled",
-)
 
 
 @dataclass(frozen=True, slots=True)
