@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -225,7 +226,7 @@ def _is_one_token(delta: TokenDelta) -> bool:
 
 
 class _AnswerEnded(Exception):
-    """An answer has ended, perhaps before the tokens do, as by a stop string."""
+    """An answer has ended before its tokens do, as by a stop string."""
 
 
 class RunningJob:
@@ -344,16 +345,16 @@ class RunningJob:
                     silent.discard(piece.index)
                 if not silent:
                     has_some.set()
-                if has_ended:
+                if has_ended and not delta.is_last:
                     raise _AnswerEnded
 
             try:
-                await self._generate(answer.request, take)
-                raise EngineFailed(
-                    "The answer ended without a finish reason; try the request again."
-                )
-            except _AnswerEnded:
-                pass
+                with suppress(_AnswerEnded):
+                    await self._generate(answer.request, take)
+                if answer.finish_reason is None:
+                    raise EngineFailed(
+                        "The answer ended without a finish reason; try the request again."
+                    )
             except Exception as error:  # the client must get an end after any error
                 failures.append(error)
                 has_some.set()

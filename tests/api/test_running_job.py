@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import ChoiceDelta, Generate, RunningJob
 from disagg.errors import EngineFailed, Overloaded
-from disagg.messages import GenerateRequest, SamplingParams, TokenDelta, TokenLogprobs
+from disagg.messages import GenerateRequest, PutDelta, SamplingParams, TokenDelta, TokenLogprobs
 from tests.api.fakes import END, TOKENIZER, served_model
 from tests.deltas import push
 
@@ -229,6 +229,18 @@ async def test_closing_waits_until_the_source_is_closed() -> None:
     await batches.aclose()
     steps.append("closed")
     assert steps == ["source closed", "closed"]
+
+
+async def test_a_source_that_ends_is_not_cancelled() -> None:
+    """It learns from the end how long answers are."""
+    ended = []
+
+    async def generate(request: GenerateRequest, put: PutDelta) -> None:
+        put(TokenDelta(0, IDS, "stop"))
+        ended.append(True)
+
+    await result(job(generate))
+    assert ended == [True]
 
 
 async def test_a_stop_string_closes_the_source() -> None:
