@@ -46,10 +46,14 @@ class LateRunner(ModelRunner):
     num_drafts_followed = num_chosen_later = 0
 
     def __init__(
-        self, decoder: Decoder, kv_cache: KVCache, followers: Followers | None = None
+        self,
+        decoder: Decoder,
+        kv_cache: KVCache,
+        followers: Followers | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         grammars = cast(Grammars, "only its absence matters")
-        super().__init__(decoder, kv_cache, grammars, followers=followers)
+        super().__init__(decoder, kv_cache, grammars, 1, followers, max_model_len)
         self._late: dict[int, tuple[StepInputs, list[int]]] = {}
 
     def launch(self, plan: StepPlan) -> Choose:

@@ -58,7 +58,7 @@ def ranks(
     made = engine_of_ranks(directory, place, num_ranks=num_ranks, **sizes)
     with made as (engine, kv_cache, others):
         assert isinstance(engine.runner, ModelRunner)
-        runner = LateRunner(engine.runner.decoder, kv_cache, followers=others)
+        runner = LateRunner(engine.runner.decoder, kv_cache, others, engine.runner.max_model_len)
         engine.runner = engine.launcher = runner
         yield engine, others
 
