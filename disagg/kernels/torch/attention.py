@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from disagg.kernels import reference
-from disagg.kernels.kv_pages import KVPages, clear_begun_blocks
+from disagg.kernels.kv_pages import SCALE_NBYTES, KVPages, clear_begun_blocks
 from disagg.kernels.ops import PagedBatch, Scores
 
 QUERIES_AT_ONCE = 256  # so that no scores grow with the square of a prompt
@@ -28,24 +29,30 @@ class TorchPaging:
         tables: int64 [num_seqs, max_num_blocks].
         spans: for each sequence its first token in the step, the end of its tokens, and the number
             of its positions with KV after this step.
+        gathered: rows of `KVPages.rows` for all pages of the longest sequence in a layer, into
+            which they are copied. New memory for each copy would take longer than the copy.
     """
 
     blocks: Tensor
     offsets: Tensor
     tables: Tensor
     spans: Sequence[tuple[int, int, int]]
+    gathered: Tensor
 
 
 def plan_paging(batch: PagedBatch, kv_cache: KVPages) -> TorchPaging:
     """Find where a step writes and reads, and clear the blocks that it begins."""
     clear_begun_blocks(kv_cache, batch.block_tables, batch.context_lens_host, batch.query_lens)
-    size = kv_cache.values.shape[4]
+    _, _, num_vectors, num_kv_heads, size, _ = kv_cache.values.shape
     spans, start = [], 0
     for length, new in zip(batch.context_lens_host, batch.query_lens, strict=True):
         spans.append((start, start + new, length))
         start += new
     blocks = batch.slots.div(size, rounding_mode="floor")
-    return TorchPaging(blocks, batch.slots - blocks * size, batch.block_tables.long(), spans)
+    tables, offsets = batch.block_tables.long(), batch.slots - blocks * size
+    most = -(-max(batch.context_lens_host) // size) * num_kv_heads * num_vectors
+    gathered = kv_cache.rows.new_empty(most, kv_cache.rows.shape[1])
+    return TorchPaging(blocks, offsets, tables, spans, gathered)
 
 
 def paged_attention(
@@ -67,7 +74,7 @@ def paged_attention(
         behind = length - (end - start)  # cached before this step
         skipped = _first_key(behind, window) // block_size
         blocks = paging.tables[row, skipped : -(-length // block_size)]
-        stored = _read(kv_cache, layer, blocks)
+        stored = _read(kv_cache, layer, blocks, paging.gathered)
         for first in range(start, end, QUERIES_AT_ONCE):
             stop = min(first + QUERIES_AT_ONCE, end)
             query = behind + first - start
@@ -95,16 +102,21 @@ def _store(vectors: Tensor, kv_cache: KVPages, layer: int, paging: TorchPaging) 
     pages.scales[where] = scales
 
 
-def _read(kv_cache: KVPages, layer: int, blocks: Tensor) -> Tensor:
+def _read(kv_cache: KVPages, layer: int, blocks: Tensor, gathered: Tensor) -> Tensor:
     """Some blocks as [num_vectors, num_kv_heads, positions, head_dim]; scaled ones in float32."""
-    pages = kv_cache.layers[layer]
-    if pages.scales is None:
-        stored = pages.values[blocks]
-    else:
-        bytes_ = pages.values.view(torch.int8)[blocks]
-        numbers = reference.widen(bytes_.view(kv_cache.format.dtype), kv_cache.format)
-        stored = numbers * pages.scales[blocks].unsqueeze(-1)
-    return stored.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    _, _, num_vectors, num_kv_heads, size, width = kv_cache.values.shape
+    heads = torch.arange(num_kv_heads)[:, None] * kv_cache.head_pages
+    vectors = torch.arange(num_vectors)[:, None, None] + layer * num_vectors
+    pages = vectors + heads + blocks * (num_kv_heads * kv_cache.head_pages)
+    rows = gathered[: pages.numel()]
+    torch.index_select(kv_cache.rows, 0, pages.flatten(), out=rows)
+    shape = num_vectors, num_kv_heads, -1, kv_cache.head_dim
+    if kv_cache.scales is None:
+        return rows.view(shape)
+    format, begin = kv_cache.format, kv_cache.format.scales_offset(size, kv_cache.head_dim)
+    numbers = rows[:, : size * width].view(format.dtype).view(-1, size, width)
+    scales = rows[:, begin : begin + size * SCALE_NBYTES].view(torch.float32)
+    return (reference.widen(numbers, format) * scales.unsqueeze(-1)).view(shape)
 
 
 def _attend(
@@ -127,22 +139,36 @@ def _attend(
         As `q`.
     """
     keys, values = stored[0], stored[-1]
-    packed = q.reshape(len(keys), -1, q.shape[2])  # queries of the heads that share a KV head
+    num_queries, seen = q.shape[1], None
+    # Queries of the heads that share a KV head.
+    packed = q.reshape(len(keys), -1, q.shape[2])
+    if num_queries > 1:
+        key = torch.arange(first_key, first_key + keys.shape[1])
+        query = torch.arange(first_query, first_query + num_queries)[:, None]
+        seen = key <= query
+        if window is not None:
+            seen &= key > query - window
+    if sinks is None and scores.cap is None:
+        own = packed if seen is None else q
+        made = scaled_dot_product_attention(
+            own[None],
+            keys[None],
+            values[None],
+            attn_mask=seen,
+            scale=scores.scale,
+            enable_gqa=len(own) != len(keys),
+        )
+        return made.view(q.shape)
     products = torch.matmul(packed, keys.transpose(1, 2)).float().view(*q.shape[:2], -1)
     products.mul_(scores.scale or q.shape[2] ** -0.5)
     if scores.cap is not None:
         products.div_(scores.cap).tanh_().mul_(scores.cap)
-    if q.shape[1] > 1:
-        key = torch.arange(first_key, first_key + products.shape[2])
-        query = torch.arange(first_query, first_query + q.shape[1])[:, None]
-        hidden = key > query
-        if window is not None:
-            hidden |= key <= query - window
-        products.masked_fill_(hidden, float("-inf"))
+    if seen is not None:
+        products.masked_fill_(~seen, float("-inf"))
     if sinks is None:
         weights = products.softmax(-1)
     else:  # sinks take part in the softmax and have no value
-        own = sinks.float().view(-1, 1, 1).expand(-1, q.shape[1], 1)
-        weights = torch.cat((products, own), -1).softmax(-1)[..., :-1]
+        lone = sinks.float().view(-1, 1, 1).expand(-1, num_queries, 1)
+        weights = torch.cat((products, lone), -1).softmax(-1)[..., :-1]
     attended = torch.matmul(weights.reshape(*packed.shape[:2], -1).to(q.dtype), values)
     return attended.view(q.shape)
