@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample as MetricSample
 
 from disagg import local
-from disagg.api.http.exposition import join_expositions
+from disagg.api.http.metrics import join_expositions
 from disagg.config import PoolConfig, ServeConfig, TierConfig
 from disagg.ingress.core import IngressCore
 from disagg.ingress.fleet_state import PERIOD_S, ModelSample, Sample, ShownFleet, add_fleets

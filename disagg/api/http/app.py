@@ -25,7 +25,6 @@ from disagg.api import apis
 from disagg.api.anthropic import CountTokensRequest
 from disagg.api.apis import BY_PATH, Api, HttpRoute, Method, Who
 from disagg.api.http.batches import BatchApi, no_files
-from disagg.api.http.exposition import join_expositions
 from disagg.api.http.keys import KeyCheck
 from disagg.api.http.metrics import (
     CONTENT_TYPE,
@@ -34,6 +33,7 @@ from disagg.api.http.metrics import (
     OPEN_METRICS_CONTENT_TYPE,
     ApiMetrics,
     RequestTimer,
+    join_expositions,
 )
 from disagg.api.http.page import Planner, WebUi, wants_html
 from disagg.api.http.quota import Quota

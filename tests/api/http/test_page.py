@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from disagg.api.http.keys import CHAT, LIFETIME_S, SessionCookies
 from disagg.api.http.page import DIRECTORY
-from disagg.api.http.sessions import CHAT, LIFETIME_S, SessionCookies
 from disagg.config import HttpConfig
 from tests.api.apps import http_client, make_app
 
