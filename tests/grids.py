@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from hypothesis import settings
@@ -14,9 +14,9 @@ Value = TypeVar("Value")
 IS_WHOLE = "DISAGG_WHOLE_GRIDS" in os.environ  # as `make test-bench` sets it
 
 
-def some(few: list[Value], others: Iterable[Value]) -> list[Value]:
+def some(few: Sequence[Value], others: Iterable[Value]) -> list[Value]:
     """Those that each run has; `others` too, if all are wanted."""
-    return [*few, *(each for each in others if each not in few)] if IS_WHOLE else few
+    return [*few, *(each for each in others if IS_WHOLE and each not in few)]
 
 
 def examples(number: int, **options: Any) -> settings:
