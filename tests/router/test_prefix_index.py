@@ -68,9 +68,9 @@ def test_it_agrees_with_plain_sets(
             if worker_id in truth:
                 truth[worker_id] = after
         report(index, truth, num_reports)
-        for names in (NAMES, OTHER, ()):
-            depths = {each: len(held & {*names}) for each, held in truth.items()}
-            assert index.match(names) == {each: depth for each, depth in depths.items() if depth}
+        for prompt in (NAMES, OTHER, NAMES[:0]):
+            depths = {each: len(held & {*prompt}) for each, held in truth.items()}
+            assert index.match(prompt) == {each: depth for each, depth in depths.items() if depth}
     report(index, [*truth, "c"] if truth else [], 2 * NUM_SHARDS)
     if truth:
         assert index.num_blocks == len(set().union(*truth.values()))

@@ -13,9 +13,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from heapq import heappush
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 NUM_DIGITS = 9  # of seconds, by which timers are ordered
 
 
@@ -24,6 +25,8 @@ class NothingWillHappen(RuntimeError):
 
 
 class _Timer(asyncio.TimerHandle):
+    _scheduled: bool
+
     def __init__(self, number: int, *of_handle: Any) -> None:
         super().__init__(*of_handle)
         self._order = round(self.when(), NUM_DIGITS), number
@@ -34,6 +37,8 @@ class _Timer(asyncio.TimerHandle):
 
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop in virtual time, which begins at 0 s and passes only while every task waits."""
+
+    _scheduled: list[asyncio.TimerHandle]  # the heap of the base class
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,12 +52,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(
         self,
         when: float,
-        callback: Callable[..., object],
-        *args: Any,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
         timer = _Timer(next(self._numbers), when, callback, args, self, context)
-        heappush(self._scheduled, timer)  # as the base class does with its own timers
+        heappush(self._scheduled, timer)
         timer._scheduled = True
         return timer
 

@@ -37,7 +37,8 @@ def test_what_is_due_at_the_same_time_happens_in_the_order_in_which_it_was_sched
     """Also where sums of the same times differ in their last digits."""
 
     async def main() -> list[int]:
-        loop, seen = asyncio.get_running_loop(), []
+        loop = asyncio.get_running_loop()
+        seen: list[int] = []
         for number in range(20):
             parts = (0.1, 0.2, 0.3) if number % 3 else (0.3, 0.2, 0.1)
             loop.call_at(parts[0] + parts[1] + parts[2], seen.append, number)
