@@ -21,6 +21,7 @@ BENCHES = (
     "attention_cut",
     "batch",
     "first_minute",
+    "groups",
     "host_step",
     "lora",
     "routing",

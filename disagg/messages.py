@@ -20,6 +20,7 @@ import msgspec
 from disagg.adapters import Adapter, AdapterEntry
 from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.errors import DisaggError, error_from_code
+from disagg.kv_groups import KVGroups, Window
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.worker_status import HoldCounts as HoldCounts
 from disagg.worker_status import HostCounts as HostCounts
@@ -228,8 +229,14 @@ class KVEvent(msgspec.Struct, frozen=True, array_like=True):
     tier: Literal["cache", "host"] = "cache"
 
 
-class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker publishes once about itself: who it is and how to reach it."""
+class WorkerRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What a worker publishes once about itself: who it is and how to reach it.
+
+    num_blocks: of all layers, for a sequence of a usual length.
+    kv_windows: of the groups of layers that have blocks of their own (`kv_groups`).
+    """
 
     worker_id: str
     role: Role
@@ -244,6 +251,14 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pid: int
     max_num_seqs: int = 0  # places in its batch; 0: not said
     max_num_batched_tokens: int = 0  # of one step; 0: not said
+    kv_windows: tuple[Window, ...] = (None,)
+
+    def kv_nbytes(self, num_tokens: int) -> int:
+        """Bytes of the KV that a sequence of this length has on one rank."""
+        if self.kv_windows == (None,):
+            return -(-num_tokens // self.block_size) * self.peer.block_nbytes
+        groups = KVGroups(self.kv_windows, self.block_size)
+        return groups.num_needed(num_tokens) * self.peer.block_nbytes
 
 
 class StartStep(msgspec.Struct, frozen=True, array_like=True):

@@ -11,15 +11,19 @@ The KV is made so that one wrong byte changes the answer (`tests/engine/fake_run
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg import kv_groups
+from tests.engine.workload import WINDOWS
 from tests.grids import examples
 from tests.worker.fleet import assert_equivalent, assert_thrifty
-from tests.worker.plays import DrawnDice, Play, play_in_quiet, play_in_trouble
+from tests.worker.plays import Dice, DrawnDice, Play, play_in_quiet, play_in_trouble
 from tests.worker.rehearsal import play_many
 
 
@@ -42,6 +46,24 @@ def plays(draw: st.DrawFn) -> Play:
 @given(plays())
 def test_a_fleet_in_trouble_answers_what_one_engine_answers(play: Play) -> None:
     assert_equivalent(play)
+
+
+def test_so_it_does_where_layers_have_windows() -> None:
+    """Whose blocks leave in the middle of prompts, and move, are cached and stored apart."""
+    met: Counter[str] = Counter()
+    for seed in range(60):
+        with mock.patch.object(kv_groups, "TILE_TOKENS", 1 + seed % 2 * 3):
+            play = play_in_trouble(Dice(seed), num_trips=range(5, 15), of_windows=WINDOWS)
+            met.update(assert_equivalent(play).met)
+    wanted = (
+        "pulled",
+        "prefetched",
+        "granted",
+        "hit in the store",
+        "hit in host memory",
+        "preempted",
+    )
+    assert all(met[each] for each in (*wanted, "pull torn", "draft accepted")), met
 
 
 @st.composite

@@ -45,6 +45,7 @@ LAYERS = {
     "blocks": 0,
     "errors": -1,  # everybody may raise them
     "devices": -1,  # the GPUs of this machine
+    "kv_groups": 1,
     "host": -1,  # what this machine has
     "imports": -1,  # how libraries are imported
     "metric": -1,  # names of figures

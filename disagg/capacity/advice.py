@@ -134,6 +134,7 @@ def _fastest(gpu: str, like: Placement, seconds: Callable[[Placement], float]) -
             like.weights,
             like.kv,
             expert_parallel=like.expert_parallel,
+            kept_tokens=like.kept_tokens,
         )
     except DisaggError:
         return float("inf")

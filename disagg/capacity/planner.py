@@ -231,6 +231,7 @@ def _placements(
                 load.longest_tokens,
                 wishes.engine,
                 expert_parallel=wishes.enable_expert_parallel,
+                kept_tokens=load.decode_tokens,
             )
         except NotEnoughMemory as error:
             notes.append(f"Left out: {error.message}")

@@ -39,6 +39,8 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
 
     expert_parallel: whether each GPU has whole experts, if the model has experts; the busiest GPU
         counts.
+    kept_tokens: length of the sequences whose KV is counted, since layers with a window keep only
+        their last tokens; 0: layers keep all.
     """
 
     shape: ModelShape
@@ -48,6 +50,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
     kv: str = "bf16"
     efficiency: Efficiency = PLANNED
     expert_parallel: bool = False
+    kept_tokens: float = 0.0
 
     @property
     def num_holders(self) -> int:
@@ -60,7 +63,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
 
     @property
     def kv_nbytes_per_token(self) -> int:
-        return self.shape.kv_nbytes_per_token(self.kv)
+        return self.shape.kv_nbytes_per_token(self.kv, self.kept_tokens)
 
     @cached_property
     def kv_nbytes_per_gpu_token(self) -> float:
@@ -208,6 +211,7 @@ def placements(
     engine: str = "",
     *,
     expert_parallel: bool = False,
+    kept_tokens: float = 0.0,
 ) -> list[Placement]:
     """Every way to split the model over GPUs of one node that leaves room for `num_tokens`.
 
@@ -216,6 +220,7 @@ def placements(
     Args:
         engine: see `efficiency_of`.
         expert_parallel: whether each GPU of a worker has whole experts.
+        kept_tokens: see `Placement`.
 
     Raises:
         NotEnoughMemory: the model does not fit on a whole node.
@@ -235,7 +240,16 @@ def placements(
         and (not expert_parallel or num <= shape.num_experts)
     ]
     every = [
-        Placement(replace(shape, num_gpus=num), gpu, num, weights, kv, efficiency, expert_parallel)
+        Placement(
+            replace(shape, num_gpus=num),
+            gpu,
+            num,
+            weights,
+            kv,
+            efficiency,
+            expert_parallel,
+            kept_tokens,
+        )
         for num in degrees
     ]
     fitting = [each for each in every if each.num_kv_tokens >= num_tokens]

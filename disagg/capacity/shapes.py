@@ -17,6 +17,7 @@ from typing import Any
 from disagg.config import ASSETS, SCALED_KV_BITS
 from disagg.errors import ModelError
 from disagg.kernels.packed_sizes import Packing
+from disagg.kv_groups import TILE_TOKENS, KVGroups, group_layers
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.hub import fetch_config, is_repository
@@ -246,12 +247,22 @@ class ModelShape:
         tables = num_tables * self.num_head_params * ITEMSIZE
         return common + num_experts * per_expert + tables
 
-    def kv_nbytes_per_token(self, dtype: str = "bf16") -> int:
-        """Bytes of the keys and values of all layers, with their scales."""
+    def kv_nbytes_per_token(self, dtype: str = "bf16", num_tokens: float = 0.0) -> int:
+        """Bytes of the keys and values of all layers, with their scales.
+
+        Args:
+            num_tokens: the mean over a sequence of this length, whose windows keep only its last
+                tokens. 0: of a token that all layers keep.
+        """
         value_bits, scale_bits = KV_BITS[dtype]
-        num_layers, num_vectors = self.config.num_layers, self.config.num_vectors
+        num_layers: float = self.config.num_layers
+        if num_tokens > 0.0:
+            layers, size = group_layers(self.config.sliding_windows), TILE_TOKENS
+            num_blocks = KVGroups(layers.windows, size).num_needed(math.ceil(num_tokens))
+            num_layers = min(num_layers, num_blocks * size * layers.num_layers / num_tokens)
         vector_nbytes = (self.config.head_dim * value_bits + scale_bits) // 8
-        return num_layers * num_vectors * self.config.num_kv_heads * vector_nbytes
+        num_vectors = self.config.num_vectors
+        return int(num_layers * num_vectors * self.config.num_kv_heads * vector_nbytes)
 
 
 def _above_mean(count: int) -> float:

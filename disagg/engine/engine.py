@@ -311,7 +311,7 @@ class Engine:
 
         The worker adds transfers, holds and step costs.
         """
-        scheduler = self.scheduler
+        scheduler, pool = self.scheduler, self.pool
         queues, running = scheduler.queues, scheduler.running
         prefills: list[Sequence] = []
         if queues.num_left > len(running):  # some sequence has more than one token to compute
@@ -322,8 +322,8 @@ class Engine:
             num_waiting=len(scheduler.waiting) + len(scheduler.imported),
             num_uncomputed_tokens=queues.num_queued_tokens + num_uncomputed,
             num_context_tokens=queues.num_computed,
-            num_free_blocks=scheduler.pool.num_free,
-            num_blocks=scheduler.pool.num_blocks,
+            num_free_blocks=pool.groups.num_whole(pool.num_free),
+            num_blocks=pool.groups.num_whole(pool.num_blocks),
             num_drafted=scheduler.num_drafted,
             num_accepted=scheduler.num_accepted,
             num_preempted=scheduler.num_preempted,

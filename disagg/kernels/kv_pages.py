@@ -133,7 +133,9 @@ class KVPages:
         rows: one row per page in the order of memory, [num_blocks * num_kv_heads * num_layers *
             num_vectors, *]: the values; with scales, all bytes as uint8.
         blocks: one row per block, [num_blocks, *], of the same dtype as `rows`.
-        layers: `values` and `scales` by layer.
+        layers: `values` and `scales` by layer of the model.
+        places: of each layer of the model, its group and its place in a block of the group. Layers
+            of one group share a block table (`disagg.kv_groups`).
     """
 
     format: KVFormat
@@ -142,6 +144,8 @@ class KVPages:
     rows: Tensor
     blocks: Tensor
     layers: tuple[LayerPages, ...]
+    places: tuple[tuple[int, int], ...]
+    num_groups: int
 
     @property
     def head_dim(self) -> int:
@@ -183,16 +187,20 @@ def clear_begun_blocks(
 
 def pages_of(
     memory: Tensor, format: KVFormat, num_layers: int, num_kv_heads: int, block_size: int,
-    head_dim: int, num_vectors: int = 2,
+    head_dim: int, num_vectors: int = 2, places: tuple[tuple[int, int], ...] | None = None,
 ) -> KVPages:  # fmt: skip
     """Make the views of a slab.
 
     Args:
         memory: flat uint8 tensor with a whole number of blocks.
+        num_layers: layers in a block.
         num_vectors: vectors of a token in each layer and head: 2, or 1 for latent attention.
+        places: see `KVPages`; None: a block has all layers of the model.
     """
     import torch
 
+    places = places or tuple((0, layer) for layer in range(num_layers))
+    num_groups = max(places)[0] + 1
     pages_per_block = num_kv_heads * num_layers * num_vectors
     dims = (-1, num_kv_heads, num_layers, num_vectors)
     width = head_dim // format.packed
@@ -201,8 +209,9 @@ def pages_of(
         rows = memory.view(format.dtype).view(-1, block_size * head_dim)
         values = rows.view(*dims, block_size, head_dim).movedim(1, 3)
         blocks = rows.view(-1, pages_per_block * rows.shape[1])
-        alone = tuple(LayerPages(layer, None, None) for layer in values.unbind(1))
-        return KVPages(format, values, None, rows, blocks, alone)
+        alone = [LayerPages(layer, None, None) for layer in values.unbind(1)]
+        of_model = tuple(alone[place] for _, place in places)
+        return KVPages(format, values, None, rows, blocks, of_model, places, num_groups)
     rows = memory.view(-1, page_nbytes)
     begin = format.scales_offset(block_size, head_dim)
     end = begin + block_size * SCALE_NBYTES
@@ -210,25 +219,27 @@ def pages_of(
     values = stored.view(*dims, block_size, width).movedim(1, 3)
     scales = rows[:, begin:end].view(torch.float32).view(*dims, block_size).movedim(1, 3)
     blocks = rows.view(-1, pages_per_block * page_nbytes)
-    layers = tuple(
+    layers = [
         LayerPages(of_layer, of_layer.view(torch.int16) if width % 2 == 0 else None, its_scales)
         for of_layer, its_scales in zip(values.unbind(1), scales.unbind(1), strict=True)
-    )
-    return KVPages(format, values, scales, rows, blocks, layers)
+    ]
+    of_model = tuple(layers[place] for _, place in places)
+    return KVPages(format, values, scales, rows, blocks, of_model, places, num_groups)
 
 
 def new_pages(
     format: KVFormat, num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int,
     head_dim: int, device: torch.device, num_vectors: int = 2,
+    places: tuple[tuple[int, int], ...] | None = None,
 ) -> KVPages:  # fmt: skip
-    """Allocate a slab of zeros, and make its views."""
+    """Allocate a slab of zeros, and make its views; see `pages_of`."""
     import torch
 
     page_nbytes = format.page_nbytes(block_size, head_dim)
     nbytes = num_blocks * num_layers * num_vectors * num_kv_heads * page_nbytes
     memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     heads = (num_layers, num_kv_heads, block_size, head_dim, num_vectors)
-    return pages_of(memory, format, *heads)
+    return pages_of(memory, format, *heads, places)
 
 
 def _aligned(nbytes: int) -> int:

@@ -340,16 +340,20 @@ class CpuDecoder(Decoder):
         paging: Paging | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
-        if batch.adapters is not None:  # which the program does not know
+        if not self._knows(batch, kv_cache):
             return super().forward(batch, kv_cache, paging, logits)
         computed = self.step.run(batch, kv_cache)
         return computed if logits is None else logits.copy_(computed)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
-        if batch.adapters is not None:
+        if not self._knows(batch, kv_cache):
             return super().hidden(batch, kv_cache, paging)
         return self.step.hidden(batch, kv_cache)
+
+    def _knows(self, batch: Batch, kv_cache: KVPages) -> bool:
+        """The program knows no adapters, and one block table a sequence."""
+        return batch.adapters is None and kv_cache.num_groups == 1
 
 
 def build_decoder(

@@ -398,8 +398,7 @@ def transfer_s(source: WorkerView, destination: WorkerView, num_tokens: int) -> 
     """Seconds to transfer the KV of `num_tokens` tokens; infinite if the layouts differ."""
     if source.record.peer.layout != destination.record.peer.layout:
         return float("inf")
-    num_blocks = -(-num_tokens // source.record.block_size)
-    nbytes = num_blocks * destination.record.peer.block_nbytes  # of one rank: they pull at once
+    nbytes = destination.record.kv_nbytes(num_tokens)  # of one rank: they pull at once
     return destination.pulls.seconds(source.worker_id, nbytes)
 
 

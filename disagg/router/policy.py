@@ -377,7 +377,7 @@ def _goal_s(goal: DecodeCost) -> float:
     """The cost of decoding there, less the time to move what it has cached: to compare decode
     workers before the source of the KV is known."""
     record = goal.worker.record
-    held_nbytes = goal.num_held_tokens // record.block_size * record.peer.block_nbytes
+    held_nbytes = record.kv_nbytes(goal.num_held_tokens)
     return goal.place_s + goal.decode_s + goal.delay_s - held_nbytes * UNMEASURED_S_PER_BYTE
 
 

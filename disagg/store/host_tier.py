@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from disagg.blocks import BlockHash
+from disagg.blocks import HASH_NBYTES, BlockHash
+from disagg.kv_groups import WantedPrefix
 from disagg.messages import HostCounts, KVEvent
 from disagg.store.block_copier import BlockCopier
 from disagg.time_model import TransferTimeModel
@@ -44,16 +45,22 @@ class HostLoad:
 
 @dataclass(slots=True, eq=False)
 class HostSource:
-    """Blocks in host memory as a `KVSource` of KV import; they may be evicted at any time."""
+    """Blocks in host memory as a `KVSource` of KV import; they may be evicted at any time.
+
+    is_whole: whether all of the blocks are needed, as with windows, or the leading ones are of use.
+    """
 
     tier: HostTier
     names: Sequence[BlockHash]
     may_take_s: float
+    is_whole: bool = False
     num_tokens: int = 0
     answer_s: float = math.inf
 
     def find(self, first_block: int) -> int:
-        return self.tier.match(self.names[first_block:])
+        missing = self.names[first_block:]
+        num_found = self.tier.match(missing)
+        return 0 if self.is_whole and num_found < len(missing) else num_found
 
     def patience_s(self, num_blocks: int) -> float:
         return self.may_take_s
@@ -155,15 +162,18 @@ class HostTier:
         """Predicted seconds to load `num_blocks` blocks, from recent loads or the prior."""
         return self._times.transfer_s(HOST_ID, num_blocks * self._block_nbytes)
 
-    def ask(
-        self, names: Sequence[BlockHash], num_here: int, compute_s: Callable[[int], float]
-    ) -> HostSource | None:
-        self.touch(names)
-        num_found = self.match(names[num_here:])
-        may_take_s = compute_s(num_found) if num_found else 0.0
-        if self.predicted_s(num_found) >= may_take_s:
+    def ask(self, wanted: WantedPrefix) -> HostSource | None:
+        self.touch(wanted.names(len(wanted.hashes)))
+        is_here = wanted.is_here
+        num_rows = wanted.groups.num_found(
+            wanted.hashes, lambda name: name in self._slot_of or is_here(name)
+        )
+        if num_rows <= wanted.num_here:
             return None
-        return HostSource(self, names[: num_here + num_found], may_take_s)
+        names, may_take_s = wanted.names(num_rows), wanted.compute_s(num_rows - wanted.num_here)
+        if self.predicted_s(sum(not is_here(name) for name in names)) >= may_take_s:
+            return None
+        return HostSource(self, names, may_take_s, is_whole=wanted.groups.num_windows > 0)
 
     def load(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> HostLoad:
         """Start to copy blocks from here to cache blocks that nothing else reads or writes."""
@@ -194,8 +204,8 @@ class HostTier:
         return loaded
 
     def hashes(self) -> tuple[BlockHash, ...]:
-        """The hashes of all blocks here."""
-        return tuple(self._slot_of)
+        """The hashes of all blocks of the first group here."""
+        return tuple(name for name in self._slot_of if len(name) <= HASH_NBYTES)
 
     def take_events(self) -> tuple[KVEvent, ...]:
         """KV events since the last call, in order: blocks cached and evicted."""
@@ -256,6 +266,8 @@ class HostTier:
         return [self._copier.read_slot(slot) for slot in slots]
 
     def _record(self, kind: Literal["stored", "removed"], block_hash: BlockHash) -> None:
+        if len(block_hash) > HASH_NBYTES:
+            return  # as in `BlockPool`
         if self._events and self._events[-1][0] == kind:
             self._events[-1][1].append(block_hash)
         else:

@@ -43,9 +43,10 @@ def first_steps(
         prior: gives the coefficients that these steps do not show.
     """
     scheduler = engine.scheduler
-    room = min(scheduler.max_model_len, engine.pool.num_blocks * engine.pool.block_size)
+    pool = engine.pool
+    room = min(scheduler.max_model_len, pool.groups.longest(pool.num_blocks))
     num_tokens = min(NUM_TOKENS, room - NUM_DECODES - 1)
-    caching, engine.pool.enable_prefix_caching = engine.pool.enable_prefix_caching, False
+    caching, pool.enable_prefix_caching = pool.enable_prefix_caching, False
     drafting = scheduler.drafting
     proposer, drafting.proposer = drafting.proposer, None  # plain decode steps are timed
     seen = _fastest_steps(engine, timer, min(FEW_TOKENS, num_tokens))
@@ -56,7 +57,7 @@ def first_steps(
         num_long = min(CHUNK_TOKENS, room - NUM_DECODES - 1, num_in_time)
         if num_long >= 2 * num_tokens:
             seen += _fastest_steps(engine, timer, num_long)
-    engine.pool.enable_prefix_caching, drafting.proposer = caching, proposer
+    pool.enable_prefix_caching, drafting.proposer = caching, proposer
     return _fitted(seen, prior or StepTimeModel())
 
 

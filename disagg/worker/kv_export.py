@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from disagg.engine.engine import Engine
+from disagg.engine.sched.block_tables import held_blocks
 from disagg.engine.sched.sequence import Sequence as EngineSequence
 from disagg.errors import TransferFailed, Unavailable
 from disagg.kvtransfer.ticket import KVTicket, Peer, issue_ticket
@@ -69,27 +70,34 @@ class KVExport:
         can be issued, the blocks are freed.
         """
         num_tokens = sequence.num_computed
-        num_blocks = -(-num_tokens // self._engine.pool.block_size)
-        owned, sequence.block_ids = sequence.block_ids, []
-        kept, spare = owned[:num_blocks], owned[num_blocks:]
-        self._engine.release(spare)
+        needed = self._engine.pool.groups.needed(num_tokens)
+        table, sequence.block_ids = sequence.block_ids, []
+        kept = [table[index] for index in needed]
+        self._engine.release([*{*held_blocks(table)}.difference(kept)])
         return self._hold(sequence.request_id, kept, num_tokens, now, sequence.deadline_unix_s)
 
     def early_ticket(self, sequence: EngineSequence) -> KVTicket | None:
         """A ticket for the full blocks so far of a sequence that will be handed over; None: none.
 
-        Nothing is held for it. If the sequence ends first and its blocks are reused, the reader
-        finds other stamps.
+        Without those of windows, most of which are not needed after the whole prompt. Nothing is
+        held for it. If the sequence ends first and its blocks are reused, the reader finds other
+        stamps.
         """
-        num_full = sequence.num_computed // self._engine.pool.block_size
-        if not num_full:
+        groups = self._engine.pool.groups
+        num_full = sequence.num_computed // groups.block_size
+        if not num_full or not groups.num_full:
             return None
+        table, num_groups = sequence.block_ids, groups.num_groups
         return issue_ticket(
             self._peer,
             self._generations,
             ticket_id=f"{sequence.request_id}+{num_full}",
-            num_tokens=num_full * self._engine.pool.block_size,
-            block_ids=sequence.block_ids[:num_full],
+            num_tokens=num_full * groups.block_size,
+            block_ids=[
+                table[row * num_groups + group]
+                for row in range(num_full)
+                for group in range(groups.num_full)
+            ],
         )
 
     def prefix_ticket(self, name: str, request: GenerateRequest, now: float) -> KVTicket:
@@ -105,11 +113,12 @@ class KVExport:
             Unavailable: no block of the prefix is cached any more.
         """
         pool = self._engine.pool
-        found = pool.match(request.block_hashes)
-        if not found:
+        num_rows = pool.groups.num_found(request.block_hashes, pool.__contains__)
+        if not num_rows:
             raise Unavailable("The prefix is not cached any more.")
+        num_tokens, until_s = num_rows * pool.block_size, request.deadline_unix_s
+        found = pool.match(pool.groups.names(request.block_hashes, num_tokens))
         pool.acquire(found)
-        num_tokens, until_s = len(found) * pool.block_size, request.deadline_unix_s
         return self._hold(name, found, num_tokens, now, until_s, is_prefix=True)
 
     def _hold(

@@ -33,8 +33,10 @@ import msgspec
 
 from disagg.blocks import BlockHash
 from disagg.engine.engine import Engine
+from disagg.engine.sched.block_tables import disown
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import DisaggError, TransferFailed, request_failed
+from disagg.kv_groups import WantedPrefix
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.kvtransfer.transport import PullDone, Transport
 from disagg.messages import Prefetch, PullCounts
@@ -55,9 +57,9 @@ PULL_FACTOR = 4.0
 
 
 class KVSource(Protocol):
-    """The KV of one import. Blocks are counted from the prompt's first; no method waits.
+    """The KV of one import. Blocks are counted in the order of `KVGroups.needed`; no method waits.
 
-    names: hashes of the full blocks that it may have.
+    names: of the full blocks that it may have.
     num_tokens: tokens with KV in its blocks, of which the last may be partial. The source keeps
         them for this sequence, which may wait for free blocks. 0: full blocks for any sequence.
     answer_s: how long `find` may return None.
@@ -97,14 +99,8 @@ class KVTier(Protocol):
     @property
     def num_under_way(self) -> int: ...
 
-    def ask(
-        self, names: SequenceOf[BlockHash], num_here: int, compute_s: Callable[[int], float]
-    ) -> KVSource | None:
-        """A source for blocks `names[num_here:]`; None: it has none, or computing is faster.
-
-        Args:
-            compute_s: predicted seconds to compute the first n of them; any thread may call it.
-        """
+    def ask(self, wanted: WantedPrefix) -> KVSource | None:
+        """A source for more of the prefix; None: it has no more, or computing is faster."""
         ...
 
     def poll(self) -> Iterable[tuple[Hashable, str | None]]:
@@ -245,12 +241,11 @@ class KVImport:
         Each ticket of a prompt names all of its blocks so far, so one that arrives while an earlier
         one is being pulled can be skipped.
         """
-        ticket, scheduler = asked.ticket, self._engine.scheduler
-        num_blocks = len(ticket.block_ids)
-        names = asked.block_hashes[:num_blocks]
-        is_sound = 0 < num_blocks == len(names)
-        is_sound &= ticket.num_tokens == num_blocks * scheduler.pool.block_size
-        if is_sound and scheduler.pool.enable_prefix_caching:
+        ticket, pool = asked.ticket, self._engine.pool
+        num_rows, rest = divmod(ticket.num_tokens, pool.block_size)
+        names = pool.groups.full_names(asked.block_hashes[: max(0, num_rows)])
+        is_sound = 0 < len(ticket.block_ids) == len(names) and not rest
+        if is_sound and pool.enable_prefix_caching:
             source = TicketSource(
                 ticket,
                 names,
@@ -347,14 +342,17 @@ class KVImport:
         self, ticket: KVTicket, sequence: Sequence, traceparent: str
     ) -> TicketSource | None:
         """None: the ticket does not fit the sequence, and was released."""
-        pool, num_blocks = self._engine.pool, len(ticket.block_ids)
-        is_sound = num_blocks == -(-ticket.num_tokens // pool.block_size) <= pool.num_blocks
-        is_sound &= sequence.prompt_logprobs is None  # these need the whole prompt computed here
-        if not is_sound or not 0 < ticket.num_tokens < len(sequence.tokens):
+        pool, num_tokens = self._engine.pool, ticket.num_tokens
+        is_sound = 0 < num_tokens < len(sequence.tokens)
+        is_sound = is_sound and sequence.prompt_logprobs is None  # these need all computed here
+        if is_sound:
+            num_needed = pool.groups.num_needed(num_tokens)
+            is_sound = len(ticket.block_ids) == num_needed <= pool.num_blocks
+        if not is_sound:
             self._transport.release(ticket)
             return None
-        num_full = ticket.num_tokens // pool.block_size
-        names = sequence.block_hashes[:num_full] if pool.enable_prefix_caching else []
+        is_named = pool.enable_prefix_caching
+        names = pool.groups.names(sequence.block_hashes, num_tokens) if is_named else []
         return TicketSource(ticket, names, self._transport, self._transfer_times, traceparent)
 
     def _queue(self, each: _Import) -> None:
@@ -458,7 +456,8 @@ class KVImport:
         sequence, source, pool = each.sequence, each.source, self._engine.pool
         assert source is not None
         if sequence is not None and source.num_tokens:
-            sequence.block_ids = [*each.held, *each.reserved]
+            blocks = *each.held, *each.reserved
+            sequence.block_ids = pool.groups.table(blocks, source.num_tokens)
             sequence.num_computed = source.num_tokens
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
             enter_or_end(self._engine, sequence, self._engine.join)
@@ -478,13 +477,20 @@ class KVImport:
         """Ask the next tier for the blocks of a prompt that are not cached here, or submit the
         sequence to the engine."""
         if tiers:
-            size = self._engine.pool.block_size
+            pool, times = self._engine.pool, self._prefill_times()
+            size, groups = pool.block_size, pool.groups
             # The last token is always computed, because its logits are needed.
-            names = sequence.block_hashes[: (len(sequence.tokens) - 1) // size]
-            num_here = len(self._engine.pool.match(names))
-            times = self._prefill_times()
+            hashes = sequence.block_hashes[: (len(sequence.tokens) - 1) // size]
+            num_here = groups.num_found(hashes, pool.__contains__)
+            wanted = WantedPrefix(
+                groups,
+                hashes,
+                num_here,
+                pool.__contains__,
+                lambda num_rows: times(num_rows * size, num_here * size),
+            )
         for place, tier in enumerate(tiers, start=1):
-            source = tier.ask(names, num_here, lambda num: times(num * size, num_here * size))
+            source = tier.ask(wanted)
             if source is not None:
                 until_s = min(now + source.answer_s, sequence.deadline_unix_s)
                 self._queue(_Import(sequence, source, tiers[place:], until_s))
@@ -505,7 +511,6 @@ def enter_or_end(engine: Engine, sequence: Sequence, enter: Callable[[Sequence],
             raise
         if not isinstance(error, DisaggError):
             error = request_failed(error)
-        engine.pool.release(sequence.block_ids)
-        sequence.block_ids, sequence.num_computed = [], 0
+        engine.pool.release(disown(sequence))
         engine.end(sequence, error)
         return None

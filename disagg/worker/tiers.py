@@ -15,6 +15,7 @@ from disagg.blocks import BlockHash
 from disagg.engine.engine import Engine
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import InvalidLogits
+from disagg.kv_groups import WantedPrefix, block_name
 from disagg.messages import KVEvent
 from disagg.store.cold_tier import Block, ColdTier, Fetch
 from disagg.store.host_tier import HostTier
@@ -25,40 +26,63 @@ WriteBlock = Callable[[int, bytes], None]
 
 @dataclass(slots=True, eq=False)
 class StoreSource:
-    """A lookup in the store of the blocks from `num_here` on.
+    """A lookup in the store of the blocks of full attention from `num_here` on, and then of those
+    in windows that are needed with them.
 
+    names: of the blocks that it may have; those of windows are added when it is known how many rows
+        there are.
     fetches: of the worker's other ranks, if it has some.
+    fetch: the lookup of blocks `num_here` to `num_here + len(fetch.hashes)` of `names`.
     """
 
     tier: ColdTier
     write_block: WriteBlock
     fetches: RankedFetches | None
+    wanted: WantedPrefix
     names: SequenceOf[BlockHash]
     num_here: int
     fetch: Fetch
     answer_s: float
     num_tokens: int = 0
+    of_windows: Fetch | None = None
 
     def find(self, first_block: int) -> int | None:
         if not self.fetch.done:
             return None
         end = self.num_here + len(self.fetch.blocks)
+        groups = self.wanted.groups
+        if groups.num_windows:
+            if self.of_windows is None:
+                num_rows = end // groups.num_full
+                names = self.wanted.names(num_rows)
+                if num_rows <= self.wanted.num_here:
+                    return 0
+                self.names, num = names, num_rows * groups.num_full
+                del self.fetch.blocks[num - self.num_here :]
+                self.of_windows = self.tier.lookup(names[num:])
+                return None
+            if not self.of_windows.done:
+                return None
+            end += len(self.of_windows.blocks)
+            if end < len(self.names):
+                return 0
         return max(0, end - first_block) if first_block >= self.num_here else 0
 
     def patience_s(self, num_blocks: int) -> float:
         return self.answer_s
 
     def begin(self, first_block: int, into: list[int]) -> RankedFetch | None:
-        for block_id, block in zip(
-            into, self.fetch.blocks[first_block - self.num_here :], strict=True
-        ):
+        blocks = self.fetch.blocks + ([] if self.of_windows is None else self.of_windows.blocks)
+        for block_id, block in zip(into, blocks[first_block - self.num_here :], strict=True):
             self.write_block(block_id, block)
         if self.fetches is None:
             return None
         return self.fetches.begin(self.names[first_block : first_block + len(into)], into)
 
     def drop(self) -> None:
-        self.tier.cancel(self.fetch)
+        for each in (self.fetch, self.of_windows):
+            if each is not None:
+                self.tier.cancel(each)
 
 
 class StoreLookup:
@@ -81,9 +105,11 @@ class StoreLookup:
         """Imports that wait for a lookup are `wanted`."""
         return 0 if self._fetches is None else self._fetches.num_running
 
-    def ask(
-        self, names: SequenceOf[BlockHash], num_here: int, compute_s: Callable[[int], float]
-    ) -> StoreSource | None:
+    def ask(self, wanted: WantedPrefix) -> StoreSource | None:
+        groups = wanted.groups
+        names = groups.full_names(wanted.hashes) if groups.num_full else []
+        num_here = next((i for i, name in enumerate(names) if not wanted.is_here(name)), len(names))
+        num_here -= num_here % max(1, groups.num_full)
         missing = names[num_here:]
         if not missing:
             return None
@@ -93,14 +119,16 @@ class StoreLookup:
         num_turns = 1 if self._fetches is None else 2
 
         def turn_s(num_blocks: int) -> float:
-            return compute_s(num_blocks) / num_turns
+            num_rows = (num_here + num_blocks) // groups.num_full
+            return wanted.compute_s(max(0, num_rows - wanted.num_here)) / num_turns
 
         may_take_s = turn_s(len(missing))
         if self._tier.predicted_s(len(missing)) >= may_take_s:
             return None
         fetch = self._tier.lookup(missing, turn_s)
+        tier, write_block = self._tier, self._write_block
         return StoreSource(
-            self._tier, self._write_block, self._fetches, names, num_here, fetch, may_take_s
+            tier, write_block, self._fetches, wanted, names, num_here, fetch, may_take_s
         )
 
     def poll(self) -> list[tuple[RankedFetch, str | None]]:
@@ -146,10 +174,20 @@ class KVOffload:
             return
         stored = [name for event in events if event.kind == "stored" for name in event.block_hashes]
         match = self._engine.pool.match
-        self._host.save([(block_id, name) for name in stored for block_id in match((name,))])
+        self._host.save(
+            [(block_id, name) for name in self._of_groups(stored) for block_id in match((name,))]
+        )
         for event in ended:
             is_bad = isinstance(event.error, InvalidLogits)
-            (self._host.forget if is_bad else self._host.touch)(event.sequence.block_hashes)
+            names = self._of_groups(event.sequence.block_hashes)
+            (self._host.forget if is_bad else self._host.touch)(names)
+
+    def _of_groups(self, hashes: SequenceOf[BlockHash]) -> SequenceOf[BlockHash]:
+        """The names of the blocks of all groups of some rows."""
+        num_groups = self._engine.pool.groups.num_groups
+        if num_groups == 1:
+            return hashes
+        return [block_name(each, group) for each in hashes for group in range(num_groups)]
 
     def save_evicted(self, evicted: list[tuple[int, BlockHash]]) -> None:
         """Save blocks that are about to be overwritten. The engine calls it.

@@ -111,6 +111,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         tier = tier.for_role(role)
         parts = await loop.run_in_executor(None, build, config, tier, worker_id, epoch)
+        groups = parts.engine.pool.groups
         record = WorkerRecord(
             worker_id=worker_id,
             role=role,
@@ -118,13 +119,14 @@ class Worker:
             host=host,
             port=0,
             epoch=epoch,
-            block_size=parts.engine.pool.block_size,
-            num_blocks=parts.engine.pool.num_blocks,
+            block_size=groups.block_size,
+            num_blocks=groups.num_whole(parts.engine.pool.num_blocks),
             max_model_len=parts.engine.scheduler.max_model_len,
             peer=parts.transport.peer,
             pid=os.getpid(),
             max_num_seqs=parts.engine.scheduler.max_num_seqs,
             max_num_batched_tokens=parts.engine.scheduler.max_num_batched_tokens,
+            kv_windows=groups.windows,
         )
         worker = cls(parts, record, config.cluster_key.encode(), loop, clock)
         worker._thread.start()

@@ -3,7 +3,8 @@
 The KV of a token is 8 bytes: a digest of the token and of the KV of the token before it, *as read
 from memory*. The next token is a digest of all KV that the sequence's blocks hold, again as read.
 So one wrong byte in one block of one sequence changes its tokens, and `expected_tokens` says, with
-no blocks at all, what they should have been.
+no blocks at all, what they should have been. With groups of layers each has KV of its own, and of
+one with a window the next token sees as much.
 
 The slab is real memory (`FakeKV.base_address`, `FakeKV.block_nbytes`), so that a transport can copy
 blocks of it between engines in the disaggregation tests.
@@ -17,17 +18,20 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from disagg.engine.sched.block_pool import require
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Choose, Results, Sampled, SampledToken, StepPlan
+from disagg.kv_groups import NO_BLOCK, KVGroups, Window
 
 SLOT_NBYTES = 8
 VOCAB_SIZE = 211
 _NO_KV = bytes(SLOT_NBYTES)
 
 
-def slot_digest(before: bytes, token_id: int) -> bytes:
+def slot_digest(before: bytes, token_id: int, group: int = 0) -> bytes:
     """KV of a token whose predecessor has KV `before` (zeros for the first)."""
-    return hashlib.blake2b(before + token_id.to_bytes(4, "little"), digest_size=8).digest()
+    number = token_id + (group << 24)
+    return hashlib.blake2b(before + number.to_bytes(4, "little"), digest_size=8).digest()
 
 
 def next_token(kv: bytes, seed: int) -> int:
@@ -36,17 +40,25 @@ def next_token(kv: bytes, seed: int) -> int:
 
 
 def expected_tokens(
-    prompt: SequenceOf[int], max_tokens: int, stop_ids: frozenset[int] = frozenset(), seed: int = 0
+    prompt: SequenceOf[int],
+    max_tokens: int,
+    stop_ids: frozenset[int] = frozenset(),
+    seed: int = 0,
+    windows: SequenceOf[Window] = (None,),
 ) -> list[int]:
     """The output that any engine must give for `prompt`, whatever its blocks went through."""
-    kv, before = bytearray(), _NO_KV
+    kv = [bytearray() for _ in windows]
     output: list[int] = []
     pending = list(prompt)
     while len(output) < max_tokens:
         for token_id in pending:
-            before = slot_digest(before, token_id)
-            kv += before
-        output.append(next_token(bytes(kv), seed))
+            for group, own in enumerate(kv):
+                own += slot_digest(bytes(own[-SLOT_NBYTES:]) or _NO_KV, token_id, group)
+        seen = (
+            own[-window * SLOT_NBYTES :] if window else own
+            for own, window in zip(kv, windows, strict=True)
+        )
+        output.append(next_token(b"".join(seen), seed))
         if output[-1] in stop_ids:
             break
         pending = output[-1:]
@@ -54,13 +66,17 @@ def expected_tokens(
 
 
 def draft_of(
-    prompt: SequenceOf[int], num_right: int, num_wrong: int, seed: int = 0
+    prompt: SequenceOf[int],
+    num_right: int,
+    num_wrong: int,
+    seed: int = 0,
+    windows: SequenceOf[Window] = (None,),
 ) -> tuple[int, ...]:
     """A proposed continuation that any engine agrees with for `num_right` tokens and no longer.
 
     It goes on after tokens that end an answer.
     """
-    right = expected_tokens(prompt, num_right + num_wrong, frozenset(), seed)
+    right = expected_tokens(prompt, num_right + num_wrong, frozenset(), seed, windows)
     return tuple(
         token if place < num_right else (token + 1) % VOCAB_SIZE
         for place, token in enumerate(right)
@@ -79,11 +95,14 @@ def work_of(plan: StepPlan) -> list[Work]:
 class FakeKV:
     """A slab of `num_blocks` blocks in host memory, filled with rubbish to begin with."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, windows: tuple[Window, ...] = (None,)
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.windows = windows
         self.block_nbytes = block_size * SLOT_NBYTES
-        self.layout = f"fake:{block_size}"
+        self.layout = f"fake:{block_size}:{windows}"
         self._memory = (ctypes.c_ubyte * (num_blocks * self.block_nbytes))()
         self.bytes = memoryview(self._memory).cast("B")
         self.bytes[:] = b"\xee" * len(self.bytes)
@@ -103,14 +122,26 @@ class FakeKV:
         start = block_id * self.block_nbytes
         self.bytes[start : start + self.block_nbytes] = raw
 
-    def read(self, block_ids: SequenceOf[int], num_tokens: int) -> bytes:
-        """KV of the first `num_tokens` positions of a sequence that owns `block_ids`."""
-        num_blocks = -(-num_tokens // self.block_size)
-        raw = b"".join(self.read_block(block_id) for block_id in block_ids[:num_blocks])
-        return raw[: num_tokens * SLOT_NBYTES]
+    def read(self, table: SequenceOf[int], num_tokens: int) -> bytes:
+        """All KV that the token at position `num_tokens` - 1 sees, of a sequence with this block
+        table."""
+        return b"".join(
+            self._read(table, group, max(0, num_tokens - (window or num_tokens)), num_tokens)
+            for group, window in enumerate(self.windows)
+        )
 
-    def write(self, block_ids: SequenceOf[int], position: int, digest: bytes) -> None:
-        block_id = block_ids[position // self.block_size]
+    def _read(self, table: SequenceOf[int], group: int, first: int, end: int) -> bytes:
+        """A group's KV of positions [first, end)."""
+        size, rows = self.block_size, table[group :: len(self.windows)]
+        held = rows[first // size : -(-end // size)]
+        require(NO_BLOCK not in held, "a block that a token sees is gone")
+        raw = b"".join(map(self.read_block, held))
+        skipped = first // size * size
+        return raw[(first - skipped) * SLOT_NBYTES : (end - skipped) * SLOT_NBYTES]
+
+    def _write(self, table: SequenceOf[int], group: int, position: int, digest: bytes) -> None:
+        block_id = table[position // self.block_size * len(self.windows) + group]
+        require(block_id != NO_BLOCK, "a token has no block for its KV")
         start = block_id * self.block_nbytes + position % self.block_size * SLOT_NBYTES
         self.bytes[start : start + SLOT_NBYTES] = digest
 
@@ -121,10 +152,21 @@ class FakeKV:
 
     def fill(self, block_ids: SequenceOf[int], first: int, tokens: SequenceOf[int]) -> None:
         """The same for `tokens`, which begin at position `first`."""
-        before = self.read(block_ids, first)[-SLOT_NBYTES:] if first else _NO_KV
-        for position, token_id in enumerate(tokens, first):
-            before = slot_digest(before, token_id)
-            self.write(block_ids, position, before)
+        for group in range(len(self.windows)):
+            before = self._read(block_ids, group, first - 1, first) if first else _NO_KV
+            for position, token_id in enumerate(tokens, first):
+                before = slot_digest(before, token_id, group)
+                self._write(block_ids, group, position, before)
+
+    def copy_computed(
+        self, tokens: SequenceOf[int], groups: KVGroups, block_ids: SequenceOf[int]
+    ) -> None:
+        """Write the KV of a prompt, computed elsewhere, to the blocks that are needed of it."""
+        num_blocks = groups.num_rows(len(tokens)) * groups.num_groups
+        elsewhere = FakeKV(num_blocks, self.block_size, self.windows)
+        elsewhere.fill(range(num_blocks), 0, tokens)
+        for index, block_id in zip(groups.needed(len(tokens)), block_ids, strict=True):
+            self.write_block(block_id, elsewhere.read_block(index))
 
 
 class FakeRunner:

@@ -31,10 +31,12 @@ from disagg.engine.sched.scheduler import Scheduler
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.step_arrays import StepArrays
 from disagg.kernels.kv_pages import KVPages, format_of
+from disagg.kv_groups import LayerGroups, group_layers
 from disagg.models import decoder as decoder_module
 from disagg.models.adapter_weights import AdapterTables
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
+from disagg.models.model_config import ModelConfig
 from disagg.models.share import WHOLE
 from disagg.rank_messages import RankCapture, RankWork
 from tests.engine.fake_followers import engine_of_ranks
@@ -265,27 +267,39 @@ def test_what_no_graph_holds_is_left_to_the_decoder() -> None:
     assert graphs.forward(make_batch([(sequences[0], 4)], BLOCK_SIZE)) is None
 
 
-def _texts(graphs: bool) -> list[list[int]]:
-    """What an engine makes of prompts that come in chunks, the last of them of one token."""
-    weights = random_weights(ONE_KV_HEAD, torch.float32, torch.device("cpu"), seed=2)
-    decoder = Decoder(ONE_KV_HEAD, weights, TritonOps(3, 1) if graphs else None)
-    shape = KVShape.from_model(ONE_KV_HEAD, "weights", BLOCK_SIZE, format_of(torch.float32))
+def _texts(
+    graphs: bool,
+    prompts: list[list[int]],
+    config: ModelConfig,
+    layers: LayerGroups | None,
+    most: int,
+) -> list[list[int]]:
+    """What an engine makes of prompts that come in chunks of up to `most` tokens."""
+    weights = random_weights(config, torch.float32, torch.device("cpu"), seed=2)
+    decoder = Decoder(config, weights, TritonOps(3, 1) if graphs else None)
+    format = format_of(torch.float32)
+    shape = KVShape.from_model(config, "weights", BLOCK_SIZE, format, layers=layers)
     kv_cache = KVCache(shape, NUM_BLOCKS, torch.device("cpu"))
     runner = ModelRunner(decoder, kv_cache, max_num_seqs=3)
     if graphs:
-        num_blocks = -(-ONE_KV_HEAD.max_model_len // BLOCK_SIZE)
+        num_blocks = -(-config.max_model_len // BLOCK_SIZE)
         runner.batching = Batching(
-            runner.slots, BLOCK_SIZE, num_blocks, decoder.device, use_kernel=True
+            runner.slots,
+            BLOCK_SIZE,
+            num_blocks,
+            decoder.device,
+            use_kernel=True,
+            num_groups=shape.groups.num_groups,
         )
         arrays, tables = runner.batching.arrays, runner.batching.tables
         assert arrays is not None
         sizes = [GraphSize(False, 8), *decodes(3)]
         made = decoder, kv_cache.pages, arrays, tables, sizes, NOT_COMPUTED
         runner.graphs = StepGraphs(*made)
-    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, array("Q", bytes(8 * NUM_BLOCKS)))
-    scheduler = Scheduler(pool, max_num_seqs=3, max_num_batched_tokens=8, max_model_len=128)
-    engine = Engine(scheduler, runner)
-    return _said(engine, [[3, 1, 4], list(range(9)), [5] * 9, [8, 9]])
+    stamps, windows = array("Q", bytes(8 * NUM_BLOCKS)), shape.groups.windows
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, stamps, windows=windows)
+    scheduler = Scheduler(pool, max_num_seqs=3, max_num_batched_tokens=most, max_model_len=128)
+    return _said(Engine(scheduler, runner), prompts)
 
 
 def _said(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -301,7 +315,16 @@ def _said(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_an_engine_says_the_same_with_graphs() -> None:
-    assert _texts(graphs=True) == _texts(graphs=False)
+    """Of the last prompt a chunk has one token."""
+    asked = [[3, 1, 4], list(range(9)), [5] * 9, [8, 9]], ONE_KV_HEAD, None, 8
+    assert _texts(True, *asked) == _texts(False, *asked)
+
+
+def test_and_with_layers_that_forget_what_left_their_window() -> None:
+    config = dataclasses.replace(ONE_KV_HEAD, sliding_windows=(6, None))
+    prompts = [[*range(3, 60), *range(33)], [5, 7, 5]]
+    in_groups = _texts(True, prompts, config, group_layers(config.sliding_windows), 48)
+    assert in_groups == _texts(False, prompts, config, None, 48)
 
 
 def _texts_of_ranks(

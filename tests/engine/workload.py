@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from disagg.blocks import hash_blocks, hash_root
 from disagg.engine.engine import Engine
 from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.block_tables import held_blocks
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
+from disagg.kv_groups import KVGroups, Window
 from disagg.messages import GenerateRequest, SamplingParams, Thinking
 from tests.engine.fake_runner import (
     FakeDevice,
@@ -58,6 +60,7 @@ class Workload:
     on_device: bool  # steps are planned ahead
     most_drafts_ahead: float  # as `Scheduler.most_drafts_ahead`
     jobs: tuple[Job, ...]
+    windows: tuple[Window, ...] = (None,)
 
 
 def new_engine(
@@ -69,16 +72,19 @@ def new_engine(
     max_model_len: int = 1000,
     caching: bool = True,
     on_device: bool = False,
+    windows: tuple[Window, ...] = (None,),
 ) -> tuple[Engine, FakeKV]:
     generations = array("Q", bytes(8 * num_blocks))
-    pool = BlockPool(num_blocks, block_size, generations, enable_prefix_caching=caching)
+    pool = BlockPool(
+        num_blocks, block_size, generations, enable_prefix_caching=caching, windows=windows
+    )
     scheduler = Scheduler(
         pool,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
     )
-    kv = FakeKV(num_blocks, block_size)
+    kv = FakeKV(num_blocks, block_size, windows)
     if not on_device:
         return Engine(scheduler, FakeRunner(kv)), kv
     device = FakeDevice(kv)
@@ -139,8 +145,24 @@ def arrive(engine: Engine, kv: FakeKV, sequence: Sequence, num_computed: int) ->
     engine.join(sequence)
 
 
+# Of groups of layers: full attention and windows, only windows, several groups of each.
+WINDOWS: tuple[tuple[Window, ...], ...] = (
+    (None, 3),
+    (4,),
+    (None, None, 7),
+    (None, 9, 2),
+    (5, 2),
+    (None, 3, 3, 3),
+)
+ONE_GROUP: st.SearchStrategy[tuple[Window, ...]] = st.just((None,))
+
+
 @st.composite
-def workloads(draw: st.DrawFn, on_device: bool | None = None) -> Workload:
+def workloads(
+    draw: st.DrawFn,
+    on_device: bool | None = None,
+    of_windows: st.SearchStrategy[tuple[Window, ...]] = ONE_GROUP,
+) -> Workload:
     """Tiny caches, so that every block is fought over; few prefixes, so that many are shared.
 
     With `on_device` all plan steps ahead, or none does.
@@ -169,8 +191,9 @@ def workloads(draw: st.DrawFn, on_device: bool | None = None) -> Workload:
         )
         jobs.append(job)
     longest = max(len(job.prompt) + job.max_tokens for job in jobs)
+    windows = draw(of_windows)
     return Workload(
-        num_blocks=-(-longest // block_size) + draw(st.integers(0, 6)),
+        num_blocks=KVGroups(windows, block_size).num_at_most(longest) + draw(st.integers(0, 6)),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
@@ -178,6 +201,7 @@ def workloads(draw: st.DrawFn, on_device: bool | None = None) -> Workload:
         on_device=draw(st.booleans()) if on_device is None else on_device,
         most_drafts_ahead=draw(st.sampled_from([0.0, 0.5, 1.0])),
         jobs=tuple(jobs),
+        windows=windows,
     )
 
 
@@ -198,6 +222,7 @@ class Driver:
             max_num_batched_tokens=w.max_num_batched_tokens,
             caching=w.caching,
             on_device=w.on_device,
+            windows=w.windows,
         )
         self.engine.scheduler.most_drafts_ahead = w.most_drafts_ahead
         self.jobs: dict[str, Job] = {}
@@ -234,7 +259,7 @@ class Driver:
     def _start(self, job: Job, step: int, aborts: dict[int, list[str]]) -> None:
         sequence = self._sequence(job)
         self.jobs[sequence.request_id] = job
-        answer = expected_tokens(job.prompt, job.max_tokens, STOP_IDS, job.seed)
+        answer = self._expected(job, job.max_tokens)
         whole = [*job.prompt, *answer[:-1]]  # the last token gets no KV
         self.true_names.update(hash_blocks(ROOT, whole, self.workload.block_size))
         if job.abort_after is not None:
@@ -250,7 +275,7 @@ class Driver:
     def _sequence(self, job: Job) -> Sequence:
         first: tuple[int, ...] = ()
         if job.door == "arrive":
-            first = tuple(expected_tokens(job.prompt, 1, STOP_IDS, job.seed))
+            first = tuple(self._expected(job, 1))
             if first[0] in STOP_IDS or job.max_tokens == 1:
                 first = ()
         sequence = new_sequence(
@@ -260,24 +285,29 @@ class Driver:
             output=first,
             seed=job.seed,
             hand_over=job.door == "hand_over",
-            draft=draft_of(job.prompt, *job.draft, job.seed)[len(first) :],
+            draft=draft_of(job.prompt, *job.draft, job.seed, self.workload.windows)[len(first) :],
             priority=job.priority,
             needs_host=job.needs_host,
         )
         self.outputs[sequence.request_id].extend(first)
         return sequence
 
+    def _expected(self, job: Job, max_tokens: int) -> list[int]:
+        windows = self.workload.windows
+        return expected_tokens(job.prompt, max_tokens, STOP_IDS, job.seed, windows)
+
     def _arrivals(self) -> None:
         """What a decode worker does, with a copy that takes no time."""
+        groups = self.engine.pool.groups
         for sequence in list(self.arriving):
-            num_blocks = -(-len(sequence.tokens) // self.workload.block_size)
-            block_ids = self.engine.reserve(num_blocks, sequence.arrival)
+            num_tokens = len(sequence.tokens) - 1
+            block_ids = self.engine.reserve(groups.num_needed(num_tokens), sequence.arrival)
             if block_ids is None:
                 return
             self.arriving.remove(sequence)
-            sequence.block_ids = block_ids
-            sequence.num_computed = len(sequence.tokens) - 1
-            self.kv.compute(sequence, 0, sequence.num_computed)
+            self.kv.copy_computed(sequence.tokens[:num_tokens], groups, block_ids)
+            sequence.block_ids = groups.table(block_ids, num_tokens)
+            sequence.num_computed = num_tokens
             self.engine.join(sequence)
 
     def _abort(self, request_id: str) -> None:
@@ -311,7 +341,7 @@ class Driver:
         assert request_id not in self.ended, "an event after the last one"
         output = self.outputs[request_id]
         output.extend(event.token_ids)
-        expected = expected_tokens(job.prompt, job.max_tokens, STOP_IDS, job.seed)
+        expected = self._expected(job, job.max_tokens)
         assert output == expected[: len(output)], "tokens from KV that is not the sequence's own"
         if event.is_last:
             self.ended.add(request_id)
@@ -319,7 +349,7 @@ class Driver:
             was_asked = job.leave_after is not None
             assert sequence.hand_over and (len(output) == 1 or any(job.draft) or was_asked)
             assert sequence.num_computed == len(sequence.tokens) - 1
-            self.holds.append((step + job.hold_for, sequence.block_ids))
+            self.holds.append((step + job.hold_for, held_blocks(sequence.block_ids)))
         elif event.is_last:
             assert output == expected and not sequence.block_ids
             assert event.finish_reason == ("stop" if output[-1] in STOP_IDS else "length")

@@ -38,6 +38,7 @@ def test_the_kernel_makes_the_batches_that_torch_makes(data: st.DataObject, size
             sequence.tokens.append(20 + step)
             while len(sequence.block_ids) * size < len(sequence.tokens):
                 sequence.block_ids.append(next(blocks))
+            sequence.num_slots = len(sequence.block_ids) * size
             sequence.num_computed = len(sequence.tokens) - 1
         num = len(some)
         plan = StepPlan(some, [1] * num, num, StepFeatures())

@@ -35,6 +35,11 @@ class PagedInputs:
     table_rows: Tensor | None = None
 
     @property
+    def positions(self) -> Tensor:
+        spans = zip(self.context_lens_host, self.query_lens, strict=True)
+        return torch.cat([torch.arange(length - num, length) for length, num in spans])
+
+    @property
     def num_decodes(self) -> int:
         return sum(length == 1 for length in self.query_lens)
 

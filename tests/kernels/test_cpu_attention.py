@@ -58,7 +58,7 @@ def _attend(
 ) -> Tensor:
     ops = TorchOps(attention=attention, scores=scores)
     paging = ops.plan(inputs, inputs.kv_cache, [window])
-    assert isinstance(paging, Sequences)
+    assert isinstance(paging[0], Sequences)
     return ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging, sinks)
 
 
@@ -196,7 +196,7 @@ def test_models_in_bfloat16_have_it(
     def is_compiled(dtype: torch.dtype | None) -> bool:
         ops = dispatch.ops_for(CPU, 4, dtype=dtype)
         assert isinstance(ops, TorchOps)
-        return isinstance(ops.plan(inputs, inputs.kv_cache, [None]), Sequences)
+        return isinstance(ops.plan(inputs, inputs.kv_cache, [None])[0], Sequences)
 
     assert is_compiled(torch.bfloat16)
     assert not is_compiled(torch.float32)
@@ -209,7 +209,7 @@ def test_odd_head_sizes_and_exact_formats_are_torchs(attention: CpuAttention) ->
     for inputs in (odd, exact):
         assert not takes_cache(inputs.kv_cache)
         paging = TorchOps(attention=attention).plan(inputs, inputs.kv_cache, [None])
-        assert not isinstance(paging, Sequences)
+        assert not isinstance(paging[0], Sequences)
 
 
 def test_scores_that_grow(attention: CpuAttention) -> None:

@@ -73,8 +73,10 @@ class Fleet:
         self._introduce()
         self.journeys: list[Journey] = []
         for i, trip in enumerate(play.trips):
-            request = request_of(trip, f"trip-{i}", play.block_size)
-            expected = expected_tokens(trip.prompt, trip.max_tokens, STOP_IDS, trip.seed)
+            request = request_of(trip, f"trip-{i}", play.block_size, play.windows)
+            expected = expected_tokens(
+                trip.prompt, trip.max_tokens, STOP_IDS, trip.seed, play.windows
+            )
             self.journeys.append(Journey(trip, request, expected))
         self._serving: dict[tuple[int, int, int], Journey] = {}
         self._presented: set[KVTicket] = set()
@@ -350,15 +352,15 @@ class Fleet:
 
 def outputs_of_one_engine(play: Play) -> list[list[int]]:
     """What one engine with all the room in the world answers to the same requests."""
-    kv = FakeKV(num_blocks := 512, play.block_size)
-    pool = BlockPool(num_blocks, play.block_size, [0] * num_blocks)
+    kv = FakeKV(num_blocks := 512, play.block_size, play.windows)
+    pool = BlockPool(num_blocks, play.block_size, [0] * num_blocks, windows=play.windows)
     scheduler = Scheduler(
         pool, max_num_seqs=len(play.trips), max_num_batched_tokens=64, max_model_len=1000
     )
     engine = Engine(scheduler, FakeRunner(kv))
     outputs: dict[str, list[int]] = {}
     for i, trip in enumerate(play.trips):
-        request = request_of(trip, f"trip-{i}", play.block_size)
+        request = request_of(trip, f"trip-{i}", play.block_size, play.windows)
         outputs[request.request_id] = []
         engine.submit(Sequence(msgspec.structs.replace(request, deadline_unix_s=1e12)))
     while engine.has_work:

@@ -60,9 +60,13 @@ class Member:
         self._world = world
         epoch = next(world.epochs)
         stamps = Stamps(num_blocks, self.name, epoch)
-        kv = FakeKV(num_blocks, play.block_size)
+        kv = FakeKV(num_blocks, play.block_size, play.windows)
         self.pool = BlockPool(
-            num_blocks, play.block_size, stamps.generations, enable_prefix_caching=play.caching
+            num_blocks,
+            play.block_size,
+            stamps.generations,
+            enable_prefix_caching=play.caching,
+            windows=play.windows,
         )
         scheduler = Scheduler(
             self.pool,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 
 from disagg.blocks import hash_blocks
+from disagg.kv_groups import KVGroups, Window
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import GenerateRequest, SamplingParams
 from tests.engine.fake_runner import draft_of
@@ -54,6 +55,7 @@ class Play:
     caching: bool = True
     store_nbytes: int = 0  # 0: no cold tier
     host_blocks: int = 0  # 0: no host tier
+    windows: tuple[Window, ...] = (None,)
 
 
 class Dice:
@@ -80,7 +82,12 @@ class DrawnDice(Dice):
         return self._draw(st.binary(min_size=least, max_size=most))
 
 
-def play_in_trouble(dice: Dice, *, num_trips: SequenceOf[int] = range(2, 11)) -> Play:
+def play_in_trouble(
+    dice: Dice,
+    *,
+    num_trips: SequenceOf[int] = range(2, 11),
+    of_windows: SequenceOf[tuple[Window, ...]] = ((None,),),
+) -> Play:
     """Everything goes wrong, in caches that are too small, with prefixes that many share."""
 
     def tokens(least: int, most: int) -> tuple[int, ...]:
@@ -105,8 +112,10 @@ def play_in_trouble(dice: Dice, *, num_trips: SequenceOf[int] = range(2, 11)) ->
         for _ in range(dice.pick(num_trips))
     ]
     longest = max(len(trip.prompt) + trip.max_tokens for trip in trips)
-    least = -(-longest // block_size)
+    windows = dice.pick(of_windows)
+    least = KVGroups(windows, block_size).num_at_most(longest)
     return Play(
+        windows=windows,
         block_size=block_size,
         num_blocks=tuple(least + dice.pick(range(5)) for _ in range(NUM_WORKERS)),
         trips=tuple(trips),
@@ -154,7 +163,9 @@ def _turn_or_drain(octet: int) -> int:
     return (31 if is_drain else 0) + 32 * worker
 
 
-def request_of(trip: Trip, request_id: str, block_size: int) -> GenerateRequest:
+def request_of(
+    trip: Trip, request_id: str, block_size: int, windows: tuple[Window, ...] = (None,)
+) -> GenerateRequest:
     return GenerateRequest(
         request_id=request_id,
         model="fake",
@@ -169,7 +180,7 @@ def request_of(trip: Trip, request_id: str, block_size: int) -> GenerateRequest:
             temperature=0.0,
         ),
         deadline_unix_s=trip.deadline_s,
-        draft_token_ids=draft_of(trip.prompt, *trip.draft, trip.seed),
+        draft_token_ids=draft_of(trip.prompt, *trip.draft, trip.seed, windows),
     )
 
 

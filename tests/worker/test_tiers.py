@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import ContextLengthExceeded, DeadlineExceeded, InvalidLogits, Unavailable
@@ -536,7 +537,7 @@ def test_blocks_of_a_request_with_invalid_logits_are_forgotten() -> None:
     """They may be the reason, and the next request with this prefix would load them."""
     fixture = Tier(8)
     fixture.save(b"abcxy")
-    engine = SimpleNamespace(pool=SimpleNamespace(match=lambda hashes: []))
+    engine = SimpleNamespace(pool=BlockPool(1, 4, [0]))
     offload = KVOffload(engine, fixture.tier, None, lambda block_ids: [])  # type: ignore[arg-type]
 
     def with_blocks(text: bytes) -> Sequence:

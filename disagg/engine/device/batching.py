@@ -128,7 +128,8 @@ class Batching:
 
     Args:
         slots: the slots of the runner.
-        max_num_blocks: most blocks of one sequence.
+        max_num_blocks: most rows of one sequence's block table.
+        num_groups: blocks in such a row (`disagg.kv_groups`).
         has_adapters: whether sequences may have LoRA adapters. The last column of `tables` then has
             the slot of each one's adapter, or -1.
         use_kernel: whether the kernel of `step_arrays` makes the batches of small steps; None: on a
@@ -137,8 +138,8 @@ class Batching:
     Attributes:
         arrays: the tensors to which that kernel writes small steps, at addresses that do not change
             while there are as many slots; None without the kernel.
-        tables: int32 [num_slots, max_num_blocks], the block tables by slot; with adapters they have
-            a column more.
+        tables: int32 [num_slots, num_groups * max_num_blocks], the block tables of all groups by
+            slot; with adapters they have a column more.
     """
 
     def __init__(
@@ -150,11 +151,13 @@ class Batching:
         *,
         has_adapters: bool = False,
         use_kernel: bool | None = None,
+        num_groups: int = 1,
     ) -> None:
         self._slots = slots
         self._block_size = block_size
+        self._num_groups = num_groups
         self._max_num_blocks = max_num_blocks
-        self._num_columns = max_num_blocks + has_adapters
+        self._num_columns = num_groups * max_num_blocks + has_adapters
         self._has_adapters = has_adapters
         self._device = device
         self.tables = torch.zeros(0, self._num_columns, dtype=torch.int32, device=device)
@@ -226,34 +229,39 @@ class Batching:
         begun = decodes.advance(self._block_size)
         for row in begun:
             block = decodes.places[1, row] // self._block_size
-            decodes.places[2, row] = sequences[row].block_ids[block] * self._block_size
+            first = sequences[row].block_ids[block * self._num_groups]
+            decodes.places[2, row] = first * self._block_size
         return self._changes([sequences[row] for row in begun])
 
     def _changes(self, sequences: SequenceOf[Sequence]) -> tuple[list[int], list[int]]:
         """Cells of the block tables that differ from these sequences' blocks, and those blocks."""
         cells: list[int] = []
         block_ids: list[int] = []
-        changed = [each for each in sequences if each.num_listed != len(each.block_ids)]
+        block_size, num_groups = self._block_size, self._num_groups
+        changed = [each for each in sequences if each.num_listed != each.num_slots]
         for sequence in changed:
-            num_listed, num_blocks = sequence.num_listed, len(sequence.block_ids)
-            if num_blocks > self._max_num_blocks:
+            begin, end = sequence.num_listed // block_size, sequence.num_slots // block_size
+            if end > self._max_num_blocks:
                 raise ValueError(
                     f"{sequence} does not fit into the {self._max_num_blocks} columns of the block"
                     " tables"
                 )
             first = sequence.slot * self._num_columns
-            if self._has_adapters and not num_listed:
-                cells.append(first + self._max_num_blocks)
+            if self._has_adapters and not begin:
+                cells.append(first + self._num_columns - 1)
                 block_ids.append(sequence.adapter_slot)
-            cells.extend(range(first + num_listed, first + num_blocks))
-            block_ids += sequence.block_ids[num_listed:]
-            sequence.num_listed = num_blocks
+            rows = sequence.block_ids[begin * num_groups : end * num_groups]
+            for group in range(num_groups):
+                cells.extend(range(first + begin, first + end))
+                block_ids += rows[group::num_groups]
+                first += self._max_num_blocks
+            sequence.num_listed = sequence.num_slots
         return cells, block_ids
 
     def _kv_slots(self, sequence: Sequence, positions: Iterable[int]) -> list[int]:
-        """The KV slots of some positions of a sequence."""
-        block_ids, block_size = sequence.block_ids, self._block_size
-        return [block_ids[p // block_size] * block_size + p % block_size for p in positions]
+        """The KV slots of some positions of a sequence, in the first group of layers."""
+        block_ids, size, num_groups = sequence.block_ids, self._block_size, self._num_groups
+        return [block_ids[p // size * num_groups] * size + p % size for p in positions]
 
     # On the device, in the order of steps.
 
@@ -301,7 +309,7 @@ class Batching:
             "query_start": begins.int(),
             "context_lens": ends.int(),
             "logits_rows": logits_rows,
-            "block_tables": self.tables[:, :num_columns].index_select(0, slots),
+            "block_tables": self._leading_columns(num_columns).index_select(0, slots).flatten(1),
             "adapters": self.tables[:, -1].index_select(0, slots) if shape.has_adapters else None,
         }
         return tensors, slots_of_logits
@@ -336,6 +344,13 @@ class Batching:
     def remember(self, slots: Tensor, token_ids: Tensor) -> None:
         """Keep the tokens sampled for the sequences in these slots, as input of the next step."""
         self._chosen.index_copy_(0, slots, token_ids)
+
+    def _leading_columns(self, number: int) -> Tensor:
+        """The first rows of the block tables of each group."""
+        if self._num_groups == 1:
+            return self.tables[:, :number]
+        tables = self.tables[:, : self._num_groups * self._max_num_blocks]
+        return tables.view(-1, self._num_groups, self._max_num_blocks)[..., :number]
 
     def _make_room(self) -> None:
         num_slots = self._slots.num_slots

@@ -116,13 +116,14 @@ def build_engine(
     _warm_up(runner, chosen, *sizes)
     proposer: Proposer | None = _prompt_lookup(config)
     if draft_decoder is not None:
-        proposer = _draft_model(plan, draft_decoder, num_blocks)
+        proposer = _draft_model(plan, draft_decoder, chosen.shape.groups.num_whole(num_blocks))
     scheduler = Scheduler(
         BlockPool(
             num_blocks,
             kv_cache.block_size,
             generations,
             enable_prefix_caching=config.enable_prefix_caching,
+            windows=chosen.shape.groups.windows,
         ),
         max_num_seqs=memory.max_num_seqs,
         max_num_batched_tokens=memory.max_num_batched_tokens,
@@ -174,7 +175,7 @@ def _draft_decoder(drafts: Choices, device: torch.device) -> Decoder:
 
 
 def _draft_model(plan: EnginePlan, decoder: Decoder, num_blocks: int) -> DraftModel:
-    """With as many blocks as the model for which it drafts has."""
+    """With as many blocks as the model for which it drafts has rows."""
     asked, drafts = plan.chosen.config.speculative_config, plan.chosen.drafts
     max_num_seqs = plan.memory.max_num_seqs
     assert asked is not None and drafts is not None

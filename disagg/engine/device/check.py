@@ -28,8 +28,9 @@ from disagg.engine.device.memory_plan import (
 from disagg.errors import StartupError
 from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.packed_sizes import INT4_GROUP
+from disagg.kv_groups import LayerGroups, group_layers
 from disagg.models.description import ModelDescription, describe_model
-from disagg.models.model_config import ModelConfig
+from disagg.models.model_config import ModelConfig, not_compiled
 from disagg.models.parts import check_weights, layer_parts
 from disagg.models.share import WHOLE, Share, check_ranks
 
@@ -157,8 +158,14 @@ class Choices(NamedTuple):
         return plan_memory(self.config, self.stored, *sizes, drafts)
 
 
-def choose(config: EngineConfig, description: ModelDescription, share: Share) -> Choices:
+def choose(
+    config: EngineConfig, description: ModelDescription, share: Share, *, in_groups: bool = True
+) -> Choices:
     """Fill in the defaults of a configuration.
+
+    Args:
+        in_groups: whether groups of layers have blocks of their own (`disagg.kv_groups`); otherwise
+            all layers share blocks, and keep them for all tokens.
 
     Raises:
         StartupError: a setting contradicts the model or the device.
@@ -169,10 +176,11 @@ def choose(config: EngineConfig, description: ModelDescription, share: Share) ->
     device = choose_device(config)
     check_quantization(config, model, device, is_quantized=description.is_quantized)
     dtype = choose_dtype(config, model, device)
-    shape = _choose_shape(config, description, dtype, device, share)
+    shape = _choose_shape(config, description, dtype, device, share, in_groups=in_groups)
     drafts = None
     if (model_of_drafts := draft_model_of(config, description)) is not None:
-        drafts = choose(_draft_config(config, shape, model_of_drafts), model_of_drafts, share)
+        of_drafts = _draft_config(config, shape, model_of_drafts)
+        drafts = choose(of_drafts, model_of_drafts, share, in_groups=False)
     return Choices(config, description, device, dtype, shape, max_model_len, drafts)
 
 
@@ -229,6 +237,8 @@ def _choose_shape(
     dtype: str,
     device: DeviceType,
     share: Share,
+    *,
+    in_groups: bool,
 ) -> KVShape:
     """The format of a rank's KV blocks. Raises `StartupError` if the device does not support it."""
     is_latent = model.config.latent is not None
@@ -238,4 +248,17 @@ def _choose_shape(
     if config.quantization is not None:
         # Quantised weights compute other KV than the original ones, and GPUs round differently.
         fingerprint += f"+{config.quantization}" + ("-gpu" if device == "cuda" else "")
-    return KVShape.from_model(model.config, fingerprint, block_size, format, share)
+    layers = _layer_groups(model.config, device) if in_groups else None
+    return KVShape.from_model(model.config, fingerprint, block_size, format, share, layers)
+
+
+def _layer_groups(model: ModelConfig, device: DeviceType) -> LayerGroups | None:
+    """The groups of layers that have blocks of their own; None: all layers share blocks, and keep
+    them for all tokens.
+
+    The compiled step of CPUs reads one block table a sequence, and its speed is worth more there.
+    """
+    is_mixed = len(set(model.sliding_windows)) > 1
+    if device == "cpu" and is_mixed and not not_compiled(model):
+        return None
+    return group_layers(model.sliding_windows)

@@ -48,6 +48,7 @@ class KVCache:
             shape.block_size,
             shape.head_dim,
             shape.num_vectors,
+            None if shape.layers is None else shape.layers.places,
         )
         self.slab = self.pages.blocks
 

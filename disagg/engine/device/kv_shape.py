@@ -12,6 +12,7 @@ from disagg.config import EngineConfig
 from disagg.engine.device.choices import DeviceType
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.kernels.kv_pages import FORMATS, SCALE_NBYTES, KVFormat
+from disagg.kv_groups import KVGroups, LayerGroups
 from disagg.kvtransfer.slab import BlockPart
 from disagg.models.model_config import ModelConfig
 from disagg.models.share import WHOLE, Share
@@ -25,7 +26,9 @@ CPU_MEMORY_SHARE = 8  # one full-length sequence may use 1 / 8 of the host's mem
 class KVShape:
     """The format of a block: everything that must match for its bytes to be interchangeable.
 
+    num_layers: layers of a block.
     num_kv_heads: number of the model's KV heads.
+    layers: the groups of the model's layers; None: one group with full attention.
     num_vectors: vectors per token, layer and KV head: 2 (a key and a value), or 1 (a latent).
     share: the part of the heads that the rank has.
     """
@@ -38,6 +41,7 @@ class KVShape:
     fingerprint: str  # the model's
     share: Share = WHOLE
     num_vectors: int = 2
+    layers: LayerGroups | None = None
 
     @classmethod
     def from_model(
@@ -47,9 +51,10 @@ class KVShape:
         block_size: int,
         format: KVFormat,
         share: Share = WHOLE,
+        layers: LayerGroups | None = None,
     ) -> KVShape:
         return cls(
-            num_layers=model.num_layers,
+            num_layers=model.num_layers if layers is None else layers.num_layers,
             num_kv_heads=model.num_kv_heads,
             share=share,
             block_size=block_size,
@@ -57,7 +62,13 @@ class KVShape:
             format=format,
             fingerprint=fingerprint,
             num_vectors=model.num_vectors,
+            layers=layers,
         )
+
+    @property
+    def groups(self) -> KVGroups:
+        windows = (None,) if self.layers is None else self.layers.windows
+        return KVGroups(windows, self.block_size)
 
     @property
     def own_heads(self) -> range:
@@ -99,6 +110,8 @@ class KVShape:
         format = self.format.name
         if self.format.has_scales:
             format += f"+scale{8 * SCALE_NBYTES}"  # scales follow the values of each page
+        if self.groups.num_windows:
+            shape += "".join(f"+{window or 'all'}" for window in self.groups.windows)
         return f"disagg-kv-{LAYOUT_VERSION}:{self.fingerprint}:{format}:{shape}"
 
 
@@ -157,7 +170,7 @@ def choose_num_blocks(
     Raises:
         NotEnoughMemory: one sequence of `max_model_len` tokens does not fit.
     """
-    num_needed = -(-max_model_len // shape.block_size)
+    num_needed = shape.groups.num_at_most(max_model_len)
     full_nbytes = num_needed * shape.block_nbytes
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
@@ -182,7 +195,7 @@ def choose_num_blocks(
             f"One sequence of max_model_len = {max_model_len} tokens needs {num_needed} KV blocks"
             f" of {shape.block_size} tokens and {shape.block_nbytes} bytes ({shape.format.name}),"
             f" {full_nbytes} bytes in all; {source} give {num_blocks} blocks. Lower max_model_len"
-            f" to {num_blocks * shape.block_size} or less, or raise {flag}"
+            f" to {shape.groups.longest(num_blocks)} or less, or raise {flag}"
             f"{_smaller_format(shape)}.",
             param=flag,
         )

@@ -6,6 +6,7 @@ the weights is too small. On a CPU memory does not limit them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -74,7 +75,7 @@ class MemoryPlan:
         weights_nbytes: bytes of the first rank's weights in memory.
         drafts_nbytes: bytes of its draft model's weights.
         workspace_nbytes: bytes that steps need on the device besides weights and KV.
-        block_nbytes: bytes of a block's KV, of the draft model's too.
+        block_nbytes: bytes of a block's KV, and of as many tokens' KV of the draft model.
     """
 
     shape: KVShape
@@ -107,7 +108,8 @@ class MemoryPlan:
         room_nbytes = None
         if gpu_nbytes is not None:
             room_nbytes = int(config.gpu_memory_utilization * gpu_nbytes) - self.beside_nbytes
-        return self.num_blocks(config, room_nbytes) * self.shape.block_size
+        num_rows = self.shape.groups.num_whole(self.num_blocks(config, room_nbytes))
+        return num_rows * self.shape.block_size
 
 
 def plan_memory(
@@ -140,13 +142,14 @@ def plan_memory(
     drafts_nbytes, block_nbytes = 0, shape.block_nbytes
     if drafts is not None:
         drafts_nbytes = drafts.weights_nbytes(drafts.shape.share, on_gpu=claim_nbytes is not None)
-        block_nbytes += drafts.shape.block_nbytes
+        block_nbytes += math.ceil(drafts.shape.block_nbytes / shape.groups.num_blocks_of_row)
     model = first.config(stored.config)
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:
         room_nbytes = claim_nbytes - model_nbytes - drafts_nbytes
+        kv_nbytes = block_nbytes * shape.groups.num_groups / shape.block_size
         num_seqs, num_tokens = _step_of_gpu(
-            config, model, block_nbytes / shape.block_size, stored, room_nbytes, largest_step
+            config, model, kv_nbytes, stored, room_nbytes, largest_step
         )
     # All sequences of a step may decode. If one of the two sizes is set, the other follows from it.
     num_seqs = config.max_num_seqs or min(num_seqs, config.max_num_batched_tokens or num_seqs)
@@ -217,8 +220,8 @@ def _step_of_gpu(
 
 
 def _check_fits(config: EngineConfig, plan: MemoryPlan, claim_nbytes: int) -> None:
-    block_size, block_nbytes = plan.shape.block_size, plan.block_nbytes
-    num_blocks = -(-plan.max_model_len // block_size)
+    block_nbytes = plan.block_nbytes
+    num_blocks = plan.shape.groups.num_at_most(plan.max_model_len)
     if config.num_gpu_blocks_override is not None:
         num_blocks = max(num_blocks, config.num_gpu_blocks_override)
     if config.kv_cache_memory_bytes is not None:  # of the model itself
@@ -226,7 +229,8 @@ def _check_fits(config: EngineConfig, plan: MemoryPlan, claim_nbytes: int) -> No
     kv_nbytes = num_blocks * block_nbytes
     if plan.beside_nbytes + kv_nbytes <= claim_nbytes:
         return
-    num_fitting = (claim_nbytes - plan.beside_nbytes) // block_nbytes * block_size
+    num_room = max(0, claim_nbytes - plan.beside_nbytes) // block_nbytes
+    num_fitting = plan.shape.groups.longest(num_room)
     if num_fitting > 0:
         advice = f"Lower max_model_len to {num_fitting} or less, or max_num_batched_tokens"
         flag = "max_model_len"

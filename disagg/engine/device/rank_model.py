@@ -46,6 +46,7 @@ class RankModel:
             self.max_num_blocks,
             decoder.device,
             has_adapters=decoder.adapters is not None,
+            num_groups=kv_cache.pages.num_groups,
         )
 
     def logits(self, batch: Batch) -> Tensor:

@@ -213,10 +213,10 @@ class ModelRunner(RankModel):
         """
         block_size = self.kv_cache.block_size
         num_tokens = min(num_tokens, self.kv_cache.num_blocks * block_size)
-        prompt = _scratch_sequence(num_tokens, list(range(-(-num_tokens // block_size))))
+        prompt = self._scratch_sequence(num_tokens)
         answers = self.run(StepPlan((prompt,), (num_tokens,), 0, StepFeatures()))
         num_seqs = min(num_seqs, self.kv_cache.num_blocks)
-        decodes = [_scratch_sequence(1, [i]) for i in range(num_seqs)]
+        decodes = [self._scratch_sequence(1, i) for i in range(num_seqs)]
         answers += self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, StepFeatures()))
         for answer in answers:
             if isinstance(answer, InvalidLogits):
@@ -237,10 +237,9 @@ class ModelRunner(RankModel):
         block_size, num_blocks = self.kv_cache.block_size, self.kv_cache.num_blocks
         many = 2 * KEYS_PER_ROW * LONG_ROWS  # so that also those of a prompt's tile are cut
         num_tokens = min(many, max_model_len, num_blocks * block_size)
-        blocks = list(range(-(-num_tokens // block_size)))
         num_new = 1
         while num_new <= min(2 * MAX_SHORT_ROWS, num_tokens):
-            sequence = _scratch_sequence(num_tokens, blocks)
+            sequence = self._scratch_sequence(num_tokens)
             sequence.num_computed = num_tokens - num_new
             self.run(StepPlan((sequence,), (num_new,), 0, StepFeatures()))
             num_new *= 2
@@ -249,15 +248,34 @@ class ModelRunner(RankModel):
         """Measure which steps on a CPU are faster with fewer threads. Overwrites blocks too."""
         block_size, num_blocks = self.kv_cache.block_size, self.kv_cache.num_blocks
         num_tokens = min(CONTEXT, max_model_len, num_blocks * block_size)
-        blocks = list(range(-(-num_tokens // block_size)))
 
         def compute(num_seqs: int) -> None:
-            decodes = [_scratch_sequence(num_tokens, blocks) for _ in range(num_seqs)]
+            decodes = [self._scratch_sequence(num_tokens) for _ in range(num_seqs)]
             for sequence in decodes:
                 sequence.num_computed = num_tokens - 1
             self.run(StepPlan(decodes, [1] * num_seqs, num_seqs, StepFeatures()))
 
         self.threads.measure(compute)
+
+    def _scratch_sequence(self, num_tokens: int, first_block: int = 0) -> Sequence:
+        """A sequence to warm up with. Its groups of layers share blocks, which does for that."""
+        request = GenerateRequest(
+            request_id="warm-up",
+            model="",
+            token_ids=(0,) * num_tokens,
+            num_prompt_tokens=num_tokens,
+            hash_root=b"",
+            block_hashes=(),
+            # All shapes for which a kernel would be compiled.
+            sampling=SamplingParams(max_tokens=1, top_k=8, top_p=0.9, repetition_penalty=1.1),
+            deadline_unix_s=0.0,
+        )
+        sequence = Sequence(request)
+        size, num_groups = self.kv_cache.block_size, self.kv_cache.pages.num_groups
+        blocks = range(first_block, first_block + -(-num_tokens // size))
+        sequence.block_ids = [block_id for block_id in blocks for _ in range(num_groups)]
+        sequence.num_slots = len(blocks) * size
+        return sequence
 
     def capture(self, max_num_seqs: int) -> None:
         """Capture graphs on all ranks; see `capture_graphs`."""
@@ -323,20 +341,3 @@ def _synchronize(device: torch.device) -> None:
     """Wait until all launched work has ended."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def _scratch_sequence(num_tokens: int, block_ids: list[int]) -> Sequence:
-    request = GenerateRequest(
-        request_id="warm-up",
-        model="",
-        token_ids=(0,) * num_tokens,
-        num_prompt_tokens=num_tokens,
-        hash_root=b"",
-        block_hashes=(),
-        # All shapes for which a kernel would be compiled.
-        sampling=SamplingParams(max_tokens=1, top_k=8, top_p=0.9, repetition_penalty=1.1),
-        deadline_unix_s=0.0,
-    )
-    sequence = Sequence(request)
-    sequence.block_ids = block_ids
-    return sequence

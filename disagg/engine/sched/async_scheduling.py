@@ -154,7 +154,9 @@ class AsyncScheduling:
         for sequence, start in prefills:
             chunks.add(sequence, start)
         following = chunks.step_plan(after.decodes, starts)
-        return None if following.scores_prompts else following, after.growing, chunks.budget
+        if following.scores_prompts or not following.sequences:
+            return None, [], 0
+        return following, after.growing, chunks.budget
 
     def begin(self) -> None:
         """Record that a step was planned ahead."""

@@ -11,8 +11,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, MutableSequence, Sequence
 from typing import Literal
 
-from disagg.blocks import BlockHash
+from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.engine.sched.free_runs import FreeRuns
+from disagg.kv_groups import KVGroups, Window
 from disagg.messages import KVEvent
 
 EXTENT_TOKENS = 256  # idle blocks within an aligned range of so many slots are evicted together
@@ -35,6 +36,7 @@ class BlockPool:
             tell that its copy is not what its ticket promised.
         enable_prefix_caching: whether full blocks of sequences are cached and found by their
             hashes.
+        windows: of the model's groups of layers, whose blocks are all of this pool.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class BlockPool:
         generations: MutableSequence[int],
         *,
         enable_prefix_caching: bool = True,
+        windows: tuple[Window, ...] = (None,),
     ) -> None:
         if len(generations) != num_blocks:
             raise ValueError(f"got {len(generations)} generations for {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.groups = KVGroups(windows, block_size)
         self.generations = generations
         self.enable_prefix_caching = enable_prefix_caching
         self._num_holders = [0] * num_blocks
@@ -78,6 +82,10 @@ class BlockPool:
                 break
             found.append(block_id)
         return found
+
+    def __contains__(self, name: BlockHash) -> bool:
+        """Whether a block is cached under this name."""
+        return name in self._block_of
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add one holder to each block; idle blocks become held with their content.
@@ -178,8 +186,8 @@ class BlockPool:
         return evicted
 
     def hashes(self) -> tuple[BlockHash, ...]:
-        """The hashes of all cached blocks."""
-        return tuple(self._block_of)
+        """The hashes of all cached blocks of the first group."""
+        return tuple(name for name in self._block_of if len(name) <= HASH_NBYTES)
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Recount everything from `holders`, one list of blocks for each holder.
@@ -242,6 +250,8 @@ class BlockPool:
         self._record("removed", block_hash)
 
     def _record(self, kind: Literal["stored", "removed"], block_hash: BlockHash) -> None:
+        if len(block_hash) > HASH_NBYTES:
+            return  # of a further group: routers look for rows
         if self._events and self._events[-1][0] == kind:
             self._events[-1][1].append(block_hash)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from disagg.engine.sched.block_pool import BlockPool
+from disagg.engine.sched.block_tables import make_room
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import MAX_AHEAD, claim
 from disagg.engine.sched.step import StepPlan
@@ -19,7 +20,7 @@ class Chunks:
 
     Args:
         budget: tokens that the step may compute.
-        running: sequences for each of which a draft must leave a free block.
+        running: sequences for each of which drafts and chunks must leave a free row.
         num_context: tokens of the sequences that decode in the step.
     """
 
@@ -39,15 +40,22 @@ class Chunks:
         """Add a sequence's next tokens from `start` on, and its draft if these are the last."""
         num_left = len(sequence.tokens) - start
         num_tokens = min(self.budget, num_left)
+        if start + num_tokens > sequence.num_slots:
+            own = self._pool.groups.num_groups  # that are kept free for this one
+            make_room(self._pool, sequence, start + num_tokens, self._num_spare_blocks + own)
+            num_tokens = min(num_tokens, sequence.num_slots - start)
         if num_tokens == num_left and sequence.draft:
             limit = min(self.budget - num_left, MAX_AHEAD - self._num_ahead)
-            num_spare_blocks = self._pool.num_free - len(self._running)
-            num_ahead = claim(self._pool, sequence, limit, num_spare_blocks)
+            num_ahead = claim(self._pool, sequence, limit, self._num_spare_blocks)
             self._num_ahead += num_ahead
             num_tokens += num_ahead
         if num_tokens:
             self._sizes.append((sequence, start, num_tokens))
             self.budget -= num_tokens
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        return self._pool.num_free - len(self._running) * self._pool.groups.num_groups
 
     def add_drafted(self, decodes: list[Sequence]) -> list[Sequence]:
         """Add the sequences of `decodes` that have a draft. Returns the other sequences."""

@@ -37,13 +37,25 @@ class EngineAdmission:
         Its cached tokens do not count as queued work. Otherwise the router would send the next turn
         of a conversation away from the worker that has cached the earlier turns.
         """
-        num_cached = len(find_prefix(self._pool, sequence)) * self._pool.block_size
+        num_cached = len(find_prefix(self._pool, sequence)) // self._pool.groups.num_groups
+        num_cached *= self._pool.block_size
         self._queues.put(sequence, self._queues.waiting, num_cached)
 
     @property
     def _num_spare_blocks(self) -> int:
-        """The number of blocks that are left if every running sequence begins one more block."""
-        return self._pool.num_free - len(self._queues.running)
+        """The number of blocks that are left if every running sequence begins one more row, and
+        prompts take the blocks of windows that they will need."""
+        running, groups = self._queues.running, self._pool.groups
+        num_spare = self._pool.num_free - len(running) * groups.num_groups
+        if groups.num_windows and self._queues.num_left > len(running):
+            num_spare -= sum(map(self._num_coming, running))
+        return num_spare
+
+    def _num_coming(self, sequence: Sequence) -> int:
+        """The blocks of windows that a running prompt will take."""
+        groups, num_held = self._pool.groups, sequence.num_slots // self._pool.block_size
+        num_rows = groups.num_rows(len(sequence.tokens))
+        return groups.num_coming(num_rows, num_held, sequence.num_computed)
 
     def leaves_room(self, num_blocks: int) -> bool:
         """Whether every running sequence could begin one more block after so many were taken."""

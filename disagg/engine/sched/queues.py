@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from disagg.engine.sched.block_pool import require
 from disagg.engine.sched.sequence import Sequence
 from disagg.errors import RequestError
+from disagg.kv_groups import NO_BLOCK, KVGroups
 
 
 def _by_arrival(sequence: Sequence) -> tuple[int, int]:
@@ -115,7 +116,7 @@ class Queues:
         self.num_queued_tokens = self.num_computed = self.num_left = 0
         return sequences
 
-    def check(self, block_size: int) -> None:
+    def check(self, groups: KVGroups) -> None:
         """Recount everything, including each sequence's blocks.
 
         Raises:
@@ -134,7 +135,7 @@ class Queues:
             arrivals = [sequence.arrival for sequence in queue]
             require(arrivals == sorted(set(arrivals)), "a queue is not in order")
         for sequence in everyone:
-            _check(sequence, block_size)
+            _check(sequence, groups)
         num_computed = sum(sequence.num_computed for sequence in self.running)
         require(num_computed == self.num_computed, "computed tokens are miscounted")
         num_left = sum(sequence.num_uncomputed for sequence in self.running)
@@ -143,12 +144,35 @@ class Queues:
         require(not holding, f"waiting sequences hold blocks: {holding}")
 
 
-def _check(sequence: Sequence, block_size: int) -> None:
-    num_slots = len(sequence.block_ids) * block_size
+def _misplaced(sequence: Sequence, num_rows: int, groups: KVGroups) -> str:
+    """What is wrong with the blocks of windows; empty if they are where tokens see them."""
+    present = {i for i, block_id in enumerate(sequence.block_ids) if block_id != NO_BLOCK}
+
+    def seen(num_tokens: int) -> set[int]:
+        return {
+            row * groups.num_groups + group
+            for group in range(groups.num_groups)
+            for row in range(groups.first_row(group, num_tokens), num_rows)
+        }
+
+    if not seen(sequence.num_computed) <= present:
+        return "a block is missing"
+    spare = present - seen(sequence.num_published * groups.block_size)
+    if any(i % groups.num_groups >= groups.num_full for i in spare):
+        return "a block of a window is held that no token sees, or none yet"
+    return ""
+
+
+def _check(sequence: Sequence, groups: KVGroups) -> None:
+    table, num_groups = sequence.block_ids, groups.num_groups
+    num_rows, rest = divmod(sequence.num_slots, groups.block_size)
+    end = num_rows * num_groups
     num_foreseen = len(sequence.tokens) + len(sequence.draft)
-    if sequence.num_slots != num_slots:
+    if rest or end > len(table) or (end < len(table) and not groups.num_windows):
         difference = "slots are miscounted"
-    elif not 0 <= sequence.num_computed <= num_slots:
+    elif groups.num_windows and (missing := _misplaced(sequence, num_rows, groups)):
+        difference = missing
+    elif not 0 <= sequence.num_computed <= sequence.num_slots:
         difference = "KV without slots"
     elif sequence.num_uncomputed <= 0:
         difference = "nothing left to compute"

@@ -21,7 +21,16 @@ from operator import attrgetter
 
 from disagg.engine.sched.async_scheduling import AsyncScheduling
 from disagg.engine.sched.block_pool import BlockPool, require
-from disagg.engine.sched.block_tables import disown, extend, give_back, grow, publish, take_imported
+from disagg.engine.sched.block_tables import (
+    disown,
+    extend,
+    give_back,
+    grow,
+    held_blocks,
+    num_slots,
+    publish,
+    take_imported,
+)
 from disagg.engine.sched.chunks import Chunks
 from disagg.engine.sched.drafting import Drafting, Proposer
 from disagg.engine.sched.engine_admission import EngineAdmission
@@ -113,9 +122,9 @@ class Scheduler:
         Raises:
             RequestError: as `submit`; the blocks stay the caller's.
         """
-        num_slots = len(sequence.block_ids) * self.pool.block_size
-        if not 0 < sequence.num_computed <= min(num_slots, len(sequence.tokens) - 1):
-            raise ValueError(f"{sequence} cannot join with blocks of {num_slots} KV slots")
+        num = num_slots(self.pool, sequence)
+        if not 0 < sequence.num_computed <= min(num, len(sequence.tokens) - 1):
+            raise ValueError(f"{sequence} cannot join with blocks of {num} KV slots")
         self._accept(sequence)
         take_imported(self.pool, sequence)
         self.queues.put(sequence, self.imported)
@@ -154,7 +163,7 @@ class Scheduler:
     def check(self) -> None:
         """Recount the queues. Raises an `AssertionError` that names the first difference."""
         require(len(self.running) <= self.max_num_seqs, "too many sequences run")
-        self.queues.check(self.pool.block_size)
+        self.queues.check(self.pool.groups)
 
     def __contains__(self, sequence: Sequence) -> bool:
         return self.queues.by_id.get(sequence.request_id) is sequence
@@ -165,7 +174,7 @@ class Scheduler:
     def holders(self) -> list[SequenceOf[int]]:
         """The blocks of each sequence."""
         late = [each.block_ids for each in self._async_scheduling.late_blocks]
-        return [*(each.block_ids for each in self.sequences()), *late]
+        return [*(held_blocks(each.block_ids) for each in self.sequences()), *late]
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -192,6 +201,10 @@ class Scheduler:
         growing = [each for each in decodes if len(each.tokens) > each.num_slots]
         if growing and not grow(self.pool, growing):
             self._grow_by_turns(growing)
+        if self.pool.groups.num_windows:  # every prompt goes on
+            full = [each for each in prefills if each.num_computed == each.num_slots]
+            self._grow_by_turns(full)
+        if num_preempted != self.num_preempted:
             decodes = [sequence for sequence in decodes if sequence.block_ids]
             prefills = [sequence for sequence in prefills if sequence.block_ids]
         if num_preempted == self.num_preempted:
@@ -247,7 +260,7 @@ class Scheduler:
         return admitted
 
     def _grow_by_turns(self, sequences: list[Sequence]) -> None:
-        """Allocate one more block for each sequence, oldest first.
+        """Allocate one more row for each sequence, oldest first.
 
         If there are too few blocks, it preempts the latest sequences, which may be some of these.
         """
@@ -327,7 +340,9 @@ class Scheduler:
         """End a sequence that got an error instead of a token."""
         if isinstance(error, InvalidLogits):
             self.num_corrupted += 1
-            self.pool.uncache(sequence.block_ids)  # another request with its KV might fail too
+            self.pool.uncache(
+                held_blocks(sequence.block_ids)
+            )  # another request with its KV might fail too
         self.remove(sequence.request_id)
         return TokenEvent(sequence, error=error)
 
@@ -358,7 +373,7 @@ class Scheduler:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             num_blocks=self.pool.num_blocks,
-            block_size=self.pool.block_size,
+            groups=self.pool.groups,
         )
         if sequence.draft:
             sequence.draft = usable(sequence, sequence.draft, self.vocab_size)

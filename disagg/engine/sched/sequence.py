@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from disagg.blocks import BlockHash, hash_blocks
 from disagg.engine.sched.thinking import ThinkingState
 from disagg.errors import ContextLengthExceeded, RequestError
+from disagg.kv_groups import KVGroups
 from disagg.messages import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -43,11 +44,12 @@ class Sequence:
     hand_over: whether the sequence leaves this engine, with its blocks, after one token.
 
     Written by `block_tables`, or by KV import before the sequence joins:
-    block_ids: blocks of which the sequence is a holder; block i has the positions from
-        i * block_size on. num_slots: the positions for which they have room.
-    block_hashes: hashes of full blocks, extended as blocks fill up with generated tokens.
-    num_published: number of leading blocks that were offered to the pool's prefix cache.
-    publish_at: the value of `num_computed` at which the next block is full.
+    block_ids: its block table, of whose blocks the sequence is a holder. Row i has a block of each
+        group of layers (`kv_groups`), for the positions from i * block_size on. num_slots: the
+        positions up to which every group has room.
+    block_hashes: hashes of full rows, extended as rows fill up with generated tokens.
+    num_published: number of leading rows that were offered to the pool's prefix cache.
+    publish_at: the value of `num_computed` at which the next row is full.
     was_admitted, num_cached_tokens: whether it was ever admitted; tokens that were cached then.
 
     Written by one part each:
@@ -64,7 +66,7 @@ class Sequence:
     slot: its row in the runner's tensors of running sequences; by `slots`.
     adapter, adapter_slot: the LoRA adapter of the request, or None; and its slot on the device,
         which the sequence has from before it enters the engine to its end; by `AdapterGate`.
-    num_listed: number of leading blocks that are in the runner's table at `slot`; by `batching`.
+    num_listed: the positions whose blocks are in the runner's table at `slot`; by `batching`.
     """
 
     __slots__ = (
@@ -190,7 +192,7 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request_id!r}, {self.num_computed}/{len(self.tokens)} tokens,"
-            f" {len(self.block_ids)} blocks)"
+            f" {self.num_slots} slots)"
         )
 
 
@@ -228,7 +230,7 @@ def check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
 
 
 def token_limit(
-    sequence: Sequence, *, max_model_len: int, vocab_size: int, num_blocks: int, block_size: int
+    sequence: Sequence, *, max_model_len: int, vocab_size: int, num_blocks: int, groups: KVGroups
 ) -> int:
     """The number of tokens, prompt and output, at which the sequence ends.
 
@@ -237,7 +239,7 @@ def token_limit(
         RequestError: the sequence is empty, a token is not in the vocabulary, nothing is left to
             generate, the whole pool is too small, or the hashes were made for another block size.
     """
-    num_tokens = len(sequence.tokens)
+    num_tokens, block_size = len(sequence.tokens), groups.block_size
     max_tokens = sequence.sampling.max_tokens
     if num_tokens == 0:
         raise RequestError("The prompt is empty; there is nothing to continue.", param="prompt")
@@ -255,7 +257,7 @@ def token_limit(
             " already; raise max_tokens.",
             param="max_tokens",
         )
-    num_needed = -(-(limit - 1) // block_size)  # the last token never needs KV
+    num_needed = groups.num_at_most(limit - 1)  # the last token never needs KV
     if num_needed > num_blocks:
         raise RequestError(
             f"{sequence.num_prompt_tokens} prompt tokens and max_tokens = {max_tokens} need"

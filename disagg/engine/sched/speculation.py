@@ -43,9 +43,10 @@ def claim(pool: BlockPool, sequence: Sequence, limit: int, num_spare_blocks: int
     """
     num_tokens, draft = len(sequence.tokens), sequence.draft
     num_ahead = min(len(draft), limit)
-    num_missing = -(-(num_tokens + num_ahead) // pool.block_size) - len(sequence.block_ids)
-    if 0 < num_missing <= num_spare_blocks:
-        extend(pool, sequence, num_missing)
+    num_slots, num_groups = sequence.num_slots, pool.groups.num_groups
+    num_rows = pool.groups.num_rows(num_tokens + num_ahead) - num_slots // pool.block_size
+    if 0 < num_rows * num_groups <= num_spare_blocks:
+        extend(pool, sequence, num_rows)
     num_ahead = min(num_ahead, sequence.num_slots - num_tokens)
     if num_ahead <= 0:
         sequence.draft = ()

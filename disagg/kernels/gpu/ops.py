@@ -30,6 +30,7 @@ from disagg.kernels.gpu.norm_rope import norm_rope_
 from disagg.kernels.gpu.packed_linear import PackedProduct
 from disagg.kernels.gpu.paged_attention import paged_attention
 from disagg.kernels.gpu.rms_norm import add_rms_norm, rms_norm
+from disagg.kernels.group_batches import GroupBatches
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
 from disagg.kernels.packed_matrix import Largest, PackedMatrix, quantized
@@ -54,13 +55,18 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class TritonPaging:
-    """A step's batch and, by window, the pieces of its attention."""
+    """A step's batch and, by window, the pieces of its attention.
+
+    groups: the batch as each group of layers sees it.
+    """
 
     batch: PagedBatch
+    groups: GroupBatches
     work: dict[int | None, AttentionWork]
 
     def cut(self) -> None:
         """Cut the step that is in the batch's tensors into pieces, on the device."""
+        self.groups.locate(self.batch)
         for each in self.work.values():
             each.cut(self.batch.query_start, self.batch.context_lens, self.batch.slots.shape[0])
 
@@ -251,7 +257,7 @@ class TritonOps:
             )
             for window in set(windows)
         }
-        return TritonPaging(batch, work)
+        return TritonPaging(batch, GroupBatches.of(batch, kv_cache), work)
 
     def _short_queries(self, kv_cache: KVPages) -> int:
         """The most queries of a sequence that is one tile, which is as high as they need."""
@@ -280,7 +286,7 @@ class TritonOps:
         paging: TritonPaging,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        batch = paging.batch
+        batch = paging.groups.batches[kv_cache.places[layer][0]]
         kv_write(qkv, kv_cache, layer, batch.slots)
         return paged_attention(
             qkv,

@@ -18,6 +18,7 @@ from disagg.kernels.adapters import AdaptedMatrix, AdapterRows, adapt_rows_
 from disagg.kernels.cpu.attention import CpuAttention, Sequences, plan_sequences, takes_cache
 from disagg.kernels.cpu.linear import Linear, linear
 from disagg.kernels.cpu.narrow_linear import int4_linear, int8_linear, packed_linear
+from disagg.kernels.group_batches import GroupBatches
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
@@ -158,10 +159,12 @@ class TorchOps:
 
     def plan(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
-    ) -> TorchPaging | Sequences:
+    ) -> list[TorchPaging | Sequences]:
+        groups = GroupBatches.of(batch, kv_cache)
+        groups.locate(batch)
         if self._attention is not None and takes_cache(kv_cache):
-            return plan_sequences(batch, kv_cache)
-        return plan_paging(batch, kv_cache)
+            return [plan_sequences(each, kv_cache) for each in groups.batches]
+        return [plan_paging(each, kv_cache) for each in groups.batches]
 
     def attention(
         self,
@@ -169,7 +172,7 @@ class TorchOps:
         kv_cache: KVPages,
         layer: int,
         window: int | None,
-        paging: TorchPaging | Sequences,
+        paging: list[TorchPaging | Sequences],
         sinks: Tensor | None = None,
     ) -> Tensor:
         return self._attend(qkv, kv_cache, layer, window, paging, sinks, self._scores)
@@ -179,7 +182,7 @@ class TorchOps:
         heads: Tensor,
         kv_cache: KVPages,
         layer: int,
-        paging: TorchPaging | Sequences,
+        paging: list[TorchPaging | Sequences],
         value_dim: int,
         scale: float,
     ) -> Tensor:
@@ -193,11 +196,13 @@ class TorchOps:
         kv_cache: KVPages,
         layer: int,
         window: int | None,
-        paging: TorchPaging | Sequences,
+        paging: list[TorchPaging | Sequences],
         sinks: Tensor | None,
         scores: Scores,
     ) -> Tensor:
-        if isinstance(paging, TorchPaging):
-            return paged_attention(qkv, kv_cache, layer, window, paging, sinks, scores)
+        group, place = kv_cache.places[layer]
+        own = paging[group]
+        if isinstance(own, TorchPaging):
+            return paged_attention(qkv, kv_cache, layer, window, own, sinks, scores)
         assert self._attention is not None
-        return self._attention.run(qkv, kv_cache, layer, window, paging, sinks, scores)
+        return self._attention.run(qkv, kv_cache, place, window, own, sinks, scores)

@@ -36,10 +36,11 @@ def check_model(tier: TierConfig) -> list[Finding]:
     described += f", {plan.weights_nbytes / GIB:.2f} GiB of weights in memory"
     if model.is_quantized:
         described += f" ({model.stored_nbytes / GIB:.2f} GiB in files)"
-    num_tokens = plan.num_kv_tokens(tier.engine, gpu_nbytes)
+    num_tokens, shape = plan.num_kv_tokens(tier.engine, gpu_nbytes), plan.shape
+    token_nbytes = shape.block_nbytes * shape.groups.num_blocks_of_row / shape.block_size
     room = (
-        f"{num_tokens} tokens per worker of {plan.shape.block_nbytes // plan.shape.block_size}"
-        f" bytes each, enough for {num_tokens / plan.max_model_len:.1f} requests of"
+        f"{num_tokens} tokens per worker of {token_nbytes:.0f} bytes each,"
+        f" enough for {num_tokens / plan.max_model_len:.1f} requests of"
         f" {plan.max_model_len} tokens; steps of up to {plan.max_num_seqs} sequences and"
         f" {plan.max_num_batched_tokens} tokens"
     )

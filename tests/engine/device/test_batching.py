@@ -37,6 +37,7 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, int]:
         )
         num_blocks = -(-num_tokens // block_size) + draw(st.integers(0, 1))
         sequence.block_ids, free = list(free[:num_blocks]), free[num_blocks:]
+        sequence.num_slots = num_blocks * block_size
         if i < num_decodes:
             sequence.num_computed = num_tokens - 1
         else:
@@ -91,6 +92,7 @@ def test_tables_follow_whatever_happens_to_blocks(data: st.DataObject, block_siz
             wanted = num_kept + (change == "grow")
             while len(sequence.block_ids) < wanted:
                 sequence.block_ids.append(data.draw(st.sampled_from(pool)))
+            sequence.num_slots = len(sequence.block_ids) * block_size
             sequence.num_computed = len(sequence.tokens) - 1
         some = data.draw(st.lists(st.sampled_from(sequences), min_size=1, unique_by=id))
         num = len(some)
@@ -113,6 +115,7 @@ def test_the_next_step_of_the_same_decodes(data: st.DataObject, block_size: int)
             num_blocks = -(-len(sequence.tokens) // block_size) + data.draw(st.integers(0, 1))
             while len(sequence.block_ids) < num_blocks:
                 sequence.block_ids.append(next(pool))
+            sequence.num_slots = len(sequence.block_ids) * block_size
             sequence.num_computed = len(sequence.tokens) - 1
         num = len(some)
         plan = StepPlan(some, [1] * num, num, StepFeatures())
@@ -222,10 +225,11 @@ def test_a_token_that_only_the_device_knows_is_read_there() -> None:
 def test_a_step_uploads_what_it_changes_and_not_whole_tables() -> None:
     made = Made(4)
     sequence = new_sequence(tuple(range(4, 70)), 4)
-    sequence.block_ids, sequence.num_computed = list(range(17)), 65
+    sequence.block_ids, sequence.num_slots, sequence.num_computed = list(range(17)), 68, 65
     plan = StepPlan((sequence,), (1,), 1, StepFeatures())
     before = sum(made.inputs(plan).shape.lengths)
     sequence.block_ids.append(77)
+    sequence.num_slots += 4
     sequence.tokens += [3, 4, 5]
     sequence.num_computed += 3
     after = sum(made.inputs(plan).shape.lengths)
@@ -263,7 +267,7 @@ def check(plan: StepPlan, block_size: int, batch: Batch) -> None:
 
 def test_types_are_those_that_kernels_expect() -> None:
     sequence = new_sequence((5, 6, 7), 2)
-    sequence.block_ids = [3, 1]
+    sequence.block_ids, sequence.num_slots = [3, 1], 4
     plan = StepPlan((sequence,), (3,), 0, StepFeatures())
     batch = Made(2).batch(plan)
     wide = (batch.token_ids, batch.positions, batch.slots, batch.logits_rows)

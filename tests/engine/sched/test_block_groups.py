@@ -1,0 +1,144 @@
+"""KV by groups of layers: blocks of windows come and go, and nobody misses one."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg import kv_groups
+from disagg.errors import RequestError
+from disagg.kv_groups import NO_BLOCK, KVGroups, Window, block_name, group_layers
+from tests.engine.fake_runner import expected_tokens
+from tests.engine.workload import (
+    WINDOWS,
+    Driver,
+    Workload,
+    new_engine,
+    new_sequence,
+    prompt,
+    workloads,
+)
+from tests.grids import examples
+
+NO_STOP: frozenset[int] = frozenset()
+ANY_WINDOWS = st.sampled_from(WINDOWS)
+TILES = st.sampled_from([1, 4])
+
+
+@examples(40, deadline=None)
+@given(workloads(of_windows=ANY_WINDOWS), TILES)
+def test_random_workloads(workload: Workload, tile: int) -> None:
+    """Tokens are those of full KV, whatever chunks, hits, drafts, hand-overs and preemptions do.
+
+    After each step every group has the blocks that the next token sees and no other, and no block
+    has two owners (`Engine.check`).
+    """
+    with mock.patch.object(kv_groups, "TILE_TOKENS", tile):
+        Driver(workload).play()
+
+
+@given(st.lists(st.sampled_from([None, None, 4, 9]), min_size=1, max_size=20))
+def test_each_layer_has_a_place_among_layers_of_its_window(windows: list[Window]) -> None:
+    layers = group_layers(windows)
+    assert len(set(layers.places)) == len(layers.places) == len(windows)
+    for window, (group, place) in zip(windows, layers.places, strict=True):
+        assert layers.windows[group] == window and 0 <= place < layers.num_layers
+    num_full = windows.count(None)
+    assert layers.windows.count(None) * layers.num_layers == num_full, "no padding that all keep"
+    first_window = layers.windows.count(None)
+    assert None not in layers.windows[first_window:], "full attention comes first"
+
+
+@pytest.mark.parametrize(
+    ("num_windows", "num_full", "size", "windows"),
+    [
+        (18, 18, 18, (None, 128)),  # gpt-oss-120b
+        (40, 8, 8, (None, *[128] * 5)),  # Gemma 3 12B
+        (52, 10, 10, (None, *[128] * 6)),  # Gemma 3 27B
+        (24, 8, 8, (None, *[128] * 3)),  # OLMo 3 7B
+        (2, 7, 1, (*[None] * 7, 128, 128)),
+        (32, 0, 32, (128,)),
+        (0, 32, 32, (None,)),
+    ],
+)
+def test_groups_of_models(
+    num_windows: int, num_full: int, size: int, windows: tuple[Window, ...]
+) -> None:
+    layers = group_layers([128] * num_windows + [None] * num_full)
+    assert (layers.num_layers, layers.windows) == (size, windows)
+
+
+@given(ANY_WINDOWS, st.sampled_from([1, 4, 16, 64, 128]), st.integers(1, 600))
+def test_needed_blocks(windows: tuple[Window, ...], size: int, num_tokens: int) -> None:
+    """They have each position that the next token sees, and are counted right."""
+    groups = KVGroups(windows, size)
+    needed = groups.needed(num_tokens)
+    assert len(set(needed)) == len(needed) == groups.num_needed(num_tokens)
+    assert len(needed) <= groups.num_at_most(num_tokens)
+    for group, window in enumerate(windows):
+        rows = {index // len(windows) for index in needed if index % len(windows) == group}
+        seen = range(max(0, num_tokens - (window or num_tokens + 1) + 1), num_tokens)
+        assert {position // size for position in seen} <= rows
+        # A tile and a block of more may be kept.
+        assert len(rows) * size <= len(seen) + 64 + 2 * size
+    table = groups.table(range(len(needed)), num_tokens)
+    assert [table[index] for index in needed] == [*range(len(needed))]
+    assert sum(block_id != NO_BLOCK for block_id in table) == len(needed)
+    longest = groups.longest(len(needed))
+    assert groups.num_at_most(longest) <= len(needed) < groups.num_at_most(longest + size)
+
+
+@given(ANY_WINDOWS, st.integers(0, 12), st.data())
+def test_a_prefix_is_found_where_the_next_token_sees_all(
+    windows: tuple[Window, ...], num_rows: int, data: st.DataObject
+) -> None:
+    hashes = [bytes((row,)) * 16 for row in range(num_rows)]
+    every = [block_name(each, group) for each in hashes for group in range(len(windows))]
+    cached = {*every} - {*data.draw(st.lists(st.sampled_from(every or [b""]), max_size=5))}
+    with mock.patch.object(kv_groups, "TILE_TOKENS", 1):
+        groups = KVGroups(windows, 2)
+
+        def is_whole(rows: int) -> bool:
+            return (
+                all(
+                    rows <= 0
+                    or window is not None
+                    or all(block_name(hashes[row], group) in cached for row in range(rows))
+                    for group, window in enumerate(windows)
+                )
+                and {*groups.names(hashes, 2 * rows)} <= cached
+            )
+
+        found = groups.num_found(hashes, cached.__contains__)
+        assert found == max(rows for rows in range(num_rows + 1) if is_whole(rows))
+
+
+def test_a_prompt_that_forks_in_the_middle_of_another_finds_the_windows_there() -> None:
+    engine, _ = new_engine(400, 4, windows=(None, 6), max_num_batched_tokens=64)
+    long = new_sequence(prompt(300), 4, 2, stop_ids=NO_STOP)
+    fork = new_sequence((*prompt(200), 99), 4, 2, stop_ids=NO_STOP)
+    for sequence in (long, fork):
+        engine.submit(sequence)
+        engine.step()
+        assert engine.pool.num_blocks - engine.pool.num_free < 2 * 75
+        while engine.has_work:
+            engine.step()
+    assert fork.num_cached_tokens == 200
+
+
+def test_a_prompt_that_leaves_its_windows_behind_needs_less_than_the_pool() -> None:
+    """Which has no room for all of its groups; a longer one is refused in words."""
+    groups = KVGroups((None, 6), 4)
+    engine, _ = new_engine(groups.num_at_most(303), 4, windows=(None, 6))
+    sequence = new_sequence(prompt(300), 4, 4, stop_ids=NO_STOP)
+    engine.submit(sequence)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    expected = expected_tokens(prompt(300), 4, windows=(None, 6))
+    assert sequence.tokens[300:] == expected and not engine.scheduler.num_preempted
+    with pytest.raises(RequestError, match="need 96 KV blocks of 4 tokens; this worker has 95"):
+        engine.submit(new_sequence(prompt(304), 4, 4, stop_ids=NO_STOP))

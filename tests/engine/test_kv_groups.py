@@ -1,0 +1,166 @@
+"""Engines whose layers with windows keep only their last tokens answer as transformers does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from disagg.blocks import hash_blocks, hash_root
+from disagg.config import EngineConfig
+from disagg.engine.device import check
+from disagg.engine.device.build import build_engine
+from disagg.engine.device.kv_cache import KVCache
+from disagg.engine.engine import Engine
+from disagg.engine.sched.sequence import Sequence
+from disagg.kv_groups import one_group
+from disagg.messages import GenerateRequest, SamplingParams
+from disagg.models.description import describe_model
+from tests.models.checkpoints import Checkpoint, write_checkpoint
+
+SIZE = 4
+NUM_NEW = 8
+LENGTHS = [(1, 190), (2, 90), (3, 150), (4, 5)]  # of prompts, by their seeds
+# Full attention and windows in turns; more layers with windows than without; only windows; and
+# layers of a window that do not fill their last group.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gemma2": {},
+    "gemma3": {"num_hidden_layers": 5, "layer_types": [*"wwfwf"]},
+    "gpt-oss": {"num_hidden_layers": 4},
+    "mistral-sliding": {},
+    "olmo3": {},
+    "phi3-sliding": {},
+}
+
+
+@pytest.fixture(scope="module", params=sorted(VARIANTS))
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    name: str = request.param
+    changes = VARIANTS[name]
+    if "layer_types" in changes:
+        kinds = {"w": "sliding_attention", "f": "full_attention"}
+        changes = {**changes, "layer_types": [kinds[each] for each in changes["layer_types"]]}
+    return write_checkpoint(tmp_path_factory.mktemp(name) / "m", name, **changes)
+
+
+def new_engine(checkpoint: Checkpoint, **changes: Any) -> tuple[Engine, KVCache]:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "block_size": SIZE,
+        "max_model_len": 240,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 48,
+        "num_gpu_blocks_override": 256,
+    }
+    config = EngineConfig(**{**settings, **changes})
+    return build_engine(config, describe_model(checkpoint.directory))
+
+
+def new_sequence(
+    name: str, prompt: list[int], output: tuple[int, ...] = (), *, hand_over: bool = False
+) -> Sequence:
+    root, tokens = hash_root("test", SIZE), [*prompt, *output]
+    request = GenerateRequest(
+        request_id=name,
+        model="m",
+        token_ids=tuple(tokens),
+        num_prompt_tokens=len(prompt),
+        hash_root=root,
+        block_hashes=tuple(hash_blocks(root, tokens, SIZE)),
+        sampling=SamplingParams(max_tokens=NUM_NEW, temperature=0.0),
+        deadline_unix_s=1e12,
+    )
+    return Sequence(request, hand_over=hand_over)
+
+
+def drawn(num_tokens: int, seed: int = 5) -> list[int]:
+    numbers = torch.randint(0, 97, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+    return [int(number) for number in numbers]
+
+
+def run(engine: Engine, *sequences: Sequence) -> None:
+    for sequence in sequences:
+        engine.submit(sequence)
+    while engine.has_work:
+        engine.step()
+        engine.check(())
+    assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def assert_greedy(checkpoint: Checkpoint, *sequences: Sequence, within: float = 1e-4) -> None:
+    """Each token has the largest logit of transformers after those before it, or nearly."""
+    for sequence in sequences:
+        logits, first = checkpoint.logits(sequence.tokens), sequence.num_prompt_tokens
+        assert len(sequence.tokens) == first + NUM_NEW
+        for position in range(first, len(sequence.tokens)):
+            own = logits[position - 1]
+            assert own.max() - own[sequence.tokens[position]] <= within, position
+
+
+def test_chunks_and_prefix_hits(checkpoint: Checkpoint) -> None:
+    engine, cache = new_engine(checkpoint)
+    assert engine.pool.groups.num_windows and cache.shape.num_layers < 5
+    long, short = new_sequence("long", drawn(190)), new_sequence("short", drawn(30, 6))
+    run(engine, long, short)
+    turn = new_sequence("turn", [*long.tokens, *drawn(9, 7)])
+    fork = new_sequence("fork", [*drawn(190)[:120], 3, 4, 5])
+    run(engine, turn, fork)
+    assert (turn.num_cached_tokens, fork.num_cached_tokens) == (196, 120)
+    assert_greedy(checkpoint, long, short, turn, fork)
+
+
+def test_preemption_where_only_one_fits(checkpoint: Checkpoint) -> None:
+    num_tokens = 190 + NUM_NEW
+    groups = new_engine(checkpoint)[0].pool.groups
+    num_blocks = groups.num_at_most(num_tokens)
+    assert num_blocks < groups.num_groups * groups.num_rows(num_tokens)
+    sizes = {"max_model_len": num_tokens, "num_gpu_blocks_override": num_blocks}
+    engine, _ = new_engine(checkpoint, **sizes)
+    sequences = [new_sequence(str(seed), drawn(length, seed)) for seed, length in LENGTHS]
+    run(engine, *sequences)
+    assert_greedy(checkpoint, *sequences)
+
+
+def test_hand_over(checkpoint: Checkpoint) -> None:
+    """Only the blocks within windows move, into a cache full of what others have left."""
+    (source, source_cache), (target, target_cache) = new_engine(checkpoint), new_engine(checkpoint)
+    target_cache.slab.fill_(7.0)
+    leaving = new_sequence("leaving", drawn(190), hand_over=True)
+    source.submit(leaving)
+    while source.has_work:
+        source.step()
+    groups, num_tokens = target.pool.groups, leaving.num_computed
+    needed = groups.needed(num_tokens)
+    moved = target.reserve(len(needed))
+    assert moved is not None and num_tokens == 190
+    assert len(moved) < groups.num_groups * groups.num_rows(num_tokens)
+    for index, block_id in zip(needed, moved, strict=True):
+        target_cache.write_block(block_id, source_cache.read_block(leaving.block_ids[index]))
+    arriving = new_sequence("arriving", drawn(190), (leaving.tokens[-1],))
+    arriving.block_ids, arriving.num_computed = groups.table(moved, num_tokens), num_tokens
+    target.join(arriving)
+    run(target)
+    assert_greedy(checkpoint, arriving)
+
+
+@pytest.mark.parametrize("format", ["auto", "int8"])
+def test_bfloat16_is_as_with_one_group(
+    checkpoint: Checkpoint, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled attention of prompts, where this machine has it, finds its blocks too."""
+    settings = {"dtype": "bfloat16", "kv_cache_dtype": format}
+    prompts = drawn(150), drawn(70, 6)
+
+    def answers() -> list[list[int]]:
+        engine, _ = new_engine(checkpoint, **settings)
+        sequences = [new_sequence(str(len(each)), each) for each in prompts]
+        run(engine, *sequences)
+        return [each.tokens for each in sequences]
+
+    in_groups = answers()
+    monkeypatch.setattr(check, "group_layers", lambda windows: one_group(len(windows)))
+    assert answers() == in_groups
