@@ -17,7 +17,7 @@ from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.ops import PLAIN_SCORES, Scores
 from disagg.kernels.torch.ops import TorchOps
 from tests.grids import examples, pairs
-from tests.kernels.paged_inputs import LAYER, PagedInputs, copy_of, paged_inputs
+from tests.kernels.paged_inputs import LAYER, NUM_LAYERS, PagedInputs, copy_of, paged_inputs
 
 CPU = torch.device("cpu")
 BF16 = FORMATS["bfloat16"]
@@ -118,24 +118,19 @@ def test_latents(num_heads: int, block_size: int, attention: CpuAttention) -> No
 
 @pytest.mark.parametrize("name", COMPILED_FORMATS)
 def test_what_is_stored_is_the_references(name: str, attention: CpuAttention) -> None:
-    """To the byte, and nothing else of the cache changes, but for what is cleared."""
-    inputs = _inputs(
-        [(1, 7), (1, 33), (9, 20), (16, 32)], group=3, head_dim=64, format=FORMATS[name]
-    )
+    """To the byte, by all layers of a step; nothing else changes, but for what the step clears."""
+    lens = [(1, 7), (1, 33), (9, 20), (16, 32)]
+    inputs = _inputs(lens, group=3, head_dim=64, format=FORMATS[name])
     inputs.qkv[0, -1] = 0.0  # a vector of zeros
     expected = copy_of(inputs.kv_cache)
     for row in (1, 2):  # whose last block is begun and not filled
         expected.blocks[int(inputs.block_tables[row, inputs.context_lens_host[row] // 16])] = 0
-    _attend(attention, inputs)
-    reference.kv_write(inputs.qkv, expected, LAYER, inputs.slots)
+    ops = TorchOps(attention=attention)
+    paging = ops.plan(inputs, inputs.kv_cache, [None])
+    for layer in range(NUM_LAYERS):
+        reference.kv_write(inputs.qkv, expected, layer, inputs.slots)
+        ops.attention(inputs.qkv, inputs.kv_cache, layer, None, paging)
     assert torch.equal(inputs.kv_cache.blocks.view(torch.uint8), expected.blocks.view(torch.uint8))
-
-
-def test_many_heads_share_one_head_of_keys(attention: CpuAttention) -> None:
-    """More than there is room for in one item of a thread."""
-    inputs = _inputs([(5, 70)], group=150, num_kv_heads=1)
-    expected = inputs.expected(None)
-    _assert_close(_attend(attention, inputs), expected)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
