@@ -88,25 +88,24 @@ def applications(nodes: RayNodes) -> dict[str, object]:
 
 
 def test_what_a_cluster_cannot_serve_is_refused_in_words(
-    nodes: RayNodes, model: Path, token: Path, home: Path
+    nodes: RayNodes, model: Path, token: Path, port: int, home: Path
 ) -> None:
     """Who has not its token, and who wants more GPUs or nodes than it has; the command itself is on
     a machine without a GPU. All at the same time."""
     own, wrong = {"RAY_AUTH_TOKEN_PATH": str(token)}, {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    flags = f"{model} --ray-address {nodes.address}"
     over_nodes = "--prefill 0 --tensor-parallel-size 2 --nnodes 2"
-    begun = [
-        (f"{nodes.address} requires a token", Command(flags, home)),
-        ("does not accept the token in RAY_AUTH_TOKEN", Command(flags, home, wrong)),
-        (
-            "2 tiny-prefill, 1 tiny-decode need 3 GPUs, and the cluster has 2.",
-            Command(f"{flags} --prefill 2", home, own),
-        ),
-        (
-            "needs 2 nodes with 1 GPU each, and the cluster has 1 (",
-            Command(f"{flags} {over_nodes}", home, own),
-        ),
+    refusals: list[tuple[str, dict[str, str], str]] = [
+        ("", {}, f"{nodes.address} requires a token"),
+        ("", wrong, "does not accept the token in RAY_AUTH_TOKEN"),
+        ("--prefill 2", own, "2 tiny-prefill, 1 tiny-decode need 3 GPUs, and the cluster has 2."),
+        (over_nodes, own, "needs 2 nodes with 1 GPU each, and the cluster has 1 ("),
     ]
+    begun = []
+    for number, (flags, environment, words) in enumerate(refusals):
+        (home / f"{number}").mkdir()
+        arguments = f"{model} --ray-address {nodes.address} {flags}"
+        command = Command(arguments, home / f"{number}", environment, port=port)
+        begun.append((words, command))
     said = [(words, refusal_of(command)) for words, command in begun]
     assert [words in each for words, each in said] == [True] * len(said), said
 
