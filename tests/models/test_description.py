@@ -33,6 +33,7 @@ READERS = (
     "models/checkpoint.py",
     "models/gguf_model.py",
     "models/hub.py",
+    "ingress/plan_requests.py",  # which writes what a request sends as one, to be described
 )
 FILES = (
     "config.json",
