@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ELSEWHERE = {"ray_data"}  # on the cluster of tests/e2e/test_three_nodes.py
+ELSEWHERE = {"ray_data"}  # on a Ray of its own, in tests/bench/test_ray_data.py
 PRINTED = {  # regular expressions of whole outputs
     "batch": r"3 of 3 requests are answered\.\n1 Paris\n2 5\n3 5\n",
     "load_test": r"(?s)(20 of 20 requests answered in .*?){2}"
