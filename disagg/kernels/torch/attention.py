@@ -106,7 +106,8 @@ def _read(kv_cache: KVPages, layer: int, blocks: Tensor, gathered: Tensor) -> Te
     """Some blocks as [num_vectors, num_kv_heads, positions, head_dim]; scaled ones in float32."""
     _, _, num_vectors, num_kv_heads, size, width = kv_cache.values.shape
     heads = torch.arange(num_kv_heads)[:, None] * kv_cache.head_pages
-    vectors = torch.arange(num_vectors)[:, None, None] + layer * num_vectors
+    first = kv_cache.places[layer][1] * num_vectors
+    vectors = torch.arange(num_vectors)[:, None, None] + first
     pages = vectors + heads + blocks * (num_kv_heads * kv_cache.head_pages)
     rows = gathered[: pages.numel()]
     torch.index_select(kv_cache.rows, 0, pages.flatten(), out=rows)
