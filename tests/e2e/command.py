@@ -86,7 +86,8 @@ class Command:
         self.url = f"http://{netloc}:{self.port}"
         self._mark = os.urandom(8).hex()
         self._shared_memory, self._runs = _shared_memory(), _dead_runs()
-        self._is_port_of_others = not self._has_free_port()  # as that of a running cluster
+        # Serve keeps it on a running cluster.
+        self._is_port_of_others = "--ray-address" in arguments or not self._has_free_port()
         self._output = home / f"output-{self.port}"
         command = f"{python} -m disagg.cli.main serve {arguments}"
         if "--config" not in arguments:  # such a file has to name `port`
