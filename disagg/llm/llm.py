@@ -5,28 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
-from disagg.llm.async_llm import AsyncLLM, Messages, Prompt
+from disagg.llm.async_llm import AsyncLLM, Messages, Params, Prompt
 from disagg.llm.outputs import RequestOutput
 from disagg.llm.params import SamplingParams
 
 T = TypeVar("T")
-P = ParamSpec("P")
-
-
-def _waiting(
-    method: Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[LLM, P], T]:
-    """A method of `LLM` that does what this one does. Ctrl-C ends all of it."""
-
-    @wraps(method)
-    def wait(self: LLM, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._wait(method(self._llm, *args, **kwargs))
-
-    return wait
 
 
 class LLM:
@@ -56,8 +42,26 @@ class LLM:
             self._close()
             raise
 
-    generate = _waiting(AsyncLLM.generate)
-    chat = _waiting(AsyncLLM.chat)
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """See `AsyncLLM.generate`. Ctrl-C ends all of it."""
+        return self._wait(self._llm.generate(prompts, sampling_params, use_tqdm=use_tqdm))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        **fields: Any,
+    ) -> list[RequestOutput]:
+        """See `AsyncLLM.chat`. Ctrl-C ends all of it."""
+        return self._wait(self._llm.chat(messages, sampling_params, use_tqdm=use_tqdm, **fields))
 
     def stream(
         self,
