@@ -333,8 +333,7 @@ class Fleet:
             worker.hear(status, self._now())
             self._ledger.on_status(worker_id)
             self._refresh_views(worker)
-        if kv_events:
-            self.index.apply(worker_id, [each for each in kv_events if each.tier == "cache"])
+        self.index.apply(worker_id, [each for each in kv_events if each.tier == "cache"])
         if worker.status.host is not None and kv_events:
             in_host = [each for each in kv_events if each.tier == "host"]
             self.index.apply(host_id(worker_id), in_host)

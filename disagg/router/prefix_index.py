@@ -10,8 +10,8 @@ prompt it has is therefore found by bisection: long prompts take hardly longer t
 then it has less than it seems.)
 
 Bounded in blocks, those of lost workers included. When full, it forgets the oldest, and first of
-all those of a single worker. A lost worker's bit is ignored at once; it is cleared from one shard
-at a time while other workers report, and used again only after that. No call takes long.
+all those of a single worker. A lost worker's bit is ignored at once; it is cleared from a few
+shards at a time while other workers report, and used again only after that. No call takes long.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ NUM_SHARDS = 1024  # dicts, so that growing and sweeping touch few names at a ti
 # A name with its header as the allocator rounds it up, and a dict that has just grown, which has
 # six places per name.
 BLOCK_NBYTES = 64 + 6 * 20
+SHARDS_AT_ONCE, BLOCKS_AT_ONCE = 64, 1024  # cleared of lost workers beside a report
 NUM_OLDEST = 16  # blocks of a shard among which those that are forgotten are chosen
 MAX_MASKS = 1 << 16  # different masks that blocks share; more are kept per block
 
@@ -130,7 +131,10 @@ class PrefixIndex:
         self._store(bit, block_hashes)
 
     def apply(self, worker_id: str, events: Iterable[KVEvent]) -> None:
-        """Apply a worker's changes since its snapshot, in order. Unknown workers are ignored."""
+        """Apply a worker's changes since its snapshot, in order. Unknown workers are ignored.
+
+        Reports without changes, too, help to clear lost workers.
+        """
         bit = self._bits.get(worker_id)
         if bit is None:
             return
@@ -196,23 +200,30 @@ class PrefixIndex:
             self.num_evicted += oldest[name] > 0
 
     def _sweep(self) -> None:
-        """Clear the bits of lost workers from one shard more."""
+        """Clear the bits of lost workers from a few shards more."""
         if not self._num_to_sweep:
             if not self._gone:
                 return
             self._leaving, self._num_to_sweep = self._gone, NUM_SHARDS
-        self._num_to_sweep -= 1
-        shard, leaving = self._shards[self._num_to_sweep], self._leaving
+        last, num_blocks = max(0, self._num_to_sweep - SHARDS_AT_ONCE), 0
+        while self._num_to_sweep > last and num_blocks < BLOCKS_AT_ONCE:
+            self._num_to_sweep -= 1
+            num_blocks += self._clear_leaving(self._num_to_sweep)
+        if not self._num_to_sweep:
+            self._free_bits += _bits_of(self._leaving)  # no mask contains them any more
+            self._gone ^= self._leaving
+
+    def _clear_leaving(self, place: int) -> int:
+        """Clear the bits that are leaving from a shard. Returns how many blocks it had."""
+        shard, leaving = self._shards[place], self._leaving
         left = {
             name: self._shared(mask & ~leaving) if mask & leaving else mask
             for name, mask in shard.items()
             if mask & ~leaving
         }
         self.num_blocks -= len(shard) - len(left)
-        self._shards[self._num_to_sweep] = left
-        if not self._num_to_sweep:
-            self._free_bits += _bits_of(leaving)  # no mask contains them any more
-            self._gone ^= leaving
+        self._shards[place] = left
+        return len(shard)
 
 
 def _bits_of(mask: int) -> Iterator[int]:

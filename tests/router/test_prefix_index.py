@@ -205,6 +205,18 @@ def test_names_that_only_lost_workers_held_leave_with_the_last_holder() -> None:
     assert index.num_blocks == 0
 
 
+def test_few_blocks_of_lost_workers_are_gone_after_few_reports() -> None:
+    """So figures of a small or idle fleet are soon right."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_index, "NUM_SHARDS", 1024)
+        index, rng = PrefixIndex(), random.Random(6)
+        index.snapshot("stays", NAMES)
+        index.snapshot("lost", [*NAMES, *random_names(rng, 500)])
+        index.drop("lost")
+        report(index, ["stays"], 1024 // prefix_index.SHARDS_AT_ONCE)
+        assert index.num_blocks == len(NAMES)
+
+
 def test_nobody_holds_nothing() -> None:
     index = PrefixIndex()
     assert index.match(NAMES) == {}
