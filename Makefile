@@ -43,7 +43,8 @@ endef
 # What serving needs, with the one compiled library that this CPU takes.
 $(READY): export DISAGG_BUILD = this-cpu
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
-	@$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
+	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(call install,-e .)
 	@touch $(READY)
 
