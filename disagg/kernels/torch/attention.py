@@ -26,7 +26,8 @@ class TorchPaging:
 
     Attributes:
         blocks, offsets: int64 [num_tokens], where the vectors of each token are stored.
-        tables: int64 [num_seqs, max_num_blocks].
+        pages: int64 [num_vectors, num_kv_heads, num_seqs, max_num_blocks], rows of `KVPages.rows`
+            with the blocks of each sequence, in the first layer of a block.
         spans: for each sequence its first token in the step, the end of its tokens, and the number
             of its positions with KV after this step.
         gathered: rows of `KVPages.rows` for all pages of the longest sequence in a layer, into
@@ -35,7 +36,7 @@ class TorchPaging:
 
     blocks: Tensor
     offsets: Tensor
-    tables: Tensor
+    pages: Tensor
     spans: Sequence[tuple[int, int, int]]
     gathered: Tensor
 
@@ -49,10 +50,12 @@ def plan_paging(batch: PagedBatch, kv_cache: KVPages) -> TorchPaging:
         spans.append((start, start + new, length))
         start += new
     blocks = batch.slots.div(size, rounding_mode="floor")
-    tables, offsets = batch.block_tables.long(), batch.slots - blocks * size
+    heads = torch.arange(num_kv_heads)[:, None, None] * kv_cache.head_pages
+    vectors = torch.arange(num_vectors)[:, None, None, None]
+    pages = vectors + heads + batch.block_tables.long() * (num_kv_heads * kv_cache.head_pages)
     most = -(-max(batch.context_lens_host) // size) * num_kv_heads * num_vectors
     gathered = kv_cache.rows.new_empty(most, kv_cache.rows.shape[1])
-    return TorchPaging(blocks, offsets, tables, spans, gathered)
+    return TorchPaging(blocks, batch.slots - blocks * size, pages, spans, gathered)
 
 
 def paged_attention(
@@ -70,11 +73,12 @@ def paged_attention(
     vectors = qkv[:, num_heads:].view(-1, num_vectors, num_kv_heads, head_dim)
     _store(vectors, kv_cache, layer, paging)
     out = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
+    pages = paging.pages + kv_cache.places[layer][1] * num_vectors
     for row, (start, end, length) in enumerate(paging.spans):
         behind = length - (end - start)  # cached before this step
         skipped = _first_key(behind, window) // block_size
-        blocks = paging.tables[row, skipped : -(-length // block_size)]
-        stored = _read(kv_cache, layer, blocks, paging.gathered)
+        own = pages[:, :, row, skipped : -(-length // block_size)]
+        stored = _read(kv_cache, own, paging.gathered)
         for first in range(start, end, QUERIES_AT_ONCE):
             stop = min(first + QUERIES_AT_ONCE, end)
             query = behind + first - start
@@ -102,16 +106,13 @@ def _store(vectors: Tensor, kv_cache: KVPages, layer: int, paging: TorchPaging) 
     pages.scales[where] = scales
 
 
-def _read(kv_cache: KVPages, layer: int, blocks: Tensor, gathered: Tensor) -> Tensor:
-    """Some blocks as [num_vectors, num_kv_heads, positions, head_dim]; scaled ones in float32."""
-    _, _, num_vectors, num_kv_heads, size, width = kv_cache.values.shape
-    heads = torch.arange(num_kv_heads)[:, None] * kv_cache.head_pages
-    first = kv_cache.places[layer][1] * num_vectors
-    vectors = torch.arange(num_vectors)[:, None, None] + first
-    pages = vectors + heads + blocks * (num_kv_heads * kv_cache.head_pages)
+def _read(kv_cache: KVPages, pages: Tensor, gathered: Tensor) -> Tensor:
+    """The vectors of pages [num_vectors, num_kv_heads, num_blocks] as [num_vectors, num_kv_heads,
+    positions, head_dim]; scaled ones in float32."""
+    *_, size, width = kv_cache.values.shape
     rows = gathered[: pages.numel()]
     torch.index_select(kv_cache.rows, 0, pages.flatten(), out=rows)
-    shape = num_vectors, num_kv_heads, -1, kv_cache.head_dim
+    shape = *pages.shape[:2], -1, kv_cache.head_dim
     if kv_cache.scales is None:
         return rows.view(shape)
     format, begin = kv_cache.format, kv_cache.format.scales_offset(size, kv_cache.head_dim)
