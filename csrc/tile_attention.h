@@ -38,8 +38,10 @@ struct TileScratch {
         !keys.hold(depth / 2 * KEY_TILE) || !values.hold(num_panels * KEY_PAIRS * PANEL) ||
         !widened.hold(KEY_TILE * dim))
       return false;
-    memset(queries.get(), 0, sizeof(Activation) * filled_rows(num_rows) * depth);
-    memset(keys.get(), 0, sizeof(uint32_t) * depth / 2 * KEY_TILE);
+    if (depth > dim) {  // nothing else writes the padding
+      memset(queries.get(), 0, sizeof(Activation) * filled_rows(num_rows) * depth);
+      memset(keys.get(), 0, sizeof(uint32_t) * depth / 2 * KEY_TILE);
+    }
     return true;
   }
 };
