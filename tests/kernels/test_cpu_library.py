@@ -79,6 +79,17 @@ def test_the_best_instructions_are_preferred(monkeypatch: pytest.MonkeyPatch) ->
     assert find_step().loaded is None
 
 
+def test_what_is_said_of_the_step_is_about_the_library_for_this_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`DISAGG_BUILD=this-cpu` builds no other; here another version of disagg built it."""
+    no_amx, missing = Found(None, "no AMX"), Found(None, "missing", may_be_built=True)
+    other = Found(None, "another version", may_be_built=True)
+    founds = {AMX_STEP: no_amx, STEP: other, PLAIN_STEP: missing, AVX2_STEP: missing}
+    monkeypatch.setattr(cpu_library, "find_library", founds.__getitem__)
+    assert find_step() is other
+
+
 def test_a_damaged_file_gets_torch(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"\x7fELF")

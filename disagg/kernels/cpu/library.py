@@ -100,12 +100,17 @@ def find_library(library: Library) -> Found:
 
 
 def find_step() -> Found:
-    """Load the compiled step for the best instructions that this CPU has."""
-    for library in STEPS[:-1]:
+    """Load the compiled step for the best instructions that this CPU has.
+
+    Where there is none, the sentence is about the best one that could have been built.
+    """
+    not_loaded = []
+    for library in STEPS:
         found = find_library(library)
         if found.loaded is not None:
             return found
-    return find_library(STEPS[-1])
+        not_loaded.append(found)
+    return next((each for each in not_loaded if each.may_be_built), not_loaded[-1])
 
 
 def load(library: Library, file: Path, flags: frozenset[str]) -> Found:
