@@ -216,7 +216,7 @@ class Cluster:
                 continue
             if application.status is ApplicationStatus.RUNNING:
                 if board is not None:
-                    board.close()  # which ends its process
+                    board.close()
                 return
             messages = [each.message for each in application.deployments.values()]
             refusal = _own_words([application.message, *messages])
@@ -291,6 +291,8 @@ class Cluster:
             serve.shutdown()
         elif self._is_deployed and not self.is_replaced():
             serve.delete(APPLICATION)
+            if self._board is not None:
+                self._board.close()  # of a start that was given up
         ray.shutdown()
 
     def _come_back(self) -> None:

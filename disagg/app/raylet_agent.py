@@ -26,13 +26,13 @@ PERIOD_S = 1.0
 
 
 def main() -> None:
-    raylet = os.getppid()
     flags = dict(word.split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
     for name in PORTS[sys.argv[1]]:
         file = Path(flags["--session-dir"], f"{name}_{flags['--node-id']}")
         whole = file.with_suffix(".new")  # the raylet reads the file as soon as it is there
         whole.write_text("-1")
         whole.rename(file)
+    raylet = int(os.environ["RAY_RAYLET_PID"])
     while os.getppid() == raylet:
         time.sleep(PERIOD_S)
 

@@ -49,7 +49,9 @@ class Board:
 def reporter(pool: str, worker: str) -> Callable[[StartStep], None]:
     """A function with which a starting worker reports, from any thread."""
     reached: dict[StartPhase, StartStep] = {}
-    is_open = private_ray.get_shared(_OPEN) is not None  # else no command reads the board
+    is_open = False  # whether a command reads the board
+    with contextlib.suppress(RayError):
+        is_open = private_ray.get_shared(_OPEN) is not None
 
     def tell(step: StartStep) -> None:
         reached[step.phase] = step

@@ -103,7 +103,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     for module in (cluster, private_ray):
         monkeypatch.setattr(module, "ray", fake)
         monkeypatch.setattr(module, "serve", fake_serve)
-    monkeypatch.setattr("disagg.app.start_board.Board", lambda: None)
+    board = SimpleNamespace(close=lambda: fake.calls.append("close the board"))
+    monkeypatch.setattr("disagg.app.start_board.Board", lambda: board)
     monkeypatch.setattr(cluster, "build_application", lambda config, version: version)
     return fake
 
@@ -138,6 +139,7 @@ def test_a_cluster_of_others_is_left_and_joined_again(ray: FakeRay) -> None:
         "leave",
         "init head:6379",
         "delete disagg",
+        "close the board",
         "leave",
     ]
 
@@ -148,6 +150,7 @@ def test_a_start_that_failed_is_cleaned_up_too(ray: FakeRay) -> None:
         "start",
         "deploy",
         "delete disagg",
+        "close the board",
         "leave",
     ]
 

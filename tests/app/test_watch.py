@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -63,11 +64,12 @@ FLAGS = ["agent.py", "--node-ip-address=127.0.0.1", "--node-id=a1"]  # as the ra
 def test_an_agent_that_dies_ends_everything(agent: str, tmp_path: Path) -> None:
     """Of ours or Ray's. The raylet ends with it, sooner or later, and all workers with it."""
     command, program = [f"ray::{agent}", "600"], shutil.which("sleep")
+    environment = {**os.environ, "RAY_RAYLET_PID": str(os.getpid())}
     if agent in raylet_agent.PORTS:
         flags = [*FLAGS, f"--session-dir={tmp_path}"]
         command, program = [*private_ray._agent_command(agent), *flags], sys.executable
     stop = threading.Event()
-    with subprocess.Popen(command, executable=program) as process:
+    with subprocess.Popen(command, executable=program, env=environment) as process:
         ports = {tmp_path / f"{port}_a1" for port in raylet_agent.PORTS.get(agent, ())}
         while psutil.Process(process.pid).cmdline() != command or set(tmp_path.iterdir()) != ports:
             assert process.poll() is None
