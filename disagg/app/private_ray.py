@@ -53,11 +53,12 @@ def _agent_command(agent: str, *_: Any, **__: Any) -> list[str]:
 
 
 def wait_longer_for_proxies() -> None:
-    """Make `serve.start` wait as long as Serve lets its proxies start, instead of 60 s."""
+    """Make `serve.start` wait as long as Serve lets its proxies start, if that is above 60 s."""
     if ray.__version__.startswith(TRIED):
         from ray.serve._private import api, constants
 
-        vars(api)["HTTP_PROXY_TIMEOUT"] = constants.PROXY_READY_CHECK_TIMEOUT_S
+        longest_s = max(constants.HTTP_PROXY_TIMEOUT, constants.PROXY_READY_CHECK_TIMEOUT_S)
+        vars(api)["HTTP_PROXY_TIMEOUT"] = longest_s
 
 
 def local_node() -> Any:
