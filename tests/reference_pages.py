@@ -258,8 +258,8 @@ def metrics_page() -> str:
     return (
         f"# Metrics\n\n{TEXTS['metrics']}\n"
         + _table(head, sorted(rows))
-        + "\n## Autoscaled pools\n\nThe Ray of a cluster exports these, with its own metrics; that of"
-        + " `disagg serve` exports none.\n\n"
+        + "\n## Autoscaled pools\n\nThe Ray of a cluster exports these, with its own metrics;"
+        + " that of `disagg serve` exports none.\n\n"
         + _table(head, of_ray)
     )
 
