@@ -32,9 +32,9 @@ KINDS = (
     ("ProxyActor", "Serve's proxy"),
     ("HAProxyManager", "HAProxy's manager"),
     ("haproxy", "HAProxy"),
+    ("raylet/raylet", "raylet"),  # whose command line has those of its agents
     ("raylet_agent.py", "an agent's stand-in"),
     ("gcs_server", "Ray's GCS"),
-    ("raylet", "raylet"),
     ("cluster_process", "command"),
     ("valkey-server", STORE),
     ("redis-server", STORE),

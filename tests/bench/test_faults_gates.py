@@ -35,7 +35,9 @@ def test_one_process_that_leaks_fails_the_gate_and_is_named() -> None:
 def test_processes_have_names() -> None:
     assert kind_of("ray::ServeReplica:disagg:Ingress") == "ingress"
     assert kind_of("ray::ServeReplica:disagg:crew-decode") == "worker"
-    assert kind_of("/opt/ray/core/src/ray/raylet/raylet --store=x") == "raylet"
+    agent = "python -I -S /opt/disagg/app/raylet_agent.py dashboard_agent --raylet-name=/x/raylet"
+    assert kind_of(f"/opt/ray/raylet/raylet --dashboard_agent_command={agent}") == "raylet"
+    assert kind_of(agent) == "an agent's stand-in"
     assert kind_of("/usr/bin/haproxy -f x.cfg") == "HAProxy"
     assert kind_of("/usr/bin/strange --flag") == "strange"
 
