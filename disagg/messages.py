@@ -218,6 +218,10 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 PutDelta: TypeAlias = Callable[[TokenDelta], None]
 
 
+class AnswerEnded(Exception):
+    """Raised by a `PutDelta`: the answer has ended before its tokens do, as by a stop string."""
+
+
 class KVEvent(msgspec.Struct, frozen=True, array_like=True):
     """Blocks were cached on a worker, or evicted.
 

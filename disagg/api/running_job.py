@@ -19,6 +19,7 @@ from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError, EngineFailed
 from disagg.messages import (
+    AnswerEnded,
     FinishReason,
     GenerateRequest,
     PutDelta,
@@ -225,10 +226,6 @@ def _is_one_token(delta: TokenDelta) -> bool:
     return len(delta.token_ids) == 1 and delta.logprobs is None and not is_last
 
 
-class _AnswerEnded(Exception):
-    """An answer has ended before its tokens do, as by a stop string."""
-
-
 class RunningJob:
     """A checked request that runs. Iterate over `batches`; afterwards the counts are final.
 
@@ -346,10 +343,10 @@ class RunningJob:
                 if not silent:
                     has_some.set()
                 if has_ended and not delta.is_last:
-                    raise _AnswerEnded
+                    raise AnswerEnded
 
             try:
-                with suppress(_AnswerEnded):
+                with suppress(AnswerEnded):
                     await self._generate(answer.request, take)
                 if answer.finish_reason is None:
                     raise EngineFailed(
@@ -375,8 +372,9 @@ class RunningJob:
                 if has_failed and num_open:  # also if other choices go on
                     raise failures[0]
         finally:
-            for task in tasks:
-                task.cancel()
+            for task, answer in zip(tasks, self._answers, strict=True):
+                if answer.finish_reason is None:  # the others are about to end
+                    task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _count(self, piece: ChoiceDelta) -> None:

@@ -31,7 +31,7 @@ from disagg.blocks import hash_block
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue, Charge, Queued
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, Prefetch, PutDelta, TokenDelta
+from disagg.messages import AnswerEnded, GenerateRequest, Prefetch, PutDelta, TokenDelta
 from disagg.router.admission import limit_s
 from disagg.router.fleet import Fleet, FleetView, Reservation
 from disagg.router.load_report import Demand
@@ -357,8 +357,12 @@ class Dispatcher:
                     self._cancel_visits(state)
                     state.move(error)
                     self._metrics.of("request_moves", state.model).inc()
-            self._fleet.answers.observe(state.model, state.num_output_tokens)
+        except AnswerEnded:
+            state.is_finished = True
+            raise
         finally:
+            if state.is_finished:
+                self._fleet.answers.observe(state.model, state.num_output_tokens)
             self._cancel_visits(state)
             if state.ticket is not None:
                 self._workers.release(state.ticket)

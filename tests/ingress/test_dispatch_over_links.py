@@ -8,12 +8,18 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
+import pytest
+
+from disagg.api.request_spec import RequestSpec
+from disagg.api.running_job import RunningJob
 from disagg.ingress.dispatch import Dispatcher
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.fleet_links import FleetLinks
 from disagg.links.server import LinkClosed, LinkId
 from disagg.messages import Cancel, GenerateRequest, KVEvent, Start, TokenDelta
 from disagg.router.fleet import Fleet
+from disagg.router.output_length import USUAL_OUTPUT_TOKENS, OutputLengths
+from tests.api.fakes import TOKENIZER, served_model
 from tests.deltas import answers
 from tests.links.fakes import KEY, FakeWorker, fake_worker, until
 from tests.router.fakes import make_record, make_request, make_status
@@ -145,9 +151,33 @@ async def test_many_streams_outlive_a_worker() -> None:
 
 
 async def test_a_client_that_leaves_stops_its_worker() -> None:
-    async with deployment("d0") as (dispatcher, _, engines):
+    async with deployment("d0") as (dispatcher, fleet, engines):
         request = make_request(100, max_tokens=1_000_000)
         async with aclosing(answers(dispatcher, request)) as deltas:
             await anext(deltas)
             assert engines["d0"].num_running == 1
         await until(lambda: engines["d0"].num_running == 0)
+        assert fleet.answers.usual("toy") == USUAL_OUTPUT_TOKENS
+
+
+@pytest.mark.parametrize(("stops", "num_tokens"), [((), 20), (("b",), 4)])
+async def test_the_length_of_an_answer_is_learned_once(
+    stops: tuple[str, ...], num_tokens: int
+) -> None:
+    async with deployment("d0") as (dispatcher, fleet, _):
+        [b] = TOKENIZER.encode("b", add_special_tokens=False)
+        request = make_request(b - 3, max_tokens=20)  # it is answered with b-3, b-2, ...
+        spec = RequestSpec(
+            model=served_model(),
+            prompts=(),
+            prompt_param="prompt",
+            sampling=request.sampling,
+            stops=stops,
+        )
+        run = RunningJob("r", 0, spec, (request,), dispatcher.generate)
+        async for _batch in run.batches():
+            pass
+        assert run.num_completion_tokens == num_tokens
+        learned = OutputLengths()
+        learned.observe("toy", num_tokens)
+        assert fleet.answers.usual("toy") == learned.usual("toy")
