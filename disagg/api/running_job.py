@@ -372,9 +372,8 @@ class RunningJob:
                 if has_failed and num_open:  # also if other choices go on
                     raise failures[0]
         finally:
-            for task, answer in zip(tasks, self._answers, strict=True):
-                if answer.finish_reason is None:  # the others are about to end
-                    task.cancel()
+            for task in tasks:
+                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _count(self, piece: ChoiceDelta) -> None:

@@ -357,9 +357,6 @@ class Dispatcher:
                     self._cancel_visits(state)
                     state.move(error)
                     self._metrics.of("request_moves", state.model).inc()
-        except AnswerEnded:
-            state.is_finished = True
-            raise
         finally:
             if state.is_finished:
                 self._fleet.answers.observe(state.model, state.num_output_tokens)
@@ -387,7 +384,11 @@ class Dispatcher:
                 self._begin(state, reservation, delta)
             shown = state.take(delta)
             if shown is not None:
-                put(shown)
+                try:
+                    put(shown)
+                except AnswerEnded:
+                    state.is_finished = True
+                    raise
             if delta.error is not None:
                 raise delta.error.to_error()
 
@@ -550,9 +551,8 @@ class Dispatcher:
             state.model,
             state.visited,
         )
-        earlier = self.decision(state.request.request_id)[
-            -self._max_moves :
-        ]  # clients may reuse an id
+        # Clients may reuse an id.
+        earlier = self.decision(state.request.request_id)[-self._max_moves :]
         self._decisions.put(state.request.request_id, (*earlier, decision))
         state.prefix_source = route.prefix_source
         if state.ticket is None:  # otherwise the prompt is already computed
