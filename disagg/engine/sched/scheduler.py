@@ -340,9 +340,8 @@ class Scheduler:
         """End a sequence that got an error instead of a token."""
         if isinstance(error, InvalidLogits):
             self.num_corrupted += 1
-            self.pool.uncache(
-                held_blocks(sequence.block_ids)
-            )  # another request with its KV might fail too
+            # Another request with its KV might fail too.
+            self.pool.uncache(held_blocks(sequence.block_ids))
         self.remove(sequence.request_id)
         return TokenEvent(sequence, error=error)
 
