@@ -13,11 +13,15 @@ DEAD_FACTOR = 3.0  # a worker is replaced later than it is avoided, because that
 
 
 class Liveness:
-    """Whether one engine hangs, from successive checks."""
+    """Whether one engine hangs, from successive checks.
 
-    def __init__(self) -> None:
+    Args:
+        turn_s: how long an iteration may take besides its step; `TURN_S` if it is None.
+    """
+
+    def __init__(self, turn_s: float | None = None) -> None:
         self.still_s = 0.0  # time since the engine completed an iteration
-        self._limit_s = TURN_S
+        self._turn_s = self._limit_s = TURN_S if turn_s is None else turn_s
         self._num_turns = -1
 
     @property
@@ -40,5 +44,5 @@ class Liveness:
         was_stalled = self.is_stalled
         self.still_s = self.still_s + LOOK_S if num_turns == self._num_turns else 0.0
         self._num_turns = num_turns
-        self._limit_s = TURN_S + STEP_FACTOR * step_s
+        self._limit_s = self._turn_s + STEP_FACTOR * step_s
         return self.is_stalled and not was_stalled

@@ -39,6 +39,7 @@ from disagg.messages import (
     WorkerStatus,
 )
 from disagg.time_model import StepFeatures, StepTimeFit, attended
+from disagg.worker.liveness import LOOK_S, Liveness
 from disagg.worker.streams import LinkId, sequence_id
 from disagg.worker.vllm import tickets
 from disagg.worker.vllm.arguments import LEASE_S
@@ -60,6 +61,7 @@ from disagg.worker.vllm.requests import (
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
+TURN_S = 60.0  # vLLM compiles kernels when it first meets a shape
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +117,9 @@ class VllmWorker:
         self._pending = _Pending()
         self._is_flushing = False
         self._accepting = True
+        self._liveness = Liveness(TURN_S)
+        self._num_turns = 0  # steps of the engine, and looks at one that has nothing to do
+        self._watch: asyncio.Task[None] | None = None
         self._last_step = EngineStep()
         self._num_preempted = 0
         engine.listener.on_step = self._stepped
@@ -177,6 +182,7 @@ class VllmWorker:
         except BaseException:
             await worker.close()
             raise
+        worker._watch = worker._loop.create_task(worker._keep_watch())
         return worker
 
     @property
@@ -185,9 +191,11 @@ class VllmWorker:
         return self._server.record
 
     def check_health(self) -> None:
-        """Raises `EngineFailed` if vLLM's engine has died; Serve then replaces the worker."""
+        """Raises `EngineFailed` if the engine is dead or hangs; Serve then replaces the worker."""
         if self._engine.is_dead:
             raise EngineFailed("The vLLM engine of this worker has died; its log says why.")
+        if self._liveness.is_dead:
+            raise EngineFailed(f"vLLM has not finished a step for {self._liveness.still_s:.0f} s.")
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let those end that are nearly done, and close.
@@ -210,10 +218,35 @@ class VllmWorker:
 
     async def close(self) -> None:
         """End everything at once; open streams end with `WorkerLost`."""
+        if self._watch is not None:
+            self._watch.cancel()
         for stream in list(self._streams.values()):
             self._forget(stream)
         await self._server.close()
         await self._engine.close()
+
+    async def _keep_watch(self) -> None:
+        """Close all links if vLLM finishes no step although it has requests: they go on elsewhere.
+
+        Until it finishes one, the worker takes no requests.
+        """
+        sizes = self._engine.sizes
+        largest = StepFeatures(
+            sizes.max_num_batched_tokens,
+            attended(sizes.max_num_batched_tokens, 0),
+            sizes.max_num_seqs,
+            sizes.num_blocks * sizes.block_size,
+        )
+        while True:
+            await asyncio.sleep(LOOK_S)
+            was_stalled = self._liveness.is_stalled
+            self._num_turns += not (self._streams or was_stalled)
+            if self._liveness.look(self._num_turns, self._step_times.model.step_s(largest)):
+                reason = f"vLLM has not finished a step for {self._liveness.still_s} s"
+                log.error("Closing all links: %s.", reason)
+                self._server.hang_up(reason)
+            elif was_stalled and not self._liveness.is_stalled:
+                self._flush_soon()
 
     # Messages of ingresses.
 
@@ -250,8 +283,8 @@ class VllmWorker:
 
     async def _run(self, stream: _VllmStream) -> None:
         try:
-            if not self._accepting:
-                raise Unavailable("This worker is stopping and takes no new requests.")
+            if not self._is_accepting:
+                raise Unavailable("This worker is stopping or hangs; it takes no new requests.")
             check_request(stream.request)
             if stream.start.hand_over and can_hand_over(stream.request):
                 await self._prefill(stream)
@@ -373,6 +406,7 @@ class VllmWorker:
     # What the engine says.
 
     def _stepped(self, step: EngineStep) -> None:
+        self._num_turns += 1
         self._last_step = step
         self._num_preempted += step.num_preempted
         if step.seconds > 0.0:
@@ -407,7 +441,7 @@ class VllmWorker:
             num_free_blocks=round(num_blocks * (1.0 - self._last_step.kv_usage)),
             num_blocks=num_blocks,
             num_holds=len(self._tickets),
-            accepting=self._accepting,
+            accepting=self._is_accepting,
             step_costs=self._step_times.to_costs(),
             num_preempted=self._num_preempted,
             num_prefilling=max(0, len(prefilling) - num_waiting),
@@ -415,6 +449,10 @@ class VllmWorker:
             home_ingress=self._server.home_ingress,
             adapters=None if self._board is None else AdapterReport(self._board.entries),
         )
+
+    @property
+    def _is_accepting(self) -> bool:
+        return self._accepting and not self._liveness.is_stalled
 
     def _num_context_tokens(self) -> int:
         return sum(each.num_tokens for each in self._streams.values() if each.num_output)

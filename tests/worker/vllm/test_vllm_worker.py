@@ -20,7 +20,7 @@ from disagg.errors import EngineFailed
 from disagg.local import LocalCluster
 from disagg.worker.check import check_tier
 from disagg.worker.vllm import tickets, worker
-from disagg.worker.vllm.engine import EnginePrompt
+from disagg.worker.vllm.engine import EnginePrompt, EngineStep
 from disagg.worker.vllm.worker import VllmWorker
 from tests.links.fakes import until
 from tests.tiny_model import write_tiny_adapter
@@ -155,6 +155,33 @@ async def test_a_request_goes_on_where_an_engine_died(model: Path) -> None:
         assert await task == expected(prompt)
         (moved,) = it.engine(1 - dying).seen
         assert len(moved.token_ids) == 65 and moved.sampling["max_tokens"] == NUM_NEW - 5
+
+
+async def test_a_request_goes_on_where_no_engine_hangs(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And Serve replaces the worker, unless its engine finishes a step after all."""
+    monkeypatch.setattr(worker, "LOOK_S", 0.01)
+    monkeypatch.setattr(worker, "TURN_S", 2.0)  # counted as looks of `liveness.LOOK_S`
+    async with fleet(model, num_prefill=0, num_decode=2) as it:
+        prompt = prompt_of(60)
+        task, hanging = await held(it, 5, prompt)
+        it.engine(1 - hanging).may_go_on.set()
+        assert await task == expected(prompt)
+        assert it.engine(hanging).num_aborted == 1
+        worker_of = it.cluster.workers[hanging]
+        for _ in range(3):
+            assert await it.tokens(prompt) == expected(prompt)
+        assert len(it.engine(hanging).seen) == 1
+        with pytest.raises(EngineFailed, match="has not finished a step"):
+            while True:
+                worker_of.check_health()
+                await asyncio.sleep(0.01)
+        it.engine(1 - hanging).may_go_on.clear()
+        it.engine(hanging).may_go_on.set()
+        it.engine(hanging).listener.on_step(EngineStep())
+        await until(lambda: not worker_of._liveness.is_stalled)
+        worker_of.check_health()
 
 
 async def test_a_draining_worker_gives_its_requests_away(model: Path) -> None:
