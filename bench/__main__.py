@@ -28,7 +28,7 @@ BENCHES = (
     "serving_path",
     "speculation",
 )
-PEERS = ("peers", "peers.serving", "peers.pair")  # install others' systems, some GB
+PEERS = ("peers", "peers.serving", "peers.pair", "engines")  # install others' systems, some GB
 ALL = (*BENCHES, *PEERS)
 
 

@@ -93,7 +93,8 @@ def by_ray_data(engine: str, python: str, model: str, number: int) -> tuple[floa
         done = subprocess.run(
             words, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE, check=True
         )
-        said = json.loads(done.stdout.splitlines()[-1])
+        # Ray prints there, too, and also later.
+        (said,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{"))
         return said["took_s"], said["num_tokens"]
 
     start_s, few_tokens = job(min(number, FEW))

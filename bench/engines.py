@@ -1,0 +1,128 @@
+"""vLLM behind our router, beside plain vLLM behind round robin, and our own engine.
+
+    python -m bench.engines [--rounds 2] [--num-prompts 120] [--request-rate 6] [--tiny]
+
+Each has two engines of one thread that do both prefill and decode, with demo-large in bfloat16.
+Prompts of 512 tokens begin with one of 8 prefixes of 384, so a router that knows what each engine
+caches computes less. `disagg bench` asks in an open loop; the systems take turns in every round.
+Goodput is requests/s within 300 ms of TTFT and 30 ms of TPOT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.peers.environments import ROOT, VLLM_VARIABLES
+from bench.peers.limits import FLAGS, MODEL
+from bench.peers.servers import VLLM, Running, Server, in_turns, started
+from bench.report import finish, print_table
+from disagg.app.haproxy import find_haproxy
+from disagg.config import ASSETS
+from disagg.host import free_port
+
+CHECKPOINT = ASSETS / "demo-large"
+NUM_ENGINES = 2
+LENGTHS = ("--input-len", "512", "--prefix-len", "384", "--num-prefixes", "8", "--output-len", "64")
+GOODPUT = ("--goodput", "ttft:300", "tpot:30")
+FIGURES = ("median_ttft_ms", "p95_ttft_ms", "median_tpot_ms", "request_goodput")
+
+NAMED = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT"
+POOLS = f"--prefill 0 --decode {NUM_ENGINES} --num-threads 1 --no-redis"
+OURS = f"-m disagg.cli.main serve CHECKPOINT {NAMED} {FLAGS} {POOLS} --ttft-slo-s none"
+READY = ("/ready", f'"num_decode":{NUM_ENGINES}'.encode())
+# An engine of disagg's router binds no cores, and finds this repository beside vLLM.
+BEHIND_US = {**VLLM_VARIABLES, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
+PLAIN = Server(
+    "vllm",
+    f"{VLLM} {NAMED} {FLAGS} --enable-prompt-tokens-details",
+    ("/v1/models", MODEL.encode()),
+    VLLM_VARIABLES,
+)
+HAPROXY = """
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 10m
+    timeout server 10m
+listen all
+    bind 127.0.0.1:{port}
+    balance roundrobin
+"""
+
+
+@contextmanager
+def round_robin(server: Server, checkpoint: Path, place: Path) -> Iterator[Running]:
+    """One server a core, and HAProxy in front of them."""
+    with ExitStack() as running:
+        port, text = free_port(), HAPROXY
+        for core in range(NUM_ENGINES):
+            variables = {**server.variables, "VLLM_CPU_OMP_THREADS_BIND": str(core)}
+            one = replace(server, variables=variables)
+            it = running.enter_context(started(one, checkpoint, place / f"vllm-{core}"))
+            text += f"    server s{core} 127.0.0.1:{it.port}\n"
+        file = place / "haproxy.cfg"
+        file.write_text(text.format(port=port))
+        process = subprocess.Popen([find_haproxy(), "-db", "-f", str(file)])
+        running.callback(process.wait)
+        running.callback(process.terminate)
+        yield Running(psutil.Process(process.pid), port)
+
+
+def asked(port: int, num_prompts: int, rate: float) -> dict[str, Any]:
+    """The figures of `disagg bench`."""
+    load = ("--num-prompts", str(num_prompts), "--request-rate", str(rate))
+    words = (*load, *LENGTHS, *GOODPUT, "--url", f"http://127.0.0.1:{port}", "--json")
+    command = [sys.executable, "-m", "disagg.cli.main", "bench", *words]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    figures: dict[str, Any] = json.loads(done.stdout)["figures"]
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.engines", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--num-prompts", type=int, default=120)
+    parser.add_argument("--request-rate", type=float, default=6.0)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: only ours")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        start = partial(started, checkpoint=CHECKPOINT, log=place / "log")
+        systems: dict[str, Callable[[], AbstractContextManager[Running]]] = {
+            "disagg": partial(start, Server("", OURS, READY)),
+            "disagg --engine vllm": partial(
+                start, Server("vllm", f"{OURS} --engine vllm", READY, BEHIND_US)
+            ),
+            "vllm, round robin": partial(round_robin, PLAIN, CHECKPOINT, place),
+        }
+        if arguments.tiny:
+            systems = {"disagg": systems["disagg"]}
+            arguments.rounds, arguments.num_prompts = 1, 10
+
+        def measure(system: str, running: Running) -> None:
+            figures = asked(running.port, arguments.num_prompts, arguments.request_rate)
+            cached = figures["total_cached_tokens"] / figures["total_input_tokens"]
+            shown = {key: figures.get(key) for key in FIGURES}
+            rows.append({"system": system, **shown, "cached": cached, "failed": figures["failed"]})
+            print_table(rows[-1:])
+
+        absent = in_turns(systems, arguments.rounds, measure)
+    print_table(rows)
+    finish("engines", rows, absent=absent)
+
+
+if __name__ == "__main__":
+    main()
