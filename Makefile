@@ -136,7 +136,7 @@ $(BROWSER)/.ready: tests/ui/requirements.txt | $(TOOLS)
 test-ui: $(BROWSER)/.ready
 	PYTHONPATH=$(BROWSER) DISAGG_AXE=$(BROWSER)/axe/package/axe.min.js $(PYTEST) $(UI) $(ARGS)
 
-# The pictures of docs/ui.md, which have other times each time.
+# The pictures of docs/monitoring.md, which have other times each time.
 screenshots: export DISAGG_SCREENSHOTS = docs/images
 screenshots: $(BROWSER)/.ready
 	PYTHONPATH=$(BROWSER) DISAGG_AXE=$(BROWSER)/axe/package/axe.min.js $(PYTEST) $(UI)/test_look.py

@@ -39,7 +39,7 @@ AUTO = "auto"  # the model that clients name to have the cascade choose one
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speculative decoding (docs/speculation.md). Names follow vLLM's."""
+    """Speculative decoding (docs/models.md#speculative-decoding). Names follow vLLM's."""
 
     method: Literal["ngram", "draft_model"]
     """`ngram` (prompt lookup) proposes the tokens that followed the last n-gram before;
@@ -73,12 +73,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """further arguments of the vllm engine, as JSON: '{"max_logprobs": 50}'"""
     tensor_parallel_size: Positive = 1
     """number of GPUs (or of processes, on CPUs) that each worker splits its model over
-    (docs/several-gpus.md)"""
+    (docs/models.md#several-gpus-a-worker)"""
     nnodes: Positive = 1
     """number of nodes of the Ray cluster over which the ranks of each worker are spread"""
     enable_expert_parallel: bool = False
     """use expert parallelism for the layers of a mixture of experts: each GPU of a worker holds
-    whole experts instead of a slice of every expert (docs/several-gpus.md#whole-experts)"""
+    whole experts instead of a slice of every expert (docs/models.md#whole-experts)"""
     dtype: DType = "auto"
     """data type of weights and activations: auto, float32, bfloat16 or float16"""
     kv_cache_dtype: KVCacheDType = "auto"
@@ -89,7 +89,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """quantise the weights while they are loaded: int8 or (on GPUs) fp8 with one scale per row of a
     matrix, int4 with one scale per 32 values. packed (on CPUs, for dense models) keeps the weights
     of a quantised checkpoint packed, as GPU workers always do
-    (docs/quantised.md#bits-that-a-checkpoint-has)"""
+    (docs/models.md#bits-that-a-checkpoint-has)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda, or auto, which uses GPUs if there are any"""
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None
@@ -122,7 +122,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     divided by the number of workers on it)"""
     speculative_config: SpeculativeConfig | None = None
     """speculative decoding by prompt lookup (n-grams), for answers that repeat parts of their
-    prompt, or by a smaller model; not for requests with penalties (docs/speculation.md):
+    prompt, or by a smaller model; not for requests with penalties
+    (docs/models.md#speculative-decoding):
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}' or
     '{"method": "draft_model", "model": "demo-small", "num_speculative_tokens": 4}'"""
     enable_lora: bool = False

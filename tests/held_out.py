@@ -19,7 +19,7 @@ class HeldOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def held_out() -> list[HeldOut]:
-    """`NUM_PER_LEVEL` of each row of the tables in docs/demo-models.md, in their order.
+    """`NUM_PER_LEVEL` of each row of the tables in docs/models.md, in their order.
 
     `training/train_demo_models.py --prompts` has written them.
     """

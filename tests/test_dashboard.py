@@ -73,7 +73,7 @@ def test_rules_can_be_read_by_whoever_is_woken() -> None:
         assert re.fullmatch(r"Disagg[A-Z]\w+", rule["alert"])
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"]
-        assert rule["annotations"]["runbook"] == f"docs/alerts.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/monitoring.md#{rule['alert'].lower()}"
 
 
 def test_the_dashboard_is_made_from_its_table() -> None:

@@ -248,12 +248,12 @@ def _serve(host: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
 _SERVE_NOTES = (
     f"Set {CLUSTER_KEY} (`openssl rand -hex 32`) and {API_KEY} on all Ray nodes, then run:",
-    f"  serve deploy {SERVE_FILE}            on a Ray cluster (docs/two-machines.md), or",
+    f"  serve deploy {SERVE_FILE}            on a Ray cluster (docs/install.md#two-machines), or",
     f"  disagg serve --config {SERVE_FILE}   on this machine",
 )
 _KUBERAY_NOTES = (
     "Needs KubeRay 1.5.1 or newer, the image `disagg` (deploy/kuberay/Dockerfile), a volume claim",
-    "`models` with the model's directory, and these secrets (docs/kubernetes.md):",
+    "`models` with the model's directory, and these secrets (docs/install.md#kubernetes):",
     "  kubectl create secret generic disagg --from-literal=cluster-key=... \\",
     "      --from-literal=api-key=...",
     f"  kubectl apply -f {KUBERAY_FILE}",

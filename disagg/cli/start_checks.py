@@ -60,7 +60,8 @@ def check_one_node(config: ServeConfig) -> None:
                 raise StartupError(
                     f"The {role} workers of {tier.name!r} have nnodes = {tier.num_nodes(pool)}, but"
                     " without --ray-address everything runs on this machine. Start Ray on the"
-                    " nodes and give its address with --ray-address (docs/two-machines.md).",
+                    " nodes and give its address with --ray-address"
+                    " (docs/install.md#two-machines).",
                     param="nnodes",
                 )
 

@@ -1,6 +1,6 @@
 """A Ray cluster of three nodes: `disagg doctor` looks at it, then a YAML of deploy/ is served.
 
-It is started as docs/two-machines.md says: with a token, and with our HAProxy. `serve deploy`
+It is started as docs/install.md#two-machines says: with a token and our HAProxy. `serve deploy`
 scales down and updates the application at constant load, then a node is drained, and nobody
 notices. Then the ranks of a worker are on the other two nodes.
 """

@@ -174,7 +174,7 @@ def test_ranks_with_the_same_heads_are_all_pulled_from() -> None:
 def test_a_pull_of_4096_tokens_of_llama_3_70b_takes_few_descriptors(
     num_source_ranks: int, num_ranks: int, num_ranges: int
 ) -> None:
-    """In each rank, of neighbouring blocks on both sides; docs/several-gpus.md has the numbers."""
+    """In each rank, of neighbouring blocks on both sides; docs/models.md has the numbers."""
     whole = KVShape(80, 8, 64, 128, FORMATS["bfloat16"], "weights")
 
     def slab_of(rank: int, num_ranks: int) -> Slab:
