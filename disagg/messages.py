@@ -284,6 +284,8 @@ StartsByPool: TypeAlias = Mapping[str, Mapping[str, Mapping[StartPhase, StartSte
 
 # Hot or small control messages, tagged so that one decoder serves a direction of a link.
 
+NO_STREAM = 0
+
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge", array_like=True):
     """First frame on a link, from the worker: prove that you know the cluster's key."""
@@ -321,7 +323,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     ticket: another worker has the KV of the first tokens (decode).
     """
 
-    stream_id: int  # chosen by the ingress, from 1 and growing on its link
+    stream_id: int  # chosen by the ingress's link, from 1 and growing; `NO_STREAM` before
     request: GenerateRequest
     hand_over: bool = False
     ticket: KVTicket | None = None

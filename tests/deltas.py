@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from disagg.api.running_job import Generate
-from disagg.messages import GenerateRequest, PutDelta, TokenDelta
+from disagg.messages import NO_STREAM, GenerateRequest, PutDelta, Start, TokenDelta
 
 
 async def pull(run: Callable[[PutDelta], Awaitable[None]]) -> AsyncGenerator[TokenDelta, None]:
@@ -37,10 +37,11 @@ def answers(source: Any, request: GenerateRequest) -> AsyncGenerator[TokenDelta,
 
 
 def open_stream(
-    link: Any, request: GenerateRequest, **options: Any
+    link: Any, request: GenerateRequest, *how: Any, timeout_s: float = 60.0
 ) -> AsyncGenerator[TokenDelta, None]:
-    """The deltas of a request on a link."""
-    return pull(lambda put: link.run(request, put, **options))
+    """The deltas of a request on a link. `how`: whether it is handed over, and its ticket."""
+    start = Start(NO_STREAM, request, *how)
+    return pull(lambda put: link.run(start, put, timeout_s=timeout_s))
 
 
 def push(deltas_of: Callable[[GenerateRequest], AsyncGenerator[TokenDelta, None]]) -> Generate:

@@ -119,7 +119,8 @@ async def test_text_is_one_engines_text(
         cores = [worker._core for worker in running.workers if worker.record.role == "decode"]
         assert sum(len(core.status().transfers) for core in cores), "nothing was pulled"
         told = [(await client.get(f"/debug/requests/{each['id']}")).json() for each in answers]
-        lanes = {transfer["lane"] for each in told for transfer in each["transfers"]}
+        visits = [visit for each in told for route in each["routes"] for visit in route["visits"]]
+        lanes = {visit["pull_lane"] for visit in visits if visit["pull_nbytes"]}
         assert lanes == {"cma" if transport == "nixl" else ""}
         for worker in running.workers:
             await until_empty(worker)

@@ -25,7 +25,7 @@ from disagg.engine.sched.drafting import Drafting
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.local import LocalCluster
-from disagg.messages import GenerateRequest, Prefetch, PutDelta, TokenDelta, WireError
+from disagg.messages import Prefetch, PutDelta, Start, TokenDelta, WireError
 from disagg.worker import kv_export
 from tests import test_local
 from tests.deltas import pull
@@ -121,28 +121,20 @@ class TroubledWorkers:
                 return trouble
         return None
 
-    async def run(
-        self,
-        worker_id: str,
-        request: GenerateRequest,
-        put: PutDelta,
-        *,
-        timeout_s: float,
-        hand_over: bool = False,
-        ticket: KVTicket | None = None,
-    ) -> None:
-        trouble = self._next(request.request_id, "prefill" if hand_over else "decode", ticket)
+    async def run(self, worker_id: str, start: Start, put: PutDelta, *, timeout_s: float) -> None:
+        request, ticket = start.request, start.ticket
+        door = "prefill" if start.hand_over else "decode"
+        trouble = self._next(request.request_id, door, ticket)
         if trouble is not None and trouble.how == "expired":
             assert ticket is not None
             old = tuple(generation - 1 for generation in ticket.generations)
-            ticket = replace(ticket, generations=old)
+            start = structs.replace(start, ticket=replace(ticket, generations=old))
             trouble = replace(trouble, how="lost") if trouble.after else None
             self.met["expired"] += 1
         if trouble is not None and trouble.in_all:
             num_before = len(request.token_ids) - request.num_prompt_tokens
             trouble = replace(trouble, after=trouble.after - num_before)
-        options: dict[str, Any] = {"timeout_s": timeout_s, "hand_over": hand_over, "ticket": ticket}
-        stream = pull(lambda take: self._links.run(worker_id, request, take, **options))
+        stream = pull(lambda take: self._links.run(worker_id, start, take, timeout_s=timeout_s))
         async with aclosing(stream):
             async for delta in _up_to(stream, trouble):
                 put(delta)

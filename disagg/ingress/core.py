@@ -58,25 +58,11 @@ READY_POLL_S = 0.02
 PRIORITY_WITHOUT_SLO = 1  # after requests with the default priority 0
 
 
-class LastPull(msgspec.Struct):
-    """The last KV transfer from one worker to another, for `GET /debug/requests/{id}`."""
-
-    source: str
-    destination: str
-    lane: str  # "cma", "cuda_ipc", "rc_mlx5", "tcp", ...; "" if unknown
-    latency_s: float
-    bytes_per_s: float
-
-
 class Explanation(msgspec.Struct):
-    """The response of `GET /debug/requests/{id}`.
-
-    transfers: measured KV transfers between the workers of the routes.
-    """
+    """The response of `GET /debug/requests/{id}`."""
 
     routes: tuple[Decision, ...]  # oldest first
     cascade: CascadeDecision | None
-    transfers: tuple[LastPull, ...]
 
 
 class IngressCore:
@@ -375,18 +361,7 @@ class IngressCore:
         routes, cascade = self.dispatcher.decision(request_id), self._cascade_decision(request_id)
         if not routes or any(each.tenant != tenant for each in routes):  # clients may reuse ids
             return None
-        return msgspec.json.encode(Explanation(routes, cascade, self._transfers(routes)))
-
-    def _transfers(self, routes: Iterable[Decision]) -> tuple[LastPull, ...]:
-        statuses = {record.worker_id: status for record, status in self.fleet.reports()}
-        found: dict[tuple[str, str], LastPull] = {}
-        for route in (decision.route for decision in routes):
-            status = statuses.get(route.decode)
-            for each in status.transfers if status is not None else ():
-                if each.source_id in (route.prefill, route.prefix_source):
-                    pair = (each.source_id, route.decode)
-                    found[pair] = LastPull(*pair, each.lane, each.latency_s, each.bytes_per_s)
-        return tuple(found.values())
+        return msgspec.json.encode(Explanation(routes, cascade))
 
 
 def served_models(config: ServeConfig) -> dict[str, ServedModel]:

@@ -31,7 +31,15 @@ from disagg.blocks import hash_block
 from disagg.errors import DisaggError, Overloaded, Unavailable, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue, Charge, Queued
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import AnswerEnded, GenerateRequest, Prefetch, PutDelta, TokenDelta
+from disagg.messages import (
+    NO_STREAM,
+    AnswerEnded,
+    GenerateRequest,
+    Prefetch,
+    PutDelta,
+    Start,
+    TokenDelta,
+)
 from disagg.router.admission import limit_s
 from disagg.router.fleet import Fleet, FleetView, Reservation
 from disagg.router.load_report import Demand
@@ -45,21 +53,8 @@ T = TypeVar("T")
 class Workers(Protocol):
     """The workers of all pools, by id: `links.fleet_links.FleetLinks`, or the simulator's."""
 
-    async def run(
-        self,
-        worker_id: str,
-        request: GenerateRequest,
-        put: PutDelta,
-        *,
-        timeout_s: float,
-        hand_over: bool = False,
-        ticket: KVTicket | None = None,
-    ) -> None:
+    async def run(self, worker_id: str, start: Start, put: PutDelta, *, timeout_s: float) -> None:
         """Run a request on a worker. Returns after its last delta. Cancelling it cancels it there.
-
-        Args:
-            hand_over: whether the worker stops after the first token and issues a ticket.
-            ticket: the KV that the worker should pull.
 
         Raises:
             WorkerLost: the link ended, after `put` got all deltas that arrived.
@@ -396,14 +391,8 @@ class Dispatcher:
             request = state.grow(self._block_size(state))
             timeout_s = request.deadline_unix_s - self._now()
             self._fleet.sent(reservation)
-            await self._workers.run(
-                worker_id,
-                request,
-                take,
-                timeout_s=timeout_s,
-                hand_over=hand_over,
-                ticket=state.ticket,
-            )
+            start = Start(NO_STREAM, request, hand_over, state.ticket)
+            await self._workers.run(worker_id, start, take, timeout_s=timeout_s)
             if not has_ended:
                 raise WorkerLost(f"Worker {worker_id} ended a stream before its last delta.")
         finally:
@@ -441,7 +430,8 @@ class Dispatcher:
             state.ticket = delta.ticket  # None if the delta has an error
 
         with suppress(DisaggError):  # for example, it ends at once if the worker is gone
-            await self._workers.run(source, request, take, timeout_s=timeout_s, hand_over=True)
+            start = Start(NO_STREAM, request, hand_over=True)
+            await self._workers.run(source, start, take, timeout_s=timeout_s)
         outcome = "refused" if state.ticket is None else "granted"
         self._metrics.of("prefix_pulls", state.model, outcome).inc()
         self._metrics.observe_stage(state.model, "prefix_pull", self._now() - began_s)

@@ -21,7 +21,6 @@ import msgspec
 
 from disagg.blocks import BlockHash
 from disagg.errors import DeadlineExceeded, Unavailable, WorkerLost
-from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.connection import (
     MAX_BUFFER_NBYTES,
     NONCE_NBYTES,
@@ -36,7 +35,6 @@ from disagg.messages import (
     Cancel,
     Challenge,
     Frequency,
-    GenerateRequest,
     Hello,
     KVEvent,
     Peers,
@@ -155,15 +153,7 @@ class Link:
         if self._connection is not None and self._connection.is_up:
             self._connection.send(message)
 
-    async def run(
-        self,
-        request: GenerateRequest,
-        put: PutDelta,
-        *,
-        timeout_s: float,
-        hand_over: bool = False,
-        ticket: KVTicket | None = None,
-    ) -> None:
+    async def run(self, start: Start, put: PutDelta, *, timeout_s: float) -> None:
         """Run a request on this worker. Returns after the delta whose `is_last` is true.
 
         Cancelling it, and an exception of `put`, cancels the request on the worker.
@@ -176,7 +166,7 @@ class Link:
         connection = self._connection
         if connection is None or not connection.is_up:
             raise WorkerLost(f"Worker {self.record.worker_id} is not linked: {self.last_error}.")
-        stream_id, stream = connection.start(Start(0, request, hand_over, ticket), put)
+        stream_id, stream = connection.start(start, put)
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
                 await stream.ended

@@ -24,11 +24,11 @@ from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.client import Link, LinkObserver
 from disagg.messages import (
     AdapterNews,
-    GenerateRequest,
     Peers,
     Prefetch,
     PutDelta,
     Release,
+    Start,
     WorkerRecord,
 )
 
@@ -120,19 +120,9 @@ class FleetLinks:
         link = self._links.get(worker_id)
         return 0 if link is None else link.num_buffered_bytes
 
-    async def run(
-        self,
-        worker_id: str,
-        request: GenerateRequest,
-        put: PutDelta,
-        *,
-        timeout_s: float,
-        hand_over: bool = False,
-        ticket: KVTicket | None = None,
-    ) -> None:
+    async def run(self, worker_id: str, start: Start, put: PutDelta, *, timeout_s: float) -> None:
         """`Link.run` of that worker. Raises `WorkerLost` when it has left."""
-        link = self.link(worker_id)
-        await link.run(request, put, timeout_s=timeout_s, hand_over=hand_over, ticket=ticket)
+        await self.link(worker_id).run(start, put, timeout_s=timeout_s)
 
     def release(self, ticket: KVTicket) -> None:
         """Tell the ticket's source that it will not be used, so that it frees the blocks."""

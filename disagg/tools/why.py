@@ -63,13 +63,6 @@ def print_explanation(to: Console, explanation: Explanation) -> None:
         to.print(escape(sentence))
     _print_candidates(to, explanation.routes[-1])
     _print_time_line(to, [s for each in explanation.routes for s in stages(each)])
-    for each in explanation.transfers:
-        to.print(
-            escape(
-                f"KV moves from {each.source} to {each.destination} over {each.lane or 'a lane'} at"
-                f" {each.bytes_per_s / 1e9:.2f} GB/s, {1e3 * each.latency_s:.2f} ms to begin."
-            )
-        )
 
 
 def sentences(explanation: Explanation) -> Iterator[str]:

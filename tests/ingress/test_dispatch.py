@@ -20,7 +20,7 @@ from disagg.errors import (
     Unavailable,
     WorkerLost,
 )
-from disagg.messages import GenerateRequest, Prefetch, PutDelta, StageTimes, TokenDelta
+from disagg.messages import Prefetch, PutDelta, StageTimes, Start, TokenDelta
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
 from tests.deltas import answers
 from tests.grids import examples
@@ -106,10 +106,10 @@ async def test_a_prompt_that_stays_sends_nothing_ahead() -> None:
     run = workers.run
 
     async def with_an_early_ticket(
-        worker_id: str, request: GenerateRequest, put: PutDelta, **options: Any
+        worker_id: str, start: Start, put: PutDelta, **options: Any
     ) -> None:
-        put(TokenDelta(1, (), early_ticket=ticket_of("d0", request)))
-        await run(worker_id, request, put, **options)
+        put(TokenDelta(1, (), early_ticket=ticket_of("d0", start.request)))
+        await run(worker_id, start, put, **options)
 
     workers.run = with_an_early_ticket  # type: ignore[method-assign]
     assert_complete(await collect(dispatcher, request), request)

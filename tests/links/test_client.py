@@ -15,6 +15,7 @@ from disagg.kvtransfer.ticket import KVTicket
 from disagg.links import reports, server
 from disagg.links.client import FIRST_PAUSE_S, LONGEST_PAUSE_S, Link
 from disagg.messages import (
+    NO_STREAM,
     Cancel,
     KVEvent,
     Peers,
@@ -46,10 +47,7 @@ from tests.links.fakes import (
 async def test_many_streams_share_a_link() -> None:
     async with pair() as (worker, link, _):
         names = [f"request-{i}" for i in range(20)]
-        tasks = [
-            asyncio.create_task(collect(open_stream(link, make_request(n), timeout_s=60)))
-            for n in names
-        ]
+        tasks = [asyncio.create_task(collect(open_stream(link, make_request(n)))) for n in names]
         await until(lambda: len(worker.of_type(Start)) == len(names))
         starts = [start_of(worker, name) for name in names]
         for step in range(30):
@@ -73,14 +71,14 @@ async def test_start_carries_the_door() -> None:
         worker.on_start = lambda link_id, start: worker.step(
             {link_id: [TokenDelta(start.stream_id, (1,), "stop")]}
         )
-        await collect(open_stream(link, make_request("plain"), timeout_s=60))
-        await collect(open_stream(link, make_request("leaves"), timeout_s=60, hand_over=True))
+        await collect(open_stream(link, make_request("plain")))
+        await collect(open_stream(link, make_request("leaves"), True))
         assert [start.hand_over for start in worker.of_type(Start)] == [False, True]
 
 
 async def test_closing_a_stream_cancels_it_and_no_other() -> None:
     async with pair() as (worker, link, _):
-        kept = asyncio.create_task(collect(open_stream(link, make_request("kept"), timeout_s=60)))
+        kept = asyncio.create_task(collect(open_stream(link, make_request("kept"))))
         stream = open_stream(link, make_request("closed"), timeout_s=60)
         first = asyncio.ensure_future(anext(stream))
         await until(lambda: len(worker.of_type(Start)) == 2)
@@ -115,7 +113,7 @@ async def test_a_failure_of_whoever_gets_deltas_ends_its_stream_alone(
         raise ValueError("planted")
 
     async with pair() as (worker, link, _):
-        running = asyncio.create_task(link.run(make_request(), put, timeout_s=60))
+        running = asyncio.create_task(link.run(Start(NO_STREAM, make_request()), put, timeout_s=60))
         await until(lambda: worker.of_type(Start))
         link_id, start = start_of(worker, "request-0")
         ends = [TokenDelta(start.stream_id, token_ids, "stop") for token_ids in following]
@@ -134,7 +132,7 @@ async def test_an_unused_ticket_is_released_at_its_source() -> None:
 
 async def test_a_cancelled_reader_cancels_the_request() -> None:
     async with pair() as (worker, link, _):
-        task = asyncio.create_task(collect(open_stream(link, make_request(), timeout_s=60)))
+        task = asyncio.create_task(collect(open_stream(link, make_request())))
         await until(lambda: worker.of_type(Start))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -173,7 +171,7 @@ async def test_a_dead_worker_ends_its_streams_after_what_it_had_said() -> None:
         assert observer.calls[-1] == ("lost", "decode-0")
         assert observer.held == {}
         with pytest.raises(WorkerLost, match="not linked"):
-            await collect(open_stream(link, make_request(), timeout_s=60))
+            await collect(open_stream(link, make_request()))
 
 
 async def test_a_lost_link_comes_back_with_a_fresh_snapshot() -> None:
@@ -231,7 +229,7 @@ async def test_nothing_is_sent_before_the_handshake_is_over() -> None:
         async with linked(record, observer, handshake_timeout_s=0.1) as link:
             await until(lambda: link._connection is not None and link._connection.is_open)
             with pytest.raises(WorkerLost, match="not linked"):
-                await collect(open_stream(link, make_request(), timeout_s=60))
+                await collect(open_stream(link, make_request()))
             await until(lambda: link.last_error == "no answer in time")
 
 
@@ -240,7 +238,7 @@ async def test_a_prompt_may_be_longer_than_a_handshake() -> None:
         worker.on_start = lambda link_id, start: worker.step(
             {link_id: [TokenDelta(start.stream_id, start.request.token_ids, "stop")]}
         )
-        tokens = await collect(open_stream(link, make_request(num_tokens=500_000), timeout_s=60))
+        tokens = await collect(open_stream(link, make_request(num_tokens=500_000)))
         assert tokens == list(range(500_000))
 
 
@@ -329,7 +327,7 @@ def test_the_observers_copy_is_the_workers_cache(
 
 async def test_closing_a_link_tells_the_observer_at_once() -> None:
     async with pair() as (worker, link, observer):
-        task = asyncio.create_task(collect(open_stream(link, make_request(), timeout_s=60)))
+        task = asyncio.create_task(collect(open_stream(link, make_request())))
         await until(lambda: worker.of_type(Start))
         link.close()
         assert observer.calls[-1] == ("lost", "decode-0")

@@ -47,7 +47,7 @@ async def test_a_wrong_key_leaves_the_worker_unlinked_and_says_why() -> None:
         assert not link.is_up
         assert observer.calls == []
         with pytest.raises(WorkerLost, match="cluster_key"):
-            await collect(open_stream(link, make_request(), timeout_s=60))
+            await collect(open_stream(link, make_request()))
 
 
 async def test_another_worker_behind_the_address_is_not_taken_for_ours() -> None:
@@ -108,7 +108,7 @@ async def test_a_gap_ends_the_streams_and_asks_for_a_snapshot() -> None:
     observer = RecordingObserver()
     async with RawWorker() as worker, linked(worker.record, observer) as link:
         await until(lambda: observer.held)
-        task = asyncio.create_task(collect(open_stream(link, make_request(), timeout_s=60)))
+        task = asyncio.create_task(collect(open_stream(link, make_request())))
         await until(lambda: any(isinstance(message, Start) for message in worker.received))
         worker.write(StepFrame(1, (TokenDelta(1, (1,)),), (), WorkerStatus()))
         worker.write(StepFrame(3, (TokenDelta(1, (3,)),), (), WorkerStatus()))
@@ -153,7 +153,7 @@ async def test_a_worker_that_speaks_wrongly_is_left(raw: bytes, reason: str) -> 
     observer = RecordingObserver()
     async with RawWorker() as worker, linked(worker.record, observer) as link:
         await until(lambda: observer.held)
-        task = asyncio.create_task(collect(open_stream(link, make_request(), timeout_s=60)))
+        task = asyncio.create_task(collect(open_stream(link, make_request())))
         await until(lambda: any(isinstance(message, Start) for message in worker.received))
         worker.write_raw(raw)
         with pytest.raises(WorkerLost, match=reason):
@@ -165,7 +165,7 @@ async def test_a_worker_that_falls_silent_is_left() -> None:
     async with RawWorker() as worker, linked(worker.record, observer, silence_s=0.05) as link:
         await until(lambda: observer.held)
         with pytest.raises(WorkerLost, match="silent"):
-            await asyncio.wait_for(collect(open_stream(link, make_request(), timeout_s=60)), 60)
+            await asyncio.wait_for(collect(open_stream(link, make_request())), 60)
 
 
 async def test_a_worker_that_stops_reading_is_left() -> None:
@@ -176,7 +176,7 @@ async def test_a_worker_that_stops_reading_is_left() -> None:
         tasks = []
         for turn in range(200):
             request = make_request(f"request-{turn}", num_tokens=50_000)
-            tasks.append(asyncio.create_task(collect(open_stream(link, request, timeout_s=60))))
+            tasks.append(asyncio.create_task(collect(open_stream(link, request))))
             await asyncio.sleep(0)
             if not link.is_up:
                 break

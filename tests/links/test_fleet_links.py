@@ -13,7 +13,7 @@ from disagg.errors import WorkerLost
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.fleet_links import FleetLinks, report_interval_s
 from disagg.links.server import LinkClosed, LinkId
-from disagg.messages import Peers, Prefetch, TokenDelta
+from disagg.messages import NO_STREAM, Peers, Prefetch, Start, TokenDelta
 from tests.deltas import pull
 from tests.links.fakes import (
     KEY,
@@ -48,7 +48,8 @@ async def fleet(
 
 
 def open_stream(links: FleetLinks, worker_id: str) -> AsyncGenerator[TokenDelta, None]:
-    return pull(lambda put: links.run(worker_id, make_request(), put, timeout_s=60))
+    start = Start(NO_STREAM, make_request())
+    return pull(lambda put: links.run(worker_id, start, put, timeout_s=60))
 
 
 async def test_workers_hear_of_peers_that_have_left() -> None:

@@ -16,7 +16,15 @@ from disagg.errors import (
 )
 from disagg.ingress.dispatch import Dispatcher
 from disagg.kvtransfer.ticket import KVTicket
-from disagg.messages import GenerateRequest, Prefetch, PutDelta, StageTimes, TokenDelta, WireError
+from disagg.messages import (
+    GenerateRequest,
+    Prefetch,
+    PutDelta,
+    StageTimes,
+    Start,
+    TokenDelta,
+    WireError,
+)
 from disagg.router.fleet import Fleet
 from disagg.router.worker_view import RequestLoad
 from tests.deltas import answers
@@ -66,19 +74,10 @@ class ScriptedWorkers:
     on_failure: Callable[[str], None] | None = None
     stuck: asyncio.Event = field(default_factory=asyncio.Event)  # one says no further word
 
-    async def run(
-        self,
-        worker_id: str,
-        request: GenerateRequest,
-        put: PutDelta,
-        *,
-        timeout_s: float,
-        hand_over: bool = False,
-        ticket: KVTicket | None = None,
-    ) -> None:
-        if ticket is not None:
-            self._check_introduced(worker_id, ticket)
-        call = Call(worker_id, request, timeout_s, hand_over, ticket)
+    async def run(self, worker_id: str, start: Start, put: PutDelta, *, timeout_s: float) -> None:
+        if start.ticket is not None:
+            self._check_introduced(worker_id, start.ticket)
+        call = Call(worker_id, start.request, timeout_s, start.hand_over, start.ticket)
         self.calls.append(call)
         script = self.scripts.popleft() if self.scripts else Script()
         try:

@@ -138,9 +138,7 @@ class Rig:
         ticket: KVTicket | None = None,
     ) -> list[TokenDelta]:
         """A whole stream."""
-        stream = open_stream(
-            self.links[worker_id], request, timeout_s=60, hand_over=hand_over, ticket=ticket
-        )
+        stream = open_stream(self.links[worker_id], request, hand_over, ticket)
         async with aclosing(stream):
             return [delta async for delta in stream]
 

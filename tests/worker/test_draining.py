@@ -140,7 +140,7 @@ async def test_a_ticket_that_was_not_used_can_be_used_elsewhere() -> None:
 async def test_a_client_that_is_gone_keeps_no_draining_worker() -> None:
     async with rig("decode") as r:
         r.runners["decode"].gate.clear()
-        stream = open_stream(r.links["decode"], make_request(max_tokens=200), timeout_s=60)
+        stream = open_stream(r.links["decode"], make_request(max_tokens=200))
         async with aclosing(stream):
             first = asyncio.ensure_future(anext(stream))
             await until(lambda: r.runners["decode"].is_waiting)

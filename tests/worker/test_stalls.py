@@ -39,7 +39,7 @@ async def test_the_streams_of_an_engine_that_hangs_end_and_it_comes_back() -> No
         runner, observer = r.runners["decode"], r.observer
         runner.num_runs_left = 4
         request = make_request(max_tokens=100)
-        stream = open_stream(r.links["decode"], request, timeout_s=60)
+        stream = open_stream(r.links["decode"], request)
         had: list[int] = []
         with pytest.raises(WorkerLost):
             async with aclosing(stream):
@@ -124,7 +124,7 @@ async def test_a_frozen_process_is_left_and_comes_back_without_old_tokens() -> N
         async with _linked(line, observer) as link:
             request = make_request(max_tokens=LIFETIME)
             had: list[int] = []
-            stream = open_stream(link, request, timeout_s=60)
+            stream = open_stream(link, request)
             with pytest.raises(WorkerLost, match="silent"):
                 async with aclosing(stream):
                     async for delta in stream:
@@ -136,10 +136,7 @@ async def test_a_frozen_process_is_left_and_comes_back_without_old_tokens() -> N
             assert "decode" not in observer.held
             process.send_signal(signal.SIGCONT)
             await until(lambda: "decode" in observer.held, timeout_s=30)
-            answer = [
-                delta
-                async for delta in open_stream(link, make_request(max_tokens=50), timeout_s=60)
-            ]
+            answer = [delta async for delta in open_stream(link, make_request(max_tokens=50))]
             assert tokens(answer) == answer_to(make_request(max_tokens=50))
             process.stdin.write("\n")
             process.stdin.flush()

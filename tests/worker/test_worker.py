@@ -87,9 +87,7 @@ async def prefilled_in_two(r: Rig, request: GenerateRequest) -> tuple[KVTicket, 
     """The early ticket after the first of two chunks, and what comes after the second."""
     runner = r.runners["prefill"]
     runner.num_runs_left = 1
-    async with aclosing(
-        open_stream(r.links["prefill"], request, timeout_s=60, hand_over=True)
-    ) as stream:
+    async with aclosing(open_stream(r.links["prefill"], request, True)) as stream:
         early = await anext(stream)
         assert early.early_ticket is not None and not early.is_last and not early.token_ids
         await until(lambda: runner.is_waiting)
@@ -196,7 +194,7 @@ async def test_prefill_verifies_a_draft_and_hands_over_what_is_right(num_wrong: 
 async def _while_decoding(r: Rig) -> None:
     runner, messages = r.runners["decode"], r.workers["decode"]._thread._messages
     runner.num_runs_left = 4
-    stream = open_stream(r.links["decode"], make_request(max_tokens=100), timeout_s=60)
+    stream = open_stream(r.links["decode"], make_request(max_tokens=100))
     async with aclosing(stream):
         await anext(stream)
         await until(lambda: not runner.gate.is_set())
@@ -283,7 +281,7 @@ async def test_the_end_of_a_link_ends_its_requests_and_no_others() -> None:
         async with linked(record, RecordingObserver(), KEY.encode()) as other:
             await until(lambda: other.is_up)
             gate.clear()
-            stream = open_stream(other, make_request(max_tokens=200), timeout_s=60)
+            stream = open_stream(other, make_request(max_tokens=200))
             lost = asyncio.create_task(_read(stream))
             kept = asyncio.create_task(r.all("decode", make_request(max_tokens=100)))
             await until(lambda: r.runners["decode"].is_waiting)

@@ -22,9 +22,7 @@ from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.step import TokenEvent
 from disagg.errors import WorkerLost
 from disagg.kvtransfer.slab import Slab, Stamps
-from disagg.kvtransfer.ticket import KVTicket
 from disagg.messages import (
-    GenerateRequest,
     KVEvent,
     Prefetch,
     PutDelta,
@@ -144,18 +142,12 @@ class SimulatedWorker:
     def meet(self, other: SimulatedWorker) -> None:
         self._core.add_peers((other.transport.peer,))
 
-    async def run(
-        self,
-        request: GenerateRequest,
-        put: PutDelta,
-        hand_over: bool,
-        ticket: KVTicket | None,
-    ) -> None:
+    async def run(self, start: Start, put: PutDelta) -> None:
         """See `ingress.dispatch.Workers`."""
-        stream_id = next(self._stream_ids)
+        stream_id, token_ids = next(self._stream_ids), start.request.token_ids
         name = sequence_id(LINK, stream_id)
-        stream = self._streams[name] = _Stream(request.token_ids[0] if request.token_ids else 0)
-        start = Start(stream_id, request, hand_over, ticket)
+        stream = self._streams[name] = _Stream(token_ids[0] if token_ids else 0)
+        start = msgspec.structs.replace(start, stream_id=stream_id)
         enter = self._prefix_ticket if start.is_prefix_request else self._start
         self._post(lambda now: enter(start, now))
         try:

@@ -26,6 +26,7 @@ from disagg.messages import (
     Prefetch,
     PutDelta,
     SamplingParams,
+    Start,
     TokenDelta,
     WorkerRecord,
     WorkerStatus,
@@ -122,22 +123,13 @@ class _Ingress:
             now=loop.time,
         )
 
-    async def run(
-        self,
-        worker_id: str,
-        request: GenerateRequest,
-        put: PutDelta,
-        *,
-        timeout_s: float,
-        hand_over: bool = False,
-        ticket: KVTicket | None = None,
-    ) -> None:
+    async def run(self, worker_id: str, start: Start, put: PutDelta, *, timeout_s: float) -> None:
         worker = self._workers.get(worker_id)
         if worker is None:
             raise WorkerLost(f"Worker {worker_id} is gone.")
-        if request.token_ids:  # a request for a prefix has no tokens, and no step computes it
+        if not start.is_prefix_request:  # which no step computes
             self.reports.request_arrived(worker_id)
-        await worker.run(request, put, hand_over, ticket)
+        await worker.run(start, put)
 
     def release(self, ticket: KVTicket) -> None:
         worker = self._workers.get(ticket.source_id)
