@@ -169,8 +169,6 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     num_replicas: Annotated[int, Meta(ge=0)] = 1
     """number of workers, of an autoscaled pool at its start"""
-    num_standby: Annotated[int, Meta(ge=0)] = 0
-    """number of additional loaded workers, in reserve"""
     tensor_parallel_size: Positive | None = None
     """the engine's, for workers of this pool only"""
     nnodes: Positive | None = None

@@ -292,12 +292,6 @@ def _check_autoscaling(tier: TierConfig) -> None:
                 f" autoscaling allows {limits.min_replicas} to {limits.max_replicas}.",
                 param=role,
             )
-        if limits.min_replicas == 0 and pool.num_standby:
-            raise StartupError(
-                f"Tier {tier.name!r} keeps {pool.num_standby} {role} workers standing by, so it"
-                " cannot go down to none; set min_replicas to 1 or num_standby to 0.",
-                param=role,
-            )
         if limits.min_replicas == 0 and tier.engine.block_size is None:
             raise StartupError(
                 f"Tier {tier.name!r} may be scaled to no {role} worker, from which ingresses learn"
@@ -348,8 +342,7 @@ def _check_budget(config: ServeConfig) -> None:
     if config.max_num_workers is None:
         return
     num_least = sum(
-        (pool.autoscaling.min_replicas if pool.autoscaling else pool.num_replicas)
-        + pool.num_standby
+        pool.autoscaling.min_replicas if pool.autoscaling else pool.num_replicas
         for tier in config.tiers
         for pool in tier.pools.values()
     )

@@ -102,10 +102,9 @@ async def running(
     cluster = LocalCluster(config, build)
     try:
         for tier in config.tiers:
-            for _ in range(tier.prefill.num_replicas + tier.prefill.num_standby):
-                await cluster.start_worker(tier, "prefill")
-            for _ in range(tier.decode.num_replicas + tier.decode.num_standby):
-                await cluster.start_worker(tier, "decode")
+            for role, pool in tier.pools.items():
+                for _ in range(pool.num_replicas):
+                    await cluster.start_worker(tier, role)
         await cluster.wait_ready()
         yield cluster
     finally:
@@ -115,7 +114,7 @@ async def running(
 def _sharing_a_gpu(config: ServeConfig) -> ServeConfig:
     """All engines of a process open the same device, so each claims its part of the memory."""
     pools = [pool for tier in config.tiers for pool in tier.pools.values()]
-    share = 1.0 / max(1, sum(pool.num_replicas + pool.num_standby for pool in pools))
+    share = 1.0 / max(1, sum(pool.num_replicas for pool in pools))
 
     def shared(pool: PoolConfig) -> PoolConfig:
         return pool if pool.num_gpus else msgspec.structs.replace(pool, num_gpus=share)

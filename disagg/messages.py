@@ -413,12 +413,8 @@ ToWorker: TypeAlias = (
 ToIngress: TypeAlias = Challenge | Welcome | Refused | StepFrame | Snapshot
 
 _encoder = msgspec.msgpack.Encoder()
-_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(
-    Hello | Start | Prefetch | Cancel | Release | Peers | Resync | Frequency | AdapterNews
-)
-_to_ingress: msgspec.msgpack.Decoder[ToIngress] = msgspec.msgpack.Decoder(
-    Challenge | Welcome | Refused | StepFrame | Snapshot
-)
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_to_ingress: msgspec.msgpack.Decoder[ToIngress] = msgspec.msgpack.Decoder(ToIngress)
 _worker_record = msgspec.msgpack.Decoder(WorkerRecord)
 
 

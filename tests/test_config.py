@@ -199,11 +199,6 @@ def scaled(**limits: Any) -> dict[str, Any]:
     [
         ({"decode": scaled(min_replicas=2)}, {}, "begins with 1 decode workers.* 2 to 4"),
         ({"prefill": scaled(min_replicas=0)}, {}, "set engine.block_size"),
-        (
-            {"decode": scaled(min_replicas=0) | {"num_standby": 1}},
-            {},
-            "cannot go down to none",
-        ),
         ({"decode": {"autoscaling": {}}}, {}, "max_replicas"),
         ({"decode": scaled()}, {"max_num_workers": 1}, "at least 2 workers"),
     ],

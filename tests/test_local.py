@@ -42,13 +42,12 @@ async def cluster(
     transport: Kind = "local",
     num_prefill: int = 1,
     num_decode: int = 1,
-    num_standby: int = 0,
 ) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
     tier = TierConfig(
         model=str(model),
         engine=ENGINE,
         prefill=PoolConfig(num_replicas=num_prefill),
-        decode=PoolConfig(num_replicas=num_decode, num_standby=num_standby),
+        decode=PoolConfig(num_replicas=num_decode),
         ttft_slo_s=None,  # or a busy machine refuses
     )
     config = ServeConfig(tiers=(tier,), transport=transport, cluster_key="key")
@@ -219,20 +218,6 @@ async def test_a_worker_that_stops_loses_no_request_and_no_token(
 
 def scores(choice: dict[str, Any]) -> list[float]:
     return [token["logprob"] for token in (choice["logprobs"] or {}).get("content", ())]
-
-
-async def test_a_worker_that_stands_by_serves_when_another_dies(
-    model: Path, reference: SingleEngine
-) -> None:
-    async with cluster(model, num_prefill=0, num_standby=1) as (running, client):
-        serving, standing_by = running.workers
-        asked = asyncio.create_task(chat(client, LONG, 200, ignore_eos=True))
-        await until(lambda: has_stepped(serving), 30)
-        assert not has_stepped(standing_by)
-        await running.stop_worker(serving)
-        assert text(await asked) == reference.chat(LONG, 200, ignore_eos=True)
-        assert has_stepped(standing_by)
-        await until_empty(standing_by)
 
 
 ALL_SORTS: list[dict[str, Any]] = [

@@ -144,7 +144,7 @@ def _worker_pool(
 ) -> Application:
     deployment = serve.deployment(
         name=autoscaling.deployment_name(tier.name, role),
-        **_size(config, pool.autoscaling, pool.num_replicas + pool.num_standby),
+        **_size(config, pool.autoscaling, pool.num_replicas),
         max_ongoing_requests=1000,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,

@@ -56,7 +56,7 @@ class WorkerReplica:
             tier,
             role,
             worker_id=f"{tier_name}-{role}-{replica}",
-            epoch=time.time_ns(),  # the oldest workers of a pool serve, the others stand by
+            epoch=time.time_ns(),
             host=host,
             build=build,
         )

@@ -62,5 +62,4 @@ def _num_places(config: ServeConfig, *, on_gpus: bool) -> int:
 
 
 def _most_workers(pool: PoolConfig) -> int:
-    most = pool.num_replicas if pool.autoscaling is None else pool.autoscaling.max_replicas
-    return most + pool.num_standby
+    return pool.num_replicas if pool.autoscaling is None else pool.autoscaling.max_replicas

@@ -178,7 +178,7 @@ def _workers(config: ServeConfig) -> list[_Worker]:
             claim = share * tier.engine.gpu_memory_utilization
             num_gpus = tier.num_ranks(pool)
             worker = _Worker(f"{tier.name}-{role}", share, claim, num_gpus)
-            every += [worker] * (most + pool.num_standby)
+            every += [worker] * most
     every.sort(key=lambda each: -each.share * each.num_gpus)
     return [each for each in every[: config.max_num_workers] if each.share]
 

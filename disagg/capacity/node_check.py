@@ -41,7 +41,7 @@ def check_nodes(config: ServeConfig, nodes: Sequence[Node]) -> None:
     for tier in config.tiers:
         for role, pool in tier.pools.items():
             nnodes = tier.num_nodes(pool)
-            is_wanted = pool.num_replicas or pool.num_standby or pool.autoscaling is not None
+            is_wanted = pool.num_replicas or pool.autoscaling is not None
             if not is_wanted or (nnodes == 1 and (pool.num_gpus or 0) <= 1):
                 continue
             asked = resources_of_node(tier, pool)

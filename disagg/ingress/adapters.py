@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from disagg.adapters import Adapter, AdapterBoard, AdapterEntry, AdapterReport
 from disagg.api.served_model import ServedModel
+from disagg.blocks import BlockHash
 from disagg.config import ServeConfig, TierConfig
 from disagg.errors import ModelError, RequestError, Unavailable
-from disagg.messages import AdapterNews, WorkerRecord, WorkerStatus
+from disagg.messages import AdapterNews, KVEvent, WorkerRecord, WorkerStatus
 from disagg.models.adapter import configured_adapters, find_adapter
 from disagg.models.description import describe_model
+from disagg.router.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +116,8 @@ class ServedAdapters:
         if report is None:
             return
         _, before = self._reports.get(worker_id, ("", None))
+        if report is before:
+            return
         self._reports[worker_id] = record.model, report
         if before is not None and report.entries == before.entries:
             return
@@ -176,3 +180,31 @@ class ServedAdapters:
             )
             self._served[adapter.name] = known
         return known
+
+
+class FleetAndAdapters:
+    """A `links.client.LinkObserver` that tells the fleet, and of LoRA adapters their table."""
+
+    def __init__(self, fleet: Fleet, adapters: ServedAdapters) -> None:
+        self._fleet = fleet
+        self._adapters = adapters
+        self._records: dict[str, WorkerRecord] = {}
+
+    def worker_synced(
+        self, record: WorkerRecord, block_hashes: Sequence[BlockHash], status: WorkerStatus
+    ) -> None:
+        self._records[record.worker_id] = record
+        self._adapters.heard(record, status)
+        self._fleet.worker_synced(record, block_hashes, status)
+
+    def worker_stepped(
+        self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus | None
+    ) -> None:
+        if status is not None and worker_id in self._records:
+            self._adapters.heard(self._records[worker_id], status)
+        self._fleet.worker_stepped(worker_id, kv_events, status)
+
+    def worker_lost(self, worker_id: str) -> None:
+        self._records.pop(worker_id, None)
+        self._adapters.lost(worker_id)
+        self._fleet.worker_lost(worker_id)

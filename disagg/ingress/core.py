@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,14 +29,13 @@ from disagg.api_keys import DEFAULT_TENANT
 from disagg.batch.queue import BatchQueue
 from disagg.batch.store import BatchStore
 from disagg.config import AUTO, ServeConfig, TierConfig
-from disagg.ingress.adapters import ServedAdapters
+from disagg.ingress.adapters import FleetAndAdapters, ServedAdapters
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Decision, Dispatcher
 from disagg.ingress.escalation import Escalation
 from disagg.ingress.fleet_metrics import FleetMetrics, LinkBuffers
 from disagg.ingress.fleet_state import FleetState, add_fleets
 from disagg.ingress.plan_requests import PlanRequests
-from disagg.ingress.standby import Standby
 from disagg.links.fleet_links import FleetLinks
 from disagg.messages import GenerateRequest, PutDelta, Role, WorkerRecord
 from disagg.models.description import describe_foreign, describe_model
@@ -112,11 +111,10 @@ class IngressCore:
             lambda worker_id, message: self.links.tell_adapters(worker_id, message),
             now,
         )
-        standby = Standby(self.fleet, _num_serving(config), adapters)
         self.links = FleetLinks(
             key=config.cluster_key.encode(),
             ingress_id=ingress_id,
-            observer=standby,
+            observer=FleetAndAdapters(self.fleet, adapters),
             rng=rng,
         )
         metrics = self._metrics = ApiMetrics(
@@ -137,9 +135,7 @@ class IngressCore:
         }.items():
             metrics.of(name).set_function(value)
         metrics.registry.register(LinkBuffers(self.fleet.reports, self.links.num_buffered_bytes))
-        metrics.of_fleet.register(
-            FleetMetrics(self.fleet.reports, standby.stands_by, _pools(config))
-        )
+        metrics.of_fleet.register(FleetMetrics(self.fleet.reports, _pools(config)))
         self.admission_queue = AdmissionQueue(
             self.fleet,
             now=now,
@@ -173,7 +169,6 @@ class IngressCore:
             metrics,
             self.dispatcher.demand,
             reports=self.fleet.reports,
-            stands_by=standby.stands_by,
             num_queued=lambda: self.fleet.view().queued,
             now=now,
         )
@@ -381,20 +376,6 @@ def _auto(config: ServeConfig, models: Mapping[str, ServedModel]) -> dict[str, S
     if config.cascade is None:
         return {}
     return {AUTO: auto_model([models[tier.name] for tier in config.tiers])}
-
-
-def _num_serving(config: ServeConfig) -> dict[Pool, int]:
-    """Number of serving workers in pools with standby workers.
-
-    Autoscaled pools are left out: there, standby workers also serve.
-    """
-    numbers: dict[Pool, int] = {}
-    for tier in config.tiers:
-        if tier.prefill.num_standby and tier.prefill.autoscaling is None:
-            numbers[tier.name, "prefill"] = tier.prefill.num_replicas
-        if tier.decode.num_standby and tier.decode.autoscaling is None:
-            numbers[tier.name, "decode"] = tier.decode.num_replicas
-    return numbers
 
 
 def _served_model(tier: TierConfig) -> ServedModel:

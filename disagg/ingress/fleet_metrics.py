@@ -46,7 +46,7 @@ def fields_of(kind: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterato
 
 FIELDS = tuple(fields_of(WorkerStatus))
 
-_STATES = ("serving", "standing_by", "draining")
+_STATES = ("serving", "draining")
 _OUTCOMES: dict[str, Callable[[PullCounts], int]] = {
     "ok": lambda counts: counts.num_ok,
     "torn": lambda counts: counts.num_torn,
@@ -75,9 +75,8 @@ TABLE = {
     "worker_kv_blocks": WorkerMetric(GaugeMetricFamily, WORKER,
         "Number of KV blocks of a worker, used or not"),
     "workers": WorkerMetric(GaugeMetricFamily, ("model_name", "role", "state"),
-        "Number of workers with a link to this ingress. state: serving (accepts requests),"
-        " standing_by (is loaded, and serves when another worker is gone) or draining (finishes"
-        " its requests)"),
+        "Number of workers with a link to this ingress. state: serving (accepts requests) or"
+        " draining (finishes its requests)"),
     "worker_spec_decode_num_accepted_tokens_per_pos": WorkerMetric(
         CounterMetricFamily, (*WORKER, "position"),
         "Drafts (speculative decoding) of a worker that were right up to a position, from 0 on"),
@@ -107,18 +106,11 @@ class FleetMetrics(Collector):
 
     Args:
         reports: returns the last report of each worker.
-        stands_by: returns whether a worker is a standby worker, by id.
         pools: the configured pools; a pool without workers is shown with 0 workers.
     """
 
-    def __init__(
-        self,
-        reports: Reports,
-        stands_by: Callable[[str], bool] = lambda worker_id: False,
-        pools: Collection[tuple[str, Role]] = (),
-    ) -> None:
+    def __init__(self, reports: Reports, pools: Collection[tuple[str, Role]] = ()) -> None:
         self._reports = reports
-        self._stands_by = stands_by
         self._pools = pools
 
     def describe(self) -> Iterable[Family]:
@@ -142,8 +134,7 @@ class FleetMetrics(Collector):
         for record, status in reports:
             for state in _STATES:
                 numbers.setdefault((record.model, record.role, state), 0)
-            state = state_of(record, status, self._stands_by)
-            numbers[record.model, record.role, state] += 1
+            numbers[record.model, record.role, state_of(status)] += 1
         for labels, number in numbers.items():
             yield "workers", labels, number
 
@@ -229,12 +220,8 @@ def _of_pairs(reports: WorkerReports) -> Iterator[Sample]:
                 yield "kv_transfer_lane", (*ids, figure.lane), 1
 
 
-def state_of(
-    record: WorkerRecord, status: WorkerStatus, stands_by: Callable[[str], bool]
-) -> Literal["serving", "standing_by", "draining"]:
-    if status.accepting:
-        return "serving"
-    return "standing_by" if stands_by(record.worker_id) else "draining"
+def state_of(status: WorkerStatus) -> Literal["serving", "draining"]:
+    return "serving" if status.accepting else "draining"
 
 
 def _series(record: WorkerRecord) -> tuple[str, str, str]:

@@ -32,7 +32,7 @@ MAX_WORKERS = 64  # in a sample: of a larger fleet only the pools have a history
 class ShownWorker(msgspec.Struct, frozen=True):
     """One worker as it last reported. What is not explained is in `WorkerStatus` or `WorkerRecord`.
 
-    state: "serving", "standing_by" or "draining".
+    state: "serving" or "draining".
     kv_usage: the share of its KV blocks that requests or tickets use.
     step_s: seconds of its next decode step by its fitted time model; None before its first step.
     pulls: its KV transfers from other workers so far, by lane (`PullCounts`).
@@ -158,7 +158,6 @@ class FleetState:
 
     Args:
         reports: returns the last report of each worker.
-        stands_by: returns whether a worker is a standby worker, by id.
         num_queued: returns how many requests of each model wait in this ingress.
         now: returns Unix time in seconds.
 
@@ -174,7 +173,6 @@ class FleetState:
         demand: Demand,
         *,
         reports: Callable[[], WorkerReports],
-        stands_by: Callable[[str], bool],
         num_queued: Callable[[], Mapping[str, int]],
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -185,7 +183,6 @@ class FleetState:
         self._metrics = metrics
         self._demand = demand
         self._reports = reports
-        self._stands_by = stands_by
         self._num_queued = num_queued
         self._now = now
         self.scaling: list[ScalingDecision] = []
@@ -276,7 +273,7 @@ class FleetState:
             step_s = StepTimeModel.from_costs(costs).step_s(step)
         known = asdict(status) | asdict(record)
         known |= {
-            "state": state_of(record, status, self._stands_by),
+            "state": state_of(status),
             "kv_usage": _kv_usage(record, status),
             "num_kv_blocks": record.num_blocks,
             "host_kv_nbytes": status.host.nbytes if status.host is not None else 0,

@@ -153,7 +153,8 @@ class Autoscaler:
         # Workers that exist when the autoscaler starts count as needed.
         needs = self._needs.setdefault((tier.name, role), _Needs(now, state.num_workers))
         need = needs.kept(now, need, enough, limits)
-        number = min(max(limits.min_replicas, need) + pool.num_standby, _most(pool))
+        largest = most if pool.autoscaling else pool.num_replicas
+        number = min(max(limits.min_replicas, need), largest)
         if need == 0 and limits.min_replicas == 0:
             number = 0
         return goal, number
@@ -349,10 +350,6 @@ def _limits(pool: PoolConfig) -> AutoscalingConfig:
         return pool.autoscaling
     number = pool.num_replicas
     return AutoscalingConfig(min_replicas=number, max_replicas=max(1, number))
-
-
-def _most(pool: PoolConfig) -> int:
-    return _limits(pool).max_replicas if pool.autoscaling else pool.num_replicas + pool.num_standby
 
 
 def _shares_work(tier: TierConfig) -> bool:

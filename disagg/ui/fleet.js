@@ -7,7 +7,7 @@ const REFUSALS = {
   predicted_late: "would have been too late", became_late: "became too late in the queue",
   queue_full: "queue was full", no_room: "too many requests at once", tenant_limit: "a tenant's limit",
 };
-const STATES = { serving: "serving", standing_by: "standing by", draining: "draining" };
+const STATES = { serving: "serving", draining: "draining" };
 
 let history = [];
 let polls = []; // replies of the last seconds, for rates

@@ -72,7 +72,7 @@ def check_tier(
                 _check_cores(num_ranks)
             each_nbytes += num_ranks * (plan.workspace_nbytes + plan.kv_nbytes(engine))
         pool = tier.pools[role]
-        host_nbytes += each_nbytes * (pool.num_replicas + pool.num_standby)
+        host_nbytes += each_nbytes * pool.num_replicas
     return host_nbytes
 
 

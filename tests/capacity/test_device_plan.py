@@ -128,7 +128,7 @@ def test_pools_may_have_workers_of_unlike_sizes() -> None:
 
 def test_pools_are_planned_at_their_largest() -> None:
     asked = {
-        "prefill": {"num_replicas": 1, "num_standby": 1},
+        "prefill": {"num_replicas": 2},
         "decode": {"autoscaling": {"max_replicas": 3}},
     }
     assert len(plan(machine(*[80] * 5), asked).device_ids) == 5

@@ -29,12 +29,11 @@ CREW = Pool(
     token_s=0.0006,
 )
 QUICK = {"start_s": 5, "look_back_s": 5, "down_after_s": 3}
-# Its prefill workers follow the load, and a decode worker stands by.
+# Its prefill workers follow the load.
 BURSTS = Pool(
     "bursts",
     num_prefill=1,
     num_decode=1,
-    num_standby=1,
     token_s=0.003,
     settings=(
         ("ttft_slo_s", 20.0),
@@ -42,7 +41,6 @@ BURSTS = Pool(
             "prefill",
             {
                 "num_replicas": 1,
-                "num_standby": 0,
                 "autoscaling": {
                     "min_replicas": 1,
                     "max_replicas": 2,
@@ -64,7 +62,6 @@ NAPS = Pool(
             "decode",
             {
                 "num_replicas": 1,
-                "num_standby": 0,
                 "autoscaling": {
                     "min_replicas": 0,
                     "max_replicas": 1,

@@ -47,7 +47,6 @@ class Pool:
     step_s: float = 0.01
     token_s: float = 0.0
     settings: tuple[tuple[str, Any], ...] = ()  # of the tier
-    num_standby: int = 0  # decode workers
 
 
 @dataclass(frozen=True)
@@ -202,8 +201,8 @@ class System:
         urls = self._urls()
         pools = [self.pools(url) for url in urls]
         for tier in self._config["tiers"]:
-            name, num_standby = tier["served_model_name"], tier["decode"]["num_standby"]
-            num_members = len(self.members(name)) - num_standby
+            name = tier["served_model_name"]
+            num_members = len(self.members(name))
             for each in pools:
                 sizes = {role: each.get(name, {}).get(f"num_{role}", -1) for role in ROLES}
                 if any(size not in _sizes(tier[role]) for role, size in sizes.items()):
@@ -270,7 +269,7 @@ def _config(
             ),
             "served_model_name": pool.name,
             "prefill": {"num_replicas": pool.num_prefill},
-            "decode": {"num_replicas": pool.num_decode, "num_standby": pool.num_standby},
+            "decode": {"num_replicas": pool.num_decode},
             "engine": dict(pool.engine),
             **dict(pool.settings),
         }

@@ -16,11 +16,11 @@ import httpx
 import pytest
 
 from tests.engine.fake_runner import VOCAB_SIZE
-from tests.faults.clients import Answer, Question, Questions, ask
+from tests.faults.clients import Answer, Questions, ask
 from tests.faults.fake_model import BLOCK_SIZE, expected_text, to_text
 from tests.faults.faults import Killed, suffered
 from tests.faults.oracles import Oracle
-from tests.faults.system import System, busiest, until
+from tests.faults.system import System, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -226,22 +226,3 @@ async def test_an_ingress_is_killed(system: System) -> None:
     assert all(each.question.expected.startswith(each.text) for each in cut)
     system.wait_whole()
     oracle.check([*more, *(each for each in answers if not each.trouble)], [victim])
-
-
-async def test_who_stands_by_takes_over(system: System) -> None:
-    """Before Serve could have started anybody: by then the requests are there."""
-    oracle, rng = Oracle(system, "bursts"), random.Random(2)
-    # Short ones: more prefill workers are not wanted for them.
-    prompts = [tuple(rng.choices(range(VOCAB_SIZE), k=8)) for _ in range(NUM_STREAMS)]
-    asked = [ask(system.port, Question("bursts", prompt, 100)) for prompt in prompts]
-    streams = [asyncio.create_task(each) for each in asked]
-    serving = await busiest(system, "bursts", "decode")
-    (standing_by,) = set(system.members("bursts", "decode")) - {serving}
-    assert not standing_by.state()["num_streams"], "it stands by"
-    victim = serving.process
-    async with suffered(Killed(victim)):
-        await asyncio.to_thread(until, lambda: standing_by.state()["num_streams"] > 0, TIMEOUT_S)
-        answers = await asyncio.gather(*streams)
-    assert_all_answered(answers)
-    system.wait_whole()
-    oracle.check(answers, [victim])

@@ -52,9 +52,9 @@ def record_of(worker_id: str) -> WorkerRecord:
     return make_record(worker_id, model="m", role=role, num_blocks=100)
 
 
-def shown(*reports: tuple[WorkerRecord, WorkerStatus], stands_by: str = "") -> list[str]:
+def shown(*reports: tuple[WorkerRecord, WorkerStatus]) -> list[str]:
     registry = CollectorRegistry()
-    registry.register(FleetMetrics(lambda: list(reports), lambda name: name == stands_by))
+    registry.register(FleetMetrics(lambda: list(reports)))
     registry.register(LinkBuffers(lambda: list(reports), lambda name: 50))
     return generate_latest(registry).decode().splitlines()
 
@@ -123,13 +123,8 @@ def test_a_worker_without_tiers_or_figures_shows_none() -> None:
 
 def test_workers_are_counted_by_state() -> None:
     leaving = msgspec.structs.replace(STATUS, accepting=False)
-    lines = shown(
-        (record_of("d1"), STATUS),
-        (record_of("d2"), leaving),
-        (record_of("d3"), leaving),
-        stands_by="d3",
-    )
-    for state in ("serving", "standing_by", "draining"):
+    lines = shown((record_of("d1"), STATUS), (record_of("d2"), leaving))
+    for state in ("serving", "draining"):
         assert f'disagg_workers{{model_name="m",role="decode",state="{state}"}} 1.0' in lines
 
 

@@ -29,7 +29,6 @@ class Fleet:
             self.metrics,
             self.demand,
             reports=lambda: self.reports,
-            stands_by=lambda worker_id: worker_id == "d2",
             num_queued=lambda: {"m": 3},
             now=lambda: self.now_s,
         )
@@ -54,16 +53,10 @@ def test_workers_and_transfers_are_those_of_the_last_reports(model: Path) -> Non
         "d1", num_running=4, num_free_blocks=75, step_costs=costs, pulls=pulls, transfers=figures
     )
     fleet.reported("d2", accepting=False)
-    fleet.reported("d3", accepting=False)
     fleet.metrics.of("request_refused", "/v1/completions", "no_room", "default").inc(2)
     fleet.metrics.of("request_refused", "/v1/responses", "no_room", "default").inc()
     shown = fleet.shown()
-    assert [each.state for each in shown.workers] == [
-        "serving",
-        "serving",
-        "standing_by",
-        "draining",
-    ]
+    assert [each.state for each in shown.workers] == ["serving", "serving", "draining"]
     busy = shown.workers[1]
     assert (busy.num_running, busy.kv_usage, busy.step_s) == (4, 0.25, 0.006)
     assert busy.pulls[0]["lane"] == "cma" and busy.pulls[0]["nbytes"] == 640

@@ -32,15 +32,12 @@ def limits(least: int = 1, most: int = 16, **others: float) -> AutoscalingConfig
 def tier(
     prefill: AutoscalingConfig | None = None,
     decode: AutoscalingConfig | None = None,
-    num_standby: int = 0,
     ttft_slo_s: float = 0.5,
     tpot_slo_s: float = 0.03,
 ) -> TierConfig:
     return TierConfig(
         model="tier",
-        prefill=PoolConfig(
-            num_replicas=1, num_standby=num_standby, autoscaling=prefill or limits()
-        ),
+        prefill=PoolConfig(num_replicas=1, autoscaling=prefill or limits()),
         decode=PoolConfig(num_replicas=1, autoscaling=decode or limits()),
         ttft_slo_s=ttft_slo_s,
         tpot_slo_s=tpot_slo_s,
@@ -112,14 +109,11 @@ def test_more_load_never_comes_sooner(
     least=st.integers(0, 4),
     more=st.integers(1, 8),
     budget=st.integers(8, 20),
-    num_standby=st.integers(0, 2),
 )
 @examples(20)
-def test_bounds_and_budget_hold(
-    load: list[float], least: int, more: int, budget: int, num_standby: int
-) -> None:
+def test_bounds_and_budget_hold(load: list[float], least: int, more: int, budget: int) -> None:
     bounds = limits(least, least + more)
-    played = Played(tier(bounds, bounds, num_standby), budget)
+    played = Played(tier(bounds, bounds), budget)
     for num in load:
         sizes = played.second(asked(num))
         assert all(least <= number <= least + more for number in sizes.values())
@@ -225,19 +219,6 @@ def test_a_decode_worker_whose_places_are_taken_still_has_time_for_prompts() -> 
     assert sizes[0] == sizes[1] and sizes[1][DECODE] == 1
 
 
-def test_decode_workers_that_stand_by_do_not_help() -> None:
-    """Those of a fixed pool get no requests; those of a pool that follows the load do."""
-    sizes = []
-    for num_standby in (0, 3):
-        decode = PoolConfig(num_replicas=1, num_standby=num_standby)
-        played = Played(msgspec.structs.replace(tier(), decode=decode))
-        for _ in range(60):
-            last = played.second(asked(8.0, prompt=2000.0, answer=10.0))
-        assert last[DECODE] == 1 + num_standby
-        sizes.append(last[PREFILL])
-    assert sizes[0] == sizes[1] > 1
-
-
 def test_decode_workers_that_are_busy_do_not_help() -> None:
     played = Played(tier(tpot_slo_s=0.015))
     for _ in range(60):
@@ -285,13 +266,6 @@ def test_a_pool_goes_to_nothing_and_wakes_only_where_it_may() -> None:
     assert played.second(asked(1.0))[PREFILL] == 1
     assert may_be_empty(tier(limits(0), limits(0)))
     assert not may_be_empty(tier(limits(0), limits(1)))
-
-
-def test_standby_workers_are_added_to_what_is_needed() -> None:
-    plain, spare = Played(tier()), Played(tier(num_standby=2))
-    for _ in range(60):
-        without, beside = plain.second(asked(10.0)), spare.second(asked(10.0))
-    assert beside[PREFILL] == without[PREFILL] + 2
 
 
 def test_an_slo_out_of_reach_is_told_with_its_figure_and_does_not_take_all() -> None:
