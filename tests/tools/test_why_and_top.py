@@ -83,7 +83,7 @@ def test_a_request_that_waited_escalated_and_moved() -> None:
         Stage("compute until its first token", "d", 100.875, 101.0),
         Stage("decode", "d", 101.0, 102.0),
     ]
-    assert list(sentences(Explanation((first, second), cascade, ()))) == [
+    assert list(sentences(Explanation((first, second), cascade))) == [
         "Small model first: small unsure (minimum -1.200 < -0.300 after 3), large largest.",
         "It waited 2.000 s in the admission queue, behind 3 others (predicted 1.500 s).",
         "00:01:40.000000 large: p computes the prompt, d the answer. Why: it is cheaper.",
