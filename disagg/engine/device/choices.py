@@ -45,7 +45,7 @@ def _has_gpu() -> bool:
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: DeviceType) -> str:
     """The requested dtype.
 
-    The default is half precision if the hardware or the compiled step multiplies it natively.
+    The default is half precision, unless neither the CPU nor compiled code multiplies it fast.
 
     Raises:
         StartupError: the model's activations do not fit into float16.
@@ -62,8 +62,7 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: DeviceType) -
     if device == "cuda":
         keeps = model.dtype == "float16" and fits_float16
         return "float16" if keeps else "bfloat16"
-    is_fast = cpu_multiplies_bfloat16() or (is_step_compiled() and not why_not_compiled(model))
-    return "bfloat16" if is_fast else "float32"
+    return "bfloat16" if cpu_multiplies_bfloat16() or is_step_compiled() else "float32"
 
 
 def cpu_multiplies_bfloat16() -> bool:

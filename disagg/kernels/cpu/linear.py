@@ -4,16 +4,11 @@ oneDNN reads a weight in its own blocked layout. It converts a plain [out, in] t
 which with few rows costs as much as the product. Packing a weight once makes decode steps up to
 twice as fast, and lets oneDNN compute the activation or the residual sum while a result tile is
 still in cache.
-
-Weights that are stored in half precision and multiplied in float32 stay in half precision, and
-FBGEMM widens them in registers, so a decode step reads half the bytes. A CPU without instructions
-for half precision multiplies in float32, whatever the activations' dtype is.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from typing import Any, TypeAlias
 
 import torch
@@ -26,8 +21,6 @@ from disagg.kernels.cpu.panels import PANEL, CpuMatrix, multiply_rows
 ROWS_AT_ONCE = 64
 PANEL_WIDTHS = 64, 32  # rows of oneDNN's panels without and with AMX
 PANEL_COLUMNS = 32  # a panel's columns are padded to a multiple of this
-_MOST_LOST = 2.0**-21  # largest rounding error, as a share of the weight's norm
-_ROWS_COMPARED = 1024  # few enough for the CPU's cache, enough to hide the cost of calls
 
 _ops: Any = torch.ops.mkldnn
 
@@ -170,42 +163,7 @@ def _in_panels(linear: OnednnLinear | PanelLinear) -> CpuMatrix:
     )
 
 
-class HalfLinear(PlainLinear):
-    """The same products in float32 from a weight kept as float16 in FBGEMM's layout.
-
-    `fits_half` must be true for the weight, because numbers beyond float16's range would be
-    clipped. Results have the dtype of `x`.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        wide_bias = None if bias is None else bias.float()
-        self._weight = torch.ops.quantized.linear_prepack_fp16(weight.float(), wide_bias)
-        self._product = torch.ops.quantized.linear_dynamic_fp16.default._op
-
-    def __call__(self, x: Tensor) -> Tensor:
-        # Otherwise torch looks for the weight's __torch_function__, which takes 10 us, as long as a
-        # product.
-        with torch._C.DisableTorchFunctionSubclass():
-            result: Tensor = self._product(x.float(), self._weight)
-        return result.to(x.dtype)
-
-
 Linear: TypeAlias = PlainLinear | OnednnLinear
-
-
-def fits_half(weight: Tensor) -> bool:
-    """Whether rounding `weight` to float16 loses no more than summing products in float32 does.
-
-    A sum of 768 products has an error of 5e-7, or 2^-21, of the result. bf16 weights of usual sizes
-    have a smaller error in float16: only weights below 2^-17 become subnormal numbers with too few
-    digits. Weights that use all digits of float32 have an error of 2^-12.
-    """
-    lost = kept = 0.0
-    for some in torch.split(weight, _ROWS_COMPARED):
-        rows = some.float()
-        lost += float((rows.half().float() - rows).square_().sum())
-        kept += float(rows.square().sum())
-    return lost <= kept * _MOST_LOST**2 and lost < math.inf
 
 
 def _filled(x: Tensor) -> Tensor:
@@ -218,13 +176,11 @@ def _filled(x: Tensor) -> Tensor:
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Choose an implementation by the weight's dtype and values, and by this CPU's abilities."""
+    """Choose an implementation by the weight's dtype and this CPU's abilities."""
     if weight.device.type == "cpu":
         library = _multiplies_panels() if weight.dtype == torch.bfloat16 else None
         if library is not None and weight.shape[1] % 2 == 0:
             return PanelLinear(weight, bias, library)
-        if _prefers_float32(weight.dtype) and _has_fbgemm() and fits_half(weight):
-            return HalfLinear(weight, bias)
         if torch._C._has_mkldnn and _onednn_packs(weight.dtype):
             return OnednnLinear(weight, bias)
     return PlainLinear(weight, bias)
@@ -234,15 +190,6 @@ def _multiplies_panels() -> ctypes.CDLL | None:
     """The compiled program, if oneDNN multiplies bfloat16 slowly on this CPU; else None."""
     library = find_step().loaded
     return None if library is None or library.disagg_step_has_bf16() else library
-
-
-def _prefers_float32(dtype: torch.dtype) -> bool:
-    """Whether to multiply in float32: also for half precision if the CPU cannot multiply it."""
-    return dtype == torch.float32 or torch.backends.cpu.get_cpu_capability() == "AVX2"
-
-
-def _has_fbgemm() -> bool:
-    return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:

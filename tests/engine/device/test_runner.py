@@ -401,11 +401,9 @@ def test_the_automatic_dtype_is_what_the_cpu_multiplies_fast(
     checkpoint: tuple[transformers.PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, directory = checkpoint
-    model = describe_model(directory).config
-    takes = not choices.why_not_compiled(model)
     for has_bfloat16, is_compiled, dtype in [
         (True, False, torch.bfloat16),
-        (False, True, torch.bfloat16 if takes else torch.float32),
+        (False, True, torch.bfloat16),
         (False, False, torch.float32),
     ]:
         monkeypatch.setattr(choices, "cpu_multiplies_bfloat16", lambda has=has_bfloat16: has)
