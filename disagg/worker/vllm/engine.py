@@ -172,6 +172,7 @@ class VllmEngine:
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         from vllm import SamplingParams, TokensPrompt
+        from vllm.exceptions import GenerationError
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -191,7 +192,7 @@ class VllmEngine:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield _output(output, prompt.sampling)
-        except (EngineDeadError, EngineGenerateError) as error:
+        except (EngineDeadError, EngineGenerateError, GenerationError) as error:
             raise WorkerLost(f"The vLLM engine of this worker has failed: {error!r}.") from error
         except (ValueError, TypeError) as error:
             raise EngineCannot(f"vLLM refuses this request: {error}.") from error
