@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from bench.peers.environments import ROOT, VLLM_VARIABLES
+from bench.peers.environments import ROOT, VLLM_VARIABLES, python_of, with_disagg
 from bench.peers.limits import FLAGS, MODEL
 from bench.peers.servers import VLLM, Running, Server, in_turns, started
 from bench.report import finish, print_table
@@ -42,8 +42,7 @@ NAMED = f"--served-model-name {MODEL} --host 127.0.0.1 --port PORT"
 POOLS = f"--prefill 0 --decode {NUM_ENGINES} --num-threads 1 --no-redis"
 OURS = f"-m disagg.cli.main serve CHECKPOINT {NAMED} {FLAGS} {POOLS} --ttft-slo-s none"
 READY = ("/ready", f'"num_decode":{NUM_ENGINES}'.encode())
-# An engine of disagg's router binds no cores, and finds this repository beside vLLM.
-BEHIND_US = {**VLLM_VARIABLES, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
+BEHIND_US = {**VLLM_VARIABLES, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 PLAIN = Server(
     "vllm",
     f"{VLLM} {NAMED} {FLAGS} --enable-prompt-tokens-details",
@@ -111,6 +110,8 @@ def main() -> None:
         if arguments.tiny:
             systems = {"disagg": systems["disagg"]}
             arguments.rounds, arguments.num_prompts = 1, 10
+        else:
+            with_disagg(python_of("vllm"))
 
         def measure(system: str, running: Running) -> None:
             figures = asked(running.port, arguments.num_prompts, arguments.request_rate)

@@ -58,6 +58,17 @@ def python_of(
     return python
 
 
+def with_disagg(python: Path) -> Path:
+    """Install this repository into a peer's environment, without its dependencies."""
+    where = "import disagg, importlib.metadata as m; m.version('disagg'); print(*disagg.__path__)"
+    found = subprocess.run([str(python), "-c", where], cwd="/", capture_output=True, text=True)
+    if found.stdout.strip() == str(ROOT / "disagg"):
+        return python
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _run([*pip, "--no-deps", "--no-build-isolation", "-e", str(ROOT)])
+    return python
+
+
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:

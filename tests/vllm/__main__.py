@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.peers.environments import ROOT, python_of
+from bench.peers.environments import ROOT, python_of, with_disagg
 
 # What the tests need besides, with the versions of `constraints.txt`.
 MORE = (
@@ -22,10 +22,9 @@ MORE = (
 
 
 def main() -> int:
-    python = python_of("vllm")
+    python = with_disagg(python_of("vllm"))
     pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *MORE], check=True)
-    subprocess.run([*pip, "--no-build-isolation", "-e", str(ROOT)], check=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     here = Path(__file__).parent
     # vLLM warns of much, also at the end of the process.
