@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from disagg.errors import ModelError
 from disagg.kernels.packed_sizes import Packing
+
+Range: TypeAlias = tuple[int, int]  # first, end
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WHOLE_WEIGHTS = "model.safetensors"

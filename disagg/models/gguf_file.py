@@ -13,9 +13,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from disagg.errors import ModelError
+from disagg.kernels.packed_sizes import Packing
 from disagg.models.checkpoint import StoredTensor
 
 _MAGIC = b"GGUF"
@@ -23,20 +24,35 @@ _VERSIONS = (2, 3)
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # codes of `struct`, by type
 _STRING, _ARRAY = 8, 9
 
-# The supported types: number -> the name, and the values and bytes of one block.
-BLOCKS: Mapping[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    30: ("BF16", 1, 2),
+
+class Block(NamedTuple):
+    """A type of tensors.
+
+    Attributes:
+        packing: how a CPU keeps it; None: it is always widened.
+    """
+
+    name: str
+    num_values: int
+    nbytes: int
+    packing: Packing | None = None
+
+
+# The supported types by their numbers; `gguf_values` reads what is in a block.
+BLOCKS: Mapping[int, Block] = {
+    0: Block("F32", 1, 4),
+    1: Block("F16", 1, 2),
+    2: Block("Q4_0", 32, 18, Packing("int4", 32, 2)),
+    3: Block("Q4_1", 32, 20, Packing("int4", 32, 2, has_least=True)),
+    6: Block("Q5_0", 32, 22),
+    7: Block("Q5_1", 32, 24),
+    8: Block("Q8_0", 32, 34, Packing("int8", 32, 2)),
+    12: Block("Q4_K", 256, 144, Packing("int4", 32, 4, has_least=True)),
+    13: Block("Q5_K", 256, 176),
+    14: Block("Q6_K", 256, 210, Packing("int8", 16, 4)),
+    30: Block("BF16", 1, 2),
 }
+BY_NAME = {block.name: block for block in BLOCKS.values()}
 _OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS"} | {
     18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8",
     25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
@@ -164,13 +180,14 @@ def _parsed(content: mmap.mmap, file: Path) -> GgufHeader:
 
 def _tensor(file: Path, name: str, dims: tuple[int, ...], kind: int, begin: int) -> StoredTensor:
     if kind not in BLOCKS:
-        supported = ", ".join(each for each, _, _ in BLOCKS.values())
         raise ModelError(
             f"{file}: {name} has type {_OTHER_TYPES.get(kind, f'number {kind}')}, which is not"
-            f" supported; choose a file whose tensors are of {supported}"
+            f" supported; choose a file whose tensors are of {', '.join(BY_NAME)}"
         )
-    dtype, num_values, nbytes = BLOCKS[kind]
-    if not dims or not all(dims) or dims[0] % num_values:
-        raise ValueError(f"{name} of shape {list(dims)} is not made of whole blocks of {dtype}")
-    end = begin + math.prod(dims) // num_values * nbytes
-    return StoredTensor(file, dtype, tuple(reversed(dims)), begin, end)
+    block = BLOCKS[kind]
+    if not dims or not all(dims) or dims[0] % block.num_values:
+        raise ValueError(
+            f"{name} of shape {list(dims)} is not made of whole blocks of {block.name}"
+        )
+    end = begin + math.prod(dims) // block.num_values * block.nbytes
+    return StoredTensor(file, block.name, tuple(reversed(dims)), begin, end)

@@ -22,7 +22,7 @@ from disagg.kernels.packed_sizes import Packing
 from disagg.models.checkpoint import Header, StoredTensor
 from disagg.models.families import FAMILIES
 from disagg.models.family import Family
-from disagg.models.gguf_file import read_gguf
+from disagg.models.gguf_file import BY_NAME, read_gguf
 from disagg.models.gguf_tokenizer import end_of_turn, token_of, tokenizer_json
 
 _FAMILIES: Mapping[str, str] = {
@@ -109,14 +109,6 @@ _OF_A__LAYER: Mapping[str, str] = {
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# The types of blocks that can be kept.
-_PACKINGS: Mapping[str, Packing] = {
-    "Q4_0": Packing("int4", 32, 2),
-    "Q4_1": Packing("int4", 32, 2, has_least=True),
-    "Q8_0": Packing("int8", 32, 2),
-    "Q4_K": Packing("int4", 32, 4, has_least=True),
-    "Q6_K": Packing("int8", 16, 4),
-}
 _DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16"}
 
 
@@ -135,7 +127,7 @@ class GgufStored(StoredTensor):
 
     @property
     def packing(self) -> Packing | None:
-        return _PACKINGS.get(self.dtype)
+        return BY_NAME[self.dtype].packing
 
 
 def gguf_families() -> frozenset[str]:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disagg.models.gguf_file import BLOCKS
+from disagg.models.checkpoint import Range
+from disagg.models.gguf_file import BY_NAME
 from disagg.models.gguf_model import GgufStored
-from disagg.models.parts import Range
 from disagg.models.quantized_values import Quantized
 
 # The contents of blocks [rows, blocks, bytes]: int8 numbers, and in the order of groups, scales and
@@ -29,7 +29,6 @@ _Read: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 _HALF_NBYTES = 2
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_SIZES = {name: (num_values, nbytes) for name, num_values, nbytes in BLOCKS.values()}
 
 
 def read_values(stored: GgufStored, box: Sequence[Range] = ()) -> Tensor | Quantized:
@@ -38,7 +37,7 @@ def read_values(stored: GgufStored, box: Sequence[Range] = ()) -> Tensor | Quant
     Args:
         box: the range to read of each dimension, with whole heads; empty: everything.
     """
-    num_values, nbytes = _SIZES[stored.dtype]
+    _, num_values, nbytes, packing = BY_NAME[stored.dtype]
     rows, *others = box or [(0, size) for size in stored.shape]
     columns = others[0] if others else (0, num_values)
     row_nbytes = (stored.end - stored.begin) // stored.shape[0]
@@ -63,7 +62,7 @@ def read_values(stored: GgufStored, box: Sequence[Range] = ()) -> Tensor | Quant
     groups = slice(first // size, -(-end // size))
     own_numbers = numbers[:, first:end]
     return Quantized(
-        kind="int4" if stored.dtype.startswith("Q4") else "int8",
+        kind="int8" if packing is None else packing.kind,
         shape=(num_rows, end - first),
         numbers=lambda some: own_numbers[some].contiguous(),
         scales=scales[:, groups],

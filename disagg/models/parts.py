@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from disagg.errors import ModelError
-from disagg.models.checkpoint import StoredTensor
+from disagg.models.checkpoint import Range, StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.families import FAMILIES
@@ -24,7 +24,6 @@ from disagg.models.quantized import QuantizedStored
 from disagg.models.share import WHOLE, Share
 
 Shape: TypeAlias = tuple[int, ...]
-Range: TypeAlias = tuple[int, int]  # first, end
 _MAX_NAMES_IN_AN_ERROR = 8
 
 

@@ -2,8 +2,8 @@
 
 The tensors tell most of it. config.json has the settings that they cannot tell, and by these
 unsupported kinds are refused before any header is read. A quantised checkpoint is presented as a
-float checkpoint, in which the pieces of a matrix are one tensor; `quantized_values` reads their
-numbers. Knows no torch.
+float checkpoint, in which the pieces of a matrix are one tensor. `LAYOUTS` describes the pieces,
+for the checks here and for `quantized_values`, which reads their numbers. Knows no torch.
 
 Sources: transformers' `FineGrainedFP8Config`, `GPTQConfig` and `AwqConfig`; `QuantizationConfig` of
 https://github.com/vllm-project/compressed-tensors; the READMEs of AutoAWQ, AutoFP8 and GPTQModel.
@@ -11,19 +11,19 @@ https://github.com/vllm-project/compressed-tensors; the READMEs of AutoAWQ, Auto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from disagg.errors import ModelError
 from disagg.kernels.packed_sizes import MXFP4_GROUP, Kind, Packing
-from disagg.models.checkpoint import DTYPE_NBYTES, StoredTensor
+from disagg.models.checkpoint import DTYPE_NBYTES, Range, StoredTensor
 from disagg.models.family import Fields
 
-Layout: TypeAlias = Literal["plain", "packed", "awq", "gptq", "mxfp4"]
+LayoutName: TypeAlias = Literal["plain", "packed", "awq", "gptq", "mxfp4"]
 
 _PLAIN_DTYPES = {"int": "I8", "float": "F8_E4M3"}
-_COMPRESSED: Mapping[str, Layout] = {
+_COMPRESSED: Mapping[str, LayoutName] = {
     "float-quantized": "plain",
     "int-quantized": "plain",
     "naive-quantized": "plain",
@@ -31,22 +31,89 @@ _COMPRESSED: Mapping[str, Layout] = {
 }
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _PACKED_BITS = (4, 8)
-FLOAT_SCALES = ("F32", "BF16", "F16")
+_FLOAT_SCALES = ("F32", "BF16", "F16")
+_INDICES = ("I32", "I64")
 WORD_BITS = 32
 # Scales of activations and of KV are ignored, because these keep their types here.
 _UNUSED = (
     *(".input_scale", ".input_zero_point", ".output_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale"),
 )
-# How the name of the tensor with a matrix's numbers ends.
-_NUMBERS: Mapping[Layout, str] = {
-    "plain": ".weight",
-    "packed": ".weight_packed",
-    "awq": ".qweight",
-    "gptq": ".qweight",
-    "mxfp4": "_blocks",
-}
 _EXPONENT_NBYTES = 4  # a scale that is stored as a power of two becomes a float32
+# Which dimension of a matrix each axis of a piece divides.
+_DIVIDED = {"e": -3, "r": -2, "R": -2, "b": -2, "c": -1, "C": -1, "g": -1}
+# Axes that divide none.
+_WHOLE: Mapping[str, Range] = {"h": (0, MXFP4_GROUP // 2), "d": (0, 2)}
+
+
+class MatrixPiece(NamedTuple):
+    """One of the tensors of a matrix.
+
+    Attributes:
+        end: the end of its name.
+        axes: what its dimensions count: experts (e), rows (r), columns (c), words that hold several
+            rows (R) or columns (C), blocks of rows (b) and groups of columns (g) with one scale,
+            bytes of a group (h), dimensions (d).
+        dtypes: the possible types; empty: that of the format.
+        is_needed: whether a matrix without it is refused.
+    """
+
+    end: str
+    axes: str
+    dtypes: tuple[str, ...] = ()
+    is_needed: bool = True
+
+
+class Layout(NamedTuple):
+    """The tensors of which a matrix consists.
+
+    Attributes:
+        pieces: by role. "numbers" come first. "order" names the group of each column, and is also
+            needed if config.json says so. "shape" repeats the shape of the matrix.
+        places: place in a word of the first number, of the second, ...; empty: in order.
+    """
+
+    pieces: Mapping[str, MatrixPiece]
+    places: tuple[int, ...] = ()
+
+
+LAYOUTS: Mapping[LayoutName, Layout] = {
+    "plain": Layout(
+        {
+            "numbers": MatrixPiece("weight", "rc"),
+            "scales": MatrixPiece("weight_scale", "bg", (*_FLOAT_SCALES, "F8_E8M0")),
+            "zeros": MatrixPiece("weight_zero_point", "bg", ("I8",), is_needed=False),
+        }
+    ),
+    "packed": Layout(
+        {
+            "numbers": MatrixPiece("weight_packed", "rC"),
+            "scales": MatrixPiece("weight_scale", "rg", _FLOAT_SCALES),
+            "zeros": MatrixPiece("weight_zero_point", "Rg", ("I32",), is_needed=False),
+            "order": MatrixPiece("weight_g_idx", "c", _INDICES, is_needed=False),
+            "shape": MatrixPiece("weight_shape", "d", _INDICES),
+        }
+    ),
+    "awq": Layout(
+        {
+            "numbers": MatrixPiece("qweight", "cR"),
+            "scales": MatrixPiece("scales", "gr", _FLOAT_SCALES),
+            "zeros": MatrixPiece("qzeros", "gR", ("I32",)),
+        },
+        places=(0, 4, 1, 5, 2, 6, 3, 7),
+    ),
+    "gptq": Layout(
+        {
+            "numbers": MatrixPiece("qweight", "Cr"),
+            "scales": MatrixPiece("scales", "gr", _FLOAT_SCALES),
+            "zeros": MatrixPiece("qzeros", "gR", ("I32",)),
+            "order": MatrixPiece("g_idx", "c", _INDICES, is_needed=False),
+        }
+    ),
+    "mxfp4": Layout(
+        {"numbers": MatrixPiece("blocks", "ergh"), "scales": MatrixPiece("scales", "erg")}
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +122,7 @@ class QuantizedFormat:
 
     Attributes:
         name: the name for people.
-        layout: which tensors a matrix consists of. One has its numbers in "plain", bytes with two
-            numbers each in "mxfp4", and 32-bit words that contain them in other layouts.
+        layout: its name in `LAYOUTS`.
         bits: bits of a number.
         dtype: type of the numbers or words, as safetensors names it.
         group_size: numbers of a row that share a scale; None: the tensors tell it.
@@ -67,13 +133,17 @@ class QuantizedFormat:
     """
 
     name: str
-    layout: Layout
+    layout: LayoutName
     bits: int = 8
     dtype: str = "I32"
     group_size: int | None = None
     block: tuple[int, int] | None = None
     zero_offset: int = 0
     has_order: bool = False
+
+    @property
+    def pieces(self) -> Mapping[str, MatrixPiece]:
+        return LAYOUTS[self.layout].pieces
 
     @property
     def kind(self) -> Kind:
@@ -88,13 +158,29 @@ class QuantizedFormat:
         """The number of neighbouring columns that share a scale; None: all, or tensors tell it."""
         return self.group_size if self.block is None else self.block[1]
 
+    def unit(self, axis: str) -> int | None:
+        """How many experts, rows or columns a place of an axis stands for; None: all."""
+        if axis in "RC":
+            return WORD_BITS // self.bits
+        if axis == "b":
+            return 1 if self.block is None else self.block[0]
+        return self.num_columns if axis == "g" else 1
+
+    def ranges(self, piece: MatrixPiece, box: Sequence[Range]) -> tuple[Range, ...]:
+        """The range of each axis of a piece that holds the values of a box of the matrix."""
+        return tuple(
+            _WHOLE[axis] if axis in _WHOLE else units(box[_DIVIDED[axis]], self.unit(axis))
+            for axis in piece.axes
+        )
+
     @property
     def packing(self) -> Packing:
         """How its bits are kept, as far as config.json tells.
 
         Assumes that scales have 2 bytes, and that formats that may have zeros have them.
         """
-        scale_nbytes, has_zeros = 1 if self.kind == "mxfp4" else 2, self.layout in ("awq", "gptq")
+        scale_nbytes, zeros = 1 if self.kind == "mxfp4" else 2, self.pieces.get("zeros")
+        has_zeros = zeros is not None and zeros.is_needed
         # One group has no order.
         has_order = self.has_order and self.num_columns is not None
         return Packing(self.kind, self.num_columns, scale_nbytes, has_zeros, has_order)
@@ -277,13 +363,9 @@ class QuantizedStored(StoredTensor):
     """A matrix [out, in] that is stored quantised, or several [experts, out, in].
 
     Attributes:
-        prefix: the beginning of the names of its pieces.
-        format: its format.
-        pieces: its tensors by the ends of their names: first the numbers, then "weight_scale" or
-            "scales", ...
+        pieces: its tensors by role, with their names in the file.
     """
 
-    prefix: str
     format: QuantizedFormat
     pieces: Mapping[str, StoredTensor]
 
@@ -293,21 +375,16 @@ class QuantizedStored(StoredTensor):
 
     @property
     def packing(self) -> Packing:
-        scales, size = self.pieces[self.scales_end], self.format.num_columns
+        scales, size = self.pieces["scales"], self.format.num_columns
         if size is not None and (size >= self.shape[-1] or scales.num_values == 1):
             size = None
         is_exponent = scales.dtype == "F8_E8M0"
         return self.format.packing._replace(
             group=size,
             scale_nbytes=_EXPONENT_NBYTES if is_exponent else DTYPE_NBYTES[scales.dtype],
-            has_zeros=any(end in self.pieces for end in ("qzeros", "weight_zero_point")),
+            has_zeros="zeros" in self.pieces,
             has_order=self.format.has_order and size is not None,
         )
-
-    @property
-    def scales_end(self) -> str:
-        """The end of the name of the piece with the scales."""
-        return next(end for end in self.pieces if end.startswith(("weight_scale", "scales")))
 
 
 def as_floats(
@@ -320,17 +397,15 @@ def as_floats(
     Raises:
         ModelError: a piece is missing, or does not fit the others; the message names it.
     """
-    own_end = _NUMBERS[format.layout]
-    float_end = "" if format.layout == "mxfp4" else ".weight"
+    between, float_end = ("_", "") if format.layout == "mxfp4" else (".", ".weight")
+    own_end = between + format.pieces["numbers"].end
     presented: dict[str, StoredTensor] = {}
     used: set[str] = set()
     for name, tensor in stored.items():
         module = name.removesuffix(own_end)
         if module == name or (format.layout == "plain" and tensor.is_float):
             continue
-        matrix = _matrix(stored, module + own_end[0], format)
-        used.update(f"{matrix.prefix}{end}" for end in matrix.pieces)
-        presented[f"{module}{float_end}"] = matrix
+        presented[f"{module}{float_end}"] = _matrix(stored, module + between, format, used)
     for name, tensor in stored.items():
         if name not in used and not name.endswith(_UNUSED):
             if name in presented:
@@ -340,137 +415,65 @@ def as_floats(
 
 
 def _matrix(
-    stored: Mapping[str, StoredTensor], prefix: str, format: QuantizedFormat
+    stored: Mapping[str, StoredTensor], prefix: str, format: QuantizedFormat, used: set[str]
 ) -> QuantizedStored:
-    pieces = _Pieces(stored, prefix)
-    shape: tuple[int, ...]
-    match format.layout:
-        case "plain":
-            shape = _plain(pieces, format)
-        case "packed":
-            shape = _packed(pieces, format)
-        case "mxfp4":
-            shape = _mxfp4(pieces, format)
-        case _:
-            shape = _transposed(pieces, format)
-    numbers = next(iter(pieces.found.values()))
-    return QuantizedStored(
-        numbers.file, numbers.dtype, shape, numbers.begin, numbers.end, prefix, format, pieces.found
-    )
-
-
-class _Pieces:
-    """Finds the tensors of one matrix, and checks them."""
-
-    def __init__(self, stored: Mapping[str, StoredTensor], prefix: str) -> None:
-        self._stored = stored
-        self._prefix = prefix
-        self.found: dict[str, StoredTensor] = {}
-
-    def has(self, end: str) -> bool:
-        return f"{self._prefix}{end}" in self._stored
-
-    def take(self, end: str, dtypes: tuple[str, ...], num_dims: int | None = None) -> StoredTensor:
-        name = f"{self._prefix}{end}"
-        tensor = self._stored.get(name)
+    """The matrix of which the names of all pieces begin with `prefix`; they are added to `used`."""
+    found, shape = dict[str, StoredTensor](), tuple[int, ...]()
+    for role, piece in format.pieces.items():
+        if role == "zeros" and format.kind == "fp8":
+            continue
+        name = prefix + piece.end
+        if f"{name}_inv" in stored:  # scales of transformers' fp8
+            name = f"{name}_inv"
+        tensor = stored.get(name)
         if tensor is None:
-            numbers = next(iter(self.found))
-            raise ModelError(
-                f"{self._prefix}{numbers} is quantised, and {name} is missing; download the"
-                " checkpoint again"
-            )
+            if piece.is_needed or (role == "order" and format.has_order):
+                raise ModelError(
+                    f"{prefix}{format.pieces['numbers'].end} is quantised, and {name} is missing;"
+                    " download the checkpoint again"
+                )
+            continue
+        dtypes = piece.dtypes or (format.dtype,)
         if tensor.dtype not in dtypes:
             raise ModelError(
                 f"{name} in {tensor.file} is {tensor.dtype}, but must be {' or '.join(dtypes)}"
             )
-        if num_dims is not None and len(tensor.shape) != num_dims:
-            raise self.wrong(end, tensor, f"{num_dims} dimensions")
-        self.found[end] = tensor
-        return tensor
-
-    def check(self, end: str, shape: tuple[int, ...]) -> None:
-        tensor = self.found[end]
-        if tensor.shape != shape:
-            raise self.wrong(end, tensor, str(list(shape)))
-
-    def wrong(self, end: str, tensor: StoredTensor, wanted: str) -> ModelError:
-        return ModelError(
-            f"{self._prefix}{end} in {tensor.file} has the shape {list(tensor.shape)}, but by"
-            f" config.json it should be {wanted}"
-        )
-
-
-def _plain(pieces: _Pieces, format: QuantizedFormat) -> tuple[int, int]:
-    """The shape from weight [out, in], with one scale, or scales of rows, groups or blocks."""
-    numbers = pieces.take("weight", (format.dtype,), 2)
-    num_out, num_in = numbers.shape
-    end = "weight_scale_inv" if pieces.has("weight_scale_inv") else "weight_scale"
-    scales = pieces.take(end, (*FLOAT_SCALES, "F8_E8M0"))
-    shape: tuple[int, ...] = _scales_shape(format, num_out, num_in)
-    if scales.num_values == 1:
-        shape = scales.shape
-    elif scales.shape == (num_out,) and shape == (num_out, 1):
-        shape = (num_out,)
-    pieces.check(end, shape)
-    if format.dtype == "I8" and pieces.has("weight_zero_point"):
-        pieces.take("weight_zero_point", ("I8",))
-        pieces.check("weight_zero_point", shape)
-    return num_out, num_in
+        if role == "numbers":
+            if len(tensor.shape) != len(piece.axes):
+                raise _misshapen(name, tensor, f"{len(piece.axes)} dimensions")
+            shape = _shape_of(tensor, piece, format)
+        wanted = tuple(end for _, end in format.ranges(piece, [(0, size) for size in shape]))
+        # Scales of rows may be one number for all, or lack the axis of groups.
+        is_usual = piece.axes in ("rg", "bg")
+        fits = is_usual and (tensor.num_values == 1 or (*tensor.shape, 1) == wanted)
+        if tensor.shape != wanted and not fits:
+            raise _misshapen(name, tensor, str(list(wanted)))
+        found[role] = replace(tensor, name=tensor.name or name)
+        used.add(name)
+    numbers = found["numbers"]
+    return QuantizedStored(
+        numbers.file, numbers.dtype, shape, numbers.begin, numbers.end, format, found
+    )
 
 
-def _packed(pieces: _Pieces, format: QuantizedFormat) -> tuple[int, int]:
-    """The shape from weight_packed [out, in / numbers in a word], with scales of rows or groups."""
-    in_a_word = WORD_BITS // format.bits
-    numbers = pieces.take("weight_packed", (format.dtype,), 2)
-    num_out, num_in = numbers.shape[0], numbers.shape[1] * in_a_word
-    pieces.take("weight_shape", ("I64", "I32"), 1)
-    pieces.check("weight_shape", (2,))
-    scales = pieces.take("weight_scale", FLOAT_SCALES)
-    shape = _scales_shape(format, num_out, num_in)
-    pieces.check("weight_scale", scales.shape if scales.num_values == 1 else shape)
-    if pieces.has("weight_zero_point"):
-        pieces.take("weight_zero_point", ("I32",))
-        pieces.check("weight_zero_point", (-(-num_out // in_a_word), shape[1]))
-    if format.has_order or pieces.has("weight_g_idx"):
-        pieces.take("weight_g_idx", ("I32", "I64"))
-        pieces.check("weight_g_idx", (num_in,))
-    return num_out, num_in
+def _shape_of(
+    numbers: StoredTensor, piece: MatrixPiece, format: QuantizedFormat
+) -> tuple[int, ...]:
+    """The shape of a matrix whose numbers are in a piece of the shape of `numbers`."""
+    shape = [0] * (3 if "e" in piece.axes else 2)
+    for axis, size in zip(piece.axes, numbers.shape, strict=True):
+        if axis in _DIVIDED:
+            shape[_DIVIDED[axis]] = size * (format.unit(axis) or 1)
+    return tuple(shape)
 
 
-def _transposed(pieces: _Pieces, format: QuantizedFormat) -> tuple[int, int]:
-    """The shape from AWQ's qweight [in, out / 8], or GPTQ's [in / numbers in a word, out].
-
-    Both have scales [groups, out] and qzeros [groups, out / numbers in a word].
-    """
-    in_a_word = WORD_BITS // format.bits
-    numbers = pieces.take("qweight", (format.dtype,), 2)
-    num_in, num_out = numbers.shape
-    if format.layout == "awq":
-        num_out *= in_a_word
-    else:
-        num_in *= in_a_word
-    pieces.take("scales", FLOAT_SCALES)
-    pieces.take("qzeros", ("I32",))
-    num_groups = _scales_shape(format, num_out, num_in)[1]
-    pieces.check("scales", (num_groups, num_out))
-    pieces.check("qzeros", (num_groups, -(-num_out // in_a_word)))
-    if format.layout == "gptq" and (format.has_order or pieces.has("g_idx")):
-        pieces.take("g_idx", ("I32", "I64"))
-        pieces.check("g_idx", (num_in,))
-    return num_out, num_in
+def _misshapen(name: str, tensor: StoredTensor, wanted: str) -> ModelError:
+    return ModelError(
+        f"{name} in {tensor.file} has the shape {list(tensor.shape)}, but by config.json it should"
+        f" be {wanted}"
+    )
 
 
-def _mxfp4(pieces: _Pieces, format: QuantizedFormat) -> tuple[int, ...]:
-    """The shape from blocks [experts, out, groups, bytes of a group], with scales of groups."""
-    *shape, num_groups, _ = pieces.take("blocks", (format.dtype,), 4).shape
-    pieces.check("blocks", (*shape, num_groups, MXFP4_GROUP // 2))
-    pieces.take("scales", (format.dtype,))
-    pieces.check("scales", (*shape, num_groups))
-    return (*shape, num_groups * MXFP4_GROUP)
-
-
-def _scales_shape(format: QuantizedFormat, num_out: int, num_in: int) -> tuple[int, int]:
-    if format.block is not None:
-        rows, columns = format.block
-        return -(-num_out // rows), -(-num_in // columns)
-    return num_out, 1 if format.group_size is None else -(-num_in // format.group_size)
+def units(own: Range, size: int | None) -> Range:
+    """The words, groups or blocks that contain `own`. size: of one; None: there is only one."""
+    return (0, 1) if size is None else (own[0] // size, -(-own[1] // size))

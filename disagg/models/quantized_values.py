@@ -7,7 +7,8 @@ Sources of the layouts of safetensors: `compressors/pack_quantized` of compresse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,21 +17,20 @@ from torch import Tensor
 
 from disagg.kernels.packed_matrix import PackedMatrix, pack_units, widen
 from disagg.kernels.packed_sizes import Kind, Packing
-from disagg.models.parts import Range
-from disagg.models.quantized import WORD_BITS, Layout, QuantizedStored
+from disagg.models.checkpoint import Range
+from disagg.models.quantized import LAYOUTS, WORD_BITS, QuantizedFormat, QuantizedStored, units
 
 # Values that are widened together: few enough for the CPU's cache, and enough that threads seldom
 # wait for each other, which takes much longer if other programs use the CPU.
 _WIDENED_AT_ONCE = 1 << 20
 _PACKED_AT_ONCE = 1 << 22  # values that are packed together, which takes additional memory
 _NAN = 127  # NaN in e4m3, without its sign
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of the first number, of the second, ...
 
 
 class ReadPiece(Protocol):
-    """Returns one piece by the end of its name."""
+    """Returns one piece of a matrix by its role."""
 
-    def __call__(self, end: str, box: Sequence[Range] = (), /) -> Tensor:
+    def __call__(self, role: str, box: Sequence[Range] = (), /) -> Tensor:
         """Read a piece. box: the range of each of its dimensions; empty: everything."""
         ...
 
@@ -172,7 +172,7 @@ class Quantized:
 
 
 def quantized(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range] = ()) -> Quantized:
-    """Read the numbers, zero points and scales of a matrix.
+    """Read the numbers, zero points and scales of a matrix, or of a stack of them.
 
     Args:
         box: the range to read of each of its dimensions; empty: everything. Only the words, groups
@@ -181,183 +181,138 @@ def quantized(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range] = (
     Raises:
         ValueError: the values of pieces contradict each other.
     """
-    return _LAYOUTS[stored.format.layout](stored, read, box or [(0, size) for size in stored.shape])
-
-
-def _length(own: Range) -> int:
-    return own[1] - own[0]
-
-
-def _units(own: Range, size: int | None) -> Range:
-    """The words, groups or blocks that contain `own`. size: of one; None: there is only one."""
-    return (0, 1) if size is None else (own[0] // size, -(-own[1] // size))
-
-
-def _within(own: Range, size: int) -> slice:
-    """The range `own`, counted from the beginning of the first unit that contains it."""
-    first = own[0] % size
-    return slice(first, first + _length(own))
-
-
-def _plain(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range]) -> Quantized:
-    (rows, columns), (num_rows, size) = box, stored.format.block or (1, stored.format.group_size)
-    numbers = read("weight", box)
-
-    def table(end: str) -> Tensor:
-        shape = stored.pieces[end].shape
-        if stored.pieces[end].num_values == 1:
-            return _table(read(end))
-        own = _table(read(end, (_units(rows, num_rows), _units(columns, size))[: len(shape)]))
-        return own if num_rows == 1 else own.repeat_interleave(num_rows, 0)[_within(rows, num_rows)]
-
-    zeros = table("weight_zero_point") if "weight_zero_point" in stored.pieces else None
-    return _made(stored, box, lambda some: numbers[some], table(stored.scales_end), zeros)
-
-
-def _packed(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range]) -> Quantized:
-    (rows, columns), bits, stated = box, stored.format.bits, read("weight_shape").tolist()
-    if stated != [*stored.shape]:
-        raise ValueError(f"weight_shape says {stated}, but weight_packed has {[*stored.shape]}")
-    in_a_word = WORD_BITS // bits
-    words = read("weight_packed", (rows, _units(columns, in_a_word)))
-    own = _within(columns, in_a_word)
-    named, taken = _named_groups(stored, read, "weight_g_idx", columns)
-    is_one = stored.pieces["weight_scale"].num_values == 1
-    scales, zeros = _table(read("weight_scale", () if is_one else (rows, taken))), None
-    if "weight_zero_point" in stored.pieces:
-        packed = read("weight_zero_point", (_units(rows, in_a_word), taken))
-        zeros = _unpacked(packed.T, bits)[:, _within(rows, in_a_word)].T.contiguous()
-
-    def numbers(some: slice) -> Tensor:
-        return _unpacked(words[some], bits)[:, own].contiguous()
-
-    return _made(stored, box, numbers, scales, zeros, named)
-
-
-def _awq(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range]) -> Quantized:
-    (rows, columns), bits = box, stored.format.bits
-    in_a_word = WORD_BITS // bits
-    own_words, taken = _units(rows, in_a_word), _units(columns, stored.format.group_size)
-    words, scales = read("qweight", (columns, own_words)), _table(read("scales", (taken, rows)).T)
-    own = _within(rows, in_a_word)
-
-    def numbers(some: slice) -> Tensor:
-        begin, end = own.start + some.start, own.start + some.stop
-        first = begin // in_a_word
-        unpacked = _unpacked(words[:, first : -(-end // in_a_word)], bits, _AWQ_PLACES)
-        return unpacked[:, begin - first * in_a_word : end - first * in_a_word].T.contiguous()
-
-    zeros = _unpacked(read("qzeros", (taken, own_words)), bits, _AWQ_PLACES)[:, own].T.contiguous()
-    return _made(stored, box, numbers, scales, zeros)
-
-
-def _gptq(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range]) -> Quantized:
-    (rows, columns), bits = box, stored.format.bits
-    in_a_word = WORD_BITS // bits
-    words = read("qweight", (_units(columns, in_a_word), rows))
-    own = _within(columns, in_a_word)
-    named, taken = _named_groups(stored, read, "g_idx", columns)
-    scales = _table(read("scales", (taken, rows)).T)
-    # The stored word is the word of zero points minus a word with a one in each number. If a number
-    # is 0, the subtraction borrowed from the next number, and the addition gives it back.
-    ones = stored.format.zero_offset * sum(1 << shift for shift in range(0, WORD_BITS, bits))
-    packed = read("qzeros", (taken, _units(rows, in_a_word))).add(ones)
-    zeros = _unpacked(packed, bits)[:, _within(rows, in_a_word)].T.contiguous()
-
-    def numbers(some: slice) -> Tensor:
-        return _unpacked(words[:, some].T.contiguous(), bits)[:, own].contiguous()
-
-    return _made(stored, box, numbers, scales, zeros, named)
-
-
-def _mxfp4(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range]) -> Quantized:
-    """Blocks [experts, rows, groups, 16], with the first of two numbers in a byte's low half."""
-    experts, rows, columns = box
-    groups = _units(columns, stored.format.group_size)
-    pairs = read("blocks", (experts, rows, groups, (0, 16))).flatten(2).flatten(0, 1)
-    scales = read("scales", (experts, rows, groups)).flatten(0, 1).view(torch.float8_e8m0fnu)
-
-    def numbers(some: slice) -> Tensor:
-        own = pairs[some]
-        return torch.stack((own & 15, own >> 4), 2).flatten(1)
-
-    return _made(stored, ((0, len(pairs)), columns), numbers, scales)
-
-
-_LAYOUTS: Mapping[Layout, Callable[[QuantizedStored, ReadPiece, Sequence[Range]], Quantized]] = {
-    "plain": _plain,
-    "packed": _packed,
-    "awq": _awq,
-    "gptq": _gptq,
-    "mxfp4": _mxfp4,
-}
-
-
-def _made(
-    stored: QuantizedStored,
-    box: Sequence[Range],
-    numbers: Callable[[slice], Tensor],
-    scales: Tensor,
-    zeros: Tensor | None = None,
-    named: Tensor | None = None,
-) -> Quantized:
-    (rows, columns), size = box, stored.format.num_columns
+    format = stored.format
+    if "shape" in stored.pieces and (stated := read("shape").tolist()) != [*stored.shape]:
+        raise ValueError(
+            f"{format.pieces['shape'].end} says {stated}, but {format.pieces['numbers'].end} has"
+            f" {[*stored.shape]}"
+        )
+    box = box or [(0, size) for size in stored.shape]
+    *outer, columns = box
+    named, size = _named_groups(stored, read), format.num_columns
+    if named is not None:  # a few columns may be of any group
+        box, named = [*outer, (0, stored.shape[-1])], named[slice(*columns)]
+    scales = _table(stored, "scales", read, box)
+    assert scales is not None
     return Quantized(
-        kind=stored.format.kind,
-        shape=(_length(rows), _length(columns)),
-        numbers=numbers,
+        kind=format.kind,
+        shape=(math.prod(end - first for first, end in outer), columns[1] - columns[0]),
+        numbers=_numbers(stored, read, [*outer, columns]),
         scales=scales,
-        zeros=zeros,
+        zeros=_table(stored, "zeros", read, box),
         size=size,
         first=columns[0] % size if size else 0,
         named=named,
     )
 
 
-def _unpacked(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """The numbers of 32-bit words [rows, words] as int8 [rows, words * numbers in one].
+def _numbers(
+    stored: QuantizedStored, read: ReadPiece, box: Sequence[Range]
+) -> Callable[[slice], Tensor]:
+    """What returns the numbers of some of the rows of a box."""
+    format, axes = stored.format, stored.format.pieces["numbers"].axes
+    held = _oriented(stored, "numbers", read, box)
+    if "R" in axes:
+        return lambda some: _of_words_of_rows(format, held, box[-2], some)
+    if axes == "rc":
+        return lambda some: held[some]
+    (axis,) = (axis for axis in axes if axis in "Cg")
+    own, places = _within(box[-1], format.unit(axis) or 1), LAYOUTS[format.layout].places
+    return lambda some: _unpacked(held[some], format.bits, places)[:, own].contiguous()
 
-    Numbers are stored without a sign; half of their range is subtracted.
+
+def _table(
+    stored: QuantizedStored, role: str, read: ReadPiece, box: Sequence[Range]
+) -> Tensor | None:
+    """Scales or zero points of a box as [rows, groups]; one for the whole matrix is [1, 1].
+
+    Scales that are powers of two become float32, except those of MXFP4.
+    """
+    if role not in stored.pieces:
+        return None
+    format, axes, rows = stored.format, stored.format.pieces[role].axes, box[-2]
+    if "R" in axes:
+        # GPTQ stores the word of zero points minus a word with a one in each number. If a number is
+        # 0, the subtraction borrowed from the next number, and the addition gives it back.
+        ones = format.zero_offset * sum(1 << shift for shift in range(0, WORD_BITS, format.bits))
+        words = _oriented(stored, role, read, box) + ones
+        return _of_words_of_rows(format, words, rows, slice(0, rows[1] - rows[0]))
+    is_one = stored.pieces[role].num_values == 1
+    own = read(role).reshape(1, 1) if is_one else _oriented(stored, role, read, box)
+    if own.dtype == torch.uint8:
+        own = own.view(torch.float8_e8m0fnu)
+    elif own.dtype == torch.float8_e8m0fnu:
+        own = own.float()
+    own = own.reshape(len(own), -1)
+    num_together = 1 if format.block is None else format.block[0]
+    if is_one or num_together == 1:
+        return own
+    return own.repeat_interleave(num_together, 0)[_within(rows, num_together)]
+
+
+def _oriented(stored: QuantizedStored, role: str, read: ReadPiece, box: Sequence[Range]) -> Tensor:
+    """What a piece has for a box, as [rows, columns]; either may be words, groups or blocks."""
+    piece = stored.format.pieces[role]
+    ranges = stored.format.ranges(piece, box)
+    own = read(role, ranges[: len(stored.pieces[role].shape)])
+    if piece.axes[0] == "e":
+        return own.flatten(2).flatten(0, 1)
+    return own.T if piece.axes[0] in "cCg" else own
+
+
+def _of_words_of_rows(format: QuantizedFormat, words: Tensor, rows: Range, some: slice) -> Tensor:
+    """The numbers [rows, columns] of some of the rows.
 
     Args:
-        places: the place of each number in a word; by default from the lowest bits on.
+        words: [row words, columns], from the word on that has the first of `rows`.
     """
-    in_order = range(WORD_BITS // bits) if places is None else places
-    places_of_bits = [bits * place for place in in_order]
-    shifts = torch.tensor(places_of_bits, dtype=torch.int32, device=words.device)
-    numbers = words.unsqueeze(2).bitwise_right_shift(shifts).bitwise_and_((1 << bits) - 1)
-    narrow = numbers.flatten(1).to(torch.int8)
+    in_a_word = WORD_BITS // format.bits
+    begin, end = (rows[0] % in_a_word + place for place in (some.start, some.stop))
+    of_words = words[slice(*units((begin, end), in_a_word))].T
+    places = LAYOUTS[format.layout].places
+    unpacked = _unpacked(of_words, format.bits, places)
+    return unpacked[:, _within((begin, end), in_a_word)].T.contiguous()
+
+
+def _within(own: Range, size: int) -> slice:
+    """The range `own`, counted from the beginning of the first unit that contains it."""
+    first = own[0] % size
+    return slice(first, first + own[1] - own[0])
+
+
+def _unpacked(words: Tensor, bits: int, places: tuple[int, ...]) -> Tensor:
+    """The numbers of words or bytes [rows, words] as [rows, words * numbers in one].
+
+    Numbers of words are stored without a sign; half of their range is subtracted, and they become
+    int8. Those of bytes are the bits of e2m1.
+
+    Args:
+        places: the place of each number in a word; empty: from the lowest bits on.
+    """
+    if words.dtype == torch.uint8:
+        return torch.stack((words & 15, words >> 4), 2).flatten(1)
+    bits_before = [bits * place for place in places or range(WORD_BITS // bits)]
+    shifts = torch.tensor(bits_before, dtype=torch.int32, device=words.device)
+    numbers = words.contiguous().unsqueeze(2).bitwise_right_shift(shifts)
+    numbers = numbers.bitwise_and_((1 << bits) - 1).flatten(1)
+    narrow = numbers.to(torch.int8)
     return narrow.sub_(8) if bits == 4 else narrow.bitwise_xor_(-128)
 
 
-def _table(values: Tensor) -> Tensor:
-    """Scales or zero points as [rows, groups]; one for the whole matrix is [1, 1].
-
-    Scales that are powers of two become float32.
-    """
-    table = values.float() if values.dtype == torch.float8_e8m0fnu else values
-    return table.reshape(table.shape[0], -1) if table.numel() > 1 else table.reshape(1, 1)
-
-
-def _named_groups(
-    stored: QuantizedStored, read: ReadPiece, end: str, columns: Range
-) -> tuple[Tensor | None, Range]:
-    """The groups of columns that are not in order.
-
-    Returns the group of each column, or None if groups are in order; and the range of groups to
-    read. Raises `ValueError`.
-    """
-    num_in, size = stored.shape[1], stored.format.group_size
-    own = _units(columns, size)
-    if end not in stored.pieces:
-        return None, own
-    groups, most = read(end).long(), _units((0, num_in), size)[1] - 1
+def _named_groups(stored: QuantizedStored, read: ReadPiece) -> Tensor | None:
+    """The group of each column; None if groups are neighbours. Raises `ValueError`."""
+    if "order" not in stored.pieces:
+        return None
+    num_in, size, end = (
+        stored.shape[1],
+        stored.format.num_columns,
+        stored.format.pieces["order"].end,
+    )
+    groups, most = read("order").long(), units((0, num_in), size)[1] - 1
     if end == "weight_g_idx" and -1 in groups:  # so compressed-tensors says "in order"
-        return None, own
+        return None
     if int(groups.min()) < 0 or int(groups.max()) > most:
         raise ValueError(f"{end} names groups that are not from 0 to {most}")
     # GPTQ always names the groups; looking them up takes half as long as all the rest.
     usual = torch.arange(num_in, device=groups.device) // (size or num_in)
-    if torch.equal(groups, usual):
-        return None, own
-    return groups[slice(*columns)], (0, most + 1)
+    return None if torch.equal(groups, usual) else groups

@@ -21,12 +21,12 @@ from torch import Tensor
 from disagg.errors import ModelError
 from disagg.kernels.packed_matrix import PackedMatrix, stack
 from disagg.kernels.packed_sizes import Keeper, Packing
-from disagg.models.checkpoint import StoredTensor
+from disagg.models.checkpoint import Range, StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.gguf_model import GgufStored
 from disagg.models.gguf_values import read_values
 from disagg.models.packing import DeviceFormat, weights_nbytes
-from disagg.models.parts import Fields, Part, Range, all_fields, check_weights
+from disagg.models.parts import Fields, Part, all_fields, check_weights
 from disagg.models.quantized import QuantizedStored
 from disagg.models.quantized_values import Quantized, quantized
 from disagg.models.share import WHOLE, Share
@@ -220,9 +220,9 @@ class WeightReader:
             return read_values(stored, part.box)
         if isinstance(stored, QuantizedStored):
 
-            def piece(end: str, box: Sequence[Range] = ()) -> Tensor:
-                own = stored.pieces[end]
-                read = self._read(own.name or f"{stored.prefix}{end}", own, box)
+            def piece(role: str, box: Sequence[Range] = ()) -> Tensor:
+                own = stored.pieces[role]
+                read = self._read(own.name, own, box)
                 return _in_order(read if device is None else read.to(device), part)
 
             return quantized(stored, piece, part.box)

@@ -298,10 +298,14 @@ def _new_model(variant: str, dtype: torch.dtype, changes: dict[str, Any]) -> Any
     return model.to(dtype)
 
 
-def assert_logits_are_transformers(checkpoint: Checkpoint) -> None:
-    """In float32, of a prompt in two chunks and of two tokens after it."""
+def assert_logits_are_transformers(checkpoint: Checkpoint, **options: Any) -> None:
+    """In float32, of a prompt in two chunks and of two tokens after it.
+
+    Args:
+        options: of `load_model`.
+    """
     model = describe_model(checkpoint.directory)
-    decoder = load_model(model, torch.float32, torch.device("cpu"))
+    decoder = load_model(model, torch.float32, torch.device("cpu"), **options)
     slab = new_slab(model.config, 16, 4, torch.float32)
     ids = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(5)).tolist()
     tokens = Tokens(ids, list(range(10)))

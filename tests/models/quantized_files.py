@@ -1,8 +1,9 @@
 """Quantised checkpoints as other programs write them, each number packed by itself in numpy.
 
 Written from the formats' own descriptions: compressed-tensors (`pack_to_int32`), AutoAWQ
-(`WQLinear_GEMM.from_linear`) and GPTQModel (`pack`, `convert_gptq_v2_to_v1_format_module`). Beside
-each there is a checkpoint of the floats that it stands for.
+(`WQLinear_GEMM.from_linear`), GPTQModel (`pack`, `convert_gptq_v2_to_v1_format_module`), and MXFP4
+(OCP Microscaling Formats, section 5.3.3). Beside each there is a checkpoint of the floats that it
+stands for.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from disagg.kernels.cpu.narrow_linear import NarrowLinear
 from disagg.models.description import describe_model
 from disagg.models.share import WHOLE, Share
-from disagg.models.weights import load_weights
+from disagg.models.weights import Progress, load_weights
 from tests.models.checkpoints import (
     VARIANTS,
     Checkpoint,
@@ -33,8 +35,10 @@ from tests.models.checkpoints import (
     write_files,
 )
 
-_MATRIX = re.compile(r".*(_proj|_proj_with_mqa|experts\.\d+\.w[123])\.weight")
+_MATRIX = r".*(_proj|_proj_with_mqa|experts\.\d+\.w[123])\.weight"
 Pieces = dict[str, Tensor]
+Shape = tuple[int, ...]
+Quantize = Callable[[Shape, np.random.Generator], tuple[Pieces, Tensor]]
 _made: dict[str, tuple[Files, Files]] = {}  # floats and quantised, by all that decides them
 
 
@@ -44,10 +48,12 @@ class Kind:
     Attributes:
         config: of config.json.
         quantize: draws numbers for a matrix of a shape; its pieces, and the floats they stand for.
+        matrices: the pattern of their names.
     """
 
     config: Mapping[str, Any]
-    quantize: Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]
+    quantize: Quantize
+    matrices: str = _MATRIX
 
 
 def write_quantized(
@@ -80,12 +86,11 @@ def all_tensors(
     *,
     dtype: torch.dtype = torch.float32,
     keeps_packed: Literal["gpu", "cpu"] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """What a rank loads of a model, by name; of layers, with their number."""
-    model = describe_model(directory)
-    weights = load_weights(
-        model, dtype, torch.device("cpu"), share=share, keeps_packed=keeps_packed
-    )
+    model, cpu = describe_model(directory), torch.device("cpu")
+    weights = load_weights(model, dtype, cpu, progress, share, keeps_packed=keeps_packed)
     found: dict[str, Any] = {
         name: getattr(weights, name) for name in ("embedding", "norm", "lm_head")
     }
@@ -96,8 +101,13 @@ def all_tensors(
 
 
 def nbytes_of(tensors: Mapping[str, Any]) -> int:
-    """Bytes of what a rank has loaded; tied tables are one."""
-    return sum({id(each): each.nbytes for each in tensors.values()}.values())
+    """Bytes of what a rank has loaded, or packed for a CPU; tied tables are one."""
+
+    def nbytes(each: Any) -> int:
+        is_narrow = isinstance(each, NarrowLinear)
+        return int(each.numbers.nbytes + each.scales.nbytes if is_narrow else each.nbytes)
+
+    return sum({id(each): nbytes(each) for each in tensors.values()}.values())
 
 
 def _quantize(floats: Path, quantized: Path, kind: str, with_head: bool) -> None:
@@ -105,13 +115,13 @@ def _quantize(floats: Path, quantized: Path, kind: str, with_head: bool) -> None
     tensors, wide = load_file(floats / "model.safetensors"), {}
     rng, stored = np.random.default_rng(7), {}
     for name, tensor in sorted(tensors.items()):
-        if not _MATRIX.fullmatch(name) and not (with_head and name == "lm_head.weight"):
+        is_head = with_head and name == "lm_head.weight"
+        if not re.fullmatch(KINDS[kind].matrices, name) and not is_head:
             wide[name] = stored[name] = tensor
             continue
-        rows, columns = tensor.shape
-        pieces, wide[name] = KINDS[kind].quantize((rows, columns), rng)
-        module = name.removesuffix(".weight")
-        stored |= {f"{module}.{end}": piece for end, piece in pieces.items()}
+        pieces, wide[name] = KINDS[kind].quantize(tuple(tensor.shape), rng)
+        module = f"{name.removesuffix('.weight')}." if name.endswith(".weight") else f"{name}_"
+        stored |= {f"{module}{end}": piece for end, piece in pieces.items()}
     save_file(wide, floats / "model.safetensors", {"format": "pt"})
     save_file(stored, quantized / "model.safetensors")
     raw = json.loads((quantized / "config.json").read_text())
@@ -136,7 +146,7 @@ def words(numbers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) 
     return packed.view(np.int32)
 
 
-def _fp8_numbers(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+def _fp8_numbers(shape: Shape, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """All numbers but NaN, and what they are: sign, exponent of 7 less, three bits (OCP)."""
     codes = rng.integers(0, 256, shape, dtype=np.uint8)
     codes[(codes & 127) == 127] = 0
@@ -148,7 +158,7 @@ def _fp8_numbers(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Tens
     return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(values).float()
 
 
-def _scales(shape: tuple[int, ...], size: float, rng: np.random.Generator) -> Tensor:
+def _scales(shape: Shape, size: float, rng: np.random.Generator) -> Tensor:
     return torch.from_numpy(rng.uniform(0.5, 1.5, shape) * size).float()
 
 
@@ -157,10 +167,10 @@ def _fp8(
     columns: int | None,
     end: str = "weight_scale",
     dtype: torch.dtype = torch.float32,
-) -> Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]:
+) -> Quantize:
     """Rows and columns that share a scale; None: all."""
 
-    def quantize(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+    def quantize(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
         numbers, values = _fp8_numbers(shape, rng)
         per = rows or shape[0], columns or shape[1]
         scales = _scales((-(-shape[0] // per[0]), -(-shape[1] // per[1])), 1e-3, rng).to(dtype)
@@ -172,8 +182,8 @@ def _fp8(
     return quantize
 
 
-def _int8(is_symmetric: bool) -> Callable[[tuple[int, int], np.random.Generator], Any]:
-    def quantize(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+def _int8(is_symmetric: bool) -> Quantize:
+    def quantize(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
         numbers = torch.from_numpy(rng.integers(-128, 128, shape, dtype=np.int8))
         scales = _scales((shape[0], 1), 1e-3, rng).to(torch.bfloat16)
         zeros = torch.from_numpy(rng.integers(-128, 128, (shape[0], 1), dtype=np.int8))
@@ -193,10 +203,10 @@ def _shuffled(owner: np.ndarray) -> np.ndarray:
 
 def _packed(
     bits: int, group: int | None, *, is_symmetric: bool = True, is_ordered: bool = False
-) -> Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]:
+) -> Quantize:
     """compressed-tensors."""
 
-    def quantize(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+    def quantize(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
         (num_out, num_in), half = shape, 1 << (bits - 1)
         numbers = rng.integers(0, 2 * half, shape)
         num_groups = 1 if group is None else num_in // group
@@ -223,8 +233,8 @@ def _packed(
     return quantize
 
 
-def _awq(group: int) -> Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]:
-    def quantize(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+def _awq(group: int) -> Quantize:
+    def quantize(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
         num_out, num_in = shape
         numbers = rng.integers(0, 16, (num_in, num_out))
         zeros = rng.integers(0, 16, (num_in // group, num_out))
@@ -242,10 +252,8 @@ def _awq(group: int) -> Callable[[tuple[int, int], np.random.Generator], tuple[P
     return quantize
 
 
-def _gptq(
-    bits: int, group: int | None, *, version: int = 1, is_ordered: bool = False
-) -> Callable[[tuple[int, int], np.random.Generator], tuple[Pieces, Tensor]]:
-    def quantize(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+def _gptq(bits: int, group: int | None, *, version: int = 1, is_ordered: bool = False) -> Quantize:
+    def quantize(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
         num_out, num_in = shape
         size = group or num_in
         numbers = rng.integers(0, 1 << bits, (num_in, num_out))
@@ -268,6 +276,18 @@ def _gptq(
         return pieces, wide.T.contiguous()
 
     return quantize
+
+
+def _mxfp4(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+    """All experts of a layer, of which the floats are [in, out] and the numbers [out, in]."""
+    count, size, num_rows = shape
+    bits = torch.from_numpy(rng.integers(0, 16, (count, num_rows, size // 32, 32)))
+    scales = torch.from_numpy(rng.integers(121, 125, (count, num_rows, size // 32)))
+    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat((e2m1, -e2m1))[bits] * 2.0 ** (scales[..., None] - 127)
+    pairs = bits[..., 0::2] | bits[..., 1::2] << 4  # the first one in the low half
+    pieces = {"blocks": pairs.to(torch.uint8), "scales": scales.to(torch.uint8)}
+    return pieces, values.flatten(2).transpose(1, 2).contiguous()
 
 
 def compressed(format: str, num_bits: int, strategy: str, **weights: Any) -> dict[str, Any]:
@@ -323,4 +343,12 @@ KINDS: dict[str, Kind] = {
     "gptq rows in order of activations": Kind(
         gptq(desc_act=True, group_size=-1), _gptq(4, None, is_ordered=True)
     ),
+    "mxfp4": Kind(
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+        _mxfp4,
+        matrices=r".*experts\.(gate_up|down)_proj",
+    ),
 }
+OF_ANY_FAMILY = [kind for kind in KINDS if kind != "mxfp4"]
+# Whose columns are whole groups of MXFP4.
+GPT_OSS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,29 +46,35 @@ FILES = (
 )
 
 
+def _nodes(*words: str) -> Iterator[tuple[str, ast.AST]]:
+    """Of the sources with one of `words`, by their places."""
+    for source in sorted(PACKAGE.rglob("*.py")):
+        text = source.read_text()
+        if any(word in text for word in words):
+            for node in ast.walk(ast.parse(text)):
+                yield str(source.relative_to(PACKAGE)), node
+
+
 def test_nobody_else_names_a_file_of_it() -> None:
     """Messages and comments may; text that is a file's name or ends a path with it is to open it,
     and so is a pattern."""
-    found = []
-    for source in sorted(PACKAGE.rglob("*.py")):
-        place = str(source.relative_to(PACKAGE))
-        for node in ast.walk(ast.parse(source.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                name = node.value.rpartition("/")[2]
-                if name in FILES or name.removeprefix("*") in (".safetensors", ".safetensors*"):
-                    found.append(place)
-    assert set(found) == set(READERS)
+    found = set()
+    for place, node in _nodes(*FILES, ".safetensors"):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.rpartition("/")[2]
+            if name in FILES or name.removeprefix("*") in (".safetensors", ".safetensors*"):
+                found.add(place)
+    assert found == set(READERS)
 
 
 def test_nobody_else_reads_headers() -> None:
     """Others take the description's tensors; their type, and the sizes of theirs, are known to who
     loads them."""
-    for source in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(source.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "disagg.models.checkpoint":
-                names = {alias.name for alias in node.names}
-                is_reader = str(source.relative_to(PACKAGE)) in (*READERS, "models/adapter.py")
-                assert is_reader or names <= {"StoredTensor", "DTYPE_NBYTES"}, source
+    for place, node in _nodes("disagg.models.checkpoint"):
+        if isinstance(node, ast.ImportFrom) and node.module == "disagg.models.checkpoint":
+            names = {alias.name for alias in node.names}
+            is_reader = place in (*READERS, "models/adapter.py")
+            assert is_reader or names <= {"StoredTensor", "DTYPE_NBYTES", "Range"}, place
 
 
 def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:

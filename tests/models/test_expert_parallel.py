@@ -13,10 +13,6 @@ import torch
 from disagg.config import EngineConfig
 from disagg.engine.device.check import check_engine
 from disagg.errors import StartupError
-from disagg.kernels.packed_matrix import PackedMatrix
-from disagg.kernels.packed_sizes import OnlineKind
-from disagg.models.communicator import Communicator
-from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.families import FAMILIES
@@ -27,15 +23,7 @@ from disagg.models.weights import load_weights
 from tests.grids import some
 from tests.models.checkpoints import VARIANTS, write_checkpoint
 from tests.models.gguf_files import write_gguf
-from tests.models.quantized_files import all_tensors, nbytes_of, write_quantized
-from tests.models.rank_threads import on_ranks
-from tests.models.test_mxfp4 import write_mxfp4
-from tests.models.test_packed import FakeGpuOps
-from tests.models.test_quantized_ranks import (
-    QuantizingGpuOps,
-    check_quantised_nbytes,
-    check_ranks_compute_the_same,
-)
+from tests.models.quantized_files import GPT_OSS, write_quantized
 from tests.models.test_ranks import compare, eight_heads
 
 CPU = torch.device("cpu")
@@ -91,7 +79,8 @@ def test_ranks_compute_what_transformers_does(variant: str, num_ranks: int, tmp_
 
 def test_mxfp4_experts_are_not_cut(tmp_path: Path) -> None:
     """Those of one group could not be divided at all."""
-    checkpoint = write_mxfp4(tmp_path / "model")
+    sizes = {**GPT_OSS, "intermediate_size": 32}
+    checkpoint = write_quantized(tmp_path, "gpt-oss", "mxfp4", **sizes)
     model = describe_model(checkpoint.directory)
     with pytest.raises(StartupError, match=r"few for 2 ranks\. .* With enable_expert_parallel, .*"):
         check_ranks(model.config, 2)
@@ -128,79 +117,6 @@ def test_each_expert_is_read_by_one_rank_with_its_biases(variant: str, tmp_path:
             assert layer.gate_up.shape[0] == len(held) * 2 * experts.intermediate_size
             assert layer.router is not None and layer.router.shape[0] == experts.num_experts
             assert (layer.down_bias is not None) == experts.has_bias
-
-
-@pytest.mark.parametrize(
-    ("variant", "kind"),
-    [
-        ("qwen3-moe-dense-first", "fp8 blocks"),
-        ("qwen2-moe", "packed with zeros"),
-        ("mixtral", "awq"),
-        ("deepseek-v3", "int8"),
-        ("qwen3-moe", "gptq in order of activations"),
-    ],
-)
-def test_quantised_experts_keep_their_groups(variant: str, kind: str, tmp_path: Path) -> None:
-    """Which ranks would cut that have a part of every expert."""
-    sizes = {**eight_heads(variant), "moe_intermediate_size": 96, "intermediate_size": 96}
-    if variant == "qwen2-moe":
-        sizes["shared_expert_intermediate_size"] = 64
-    directory = write_quantized(tmp_path, variant, kind, **sizes).directory
-    model = describe_model(directory)
-
-    def load(communicator: Communicator | None) -> Decoder:
-        return load_model(model, torch.float32, CPU, communicator=communicator, ops=FakeGpuOps())
-
-    check_ranks_compute_the_same(load, 2, tmp_path, has_whole_experts=True)
-    whole = all_tensors(directory, keeps_packed="gpu")
-    for share in (_share(0, 2), _share(1, 2)):
-        own = all_tensors(directory, share, keeps_packed="gpu")
-        for index in range(model.config.num_layers):
-            down, of_all = own[f"{index}.down"], whole[f"{index}.down"]
-            assert type(down) is type(of_all)
-            if isinstance(down, PackedMatrix) and f"{index}.router" in own:
-                assert down.group == of_all.group
-        kept = DeviceFormat(4, kept=model.tensors)
-        assert nbytes_of(own) == weights_nbytes(model.config, kept, share)
-
-
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-def test_experts_are_quantised_as_one_process_does(kind: OnlineKind, tmp_path: Path) -> None:
-    """Those of int4 have no whole groups for two ranks, but for one."""
-    sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 64}
-    model = _write(tmp_path, "qwen2-moe", intermediate_size=128, **sizes)
-
-    def load(communicator: Communicator | None) -> Decoder:
-        ops = QuantizingGpuOps(kind)
-        return load_model(
-            model, torch.float32, CPU, quantization=kind, communicator=communicator, ops=ops
-        )
-
-    check_ranks_compute_the_same(load, 2, tmp_path, has_whole_experts=True)
-    check_quantised_nbytes(model, kind, _share(1, 2))
-
-
-def test_ranks_ask_nothing_of_each_other_for_scales_of_experts(tmp_path: Path) -> None:
-    """They have unequal numbers of them."""
-    model = _write(tmp_path, "qwen3-moe")
-
-    def num_asked(communicator: Communicator) -> int:
-        asked, largest = 0, communicator.largest_
-
-        def counted(x: torch.Tensor) -> torch.Tensor:
-            nonlocal asked
-            asked += 1
-            return largest(x)
-
-        communicator.largest_ = counted  # type: ignore[method-assign]
-        load_model(
-            model, torch.float32, CPU, communicator=communicator, ops=QuantizingGpuOps("int8")
-        )
-        return asked
-
-    num_layers = model.config.num_layers
-    assert on_ranks(2, num_asked, has_whole_experts=True) == [num_layers] * 2  # of attention
-    assert on_ranks(2, num_asked) == [2 * num_layers] * 2
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_biases_and_tied_tables(tmp_path: Path) -> None:
     ("kind", "dtype"), [(Type.F16, torch.float16), (Type.BF16, torch.bfloat16)]
 )
 def test_matrices_of_16_bits(kind: Type, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Those of fewer are in `test_packed_on_cpus.py`."""
+    """Those of fewer are in `test_quantized_weights`."""
     model = small_model()
     described = describe_model(write_gguf(tmp_path / "model.gguf", model, kind=kind))
     assert described.config.dtype == str(dtype).removeprefix("torch.")
@@ -116,9 +116,9 @@ def test_matrices_of_16_bits(kind: Type, dtype: torch.dtype, tmp_path: Path) -> 
 
 
 def test_blocks_are_as_long_as_the_library_says() -> None:
-    for number, (name, num_values, nbytes) in BLOCKS.items():
-        assert Type(number).name == name
-        assert gguf.GGML_QUANT_SIZES[Type(number)] == (num_values, nbytes)
+    for number, block in BLOCKS.items():
+        assert Type(number).name == block.name
+        assert gguf.GGML_QUANT_SIZES[Type(number)] == (block.num_values, block.nbytes)
 
 
 def test_llama_3_1_is_known_by_its_frequencies(tmp_path: Path) -> None:

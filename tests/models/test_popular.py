@@ -19,7 +19,7 @@ from disagg.models.description import TEXT_PARTS, ModelDescription, describe_mod
 from disagg.models.families import FAMILIES
 from disagg.models.gguf_model import gguf_families
 from disagg.models.share import possible_ranks
-from tests.models import test_gguf, test_quantized_checkpoints
+from tests.models import test_gguf, test_quantized_logits
 from tests.models.checkpoints import VARIANTS
 from tests.models.popular import POPULAR
 
@@ -70,20 +70,20 @@ def _families_of(variants: Iterable[str]) -> set[str]:
 
 
 def _quantized() -> set[str]:
-    return _families_of(variant for variant, _ in test_quantized_checkpoints.OF_FAMILIES)
+    return _families_of(variant for variant, _ in test_quantized_logits.OF_FAMILIES)
 
 
 def test_every_format_of_a_family_is_loaded_by_a_test() -> None:
     assert _families_of(test_gguf.OF_FAMILIES) == set(gguf_families())
-    stacked = {name for name, each in FAMILIES.items() if each.experts and each.experts.is_stacked}
-    assert _quantized() == FAMILIES.keys() - stacked  # these have MXFP4: `test_mxfp4`
+    assert _quantized() == FAMILIES.keys()
 
 
 def families_table() -> str:
     rows = ["| family | formats | attention | MLP |", "|---|---|---|---|"]
-    in_gguf, quantized = _families_of(test_gguf.OF_FAMILIES), _quantized()
+    in_gguf = _families_of(test_gguf.OF_FAMILIES)
     for name, family in FAMILIES.items():
-        formats = ["floats", "quantised" if name in quantized else "MXFP4"]
+        is_stacked = family.experts is not None and family.experts.is_stacked
+        formats = ["floats", "MXFP4" if is_stacked else "quantised"]
         if name in in_gguf:
             formats.append("GGUF")
         attention = {

@@ -30,8 +30,8 @@ from tests.grids import some
 from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
 from tests.models.gguf_files import write_gguf
 from tests.models.paging import Tokens, make_batch, new_slab
+from tests.models.quantized_files import GPT_OSS, write_quantized
 from tests.models.rank_threads import on_ranks
-from tests.models.test_mxfp4 import write_mxfp4
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -120,7 +120,7 @@ def test_ranks_compute_what_transformers_does(variant: str, num_ranks: int, tmp_
 
 def test_mxfp4_experts_are_divided_by_whole_scales(tmp_path: Path) -> None:
     """As of gpt-oss, whose 90 groups neither 4 nor 8 divide."""
-    checkpoint = write_mxfp4(tmp_path / "model", intermediate_size=96)
+    checkpoint = write_quantized(tmp_path, "gpt-oss", "mxfp4", **GPT_OSS)
     model = describe_model(checkpoint.directory)
     experts = model.config.experts
     assert experts is not None

@@ -1,47 +1,49 @@
-"""fp8, compressed-tensors, AWQ and GPTQ: read as the floats they stand for, or refused in words."""
+"""What does not fit in a quantised checkpoint is refused in words, and what is odd is read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from disagg.cli.main import main
-from disagg.config import ASSETS, EngineConfig, TierConfig
+from disagg.config import ASSETS, EngineConfig
 from disagg.engine.device.check import check_engine
 from disagg.errors import ModelError
 from disagg.kernels.torch.ops import TorchOps
-from disagg.models.checkpoint import StoredTensor, read_header
 from disagg.models.decoder import load_model
-from disagg.models.description import describe_model
-from disagg.models.packing import DeviceFormat, weights_nbytes
-from disagg.models.quantized import QuantizedFormat, QuantizedStored, as_floats
-from disagg.models.quantized_values import quantized
-from disagg.models.share import WHOLE, Share
-from disagg.worker.check import check_tier
+from disagg.models.description import ModelDescription, describe_model
 from tests.models.checkpoints import assert_logits_are_transformers
+from tests.models.gguf_files import write_gguf
+from tests.models.gpu_ops import FakeGpuOps
 from tests.models.quantized_files import (
     AWQ,
     FP8,
-    KINDS,
+    GPT_OSS,
     all_tensors,
     compressed,
     gptq,
     write_quantized,
 )
-from tests.models.test_packed import FakeGpuOps
-from tests.models.test_ranks import eight_heads
+from tests.models.test_gguf import small_model
 
 CPU = torch.device("cpu")
 Change = Callable[[dict[str, Tensor]], object]
 ENGINE = EngineConfig(device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 20)
 DOWN = "model.layers.1.mlp.down_proj"
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+
+
+def _write(directory: Path, kind: str) -> Path:
+    variant, sizes = ("gpt-oss", GPT_OSS) if kind == "mxfp4" else ("llama", {})
+    return write_quantized(directory, variant, kind, **sizes).directory
 
 
 def _rewrite(directory: Path, change: Change, **config: Any) -> Path:
@@ -54,115 +56,6 @@ def _rewrite(directory: Path, change: Change, **config: Any) -> Path:
     raw["quantization_config"] |= config
     (directory / "config.json").write_text(json.dumps(raw))
     return directory
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_value_is_the_one_it_stands_for(
-    kind: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """Also those of ranks, which begin inside words, groups and blocks."""
-    directory = write_quantized(tmp_path, "llama", kind, **eight_heads("llama")).directory
-    for share in (WHOLE, Share(1, 2), Share(1, 4), Share(3, 4)):
-        found = all_tensors(directory, share, dtype=dtype)
-        wanted = all_tensors(tmp_path / "floats", share, dtype=dtype)
-        assert found.keys() == wanted.keys()
-        for name, tensor in wanted.items():
-            assert torch.equal(found[name], tensor), (name, share)
-
-
-# Each family that may be quantised; `test_popular` writes them into docs/reference/models.md.
-OF_FAMILIES = [
-    ("qwen3-mixed-windows", "fp8 blocks"),
-    ("phi3", "float rows"),
-    ("mistral-sliding", "int8"),
-    ("llama-tied-biased-llama3", "packed with zeros"),
-    ("qwen2", "awq"),
-    ("qwen2", "gptq in order of activations"),
-    ("qwen3-moe-dense-first", "fp8 tensor"),
-    ("qwen2-moe", "gptq 8 bits"),
-    ("mixtral", "gptq uneven groups"),
-    ("deepseek-v2-groups", "float rows"),
-    ("deepseek-v3", "fp8 blocks"),
-    ("glm4-moe", "float rows"),
-    ("glm4-moe-lite", "int8"),
-    ("minimax-m2", "fp8 blocks"),
-    ("gemma", "int8"),
-    ("gemma2", "awq"),
-    ("gemma3", "fp8 blocks"),
-    ("olmo2", "float rows"),
-    ("olmo3", "packed with zeros"),
-]
-
-
-@pytest.mark.parametrize(("variant", "kind"), OF_FAMILIES)
-def test_logits_are_those_of_the_widened_weights(variant: str, kind: str, tmp_path: Path) -> None:
-    assert_logits_are_transformers(write_quantized(tmp_path, variant, kind))
-
-
-def test_numbers_that_compressed_tensors_itself_packed(tmp_path: Path) -> None:
-    """Of version 0.20.0: a matrix of 9 rows, whose zero points fill one word and a part of the
-    next, and what its `decompress` made of the first row and the last one."""
-    pieces = {
-        "weight_packed": torch.tensor(PACKED, dtype=torch.int32),
-        "weight_scale": torch.tensor(SCALES, dtype=torch.bfloat16),
-        "weight_zero_point": torch.tensor(ZEROS, dtype=torch.int32),
-        "weight_shape": torch.tensor([9, 16]),
-    }
-    file = tmp_path / "model.safetensors"
-    save_file({f"a.{end}": piece for end, piece in pieces.items()}, file)
-    format = QuantizedFormat(name="", layout="packed", bits=4, group_size=8)
-    matrix = as_floats(read_header(file).tensors, format)["a.weight"]
-    assert isinstance(matrix, QuantizedStored) and matrix.shape == (9, 16)
-
-    def read(end: str, box: Sequence[tuple[int, int]] = ()) -> Tensor:
-        return pieces[end][tuple(slice(*own) for own in box)]
-
-    found = quantized(matrix, read).widened(torch.bfloat16)
-    assert found[[0, 8]].tolist() == [FIRST_ROW, LAST_ROW]
-    part = quantized(matrix, read, ((8, 9), (3, 14))).widened(torch.bfloat16)
-    assert part.tolist() == [LAST_ROW[3:14]]
-
-
-def test_the_memory_is_that_of_the_widened_weights(tmp_path: Path) -> None:
-    directory = write_quantized(tmp_path, "llama", "awq").directory
-    narrow, floats = describe_model(directory), describe_model(tmp_path / "floats")
-    assert narrow.num_parameters == floats.num_parameters
-    plan, plain = check_engine(ENGINE, narrow), check_engine(ENGINE, floats)
-    assert plan is not None and plain is not None
-    assert (
-        plan.weights_nbytes
-        == plain.weights_nbytes
-        == weights_nbytes(floats.config, DeviceFormat(4))
-    )
-    assert plan.shape.layout != plain.shape.layout  # nor is its KV that of other weights
-
-
-def test_the_start_and_the_plan_say_that_weights_are_widened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = write_quantized(tmp_path, "llama", "awq").directory
-    said: list[str] = []
-    for place in (tmp_path / "floats", directory):
-        check_tier(TierConfig(model=str(place), engine=ENGINE), tell=said.append)
-    (sentence,) = said
-    stored = sum(each.end - each.begin for each in _stored(directory))
-    wide = weights_nbytes(describe_model(directory).config, DeviceFormat(4))
-    assert sentence == (
-        "The weights of quantised are converted to float32 when they are loaded; they take"
-        f" {wide / 1e6:.1f} MB instead of {stored / 1e6:.1f} MB."
-    )
-    plan = ["plan", str(directory), "--input-tokens", "64", "--output-tokens", "64"]
-    assert main(plan) == 0
-    found = capsys.readouterr().out
-    assert "quantised (AWQ). GPUs keep them so" in found and "GB in AWQ;" in found
-    assert main([*plan, "--weights", "fp8"]) == 0
-    found = capsys.readouterr().out
-    assert "quantised (AWQ). The plan uses their size in fp8" in found and "GB in fp8;" in found
-
-
-def _stored(directory: Path) -> list[StoredTensor]:
-    return [*read_header(directory / "model.safetensors").tensors.values()]
 
 
 def _scaled(name: str, change: Callable[[Tensor], Tensor]) -> Change:
@@ -207,12 +100,16 @@ def _scaled(name: str, change: Callable[[Tensor], Tensor]) -> Change:
          rf"unexpected tensors: {DOWN}.bias"),
         ("gptq", lambda it: it.pop(f"{DOWN}.qweight"), {},
          rf"missing tensors: {DOWN}.weight; unexpected tensors: {DOWN}."),
+        ("mxfp4", _scaled(f"{EXPERTS}_blocks", lambda it: it.float()), {},
+         f"{EXPERTS}_blocks in .* is F32, but must be U8"),
+        ("mxfp4", _scaled(f"{EXPERTS}_blocks", lambda it: it[..., 1:]), {},
+         r"_blocks in .* \[5, 64, 3, 15\], .* should be \[5, 64, 3, 16\]"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_before_anything_starts(
     kind: str, change: Change, config: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    directory = write_quantized(tmp_path, "llama", kind).directory
+    directory = _write(tmp_path, kind)
     check_engine(ENGINE, describe_model(directory))
     with pytest.raises(ModelError, match=words):
         check_engine(ENGINE, describe_model(_rewrite(directory, change, **config)))
@@ -230,13 +127,15 @@ def test_what_does_not_fit_is_named_before_anything_starts(
          rf"{DOWN}.weight in .* is damaged: weight_shape says \[49, 81\]"),
         ("gptq", _scaled(f"{DOWN}.g_idx", lambda it: it - 1),
          f"{DOWN}.weight in .* is damaged: g_idx names groups that are not from 0 to 4"),
+        ("mxfp4", _scaled(f"{EXPERTS}_scales", lambda it: it | 255),
+         f"{EXPERTS} in .* (holds NaN|scales hold NaN)"),
     ],
 )  # fmt: skip
 def test_values_that_cannot_be_are_refused_by_name(
     kind: str, change: Change, words: str, tmp_path: Path
 ) -> None:
     """Whether it is widened, or kept as it is."""
-    directory = write_quantized(tmp_path, "llama", kind).directory
+    directory = _write(tmp_path, kind)
     model = describe_model(_rewrite(directory, change))
     for ops in (TorchOps(), FakeGpuOps()):
         with pytest.raises(ModelError, match=words):
@@ -245,7 +144,7 @@ def test_values_that_cannot_be_are_refused_by_name(
 
 def test_groups_that_compressed_tensors_left_without_an_order(tmp_path: Path) -> None:
     """It writes -1 where it rounded without calibration."""
-    directory = write_quantized(tmp_path, "llama", "packed").directory
+    directory = _write(tmp_path, "packed")
     wanted = all_tensors(directory)["1.down"]
     unnamed = {f"{DOWN}.weight_g_idx": torch.full((80,), -1, dtype=torch.int32)}
     _rewrite(directory, lambda it: it.update(unnamed))
@@ -254,13 +153,13 @@ def test_groups_that_compressed_tensors_left_without_an_order(tmp_path: Path) ->
 
 def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
     """GPTQ gives one to every matrix, of models without any, too."""
-    directory = write_quantized(tmp_path, "llama", "gptq").directory
+    directory = _write(tmp_path, "gptq")
     _rewrite(directory, lambda it: it.update({f"{DOWN}.bias": torch.zeros(48)}))
     load_model(describe_model(directory), torch.float32, CPU)
 
 
 def test_scales_of_activations_and_of_kv_are_left_alone(tmp_path: Path) -> None:
-    directory = write_quantized(tmp_path, "llama", "float tensor").directory
+    directory = _write(tmp_path, "float tensor")
     scale, attention = torch.tensor(0.5), "model.layers.0.self_attn"
     more = {f"{attention}.{end}": scale.clone() for end in ("k_scale", "v_proj.v_scale")}
     _rewrite(directory, lambda it: it.update(more))
@@ -268,7 +167,7 @@ def test_scales_of_activations_and_of_kv_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_scales_that_are_powers_of_two_in_a_byte(tmp_path: Path) -> None:
-    directory = write_quantized(tmp_path, "llama", "fp8 rows").directory
+    directory = _write(tmp_path, "fp8 rows")
     name = f"{DOWN}.weight_scale"
     floats = torch.tensor([2.0 ** -(row % 9) for row in range(48)])[:, None]
     exponents = torch.tensor([127 - row % 9 for row in range(48)], dtype=torch.uint8)[:, None]
@@ -311,55 +210,35 @@ def test_scales_that_are_powers_of_two_in_a_byte(tmp_path: Path) -> None:
 def test_other_kinds_are_refused_from_the_configuration_alone(
     config: Any, words: str, tmp_path: Path
 ) -> None:
-    raw = json.loads((ASSETS / "demo-small" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
     with pytest.raises(ModelError, match=words):
-        describe_model(tmp_path)
+        _described(tmp_path, DEMO, config)
+
+
+DEMO = ASSETS / "demo-small"
+
+
+def _described(place: Path, model: Path, quantization: Any) -> ModelDescription:
+    raw = json.loads((model / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**raw, "quantization_config": quantization}))
+    return describe_model(place)
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", None])
+def test_stacked_experts_are_floats_or_mxfp4(method: str | None, tmp_path: Path) -> None:
+    directory = _write(tmp_path, "mxfp4")
+    with pytest.raises(ModelError, match=rf"quantised \({method}\); only float and MXFP4"):
+        _described(tmp_path, directory, {"quant_method": method})
 
 
 def test_layers_of_different_formats_are_refused(tmp_path: Path) -> None:
-    raw = json.loads((ASSETS / "demo-small" / "config.json").read_text())
     config = compressed("pack-quantized", 4, "group", group_size=128)
     other = compressed("pack-quantized", 8, "group", group_size=128)["config_groups"]["group_0"]
     activations = {"targets": ["Linear"], "weights": None, "input_activations": {"num_bits": 8}}
     config["config_groups"]["group_1"] = activations
-    place = tmp_path / "config.json"
-    place.write_text(json.dumps({**raw, "quantization_config": config}))
-    assert describe_model(tmp_path).config.quantized is not None
+    assert _described(tmp_path, DEMO, config).config.quantized is not None
     config["config_groups"]["group_1"] = other
-    place.write_text(json.dumps({**raw, "quantization_config": config}))
     with pytest.raises(ModelError, match="groups of weights that differ; supported is one group"):
-        describe_model(tmp_path)
-
-
-PACKED = [
-    [-1063601674, 45874598],
-    [-1388493553, 49570146],
-    [616714144, -262355658],
-    [1664643315, 410978100],
-    [-1067648135, 2063621884],
-    [729104632, -199143267],
-    [604266262, -2131121847],
-    [-510720278, 198333688],
-    [1062406940, 386134161],
-]
-SCALES = [
-    [0.2578125, 0.185546875],
-    [0.1455078125, 0.11962890625],
-    [0.1904296875, 0.236328125],
-    [0.220703125, 0.1982421875],
-    [0.08544921875, 0.203125],
-    [0.2314453125, 0.1875],
-    [0.30078125, 0.2392578125],
-    [0.1259765625, 0.1806640625],
-    [0.2060546875, 0.173828125],
-]
-ZEROS = [[-699845798, -1737062005], [8, 5]]
-FIRST_ROW = [-1.03125, 1.2890625, -0.2578125, 0.2578125, 0.0, -0.2578125, -2.578125, 0.515625]
-FIRST_ROW += [-0.9296875, -0.185546875, 0.37109375, 0.7421875, 0.0, 0.0, -1.671875, -2.046875]
-LAST_ROW = [0.82421875, -1.4453125, 0.6171875, -1.6484375, -1.03125, -0.6171875, 1.4453125]
-LAST_ROW += [-1.03125, -0.6953125, 0.6953125, -0.8671875, 1.734375, -0.34765625, -0.8671875]
-LAST_ROW += [0.34765625, -0.6953125]
+        _described(tmp_path, DEMO, config)
 
 
 @pytest.mark.parametrize("kind", ["packed", "fp8 rows", "int8"])
@@ -371,3 +250,15 @@ def test_a_quantised_head_beside_tied_embeddings_is_used(tmp_path: Path, kind: s
     assert_logits_are_transformers(checkpoint)
     (remark,) = describe_model(checkpoint.directory).remarks
     assert "lm_head.weight that differs" in remark
+
+
+def test_a_damaged_scale_of_a_gguf_block_is_refused_by_name(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", small_model(), kind=Type.Q4_1)
+    described = describe_model(file)
+    name = "model.layers.0.mlp.down_proj.weight"
+    raw = bytearray(file.read_bytes())
+    begin = described.tensors[name].begin
+    raw[begin + 2 : begin + 4] = np.float16(np.nan).tobytes()
+    file.write_bytes(raw)
+    with pytest.raises(ModelError, match=f"{name} in .* is damaged: its scales hold NaN"):
+        load_model(described, torch.bfloat16, CPU, quantization="packed")
