@@ -457,8 +457,6 @@ class CascadeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     its signal is above the threshold by a k-th of it (default: never before all judged tokens)"""
     prompt_judges: tuple[PromptJudge, ...] = ()
     """one for each tier but the last (default: every answer begins on the first)"""
-    max_shift: Annotated[float, Meta(ge=0.0)] = 0.0
-    """the most by which load moves a threshold, up or down; 0: not at all"""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

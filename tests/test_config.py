@@ -49,7 +49,6 @@ PAIR = [{"model": "demo-small"}, {"model": "demo-large"}]
         ([PAIR[0], {"model": "x", "served_model_name": "auto"}], {}, "may be named 'auto'"),
         (PAIR, {"signal": "entropy"}, "Invalid enum value 'entropy'"),
         (PAIR, {"num_judged_tokens": 0}, "num_judged_tokens"),
-        (PAIR, {"max_shift": -1}, "max_shift"),
         (PAIR, {"treshold": 1}, "unknown field `treshold`"),
         (PAIR, {"leads": [1, 2]}, "2 models need 1 leads, .* or none; 2 are given"),
         (PAIR, {"leads": [-1]}, "leads"),

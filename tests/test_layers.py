@@ -59,7 +59,7 @@ LAYERS = {
 
 # Third-party packages and the only places (path prefixes) that may import them.
 THIRD_PARTY = {
-    "ray": ["app/", "data.py", "tools/doctor/cluster.py"],
+    "ray": ["app/", "data.py"],
     "torch": [
         "devices.py",
         "kernels/",

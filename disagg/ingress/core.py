@@ -156,10 +156,9 @@ class IngressCore:
         if config.cascade is not None:
             self._escalation = Escalation(
                 config.cascade,
-                {tier.name: tier.ttft_limit_s for tier in config.tiers},
+                [tier.name for tier in config.tiers],
                 generate=self._dispatch,
                 rename=lambda request, model: hash_request(request, self._models[model]),
-                fleet=self.fleet.view,
                 now=now,
                 decided=metrics.cascade_decided,
             )

@@ -15,7 +15,7 @@ accepts the request, the skipped tier answers after all and is not judged.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -32,10 +32,7 @@ from disagg.router.cascade import (
     first_verdict,
     is_poor,
     lead_to_release,
-    shift_threshold,
-    wait_as_fraction,
 )
-from disagg.router.fleet import FleetView
 
 MAX_NUM_DECISIONS = 4096
 
@@ -66,10 +63,9 @@ class Escalation:
     """Answers requests with the smallest tier that is sure of its first tokens.
 
     Args:
-        ttft_slo_s: TTFT SLO by model, from the smallest to the largest model.
+        models: from the smallest to the largest.
         generate: runs a request on the tier that its `model` names.
         rename: returns the request for another tier, with that tier's block hashes.
-        fleet: returns the fleet, whose load moves the threshold.
         now: returns Unix time in seconds.
         decided: called with every decision.
     """
@@ -77,21 +73,18 @@ class Escalation:
     def __init__(
         self,
         config: CascadeConfig,
-        ttft_slo_s: Mapping[str, float],
+        models: Sequence[str],
         *,
         generate: Callable[[GenerateRequest, PutDelta], Awaitable[None]],
         rename: Callable[[GenerateRequest, str], GenerateRequest],
-        fleet: Callable[[], FleetView],
         now: Callable[[], float],
         decided: Callable[[CascadeDecision], None] = lambda decision: None,
     ) -> None:
         self._config = config
-        self._ttft_slo_s = ttft_slo_s
-        self._models = tuple(ttft_slo_s)
+        self._models = tuple(models)
         self._weights = tuple(dict(each.weights) for each in config.prompt_judges)
         self._generate = generate
         self._rename = rename
-        self._fleet = fleet
         self._now = now
         self._decided = decided
         self._decisions: RecentRequests[CascadeDecision] = RecentRequests(MAX_NUM_DECISIONS)
@@ -129,10 +122,8 @@ class Escalation:
             await self._keep(state)
 
     def _is_poor(self, state: _EscalationState, number: int) -> bool:
-        """Whether tier `number` would probably be unsure and the next tier is not busier."""
+        """Whether tier `number` would probably be unsure."""
         if not self._config.prompt_judges:
-            return False
-        if self._threshold(number) < self._config.thresholds[number]:
             return False
         judge, weights = self._config.prompt_judges[number], self._weights[number]
         return is_poor(judge, weights, state.request.token_ids)
@@ -142,21 +133,18 @@ class Escalation:
 
         Its first deltas are held back until they can be judged.
         """
-        threshold: float | None = None
+        threshold = self._config.thresholds[number]
         needed_lead = lead_to_release(self._config, number)
         held: list[TokenDelta] = []
         scores: list[TokenLogprobs] = []
 
         def take(delta: TokenDelta) -> None:
-            nonlocal threshold
             if state.is_released:
                 state.put(self._hide_scores(state, delta))
                 return
             held.append(delta)
             num_seen = len(scores)
             scores.extend(delta.logprobs or ())
-            if threshold is None:
-                threshold = self._threshold(number)
             is_end = delta.finish_reason is not None
             verdict = first_verdict(self._config, threshold, scores, num_seen, is_end, needed_lead)
             if verdict is None:
@@ -204,17 +192,6 @@ class Escalation:
         request = state.request
         resumed = replace(request, token_ids=(*request.token_ids, *state.tokens))
         await self._generate(self._rename(resumed, judged.model), take)
-
-    def _threshold(self, number: int) -> float:
-        threshold = self._config.thresholds[number]
-        if not self._config.max_shift:
-            return threshold
-        fleet = self._fleet()
-        here, above = (
-            wait_as_fraction(fleet, model, self._ttft_slo_s[model])
-            for model in self._models[number : number + 2]
-        )
-        return shift_threshold(threshold, self._config.max_shift, here, above)
 
     # Requests
 

@@ -20,9 +20,6 @@ import msgspec
 
 from disagg.config import CascadeConfig, PromptJudge, Signal
 from disagg.messages import TokenLogprobs
-from disagg.router.costs import decode_cost, prefill_cost
-from disagg.router.fleet import FleetView
-from disagg.router.worker_pools import NUM_RANDOM
 
 # What each signal needs beside the chosen token's own log-probability.
 NUM_TOP = {"minimum": 0, "mean": 0, "margin": 2}
@@ -150,39 +147,6 @@ def is_poor(judge: PromptJudge, weights: Mapping[int, float], token_ids: Sequenc
     if judge.start_above is None:
         return False
     return log_odds(judge.bias, weights, token_ids) > judge.start_above
-
-
-def shift_threshold(
-    threshold: float, max_shift: float, wait_here: float, wait_above: float
-) -> float:
-    """The threshold under load: lower while the larger model is busier, so that fewer escalate.
-
-    Args:
-        wait_here, wait_above: predicted seconds of waiting for a new request on this tier and on
-            the next, as fractions of the longest that each allows (its TTFT SLO).
-    """
-    pressure = min(1.0, max(0.0, wait_above)) - min(1.0, max(0.0, wait_here))
-    return threshold - max_shift * pressure
-
-
-def wait_as_fraction(fleet: FleetView, model: str, ttft_slo_s: float) -> float:
-    """The least predicted wait for a first token and a place on a model, over its SLO.
-
-    Some workers stand for all of a large pool, over which requests are spread evenly. Infinite
-    where no worker takes requests.
-    """
-    pools = fleet.pools.get(model)
-    if pools is None or not pools.num_workers:
-        return math.inf
-    usual_tokens = fleet.answers.usual(model)
-    prefills, decodes = (
-        pool.workers[:: 1 + len(pool) // NUM_RANDOM] for pool in (pools.prefill, pools.decode)
-    )
-    # Any worker can prefill; decode workers decode, unless there are none.
-    queue_s = min(prefill_cost(each.view, 1, 0).queue_s for each in (*prefills, *decodes))
-    decodes = decodes or prefills
-    place_s = min(decode_cost(each.view, 1, 0, 1, usual_tokens).place_s for each in decodes)
-    return max(queue_s, place_s) / ttft_slo_s
 
 
 class Attempt(msgspec.Struct, frozen=True):

@@ -364,8 +364,8 @@ class Fleet:
         """Update the views that a status of `worker` changes."""
         untried = self._times.on_status(worker.record, worker.status.step_costs)
         self._refresh_view(worker)
-        for name in untried:
-            self._refresh_view(self._heard[name])
+        for worker_id in untried:
+            self._refresh_view(self._heard[worker_id])
 
     def _refresh_view(self, worker: _Heard) -> None:
         record, status = worker.record, worker.status

@@ -1,8 +1,8 @@
 """An ingress's load report for the autoscaler, and what is in it.
 
-By tier: requests so far, and prompts that wait in the ingress (`Demand`). By pool: step times, load
-and free blocks of the workers (`PoolState`). A report is numbers by name: Serve carries nothing
-else.
+By model: requests so far, and prompts that wait in the ingress (`Demand`). By pool: step times,
+load and free blocks of the workers (`PoolState`). A report is numbers by name: Serve carries
+nothing else.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def report(
     """The report of one ingress.
 
     Args:
-        num_waiting_tokens: of all tiers, uncomputed tokens of the prompts that wait in it.
+        num_waiting_tokens: of all models, uncomputed tokens of the prompts that wait in it.
     """
     said: dict[str, float] = {}
     for model, num_tokens in num_waiting_tokens.items():

@@ -24,9 +24,9 @@ from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
 
 DEFAULT_NBYTES = 1 << 30
-NUM_SHARDS = 1024  # dicts, so that growing and sweeping touch few names at a time
-# A name with its header as the allocator rounds it up, and a dict that has just grown, which has
-# six places per name.
+NUM_SHARDS = 1024  # dicts, so that growing and sweeping touch few blocks at a time
+# A hash with its header as the allocator rounds it up, and a dict that has just grown, which has
+# six slots per block.
 BLOCK_NBYTES = 64 + 6 * 20
 SHARDS_AT_ONCE, BLOCKS_AT_ONCE = 64, 1024  # cleared of lost workers beside a report
 NUM_OLDEST = 16  # blocks of a shard among which those that are forgotten are chosen
@@ -69,9 +69,9 @@ class PromptHolders:
             chosen += in_turn[: most - len(chosen)]
         return chosen
 
-    def _look_up(self, place: int) -> int:
-        name = self._hashes[place]
-        mask = self._known[place] = self._shards[hash(name) % NUM_SHARDS].get(name, 0)
+    def _look_up(self, number: int) -> int:
+        block = self._hashes[number]
+        mask = self._known[number] = self._shards[hash(block) % NUM_SHARDS].get(block, 0)
         return mask
 
 
@@ -153,30 +153,30 @@ class PrefixIndex:
 
     def _store(self, bit: int, block_hashes: Iterable[BlockHash]) -> None:
         before = after = 0
-        for name in block_hashes:
-            shard = self._shards[hash(name) % NUM_SHARDS]
-            mask = shard.get(name)
+        for block in block_hashes:
+            shard = self._shards[hash(block) % NUM_SHARDS]
+            mask = shard.get(block)
             if mask is None:
                 while self.num_blocks >= self.max_num_blocks:
                     self._make_room()
                 self.num_blocks += 1
-                shard[name] = bit
+                shard[block] = bit
             elif not mask & bit:
                 if mask is not before:  # as a rule several blocks in a row have the same workers
                     before, after = mask, self._shared(mask & self._alive | bit)
-                shard[name] = after
+                shard[block] = after
 
     def _remove(self, bit: int, block_hashes: Iterable[BlockHash]) -> None:
         others = self._alive & ~bit
-        for name in block_hashes:
-            shard = self._shards[hash(name) % NUM_SHARDS]
-            mask = shard.get(name, 0)
+        for block in block_hashes:
+            shard = self._shards[hash(block) % NUM_SHARDS]
+            mask = shard.get(block, 0)
             if not mask & bit:
                 continue
             if mask & others:
-                shard[name] = self._shared(mask & others)
+                shard[block] = self._shared(mask & others)
             else:
-                del shard[name]
+                del shard[block]
                 self.num_blocks -= 1
 
     def _shared(self, mask: int) -> int:
@@ -189,15 +189,15 @@ class PrefixIndex:
         """Forget some of the oldest blocks of the next shard: those of a single worker, or one."""
         shard = self._shards[self._next_full]
         self._next_full = (self._next_full + 1) % NUM_SHARDS
-        oldest = {name: mask & self._alive for name, mask in islice(shard.items(), NUM_OLDEST)}
-        of_one = [name for name, mask in oldest.items() if not mask & (mask - 1)]
+        oldest = {block: mask & self._alive for block, mask in islice(shard.items(), NUM_OLDEST)}
+        of_one = [block for block, mask in oldest.items() if not mask & (mask - 1)]
         forgotten = of_one or [*oldest][:1]
-        for name in oldest:
-            shard[name] = shard.pop(name)  # as if it were new
-        for name in forgotten:
-            del shard[name]
+        for block in oldest:
+            shard[block] = shard.pop(block)  # as if it were new
+        for block in forgotten:
+            del shard[block]
             self.num_blocks -= 1
-            self.num_evicted += oldest[name] > 0
+            self.num_evicted += oldest[block] > 0
 
     def _sweep(self) -> None:
         """Clear the bits of lost workers from a few shards more."""
@@ -213,16 +213,16 @@ class PrefixIndex:
             self._free_bits += _bits_of(self._leaving)  # no mask contains them any more
             self._gone ^= self._leaving
 
-    def _clear_leaving(self, place: int) -> int:
+    def _clear_leaving(self, number: int) -> int:
         """Clear the bits that are leaving from a shard. Returns how many blocks it had."""
-        shard, leaving = self._shards[place], self._leaving
+        shard, leaving = self._shards[number], self._leaving
         left = {
-            name: self._shared(mask & ~leaving) if mask & leaving else mask
-            for name, mask in shard.items()
+            block: self._shared(mask & ~leaving) if mask & leaving else mask
+            for block, mask in shard.items()
             if mask & ~leaving
         }
         self.num_blocks -= len(shard) - len(left)
-        self._shards[place] = left
+        self._shards[number] = left
         return len(shard)
 
 

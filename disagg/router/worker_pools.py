@@ -31,13 +31,13 @@ class PooledWorker:
         bit, host_bit: of its cache and of its host memory in the prefix index; 0: it has none.
     """
 
-    __slots__ = ("bit", "host_bit", "name", "place", "view")
+    __slots__ = ("bit", "host_bit", "position", "view", "worker_id")
 
-    def __init__(self, view: WorkerView, place: int, index: PrefixIndex) -> None:
-        self.name = view.worker_id
+    def __init__(self, view: WorkerView, position: int, index: PrefixIndex) -> None:
+        self.worker_id = view.worker_id
         self.view = view
-        self.place = place  # in `WorkerPool.workers`
-        self.bit, self.host_bit = index.bit(self.name), index.bit(host_id(self.name))
+        self.position = position  # in `WorkerPool.workers`
+        self.bit, self.host_bit = index.bit(view.worker_id), index.bit(host_id(view.worker_id))
 
 
 class WorkerPool:
@@ -55,33 +55,33 @@ class WorkerPool:
         self.num_prompts = 0
         self.by_bit: dict[int, PooledWorker] = {}
         self.bits = 0
-        self._by_name: dict[str, PooledWorker] = {}
+        self._by_id: dict[str, PooledWorker] = {}
 
     def __len__(self) -> int:
         return len(self.workers)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
+    def __contains__(self, worker_id: str) -> bool:
+        return worker_id in self._by_id
 
     def put(self, view: WorkerView, index: PrefixIndex) -> None:
         """Store a worker's latest view. Before its next snapshot it is dropped."""
-        worker = self._by_name.get(view.worker_id)
+        worker = self._by_id.get(view.worker_id)
         if worker is not None:
             self.num_prompts += view.backlog.num_prompts - worker.view.backlog.num_prompts
             worker.view = view
             return
-        worker = self._by_name[view.worker_id] = PooledWorker(view, len(self.workers), index)
+        worker = self._by_id[view.worker_id] = PooledWorker(view, len(self.workers), index)
         self.workers.append(worker)
         self.num_prompts += view.backlog.num_prompts
         for bit in filter(None, (worker.bit, worker.host_bit)):
             self.by_bit[bit] = worker
             self.bits |= bit
 
-    def drop(self, name: str) -> None:
-        worker, last = self._by_name.pop(name), self.workers.pop()
+    def drop(self, worker_id: str) -> None:
+        worker, last = self._by_id.pop(worker_id), self.workers.pop()
         if last is not worker:
-            self.workers[worker.place] = last
-            last.place = worker.place
+            self.workers[worker.position] = last
+            last.position = worker.position
         self.num_prompts -= worker.view.backlog.num_prompts
         for bit in filter(None, (worker.bit, worker.host_bit)):
             del self.by_bit[bit]
@@ -115,10 +115,10 @@ class ModelPools:
         else:
             self.drop(view.worker_id)
 
-    def drop(self, name: str) -> None:
-        pool = self.decode if name in self.decode else self.prefill
-        if name in pool:
-            pool.drop(name)
+    def drop(self, worker_id: str) -> None:
+        pool = self.decode if worker_id in self.decode else self.prefill
+        if worker_id in pool:
+            pool.drop(worker_id)
 
 
 class Side(NamedTuple):
@@ -194,7 +194,7 @@ def sample_workers(
     def choose(pool: WorkerPool) -> Side | None:
         workers = pool.workers
         if exclude:
-            workers = [each for each in workers if each.name not in exclude]
+            workers = [each for each in workers if each.worker_id not in exclude]
         if not workers:
             return None
         if len(workers) <= num_random:
@@ -205,7 +205,7 @@ def sample_workers(
             deepest = found.deepest(pool.bits, num_deepest, rng.random())
             holders = [pool.by_bit[bit] for bit in deepest]
             chosen = rng.sample(workers, num_random)
-            chosen += [each for each in holders if each.name not in exclude]
+            chosen += [each for each in holders if each.worker_id not in exclude]
             chosen = list(dict.fromkeys(chosen))
         return _side(pool, chosen, found)
 

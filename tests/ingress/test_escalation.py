@@ -31,9 +31,8 @@ from disagg.messages import (
     TokenLogprobs,
 )
 from disagg.router.cascade import CascadeDecision
-from disagg.router.fleet import Fleet
 from tests.deltas import answers, push
-from tests.router.fakes import make_fleet, make_record, make_request, make_status
+from tests.router.fakes import make_request
 
 JUDGED, THRESHOLD = 4, -1.0
 SURE, UNSURE = -0.1, -3.0
@@ -98,20 +97,18 @@ class FakeTier:
 class Rig:
     """Tiers under an escalation."""
 
-    def __init__(self, *tiers: FakeTier, fleet: Fleet | None = None, **config: Any) -> None:
+    def __init__(self, *tiers: FakeTier, **config: Any) -> None:
         self.tiers = {f"tier-{number}": tier for number, tier in enumerate(tiers)}
         fields: dict[str, Any] = {
             "num_judged_tokens": JUDGED,
             "thresholds": (THRESHOLD,) * (len(tiers) - 1),
         }
         self.decided: list[CascadeDecision] = []
-        fleet = fleet or make_fleet()
         self.escalation = Escalation(
             CascadeConfig(**(fields | config)),
-            dict.fromkeys(self.tiers, 10.0),
+            tuple(self.tiers),
             generate=lambda request, put: push(self.tiers[request.model].generate)(request, put),
             rename=lambda request, model: msgspec.structs.replace(request, model=model),
-            fleet=fleet.view,
             now=lambda: 1000.0,
             decided=self.decided.append,
         )
@@ -307,19 +304,6 @@ async def test_three_tiers_are_climbed_one_by_one() -> None:
     assert rig.decided[0].model == "tier-1"
 
 
-async def test_load_on_the_large_tier_lowers_the_threshold() -> None:
-    """A signal of -1.5 is not enough for -1, and enough for the -2 of a large tier in trouble."""
-    for is_busy, expected in ((False, "tier-1"), (True, "tier-0")):
-        records = [make_record(f"d{i}", model=f"tier-{i}") for i in range(2)]
-        fleet = make_fleet(*records)
-        if is_busy:
-            busy = make_status(num_waiting=9, num_uncomputed_tokens=200_000)  # 20 s of 10 allowed
-            fleet.worker_stepped("d1", (), busy)
-        rig = Rig(small(-1.5, SURE), large(), fleet=fleet, max_shift=1.0)
-        await rig.ask()
-        assert rig.decided[0].model == expected
-
-
 @pytest.mark.parametrize(("needed_lead", "num_held"), [(0.0, 1), (2.7, 1), (2.8, 2), (9.0, 4)])
 async def test_a_lead_releases_an_answer_before_all_judged_tokens(
     needed_lead: float, num_held: int
@@ -407,15 +391,6 @@ async def test_each_tier_is_passed_over_by_a_judge_of_its_own() -> None:
     )
     assert tokens_of(await rig.ask()) == [100, 101]
     assert rig.reasons == ["tier-0 unsure", "tier-1 poor", "tier-2 overloaded", "tier-0 kept"]
-
-
-async def test_under_load_of_the_large_tier_all_prompts_start_on_the_small_one() -> None:
-    fleet = make_fleet(*(make_record(f"d{i}", model=f"tier-{i}") for i in range(2)))
-    busy = make_status(num_waiting=9, num_uncomputed_tokens=200_000)
-    fleet.worker_stepped("d1", (), busy)
-    rig = Rig(small(*[SURE] * 9), large(), fleet=fleet, max_shift=1.0, prompt_judges=(POOR,))
-    await rig.ask()
-    assert rig.reasons == ["tier-0 sure"]
 
 
 @given(

@@ -18,10 +18,7 @@ from disagg.router.cascade import (
     judge,
     lead,
     measure,
-    shift_threshold,
-    wait_as_fraction,
 )
-from tests.router.fakes import make_fleet, make_record, make_status
 
 SIGNALS: tuple[Signal, ...] = ("minimum", "mean", "margin")
 LOGPROBS = st.floats(-20.0, 0.0)
@@ -128,37 +125,6 @@ def test_a_lead_grows_with_the_signal_and_is_none_at_the_threshold(
     assert (lead(signal, one, threshold) >= 0.0) == (one >= threshold)
 
 
-@given(JUDGES, LOGPROBS, ANSWERS)
-def test_what_comes_after_the_judged_tokens_changes_nothing(
-    config: CascadeConfig, threshold: float, scores: list[TokenLogprobs]
-) -> None:
-    judged = scores[: config.num_judged_tokens]
-    assert verdict_of(config, threshold, scores) == verdict_of(config, threshold, judged)
-
-
-@given(JUDGES, LOGPROBS, LOGPROBS, ANSWERS)
-def test_who_is_sure_enough_is_so_at_every_lower_threshold(
-    config: CascadeConfig, one: float, other: float, scores: list[TokenLogprobs]
-) -> None:
-    low, high = sorted((one, other))
-    if verdict_of(config, high, scores).is_sure:
-        assert verdict_of(config, low, scores).is_sure
-
-
-@given(st.sampled_from(("minimum", "margin")), ANSWERS, scored())
-def test_a_least_only_falls(
-    signal: Signal, scores: list[TokenLogprobs], more: TokenLogprobs
-) -> None:
-    assert measure(signal, [*scores, more]) <= measure(signal, scores)
-
-
-@given(ANSWERS)
-def test_the_mean_lies_between(scores: list[TokenLogprobs]) -> None:
-    mean = measure("mean", scores)
-    highest = max(score.logprob for score in scores)
-    assert measure("minimum", scores) - 1e-9 <= mean <= highest + 1e-9
-
-
 def test_the_margin_is_to_the_likeliest_other_token() -> None:
     top = ((7, -0.1), (8, -3.0))
     assert measure("margin", [TokenLogprobs(-0.1, top)]) == pytest.approx(2.9)
@@ -181,51 +147,6 @@ def test_a_hopeless_answer_is_not_waited_for() -> None:
     assert judge(config, -1.0, scores, is_end=False) == Verdict(False, -2.0, 2)
     mean = CascadeConfig(signal="mean", num_judged_tokens=8)
     assert judge(mean, -1.0, scores, is_end=False) is None  # it may rise again
-
-
-WAITS = st.floats(0.0, 5.0) | st.just(math.inf)
-
-
-@given(LOGPROBS, st.floats(0.0, 3.0), WAITS, WAITS, WAITS)
-def test_load_moves_the_threshold_within_its_bounds(
-    threshold: float, max_shift: float, here: float, above: float, more: float
-) -> None:
-    moved = shift_threshold(threshold, max_shift, here, above)
-    assert threshold - max_shift <= moved <= threshold + max_shift
-    assert shift_threshold(threshold, max_shift, here, above + more) <= moved
-    assert shift_threshold(threshold, max_shift, here + more, above) >= moved
-
-
-def test_waits_are_read_from_the_fleet() -> None:
-    small, large = (make_record(f"d-{name}", model=name) for name in ("small", "large"))
-    fleet = make_fleet(small, large)
-
-    def wait(model: str) -> float:
-        return wait_as_fraction(fleet.view(), model, 10.0)
-
-    assert (wait("small"), wait("large"), wait("gone")) == (0.0, 0.0, math.inf)
-    fleet.worker_stepped("d-large", (), make_status(num_waiting=4, num_uncomputed_tokens=10_000))
-    assert wait("small") == 0.0 and wait("large") > 0.1  # 10,000 tokens at 0.1 ms, 10 s allowed
-    fleet.worker_stepped("d-large", (), make_status(accepting=False))
-    assert wait("large") == math.inf
-
-
-@pytest.mark.parametrize("num_workers, num_idle", [(4, 1), (100, 80)])
-@pytest.mark.parametrize("num_decode", [0, 2])
-def test_the_least_wait_of_a_pool_is_found(
-    num_workers: int, num_idle: int, num_decode: int
-) -> None:
-    """Without a look at every worker of a large one."""
-    records = [make_record(f"p{i}", role="prefill", model="large") for i in range(num_workers)]
-    decodes = [make_record(f"d{i}", role="decode", model="large") for i in range(num_decode)]
-    fleet = make_fleet(*records, *decodes)
-    for record in (*records, *decodes):
-        busy = make_status(num_waiting=4, num_uncomputed_tokens=10_000)
-        fleet.worker_stepped(record.worker_id, (), busy)
-    assert wait_as_fraction(fleet.view(), "large", 10.0) > 0.1
-    for record in records[-num_idle:]:
-        fleet.worker_stepped(record.worker_id, (), make_status())
-    assert wait_as_fraction(fleet.view(), "large", 10.0) == 0.0
 
 
 def test_a_decision_says_who_answered_and_why() -> None:

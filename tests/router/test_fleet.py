@@ -31,15 +31,6 @@ def test_a_worker_is_in_the_view_from_its_snapshot_to_its_loss() -> None:
     assert fleet.view().workers == {}
 
 
-def test_a_view_is_current_at_all_times() -> None:
-    fleet = make_fleet("d0", "d1")
-    view = fleet.view()
-    fleet.worker_stepped("d0", (), make_status(num_running=5))
-    fleet.worker_lost("d1")
-    assert view.workers["d0"].num_decoding == 5 and "d1" not in view.workers
-    assert fleet.view() is view
-
-
 def test_workers_are_in_the_order_in_which_they_came() -> None:
     """Where ties are decided by it, a simulation that is run again decides them as before."""
     names = [f"d{number}" for number in range(40)]
@@ -170,22 +161,6 @@ def test_a_reservation_counts_at_once_and_until_release() -> None:
     fleet.release(first)
     fleet.release(first)
     assert worker(fleet).num_uncomputed_tokens == 50
-
-
-def test_a_reservation_ends_when_reports_must_contain_it() -> None:
-    fleet = make_fleet("d0")
-    reservation = fleet.reserve("d0", RequestLoad(100))
-    for _ in range(2 * NUM_STATUSES_UNTIL_SEEN):
-        fleet.worker_stepped("d0", (), make_status())
-    assert worker(fleet).num_uncomputed_tokens == 100  # it has not been sent yet
-    fleet.sent(reservation)
-    for _ in range(NUM_STATUSES_UNTIL_SEEN - 1):
-        fleet.worker_stepped("d0", (), make_status(num_uncomputed_tokens=100))
-        assert worker(fleet).num_uncomputed_tokens == 200
-    fleet.worker_stepped("d0", (), make_status(num_uncomputed_tokens=100))
-    assert worker(fleet).num_uncomputed_tokens == 100
-    fleet.release(reservation)
-    assert worker(fleet).num_uncomputed_tokens == 100
 
 
 def test_a_step_began_when_a_worker_spoke_or_with_the_first_request_for_an_idle_one() -> None:

@@ -235,11 +235,6 @@ def test_only_workers_of_the_model_that_accept_and_are_not_excluded_are_chosen()
     assert choose(fleet, make_request(model="large")).decode == "d3"
 
 
-def test_an_empty_fleet_is_unavailable() -> None:
-    with pytest.raises(Unavailable):
-        choose(Fleet(), make_request())
-
-
 def test_a_passed_deadline_is_said_so() -> None:
     with pytest.raises(DeadlineExceeded):
         choose(make_fleet("d0"), make_request(deadline_unix_s=0.0))
@@ -251,14 +246,11 @@ def test_ties_are_spread_and_repeatable() -> None:
     assert len(counts) == 10
     assert max(counts.values()) < 3 * min(counts.values())
     assert choose(fleet, make_request(), 7) == choose(fleet, make_request(), 7)
-
-
-def test_equal_prefill_workers_share_the_work() -> None:
     fleet = make_fleet("d0", *(f"p{i}" for i in range(10)))
     busy(fleet, "d0", num_running=16, num_context_tokens=16_000)
-    counts = Counter(choose(fleet, make_request(2000), seed).prefill for seed in range(1000))
-    assert len(counts) == 10
-    assert max(counts.values()) < 3 * min(counts.values())
+    prefills = Counter(choose(fleet, make_request(2000), seed).prefill for seed in range(1000))
+    assert len(prefills) == 10
+    assert max(prefills.values()) < 3 * min(prefills.values())
 
 
 def test_only_what_the_decode_worker_lacks_is_moved() -> None:
@@ -308,14 +300,6 @@ def test_a_burst_is_spread_by_its_own_reservations() -> None:
         fleet.reserve(route.decode, RequestLoad(400, 1, 400))
         counts[route.decode] += 1
     assert set(counts.values()) == {10}
-
-
-def test_candidates_are_sorted_and_contain_the_choice() -> None:
-    fleet = make_fleet("p0", "p1", "d0", "d1")
-    route = choose(fleet, make_request(1500))
-    costs = [candidate.total_s for candidate in route.candidates]
-    assert costs == sorted(costs)
-    assert (route.prefill, route.decode) in [(c.prefill, c.decode) for c in route.candidates]
 
 
 def choose_after_prefill(
@@ -404,6 +388,8 @@ def test_no_fleet_leads_to_a_worker_that_cannot_serve(
     assert route.prefill is None or route.prefill in able
     assert route.prefill is None or route.prefill.startswith("p")
     assert route.decode.startswith("d") or not any(name.startswith("d") for name in able)
+    costs = [candidate.total_s for candidate in route.candidates]
+    assert costs == sorted(costs) and route.chosen in route.candidates
     assert route.predicted_s > 0
     assert 0 <= route.num_cached_tokens < num_tokens
 

@@ -217,13 +217,6 @@ def test_few_blocks_of_lost_workers_are_gone_after_few_reports() -> None:
         assert index.num_blocks == len(NAMES)
 
 
-def test_nobody_holds_nothing() -> None:
-    index = PrefixIndex()
-    assert index.match(NAMES) == {}
-    index.snapshot("a", NAMES)
-    assert index.match(()) == {}
-
-
 def test_names_of_lost_workers_make_room_first_and_are_not_counted_as_evicted() -> None:
     index, rng = bounded(), random.Random(10)
     before = index.nbytes

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-import msgspec
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from disagg.app.address import check_address
 from disagg.app.haproxy import find_haproxy
+from disagg.app.node_actors import NodeActor, NodeFailed, actors_on_nodes
 from disagg.errors import StartupError
 from disagg.kvtransfer.slab import HOST
 from disagg.kvtransfer.ticket import Peer
@@ -32,37 +26,28 @@ MAX_NODES_IN_PAIRS = 8  # with more nodes, each node is measured with the next o
 
 
 class NodeDoctor:
-    """Checks the node on which it runs. Its methods return structs as JSON."""
+    """Checks the node on which it runs."""
 
     def __init__(self) -> None:
         self._probe: ProbeProcess | None = None
 
-    def look(self) -> bytes:
-        return msgspec.json.encode([*check_devices(), *check_machine(), haproxy()])
-
-    def machine(self, name: str) -> bytes:
-        return msgspec.json.encode(here(name, num_gpus()))
+    def look(self, name: str) -> tuple[list[Finding], Machine]:
+        return [*check_devices(), *check_machine(), haproxy()], here(name, num_gpus())
 
     def now_s(self) -> float:
         return time.time()
 
-    def measure_here(self, name: str) -> bytes:
-        return msgspec.json.encode(measure_here(here(name, num_gpus())))
+    def measure_here(self, machine: Machine) -> list[TransferReport]:
+        return measure_here(machine)
 
-    def start_probe(self, name: str) -> bytes:
-        """Start a probe on this node. Returns its peer record. Raises `TransferFailed`."""
-        interface = interface_of(ray.util.get_node_ip_address())
-        self._probe = ProbeProcess(name, 0 if num_gpus() else HOST, interface)
-        return msgspec.json.encode(self._probe.peer())
+    def start_probe(self, name: str, ip: str) -> Peer:
+        """Start a probe on this node, which ends with this actor. Raises `TransferFailed`."""
+        self._probe = ProbeProcess(name, 0 if num_gpus() else HOST, interface_of(ip))
+        return self._probe.peer()
 
-    def measure(self, peer: bytes) -> bytes:
+    def measure(self, peer: Peer) -> Figures:
         assert self._probe is not None
-        return msgspec.json.encode(self._probe.measure(msgspec.json.decode(peer, type=Peer)))
-
-    def stop_probe(self) -> None:
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
+        return self._probe.measure(peer)
 
 
 def haproxy() -> Finding:
@@ -76,7 +61,7 @@ def haproxy() -> Finding:
 
 class _Node(NamedTuple):
     machine: Machine
-    actor: Any
+    actor: NodeActor
 
 
 def examine(
@@ -87,69 +72,27 @@ def examine(
     Raises:
         StartupError: no cluster answers at the address.
     """
-    check_address(address)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (RayError, OSError, RuntimeError, ValueError) as error:
-        first = (str(error).splitlines() or [repr(error)])[0]
-        raise StartupError(
-            f"No Ray cluster answers at {address}: {first}", param="ray_address"
-        ) from error
-    try:
-        return _examine(with_transfers)
-    finally:
-        ray.shutdown()
-
-
-def _examine(with_transfers: bool) -> tuple[list[NodeReport], list[TransferReport]]:
-    alive = sorted(
-        (each for each in ray.nodes() if each["Alive"]), key=lambda each: str(each["NodeName"])
-    )
     reports: list[NodeReport] = []
     nodes: list[_Node] = []
-    for each in alive:
-        name = f"{each['NodeName']} ({each['NodeID'][:6]})"
-        actor = _place(each["NodeID"])
-        try:
-            findings = msgspec.json.decode(
-                ray.get(actor.look.remote(), timeout=LOOK_TIMEOUT_S), type=list[Finding]
-            )
-            findings.append(clock(_clock_offset_s(actor)))
-            machine = msgspec.json.decode(ray.get(actor.machine.remote(name)), type=Machine)
-        except (RayError, TimeoutError) as error:
-            findings = [_not_looked_at(error)]
-        else:
-            nodes.append(_Node(machine, actor))
-        reports.append(NodeReport(name, tuple(findings)))
-    return reports, [*_within(nodes), *_between(nodes)] if with_transfers else []
+    with actors_on_nodes(address, NodeDoctor) as actors:
+        for actor in actors:
+            try:
+                findings, machine = actor.call("look", actor.name, timeout_s=LOOK_TIMEOUT_S)
+                findings.append(clock(_clock_offset_s(actor)))
+                nodes.append(_Node(machine, actor))
+            except NodeFailed as error:
+                advice = "install the same versions of disagg, Python and Ray on the node as here"
+                findings = [Finding("this node", f"the checks failed: {error}", "wrong", advice)]
+            reports.append(NodeReport(actor.name, tuple(findings)))
+        return reports, [*_within(nodes), *_between(nodes)] if with_transfers else []
 
 
-def _place(node_id: str) -> Any:
-    """Create an actor on a node. It reserves no resources, so a busy node can be checked."""
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=strategy)(NodeDoctor).remote()
-
-
-def last_words(error: Exception) -> str:
-    """The last line of a Ray error, which is the exception that was raised in the actor."""
-    return (str(error).strip().splitlines() or [repr(error)])[-1]
-
-
-def _not_looked_at(error: Exception) -> Finding:
-    return Finding(
-        "this node",
-        f"the checks failed: {last_words(error)}",
-        "wrong",
-        "install the same versions of disagg, Python and Ray on the node as here",
-    )
-
-
-def _clock_offset_s(actor: Any) -> float:
+def _clock_offset_s(actor: NodeActor) -> float:
     """The offset of a node's clock, from the fastest of several answers, as it is most accurate."""
     offsets: list[tuple[float, float]] = []
     for _ in range(NUM_CLOCK_LOOKS):
         sent_s = time.time()
-        remote_s = ray.get(actor.now_s.remote())
+        remote_s = actor.call("now_s", timeout_s=LOOK_TIMEOUT_S)
         received_s = time.time()
         offsets.append((received_s - sent_s, remote_s - (sent_s + received_s) / 2))
     return min(offsets)[1]
@@ -157,24 +100,26 @@ def _clock_offset_s(actor: Any) -> float:
 
 def _within(nodes: Sequence[_Node]) -> Iterator[TransferReport]:
     """Transfers between two processes of each node, one node after another."""
-    for node in nodes:
-        answer = _ask(node.actor.measure_here.remote, node.machine.name)
-        if isinstance(answer, Figures):
-            yield judge(node.machine, node.machine, answer)
-        else:
-            yield from msgspec.json.decode(answer, type=list[TransferReport])
+    for machine, actor in nodes:
+        try:
+            yield from actor.call("measure_here", machine, timeout_s=MEASURE_TIMEOUT_S)
+        except NodeFailed as error:
+            yield judge(machine, machine, Figures(error=str(error)))
 
 
 def _between(nodes: Sequence[_Node]) -> Iterator[TransferReport]:
     """Transfers between pairs of nodes in both directions, one after another."""
-    if len(nodes) < 2:
-        return
-    peers = [_ask(node.actor.start_probe.remote, node.machine.name) for node in nodes]
-    for source, reader in _pairs(len(nodes)):
-        figures = _pull(peers[source], nodes[reader], peers[reader])
+    peers: list[Peer | NodeFailed] = []
+    for machine, actor in nodes if len(nodes) > 1 else ():
+        try:
+            peers.append(
+                actor.call("start_probe", machine.name, actor.ip, timeout_s=MEASURE_TIMEOUT_S)
+            )
+        except NodeFailed as error:
+            peers.append(error)
+    for source, reader in _pairs(len(peers)):
+        figures = _pull(peers[source], nodes[reader].actor, peers[reader])
         yield judge(nodes[source].machine, nodes[reader].machine, figures, is_between_nodes=True)
-    for node in nodes:
-        _ask(node.actor.stop_probe.remote)
 
 
 def _pairs(num_nodes: int) -> list[tuple[int, int]]:
@@ -184,25 +129,14 @@ def _pairs(num_nodes: int) -> list[tuple[int, int]]:
     return ring + [(reader, source) for source, reader in ring]
 
 
-def _pull(source: bytes | Figures, reader: _Node, own: bytes | Figures) -> Figures:
-    """Measure a transfer from `source` to `reader`.
-
-    Args:
-        source: peer record of the source's probe, or the error of its start.
-        reader: the node that reads.
-        own: peer record of the reader's probe, or the error of its start.
-    """
-    for peer in (source, own):
-        if isinstance(peer, Figures):
-            return peer
-    answer = _ask(reader.actor.measure.remote, source)
-    return answer if isinstance(answer, Figures) else msgspec.json.decode(answer, type=Figures)
-
-
-def _ask(method: Callable[..., Any], *arguments: Any) -> bytes | Figures:
-    """The result of an actor's method, or the error."""
+def _pull(source: Peer | NodeFailed, reader: NodeActor, own: Peer | NodeFailed) -> Figures:
+    """Measure a transfer from the probe `source` to `reader`, whose probe is `own`; an error of the
+    start of either is the result."""
     try:
-        answer: bytes = ray.get(method(*arguments), timeout=MEASURE_TIMEOUT_S)
-    except (RayError, TimeoutError) as error:
-        return Figures(error=last_words(error))
-    return answer
+        for each in (source, own):
+            if isinstance(each, NodeFailed):
+                raise each
+        figures: Figures = reader.call("measure", source, timeout_s=MEASURE_TIMEOUT_S)
+        return figures
+    except NodeFailed as error:
+        return Figures(error=str(error))

@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,7 +24,7 @@ from disagg.errors import RequestError
 from disagg.time_model import NUM_STEP_FEATURES, StepTimeModel
 from disagg.tools.sim import grid
 from disagg.tools.sim.baselines import OURS, POLICIES
-from disagg.tools.sim.config import Fault, SimConfig, SmallTier
+from disagg.tools.sim.config import Fault, SimConfig
 from disagg.tools.sim.loads import LOADS, USUAL_LOAD, Load, make_load
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
@@ -106,28 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(group, SimConfig, "max_num_workers", flag="--max-workers")
     for name in SCALING:
         add_setting(group, AutoscalingConfig, name)
-    group = parser.add_argument_group("cascade: a small model answers first")
-    group.add_argument(
-        "--tier",
-        type=_tier,
-        action="append",
-        default=[],
-        metavar="NAME=PREFILL+DECODE@SIZE",
-        help="a smaller model that answers first: its name, its pools, and its size as a fraction"
-        " of the main model, for example small=1+1@0.125 or small=1..2+1@0.125; may be repeated,"
-        " smallest first",
-    )
-    group.add_argument(
-        "--unsure",
-        type=_share,
-        action="append",
-        default=[],
-        metavar="NAME=SHARE",
-        help="share of its answers that this smaller model escalates (simulated), for example"
-        " small=0.2",
-    )
-    add_setting(group, SimConfig, "num_judged_tokens")
-    add_setting(group, SimConfig, "max_shift", metavar="NATS")
     grid.add_arguments(parser)
 
 
@@ -139,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     for role in ("prefill", "decode"):
         size = getattr(args, role)
         settings |= {f"num_{role}": _first(size), f"scale_{role}": _limits(size, args)}
-    config = SimConfig(**settings, faults=tuple(args.faults), smaller=_smaller(args))
+    config = SimConfig(**settings, faults=tuple(args.faults))
     if args.grid:
         return grid.run(args, config, trace)
     reports = [
@@ -172,34 +149,11 @@ def _step_times(text: str) -> StepTimeModel:
     return StepTimeModel.of((*others, per_prompt_step_s))
 
 
-def _tier(text: str) -> tuple[str, PoolSize, PoolSize, float]:
-    match = re.fullmatch(r"([^=]+)=([0-9.]+)\+([0-9.]+)@([0-9.e-]+)", text)
-    try:
-        if match is None:
-            raise ValueError
-        return match[1], pool_size(match[2]), pool_size(match[3]), float(match[4])
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must look like small=1+1@0.125: name, prefill workers, decode workers, size"
-            " of the model"
-        ) from None
-
-
 def _line(load: tuple[str, Load]) -> str:
     """A load in a line of help."""
     name, make = load
     kind = re.split(r"[:;.]", make.__doc__ or "", maxsplit=1)[0]
     return f"{name}, {' '.join(kind.split())}"
-
-
-def _share(text: str) -> tuple[str, float]:
-    name, _, share = text.partition("=")
-    try:
-        return name, float(share)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must look like small=0.2: a tier and a share of its answers"
-        ) from None
 
 
 def _fault(text: str) -> Fault:
@@ -231,35 +185,6 @@ def _limits(size: PoolSize, args: argparse.Namespace) -> AutoscalingConfig | Non
         return msgspec.convert(raw, AutoscalingConfig)
     except msgspec.ValidationError as error:
         raise RequestError(f"The autoscaling settings are invalid: {error}.") from error
-
-
-def _smaller(args: argparse.Namespace) -> tuple[SmallTier, ...]:
-    """The smaller tiers. Raises `RequestError` if --tier and --unsure do not match."""
-    shares = dict(args.unsure)
-    names = [name for name, *_ in args.tier]
-    for name in shares:
-        if name not in names:
-            known = f"the tiers are {', '.join(names)}" if names else "add it with --tier"
-            raise RequestError(f"There is no smaller tier {name!r}; {known}.", param="unsure")
-    for name in names:
-        if name not in shares:
-            raise RequestError(
-                f"The share of answers that {name!r} escalates is missing; give it, for example"
-                f" with --unsure {name}=0.2.",
-                param="unsure",
-            )
-    return tuple(
-        SmallTier(
-            name=name,
-            size=size,
-            unsure=shares[name],
-            num_prefill=_first(prefill),
-            num_decode=_first(decode),
-            scale_prefill=_limits(prefill, args),
-            scale_decode=_limits(decode, args),
-        )
-        for name, prefill, decode, size in args.tier
-    )
 
 
 def _trace(args: argparse.Namespace) -> list[TraceRequest]:
@@ -306,32 +231,3 @@ def _print(reports: list[SimReport]) -> None:
             f"{each.in_time_percent:.1f}",
         )
     Console(width=160).print(table)
-    if any(each.tiers for each in reports):
-        Console(width=160).print(_tiers(reports))
-
-
-def _tiers(reports: Sequence[SimReport]) -> Table:
-    title = "Cascade. The confidence of the models is simulated."
-    table = Table(title=title, title_justify="left")
-    columns = (
-        *("policy", "speed", "tier", "asked", "answered", "escalated %", "TTFT p50", "p95 s"),
-        *("TPOT p50", "p95 ms", "busy h", "worker h", "cost %"),
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("policy", "tier") else "right")
-    for each in reports:
-        for tier in each.tiers:
-            table.add_row(
-                each.policy,
-                f"{each.speed:g}",
-                tier.model,
-                str(tier.num_asked),
-                str(tier.num_answered),
-                f"{tier.escalated_percent:.1f}",
-                *(f"{seconds:.3f}" for seconds in (tier.ttft_p50_s, tier.ttft_p95_s)),
-                *(f"{1e3 * seconds:.1f}" for seconds in (tier.tpot_p50_s, tier.tpot_p95_s)),
-                f"{tier.busy_hours:.3f}",
-                f"{tier.worker_hours:.2f}",
-                f"{each.cost_percent:.1f}" if tier is each.tiers[-1] else "",
-            )
-    return table

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import msgspec
 
-from disagg.config import AutoscalingConfig, CascadeConfig, PoolConfig, TierConfig
+from disagg.config import AutoscalingConfig, PoolConfig, TierConfig
 from disagg.errors import RequestError
 from disagg.messages import Role
 from disagg.time_model import StepTimeModel
@@ -17,7 +16,7 @@ from disagg.tools.sim.simulated_worker import WorkerSpec
 from disagg.tools.sim.steps import StepTimes
 from disagg.tools.sim.trace import TRACE_BLOCK_TOKENS
 
-LARGEST = "largest"  # the name of the largest model, which the configuration does not name
+MODEL = "simulated"
 
 # A model of 8 billion parameters on one H100, at half of its FLOP/s (989 TFLOP/s) and 70 % of its
 # memory bandwidth (3.35 TB/s). The coefficients are: reading the weights; 16 GFLOP per prompt
@@ -35,23 +34,6 @@ class Fault(msgspec.Struct, frozen=True):
     worker_id: str
     at_s: float
     for_s: float
-
-
-class SmallTier(msgspec.Struct, frozen=True, kw_only=True):
-    """A smaller model of a cascade, which has its own pools.
-
-    size: its parameters as a fraction of the largest model's; step times and KV bytes scale with
-        it. The number of KV blocks is the same.
-    unsure: the fraction of its answers that escalate, which is simulated (see `answers`).
-    """
-
-    name: str
-    size: float
-    unsure: float
-    num_prefill: int = 1
-    num_decode: int = 1
-    scale_prefill: AutoscalingConfig | None = None
-    scale_decode: AutoscalingConfig | None = None
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +61,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode_times: StepTimeModel | None = None
     """the same for decode workers (default: times)"""
     steps: StepTimes | None = None
-    """true step times of the largest model, if they are not linear; `times` is then the prior of
+    """true step times, if they are not linear; `times` is then the prior of
     workers until they have measured (default: `times` is true)"""
     decode_steps: StepTimes | None = None
     """the same for decode workers (default: steps)"""
@@ -112,12 +94,6 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_ingress: int = 1
     """number of ingresses, which get requests in turn; several have views of their own, to which
     workers report as rarely as in a real fleet of that size"""
-    smaller: tuple[SmallTier, ...] = ()
-    """smaller models of a cascade, smallest first"""
-    num_judged_tokens: int = CascadeConfig().num_judged_tokens
-    """number of tokens that are held back until an answer is judged"""
-    max_shift: float = 0.0
-    """how far load may move the confidence threshold; needs ttft_slo_s"""
     num_retries: int = 0
     """how often a client sends a refused request again, each time after `Retry-After` and after a
     second at least; its TTFT counts from its first arrival"""
@@ -134,8 +110,6 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("kv_nbytes", 1),
             ("latency_s", 0),
             ("num_ingress", 1),
-            ("num_judged_tokens", 1),
-            ("max_shift", 0),
             ("num_retries", 0),
         ):
             number = getattr(self, name)
@@ -172,104 +146,39 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
                 " set fixed numbers of workers.",
                 param="num_ingress",
             )
-        self._check_cascade()
-        for tier in self.tiers:
-            if tier.prefill.autoscaling is not None or tier.decode.autoscaling is not None:
-                check_slos(
-                    tier, self.times_of(tier.name, "prefill"), self.times_of(tier.name, "decode")
-                )
-
-    def _check_cascade(self) -> None:
-        names = [LARGEST, *(each.name for each in self.smaller)]
-        for each in self.smaller:
-            if not each.name or names.count(each.name) > 1:
-                raise RequestError(
-                    f"{each.name!r} cannot be the name of a tier: names must be unique and not"
-                    f" empty, and {LARGEST!r} is the name of the last tier.",
-                    param="tier",
-                )
-            if each.num_prefill < 1 or each.num_decode < 0:
-                raise RequestError(
-                    f"The tier {each.name!r} needs at least one prefill worker.", param="tier"
-                )
-            if not 0.0 <= each.unsure <= 1.0:
-                raise RequestError(
-                    f"The tier {each.name!r} has unsure = {each.unsure:g}, but it is a share of"
-                    " answers and must be between 0 and 1.",
-                    param="unsure",
-                )
-        sizes = [0.0, *(each.size for each in self.smaller), 1.0]
-        if any(after <= before for before, after in pairwise(sizes)):
-            raise RequestError(
-                "Tiers must be ordered from the smallest model to the largest, whose size is 1; the"
-                f" sizes are {', '.join(f'{size:g}' for size in sizes[1:-1])}.",
-                param="tier",
-            )
-        if self.max_shift and math.isinf(self.ttft_slo_s):
-            raise RequestError(
-                "max_shift needs a TTFT SLO, because it measures the load as a share of that SLO;"
-                " set ttft_slo_s.",
-                param="max_shift",
-            )
+        if self.scale_prefill is not None or self.scale_decode is not None:
+            check_slos(self.tier, self.times_of("prefill"), self.times_of("decode"))
 
     @property
-    def tiers(self) -> tuple[TierConfig, ...]:
-        """The configurations of all tiers, as the real parts get them; smallest model first."""
-        pools: list[tuple[str, SmallTier | SimConfig]] = [
-            *((each.name, each) for each in self.smaller),
-            (LARGEST, self),
-        ]
-        return tuple(
-            TierConfig(
-                model=name,
-                prefill=PoolConfig(num_replicas=of.num_prefill, autoscaling=of.scale_prefill),
-                decode=PoolConfig(num_replicas=of.num_decode, autoscaling=of.scale_decode),
-                ttft_slo_s=self.ttft_slo_s,
-                tpot_slo_s=self.tpot_slo_s,
-            )
-            for name, of in pools
+    def tier(self) -> TierConfig:
+        """The configuration of the model, as the real parts get it."""
+        return TierConfig(
+            model=MODEL,
+            prefill=PoolConfig(num_replicas=self.num_prefill, autoscaling=self.scale_prefill),
+            decode=PoolConfig(num_replicas=self.num_decode, autoscaling=self.scale_decode),
+            ttft_slo_s=self.ttft_slo_s,
+            tpot_slo_s=self.tpot_slo_s,
         )
 
-    @property
-    def sizes(self) -> dict[str, float]:
-        """The size of each model as a fraction of the largest model's."""
-        return {each.name: each.size for each in self.smaller} | {LARGEST: 1.0}
+    def times_of(self, role: Role) -> StepTimeModel:
+        return (self.decode_times if role == "decode" else None) or self.times
 
-    @property
-    def cascade(self) -> CascadeConfig:
-        (threshold,) = CascadeConfig().thresholds
-        return CascadeConfig(
-            num_judged_tokens=self.num_judged_tokens,
-            thresholds=(threshold,) * len(self.smaller),
-            max_shift=self.max_shift,
-        )
-
-    def times_of(self, model: str, role: Role) -> StepTimeModel:
-        size = self.sizes[model]
-        times = (self.decode_times if role == "decode" else None) or self.times
-        return StepTimeModel.of(size * seconds for seconds in times.coefficients)
-
-    def num_blocks_of(self, role: Role) -> int:
-        if role == "decode" and self.decode_num_blocks is not None:
-            return self.decode_num_blocks
-        return self.num_blocks
-
-    def worker(self, model: str, role: Role, number: int, max_model_len: int) -> WorkerSpec:
+    def worker(self, role: Role, number: int, max_model_len: int) -> WorkerSpec:
         """The specification of a pool's worker with this number."""
-        prefix = "" if model == LARGEST else f"{model}-"
-        block_nbytes = int(self.sizes[model] * self.block_size * self.kv_nbytes)
-        times = self.times_of(model, role)
-        steps = (self.decode_steps if role == "decode" else None) or self.steps
+        num_blocks, steps = self.num_blocks, self.steps
+        if role == "decode":
+            num_blocks, steps = self.decode_num_blocks or num_blocks, self.decode_steps or steps
+        times = self.times_of(role)
         return WorkerSpec(
-            worker_id=f"{prefix}{role}-{number}",
+            worker_id=f"{role}-{number}",
             role=role,
-            model=model,
-            num_blocks=self.num_blocks_of(role),
+            model=MODEL,
+            num_blocks=num_blocks,
             block_size=self.block_size,
-            block_nbytes=max(1, block_nbytes),
+            block_nbytes=self.block_size * self.kv_nbytes,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=max_model_len,
             times=times,
-            steps=steps if steps is not None and model == LARGEST else times,
+            steps=steps or times,
         )

@@ -6,7 +6,7 @@ Starting and draining workers cost worker-hours too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -53,7 +53,6 @@ class Scaling:
     """Starts and stops workers of all pools.
 
     Args:
-        tiers: all tiers, smallest model first.
         start: makes a worker of a pool, which serves from now on; returns its id.
         stop: removes a drained worker.
         members: the present workers by id, oldest first.
@@ -61,7 +60,7 @@ class Scaling:
 
     def __init__(
         self,
-        tiers: Sequence[TierConfig],
+        tier: TierConfig,
         max_num_workers: int | None,
         demand: Demand,
         admission_queue: AdmissionQueue,
@@ -71,8 +70,7 @@ class Scaling:
         stop: Callable[[str], None],
         members: Callable[[], Mapping[str, Member]],
     ) -> None:
-        self._tiers = tiers
-        self._autoscaler = Autoscaler(tiers, max_num_workers)
+        self._autoscaler = Autoscaler((tier,), max_num_workers)
         self._demand = demand
         self._admission_queue = admission_queue
         self._reports = reports
@@ -81,19 +79,18 @@ class Scaling:
         self._stop = stop
         self._members = members
         self._pools: dict[Pool, PoolConfig] = {
-            (tier.name, role): pool for tier in tiers for role, pool in tier.pools.items()
+            (tier.name, role): pool for role, pool in tier.pools.items()
         }
         self._serving: dict[Pool, list[str]] = {pool: [] for pool in self._pools}
         self._starting: dict[Pool, list[float]] = {pool: [] for pool in self._pools}  # ready times
         self._draining: dict[Pool, list[str]] = {pool: [] for pool in self._pools}
-        self._before: dict[str, RequestTotals] = {tier.name: RequestTotals() for tier in tiers}
-        self._paid_s: dict[str, float] = {tier.name: 0.0 for tier in tiers}
+        self._model, self._before = tier.name, RequestTotals()
+        self._paid_s = 0.0
         self._looked_s = 0.0
 
     @property
-    def worker_hours(self) -> dict[str, float]:
-        """The worker-hours of each model."""
-        return {model: paid_s / 3600.0 for model, paid_s in self._paid_s.items()}
+    def worker_hours(self) -> float:
+        return self._paid_s / 3600.0
 
     def begin(self, serving: Iterable[tuple[Pool, str]]) -> None:
         """Start with these workers, oldest first."""
@@ -106,16 +103,15 @@ class Scaling:
         """Count the worker-hours of starting, serving and draining workers."""
         for pool in self._pools:
             number = self._num(pool) + len(self._draining[pool])
-            self._paid_s[pool[0]] += number * (now - self._looked_s)
+            self._paid_s += number * (now - self._looked_s)
         self._looked_s = now
 
     def _autoscale(self, now: float) -> None:
         self.pay(now)
         self._finish(now)
-        for model, before in self._before.items():
-            asked = self._demand.of(model)
-            self._autoscaler.observe(model, now, PERIOD_S, asked.since(before))
-            self._before[model] = asked
+        asked = self._demand.of(self._model)
+        self._autoscaler.observe(self._model, now, PERIOD_S, asked.since(self._before))
+        self._before = asked
         known = sum_pools(self._reports())
         states: dict[Pool, PoolState] = {}
         for pool in self._pools:

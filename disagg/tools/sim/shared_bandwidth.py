@@ -1,13 +1,9 @@
 """Bandwidth that concurrent transfers share, like READs through network cards.
 
 A card sends and receives at the same time, each at its own rate, so it is two ports. All transfers
-through a port run at the same time and share it evenly, because a card serves its connections in
-turn. A transfer that is slowed by its other port leaves bandwidth to the others (max-min fairness
-by progressive filling: Bertsekas and Gallager, Data Networks, 6.5.2). So no port exceeds its rate,
-and each transfer is limited by a port that is full.
-
-If a transfer begins or ends, only the rates of transfers change that share a port with it, directly
-or through others.
+through a port run at the same time, each at no more than an even share of it, because a card serves
+its connections in turn. A transfer is as fast as the fuller of its ports lets it be; what it leaves
+of the other one stays unused. So no port exceeds its rate.
 """
 
 from __future__ import annotations
@@ -83,42 +79,6 @@ class Transfer:
 
 
 def _share(ports: Iterable[Port]) -> None:
-    """Set the rates of all transfers that share `ports`, directly or through others."""
-    for transfer, bytes_per_s in fair_rates(_connected(ports)).items():
-        transfer.go_on(bytes_per_s)
-
-
-def fair_rates(ports: Iterable[Port]) -> dict[Transfer, float]:
-    """Max-min fair rates, in bytes a second, of the transfers through `ports`.
-
-    Args:
-        ports: all ports of these transfers.
-    """
-    rates: dict[Transfer, float] = {}
-    free = {port: (port.bytes_per_s, len(port.transfers)) for port in ports if port.transfers}
-    while free:
-        fullest = min(free, key=lambda port: free[port][0] / free[port][1])
-        left, number = free[fullest]
-        share = left / number
-        for transfer in fullest.transfers:
-            if transfer in rates:
-                continue
-            rates[transfer] = share
-            for port in transfer.ports:
-                left, number = free.pop(port)
-                if number > 1:
-                    free[port] = max(0.0, left - share), number - 1
-    return rates
-
-
-def _connected(ports: Iterable[Port]) -> list[Port]:
-    """`ports` and all ports that are connected with them through transfers."""
-    found = dict.fromkeys(ports)
-    waiting = list(found)
-    for port in waiting:  # the list grows in the loop
-        for transfer in port.transfers:
-            for each in transfer.ports:
-                if each not in found:
-                    found[each] = None
-                    waiting.append(each)
-    return waiting
+    """Set the rates of all transfers through `ports`, of which one has begun or ended."""
+    for transfer in dict.fromkeys(each for port in ports for each in port.transfers):
+        transfer.go_on(min(port.bytes_per_s / len(port.transfers) for port in transfer.ports))

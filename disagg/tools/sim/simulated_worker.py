@@ -2,7 +2,7 @@
 
 It does what `engine_thread` and `links` do for a real worker: it takes messages between steps,
 reports each step to the router's fleet when it ends, and passes tokens to their streams. Only the
-first and the judged tokens of a stream are passed on one by one. The others are passed on with the
+first token of a stream is passed on at once. The others are passed on with the
 last token, because the simulation does not read them earlier.
 """
 
@@ -34,7 +34,6 @@ from disagg.messages import (
 )
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
 from disagg.time_model import StepTimeModel
-from disagg.tools.sim.answers import SimulatedConfidence
 from disagg.tools.sim.ingresses import EveryIngress
 from disagg.tools.sim.network import SimulatedNetwork, SimulatedTransport
 from disagg.tools.sim.steps import StepRun, StepTimes, TimedRunner, move_on, num_alike
@@ -75,7 +74,6 @@ class SimulatedWorker:
         epoch: int,
         network: SimulatedNetwork,
         fleet: EveryIngress,
-        sureness: SimulatedConfidence,
     ) -> None:
         self.spec = spec
         self.busy_s = 0.0
@@ -90,7 +88,7 @@ class SimulatedWorker:
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_model_len=spec.max_model_len,
         )
-        self._runner = TimedRunner(spec.model, sureness)
+        self._runner = TimedRunner()
         self._engine = Engine(scheduler, self._runner)
         slab = Slab(1, spec.num_blocks, spec.block_nbytes, LAYOUT)
         self.transport = SimulatedTransport(
@@ -306,11 +304,9 @@ class SimulatedWorker:
         return StepResult(events, kv_events, status, features, run.steps_s[number])
 
     def _may_wait(self, event: TokenEvent) -> bool:
-        """Whether an event's tokens are in the middle of a stream and not judged."""
+        """Whether an event's tokens are in the middle of a stream."""
         stream = self._streams.get(event.sequence.request_id)
-        if event.is_last or event.logprobs is not None:
-            return False
-        return stream is not None and stream.has_begun
+        return not event.is_last and stream is not None and stream.has_begun
 
     def _report_steps(self, run: StepRun, num_ended: int) -> None:
         """Report the run's first `num_ended` steps to the fleet, at the times when they ended.

@@ -8,36 +8,34 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
 
 from disagg.blocks import HASH_NBYTES, BlockHash
-from disagg.config import AUTO, TierConfig
 from disagg.errors import DisaggError, Overloaded, RequestError, WorkerLost
 from disagg.ingress.admission_queue import AdmissionQueue
 from disagg.ingress.dispatch import Dispatcher
-from disagg.ingress.escalation import Escalation
 from disagg.kvtransfer.ticket import KVTicket
 from disagg.links.fleet_links import report_interval_s
 from disagg.messages import (
     GenerateRequest,
     Prefetch,
     PutDelta,
+    Role,
     SamplingParams,
     Start,
     TokenDelta,
     WorkerRecord,
     WorkerStatus,
 )
-from disagg.router.cascade import Attempt
 from disagg.router.fleet import Fleet, FleetView, Reservation
 from disagg.router.worker_view import Pool
 from disagg.tools.sim import virtual_time
-from disagg.tools.sim.answers import SimulatedConfidence
 from disagg.tools.sim.baselines import ALL_WORKERS, NO_REFUSALS, OURS, new_policy
-from disagg.tools.sim.config import Fault, SimConfig
+from disagg.tools.sim.config import MODEL, Fault, SimConfig
 from disagg.tools.sim.ingresses import EveryIngress, SimulatedReports, ingress_id_of
 from disagg.tools.sim.network import SimulatedNetwork
 from disagg.tools.sim.report import Outcome, SimReport, WorkDone, summarise
@@ -62,12 +60,12 @@ class _WatchedFleet(Fleet):
 
     def __init__(
         self,
-        tpot_slo_s: Mapping[str, float],
+        tpot_slo_s: float,
         workers: Mapping[str, SimulatedWorker],
         ingress_id: str,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        super().__init__(now=self._loop.time, tpot_slo_s=tpot_slo_s, ingress_id=ingress_id)
+        super().__init__(None, self._loop.time, {MODEL: tpot_slo_s}, ingress_id)
         self._workers = workers
         self._looked_s = -1.0
 
@@ -98,12 +96,10 @@ class _Ingress:
         tpot_slo_s: float,
         interval_s: float | None,
     ) -> None:
-        loop, tiers = asyncio.get_running_loop(), config.tiers
+        loop = asyncio.get_running_loop()
         self._workers = workers
-        slo_s = {tier.name: tpot_slo_s for tier in tiers}
-        self.fleet = _WatchedFleet(slo_s, workers, ingress_id_of(number))
+        self.fleet = _WatchedFleet(tpot_slo_s, workers, ingress_id_of(number))
         self.reports = SimulatedReports(loop, self.fleet, interval_s)
-        ttft_slo_s = {tier.name: tier.ttft_limit_s for tier in tiers}
         self.queue = AdmissionQueue(self.fleet, now=loop.time)
         self.dispatcher = Dispatcher(
             self,
@@ -112,15 +108,7 @@ class _Ingress:
             rng=random.Random(config.seed + number),
             choose=new_policy(config.policy, (config.ttft_slo_s, config.tpot_slo_s)),
             admission_queue=self.queue if config.fair_queue else None,
-            wakes=tuple(ttft_slo_s),
-        )
-        self.escalation = Escalation(
-            config.cascade,
-            ttft_slo_s,
-            generate=self.dispatcher.generate,
-            rename=lambda request, model: msgspec.structs.replace(request, model=model),
-            fleet=self.fleet.view,
-            now=loop.time,
+            wakes=(MODEL,),
         )
 
     async def run(self, worker_id: str, start: Start, put: PutDelta, *, timeout_s: float) -> None:
@@ -152,7 +140,6 @@ class _Simulation:
         self._config = config
         self._trace = trace
         self._loop = loop = virtual_time.running_loop()
-        tiers = config.tiers
         has_ttft_slo = config.fair_queue and config.policy != NO_REFUSALS
         ttft_slo_s = config.ttft_slo_s if has_ttft_slo else math.inf
         uses_slo = config.policy in (OURS, ALL_WORKERS)
@@ -161,9 +148,7 @@ class _Simulation:
         self._workers: dict[str, SimulatedWorker] = {}
         self._past: list[SimulatedWorker] = []  # workers that died
         self._longest = max(each.num_prompt_tokens + each.num_output_tokens for each in trace)
-        unsure = {tier.name: tier.unsure for tier in config.smaller}
-        self._sureness = SimulatedConfidence(config.cascade, unsure, config.seed)
-        self._nums_started: dict[Pool, int] = {}
+        self._nums_started: Counter[Role] = Counter()
         interval_s = None
         if config.num_ingress > 1:
             interval_s = report_interval_s(config.num_prefill + config.num_decode)
@@ -172,10 +157,12 @@ class _Simulation:
             for number in range(config.num_ingress)
         ]
         self._heard = EveryIngress([each.reports for each in self._ingresses])
-        self._start_all(tiers)
+        for role, pool in config.tier.pools.items():
+            for _ in range(pool.num_replicas):
+                self._join((MODEL, role))
         first = self._ingresses[0]
         self._scaling = Scaling(
-            tiers,
+            config.tier,
             config.max_num_workers,
             first.dispatcher.demand,
             first.queue,
@@ -195,8 +182,7 @@ class _Simulation:
                 raise RequestError(f"There is no worker {fault.worker_id!r}.", param="fault")
             self._loop.call_at(fault.at_s, self._kill, fault)
         self._scaling.begin(
-            ((worker.spec.model, worker.spec.role), worker_id)
-            for worker_id, worker in self._workers.items()
+            ((MODEL, worker.spec.role), worker_id) for worker_id, worker in self._workers.items()
         )
         async with asyncio.TaskGroup() as clients:
             for number, each in enumerate(trace):
@@ -226,21 +212,19 @@ class _Simulation:
 
     async def _read(self, number: int, traced: TraceRequest, outcome: Outcome) -> Outcome:
         """Send a request and read its answer. Returns `outcome` with what came."""
-        escalation = self._ingresses[number % len(self._ingresses)].escalation
+        dispatcher = self._ingresses[number % len(self._ingresses)].dispatcher
         request = request_of(number, traced, self._config.block_size, *self._slo_s)
         first_s = last_s = 0.0
         num_cached_tokens = num_output_tokens = 0
-        attempts: tuple[Attempt, ...] = ()
 
         def take(delta: TokenDelta) -> None:
-            nonlocal first_s, last_s, num_cached_tokens, num_output_tokens, attempts
+            nonlocal first_s, last_s, num_cached_tokens, num_output_tokens
             last_s = self._loop.time()
             if delta.token_ids and not num_output_tokens:
                 first_s, num_cached_tokens = last_s, delta.num_cached_tokens
-                attempts = _attempts(escalation, request)
             num_output_tokens += len(delta.token_ids)
 
-        await escalation.generate(request, take)
+        await dispatcher.generate(request, take)
         return msgspec.structs.replace(
             outcome,
             first_s=first_s,
@@ -248,23 +232,7 @@ class _Simulation:
             num_cached_tokens=num_cached_tokens,
             num_output_tokens=num_output_tokens,
             error="",
-            attempts=attempts,
         )
-
-    def _start_all(self, tiers: Sequence[TierConfig]) -> None:
-        for tier in tiers:
-            for role, pool in tier.pools.items():
-                for _ in range(pool.num_replicas):
-                    spec = self._next_spec((tier.name, role))
-                    self._workers[spec.worker_id] = self._new_worker(spec, epoch=1)
-
-    def _next_spec(self, pool: Pool) -> WorkerSpec:
-        number = self._nums_started.get(pool, 0)
-        self._nums_started[pool] = number + 1
-        return self._config.worker(*pool, number, self._longest + 1)
-
-    def _new_worker(self, spec: WorkerSpec, epoch: int) -> SimulatedWorker:
-        return SimulatedWorker(spec, epoch, self._network, self._heard, self._sureness)
 
     def _kill(self, fault: Fault) -> None:
         worker = self._workers.pop(fault.worker_id, None)
@@ -276,7 +244,8 @@ class _Simulation:
         self._loop.call_later(fault.for_s, partial(self._replace, worker.spec, epoch))
 
     def _replace(self, spec: WorkerSpec, epoch: int) -> None:
-        self._workers[spec.worker_id] = self._new_worker(spec, epoch)
+        worker = SimulatedWorker(spec, epoch, self._network, self._heard)
+        self._workers[spec.worker_id] = worker
 
     def _reports(self) -> list[tuple[WorkerRecord, WorkerStatus]]:
         fleet = self._ingresses[0].fleet
@@ -285,7 +254,9 @@ class _Simulation:
 
     def _join(self, pool: Pool) -> str:
         """Add one worker to a pool. Returns its id."""
-        spec = self._next_spec(pool)
+        role = pool[1]
+        spec = self._config.worker(role, self._nums_started[role], self._longest + 1)
+        self._nums_started[role] += 1
         self._replace(spec, epoch=1)
         return spec.worker_id
 
@@ -307,14 +278,8 @@ class _Simulation:
             if before is not None:
                 num_tokens += before.num_prompt_tokens
                 busy_s, alive_s = busy_s + before.busy_s, alive_s + before.alive_s
-            done[spec.worker_id] = WorkDone(spec.model, spec.role, num_tokens, busy_s, alive_s)
+            done[spec.worker_id] = WorkDone(spec.role, num_tokens, busy_s, alive_s)
         return list(done.values())
-
-
-def _attempts(escalation: Escalation, request: GenerateRequest) -> tuple[Attempt, ...]:
-    decision = escalation.decision(request.request_id)
-    assert decision is not None
-    return decision.attempts
 
 
 def request_of(
@@ -333,7 +298,7 @@ def request_of(
         hashes = [_hash(number, ~part & 0xFFFFFFFF) for part in range(num_full)]
     return GenerateRequest(
         request_id=str(number),
-        model=AUTO,
+        model=MODEL,
         token_ids=(number,) * traced.num_prompt_tokens,
         num_prompt_tokens=traced.num_prompt_tokens,
         hash_root=_hash(number, 0xFFFFFFFF),

@@ -14,10 +14,8 @@ from typing import Protocol
 
 from disagg.engine.engine import Engine
 from disagg.engine.sched.scheduler import Scheduler
-from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import Sampled, SampledToken, StepPlan
 from disagg.time_model import StepFeatures
-from disagg.tools.sim.answers import SimulatedConfidence
 
 
 class StepTimes(Protocol):
@@ -27,37 +25,23 @@ class StepTimes(Protocol):
 
 
 class TimedRunner:
-    """An engine's runner that computes nothing. `answers` makes the tokens.
+    """An engine's runner that computes nothing. An answer repeats the prompt's token.
 
     Attributes:
         num_prompt_tokens: prompt tokens that it has computed so far.
     """
 
-    def __init__(self, model: str, sureness: SimulatedConfidence) -> None:
+    def __init__(self) -> None:
         self.num_prompt_tokens = 0
-        self._model = model
-        self._sureness = sureness
 
     def run(self, plan: StepPlan) -> list[Sampled]:
         self.num_prompt_tokens += plan.features.num_new_tokens
-        sampled: list[Sampled] = []
-        for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True):
-            num_ahead = sequence.num_computed + num_tokens - len(sequence.tokens)
-            if num_ahead < 0:
-                sampled.append(None)
-            elif num_ahead:
-                sampled.append(tuple(self._token(sequence, i) for i in range(num_ahead + 1)))
-            else:
-                sampled.append(self._token(sequence, 0))
-        return sampled
-
-    def _token(self, sequence: Sequence, num_ahead: int) -> SampledToken:
-        sampling = sequence.sampling
-        if sampling.logprobs is not None:
-            num_output_tokens = sequence.num_output_tokens + num_ahead
-            if sampling.logprobs_until is None or num_output_tokens < sampling.logprobs_until:
-                return self._sureness.token(self._model, sequence, num_ahead)
-        return SampledToken(sequence.tokens[0])
+        return [
+            SampledToken(sequence.tokens[0])
+            if sequence.num_computed + num_tokens == len(sequence.tokens)
+            else None
+            for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True)
+        ]
 
 
 class StepRun:

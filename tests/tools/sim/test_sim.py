@@ -93,9 +93,6 @@ def test_what_cannot_be_is_refused(
         ["--step-times", "1,2"],
         ["--step-times", "1,2,3,4,x"],
         ["--prefill", "4..1"],
-        ["--tier", "small=1@0.1"],
-        ["--tier", "small=1+1@half"],
-        ["--unsure", "small"],
     ],
 )
 def test_flags_that_cannot_be_read_are_refused(
@@ -116,38 +113,6 @@ def test_pools_follow_the_load_between_two_numbers(capsys: pytest.CaptureFixture
     (report,) = line["reports"]
     assert report["num_failed"] == 0
     assert report["worker_hours"] > 0
-
-
-def test_a_small_model_is_asked_first(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["sim", "--num-requests", "60", "--tier", "small=1+1@0.125"]
-    assert main([*arguments, "--unsure", "small=0.3"]) == 0
-    printed = capsys.readouterr().out
-    assert "The confidence of the models is simulated." in printed
-    (report,) = json.loads(printed.splitlines()[-1])["reports"]
-    small, largest = report["tiers"]
-    assert (small["model"], small["num_asked"]) == ("small", 60)
-    assert 0 < largest["num_answered"] == 60 - small["num_answered"]
-    assert 12.5 < report["cost_percent"] < 100.0
-    assert main([*arguments, "--unsure", "small=0.3"]) == 0
-    assert capsys.readouterr().out == printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["--unsure", "small=0.3"], "no smaller tier 'small'; add it with --tier"),
-        (["--tier", "small=1+1@0.1", "--unsure", "smal=0.3"], "the tiers are small"),
-        (["--tier", "small=1+1@0.1"], "with --unsure small=0.2"),
-        (["--tier", "small=1+1@0.1", "--unsure", "small=1.3"], "between 0 and 1"),
-        (["--tier", "small=1+1@1.5", "--unsure", "small=0.3"], "smallest model to the largest"),
-        (["--tier", "small=1+1@0.1", "--unsure", "small=0.3", "--max-shift", "1"], "TTFT SLO"),
-    ],
-)
-def test_tiers_that_cannot_be_are_refused(
-    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sim", "--num-requests", "5", *arguments]) == 2
-    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from disagg.engine.engine import Engine
 from disagg.errors import RequestError
 from disagg.tools.sim import simulated_worker, simulation
 from disagg.tools.sim.baselines import OURS, POLICIES
-from disagg.tools.sim.config import LARGEST, Fault, SimConfig
+from disagg.tools.sim.config import Fault, SimConfig
 from disagg.tools.sim.loads import make_load
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
@@ -85,8 +85,8 @@ def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_decode_workers_may_have_more_room() -> None:
     config = msgspec.structs.replace(SMALL, num_blocks=4, decode_num_blocks=96)
-    assert config.worker(LARGEST, "prefill", 0, 512).num_blocks == 4
-    assert config.worker(LARGEST, "decode", 0, 512).num_blocks == 96
+    assert config.worker("prefill", 0, 512).num_blocks == 4
+    assert config.worker("decode", 0, 512).num_blocks == 96
     at_once = [TraceRequest(0.0, 512, 200)] * 8
     assert (
         simulate(config, at_once).tpot_p95_s
