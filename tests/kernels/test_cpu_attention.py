@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from disagg.kernels import dispatch, reference
-from disagg.kernels.cpu.attention import CpuAttention, Sequences, takes_cache
+from disagg.kernels.cpu.attention import CpuAttention, CpuPaging, takes_cache
 from disagg.kernels.cpu.library import Found
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.ops import PLAIN_SCORES, Scores
@@ -58,7 +58,7 @@ def _attend(
 ) -> Tensor:
     ops = TorchOps(attention=attention, scores=scores)
     paging = ops.plan(inputs, inputs.kv_cache, [window])
-    assert isinstance(paging[0], Sequences)
+    assert isinstance(paging[0], CpuPaging)
     return ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging, sinks)
 
 
@@ -191,7 +191,7 @@ def test_models_in_bfloat16_have_it(
     def is_compiled(dtype: torch.dtype | None) -> bool:
         ops = dispatch.ops_for(CPU, 4, dtype=dtype)
         assert isinstance(ops, TorchOps)
-        return isinstance(ops.plan(inputs, inputs.kv_cache, [None])[0], Sequences)
+        return isinstance(ops.plan(inputs, inputs.kv_cache, [None])[0], CpuPaging)
 
     assert is_compiled(torch.bfloat16)
     assert not is_compiled(torch.float32)
@@ -204,7 +204,7 @@ def test_odd_head_sizes_and_exact_formats_are_torchs(attention: CpuAttention) ->
     for inputs in (odd, exact):
         assert not takes_cache(inputs.kv_cache)
         paging = TorchOps(attention=attention).plan(inputs, inputs.kv_cache, [None])
-        assert not isinstance(paging[0], Sequences)
+        assert not isinstance(paging[0], CpuPaging)
 
 
 def test_scores_that_grow(attention: CpuAttention) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from disagg.kernels.cpu.library import LANES
 from disagg.kernels.kv_pages import KVPages, clear_begun_blocks
-from disagg.kernels.ops import PLAIN_SCORES, PagedBatch, Scores
+from disagg.kernels.ops import PagedBatch, Scores
 
 FORMATS = {"bfloat16": 0, "int8": 1, "int4": 2, "fp8": 3}  # `Format` of csrc/kv_format.h
 
@@ -140,21 +140,41 @@ class CpuAttention:
             self._library.disagg_step_attention_free(self._attention)
             self._attention = None
 
-    def run(
+    def plan(self, batch: PagedBatch, kv_cache: KVPages) -> CpuPaging:
+        """Plan a step, in bfloat16, over a slab for which `takes_cache` is true."""
+        return CpuPaging(self, plan_sequences(batch, kv_cache))
+
+    def run(self, attended: _Attended, kv_cache: KVPages) -> None:
+        """Raises `MemoryError` if there is not enough memory for the threads' sums."""
+        status = self._library.disagg_step_attention_run(
+            self._attention,
+            byref(attended),
+            byref(cpu_pages(kv_cache)),
+            torch.get_num_threads(),
+        )
+        if status:
+            raise MemoryError(
+                f"there is not enough memory for attention of {attended.num_tokens} tokens"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPaging:
+    """A step's attention by compiled code."""
+
+    attention: CpuAttention
+    sequences: Sequences
+
+    def attend(
         self,
         qkv: Tensor,
         kv_cache: KVPages,
         layer: int,
         window: int | None,
-        sequences: Sequences,
-        sinks: Tensor | None = None,
-        scores: Scores = PLAIN_SCORES,
+        sinks: Tensor | None,
+        scores: Scores,
     ) -> Tensor:
-        """As `Ops.attention`, in bfloat16, for a slab for which `takes_cache` is true.
-
-        Raises:
-            MemoryError: there is not enough memory for the threads' sums.
-        """
+        """Write this step's keys and values, or latents, then attend. See `Ops.attention`."""
         num_kv_heads, head_dim = kv_cache.values.shape[3], kv_cache.head_dim
         num_heads = qkv.shape[1] - kv_cache.num_vectors * num_kv_heads
         qkv = qkv.contiguous()
@@ -164,25 +184,18 @@ class CpuAttention:
             qkv=qkv.data_ptr(),
             out=out.data_ptr(),
             num_columns=out.shape[1],
-            sequences=sequences.address,
+            sequences=self.sequences.address,
             num_tokens=qkv.shape[0],
-            num_sequences=len(sequences.fields),
+            num_sequences=len(self.sequences.fields),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             num_vectors=kv_cache.num_vectors,
             head_dim=head_dim,
-            layer=layer,
+            layer=kv_cache.places[layer][1],
             window=window or 0,
             sinks=None if sinks is None else sinks.data_ptr(),
             scale=scores.scale or head_dim**-0.5,
             cap=scores.cap or 0.0,
         )
-        status = self._library.disagg_step_attention_run(
-            self._attention,
-            byref(attended),
-            byref(cpu_pages(kv_cache)),
-            torch.get_num_threads(),
-        )
-        if status:
-            raise MemoryError(f"there is not enough memory for attention of {len(out)} tokens")
+        self.attention.run(attended, kv_cache)
         return out

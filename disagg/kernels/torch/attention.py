@@ -40,6 +40,37 @@ class TorchPaging:
     spans: Sequence[tuple[int, int, int]]
     gathered: Tensor
 
+    def attend(
+        self,
+        qkv: Tensor,
+        kv_cache: KVPages,
+        layer: int,
+        window: int | None,
+        sinks: Tensor | None,
+        scores: Scores,
+    ) -> Tensor:
+        """Write this step's keys and values, or latents, then attend. See `Ops.attention`."""
+        _, _, num_vectors, num_kv_heads, block_size, _ = kv_cache.values.shape
+        num_heads, head_dim = qkv.shape[1] - num_vectors * num_kv_heads, qkv.shape[2]
+        vectors = qkv[:, num_heads:].view(-1, num_vectors, num_kv_heads, head_dim)
+        _store(vectors, kv_cache, layer, self)
+        out = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
+        pages = self.pages + kv_cache.places[layer][1] * num_vectors
+        for row, (start, end, length) in enumerate(self.spans):
+            behind = length - (end - start)  # cached before this step
+            skipped = _first_key(behind, window) // block_size
+            own = pages[:, :, row, skipped : -(-length // block_size)]
+            stored = _read(kv_cache, own, self.gathered)
+            for first in range(start, end, QUERIES_AT_ONCE):
+                stop = min(first + QUERIES_AT_ONCE, end)
+                query = behind + first - start
+                key, end_key = _first_key(query, window), query + stop - first
+                seen = stored[:, :, key - skipped * block_size : end_key - skipped * block_size]
+                q = qkv[first:stop, :num_heads].transpose(0, 1).to(seen.dtype)
+                made = _attend(q, seen, query, key, window, sinks, scores)
+                out[first:stop] = made.transpose(0, 1)
+        return out.flatten(1)
+
 
 def plan_paging(batch: PagedBatch, kv_cache: KVPages) -> TorchPaging:
     """Find where a step writes and reads, and clear the blocks that it begins."""
@@ -56,38 +87,6 @@ def plan_paging(batch: PagedBatch, kv_cache: KVPages) -> TorchPaging:
     most = -(-max(batch.context_lens_host) // size) * num_kv_heads * num_vectors
     gathered = kv_cache.rows.new_empty(most, kv_cache.rows.shape[1])
     return TorchPaging(blocks, batch.slots - blocks * size, pages, spans, gathered)
-
-
-def paged_attention(
-    qkv: Tensor,
-    kv_cache: KVPages,
-    layer: int,
-    window: int | None,
-    paging: TorchPaging,
-    sinks: Tensor | None,
-    scores: Scores,
-) -> Tensor:
-    """Write this step's keys and values, or latents, then attend. See `Ops.attention`."""
-    _, _, num_vectors, num_kv_heads, block_size, _ = kv_cache.values.shape
-    num_heads, head_dim = qkv.shape[1] - num_vectors * num_kv_heads, qkv.shape[2]
-    vectors = qkv[:, num_heads:].view(-1, num_vectors, num_kv_heads, head_dim)
-    _store(vectors, kv_cache, layer, paging)
-    out = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
-    pages = paging.pages + kv_cache.places[layer][1] * num_vectors
-    for row, (start, end, length) in enumerate(paging.spans):
-        behind = length - (end - start)  # cached before this step
-        skipped = _first_key(behind, window) // block_size
-        own = pages[:, :, row, skipped : -(-length // block_size)]
-        stored = _read(kv_cache, own, paging.gathered)
-        for first in range(start, end, QUERIES_AT_ONCE):
-            stop = min(first + QUERIES_AT_ONCE, end)
-            query = behind + first - start
-            key, end_key = _first_key(query, window), query + stop - first
-            seen = stored[:, :, key - skipped * block_size : end_key - skipped * block_size]
-            q = qkv[first:stop, :num_heads].transpose(0, 1).to(seen.dtype)
-            made = _attend(q, seen, query, key, window, sinks, scores)
-            out[first:stop] = made.transpose(0, 1)
-    return out.flatten(1)
 
 
 def _first_key(query: int, window: int | None) -> int:

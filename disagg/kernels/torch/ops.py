@@ -15,14 +15,14 @@ from torch import Tensor
 from disagg.kernels import reference
 from disagg.kernels.activation import Activation
 from disagg.kernels.adapters import AdaptedMatrix, AdapterRows, adapt_rows_
-from disagg.kernels.cpu.attention import CpuAttention, Sequences, plan_sequences, takes_cache
+from disagg.kernels.cpu.attention import CpuAttention, CpuPaging, takes_cache
 from disagg.kernels.cpu.linear import Linear, linear
 from disagg.kernels.cpu.narrow_linear import int4_linear, int8_linear, packed_linear
 from disagg.kernels.group_batches import GroupBatches
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
-from disagg.kernels.torch.attention import TorchPaging, paged_attention, plan_paging
+from disagg.kernels.torch.attention import TorchPaging, plan_paging
 from disagg.kernels.torch.experts import TorchExperts
 
 _FEW_ROWS = 16
@@ -159,11 +159,12 @@ class TorchOps:
 
     def plan(
         self, batch: PagedBatch, kv_cache: KVPages, windows: Iterable[int | None]
-    ) -> list[TorchPaging | Sequences]:
+    ) -> list[TorchPaging | CpuPaging]:
+        """A plan for each group of layers."""
         groups = GroupBatches.of(batch, kv_cache)
         groups.locate(batch)
         if self._attention is not None and takes_cache(kv_cache):
-            return [plan_sequences(each, kv_cache) for each in groups.batches]
+            return [self._attention.plan(each, kv_cache) for each in groups.batches]
         return [plan_paging(each, kv_cache) for each in groups.batches]
 
     def attention(
@@ -172,37 +173,22 @@ class TorchOps:
         kv_cache: KVPages,
         layer: int,
         window: int | None,
-        paging: list[TorchPaging | Sequences],
+        paging: list[TorchPaging | CpuPaging],
         sinks: Tensor | None = None,
     ) -> Tensor:
-        return self._attend(qkv, kv_cache, layer, window, paging, sinks, self._scores)
+        own = paging[kv_cache.places[layer][0]]
+        return own.attend(qkv, kv_cache, layer, window, sinks, self._scores)
 
     def latent_attention(
         self,
         heads: Tensor,
         kv_cache: KVPages,
         layer: int,
-        paging: list[TorchPaging | Sequences],
+        paging: list[TorchPaging | CpuPaging],
         value_dim: int,
         scale: float,
     ) -> Tensor:
         # The rest of the vector is summed too: an eighth more work saves a copy of the values.
-        attended = self._attend(heads, kv_cache, layer, None, paging, None, Scores(scale))
+        own = paging[kv_cache.places[layer][0]]
+        attended = own.attend(heads, kv_cache, layer, None, None, Scores(scale))
         return attended.view(len(heads), -1, heads.shape[2])[..., :value_dim]
-
-    def _attend(
-        self,
-        qkv: Tensor,
-        kv_cache: KVPages,
-        layer: int,
-        window: int | None,
-        paging: list[TorchPaging | Sequences],
-        sinks: Tensor | None,
-        scores: Scores,
-    ) -> Tensor:
-        group, place = kv_cache.places[layer]
-        own = paging[group]
-        if isinstance(own, TorchPaging):
-            return paged_attention(qkv, kv_cache, layer, window, own, sinks, scores)
-        assert self._attention is not None
-        return self._attention.run(qkv, kv_cache, place, window, own, sinks, scores)
