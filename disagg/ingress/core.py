@@ -45,7 +45,7 @@ from disagg.router.fleet import Fleet
 from disagg.router.load_report import report, sum_pools
 from disagg.router.prefix_index import PrefixIndex
 from disagg.router.worker_view import Pool
-from disagg.store.limits import LimitBoard, Limits, keep_in_step
+from disagg.store.limits import Limits, keep_in_step
 from disagg.store.redis_store import RedisBoard
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,6 @@ class IngressCore:
     Args:
         ingress_id: id that workers see; unique among ingresses.
         now: returns Unix time in seconds.
-        board: shares tenants' limits with other ingresses; None uses Redis if it is configured.
         beside, ask_others: see `HttpApp`.
         names_replies: see `HttpApp`.
 
@@ -85,7 +84,6 @@ class IngressCore:
         ingress_id: str,
         *,
         now: Callable[[], float] = time.time,
-        board: LimitBoard | None = None,
         beside: Callable[[], bytes] = bytes,
         ask_others: AskOthers = ask_nobody,
         names_replies: bool = True,
@@ -172,7 +170,7 @@ class IngressCore:
             now=now,
         )
         self._sampling: asyncio.Task[None] | None = None
-        self._sharing = self._share_limits(board)
+        self._sharing = self._share_limits()
         self.service = Service(
             self._models,
             self._generate,
@@ -291,15 +289,13 @@ class IngressCore:
         }
         return report(self.dispatcher.demand, waiting, sum_pools(self.fleet.reports()))
 
-    def _share_limits(self, board: LimitBoard | None) -> asyncio.Task[None] | None:
+    def _share_limits(self) -> asyncio.Task[None] | None:
         """Share tenants' limits with other ingresses in a task; None if there is nothing to do."""
         config = self._config
-        if not any(tenant.is_limited for tenant in config.tenants.values()):
+        is_limited = any(tenant.is_limited for tenant in config.tenants.values())
+        if config.redis_url is None or not is_limited:
             return None
-        if board is None and config.redis_url is not None:
-            board = RedisBoard(config.redis_url, secret=config.cluster_key.encode())
-        if board is None:
-            return None
+        board = RedisBoard(config.redis_url, secret=config.cluster_key.encode())
         return asyncio.create_task(keep_in_step(self._limits, board, self._ingress_id))
 
     def _num_batch_requests(self) -> int:
