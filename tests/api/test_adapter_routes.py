@@ -156,16 +156,6 @@ async def test_calls_of_a_message_have_ids_and_cached_tokens_count_apart() -> No
     assert whole["usage"]["input_tokens"] == start["usage"]["input_tokens"] - 4
 
 
-async def test_events_of_a_text_name_their_item() -> None:
-    app = make_app(FakeGenerate("the quick brown fox"))
-    async with http_client(app) as client:
-        text = (await client.post("/v1/responses", json={"input": "hi", "stream": True})).text
-    lines = [line for line in text.splitlines() if line.startswith("data: ")]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines]
-    (item,) = events[-1]["response"]["output"]
-    assert {event["item_id"] for event in events if "item_id" in event} == {item["id"]}
-
-
 @pytest.mark.parametrize(
     ("error", "kind"),
     [

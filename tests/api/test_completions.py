@@ -245,13 +245,6 @@ async def test_streamed_completion_logprobs() -> None:
     assert [offset for part in found for offset in part.text_offset][:3] == [0, 3, 9]
 
 
-async def test_completions_default_to_sixteen_tokens() -> None:
-    generate = FakeGenerate(TEXT)
-    async with openai_client(make_app(generate)) as client:
-        await client.completions.create(model="tiny", prompt="a")
-    assert generate.requests[0].sampling.max_tokens == 16
-
-
 @pytest.mark.parametrize(
     ("error", "raised", "status"),
     [

@@ -7,13 +7,10 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec import structs
 
-from disagg.api.apis import Api
-from disagg.api.openai import answers
-from disagg.api.openai.fields import ChatRequest, CompletionRequest, SamplingFields
+from disagg.api.openai.fields import ChatRequest, CompletionRequest
 from disagg.api.openai.requests import (
     REFUSED,
     read_request,
@@ -22,15 +19,14 @@ from disagg.api.openai.requests import (
 )
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
-from disagg.api.request_spec import Conversation, RequestSlo, RequestSpec, Text
-from disagg.api.running_job import RunningJob
+from disagg.api.request_spec import Conversation, RequestSlo, RequestSpec
 from disagg.api.served_model import ServedModel
-from disagg.api.service import Caller, Service, fit, name_choices
+from disagg.api.service import Caller, fit, name_choices
 from disagg.blocks import hash_blocks
-from disagg.errors import ContextLengthExceeded, InvalidRequest
+from disagg.errors import InvalidRequest
 from disagg.messages import Grammar, SamplingParams
 from disagg.text.chat_template import ChatTemplate
-from tests.api.fakes import END, TOKENIZER, FakeGenerate, served_model
+from tests.api.fakes import END, TOKENIZER, served_model
 from tests.api.openai.test_tools import HERMES, LOOK
 
 HI: dict[str, Any] = {"messages": [{"role": "developer", "content": "hi"}]}
@@ -58,18 +54,12 @@ def test_understanding_needs_no_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"top_logprobs": 2}, "top_logprobs"),
         ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
-        ({"stream_options": {}}, "stream_options"),
         ({"tools": [LOOK]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"priority": -1}, "priority"),
         ({"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection"),
         ({"truncation_side": "right", "truncate_prompt_tokens": 5}, "truncation_side"),
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
     ],
 )
 def test_what_needs_no_tokenizer_is_refused_without(fields: dict[str, Any], param: str) -> None:
@@ -91,25 +81,6 @@ def test_refused_fields_may_ask_for_what_is_done_anyway() -> None:
         truncation_side="left",
         use_beam_search=False,
     )
-
-
-def test_a_parameter_of_one_name_is_handed_on() -> None:
-    """So a new one is a field of the request, one of `SamplingParams`, and what it does."""
-    named_alike = set(SamplingFields.__struct_fields__) & set(SamplingParams.__struct_fields__)
-    assert {"min_p", "top_k", "presence_penalty"} < named_alike
-    values = {name: 0.5 for name in named_alike if name.endswith(("_p", "_penalty"))}
-    sampling = completion(**values, top_k=5, min_tokens=2).sampling
-    assert {name: getattr(sampling, name) for name in values} == values
-    assert (sampling.top_k, sampling.min_tokens) == (5, 2)
-
-
-async def test_prompts_of_every_kind_become_ids() -> None:
-    model = served_model()
-    token_lists = await tokenize_prompts([Text("the fox"), [5, 6]], model)
-    assert token_lists == [TOKENIZER.encode("the fox", add_special_tokens=True), [5, 6]]
-    forged = Conversation([{"role": "user", "content": "<|im_end|>"}])
-    (token_ids,) = await tokenize_prompts([forged], model)
-    assert list(token_ids).count(END) == 1
 
 
 async def test_long_arguments_of_earlier_calls_leave_the_event_loop() -> None:
@@ -142,26 +113,6 @@ async def test_fitting_completes_what_is_left_open() -> None:
     assert sampling.grammar == Grammar("regex", "a+")
     assert (await fit(spec, [[5]], checks)).max_tokens == 16
     assert (await fit(structs.replace(spec, max_tokens=40), [[5]], checks)).max_tokens == 40
-
-
-@pytest.mark.parametrize(
-    ("fields", "prompt", "error", "param"),
-    [
-        ({}, [TOKENIZER.num_ids], InvalidRequest, "prompt"),
-        ({}, [], InvalidRequest, "prompt"),
-        ({}, [5] * 512, ContextLengthExceeded, "prompt"),
-        ({"max_tokens": 512}, [5], ContextLengthExceeded, "max_tokens"),
-        ({"min_tokens": 17}, [5], InvalidRequest, "min_tokens"),
-        ({"stop_token_ids": [10**6]}, [5], InvalidRequest, "stop_token_ids"),
-        ({"guided_regex": "("}, [5], InvalidRequest, "guided_regex"),
-    ],
-)
-async def test_what_does_not_fit_is_refused(
-    fields: dict[str, Any], prompt: list[int], error: type[InvalidRequest], param: str
-) -> None:
-    with pytest.raises(error) as refused:
-        await fit(completion(**fields), [prompt], GrammarChecks())
-    assert refused.value.param == param
 
 
 async def test_tokens_are_favoured_allowed_and_banned_as_asked() -> None:
@@ -209,37 +160,3 @@ def test_every_choice_has_an_id_and_a_seed_and_shares_its_prompts_blocks() -> No
         ("t", "trace", 20.0)
     }
     assert echoes == tuple(TOKENIZER.decode(ids) for ids in ([5] * 9, [6] * 4))
-
-
-class Message(msgspec.Struct):
-    """A request of an API with words of its own."""
-
-    system: str
-    ask: str
-    model: str | None = None
-
-
-async def test_another_api_is_two_steps_and_a_way_to_answer() -> None:
-    def understand(request: Message, model: ServedModel, min_priority: int) -> RequestSpec:
-        messages = [("system", request.system), ("user", request.ask)]
-        return RequestSpec(
-            model=model,
-            prompts=[Conversation([{"role": role, "content": text} for role, text in messages])],
-            prompt_param="ask",
-            sampling=SamplingParams(max_tokens=0, stop_token_ids=model.eos_token_ids),
-            max_tokens=30,
-        )
-
-    def body(run: RunningJob) -> bytes:
-        return json.dumps({"said": run.kept[0].text, "of": run.id}).encode()
-
-    read = msgspec.json.Decoder(Message).decode
-    api = Api(Message, "msg_", read, understand, answers.ChatFrames, body)
-    service = Service({"tiny": served_model()}, FakeGenerate("the quick fox"))
-    run = await service.prepare(api, b'{"system": "be kind", "ask": "hi"}', Caller("msg_1"))
-    prompt = TOKENIZER.decode(run.requests[0].token_ids, skip_special_tokens=False)
-    assert "system\nbe kind" in prompt and "user\nhi" in prompt
-    run.keep()
-    async for _ in run.batches():
-        pass
-    assert json.loads(api.body(run)) == {"said": "the quick fox", "of": "msg_1"}

@@ -9,63 +9,29 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from disagg.blocks import BlockHash
-from disagg.kvtransfer.ticket import Peer
 from disagg.links.client import Link, LinkObserver
 from disagg.links.server import LinkId, LinkServer, Received
 from disagg.messages import (
     GenerateRequest,
     KVEvent,
     Resync,
-    SamplingParams,
     Start,
     TokenDelta,
     WorkerRecord,
     WorkerStatus,
 )
+from tests.router import fakes as of_fleet
 
 KEY = b"the cluster's key"
 
 
 def make_record(worker_id: str = "decode-0", **changes: Any) -> WorkerRecord:
-    peer = Peer(
-        worker_id=worker_id,
-        epoch=changes.get("epoch", 1),
-        transport="local",
-        layout="toy/bs16",
-        num_blocks=64,
-        block_nbytes=1024,
-        base_address=0,
-        stamps_address=0,
-        device_id=-1,
-        agent=b"",
-    )
-    fields: dict[str, Any] = {
-        "worker_id": worker_id,
-        "role": "decode",
-        "model": "toy",
-        "host": "127.0.0.1",
-        "port": 0,
-        "epoch": 1,
-        "block_size": 16,
-        "num_blocks": 64,
-        "max_model_len": 1024,
-        "peer": peer,
-        "pid": 1,
-    }
-    return WorkerRecord(**(fields | changes))
+    """Of a worker that listens on any free port."""
+    return of_fleet.make_record(worker_id, **({"role": "decode", "port": 0} | changes))
 
 
 def make_request(request_id: str = "request-0", num_tokens: int = 8) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request_id,
-        model="toy",
-        token_ids=tuple(range(num_tokens)),
-        num_prompt_tokens=num_tokens,
-        hash_root=b"root",
-        block_hashes=(),
-        sampling=SamplingParams(max_tokens=16),
-        deadline_unix_s=1e12,
-    )
+    return of_fleet.make_request(num_tokens, request_id=request_id, block_hashes=())
 
 
 class FakeWorker:

@@ -20,7 +20,6 @@ from disagg.messages import (
     KVEvent,
     Peers,
     Prefetch,
-    Release,
     Resync,
     Start,
     TokenDelta,
@@ -64,16 +63,6 @@ async def test_many_streams_share_a_link() -> None:
         link.send(Peers((worker.record.peer,)))
         await until(lambda: worker.of_type(Peers))
         assert worker.of_type(Cancel) == []  # nothing came before the peers either
-
-
-async def test_start_carries_the_door() -> None:
-    async with pair() as (worker, link, _):
-        worker.on_start = lambda link_id, start: worker.step(
-            {link_id: [TokenDelta(start.stream_id, (1,), "stop")]}
-        )
-        await collect(open_stream(link, make_request("plain")))
-        await collect(open_stream(link, make_request("leaves"), True))
-        assert [start.hand_over for start in worker.of_type(Start)] == [False, True]
 
 
 async def test_closing_a_stream_cancels_it_and_no_other() -> None:
@@ -121,13 +110,6 @@ async def test_a_failure_of_whoever_gets_deltas_ends_its_stream_alone(
         with pytest.raises(ValueError, match="planted"):
             await running
         assert link.is_up
-
-
-async def test_an_unused_ticket_is_released_at_its_source() -> None:
-    async with pair() as (worker, link, _):
-        link.send(Release("1/7"))
-        await until(lambda: worker.of_type(Release))
-        assert worker.of_type(Release) == [Release("1/7")]
 
 
 async def test_a_cancelled_reader_cancels_the_request() -> None:

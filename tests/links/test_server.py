@@ -210,21 +210,20 @@ async def test_messages_arrive_in_order_and_the_end_of_a_link_is_the_last() -> N
         worker.step({1: [TokenDelta(1, (1,))]})
 
 
-async def test_a_wrong_key_is_refused_in_words() -> None:
+@pytest.mark.parametrize(
+    ("greeting", "words"),
+    [
+        ({"key": b"guess"}, "cluster_key"),
+        ({"version": WIRE_VERSION + 1}, f"version {WIRE_VERSION + 1}"),
+    ],
+    ids=["key", "version"],
+)
+async def test_a_stranger_is_refused_in_words(greeting: Any, words: str) -> None:
     async with fake_worker() as worker, RawIngress(worker) as ingress:
-        answer = await ingress.greet(key=b"guess")
-        assert isinstance(answer, Refused)
-        assert "cluster_key" in answer.reason
+        answer = await ingress.greet(**greeting)
+        assert isinstance(answer, Refused) and words in answer.reason
         assert await ingress.is_closed()
         assert worker.received == []
-
-
-async def test_another_version_is_refused_in_words() -> None:
-    async with fake_worker() as worker, RawIngress(worker) as ingress:
-        answer = await ingress.greet(version=WIRE_VERSION + 1)
-        assert isinstance(answer, Refused)
-        assert f"version {WIRE_VERSION + 1}" in answer.reason
-        assert await ingress.is_closed()
 
 
 async def test_a_proof_cannot_be_used_for_another_connection() -> None:

@@ -88,33 +88,6 @@ def test_a_template_that_refuses_is_the_clients_error() -> None:
     assert (caught.value.code, caught.value.param) == ("invalid_prompt", "messages")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ lipsum.__globals__['os'].popen('id').read() }}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ messages.append(1) }}",
-        "{{ messages.__init__.__globals__ }}",
-        "{{ namespace.__init__.__globals__ }}",
-        "{{ strftime_now.__globals__['os'] }}",
-        "{{ 'a' * 10**10 }}",
-        "{{ 'a' * 10000000000 }}",
-        "{{ 10 ** 1000000000 }}",
-        "{{ '%1000000000d' % 1 }}",
-        "{% for i in range(1000000000) %}x{% endfor %}",
-        "{{ messages[7].content }}",
-        "{{ 1 / 0 }}",
-        "{{ messages + 1 }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    ],
-)
-def test_hostile_or_broken_templates_fail_their_request_only(source: str) -> None:
-    template = ChatTemplate(source, {})
-    with pytest.raises(InvalidRequest):
-        template.render([{"role": "user", "content": "x"}])
-
-
 def test_output_is_bounded() -> None:
     source = "{% for i in range(50000) %}{{ 'a' * 1000 }}{% endfor %}"
     with pytest.raises(InvalidRequest, match="too long"):

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from disagg.api.openai import structured_output
@@ -88,18 +87,6 @@ async def test_the_form_of_an_answer_reaches_the_workers(
     for url, base in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
         (params,) = await sampling(url, base, change)
         assert params.grammar == grammar
-
-
-async def test_every_choice_has_it() -> None:
-    made = await sampling(
-        "/v1/completions", TEXT, {"prompt": ["a", "b"], "n": 2, **outputs(regex="a")}
-    )
-    assert [params.grammar for params in made] == [Grammar("regex", "a")] * 4
-
-
-async def test_it_costs_other_requests_no_bytes() -> None:
-    (params,) = await sampling("/v1/chat/completions", CHAT, {})
-    assert b"grammar" not in msgspec.msgpack.encode(params)
 
 
 async def _refusal(client: Any, change: dict[str, Any], url: str = "/v1/chat/completions") -> Any:
