@@ -45,6 +45,13 @@ struct Batch {
   int32_t is_each_alone;
 };
 
+// The layers before which a step copies its states.
+struct Kept {
+  const int32_t* layers;
+  int32_t num_layers;
+  bf16* out;  // [num_tokens, num_layers, hidden]
+};
+
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, UNKNOWN_TOKEN = 2 };
 
 }  // namespace disagg

@@ -29,11 +29,13 @@ class Step {
   explicit Step(const Model& model)
       : model_(model),
         has_layers_(layers_.hold(model.num_layers)),
-        team_(10 * model.num_layers + 5) {
+        team_(11 * model.num_layers + 5) {
     if (has_layers_) memcpy(layers_.get(), model.layers, sizeof(Layer) * model.num_layers);
   }
 
   bool is_usable() const { return has_layers_ && team_.is_usable(); }
+
+  void keep(const Kept& kept) { kept_ = kept; }
 
   Status run(const Batch& batch, const KVPages& cache, int num_threads) {
     for (int token = 0; token < batch.num_tokens; ++token)
@@ -52,7 +54,10 @@ class Step {
     for_rows(member, batch_.num_tokens, [&](int row) {
       embed(batch_.token_ids[row], hidden_.get() + int64_t(row) * model_.hidden);
     });
-    for (int i = 0; i < model_.num_layers; ++i) compute_layer(member, i);
+    for (int i = 0; i < model_.num_layers; ++i) {
+      keep_states(member, i);
+      compute_layer(member, i);
+    }
     compute_logits(member);
   }
 
@@ -161,6 +166,18 @@ class Step {
       memcpy(out, model_.embedding + token_id * model_.hidden, sizeof(bf16) * model_.hidden);
     else
       any_row(model_.table, token_id, out);
+  }
+
+  // Copies the states before a layer, side by side with those before the other kept layers.
+  void keep_states(Member& member, int index) {
+    const int32_t* const end = kept_.layers + kept_.num_layers;
+    if (std::find(kept_.layers, end, index) == end) return;
+    for_rows(member, batch_.num_tokens, [&](int row) {
+      for (int i = 0; i < kept_.num_layers; ++i)
+        if (kept_.layers[i] == index)
+          memcpy(kept_.out + (int64_t(row) * kept_.num_layers + i) * model_.hidden,
+                 hidden_.get() + int64_t(row) * model_.hidden, sizeof(bf16) * model_.hidden);
+    });
   }
 
   void compute_layer(Member& member, int index) {
@@ -379,6 +396,7 @@ class Step {
   const Model model_;
   Buffer<Layer> layers_;
   const bool has_layers_;
+  Kept kept_{};
   Batch batch_{};
   PerThread<Own> own_;
   RowsBuffer normed_, attended_, inner_, picked_;
@@ -452,6 +470,12 @@ void disagg_step_free(void* step) { delete static_cast<disagg::Step*>(step); }
 int32_t disagg_step_run(void* step, const disagg::Batch* batch, const disagg::KVPages* cache,
                         int32_t num_threads) {
   return static_cast<disagg::Step*>(step)->run(*batch, *cache, num_threads);
+}
+
+// Says for the next steps before which layers the states of all tokens are copied to `out`,
+// [num_tokens, num_layers, hidden]. The caller owns both.
+void disagg_step_keep(void* step, const int32_t* layers, int32_t num_layers, disagg::bf16* out) {
+  static_cast<disagg::Step*>(step)->keep({layers, num_layers, out});
 }
 
 // As the three functions above, for attention alone.

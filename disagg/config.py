@@ -41,26 +41,37 @@ AUTO = "auto"  # the model that clients name to have the cascade choose one
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Speculative decoding (docs/models.md#speculative-decoding). Names follow vLLM's."""
 
-    method: Literal["ngram", "draft_model"]
+    method: Literal["ngram", "draft_model", "eagle3", "mtp", "early_exit"]
     """`ngram` (prompt lookup) proposes the tokens that followed the last n-gram before;
-    `draft_model` what a smaller model with the same tokenizer would say"""
+    `draft_model` what a smaller model with the same tokenizer would say; `early_exit` what the
+    first layers of the model itself would. From hidden states of the model draft an EAGLE-3 head
+    (`eagle3`), and the layer for further tokens that some checkpoints have (`mtp`)"""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=7)] = 4
     """most tokens of a draft; the kernels' decode steps allow up to 7. Fewer are proposed where
     more do not pay"""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 3
     """length of the n-gram"""
     model: str | None = None
-    """the draft model, named as `model` of a tier"""
+    """the draft model or the EAGLE-3 head, named as `model` of a tier"""
     revision: str | None = None
-    """branch, tag or commit of a draft model of Hugging Face"""
+    """branch, tag or commit of `model` on Hugging Face"""
+    exit_layer: Positive | None = None
+    """number of first layers that draft with `early_exit`"""
     quantization: Literal["int8", "int4", "fp8", "packed"] | None = None
     """quantise the weights of the draft model while they are loaded, as `quantization` of a tier"""
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.method == "draft_model"):
+        needed = {"draft_model": "model", "eagle3": "model", "early_exit": "exit_layer"}
+        for field in ("model", "exit_layer"):
+            is_needed = needed.get(self.method) == field
+            if is_needed == (getattr(self, field) is None):
+                needs = "needs" if is_needed else "has no"
+                raise ValueError(
+                    f"speculative_config with the method {self.method} {needs} `{field}`"
+                )
+        if self.quantization is not None and self.method != "draft_model":
             raise ValueError(
-                "speculative_config needs `model`, the draft model, with the method draft_model,"
-                " and has none with ngram"
+                "speculative_config has a quantization only with the method draft_model"
             )
 
 
@@ -122,8 +133,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     divided by the number of workers on it)"""
     speculative_config: SpeculativeConfig | None = None
     """speculative decoding by prompt lookup (n-grams), for answers that repeat parts of their
-    prompt, or by a smaller model; not for requests with penalties
-    (docs/models.md#speculative-decoding):
+    prompt, or by a smaller model, an EAGLE-3 head, an MTP layer or the model's own first layers;
+    not for requests with penalties (docs/models.md#speculative-decoding):
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}' or
     '{"method": "draft_model", "model": "demo-small", "num_speculative_tokens": 4}'"""
     enable_lora: bool = False

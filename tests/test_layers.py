@@ -67,6 +67,8 @@ THIRD_PARTY = {
         "models/batch.py",
         "models/communicator.py",
         "models/decoder.py",
+        "models/heads.py",
+        "models/kept_states.py",
         "models/layers.py",
         "models/latent.py",
         "models/gguf_values.py",

@@ -29,6 +29,7 @@ from disagg.messages import Prefetch, PutDelta, Start, TokenDelta, WireError
 from disagg.worker import kv_export
 from tests import test_local
 from tests.deltas import pull
+from tests.models.heads import write_eagle3
 from tests.test_local import ENGINE, LONG, cluster, until_empty
 
 MAX_TOKENS = 36
@@ -240,16 +241,19 @@ async def test_an_answer_does_not_show_its_moves(
             await until_empty(worker)
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
 async def test_nor_does_it_with_drafts(
-    method: Literal["ngram", "draft_model"],
+    method: Literal["ngram", "draft_model", "eagle3"],
     model: Path,
+    tmp_path: Path,
     undisturbed: dict[str, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On every worker, and of full length."""
-    drafts = str(model) if method == "draft_model" else None
-    asked = SpeculativeConfig(method=method, model=drafts, prompt_lookup_max=1)
+    drafts = {"draft_model": model, "eagle3": write_eagle3(tmp_path / "head", model)}.get(method)
+    asked = SpeculativeConfig(
+        method=method, model=None if drafts is None else str(drafts), prompt_lookup_max=1
+    )
     monkeypatch.setattr(test_local, "ENGINE", structs.replace(ENGINE, speculative_config=asked))
     monkeypatch.setattr(
         Drafting, "_limits", lambda self, proposer, some, *_: dict.fromkeys(some, 4)

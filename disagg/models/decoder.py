@@ -25,6 +25,7 @@ from disagg.models.adapter_weights import Adapt, AdapterTables, StepAdapters
 from disagg.models.batch import Batch
 from disagg.models.communicator import Communicator
 from disagg.models.description import ModelDescription
+from disagg.models.kept_states import KeptStates
 from disagg.models.layers import ExpertMlp, Layer, LayerPacker, Mlp, mean_squares
 from disagg.models.model_config import ModelConfig, not_compiled
 from disagg.models.rope import RopeConfig
@@ -50,6 +51,7 @@ class Decoder:
     Attributes:
         ranks: the communicator.
         adapters: the LoRA adapters that sequences may have; None: they have none.
+        kept: keeps the hidden states from which a head drafts; None: none drafts.
         step_sentence: tells people what computes decode steps, and why.
     """
 
@@ -83,6 +85,7 @@ class Decoder:
             self._embedding_scale = scale.item()
         self.step_sentence = "torch"
         self.adapters: AdapterTables | None = None
+        self.kept: KeptStates | None = None
 
     def _rope_table(self, rope: RopeConfig) -> Tensor:
         cos, sin = rope_tables(rope, self.config.rope_dim, self.config.max_model_len)
@@ -140,7 +143,13 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
         """As `forward`, but returns the normed hidden states, [num_logits, hidden_size]."""
-        ops = self.ops
+        return self._states(batch, kv_cache, paging)[1]
+
+    def _states(
+        self, batch: Batch, kv_cache: KVPages, paging: Paging | None
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states before and after the last norm, [num_logits, hidden_size] each."""
+        ops, kept = self.ops, self.kept
         num_tokens = batch.token_ids.shape[0]
         if paging is None:
             paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
@@ -148,13 +157,17 @@ class Decoder:
         rope_rows = window_rows = self._rope.index_select(0, batch.positions)
         if self._window_rope is not None:
             window_rows = self._window_rope.index_select(0, batch.positions)
-        hidden = self._embed(batch.token_ids)
-        normed = self._normed(hidden, self._layers[0].input_norm)
+        hidden, normed = self._inputs(batch.token_ids)
         last = len(self._layers) - 1
+        states: dict[int, Tensor] = {}
+        keeps_last = kept is not None and last + 1 in kept.layers
+        is_cut = batch.logits_rows.shape[0] != num_tokens
         for index, layer in enumerate(self._layers):
+            if kept is not None and index in kept.layers:
+                states[index] = hidden
             own_rows = rope_rows if layer.window is None else window_rows
             attended = self._attend(layer, index, normed, own_rows, kv_cache, paging, adapted)
-            if index == last and batch.logits_rows.shape[0] != num_tokens:
+            if index == last and is_cut and not keeps_last:
                 # After the last attention only the rows whose logits are needed matter (if there
                 # are as many rows as tokens, they are all rows in order).
                 attended = attended.index_select(0, batch.logits_rows)
@@ -166,7 +179,18 @@ class Decoder:
             next_norm = self._norm if index == last else self._layers[index + 1].input_norm
             norms = layer.down_norm, next_norm
             hidden, normed = self._mlp(layer.mlp, index, normed, hidden, norms, adapted)
-        return normed
+        if kept is not None:
+            states[last + 1] = normed
+            kept.write(batch.slots, torch.cat([states[each] for each in kept.layers], 1))
+        if keeps_last and is_cut:
+            rows = batch.logits_rows
+            return hidden.index_select(0, rows), normed.index_select(0, rows)
+        return hidden, normed
+
+    def _inputs(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states before the first layer, and what its attention multiplies."""
+        hidden = self._embed(token_ids)
+        return hidden, self._normed(hidden, self._layers[0].input_norm)
 
     def _attend(
         self,
@@ -343,17 +367,25 @@ class CpuDecoder(Decoder):
         if not self._knows(batch, kv_cache):
             return super().forward(batch, kv_cache, paging, logits)
         computed = self.step.run(batch, kv_cache)
+        self._keep(batch)
         return computed if logits is None else logits.copy_(computed)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
         if not self._knows(batch, kv_cache):
             return super().hidden(batch, kv_cache, paging)
-        return self.step.hidden(batch, kv_cache)
+        computed = self.step.hidden(batch, kv_cache)
+        self._keep(batch)
+        return computed
 
     def _knows(self, batch: Batch, kv_cache: KVPages) -> bool:
         """The program knows no adapters, and one block table a sequence."""
+        self.step.kept_layers = () if self.kept is None else self.kept.layers
         return batch.adapters is None and kv_cache.num_groups == 1
+
+    def _keep(self, batch: Batch) -> None:
+        if self.kept is not None:
+            self.kept.write(batch.slots, self.step.states)
 
 
 def build_decoder(

@@ -81,19 +81,7 @@ def describe_model(model: str | Path) -> ModelDescription:
         ModelError: the model does not exist, its configuration is missing or broken, or it is not
             supported.
     """
-    files = _files(Path(model))
-    file = files.named("config.json")
-    text = files.read("config.json")
-    if text is None and files.read(_ADAPTER) is not None:
-        raise ModelError(
-            f"{model} is a LoRA adapter, which cannot be served alone; serve its model with"
-            f" --enable-lora --lora-modules NAME={model}"
-        )
-    if text is None:
-        raise ModelError(
-            f"{file} is missing; a model directory needs one. Is {model} a model directory?"
-        )
-    whole = _json(text, file)
+    files, file, whole = read_config(Path(model))
     of_text = _text_config(whole, file)
     raw = whole if of_text is None else of_text
     config = ModelConfig.from_hf(raw, file)
@@ -106,15 +94,30 @@ def describe_foreign(model: str | Path) -> ModelDescription:
     Raises:
         ModelError: the directory, its config.json or a number there is missing.
     """
-    files = _files(Path(model))
-    file = files.named("config.json")
-    text = files.read("config.json")
-    if text is None:
-        raise ModelError(f"{file} is missing; a model directory needs one.")
-    whole = _json(text, file)
+    files, _, whole = read_config(Path(model))
     part = whole.get("text_config")
     raw = {**whole, **part} if isinstance(part, Mapping) else whole
     return ForeignModel(files, raw)
+
+
+def read_config(place: Path) -> tuple[DirectoryFiles | GgufFiles, Path, Json]:
+    """The files of a model, and its config.json: the path and what it says.
+
+    Raises:
+        ModelError: one of them is missing or broken.
+    """
+    files = _files(place)
+    file, text = files.named("config.json"), files.read("config.json")
+    if text is None and files.read(_ADAPTER) is not None:
+        raise ModelError(
+            f"{place} is a LoRA adapter, which cannot be served alone; serve its model with"
+            f" --enable-lora --lora-modules NAME={place}"
+        )
+    if text is None:
+        raise ModelError(
+            f"{file} is missing; a model directory needs one. Is {place} a model directory?"
+        )
+    return files, file, _json(text, file)
 
 
 def _files(place: Path) -> DirectoryFiles | GgufFiles:

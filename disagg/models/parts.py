@@ -134,18 +134,36 @@ def check_weights(model: ModelDescription) -> None:
         ModelError: a file is damaged, or tensors are missing, unexpected, of the wrong shape or
             not floating point; the message names them.
     """
-    wanted, stored = {part.name: part for part in all_parts(model.config)}, model.tensors
-    ignored = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    further = _further_layers(model)
+    ignored, stored = _further_layers(model), model.tensors
+    if model.config.tie_word_embeddings:
+        ignored = *ignored, "lm_head.weight"
+    used = {name: each for name, each in stored.items() if not name.startswith(ignored)}
+    wanted = {"": [*all_parts(model.config)]}
+    place = f"the weights in {model.source}"
+    check_parts(place, wanted, used, model.config.family, are_all=True)
+
+
+def check_parts(
+    place: str,
+    fields: Fields,
+    stored: Mapping[str, StoredTensor],
+    family: str = "",
+    *,
+    are_all: bool = False,
+) -> None:
+    """Compare tensors with those that are needed.
+
+    Args:
+        place: what has the tensors, for messages.
+        are_all: whether there may be no others.
+
+    Raises:
+        ModelError: as `check_weights`.
+    """
+    wanted = {part.name: part for parts in fields.values() for part in parts}
     missing = [name for name in wanted if name not in stored]
-    unexpected = [
-        name
-        for name in stored
-        if name not in wanted
-        and name not in ignored
-        and not name.startswith(further)
-        and not _says_nothing(name, stored[name])
-    ]
+    others = [name for name in stored if name not in wanted] if are_all else []
+    unexpected = [name for name in others if not _says_nothing(name, stored[name])]
     reshaped = [
         f"{name} is {list(stored[name].shape)}, not {list(part.stored_shape)}"
         for name, part in wanted.items()
@@ -170,7 +188,7 @@ def check_weights(model: ModelDescription) -> None:
     ]
     if problems:
         raise ModelError(
-            f"the weights in {model.source} do not fit its configuration ({model.config.family}). "
+            f"{place} do not fit its configuration{f' ({family})' if family else ''}. "
             + "; ".join(problems)
         )
 

@@ -154,6 +154,11 @@ class WeightReader:
         packings = self._format.packings(fields)
         return {name: self._field(its, packings.get(name)) for name, its in fields.items()}
 
+    def read_stored(self, name: str) -> Tensor:
+        """Read a tensor that is no weight as it is stored, onto the host."""
+        with self._naming(Part(name, ())):
+            return self._read(self._stored[name].name or name, self._stored[name], ())
+
     def _field(self, parts: list[Part], packing: Packing | None) -> Matrix:
         """Read `parts`, and stack them along their first dimension."""
         made: Matrix = None if packing is None else self._packed(parts, packing)

@@ -32,7 +32,9 @@ from disagg.messages import Grammar
 from disagg.models.adapter import find_adapter
 from disagg.models.description import describe_model
 from tests.engine.device.tiny_engine import CONFIG, EOS_ID, answer, run, sequence
-from tests.tiny_model import write_tiny_adapters, write_tiny_model
+from tests.models.checkpoints import write_checkpoint
+from tests.models.heads import add_mtp_layer, write_eagle3
+from tests.tiny_model import write_tiny_adapters, write_tiny_model, write_tiny_tokenizer
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=1)
 SHORT_OF_BLOCKS = replace(CONFIG, num_gpu_blocks_override=24, max_model_len=88)
@@ -181,6 +183,39 @@ def test_a_draft_model(how: str, is_ahead: bool, directory: Path, tmp_path: Path
 @pytest.mark.usefixtures("no_room_to_grow")
 def test_prompt_lookup(directory: Path) -> None:
     compare(NGRAM, directory, "alike")
+
+
+@pytest.mark.usefixtures("no_room_to_grow")
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["", "ahead"])
+def test_first_layers(is_ahead: bool, directory: Path) -> None:
+    asked = SpeculativeConfig(method="early_exit", exit_layer=1, num_speculative_tokens=3)
+    compare(asked, directory, "alike", is_ahead)
+
+
+@pytest.mark.usefixtures("no_room_to_grow")
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["", "ahead"])
+def test_an_eagle3_head(is_ahead: bool, directory: Path, tmp_path: Path) -> None:
+    compare(head_for(directory, tmp_path), directory, "alike", is_ahead)
+
+
+@pytest.mark.usefixtures("no_room_to_grow")
+def test_an_mtp_layer(tmp_path: Path) -> None:
+    place = glm_with_mtp(tmp_path)
+    compare(SpeculativeConfig(method="mtp", num_speculative_tokens=3), place, "alike")
+
+
+def head_for(model: Path, place: Path) -> SpeculativeConfig:
+    """Of a head that is right now and then: its logits are small, so the noise often decides."""
+    small = np.random.default_rng(4).normal(0, 0.03, (130, 128)).astype(np.float32)
+    head = write_eagle3(place, model, num_draft_tokens=130, tensors={"lm_head.weight": small})
+    return SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=3)
+
+
+def glm_with_mtp(place: Path) -> Path:
+    sizes = {"vocab_size": 260, "max_position_embeddings": 512, "eos_token_id": EOS_ID}
+    write_checkpoint(place, "glm4-moe", **sizes)
+    write_tiny_tokenizer(place)
+    return add_mtp_layer(place)
 
 
 @cache

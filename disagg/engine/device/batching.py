@@ -191,7 +191,7 @@ class Batching:
             has_adapters = _have_adapters(plan.sequences)
             token_ids, logits_rows = _tokens(plan, starts)
             spans = [*map(range, starts, ends)]
-            kv_slots = chain.from_iterable(map(self._kv_slots, plan.sequences, spans))
+            kv_slots = chain.from_iterable(map(self.kv_slots, plan.sequences, spans))
             positions = [*chain.from_iterable(spans)]
             begins = [0, *accumulate(plan.query_lens)]
             wanted = [slots[bisect_right(begins, row) - 1] for row in logits_rows]
@@ -222,7 +222,7 @@ class Batching:
         if not (plan.continues and sequences is decodes.sequences):
             slots, starts = [each.slot for each in sequences], plan.first_positions()
             if are_new or slots != decodes.slots or starts != decodes.ends:
-                at = map(self._kv_slots, sequences, ((start,) for start in starts))
+                at = map(self.kv_slots, sequences, ((start,) for start in starts))
                 self._decodes = _Decodes(sequences, starts, [*chain.from_iterable(at)])
                 return self._changes(sequences)
             decodes.sequences = sequences
@@ -258,7 +258,7 @@ class Batching:
             sequence.num_listed = sequence.num_slots
         return cells, block_ids
 
-    def _kv_slots(self, sequence: Sequence, positions: Iterable[int]) -> list[int]:
+    def kv_slots(self, sequence: Sequence, positions: Iterable[int]) -> list[int]:
         """The KV slots of some positions of a sequence, in the first group of layers."""
         block_ids, size, num_groups = sequence.block_ids, self._block_size, self._num_groups
         return [block_ids[p // size * num_groups] * size + p % size for p in positions]

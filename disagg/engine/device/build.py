@@ -19,6 +19,7 @@ from disagg.engine.device.draft_model import DraftModel
 from disagg.engine.device.engine_plan import EnginePlan
 from disagg.engine.device.followers import Followers
 from disagg.engine.device.gpu import new_stream, take_stream
+from disagg.engine.device.head_drafts import HeadDrafts, HeadRunner
 from disagg.engine.device.kv_cache import KVCache
 from disagg.engine.device.memory_plan import LARGEST_STEP, MISSING_TOKENS
 from disagg.engine.device.runner import ModelRunner
@@ -32,6 +33,8 @@ from disagg.kernels.kv_pages import FORMATS
 from disagg.messages import StartStep
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription
+from disagg.models.draft_layers import DraftLayers
+from disagg.models.heads import HeadDecoder, first_layers_of
 from disagg.models.weights import Progress
 
 CPU_WARM_UP_TOKENS = 64  # enough to pick kernels and touch memory; more would delay the start
@@ -89,7 +92,7 @@ def build_engine(
             followers.raise_lost()
         raise
     memory_of_adapters = adapter_memory(decoder, description, share, config)
-    draft_decoder = None if chosen.drafts is None else _draft_decoder(chosen.drafts, device)
+    draft_decoder = None if chosen.drafts is None else _draft_decoder(chosen.drafts, decoder)
     room_nbytes = plan.room_nbytes()
     if followers is not None:
         room_nbytes = followers.least_room_nbytes(room_nbytes)
@@ -97,6 +100,8 @@ def build_engine(
     sizes = memory.max_num_seqs, memory.max_num_batched_tokens
     progress(StartStep("kv_blocks", 0, num_blocks, *sizes))
     kv_cache = KVCache(chosen.shape, num_blocks, device)
+    if isinstance(draft_decoder, HeadDecoder):
+        draft_decoder.keep_states(decoder, num_blocks * kv_cache.block_size)
     generations = new_generations(num_blocks)
     if followers is not None:
         followers.allocate(num_blocks, memory.max_num_seqs)
@@ -116,7 +121,7 @@ def build_engine(
     _warm_up(runner, chosen, *sizes)
     proposer: Proposer | None = _prompt_lookup(config)
     if draft_decoder is not None:
-        proposer = _draft_model(plan, draft_decoder, chosen.shape.groups.num_whole(num_blocks))
+        proposer = _draft_model(plan, draft_decoder, runner)
     scheduler = Scheduler(
         BlockPool(
             num_blocks,
@@ -169,23 +174,37 @@ def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
     return PromptLookup(asked.num_speculative_tokens, asked.prompt_lookup_max)
 
 
-def _draft_decoder(drafts: Choices, device: torch.device) -> Decoder:
+def _draft_decoder(drafts: Choices, whole: Decoder) -> Decoder:
+    if isinstance(drafts.model, DraftLayers):
+        make = HeadDecoder if drafts.model.is_head else first_layers_of
+        return make(whole, drafts.model)
     dtype, quantization = FORMATS[drafts.dtype].dtype, drafts.config.quantization
-    return load_model(drafts.model, dtype, device, quantization=quantization)
+    return load_model(drafts.model, dtype, whole.device, quantization=quantization)
 
 
-def _draft_model(plan: EnginePlan, decoder: Decoder, num_blocks: int) -> DraftModel:
-    """With as many blocks as the model for which it drafts has rows."""
+def _draft_model(plan: EnginePlan, decoder: Decoder, whole: ModelRunner) -> DraftModel:
+    """With as many blocks as the model for which it drafts has rows.
+
+    Args:
+        whole: runs that model.
+    """
     asked, drafts = plan.chosen.config.speculative_config, plan.chosen.drafts
-    max_num_seqs = plan.memory.max_num_seqs
+    max_num_seqs, kept = plan.memory.max_num_seqs, whole.decoder.kept
+    num_blocks = plan.chosen.shape.groups.num_whole(whole.kv_cache.num_blocks)
     assert asked is not None and drafts is not None
     stream = new_stream(plan.device)
     with torch.cuda.stream(stream):
         kv_cache = KVCache(drafts.shape, num_blocks, plan.device)
-        runner = ModelRunner(
+        of_runner = ModelRunner if kept is None else HeadRunner
+        runner = of_runner(
             decoder, kv_cache, max_num_seqs=max_num_seqs, max_model_len=drafts.max_model_len
         )
         _warm_up(runner, drafts, max_num_seqs, max_num_seqs + MISSING_TOKENS)
-    drafting = DraftModel(runner, asked.num_speculative_tokens, stream)
+    num_tokens = asked.num_speculative_tokens
+    drafting = DraftModel(runner, num_tokens, stream)
+    if kept is not None:
+        assert isinstance(runner, HeadRunner)
+        kv_slots = whole.batching.kv_slots
+        drafting = HeadDrafts(runner, num_tokens, stream, kept=kept, kv_slots=kv_slots)
     drafting.measure(max_num_seqs)
     return drafting

@@ -30,6 +30,7 @@ from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.packed_sizes import INT4_GROUP
 from disagg.kv_groups import LayerGroups, group_layers
 from disagg.models.description import ModelDescription, describe_model
+from disagg.models.draft_layers import DraftLayers, eagle3_head, first_layers, mtp_layer
 from disagg.models.model_config import ModelConfig, not_compiled
 from disagg.models.parts import check_weights, layer_parts
 from disagg.models.share import WHOLE, Share, check_ranks
@@ -75,22 +76,31 @@ def check_engine(
     return chosen.plan_memory(claim_nbytes, largest_step)
 
 
-def draft_model_of(config: EngineConfig, model: ModelDescription) -> ModelDescription | None:
-    """The draft model that a configuration names.
+def draft_model_of(
+    config: EngineConfig, model: ModelDescription
+) -> ModelDescription | DraftLayers | None:
+    """The draft model that a configuration names, or the layers that draft.
 
     Raises:
         ModelError, StartupError: it is missing or damaged, or cannot draft for the model.
     """
     asked = config.speculative_config
-    if asked is None or asked.model is None:
+    if asked is None or asked.method == "ngram":
         return None
-    drafts = describe_model(model_path(asked.model, asked.revision))
     if config.tensor_parallel_size > 1:
         raise StartupError(
-            "A draft model needs tensor_parallel_size = 1: it runs on one device. Leave"
-            " speculative_config out, or use its method ngram.",
+            f"The method {asked.method} needs tensor_parallel_size = 1: it runs on one device."
+            " Leave speculative_config out, or use its method ngram.",
             param="speculative_config",
         )
+    if asked.exit_layer is not None:
+        return first_layers(model, asked.exit_layer)
+    if asked.model is None:
+        return mtp_layer(model)
+    place = model_path(asked.model, asked.revision)
+    if asked.method == "eagle3":
+        return eagle3_head(place, model)
+    drafts = describe_model(place)
     if _words(model) != _words(drafts):
         raise StartupError(
             f"{drafts.name} cannot draft for {model.name}: their tokenizers differ, so its token"
@@ -101,12 +111,15 @@ def draft_model_of(config: EngineConfig, model: ModelDescription) -> ModelDescri
     return drafts
 
 
-def _draft_config(config: EngineConfig, shape: KVShape, drafts: ModelDescription) -> EngineConfig:
+def _draft_config(
+    config: EngineConfig, shape: KVShape, dtype: str, drafts: ModelDescription | DraftLayers
+) -> EngineConfig:
     """The configuration of a draft model's engine.
 
     Args:
-        shape: the KV format of the model that it drafts for.
+        shape, dtype: the KV format and the dtype of the model that it drafts for.
     """
+    is_part = isinstance(drafts, DraftLayers)
     asked, most = config.speculative_config, drafts.config.max_model_len
     assert asked is not None
     return msgspec.structs.replace(
@@ -115,6 +128,9 @@ def _draft_config(config: EngineConfig, shape: KVShape, drafts: ModelDescription
         kv_cache_dtype="auto",
         speculative_config=None,
         enable_lora=False,
+        dtype=dtype if is_part else config.dtype,
+        # A head's step has a few kernels, and each has other states as its input.
+        enforce_eager=config.enforce_eager or (isinstance(drafts, DraftLayers) and drafts.is_head),
         block_size=shape.block_size,
         max_model_len=min(most, config.max_model_len or most),
     )
@@ -135,7 +151,7 @@ class Choices(NamedTuple):
     """
 
     config: EngineConfig
-    model: ModelDescription
+    model: ModelDescription | DraftLayers
     device: DeviceType
     dtype: str
     shape: KVShape
@@ -145,10 +161,12 @@ class Choices(NamedTuple):
     @property
     def stored(self) -> StoredModel:
         """How the model and its KV are kept in memory."""
+        itemsize, quantization = FORMATS[self.dtype].itemsize, self.config.quantization
+        if isinstance(self.model, DraftLayers):
+            return StoredModel(self.model.config, self.shape, itemsize, part=self.model)
         stays_packed = self.model.config.quantized is not None
         stays_packed |= self.config.quantization == "packed"
         tensors = self.model.tensors if stays_packed else None
-        itemsize, quantization = FORMATS[self.dtype].itemsize, self.config.quantization
         return StoredModel(self.model.config, self.shape, itemsize, quantization, tensors)
 
     def plan_memory(self, claim_nbytes: int | None, largest_step: tuple[int, int]) -> MemoryPlan:
@@ -159,7 +177,11 @@ class Choices(NamedTuple):
 
 
 def choose(
-    config: EngineConfig, description: ModelDescription, share: Share, *, in_groups: bool = True
+    config: EngineConfig,
+    description: ModelDescription | DraftLayers,
+    share: Share,
+    *,
+    in_groups: bool = True,
 ) -> Choices:
     """Fill in the defaults of a configuration.
 
@@ -177,9 +199,11 @@ def choose(
     check_quantization(config, model, device, is_quantized=description.is_quantized)
     dtype = choose_dtype(config, model, device)
     shape = _choose_shape(config, description, dtype, device, share, in_groups=in_groups)
-    drafts = None
-    if (model_of_drafts := draft_model_of(config, description)) is not None:
-        of_drafts = _draft_config(config, shape, model_of_drafts)
+    drafts = model_of_drafts = None
+    if isinstance(description, ModelDescription):
+        model_of_drafts = draft_model_of(config, description)
+    if model_of_drafts is not None:
+        of_drafts = _draft_config(config, shape, dtype, model_of_drafts)
         drafts = choose(of_drafts, model_of_drafts, share, in_groups=False)
     return Choices(config, description, device, dtype, shape, max_model_len, drafts)
 
@@ -233,7 +257,7 @@ def _cut_columns(model: ModelConfig, share: Share) -> int:
 
 def _choose_shape(
     config: EngineConfig,
-    model: ModelDescription,
+    model: ModelDescription | DraftLayers,
     dtype: str,
     device: DeviceType,
     share: Share,

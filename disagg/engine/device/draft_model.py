@@ -27,7 +27,7 @@ from disagg.engine.sched.block_pool import BlockPool
 from disagg.engine.sched.block_tables import extend, give_back
 from disagg.engine.sched.drafting import MAX_FORCED
 from disagg.engine.sched.sequence import Sequence
-from disagg.engine.sched.step import SequencesFailed, StepPlan
+from disagg.engine.sched.step import Sampled, SequencesFailed, StepPlan
 from disagg.messages import GenerateRequest
 from disagg.time_model import StepFeatures, StepTimeFit, attended
 
@@ -86,10 +86,11 @@ class DraftModel:
         twins = {each: self._follow(each) for each in limits if each not in self._failed}
         drafting = self._with_blocks({twin: limits[each] for each, twin in twins.items()})
         begins = {each: len(each.tokens) for each in drafting}
+        owners = {twin: each for each, twin in twins.items()}
         try:
             budget = len(drafting) + MISSING_TOKENS
             while drafting:
-                drafting = self._step(drafting, budget)
+                drafting = self._step(drafting, owners, budget)
                 budget = len(drafting)  # nothing is missing any more
         except SequencesFailed as failed:
             self._failed.update(each for each, twin in twins.items() if twin in failed.errors)
@@ -98,7 +99,9 @@ class DraftModel:
             if twin in begins:
                 yield each, tuple(twin.tokens[begins[twin] :])
 
-    def _step(self, drafting: dict[Sequence, int], budget: int) -> dict[Sequence, int]:
+    def _step(
+        self, drafting: dict[Sequence, int], owners: Mapping[Sequence, Sequence], budget: int
+    ) -> dict[Sequence, int]:
         """Compute the next tokens of sequences, at most so many in all.
 
         Returns those that got a token and want another one, with the number of tokens.
@@ -111,7 +114,7 @@ class DraftModel:
         plan = _plan(sizes)
         began_s = self._timer()
         with torch.cuda.stream(self._stream):
-            results = self._runner.run(plan)
+            results = self._run(plan, owners)
         self._times.observe(plan.features, self._timer() - began_s)
         left: dict[Sequence, int] = {}
         for (twin, size), result in zip(sizes.items(), results, strict=True):
@@ -126,20 +129,31 @@ class DraftModel:
             twin.draft = ()
         return left
 
+    def _run(self, plan: StepPlan, owners: Mapping[Sequence, Sequence]) -> list[Sampled]:
+        """Run a plan. owners: the sequences for which those of the plan stand."""
+        return self._runner.run(plan)
+
+    def _begin(self, sequence: Sequence) -> int:
+        """The position of the sequence's token that is its twin's first."""
+        return 0
+
     def _follow(self, sequence: Sequence) -> Sequence:
         """The twin of a sequence, with the sequence's tokens, and KV as far as these are old."""
-        key = ref(sequence)
+        key, begin = ref(sequence), self._begin(sequence)
         twin = self._twins.get(key)
         if twin is None:
-            self._twins[key] = twin = _twin(sequence)
+            self._twins[key] = twin = _twin(sequence, begin)
         tokens, known = sequence.tokens, twin.tokens
+        num_tokens = len(tokens) - begin
         # Behind the tokens that it had last time there are at most those of a draft.
         num_same = max(0, len(known) - self.num_tokens)
-        while num_same < min(len(known), len(tokens)) and known[num_same] == tokens[num_same]:
+        while (
+            num_same < min(len(known), num_tokens) and known[num_same] == tokens[begin + num_same]
+        ):
             num_same += 1
-        known[num_same:] = tokens[num_same:]
+        known[num_same:] = tokens[begin + num_same :]
         twin.draft = ()
-        twin.num_computed = min(twin.num_computed, num_same, len(tokens) - 1)
+        twin.num_computed = max(0, min(twin.num_computed, num_same, num_tokens - 1))
         return twin
 
     def _with_blocks(self, wanted: dict[Sequence, int]) -> dict[Sequence, int]:
@@ -148,7 +162,7 @@ class DraftModel:
         for twin, limit in wanted.items():
             num_tokens = len(twin.tokens) + limit
             missing = -(-num_tokens // self._pool.block_size) - len(twin.block_ids)
-            if num_tokens > self._runner.max_model_len:
+            if not twin.tokens or num_tokens > self._runner.max_model_len:
                 continue
             if missing > self._pool.num_free:
                 self._let_go([key for key, each in self._twins.items() if each not in wanted])
@@ -183,12 +197,13 @@ def _plan(sizes: dict[Sequence, int]) -> StepPlan:
     return StepPlan([*sizes], [*sizes.values()], num_decodes, features)
 
 
-def _twin(sequence: Sequence) -> Sequence:
+def _twin(sequence: Sequence, begin: int) -> Sequence:
+    """A sequence with the tokens from position `begin` on."""
     request = GenerateRequest(
         request_id=sequence.request_id,
         model="",
-        token_ids=tuple(sequence.tokens),
-        num_prompt_tokens=sequence.num_prompt_tokens,
+        token_ids=tuple(sequence.tokens[begin:]),
+        num_prompt_tokens=sequence.num_prompt_tokens - begin,
         hash_root=b"",
         block_hashes=(),
         sampling=replace(sequence.sampling, logprobs=None, grammar=None, thinking=None),

@@ -78,14 +78,16 @@ class Follower:
             ModelError: the weights do not fit the model's config, or are damaged.
         """
         chosen, share = self._plan.chosen, self._share
+        model = chosen.model
+        assert isinstance(model, ModelDescription)
         self._decoder = decoder = load_model(
-            chosen.model,
+            model,
             FORMATS[chosen.dtype].dtype,
             self.device,
             quantization=chosen.config.quantization,
             communicator=TorchCommunicator(share, self.device.type, meeting_place, host),
         )
-        self.adapters = adapter_memory(decoder, chosen.model, share, chosen.config)
+        self.adapters = adapter_memory(decoder, model, share, chosen.config)
         return self._plan.room_nbytes()
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> KVCache:

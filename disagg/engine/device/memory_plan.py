@@ -18,6 +18,7 @@ from disagg.errors import NotEnoughMemory
 from disagg.kernels.packed_sizes import Keeper, Kind
 from disagg.models.adapter import padded_rank, slots_nbytes
 from disagg.models.checkpoint import StoredTensor
+from disagg.models.draft_layers import DraftLayers
 from disagg.models.model_config import ModelConfig
 from disagg.models.packing import DeviceFormat, weights_nbytes
 from disagg.models.share import Share
@@ -48,6 +49,7 @@ class StoredModel:
         itemsize: bytes of a number with which the model computes.
         tensors: the tensors of a quantised checkpoint. Some of its matrices stay packed on a GPU,
             or, if the quantization is "packed", on a CPU.
+        part: the layers that it is, if it drafts with weights or hidden states of another model.
     """
 
     config: ModelConfig
@@ -55,9 +57,12 @@ class StoredModel:
     itemsize: int
     quantization: Kind | Literal["packed"] | None = None
     tensors: Mapping[str, StoredTensor] | None = None
+    part: DraftLayers | None = None
 
     def weights_nbytes(self, share: Share, *, on_gpu: bool) -> int:
-        """Bytes of a rank's weights in memory."""
+        """Bytes of a rank's weights in memory, without those of another model."""
+        if self.part is not None:
+            return self.part.own_nbytes(self.itemsize)
         quantization, kept = self.quantization, self.tensors if on_gpu else None
         if quantization == "packed":
             quantization, kept = None, self.tensors
@@ -75,7 +80,8 @@ class MemoryPlan:
         weights_nbytes: bytes of the first rank's weights in memory.
         drafts_nbytes: bytes of its draft model's weights.
         workspace_nbytes: bytes that steps need on the device besides weights and KV.
-        block_nbytes: bytes of a block's KV, and of as many tokens' KV of the draft model.
+        block_nbytes: bytes of a block's KV, and of as many tokens' KV of the draft model, and the
+            hidden states from which it drafts.
     """
 
     shape: KVShape
@@ -143,6 +149,8 @@ def plan_memory(
     if drafts is not None:
         drafts_nbytes = drafts.weights_nbytes(drafts.shape.share, on_gpu=claim_nbytes is not None)
         block_nbytes += math.ceil(drafts.shape.block_nbytes / shape.groups.num_blocks_of_row)
+        if drafts.part is not None and drafts.part.is_head:  # a state of each token
+            block_nbytes += shape.block_size * drafts.config.hidden_size * drafts.itemsize
     model = first.config(stored.config)
     num_seqs, num_tokens = CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
     if claim_nbytes is not None:

@@ -84,6 +84,10 @@ class NarrowLinear(PlainLinear):
         return is_few and self._library is None
 
     @property
+    def is_in_panels(self) -> bool:
+        return self._library is not None
+
+    @property
     def can_be_in_panels(self) -> bool:
         return self.bits == 8 or self.num_in % _UNIT == 0
 

@@ -124,6 +124,10 @@ class CpuStep:
     Args:
         library: the one that `library.find_step` loaded.
         model: the model whose weights it reads; kept alive.
+
+    Attributes:
+        kept_layers: the layers whose inputs the next steps keep.
+        states: bfloat16 [num_tokens, len(kept_layers) * hidden], those of the last step.
     """
 
     def __init__(self, library: ctypes.CDLL, model: DenseModel) -> None:
@@ -132,6 +136,8 @@ class CpuStep:
         library.disagg_step_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
         self._library = library
         self._model = model
+        self.kept_layers: tuple[int, ...] = ()
+        self.states = torch.empty(0, 0, dtype=torch.bfloat16)
         self._vocab_size = model.head.num_out
         self._hidden_size = model.head.num_in
         _lay_in_panels(_narrow(model), library)
@@ -195,6 +201,12 @@ class CpuStep:
             num_logits=batch.logits_rows.shape[0],
             **given,
         )
+        num_kept = len(self.kept_layers)
+        if num_kept or self.states.shape[1]:
+            layers = (c_int32 * num_kept)(*self.kept_layers)
+            self.states = self.states.new_empty(num_tokens, num_kept * self._hidden_size)
+            out = c_void_p(self.states.data_ptr())
+            self._library.disagg_step_keep(c_void_p(self._step), layers, num_kept, out)
         status = self._library.disagg_step_run(
             self._step, byref(described), byref(cpu_pages(kv_cache)), torch.get_num_threads()
         )
@@ -304,7 +316,9 @@ def _narrow(model: DenseModel) -> list[NarrowLinear]:
 
 
 def _lay_in_panels(linears: Sequence[NarrowLinear], library: ctypes.CDLL) -> None:
-    """Lay weights in panels, in one piece of memory, so that its huge pages hold nothing else."""
+    """Lay weights in panels, in one piece of memory, so that its huge pages hold nothing else.
+    Those of a part of another model are there already."""
+    linears = [each for each in linears if not each.is_in_panels]
     sizes = [each.panels_nbytes for each in linears]
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
     for linear, own in zip(linears, torch.split(memory, sizes), strict=True):

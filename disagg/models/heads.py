@@ -1,0 +1,129 @@
+"""Decoders that draft with layers of another one; see `draft_layers`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from disagg.errors import ModelError
+from disagg.kernels.cpu.step import cpu_step
+from disagg.kernels.dispatch import ops_for
+from disagg.kernels.kv_pages import KVPages
+from disagg.kernels.ops import Paging
+from disagg.models.batch import Batch
+from disagg.models.decoder import CpuDecoder, Decoder, scores_of
+from disagg.models.draft_layers import DraftLayers
+from disagg.models.kept_states import KeptStates
+from disagg.models.layers import LayerPacker
+from disagg.models.model_config import not_compiled
+from disagg.models.packing import DeviceFormat
+from disagg.models.weights import LayerWeights, WeightReader
+
+
+class _Part(Decoder):
+    """A decoder that shares the tables of another one."""
+
+    def __init__(self, whole: Decoder, drafts: DraftLayers) -> None:
+        vars(self).update(vars(whole))
+        self.config = drafts.config
+        self.adapters = self.kept = None
+        self._layers = whole._layers[: drafts.config.num_layers]
+
+
+def first_layers_of(whole: Decoder, drafts: DraftLayers) -> Decoder:
+    """The decoder of the first layers of another one, with the same weights."""
+    part = _Part(whole, drafts)
+    step, part.step_sentence = cpu_step(part.described(), not_compiled(part.config))
+    return part if step is None else CpuDecoder(part, step)
+
+
+class HeadDecoder(_Part):
+    """A head: one layer whose inputs are a token and a hidden state of the model before it.
+
+    Its position i has the token at position i + 1 of a sequence and the model's state at position
+    i, so that its logits are those of the token at i + 2. Behind the sequence it goes on with what
+    it made itself.
+
+    Args:
+        whole: the model, whose tables it uses if it has none.
+
+    Attributes:
+        given: [num_tokens, hidden size], the states of the next step; None: zeros.
+        made: [num_logits, hidden size], what the last step made of its rows with logits.
+
+    Raises:
+        ModelError: the weights are damaged, or its tokens are not those of the model.
+    """
+
+    def __init__(self, whole: Decoder, drafts: DraftLayers) -> None:
+        super().__init__(whole, drafts)
+        config = self.config
+        self.ops = ops_for(self.device, config.num_heads, None, self.dtype, scores_of(config))
+        self.given: Tensor | None = None
+        self.made: Tensor | None = None
+        format = DeviceFormat(self.dtype.itemsize)
+        reader = WeightReader(drafts.tensors, self.dtype, self.device, 0, None, format)
+        outer = reader.read(drafts.outer)
+        layer = LayerWeights(**reader.read(drafts.layer))
+        self._layers = [LayerPacker(self.ops, config, self.dtype, None).pack(0, layer)]
+        self._rope = self._rope_table(config.rope)
+        self._window_rope = None
+        self._norm, self._token_norm = outer["norm"], outer["token_norm"]
+        self._state_norm = outer["state_norm"]
+        self._norms_residual, self._kept = drafts.norms_residual, drafts.kept
+        self._fuse, self._combine = (
+            self.ops.pack(outer[name], None) if name in outer else None
+            for name in ("fuse", "combine")
+        )
+        if "embedding" in outer:
+            self._embedding, self._embedding_scale = outer["embedding"], None
+        if "lm_head" in outer:
+            self._lm_head = self.ops.pack_table(outer["lm_head"])
+        self._token_ids: Tensor | None = None  # of its logits; None: all tokens
+        if "d2t" in drafts.tensors:
+            self._token_ids = self._checked(reader.read_stored("d2t"), drafts)
+
+    def _checked(self, differences: Tensor, drafts: DraftLayers) -> Tensor:
+        """The ids of the tokens that it knows, int64 [num_draft_tokens]."""
+        ids = differences + torch.arange(drafts.num_draft_tokens)
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
+            raise ModelError(
+                f"d2t of {drafts.name} names tokens that the model does not have: it was made for"
+                " another model, or is damaged"
+            )
+        return ids.to(self.device)
+
+    def keep_states(self, whole: Decoder, num_slots: int) -> KeptStates:
+        """Let the model keep the states that the head needs, in so many KV slots."""
+        shape = num_slots + 1, self.config.hidden_size
+        by_slot = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        whole.kept = KeptStates(self._kept, self._fused, by_slot)
+        return whole.kept
+
+    def _fused(self, states: Tensor) -> Tensor:
+        return states if self._fuse is None else self.ops.project(states, self._fuse)
+
+    def _states(
+        self, batch: Batch, kv_cache: KVPages, paging: Paging | None
+    ) -> tuple[Tensor, Tensor]:
+        self.made, _ = made = super()._states(batch, kv_cache, paging)
+        return made
+
+    def _inputs(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self._normed(self._embed(token_ids), self._token_norm)
+        states = self.given
+        if states is None:
+            states = tokens.new_zeros(len(tokens), self.config.hidden_size)
+        normed = self._normed(states, self._state_norm)
+        both = torch.cat((tokens, normed), 1)
+        if self._combine is None:
+            return (normed if self._norms_residual else states), both
+        hidden = self.ops.project(both, self._combine)
+        return hidden, self._normed(hidden, self._layers[0].input_norm)
+
+    def _project_vocabulary(self, hidden: Tensor) -> Tensor:
+        projected = super()._project_vocabulary(hidden)
+        if self._token_ids is None:
+            return projected
+        logits = projected.new_full((len(projected), self.config.vocab_size), -torch.inf)
+        return logits.index_copy_(1, self._token_ids, projected)
