@@ -21,7 +21,6 @@ workers, and then `local_route` and `remote_route` for the best pairs (`router/p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -29,6 +28,7 @@ import msgspec
 from disagg.messages import HostCounts
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS
 from disagg.router.route import Candidate
+from disagg.router.worker_pools import Side
 from disagg.router.worker_view import RunningStreams, WorkerView, prompt_rate
 from disagg.time_model import CHUNK_TOKENS, TPOT_SHARE
 
@@ -120,28 +120,51 @@ class DecodeCost(msgspec.Struct, frozen=True, gc=False):
     is_tight: bool = False
 
 
+class PoolPressure(NamedTuple):
+    """What a prompt delays in its pool, whichever worker computes it.
+
+    num_behind: later requests that wait for it, in seconds of the pool's mean worker: a second of a
+        slow GPU is a smaller share of the pool's work than a second of a fast GPU. So when many
+        prompts wait, slow GPUs take their share, although each prompt takes longer there.
+    mean_rate: prompt tokens that this worker computes a second; 0: all GPUs count as equal, because
+        requests have no TPOT SLO.
+    held_once: (begin, end), in tokens, of the part of the prompt that exactly one worker of the
+        pool has cached.
+    spares_decodes: False in a pool where all workers prefill and decode: every prompt delays some
+        stream there, and avoiding the busiest decoders would only make queues uneven.
+    """
+
+    num_behind: float = 0.0
+    mean_rate: float = 0.0
+    held_once: tuple[int, int] = (0, 0)
+    spares_decodes: bool = True
+
+    @classmethod
+    def of(cls, side: Side, num_queued: float, spares_decodes: bool = True) -> PoolPressure:
+        """`num_queued`: requests per worker that wait in the ingress."""
+        num_behind = NUM_BEHIND_PER_QUEUED * (side.num_prompts / side.num_workers + num_queued)
+        rates = [each.streams.full_prompt_rate for each in side.workers if each.streams is not None]
+        mean_rate = sum(rates) / len(rates) if rates else 0.0
+        return cls(num_behind, mean_rate, side.held_once, spares_decodes)
+
+
+IDLE = PoolPressure()
+
+
 def prefill_cost(
     worker: WorkerView,
-    num_tokens: int,
+    prompt: Prompt,
     num_held_tokens: int,
-    num_behind: float = 0.0,
-    num_held_once: tuple[int, int] = (0, 0),
-    spares_decodes: bool = True,
+    pool: PoolPressure = IDLE,
     num_in_host: int = 0,
-    now: float = 0.0,
 ) -> PrefillCost:
     """The cost of computing a prompt's KV and its first token on `worker`.
 
     Args:
         num_held_tokens: leading tokens of the prompt that the worker has cached.
-        num_behind: requests that will wait behind this one; see `requests_behind`.
-        num_held_once: (begin, end), in tokens, of the part of the prompt that exactly one worker of
-            the pool has cached.
-        spares_decodes: False in a pool where all workers prefill and decode: every prompt delays
-            some stream there, and avoiding the busiest decoders would only make queues uneven.
-        num_in_host: leading tokens in the host tier behind the worker's cache.
-        now: on the fleet's clock, for the rest of the running step.
+        num_in_host: leading tokens in the host memory behind its cache.
     """
+    num_tokens = prompt.num_tokens
     num_cached = num_held_tokens if num_held_tokens < num_tokens else num_tokens - 1
     load_s = 0.0
     if num_in_host > num_cached and worker.host is not None:
@@ -162,7 +185,7 @@ def prefill_cost(
 
     # The last queued prompt shares a step with this one. The rest of the running step counts as
     # the prompt's own time if no prompt is before it: nothing is refused for that.
-    queue_s = _rest_s(worker, now) + backlog.later_s
+    queue_s = _rest_s(worker, prompt.now) + backlog.later_s
     if backlog.num_later:
         queue_s += (-(-(backlog.num_later + num_new) // num_at_once) - num_steps) * step_s
     if not worker.num_uncomputed_tokens:
@@ -174,15 +197,18 @@ def prefill_cost(
     else:
         num_chunks = num_new / CHUNK_TOKENS if num_new > CHUNK_TOKENS else 1.0
         alone_s = work_s + num_chunks * (times.per_step_s + times.per_prompt_step_s)
-        if spares_decodes:
+        if pool.spares_decodes:
             num_delayed = worker.num_decoding
             if not num_delayed and worker.record.role == "decode":
                 num_delayed = NUM_STREAMS_EXPECTED
             delay_s = num_delayed * (work_s + num_steps * times.per_prompt_step_s)
+    num_behind = pool.num_behind
+    if worker.streams is not None and pool.mean_rate:
+        num_behind *= worker.streams.full_prompt_rate / pool.mean_rate
     delay_s += num_behind * alone_s
     if not worker.is_home:
         delay_s += SHARE_MEETING_OTHERS * alone_s * (num_new / num_tokens)
-    num_shared, num_held_anywhere = num_held_once
+    num_shared, num_held_anywhere = pool.held_once
     if num_held_anywhere == num_tokens:
         num_held_anywhere -= 1  # the last token is computed everywhere
     if num_held_anywhere > num_cached and num_held_anywhere > num_shared:
@@ -227,51 +253,23 @@ def _rest_s(worker: WorkerView, now: float) -> float:
     return rest_s if rest_s > 0.0 else 0.0
 
 
-def requests_behind(
-    workers: Sequence[WorkerView], num_prompts: int, num_workers: int, num_held: float = 0.0
-) -> list[float]:
-    """How many later requests a new prompt delays in its pool by its own computing time.
-
-    The number depends on the worker: a second of a slow GPU is a smaller share of the pool's work
-    than a second of a fast GPU. So when many prompts wait, slow GPUs take their share, although
-    each prompt takes longer there. If requests have no TPOT SLO, all GPUs count as equal.
-
-    Args:
-        num_prompts: that wait on the pool's workers or are computed.
-        num_held: requests per worker that wait in the ingress.
-    """
-    num_behind = NUM_BEHIND_PER_QUEUED * (num_prompts / num_workers + num_held)
-    rates = [worker.streams.full_prompt_rate for worker in workers if worker.streams is not None]
-    if len(rates) < len(workers) or not rates:
-        return [num_behind] * len(workers)
-    per_rate = num_behind * len(rates) / sum(rates)
-    return [per_rate * rate for rate in rates]
-
-
-def with_prefix_pull(
-    cost: PrefillCost,
-    prompt: Prompt,
-    prefix_source: WorkerView,
-    num_behind: float,
-    spares_decodes: bool,
-) -> PrefillCost:
+def with_prefix_pull(cost: PrefillCost, prompt: Prompt, pool: PoolPressure) -> PrefillCost:
     """`cost` changed for the case that its worker first pulls the cached prefix of `prompt`.
 
     The pull overlaps with the wait in the queue. The second copy takes cache space for a short time
-    only, because `prefix_source` then evicts its copy first.
+    only, because the source then evicts its copy first.
     """
-    worker, now, num_held = cost.worker, prompt.now, prompt.num_at_source
-    rest = prefill_cost(
-        worker, prompt.num_tokens, num_held, num_behind, spares_decodes=spares_decodes, now=now
-    )
+    worker, source, num_held = cost.worker, prompt.prefix_source, prompt.num_at_source
+    assert source is not None
+    rest = prefill_cost(worker, prompt, num_held, pool._replace(held_once=(0, 0)))
     num_pulled = num_held - cost.num_cached_tokens
-    pull_s = _rest_s(prefix_source, now) + transfer_s(prefix_source, worker, num_pulled)
+    pull_s = _rest_s(source, prompt.now) + transfer_s(source, worker, num_pulled)
     late_s = max(0.0, pull_s - rest.queue_s)
     return msgspec.structs.replace(
         rest,
         own_s=rest.own_s + late_s,
         total_s=rest.total_s + late_s,
-        prefix_source=prefix_source.worker_id,
+        prefix_source=source.worker_id,
     )
 
 
@@ -449,14 +447,10 @@ def remote_route(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candi
     if prompt.adapter:
         own_s += load_s(source.worker, prompt.adapter)
         move_s += load_s(goal.worker, prompt.adapter)
-    queue_s, place_s = source.queue_s, goal.place_s
-    wait_s = queue_s + source.beside_s
+    wait_s = source.queue_s + source.beside_s
     first_token_s = own_s + wait_s
-    arrival_s = first_token_s + move_s
-    if place_s > queue_s:
-        queue_s = place_s
-        wait_s = place_s if place_s > wait_s else wait_s
-        arrival_s = place_s if place_s > arrival_s else arrival_s
+    wait_s = max(wait_s, goal.place_s)
+    arrival_s = max(first_token_s + move_s, goal.place_s)
     total_s = arrival_s + goal.decode_s + source.delay_s + goal.delay_s
     # It waits for a step to end before its KV is pulled, and for another before it is part of one.
     gap_s = move_s + NUM_STEPS_JOINING * goal.worker.backlog.under_way_s
@@ -470,7 +464,7 @@ def remote_route(prompt: Prompt, source: PrefillCost, goal: DecodeCost) -> Candi
         total_s,
         source.num_cached_tokens,
         source.prefix_source,
-        wait_s - queue_s,
+        wait_s - max(source.queue_s, goal.place_s),
     )
 
 

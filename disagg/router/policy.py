@@ -27,7 +27,7 @@ import math
 import random
 from collections.abc import Collection, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -36,13 +36,13 @@ from disagg.messages import GenerateRequest
 from disagg.router.admission import admit, admits
 from disagg.router.costs import (
     DecodeCost,
+    PoolPressure,
     PrefillCost,
     Prompt,
     decode_cost,
     local_route,
     prefill_cost,
     remote_route,
-    requests_behind,
     transfer_s,
     with_prefix_pull,
 )
@@ -194,14 +194,14 @@ def _candidates(
     prompt = _prompt(request, fleet, decodes.workers[0].tpot_slo_s, now, *compared.holder())
     goals = _goals(decodes, prompt)
     num_queued = fleet.queued.get(request.model, 0) / compared.num_workers
-    pool = ComputingPool.of(decodes, num_queued, spares_decodes=prefills is not None)
-    costs = pool.costs(prompt)
+    pool = PoolPressure.of(decodes, num_queued, spares_decodes=prefills is not None)
+    costs = prefill_costs(decodes, prompt, pool)
     if only is not None:
         pairs = zip(costs, goals, strict=True)
         local = [local_route(prompt, *pair) for pair in pairs if pair[0].worker is only]
         if local:
             return local
-    pulls = pool.prefix_pulls(prompt, costs)
+    pulls = prefix_pulls(prompt, costs, pool)
     candidates = [local_route(prompt, *pair) for pair in zip(costs, goals, strict=True)]
     candidates += [local_route(prompt, pull, goals[number]) for number, pull in pulls]
     if prefills is None:
@@ -209,8 +209,7 @@ def _candidates(
     if compared.is_shared:
         costs += [pull for _, pull in pulls]
     else:
-        pool = ComputingPool.of(prefills, num_queued, spares_decodes=True)
-        costs = pool.costs(prompt)
+        costs = prefill_costs(prefills, prompt, PoolPressure.of(prefills, num_queued))
     if only is not None:
         return remote_routes(goals, prompt, [each for each in costs if each.worker is only])
     return candidates + remote_routes(goals, prompt, costs)
@@ -242,14 +241,13 @@ def choose_decode(
     source = fleet.workers.get(source_id)
     prompt = _prompt(request, fleet, decodes.workers[0].tpot_slo_s, now)
     prompt = prompt._replace(ttft_slo_s=math.inf)  # its first token has come
-    num_tokens = prompt.num_tokens
     candidates = []
     for goal, num_in_host in zip(_goals(decodes, prompt), decodes.num_in_host, strict=True):
         worker, num_held = goal.worker, goal.num_held_tokens
-        own = prefill_cost(worker, num_tokens, num_held, num_in_host=num_in_host, now=now)
+        own = prefill_cost(worker, prompt, num_held, num_in_host=num_in_host)
         local = local_route(prompt, own, goal)
         if source is not None and num_kv_tokens > num_held:
-            rest = prefill_cost(worker, num_tokens, num_kv_tokens, now=now)
+            rest = prefill_cost(worker, prompt, num_kv_tokens)
             pull_s = transfer_s(source, worker, num_kv_tokens - num_held)
             pulled = local_route(prompt, rest, goal, pull_s)
             local = min(local, pulled, key=_total_s)
@@ -306,57 +304,35 @@ def expected_output(request: GenerateRequest, usual: float) -> int:
     return max(1, min(request.sampling.max_tokens - num_generated, round(usual)))
 
 
-class ComputingPool(NamedTuple):
-    """Workers that may compute a prompt.
+def prefill_costs(side: Side, prompt: Prompt, pool: PoolPressure) -> list[PrefillCost]:
+    each = zip(side.workers, side.num_held, side.num_in_host, strict=True)
+    return [
+        prefill_cost(worker, prompt, num_held, pool, num_in_host)
+        for worker, num_held, num_in_host in each
+    ]
 
-    num_behind: by worker, as `spares_decodes` an argument of `costs.prefill_cost`.
+
+def prefix_pulls(
+    prompt: Prompt, costs: Sequence[PrefillCost], pool: PoolPressure
+) -> list[tuple[int, PrefillCost]]:
+    """The costs with a prefix pull of the workers that would then compute the rest of the prompt
+    soonest, and the numbers of these workers.
+
+    Only of workers where a pull is cheaper than none. `costs`: without one.
     """
+    if prompt.prefix_source is None:
+        return []
 
-    side: Side
-    num_behind: Sequence[float]
-    spares_decodes: bool
+    def about_s(number: int) -> float:
+        cost = costs[number]
+        num_left = prompt.num_tokens - prompt.num_at_source
+        share = num_left / (prompt.num_tokens - cost.num_cached_tokens)
+        return cost.queue_s + (cost.own_s + cost.beside_s) * share
 
-    @classmethod
-    def of(cls, side: Side, num_queued: float, spares_decodes: bool) -> ComputingPool:
-        """The workers of one side. `num_queued`: requests per worker that wait in the ingress."""
-        num_behind = requests_behind(side.workers, side.num_prompts, side.num_workers, num_queued)
-        return cls(side, num_behind, spares_decodes)
-
-    def costs(self, prompt: Prompt) -> list[PrefillCost]:
-        num_tokens, now = prompt.num_tokens, prompt.now
-        side, once, spares = self.side, self.side.held_once, self.spares_decodes
-        each = zip(side.workers, side.num_held, side.num_in_host, self.num_behind, strict=True)
-        return [
-            prefill_cost(worker, num_tokens, num_held, num_behind, once, spares, num_in_host, now)
-            for worker, num_held, num_in_host, num_behind in each
-        ]
-
-    def prefix_pulls(
-        self, prompt: Prompt, costs: Sequence[PrefillCost]
-    ) -> list[tuple[int, PrefillCost]]:
-        """The costs with a prefix pull of the workers that would then compute the rest of the
-        prompt soonest, and the numbers of these workers.
-
-        Only of workers where a pull is cheaper than none. `costs`: without one.
-        """
-        source = prompt.prefix_source
-        if source is None:
-            return []
-
-        def about_s(number: int) -> float:
-            cost = costs[number]
-            num_left = prompt.num_tokens - prompt.num_at_source
-            share = num_left / (prompt.num_tokens - cost.num_cached_tokens)
-            return cost.queue_s + (cost.own_s + cost.beside_s) * share
-
-        numbers = [
-            n for n, each in enumerate(costs) if each.num_cached_tokens < prompt.num_at_source
-        ]
-        pulls = [
-            (n, with_prefix_pull(costs[n], prompt, source, self.num_behind[n], self.spares_decodes))
-            for n in sorted(numbers, key=about_s)[:NUM_PREFIX_PULLERS]
-        ]
-        return [(n, pull) for n, pull in pulls if pull.total_s < costs[n].total_s]
+    numbers = [n for n, each in enumerate(costs) if each.num_cached_tokens < prompt.num_at_source]
+    soonest = sorted(numbers, key=about_s)[:NUM_PREFIX_PULLERS]
+    pulls = [(n, with_prefix_pull(costs[n], prompt, pool)) for n in soonest]
+    return [(n, pull) for n, pull in pulls if pull.total_s < costs[n].total_s]
 
 
 def remote_routes(

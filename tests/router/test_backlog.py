@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.router.costs import prefill_cost
+from disagg.router.costs import Prompt, prefill_cost
 from disagg.router.worker_view import Backlog, RequestLoad, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 from tests.router.fakes import COSTS, make_record, make_status
@@ -31,7 +31,7 @@ def test_a_prompt_waits_for_the_steps_before_it(
         num_context_tokens=num_context,
     )
     worker = WorkerView.from_status(make_record("p0"), status, RequestLoad(), TIMES)
-    cost = prefill_cost(worker, num_new, 0)
+    cost = prefill_cost(worker, Prompt(num_new), 0)
 
     num_at_once = max(1, CHUNK_TOKENS - num_decoding)
     per_step_s, _, _, _, _, per_prompt_step_s = TIMES.coefficients

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from disagg.messages import HostCounts, StepCosts, TransferFigure, WorkerRecord, WorkerStatus
 from disagg.router.costs import (
     NUM_COMPUTED_AGAIN,
+    PoolPressure,
+    Prompt,
     decode_cost,
     prefill_cost,
-    requests_behind,
     transfer_s,
 )
+from disagg.router.worker_pools import Side
 from disagg.router.worker_view import RequestLoad, WorkerView
 from disagg.time_model import CHUNK_TOKENS, StepTimeModel
 from tests.router.fakes import COSTS, make_fleet, make_record, make_status
@@ -35,7 +38,7 @@ def view_of(
 
 def test_an_idle_workers_prefill_is_what_its_model_says() -> None:
     worker = view("p0")
-    cost = prefill_cost(worker, 1000, 0)
+    cost = prefill_cost(worker, Prompt(1000), 0)
     assert cost.first_token_s == pytest.approx(worker.times.prefill_s(1000))
     assert cost.delay_s == 0.0
     assert cost.total_s == cost.first_token_s
@@ -43,26 +46,27 @@ def test_an_idle_workers_prefill_is_what_its_model_says() -> None:
 
 def test_held_tokens_are_not_computed_but_the_last_one_is() -> None:
     worker = view()
-    half = prefill_cost(worker, 1024, 512)
+    half = prefill_cost(worker, Prompt(1024), 512)
     assert half.num_cached_tokens == 512
     assert half.first_token_s == pytest.approx(worker.times.prefill_s(512, 512))
-    whole = prefill_cost(worker, 1024, 1024)
+    whole = prefill_cost(worker, Prompt(1024), 1024)
     assert whole.num_cached_tokens == 1023
     assert whole.first_token_s == pytest.approx(worker.times.prefill_s(1, 1023))
 
 
 def test_tokens_in_host_memory_are_loaded_if_that_is_quicker() -> None:
     quick = view(status=make_status(host=HostCounts(latency_s=1e-3, block_s=1e-5)))
-    cost = prefill_cost(quick, 1024, 512, num_in_host=768)
+    cost = prefill_cost(quick, Prompt(1024), 512, num_in_host=768)
     assert cost.num_cached_tokens == 768
     rest_s = quick.times.prefill_s(256, 768)
     assert cost.own_s == pytest.approx(1e-3 + 16 * 1e-5 + rest_s)
-    assert prefill_cost(quick, 1024, 512, num_in_host=1024).num_cached_tokens == 1023
-    assert prefill_cost(quick, 1024, 512, num_in_host=256) == prefill_cost(quick, 1024, 512)
+    prompt = Prompt(1024)
+    assert prefill_cost(quick, prompt, 512, num_in_host=1024).num_cached_tokens == 1023
+    assert prefill_cost(quick, prompt, 512, num_in_host=256) == prefill_cost(quick, prompt, 512)
     slow = view(status=make_status(host=HostCounts(latency_s=1e-3, block_s=1.0)))
-    assert prefill_cost(slow, 1024, 512, num_in_host=768) == prefill_cost(slow, 1024, 512)
+    assert prefill_cost(slow, prompt, 512, num_in_host=768) == prefill_cost(slow, prompt, 512)
     for worker, delays in ((quick, 256), (slow, 512)):
-        decoding = prefill_cost(worker, 1024, 512, num_in_host=768)
+        decoding = prefill_cost(worker, Prompt(1024), 512, num_in_host=768)
         *_, per_prompt_step_s = worker.times.coefficients
         alone_s = worker.times.prompts_s(delays, 1024 - delays) + per_prompt_step_s
         assert decoding.delay_s == pytest.approx(alone_s), "nobody waits for what is loaded"
@@ -71,11 +75,11 @@ def test_tokens_in_host_memory_are_loaded_if_that_is_quicker() -> None:
 def test_a_queue_comes_first() -> None:
     busy = view(status=make_status(num_waiting=2, num_uncomputed_tokens=3000))
     step_s = busy.times.prompt_step_s
-    cost = prefill_cost(busy, 50, 0)
+    cost = prefill_cost(busy, Prompt(50), 0)
     # 1,024 tokens in the step under way and in the next; 952 beside the own ones.
     assert cost.queue_s == pytest.approx(busy.times.prompts_s(3000, 0, 2) + 2 * step_s)
     assert cost.own_s == pytest.approx(busy.times.prefill_s(50))
-    longer = prefill_cost(busy, 100, 0)  # of which 72 find room beside them
+    longer = prefill_cost(busy, Prompt(100), 0)  # of which 72 find room beside them
     assert longer.queue_s == pytest.approx(cost.queue_s + step_s)
 
 
@@ -85,10 +89,10 @@ def test_the_step_under_way_is_waited_for_as_far_as_it_has_not_gone() -> None:
     step_s = decoding.times.decode_step_s(3, 3000)
     own_s = decoding.times.prompts_s(100) + step_s + decoding.times.coefficients[5]
     for now, left_s in ((50.0, step_s), (50.0 + step_s / 4, 0.75 * step_s), (60.0, 0.0)):
-        cost = prefill_cost(decoding, 100, 0, now=now)
+        cost = prefill_cost(decoding, Prompt(100, now=now), 0)
         assert cost.own_s == pytest.approx(own_s + left_s)
         assert cost.queue_s == 0.0, "nobody waits before it"
-    assert prefill_cost(view(status=status), 100, 0, now=60.0).own_s == pytest.approx(
+    assert prefill_cost(view(status=status), Prompt(100, now=60.0), 0).own_s == pytest.approx(
         own_s + step_s
     ), "nobody knows when it began"
 
@@ -97,62 +101,71 @@ def test_no_more_than_the_step_under_way_can_be_over() -> None:
     status = make_status(num_waiting=1, num_uncomputed_tokens=1536)
     worker = view_of(make_record("d0"), status, began_s=0.0)
     later_s = worker.times.prompts_s(1536) / 3  # beside the own ones
-    assert prefill_cost(worker, 100, 0, now=99.0).queue_s == pytest.approx(later_s)
+    assert prefill_cost(worker, Prompt(100, now=99.0), 0).queue_s == pytest.approx(later_s)
 
 
 def test_prefill_among_decodes_takes_longer_and_makes_each_of_them_wait() -> None:
     idle = view()
     few = view(status=make_status(num_running=2, num_context_tokens=2000))
     many = view(status=make_status(num_running=20, num_context_tokens=20_000))
-    costs = [prefill_cost(worker, 1000, 0) for worker in (idle, few, many)]
+    costs = [prefill_cost(worker, Prompt(1000), 0) for worker in (idle, few, many)]
     assert costs[0].first_token_s < costs[1].first_token_s < costs[2].first_token_s
     ride_s = 20 * many.times.coefficients[3] + 20_000 * many.times.coefficients[4]
     under_way_s = many.times.decode_step_s(20, 20_000)
     assert costs[2].first_token_s == pytest.approx(costs[0].first_token_s + under_way_s + ride_s)
     num_tokens = 4 * (CHUNK_TOKENS - 20)  # beside twenty that decode
-    long = [prefill_cost(worker, num_tokens, 0).first_token_s for worker in (idle, many)]
+    long = [prefill_cost(worker, Prompt(num_tokens), 0).first_token_s for worker in (idle, many)]
     assert long[1] == pytest.approx(long[0] + under_way_s + 4 * ride_s)
     own_s = idle.times.prefill_s(1000) - idle.times.coefficients[0]
     assert [cost.delay_s for cost in costs] == pytest.approx([own_s, 2 * own_s, 20 * own_s])
 
 
 def test_a_decode_worker_is_kept_clear_even_when_idle() -> None:
-    assert prefill_cost(view("p0"), 1000, 0).delay_s == 0.0
-    assert prefill_cost(view("d0"), 1000, 0).delay_s > 0.0
+    assert prefill_cost(view("p0"), Prompt(1000), 0).delay_s == 0.0
+    assert prefill_cost(view("d0"), Prompt(1000), 0).delay_s > 0.0
+
+
+def pressure(*workers: WorkerView, num_prompts: int = 0, **of_side: Any) -> PoolPressure:
+    nothing = [0] * len(workers)
+    side = Side(workers, nothing, nothing, (0, 0), num_prompts, len(workers))
+    return PoolPressure.of(side._replace(**of_side), 0.0)
 
 
 def test_those_who_come_behind_wait_for_what_is_computed() -> None:
     alone_s = view("p0").times.prefill_s(1000)
     busy = view("p1", make_status(num_waiting=2, num_uncomputed_tokens=3000))
     pool = [view("p0"), busy]
-    assert requests_behind(pool, 0, 2) == [0.0, 0.0]
-    behind, other = requests_behind(pool, busy.backlog.num_prompts, 2)
-    assert behind == other == 3.0  # two wait and one is computed, in a pool of two
-    assert prefill_cost(view("p0"), 1000, 0, behind).delay_s == pytest.approx(3.0 * alone_s)
+    for num_prompts, num_behind in ((0, 0.0), (busy.backlog.num_prompts, 3.0)):  # three on two
+        cost = prefill_cost(view("p0"), Prompt(1000), 0, pressure(*pool, num_prompts=num_prompts))
+        assert cost.delay_s == pytest.approx(num_behind * alone_s)
 
 
 def test_a_second_of_a_slow_gpu_delays_those_behind_less() -> None:
     """By its share of what the pool computes; where there is a TPOT SLO, as only then it counts."""
     slow = StepCosts(tuple(3.0 * each for each in COSTS.coefficients), 100, 0.05)
-    for tpot_slo_s, ratio in ((0.05, 3.0), (math.inf, 1.0)):
-        pool = [
-            view_of(make_record("d0"), make_status(step_costs=costs), tpot_slo_s=tpot_slo_s)
+    for tpot_slo_s, ratio in ((0.05, 1.0), (math.inf, 3.0)):
+        fast_one, slow_one = pool = [
+            view_of(make_record("p0"), make_status(step_costs=costs), tpot_slo_s=tpot_slo_s)
             for costs in (COSTS, slow)
         ]
-        fast_one, slow_one = requests_behind(pool, 4, 2)
-        assert fast_one == pytest.approx(ratio * slow_one)
-        assert fast_one + slow_one == pytest.approx(2 * 4.0), "together as many as of equal GPUs"
+        queue = pressure(*pool, num_prompts=4)
+        fast_s, slow_s = (
+            prefill_cost(each, Prompt(1000), 0, queue).delay_s for each in (fast_one, slow_one)
+        )
+        assert slow_s == pytest.approx(ratio * fast_s), "thrice as long alone"
 
 
 def test_a_copy_of_a_prefix_costs_what_it_will_displace() -> None:
     alone_s = view("p0").times.prefill_s(1000)
-    half = prefill_cost(view("p0"), 1000, 0, num_held_once=(0, 500))
-    assert half.delay_s == pytest.approx(0.5 * NUM_COMPUTED_AGAIN * alone_s)
-    assert prefill_cost(view("p0"), 1000, 500, num_held_once=(0, 500)).delay_s == 0.0
-    assert prefill_cost(view("p0"), 1000, 1000, num_held_once=(0, 1000)).delay_s == 0.0
-    shared = prefill_cost(view("p0"), 1000, 0, num_held_once=(400, 500))
-    assert shared.delay_s == pytest.approx(0.1 * NUM_COMPUTED_AGAIN * alone_s)
-    assert half.first_token_s == pytest.approx(alone_s)
+    for num_held, held_once, copied in (
+        (0, (0, 500), 0.5),
+        (500, (0, 500), 0.0),
+        (1000, (0, 1000), 0.0),
+        (0, (400, 500), 0.1),  # the first 400 have two workers
+    ):
+        rare = pressure(view("p0"), held_once=held_once)
+        cost = prefill_cost(view("p0"), Prompt(1000), num_held, rare)
+        assert cost.delay_s == pytest.approx(copied * NUM_COMPUTED_AGAIN * alone_s)
 
 
 def test_decode_counts_the_own_steps_and_the_batch_that_waits() -> None:
@@ -226,7 +239,7 @@ def test_among_equals_a_worker_at_home_is_cheaper() -> None:
         times = StepTimeModel.from_costs(status.step_costs)
         record = make_record("p0")
         worker = WorkerView.from_status(record, status, RequestLoad(), times, ingress_id="a")
-        costs_s.append(prefill_cost(worker, 1000, 0).total_s)
-        nearly_cached_s.append(prefill_cost(worker, 1000, 992).total_s)
+        costs_s.append(prefill_cost(worker, Prompt(1000), 0).total_s)
+        nearly_cached_s.append(prefill_cost(worker, Prompt(1000), 992).total_s)
     assert costs_s[0] == costs_s[1] < costs_s[2] < 1.2 * costs_s[1]
     assert nearly_cached_s[2] < 1.002 * nearly_cached_s[1], "it is chosen for what it has"

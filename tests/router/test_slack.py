@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.messages import StepCosts
-from disagg.router.costs import decode_cost, prefill_cost
+from disagg.router.costs import Prompt, decode_cost, prefill_cost
 from disagg.router.fleet import Fleet
 from disagg.router.policy import choose_route
 from disagg.router.route import Route
@@ -253,16 +253,16 @@ def test_costs_of_nothing_but_attention_have_a_route() -> None:
 
 def test_a_long_prompt_is_predicted_beside_the_streams_that_come_before_it_is_done() -> None:
     fleet = make_fleet(TIGHT_S, "p0", "d0")
-    alone = prefill_cost(worker(fleet, "d0"), 4000, 0)
+    alone = prefill_cost(worker(fleet, "d0"), Prompt(4000), 0)
     fleet.worker_stepped("d0", (), make_status(num_running=2, num_prefilling=2))
-    beside = prefill_cost(worker(fleet, "d0"), 4000, 0)
+    beside = prefill_cost(worker(fleet, "d0"), Prompt(4000), 0)
     assert worker(fleet, "d0").backlog.num_at_once >= CHUNK_TOKENS, "none of them decodes yet"
     assert beside.own_s == pytest.approx(alone.own_s), "which others do not change"
     assert beside.beside_s > alone.own_s, "steps of 12.5 ms have little room for prompts"
     assert beside.queue_s == alone.queue_s == 0.0, "nothing is queued before it"
     leaving = make_status(num_running=2, num_prefilling=2, num_leaving=2)
     fleet.worker_stepped("d0", (), leaving)
-    assert prefill_cost(worker(fleet, "d0"), 4000, 0).beside_s == 0.0, "none decodes here"
+    assert prefill_cost(worker(fleet, "d0"), Prompt(4000), 0).beside_s == 0.0, "none decodes here"
 
 
 @given(num=st.integers(1, 40), num_tokens=st.integers(1, 20_000), slo_s=st.floats(0.011, 0.5))
@@ -270,9 +270,9 @@ def test_streams_to_come_delay_a_prompt_and_never_hasten_it(
     num: int, num_tokens: int, slo_s: float
 ) -> None:
     fleet = make_fleet(slo_s, "p0", "d0")
-    alone = prefill_cost(worker(fleet, "d0"), num_tokens, 0)
+    alone = prefill_cost(worker(fleet, "d0"), Prompt(num_tokens), 0)
     fleet.worker_stepped("d0", (), make_status(num_running=num, num_prefilling=num))
-    cost = prefill_cost(worker(fleet, "d0"), num_tokens, 0)
+    cost = prefill_cost(worker(fleet, "d0"), Prompt(num_tokens), 0)
     assert cost.own_s == pytest.approx(alone.own_s)
     assert cost.queue_s == alone.queue_s == 0.0
     assert cost.beside_s >= 0.0 == alone.beside_s
