@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -51,6 +51,27 @@ def playing(*deltas: TokenDelta | Exception) -> Generate:
             await asyncio.sleep(0)
 
     return push(generate)
+
+
+class Choices:
+    """A source of several answers. `say` yields the deltas of the one with that number."""
+
+    def __init__(self, say: Callable[[int], AsyncGenerator[TokenDelta, None]]) -> None:
+        self.say = say
+        self.num_opened = 0
+        self.closed: list[int] = []
+
+    async def __call__(self, request: GenerateRequest, put: PutDelta) -> None:
+        number, self.num_opened = self.num_opened, self.num_opened + 1
+        try:
+            async for delta in self.say(number):
+                put(delta)
+        finally:
+            self.closed.append(number)
+
+
+async def for_ever() -> None:
+    await asyncio.get_running_loop().create_future()
 
 
 async def result(run: RunningJob) -> list[ChoiceDelta]:
@@ -124,44 +145,35 @@ async def test_text_before_a_failure_is_delivered_then_the_failure(
 @pytest.mark.parametrize("refused", [0, 1, 2])
 async def test_a_refused_choice_refuses_all_before_anything_is_sent(refused: int) -> None:
     """However far the others are by then."""
-    num_opened, closed = 0, 0
 
-    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        nonlocal num_opened, closed
-        number, num_opened = num_opened, num_opened + 1
-        try:
-            if number == refused:
-                await asyncio.sleep(0.02)
-                raise Overloaded("full", retry_after_s=7.0)
-            yield TokenDelta(0, IDS[:2])
-            if number == 0:
-                yield TokenDelta(0, IDS[2:], "stop")
-            await asyncio.get_running_loop().create_future()
-        finally:
-            closed += 1
+    async def say(number: int) -> AsyncGenerator[TokenDelta, None]:
+        if number == refused:
+            await asyncio.sleep(0.02)
+            raise Overloaded("full", retry_after_s=7.0)
+        yield TokenDelta(0, IDS[:2])
+        if number == 0:
+            yield TokenDelta(0, IDS[2:], "stop")
+        await for_ever()
 
-    batches = job(push(generate), 3).batches()
+    choices = Choices(say)
     with pytest.raises(Overloaded) as error:
-        await anext(batches)
+        await anext(job(choices, 3).batches())
     assert error.value.retry_after_s == 7.0
-    assert num_opened == closed == 3
+    assert sorted(choices.closed) == [0, 1, 2]
     assert len(asyncio.all_tasks()) == 1
 
 
 async def test_choices_that_have_all_begun_wait_for_nobody() -> None:
     release = asyncio.get_running_loop().create_future()
-    num_opened = 0
 
-    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        nonlocal num_opened
-        number, num_opened = num_opened, num_opened + 1
+    async def say(number: int) -> AsyncGenerator[TokenDelta, None]:
         yield TokenDelta(0, IDS[:1])
         if number == 1:
             await release
         yield TokenDelta(0, IDS[1:], "stop")
 
     texts = ["", ""]
-    async for batch in job(push(generate), 2).batches():
+    async for batch in job(Choices(say), 2).batches():
         for piece in batch:
             texts[piece.index] += piece.text
             if piece.index == 0 and piece.finish_reason is not None:
@@ -170,47 +182,25 @@ async def test_choices_that_have_all_begun_wait_for_nobody() -> None:
 
 
 async def test_one_failed_choice_ends_the_others() -> None:
-    closed: list[int] = []
-    opened: list[int] = []
+    """Also if the client reads more slowly than pieces of theirs come."""
 
-    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        number = len(opened)
-        opened.append(number)
-        try:
-            yield TokenDelta(0, IDS[:1])
-            if number == 1:
-                raise EngineFailed("planted")
-            await asyncio.get_running_loop().create_future()
-        finally:
-            closed.append(number)
-
-    with pytest.raises(EngineFailed, match="planted"):
-        await result(job(push(generate), 3))
-    assert sorted(closed) == [0, 1, 2]
-
-
-async def test_a_failure_waits_for_no_pieces_of_others_after_it() -> None:
-    """Also if the client reads more slowly than these come."""
-    opened = 0
-
-    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        nonlocal opened
-        number, opened = opened, opened + 1
+    async def say(number: int) -> AsyncGenerator[TokenDelta, None]:
         yield TokenDelta(0, IDS[:1])
-        if number == 0:
+        if number == 1:
             raise EngineFailed("planted")
         for _ in range(1000):
             await asyncio.sleep(0)
             yield TokenDelta(0, IDS[1:2])
-        yield TokenDelta(0, (), "stop")
+        await for_ever()
 
-    num_batches = 0
+    choices, num_batches = Choices(say), 0
     with pytest.raises(EngineFailed, match="planted"):
-        async for _ in job(push(generate), 2).batches():
+        async for _ in job(choices, 3).batches():
             num_batches += 1
             for _ in range(10):
                 await asyncio.sleep(0)
-    assert num_batches == 1
+    assert num_batches == 1, "a failure waits for no pieces of others"
+    assert sorted(choices.closed) == [0, 1, 2]
 
 
 async def test_closing_waits_until_the_source_is_closed() -> None:
@@ -244,18 +234,10 @@ async def test_a_source_that_ends_is_not_cancelled() -> None:
 
 
 async def test_a_stop_string_closes_the_source() -> None:
-    closed = []
-
-    async def generate(request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        try:
-            for token_id in IDS:
-                yield TokenDelta(0, (token_id,))
-        finally:
-            closed.append(True)
-
-    whole = await result(job(push(generate), stops=["quick"]))
+    choices = Choices(lambda number: one_by_one())
+    whole = await result(job(choices, stops=["quick"]))
     assert (whole[0].text, whole[0].finish_reason) == ("the ", "stop")
-    assert closed == [True]
+    assert choices.closed == [0]
 
 
 @pytest.mark.parametrize("stops", [(), ("brown",), ("x j", "fox"), ("the",), ("umps",)])
@@ -289,11 +271,14 @@ async def test_pieces_may_be_written_where_their_tokens_arrive(stops: tuple[str,
         whole.extend(piece)
         run.write_now = write_now
         is_busy = False
-    (usual,) = await result(job(playing_one_by_one(), stops=stops))
+    (usual,) = await result(job(Choices(lambda number: one_by_one()), stops=stops))
     assert (whole.text, whole.finish_reason) == (usual.text, usual.finish_reason)
     assert whole.num_tokens == usual.num_tokens == run.num_completion_tokens
     assert num_written or stops
 
 
-def playing_one_by_one() -> Generate:
-    return playing(*(TokenDelta(0, (each,)) for each in IDS), TokenDelta(0, (), "length"))
+async def one_by_one() -> AsyncGenerator[TokenDelta, None]:
+    for token_id in IDS:
+        yield TokenDelta(0, (token_id,))
+        await asyncio.sleep(0)
+    yield TokenDelta(0, (), "length")

@@ -34,6 +34,7 @@ from tests.router.scripted_workers import (
     early_ticket_of,
     keep_busy,
     make_dispatcher,
+    play,
     ticket_of,
     token_at,
     tokens_of,
@@ -117,11 +118,9 @@ async def test_a_prompt_that_stays_sends_nothing_ahead() -> None:
 
 
 async def test_an_answer_of_one_token_ends_at_prefill() -> None:
-    workers, fleet = ScriptedWorkers(), keep_busy(make_fleet("p0", "d0"), "d0")
-    request = make_request(2000, max_tokens=1)
-    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    fleet = keep_busy(make_fleet("p0", "d0"), "d0")
+    workers = await play(make_request(2000, max_tokens=1), fleet)
     assert [call.worker_id for call in workers.calls] == ["p0"]
-    assert_nothing_reserved(fleet)
 
 
 async def test_a_lost_worker_costs_no_token() -> None:
@@ -142,11 +141,9 @@ async def test_a_lost_worker_costs_no_token() -> None:
 
 
 async def test_a_ticket_goes_on_when_decode_fails_before_its_first_token() -> None:
-    failures = [Script(), Script(after=0, then=Overloaded("No room."))]
-    workers = ScriptedWorkers(deque(failures))
     fleet = keep_busy(make_fleet("p0", "d0", "d1"), "d0", "d1")
-    request = make_request(2000)
-    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    request, full = make_request(2000), Script(after=0, then=Overloaded("No room."))
+    workers = await play(request, fleet, Script(), full)
     prefill, failed, good = workers.calls
     assert prefill.hand_over
     assert failed.ticket == good.ticket == ticket_of("p0", request)
@@ -154,52 +151,41 @@ async def test_a_ticket_goes_on_when_decode_fails_before_its_first_token() -> No
 
 
 async def test_a_used_ticket_is_not_used_again() -> None:
-    workers = ScriptedWorkers(deque([Script(), Script(after=3)]))
     fleet = keep_busy(make_fleet("p0", "d0", "d1"), "d0", "d1")
-    request = make_request(2000)
-    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    workers = await play(make_request(2000), fleet, Script(), Script(after=3))
     again, last = workers.calls[2:]
     assert (again.hand_over, again.ticket) == (True, None)
     assert last.ticket == ticket_of("p0", again.request)
 
 
-async def test_a_ticket_of_a_dead_source_is_dropped() -> None:
-    workers = ScriptedWorkers(deque([Script(), Script(after=0)]))
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_ticket_of_a_source_that_is_gone_is_dropped(is_restarted: bool) -> None:
     fleet = keep_busy(make_fleet("p0", "d0", "d1"), "d0", "d1")
-    workers.on_failure = lambda worker_id: fleet.worker_lost("p0")
-    request = make_request(2000)
-    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
-    assert len(workers.calls) == 3
+
+    def end_source(worker_id: str) -> None:
+        if is_restarted:
+            fleet.worker_synced(make_record("p0", epoch=2), [], make_status())
+        else:
+            fleet.worker_lost("p0")
+
+    scripts = Script(), Script(after=0)
+    workers = await play(make_request(2000), fleet, *scripts, on_failure=end_source)
     assert workers.calls[2].ticket is None
+    assert len(workers.calls) == 3 or is_restarted
 
 
 async def test_a_source_that_decodes_itself_gets_its_ticket_back() -> None:
     """It finds the blocks in its cache; nobody else would ever release them."""
-    workers = ScriptedWorkers(deque([Script(), Script(after=0)]))
-    fleet = keep_busy(make_fleet("p0", "d0"), "d0")
-    workers.on_failure = lambda worker_id: fleet.worker_lost("d0")
-    request = make_request(2000)
-    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    fleet, request = keep_busy(make_fleet("p0", "d0"), "d0"), make_request(2000)
+    workers = await play(request, fleet, Script(), Script(after=0), on_failure=fleet.worker_lost)
     last = workers.calls[2]
     assert (last.worker_id, last.ticket, last.hand_over) == ("p0", None, False)
     assert workers.released == [ticket_of("p0", request)]
 
 
-async def test_a_restarted_source_does_not_honour_old_tickets() -> None:
-    workers = ScriptedWorkers(deque([Script(), Script(after=0)]))
-    fleet = keep_busy(make_fleet("p0", "d0", "d1"), "d0", "d1")
-    restarted = make_record("p0", epoch=2)
-    workers.on_failure = lambda worker_id: fleet.worker_synced(restarted, [], make_status())
-    request = make_request(2000)
-    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
-    assert workers.calls[2].ticket is None
-
-
 async def test_prefill_that_dies_is_done_elsewhere() -> None:
-    workers = ScriptedWorkers(deque([Script(after=0)]))
     fleet = keep_busy(make_fleet("p0", "p1", "d0"), "d0")
-    request = make_request(2000)
-    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    workers = await play(make_request(2000), fleet, Script(after=0))
     first, second, third = workers.calls
     assert {first.worker_id, second.worker_id} == {"p0", "p1"}
     assert third.worker_id == "d0"

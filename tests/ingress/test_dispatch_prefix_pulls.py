@@ -21,6 +21,7 @@ from tests.router.scripted_workers import (
     assert_nothing_reserved,
     collect,
     make_dispatcher,
+    play,
     prefix_ticket_of,
 )
 
@@ -55,11 +56,10 @@ async def test_a_prefix_is_pulled_before_it_is_needed() -> None:
 
 
 async def test_a_decode_worker_pulls_a_prefix_from_a_prefill_worker() -> None:
-    request, workers = make_request(1600), ScriptedWorkers()
+    request = make_request(1600)
     fleet = make_fleet("p0", "d0", held={"p0": list(request.block_hashes)})
     fleet.worker_stepped("p0", (), make_status(num_waiting=9, num_uncomputed_tokens=20_000))
-    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
-    asked, visit = workers.calls
+    asked, visit = (await play(request, fleet)).calls
     assert (asked.worker_id, visit.worker_id, visit.hand_over) == ("p0", "d0", False)
     assert visit.ticket == prefix_ticket_of(asked).ticket
 
@@ -68,19 +68,17 @@ async def test_a_worker_that_prefills_for_another_may_pull_a_prefix_from_it() ->
     """With a TPOT SLO: d0 is fast and has the streams, the others are too slow for any."""
     request = make_request(2000, tpot_slo_s=0.0125, ttft_slo_s=2.0)
     slow = StepCosts(tuple(3.0 * each for each in COSTS.coefficients), 100, 0.05)
-    fleet, workers = Fleet(tpot_slo_s={"toy": 0.0125}), ScriptedWorkers()
+    fleet = Fleet(tpot_slo_s={"toy": 0.0125})
     has = make_status(
         num_running=17, num_context_tokens=17_000, num_waiting=2, num_uncomputed_tokens=2000
     )
     fleet.worker_synced(make_record("d0"), request.block_hashes[:100], has)
     fleet.worker_synced(make_record("p0"), [], make_status(step_costs=slow))
-    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
-    asked, prefill, decode = workers.calls
-    assert [each.worker_id for each in workers.calls] == ["d0", "p0", "d0"]
+    asked, prefill, decode = calls = (await play(request, fleet)).calls
+    assert [each.worker_id for each in calls] == ["d0", "p0", "d0"]
     assert asked.request.token_ids == () and prefill.ticket == prefix_ticket_of(asked).ticket
     assert prefill.hand_over and not decode.hand_over
     assert decode.ticket not in (None, prefill.ticket)
-    assert_nothing_reserved(fleet)
 
 
 @pytest.mark.parametrize("then", [Unavailable("Evicted."), "lost", "vanish"])
@@ -114,19 +112,16 @@ async def test_a_prefix_source_that_has_left_harms_nobody(monkeypatch: pytest.Mo
 
 async def test_nobody_waits_long_for_a_prefix_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "PREFIX_PULL_PATIENCE_S", 0.01)
-    request, workers = make_request(1600), ScriptedWorkers(deque([Script(after=0, then="stuck")]))
-    assert_complete(
-        await collect(make_dispatcher(workers, having_prefix(request)), request), request
-    )
+    request = make_request(1600)
+    workers = await play(request, having_prefix(request), Script(after=0, then="stuck"))
     assert [call.ticket for call in workers.calls] == [None, None]
 
 
 async def test_a_prefix_ticket_that_was_not_used_is_given_back() -> None:
     """Who moves chooses again, perhaps without a prefix pull."""
     request = make_request(1600)
-    workers = ScriptedWorkers(deque([Script(), Script(after=0, then=Overloaded("No room."))]))
-    fleet = having_prefix(request)
-    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    full = Script(after=0, then=Overloaded("No room."))
+    workers = await play(request, having_prefix(request), Script(), full)
     asked, refused, good = workers.calls
     assert refused.ticket == prefix_ticket_of(asked).ticket
     assert workers.released == [refused.ticket]

@@ -31,6 +31,7 @@ from tests.router.scripted_workers import (
     collect,
     keep_busy,
     make_dispatcher,
+    play,
 )
 
 
@@ -85,9 +86,7 @@ async def test_a_request_that_has_begun_waits_for_room(monkeypatch: pytest.Monke
     """For longer than any number of failures would let it go on."""
     monkeypatch.setattr(dispatch, "MOST_PAUSE_S", 0.01)
     full = Script(after=0, then=Overloaded("Full."))
-    workers = ScriptedWorkers(deque([Script(after=3), *[full] * 20]))
-    fleet, request = make_fleet("d0"), make_request()
-    assert_complete(await collect(make_dispatcher(workers, fleet), request), request)
+    workers = await play(make_request(), make_fleet("d0"), Script(after=3), *[full] * 20)
     assert [call.worker_id for call in workers.calls] == ["d0"] * 22
 
 
@@ -124,17 +123,14 @@ async def test_a_request_that_comes_too_late_is_refused_once() -> None:
 
 
 async def test_a_request_that_was_taken_in_is_not_refused_when_it_moves() -> None:
-    workers, fleet = ScriptedWorkers(deque([Script(after=2)])), make_fleet("d0", "d1")
+    fleet = make_fleet("d0", "d1")
 
     def fill(worker_id: str) -> None:
         fleet.worker_lost(worker_id)
         (other,) = fleet.view().workers
         fleet.worker_stepped(other, (), make_status(num_waiting=9, num_uncomputed_tokens=1_000_000))
 
-    workers.on_failure = fill
-    request = make_request(ttft_slo_s=0.5)
-    dispatcher = make_dispatcher(workers, fleet)
-    assert_complete(await collect(dispatcher, request), request)
+    await play(make_request(ttft_slo_s=0.5), fleet, Script(after=2), on_failure=fill)
 
 
 async def test_those_that_wait_for_a_worker_set_out_in_order_and_look_only_then() -> None:

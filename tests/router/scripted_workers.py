@@ -203,6 +203,21 @@ async def collect(dispatcher: Dispatcher, request: GenerateRequest) -> list[Toke
     return [delta async for delta in answers(dispatcher, request)]
 
 
+async def play(
+    request: GenerateRequest,
+    fleet: Fleet,
+    *scripts: Script,
+    on_failure: Callable[[str], None] | None = None,
+    **options: Any,
+) -> ScriptedWorkers:
+    """The workers of a fleet after they have answered a request, whole in spite of all."""
+    workers = ScriptedWorkers(deque(scripts), on_failure=on_failure)
+    dispatcher = make_dispatcher(workers, fleet, **options)
+    assert_complete(await collect(dispatcher, request), request)
+    assert_nothing_reserved(fleet)
+    return workers
+
+
 def tokens_of(deltas: list[TokenDelta]) -> list[int]:
     return [token_id for delta in deltas for token_id in delta.token_ids]
 
