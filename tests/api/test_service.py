@@ -264,46 +264,35 @@ def model_directory(path: Path, **config: Any) -> Path:
     return path
 
 
-def write_weights(file: Path, *tensors: bytes) -> None:
-    """A safetensors file of byte tensors."""
-    header, start = {}, 0
-    for index, raw in enumerate(tensors):
-        end = start + len(raw)
-        header[f"t{index}"] = {"dtype": "U8", "shape": [len(raw)], "data_offsets": [start, end]}
-        start = end
-    head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    file.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(tensors))
+def read_model(directory: Path, **generation: Any) -> ServedModel:
+    """The model of a directory, with this `generation_config.json` if it says anything."""
+    if generation:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return ServedModel.from_description(describe_model(directory), name="m", block_size=16)
 
 
 def test_a_model_is_read_from_its_directory(tmp_path: Path) -> None:
     directory = model_directory(tmp_path)
-    model = ServedModel.from_description(describe_model(directory), name="m", block_size=16)
+    model = read_model(directory)
     assert (model.max_model_len, model.vocab_size) == (256, TOKENIZER.num_ids)
-    assert model.eos_token_ids == (0,)
+    assert model.eos_token_ids == (0,) and model.template is not None
     assert model.defaults == GenerationDefaults()
-    assert model.template is not None
-    (directory / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [2, 0], "temperature": 0.7, "top_k": 20})
-    )
-    model = ServedModel.from_description(
+    model = read_model(directory, eos_token_id=[2, 0], temperature=0.7, top_k=20)
+    assert model.eos_token_ids == (2, 0)
+    assert model.defaults == GenerationDefaults(temperature=0.7, top_k=20)
+    assert read_model(directory, do_sample=False, temperature=0.7).defaults.temperature == 0.0
+    greedy = read_model(directory, temperature=0, top_k=None).defaults
+    assert greedy == GenerationDefaults(temperature=0.0)
+    short = ServedModel.from_description(
         describe_model(directory), name="m", block_size=16, max_model_len=64
     )
-    assert (model.max_model_len, model.eos_token_ids) == (64, (2, 0))
-    assert model.defaults == GenerationDefaults(temperature=0.7, top_k=20)
-    (directory / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.7}')
-    model = ServedModel.from_description(describe_model(directory), name="m", block_size=16)
-    assert model.defaults.temperature == 0.0
-    (directory / "generation_config.json").write_text('{"temperature": 0, "top_k": null}')
-    model = ServedModel.from_description(describe_model(directory), name="m", block_size=16)
-    assert model.defaults == GenerationDefaults(temperature=0.0)
+    assert short.max_model_len == 64
 
 
 @pytest.mark.parametrize("value", ["0.7", -0.1, True, [1]])
 def test_a_recommended_temperature_that_is_none_is_refused(tmp_path: Path, value: Any) -> None:
-    directory = model_directory(tmp_path)
-    (directory / "generation_config.json").write_text(json.dumps({"temperature": value}))
     with pytest.raises(ModelError, match=r"generation_config\.json is wrong: temperature"):
-        ServedModel.from_description(describe_model(directory), name="m", block_size=16)
+        read_model(model_directory(tmp_path), temperature=value)
 
 
 @pytest.mark.parametrize(
@@ -319,50 +308,5 @@ def test_a_recommended_temperature_that_is_none_is_refused(tmp_path: Path, value
 def test_what_ends_an_answer(
     tmp_path: Path, config: dict[str, Any], generation: Any, expected: tuple[int, ...]
 ) -> None:
-    directory = model_directory(tmp_path, **config)
-    if generation is not None:
-        (directory / "generation_config.json").write_text(json.dumps(generation))
-    model = ServedModel.from_description(describe_model(directory), name="m", block_size=16)
+    model = read_model(model_directory(tmp_path, **config), **(generation or {}))
     assert model.eos_token_ids == expected
-
-
-def test_yarn_makes_the_same_length_for_api_and_engine(tmp_path: Path) -> None:
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
-    directory = model_directory(tmp_path, rope_scaling=scaling)
-    assert (
-        ServedModel.from_description(
-            describe_model(directory), name="m", block_size=16
-        ).max_model_len
-        == 1024
-    )
-
-
-def test_fingerprints_tell_trainings_apart(tmp_path: Path) -> None:
-    directory = model_directory(tmp_path)
-    weights = directory / "model.safetensors"
-    first, second = bytes(5000), bytes(3000)
-    write_weights(weights, first, second)
-    name = describe_model(directory).fingerprint
-    assert name == describe_model(directory).fingerprint
-    write_weights(weights, first, second[:2000] + b"\1" + second[2001:])
-    changed = describe_model(directory).fingerprint
-    model_directory(tmp_path, head_dim=4)
-    assert len({name, changed, describe_model(directory).fingerprint}) == 3
-
-
-def test_directories_that_are_no_models(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json is missing"):
-        ServedModel.from_description(describe_model(tmp_path), name="m", block_size=16)
-    directory = model_directory(tmp_path, max_position_embeddings=None)
-    with pytest.raises(ModelError, match="max_position_embeddings"):
-        ServedModel.from_description(describe_model(directory), name="m", block_size=16)
-    (directory / "config.json").write_text("[")
-    with pytest.raises(ModelError, match="cannot be read as JSON"):
-        ServedModel.from_description(describe_model(directory), name="m", block_size=16)
-    (directory / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match="JSON object"):
-        ServedModel.from_description(describe_model(directory), name="m", block_size=16)
-    model_directory(tmp_path)
-    (directory / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{[")
-    with pytest.raises(ModelError, match="safetensors"):
-        ServedModel.from_description(describe_model(directory), name="m", block_size=16)

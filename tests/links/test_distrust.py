@@ -86,6 +86,9 @@ class RawWorker:
     def write_raw(self, raw: bytes) -> None:
         self._writers[-1].write(raw)
 
+    async def until_started(self) -> None:
+        await until(lambda: any(isinstance(message, Start) for message in self.received))
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
         self.write(Challenge(self._version, b"theirs"))
@@ -109,7 +112,7 @@ async def test_a_gap_ends_the_streams_and_asks_for_a_snapshot() -> None:
     async with RawWorker() as worker, linked(worker.record, observer) as link:
         await until(lambda: observer.held)
         task = asyncio.create_task(collect(open_stream(link, make_request())))
-        await until(lambda: any(isinstance(message, Start) for message in worker.received))
+        await worker.until_started()
         worker.write(StepFrame(1, (TokenDelta(1, (1,)),), (), WorkerStatus()))
         worker.write(StepFrame(3, (TokenDelta(1, (3,)),), (), WorkerStatus()))
         with pytest.raises(WorkerLost, match="lost frames before number 3"):
@@ -154,7 +157,7 @@ async def test_a_worker_that_speaks_wrongly_is_left(raw: bytes, reason: str) -> 
     async with RawWorker() as worker, linked(worker.record, observer) as link:
         await until(lambda: observer.held)
         task = asyncio.create_task(collect(open_stream(link, make_request())))
-        await until(lambda: any(isinstance(message, Start) for message in worker.received))
+        await worker.until_started()
         worker.write_raw(raw)
         with pytest.raises(WorkerLost, match=reason):
             await asyncio.wait_for(task, 60)
