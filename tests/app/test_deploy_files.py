@@ -21,6 +21,7 @@ from disagg.capacity.shapes import SHAPES
 from disagg.cli.serve_arguments import add_arguments
 from disagg.config_checks import filled_in
 from disagg.errors import StartupError
+from disagg.worker.vllm.arguments import VERSIONS
 from tests.pods import check_pods, config_of
 
 ROOT = Path(__file__).parents[2]
@@ -143,6 +144,9 @@ def test_the_image_has_the_versions_that_are_tested() -> None:
         re.findall(r"^(\S+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     )
     assert f"FROM rayproject/ray:{pinned['ray']}-" in words
+    beside_vllm = DOCKERFILE.with_name("vllm.Dockerfile").read_text()
+    assert f'"ray[serve]=={pinned["ray"]}"' in beside_vllm
+    assert f"FROM vllm/vllm-openai:v{VERSIONS[0]}." in beside_vllm
     assert _load(KUBERAY)["spec"]["rayClusterConfig"]["rayVersion"] == pinned["ray"]
 
 
