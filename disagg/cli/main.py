@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping
@@ -61,6 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGINT, interrupted)
     try:
         status: int = chosen.run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`: nobody reads on, and nothing is left to be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except DisaggError as error:
         print(
             f"disagg: {error.message}{at_fault(error, verbs[chosen.verb])}",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -76,3 +79,13 @@ def test_variables_of_other_programs_are_none_of_ours() -> None:
     shown = {"DISAGG_REDIS_URL": "(set)", "HF_TOKEN": "(set)", "UCX_TLS": "rc"}
     assert shown_variables(variables) == shown
     assert {"torch", "ray", "msgspec", "vllm"} <= {*package_names()}
+
+
+def test_whoever_reads_no_further_sees_no_traceback() -> None:
+    """As with `disagg completion bash | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "disagg.cli.main", "completion", "bash"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
