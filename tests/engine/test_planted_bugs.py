@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -187,21 +188,21 @@ def _choose_before_the_host_knows(patch: pytest.MonkeyPatch) -> None:
 def _verify_a_draft_and_go_on(patch: pytest.MonkeyPatch) -> None:
     """Whoever has a draft takes part in the next step, as if its first token were wrong."""
 
-    def init(self: ProjectedPlan, plan: StepPlan, gone: set[EngineSequence]) -> None:
-        _after(self, plan, gone)
+    def init(self: ProjectedPlan, plan: StepPlan, *others: Any) -> None:
+        _after(self, plan, *others)
         for sequence, num_tokens in zip(plan.sequences, plan.query_lens, strict=True):
             is_verified = sequence.num_computed + num_tokens > len(sequence.tokens)
-            if is_verified and sequence not in gone:
+            if is_verified and sequence not in others[0]:
                 self.decodes.append(sequence)
 
     patch.setattr(ProjectedPlan, "__init__", init)
 
 
 def _continue_whoever_ends(patch: pytest.MonkeyPatch) -> None:
-    def init(self: ProjectedPlan, plan: StepPlan, gone: set[EngineSequence]) -> None:
-        _after(self, plan, gone)
+    def init(self: ProjectedPlan, plan: StepPlan, *others: Any) -> None:
+        _after(self, plan, *others)
         ended = [each for each in plan.sequences[: plan.num_decodes] if each not in self.decodes]
-        self.decodes += [each for each in ended if each not in gone]
+        self.decodes += [each for each in ended if each not in others[0]]
 
     patch.setattr(ProjectedPlan, "__init__", init)
 
@@ -209,8 +210,8 @@ def _continue_whoever_ends(patch: pytest.MonkeyPatch) -> None:
 def _plan_as_if_nothing_were_under_way(patch: pytest.MonkeyPatch) -> None:
     """Whoever is in the middle of a prompt computes the same chunk again."""
 
-    def init(self: ProjectedPlan, plan: StepPlan, gone: set[EngineSequence]) -> None:
-        _after(self, plan, gone)
+    def init(self: ProjectedPlan, plan: StepPlan, *others: Any) -> None:
+        _after(self, plan, *others)
         self.prefills = [(sequence, sequence.num_computed) for sequence, _ in self.prefills]
 
     patch.setattr(ProjectedPlan, "__init__", init)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -12,8 +10,6 @@ from msgspec.structs import replace
 
 from disagg.engine.device.batching import Batching, StepInputs, _Decodes
 from disagg.engine.device.slots import Slots
-from disagg.engine.sched.block_pool import BlockPool
-from disagg.engine.sched.block_tables import disown, trim
 from disagg.engine.sched.sequence import NO_SLOT, Sequence
 from disagg.engine.sched.step import Choose, Sampled, StepPlan
 from disagg.models.batch import Batch
@@ -72,54 +68,6 @@ def test_every_tensor_is_what_its_name_says(case: tuple[StepPlan, int]) -> None:
     made = Made(block_size)
     check(plan, block_size, made.batch(plan))
     check(plan, block_size, made.batch(plan))
-
-
-@given(st.data(), st.integers(1, 5))
-def test_tables_follow_whatever_happens_to_blocks(data: st.DataObject, block_size: int) -> None:
-    """Sequences grow, lose a draft's blocks, are preempted, end, and come back in other slots."""
-    made, pool = Made(block_size), list(range(200))
-    sequences: list[Sequence] = []
-    for step in range(data.draw(st.integers(1, 12))):
-        if not sequences or data.draw(st.booleans()):
-            sequences.append(new_sequence((5, 6, 7, step), block_size))
-        for sequence in sequences:
-            change = data.draw(st.sampled_from(["grow", "trim", "lose", "stay", "stay"]))
-            num_kept = -(-len(sequence.tokens) // block_size)
-            if change == "lose":
-                disown(sequence)
-            elif change == "trim" and len(sequence.block_ids) > num_kept:
-                trim(Taken(block_size), sequence)
-            wanted = num_kept + (change == "grow")
-            while len(sequence.block_ids) < wanted:
-                sequence.block_ids.append(data.draw(st.sampled_from(pool)))
-            sequence.num_slots = len(sequence.block_ids) * block_size
-            sequence.num_computed = len(sequence.tokens) - 1
-        some = data.draw(st.lists(st.sampled_from(sequences), min_size=1, unique_by=id))
-        num = len(some)
-        plan = StepPlan(some, [1] * num, num, StepFeatures())
-        check(plan, block_size, made.batch(plan))
-        if data.draw(st.booleans()):
-            sequences.remove(some[0])
-
-
-@given(st.data(), st.integers(1, 5))
-def test_the_next_step_of_the_same_decodes(data: st.DataObject, block_size: int) -> None:
-    """Also where a sequence has more blocks than it needs, and after a step of others."""
-    made, pool = Made(block_size), iter(range(10_000))
-    lengths = data.draw(st.lists(st.integers(2, 12), min_size=2, max_size=4))
-    sequences = [new_sequence(tuple(range(5, 5 + length)), block_size) for length in lengths]
-    for step in range(data.draw(st.integers(1, 3 * block_size + 3))):
-        some = sequences[: data.draw(st.sampled_from([len(sequences)] * 9 + [1]))]
-        for sequence in some:
-            sequence.tokens.append(20 + step)
-            num_blocks = -(-len(sequence.tokens) // block_size) + data.draw(st.integers(0, 1))
-            while len(sequence.block_ids) < num_blocks:
-                sequence.block_ids.append(next(pool))
-            sequence.num_slots = len(sequence.block_ids) * block_size
-            sequence.num_computed = len(sequence.tokens) - 1
-        num = len(some)
-        plan = StepPlan(some, [1] * num, num, StepFeatures())
-        check(plan, block_size, made.batch(plan))
 
 
 class Compared(FakeDevice):
@@ -191,16 +139,6 @@ def test_a_batch_that_is_not_brought_up_to_date_is_noticed(monkeypatch: pytest.M
 
     with pytest.raises(AssertionError):
         play()
-
-
-class Taken(BlockPool):
-    """Takes back whatever it is given."""
-
-    def __init__(self, block_size: int) -> None:
-        super().__init__(1, block_size, [0])
-
-    def release(self, block_ids: SequenceOf[int], *, is_spent: bool = False) -> None:
-        pass
 
 
 def test_a_token_that_only_the_device_knows_is_read_there() -> None:

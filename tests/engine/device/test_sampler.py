@@ -67,25 +67,6 @@ def draw_many(logits: Tensor, num_draws: int, **changes: object) -> list[int]:
     return [token.token_id for token in drawn]
 
 
-def test_a_token_does_not_depend_on_the_batch() -> None:
-    kinds = [
-        params(seed=11),
-        params(temperature=0.0),
-        params(seed=12, top_k=3),
-        params(seed=13, top_p=0.5, logprobs=2),
-        params(seed=14, min_p=0.2, repetition_penalty=1.3),
-        params(temperature=0.0, presence_penalty=1.0, logprobs=0),
-    ] * 4
-    logits = random_logits(len(kinds), 2000)
-    sequences = [new_sequence(p, output=(5, 6, 5)[: i % 4]) for i, p in enumerate(kinds)]
-    together = sample(logits.clone(), sequences)
-    alone = [sample(logits[i : i + 1].clone(), [s])[0] for i, s in enumerate(sequences)]
-    assert together == alone
-    order = list(range(len(kinds)))[::-1]
-    backwards = sample(logits[order].clone(), [sequences[i] for i in order])
-    assert backwards[::-1] == together
-
-
 def test_seed_and_position_decide() -> None:
     row = random_logits(1)[0]
     drawn = draw_many(row, 200)

@@ -115,20 +115,6 @@ def test_without_prefix_caching_nothing_is_findable() -> None:
     assert engine.pool.hashes() == () and engine.pool.take_events() == ()
 
 
-def test_the_latest_arrival_gives_way_and_goes_on_where_it_was() -> None:
-    engine, _ = new_engine(6, 4)
-    old = new_sequence(prompt(8), 4, 16, stop_ids=NO_STOP)
-    new = new_sequence(prompt(8, 40), 4, 12, stop_ids=NO_STOP)
-    engine.submit(old)
-    engine.submit(new)
-    ends = [e.sequence for _ in range(60) for e in engine.step() if e.is_last]
-    assert engine.scheduler.num_preempted > 0
-    assert ends == [old, new]
-    for sequence in ends:
-        head = tuple(sequence.tokens[:8])
-        assert sequence.tokens[8:] == expected_tokens(head, sequence.sampling.max_tokens)
-
-
 def test_first_come_first_served_even_if_a_later_one_would_fit() -> None:
     engine, _ = new_engine(8, 4)
     running = new_sequence(prompt(16), 4, 8, stop_ids=NO_STOP)
@@ -224,30 +210,6 @@ def test_arrivals_and_prompts_do_not_starve_each_other() -> None:
     assert engine.scheduler.waiting == [], "it did not ask again"
 
 
-def test_arrivals_that_hold_everything_give_way() -> None:
-    """Three arrived with all blocks, and each needs one more: the latest is recomputed."""
-    engine, kv = new_engine(6, 4)
-    sequences = []
-    for i in range(3):
-        head = prompt(8, 10 * i)
-        first = tuple(expected_tokens(head, 1))
-        sequences.append(new_sequence(head, 4, 3, output=first, stop_ids=NO_STOP))
-        arrive(engine, kv, sequences[-1], 8)
-    assert engine.pool.num_free == 0
-    run(engine)
-    for i, sequence in enumerate(sequences):
-        assert sequence.tokens[8:] == expected_tokens(prompt(8, 10 * i), 3)
-
-
-def test_a_moved_request_counts_what_it_has() -> None:
-    engine, _ = new_engine(20, 4)
-    earlier = tuple(expected_tokens(prompt(5), 3))
-    sequence = new_sequence(prompt(5), 4, 5, output=earlier, stop_ids=NO_STOP)
-    engine.submit(sequence)
-    output = run(engine)[sequence.request_id]
-    assert list(earlier) + output == expected_tokens(prompt(5), 5)
-
-
 def test_handing_over_leaves_after_one_token_with_the_blocks() -> None:
     engine, _ = new_engine(20, 4)
     sequence = new_sequence(prompt(9), 4, 5, stop_ids=NO_STOP, hand_over=True)
@@ -333,26 +295,6 @@ def test_misuse_is_refused() -> None:
         engine.submit(sequence)
     with pytest.raises(StartupError, match="max_num_batched_tokens is 3"):
         new_engine(4, 4, max_num_seqs=4, max_num_batched_tokens=3)
-
-
-def test_abort_in_any_phase_gives_everything_back() -> None:
-    engine, kv = new_engine(12, 4, max_num_seqs=2, max_num_batched_tokens=6)
-    first = tuple(expected_tokens(prompt(5), 1))
-    decoding = new_sequence(prompt(5), 4, output=first, stop_ids=NO_STOP)
-    arrive(engine, kv, decoding, 5)
-    prefilling = new_sequence(prompt(14, 20), 4)
-    waiting = new_sequence(prompt(6, 9), 4)
-    engine.submit(prefilling)
-    engine.submit(waiting)
-    engine.step()
-    arrived = new_sequence(prompt(3, 30), 4, output=(7,))
-    arrive(engine, kv, arrived, 3)
-    assert engine.status().num_waiting == 2
-    for sequence in (waiting, arrived, prefilling, decoding):
-        assert engine.abort(sequence.request_id) is sequence
-        assert engine.abort(sequence.request_id) is None
-        engine.check()
-    assert not engine.has_work and engine.pool.num_free == 12
 
 
 def test_status_counts_what_is_left_to_do() -> None:

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.blocks import hash_blocks
 from disagg.engine.engine import Engine
 from disagg.engine.sched import scheduler, speculation
 from disagg.engine.sched.block_pool import BlockPool
@@ -16,7 +15,7 @@ from disagg.engine.sched.step import SampledToken, TokenEvent
 from disagg.messages import TokenLogprobs
 from disagg.time_model import StepFeatures, StepTimeFit
 from tests.engine.fake_runner import draft_of, expected_tokens, work_of
-from tests.engine.workload import ROOT, Driver, Workload, new_engine, new_sequence, workloads
+from tests.engine.workload import Driver, Workload, new_engine, new_sequence, workloads
 from tests.grids import examples
 
 PROMPT = (4, 5, 6, 7, 8)
@@ -148,12 +147,6 @@ def test_log_probabilities_go_with_their_tokens() -> None:
     assert event.logprobs == (TokenLogprobs(0),), "asked for the first tokens only"
 
 
-def test_a_draft_longer_than_a_step_goes_on_in_the_next() -> None:
-    engine, _ = new_engine(16, BLOCK_SIZE, max_num_batched_tokens=9)
-    [events] = play(engine, drafted(11)).values()
-    assert [len(event.token_ids) for event in events] == [5, 7]
-
-
 def test_a_step_has_a_bound_on_tokens_of_drafts() -> None:
     engine, _ = new_engine(
         512, BLOCK_SIZE, max_num_seqs=3, max_num_batched_tokens=1000, max_model_len=1000
@@ -221,16 +214,6 @@ def test_who_is_preempted_goes_on_without_draft() -> None:
         engine.step()
     assert sequence.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 12)
     assert engine.scheduler.num_drafted == 0
-
-
-def test_no_block_is_named_after_a_wrong_token() -> None:
-    with_draft, _ = new_engine(16, BLOCK_SIZE, max_num_batched_tokens=64)
-    without, _ = new_engine(16, BLOCK_SIZE, max_num_batched_tokens=64)
-    play(with_draft, drafted(4, 7))
-    play(without, drafted(0))
-    answer = expected_tokens(PROMPT, 12)
-    names = hash_blocks(ROOT, [*PROMPT, *answer[:-1]], BLOCK_SIZE)
-    assert set(with_draft.pool.hashes()) == set(without.pool.hashes()) == set(names)
 
 
 @pytest.mark.parametrize(
