@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from disagg.messages import HostCounts, StepCosts, TransferFigure, WorkerRecord, WorkerStatus
 from disagg.router.costs import (
@@ -34,14 +36,6 @@ def view_of(
 ) -> WorkerView:
     times = StepTimeModel.from_costs(status.step_costs)
     return WorkerView.from_status(record, status, RequestLoad(), times, began_s, tpot_slo_s)
-
-
-def test_an_idle_workers_prefill_is_what_its_model_says() -> None:
-    worker = view("p0")
-    cost = prefill_cost(worker, Prompt(1000), 0)
-    assert cost.first_token_s == pytest.approx(worker.times.prefill_s(1000))
-    assert cost.delay_s == 0.0
-    assert cost.total_s == cost.first_token_s
 
 
 def test_held_tokens_are_not_computed_but_the_last_one_is() -> None:
@@ -81,6 +75,40 @@ def test_a_queue_comes_first() -> None:
     assert cost.own_s == pytest.approx(busy.times.prefill_s(50))
     longer = prefill_cost(busy, Prompt(100), 0)  # of which 72 find room beside them
     assert longer.queue_s == pytest.approx(cost.queue_s + step_s)
+
+
+@given(
+    num_queued=st.integers(0, 5000),
+    num_new=st.integers(1, 5000),
+    num_waiting=st.integers(0, 5),
+    num_decoding=st.sampled_from([0, 1, 7, CHUNK_TOKENS - 1, CHUNK_TOKENS, 2000]),
+)
+def test_a_prompt_waits_for_the_steps_before_it_played_one_by_one(
+    num_queued: int, num_new: int, num_waiting: int, num_decoding: int
+) -> None:
+    num_context = 100 * num_decoding
+    status = make_status(
+        num_running=num_decoding,
+        num_waiting=num_waiting,
+        num_uncomputed_tokens=num_queued,
+        num_context_tokens=num_context,
+    )
+    worker = view("p0", status)
+    times, cost = worker.times, prefill_cost(worker, Prompt(num_new), 0)
+
+    num_at_once = max(1, CHUNK_TOKENS - num_decoding)
+    per_step_s, _, _, _, _, per_prompt_step_s = times.coefficients
+    decode_s = times.decode_step_s(num_decoding, num_context)
+    bare_s = (decode_s or per_step_s) + per_prompt_step_s
+    queued_s = times.prompts_s(num_queued, 0, num_waiting)
+    expected_s, num_left = queued_s + times.prompts_s(num_new), num_queued + num_new
+    if num_queued or num_decoding:  # a step is under way, which the new prompt came too late for
+        expected_s += bare_s if num_queued else decode_s
+        num_left -= min(num_queued, num_at_once)
+    while num_left > 0:
+        expected_s += bare_s
+        num_left -= num_at_once
+    assert cost.first_token_s == pytest.approx(expected_s)
 
 
 def test_the_step_under_way_is_waited_for_as_far_as_it_has_not_gone() -> None:
