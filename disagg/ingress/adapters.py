@@ -200,7 +200,7 @@ class FleetAndAdapters:
     def worker_stepped(
         self, worker_id: str, kv_events: Sequence[KVEvent], status: WorkerStatus | None
     ) -> None:
-        if status is not None and worker_id in self._records:
+        if status is not None and status.adapters is not None and worker_id in self._records:
             self._adapters.heard(self._records[worker_id], status)
         self._fleet.worker_stepped(worker_id, kv_events, status)
 

@@ -20,6 +20,7 @@ from disagg.errors import (
     Unavailable,
     WorkerLost,
 )
+from disagg.ingress.dispatch import append_tokens
 from disagg.messages import Prefetch, PutDelta, StageTimes, Start, TokenDelta
 from disagg.router.fleet import NUM_STATUSES_UNTIL_SEEN
 from tests.deltas import answers
@@ -367,3 +368,31 @@ def test_no_failure_repeats_or_loses_a_token(
         got = tokens_of(deltas)
         assert got == [token_at(num_prompt + i) for i in range(len(got))]
         assert not any(delta.is_last for delta in deltas)
+
+
+# Requests that have grown on their way
+
+
+def test_grown_names_the_blocks_that_fill() -> None:
+    request = make_request(30, priority=-3)
+    tokens = list(range(500, 540))
+    bigger = append_tokens(request, tokens, BLOCK_SIZE)
+    assert bigger.token_ids == (*request.token_ids, *tokens)
+    assert bigger.block_hashes == tuple(hash_blocks(ROOT, bigger.token_ids, BLOCK_SIZE))
+    assert (
+        append_tokens(append_tokens(request, tokens[:7], BLOCK_SIZE), tokens[7:], BLOCK_SIZE)
+        == bigger
+    )
+    assert (bigger.num_prompt_tokens, bigger.sampling) == (30, request.sampling)
+    assert bigger.priority == -3
+
+
+@pytest.mark.parametrize(
+    ("gained", "left"),
+    [([1], (2, 3)), ([1, 2, 3], ()), ([1, 2, 3, 4], ()), ([2], ()), ([1, 9], ()), ([1, 2, 9], ())],
+)
+def test_grown_keeps_the_draft_that_its_tokens_agree_with(
+    gained: list[int], left: tuple[int, ...]
+) -> None:
+    request = make_request(5, draft_token_ids=(1, 2, 3))
+    assert append_tokens(request, gained, BLOCK_SIZE).draft_token_ids == left

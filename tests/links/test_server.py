@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from disagg.errors import StartupError
 from disagg.links import reports, server
 from disagg.links.connection import HEADER, MAX_HANDSHAKE_NBYTES, frame, prove
-from disagg.links.server import LinkClosed, LinkServer
+from disagg.links.server import LinkClosed, LinkServer, choose_home
 from disagg.messages import (
     WIRE_VERSION,
     Cancel,
@@ -374,3 +375,30 @@ async def test_an_address_that_cannot_be_bound_is_a_startup_error() -> None:
 def test_an_empty_key_is_refused() -> None:
     with pytest.raises(StartupError, match="cluster key is empty"):
         LinkServer(key=b"", record=make_record(), receive=lambda link_id, message: None)
+
+
+# Homes of workers
+
+
+HOMED = [f"worker-{number}" for number in range(400)]
+INGRESSES = ["a", "b", "c", "d"]
+
+
+def test_ingresses_share_the_workers_about_evenly() -> None:
+    counts = Counter(choose_home(worker, INGRESSES) for worker in HOMED)
+    assert set(counts) == set(INGRESSES) and min(counts.values()) > 70
+
+
+def test_an_ingress_that_goes_moves_only_its_own() -> None:
+    before = {worker: choose_home(worker, INGRESSES) for worker in HOMED}
+    after = {worker: choose_home(worker, ["d", "b", "a"]) for worker in HOMED}
+    assert {before[worker] for worker in HOMED if before[worker] != after[worker]} == {"c"}
+
+
+def test_a_single_ingress_has_no_share() -> None:
+    assert (
+        choose_home("worker", ["a"])
+        == choose_home("worker", ["a", "a"])
+        == choose_home("worker", [])
+        == ""
+    )
