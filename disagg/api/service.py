@@ -12,13 +12,14 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from disagg import telemetry
-from disagg.api.anthropic import read_count, understand_count
+from disagg.api.anthropic import CountTokensRequest, read_count, understand_count
 from disagg.api.apis import Api
 from disagg.api.json_body import off_loop
 from disagg.api.openai.fields import (
@@ -40,6 +41,8 @@ from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from disagg.messages import GenerateRequest, Grammar, SamplingParams, Thinking
 from disagg.text.answer_reader import prompt_tail
 from disagg.text.tool_parsers.harmony import ANALYSIS, FINAL_THEN
+
+Asked = TypeVar("Asked", TokenizeRequest, CountTokensRequest)
 
 TOKEN_NBYTES = 4  # assumed size of a token id, to decide whether work on many of them blocks
 
@@ -141,14 +144,8 @@ class Service:
 
     async def tokenize(self, body: bytes) -> bytes:
         """The response body of `/tokenize`."""
-
-        def understand() -> tuple[TokenizeRequest, ServedModel, Prompt]:
-            request = read_request(body, TokenizeRequest)
-            model = self.model(request.model)
-            return request, model, understand_tokenize(request, model)
-
-        request, model, prompt = await off_loop(len(body), understand)
-        token_ids = await self._tokenize(prompt, model, len(body))
+        read = partial(read_request, kind=TokenizeRequest)
+        request, model, token_ids = await self._tokenize(body, read, understand_tokenize)
 
         def answer() -> bytes:
             texts = None
@@ -161,24 +158,29 @@ class Service:
 
     async def count_tokens(self, body: bytes) -> bytes:
         """The response body of `/v1/messages/count_tokens`."""
-
-        def understand() -> tuple[ServedModel, Prompt]:
-            request = read_count(body)
-            model = self.model(request.model)
-            return model, understand_count(request, model)
-
-        model, prompt = await off_loop(len(body), understand)
-        token_ids = await self._tokenize(prompt, model, len(body))
+        _, _, token_ids = await self._tokenize(body, read_count, understand_count)
         return msgspec.json.encode({"input_tokens": len(token_ids)})
 
-    async def _tokenize(self, prompt: Prompt, model: ServedModel, nbytes: int) -> list[int]:
-        """Tokenize one prompt, with a time limit."""
+    async def _tokenize(
+        self,
+        body: bytes,
+        read: Callable[[bytes], Asked],
+        understand: Callable[[Asked, ServedModel], Prompt],
+    ) -> tuple[Asked, ServedModel, list[int]]:
+        """A request for the tokens of one prompt, its model, and the tokens."""
+
+        def find_prompt() -> tuple[Asked, ServedModel, Prompt]:
+            request = read(body)
+            model = self.model(request.model)
+            return request, model, understand(request, model)
+
+        request, model, prompt = await off_loop(len(body), find_prompt)
         try:
             async with asyncio.timeout(self._default_timeout_s):
-                (token_ids,) = await tokenize_prompts([prompt], model, nbytes)
+                (token_ids,) = await tokenize_prompts([prompt], model, len(body))
         except TimeoutError:
             raise _too_late(PROMPT) from None
-        return token_ids
+        return request, model, token_ids
 
     async def embeddings(self, body: bytes) -> bytes:
         """Refuse a request to `/v1/embeddings`."""

@@ -37,14 +37,13 @@ from disagg.ingress.fleet_metrics import FleetMetrics, LinkBuffers
 from disagg.ingress.fleet_state import FleetState, add_fleets
 from disagg.ingress.plan_requests import PlanRequests
 from disagg.links.fleet_links import FleetLinks
-from disagg.messages import GenerateRequest, PutDelta, Role, WorkerRecord
+from disagg.messages import GenerateRequest, PutDelta, WorkerRecord
 from disagg.models.description import describe_foreign, describe_model
 from disagg.router.autoscale import may_be_empty
 from disagg.router.cascade import CascadeDecision
 from disagg.router.fleet import Fleet
 from disagg.router.load_report import report, sum_pools
 from disagg.router.prefix_index import PrefixIndex
-from disagg.router.worker_view import Pool
 from disagg.store.limits import Limits, keep_in_step
 from disagg.store.redis_store import RedisBoard
 
@@ -133,7 +132,8 @@ class IngressCore:
         }.items():
             metrics.of(name).set_function(value)
         metrics.registry.register(LinkBuffers(self.fleet.reports, self.links.num_buffered_bytes))
-        metrics.of_fleet.register(FleetMetrics(self.fleet.reports, _pools(config)))
+        pools = [(tier.name, role) for tier in config.tiers for role in tier.pools]
+        metrics.of_fleet.register(FleetMetrics(self.fleet.reports, pools))
         self.admission_queue = AdmissionQueue(
             self.fleet,
             now=now,
@@ -391,9 +391,3 @@ def _served_model(tier: TierConfig) -> ServedModel:
 
 def _differs(model: ServedModel, record: WorkerRecord) -> bool:
     return (model.block_size, model.max_model_len) != (record.block_size, record.max_model_len)
-
-
-def _pools(config: ServeConfig) -> list[Pool]:
-    """The pools of every tier, with or without workers."""
-    roles: tuple[Role, ...] = ("prefill", "decode")
-    return [(tier.name, role) for tier in config.tiers for role in roles]

@@ -54,7 +54,6 @@ def test_understanding_needs_no_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
         ({"tools": [LOOK]}, "tools"),
         ({"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection"),
         ({"truncation_side": "right", "truncate_prompt_tokens": 5}, "truncation_side"),

@@ -22,10 +22,10 @@ from disagg.errors import Unauthorized
 
 DIRECTORY = Path(__file__).parents[2] / "ui"
 _TYPES = {
-    ".html": b"text/html; charset=utf-8",
-    ".css": b"text/css; charset=utf-8",
-    ".js": b"text/javascript; charset=utf-8",
-    ".svg": b"image/svg+xml",
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
 }
 _HEADERS = [
     (
@@ -77,7 +77,7 @@ class WebUi:
         if request.path == ROOT and not request.has_last_slash:
             return Reply(b"", 307, [(b"location", b"ui/")])
         name = request.path.removeprefix(ROOT).strip("/") or "index.html"
-        content_type = (b"content-type", _TYPES[Path(name).suffix])
+        content_type = (b"content-type", f"{_TYPES[Path(name).suffix]}; charset=utf-8".encode())
         return Reply(self._files[name], headers=[content_type, *_HEADERS])
 
     async def session(self, request: HttpRequest) -> Reply:

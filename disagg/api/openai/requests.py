@@ -164,9 +164,6 @@ def _spec(
             f"{truncated} must be -1, or from 1 to {model.max_model_len - 1}, the limit of"
             f" {model.name!r}.",
         )
-    limit, least = request.token_limit, request.min_tokens
-    if limit is not None and least is not None and least > limit:
-        raise invalid_value("min_tokens", f"{least} is above max_tokens, {limit}.")
     if grammar is not None and request.allowed_token_ids:
         raise invalid_value(
             "allowed_token_ids",
@@ -179,7 +176,7 @@ def _spec(
         prompts=prompts,
         prompt_param=request.prompt_field,
         sampling=_sampling(request, model),
-        max_tokens=limit,
+        max_tokens=request.token_limit,
         default_max_tokens=request.default_token_limit,
         seed=request.seed,
         grammar=grammar,
