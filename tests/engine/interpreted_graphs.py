@@ -124,9 +124,9 @@ def _steps(groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages
     Without graphs there are no kernels either, which take seconds under the interpreter; nor do
     prompts need them.
     """
-    weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
-    decoder, plain = Decoder(SMALL, weights, TritonOps(6, 1)), Decoder(SMALL, weights)
-    slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    weights = random_weights(ONE_KV_HEAD, torch.float32, torch.device("cpu"), seed=2)
+    decoder, plain = Decoder(ONE_KV_HEAD, weights, TritonOps(3, 1)), Decoder(ONE_KV_HEAD, weights)
+    slab = new_slab(ONE_KV_HEAD, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
     sequences = _sequences([9, 1, 22, 13, 5])
     for sequence, context in zip(sequences, [9, 1, 22, 13, 5], strict=True):
         plain.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
@@ -162,21 +162,21 @@ def test_graphs_equal_plain_steps() -> None:
 
 def test_graphs_with_adapters_equal_plain_steps() -> None:
     """One graph serves steps of any adapters, and the graph without them steps of none."""
-    weights = random_weights(SMALL, torch.float32, torch.device("cpu"), seed=2)
-    decoder, plain = Decoder(SMALL, weights, TritonOps(6, 1)), Decoder(SMALL, weights)
+    weights = random_weights(ONE_KV_HEAD, torch.float32, torch.device("cpu"), seed=2)
+    decoder, plain = Decoder(ONE_KV_HEAD, weights, TritonOps(3, 1)), Decoder(ONE_KV_HEAD, weights)
     decoder.adapters = plain.adapters = AdapterTables(
-        SMALL, WHOLE, 2, 16, torch.float32, torch.device("cpu")
+        ONE_KV_HEAD, WHOLE, 2, 16, torch.float32, torch.device("cpu")
     )
     for matrix in (each for fields in plain.adapters.layers for each in fields.values()):
         matrix.a.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
         matrix.b.normal_(0, 0.1, generator=torch.Generator().manual_seed(4))
         matrix.ranks[:] = [matrix.rank] * 2
-    slab = new_slab(SMALL, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    slab = new_slab(ONE_KV_HEAD, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
     sequences = _sequences([9, 5, 3])
     for sequence, context in zip(sequences, [9, 5, 3], strict=True):
         plain.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
         sequence.num_computed = context
-    captured = Captured(decoder, slab, 3, [GraphSize(True, 4)])
+    captured = Captured(decoder, slab, 3, [GraphSize(True, 4)], NOT_COMPUTED)
     for slots in ([0, 1, -1], [1, -1, 0], None):
         batch = make_batch([(sequence, 1) for sequence in sequences], BLOCK_SIZE)
         if slots is not None:

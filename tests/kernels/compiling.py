@@ -67,14 +67,51 @@ FLOATS = ("scale", "eps")
 CAP = 72.13  # of scores, 50 in base 2
 
 
+def is_pointer(name: str) -> bool:
+    return name.endswith("_ptr")
+
+
+def compile_with(
+    kernel: Any,
+    arch: int,
+    constants: dict[str, Any],
+    type_of: Callable[[str], str],
+    is_aligned: Callable[[str], bool],
+    **options: int,
+) -> Any:
+    """Machine code of a kernel for sm_`arch`, whose arguments have these types.
+
+    Args:
+        is_aligned: whether an argument is a multiple of 16.
+    """
+    signature = {
+        name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names
+    }
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(signature.items())
+        if kind != "constexpr" and is_aligned(name)
+    }
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def check_product(assembler: Assembler, compiled: Any, arch: int) -> None:
+    """It keeps to registers, fits into shared memory, and uses the tensor cores."""
+    registers, spilled_nbytes = assembler()
+    print(registers, "registers,", compiled.metadata.shared, "bytes shared,", spilled_nbytes)
+    assert spilled_nbytes <= SPILLED_NBYTES[arch]
+    assert compiled.metadata.shared <= SHARED_NBYTES[arch]
+    assert not early_loads(compiled)
+    assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
+
+
 def compile_for(
     kernel: Any, arch: int, constants: dict[str, Any], stored: str = "bf16", **options: int
 ) -> Any:
     """Machine code of a kernel for sm_`arch`, with a cache that stores values as `stored`."""
 
     def type_of(name: str) -> str:
-        if name in constants:
-            return "constexpr"
         if name in FLOATS:
             return "fp32"
         if name == "pages_ptr":
@@ -86,16 +123,11 @@ def compile_for(
 
     if stored == "bf16" and "scales_ptr" in kernel.arg_names:
         constants = {**constants, "scales_ptr": None, "scale_block_stride": 0}
-    signature = {name: type_of(name) for name in kernel.arg_names}
-    aligned = [
-        index
-        for index, (name, kind) in enumerate(signature.items())
-        if (kind.startswith("*") and name not in STEP_TENSORS)
-        or (name in STRIDES and kind != "constexpr")
-    ]
-    attributes = {(index,): [["tt.divisibility", 16]] for index in aligned}
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+    def is_aligned(name: str) -> bool:
+        return name in STRIDES or (is_pointer(name) and name not in STEP_TENSORS)
+
+    return compile_with(kernel, arch, constants, type_of, is_aligned, **options)
 
 
 def _format(stored: str) -> KVFormat:
@@ -196,18 +228,13 @@ def check_attention(
     options = paged_attention.launch_options(rows, num_units * unit_nbytes)
     kernel = paged_attention._paged_attention_kernel
     compiled = compile_for(kernel, arch, constants, stored, **options)
-    registers, spilled_nbytes = assembler()
-    print(registers, "registers,", compiled.metadata.shared, "bytes shared")  # pytest -rP shows it
-    assert spilled_nbytes <= SPILLED_NBYTES[arch]
-    assert compiled.metadata.shared <= SHARED_NBYTES[arch]
-    assert not early_loads(compiled)
+    check_product(assembler, compiled, arch)
     # Two or more tiles of keys lie in shared memory: one is used while the next one comes. They
     # lie there as they are stored: nothing is widened before it is needed.
     kinds = {"bf16": "bf16", "int8": "i8", "int4": "i8", "fp8": "f8E4M3FN"}
     unit = "i16" if in_pairs else kinds[stored]
     tile = rf"memdesc<(\d+)x{KEY_TILE}x{num_units}x{unit}"
     assert max(map(int, re.findall(tile, compiled.asm["ttgir"]))) >= 2
-    assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
     if in_pairs:  # nothing comes byte by byte on its way from shared memory into a product
         assert not re.search(r"ld\.shared(\.v\d)?\.[bus]8", compiled.asm["ptx"])
 
@@ -233,12 +260,7 @@ def check_latent_attention(
     options = latent_attention.launch_options(rows)
     kernel = latent_attention._latent_attention_kernel
     compiled = compile_for(kernel, arch, constants, "bf16", **options)
-    registers, spilled_nbytes = assembler()
-    print(registers, "registers,", compiled.metadata.shared, "bytes shared,", spilled_nbytes)
-    assert spilled_nbytes <= SPILLED_NBYTES[arch]
-    assert compiled.metadata.shared <= SHARED_NBYTES[arch]
-    assert not early_loads(compiled)
-    assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
+    check_product(assembler, compiled, arch)
 
 
 def check_cut(assembler: Assembler, arch: int, window: int, *, is_long: bool) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from disagg.kernels.gpu import experts as triton_experts
 from disagg.kernels.gpu import held_rows, route
 from disagg.kernels.gpu.experts import WIDTH, launch_options
-from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler, early_loads
+from tests.kernels.compiling import Assembler, check_product, compile_with, is_pointer
 from tests.kernels.compiling_packed import Format
 
 INTEGERS = {"order_ptr": "*i64", "starts_ptr": "*i32", "chosen_ptr": "*i32"}
@@ -31,19 +26,11 @@ def _compile(kernel: Any, arch: int, constants: dict[str, Any], **options: int) 
         types["matrix_ptr"] = "*i16"
     if kernel is not triton_experts._gate_up_kernel:
         types["weights_ptr"] = "*fp32"
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else types.get(name, "*bf16" if name.endswith("_ptr") else "fp32")
-        for name in kernel.arg_names
-    }
-    attributes = {
-        (index,): [["tt.divisibility", 16]]
-        for index, kind in enumerate(signature.values())
-        if kind.startswith("*")
-    }
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+    def type_of(name: str) -> str:
+        return types.get(name, "*bf16" if name.endswith("_ptr") else "fp32")
+
+    return compile_with(kernel, arch, constants, type_of, is_pointer, **options)
 
 
 def check_products(
@@ -83,12 +70,7 @@ def check_products(
     ):
         options = launch_options(rows, is_packed=format is not None)
         compiled = _compile(kernel, arch, {**constants, **its}, **options)
-        registers, spilled_nbytes = assembler()
-        print(registers, "registers,", compiled.metadata.shared, "bytes shared,", spilled_nbytes)
-        assert compiled.metadata.shared <= SHARED_NBYTES[arch]
-        assert spilled_nbytes <= SPILLED_NBYTES[arch]
-        assert not early_loads(compiled)
-        assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])
+        check_product(assembler, compiled, arch)
 
 
 _BY_GROUPS = {  # of DeepSeek-V3

@@ -5,15 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from disagg.kernels.gpu import packed_linear
 from disagg.kernels.gpu.packed_linear import BAND, tile_sizes
 from disagg.kernels.gpu.packed_tile import TileFormat, launch_options, max_rows
 from disagg.kernels.packed_sizes import Kind
-from tests.kernels.compiling import SHARED_NBYTES, SPILLED_NBYTES, Assembler, early_loads
+from tests.kernels.compiling import Assembler, check_product, compile_with, is_pointer
 
 
 class Format(NamedTuple):
@@ -58,19 +54,14 @@ def compile_product(format: Format, num_rows: int, arch: int, *, is_split: bool 
         constants["zeros_ptr"] = None
     types = {"units_ptr": "*i16", "zeros_ptr": "*i8", **dict.fromkeys(SIZES, "i32")}
     types |= {"out_ptr": "*fp32"} if is_split else {}
-    kernel = packed_linear._packed_linear_kernel
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "*bf16")
-        for name in kernel.arg_names
-    }
-    attributes = {
-        (index,): [["tt.divisibility", 16]]
-        for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name in ("num_out", "num_in")
-    }
-    source = ASTSource(kernel, signature, constants, attributes)
-    options = launch_options(rows)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+    def is_aligned(name: str) -> bool:
+        return is_pointer(name) or name in ("num_out", "num_in")
+
+    kernel, options = packed_linear._packed_linear_kernel, launch_options(rows)
+    return compile_with(
+        kernel, arch, constants, lambda name: types.get(name, "*bf16"), is_aligned, **options
+    )
 
 
 def check_packed(
@@ -78,13 +69,8 @@ def check_packed(
 ) -> None:
     """It keeps to registers, fits into shared memory, and uses the tensor cores."""
     compiled = compile_product(format, num_rows, arch, is_split=is_split)
-    registers, spilled_nbytes = assembler()
-    print(registers, "registers,", compiled.metadata.shared, "bytes shared,", spilled_nbytes)
-    assert compiled.metadata.shared <= SHARED_NBYTES[arch]
-    assert spilled_nbytes <= SPILLED_NBYTES[arch]
-    assert not early_loads(compiled)
+    check_product(assembler, compiled, arch)
     ptx = compiled.asm["ptx"]
-    assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", ptx)
     # What was stored comes into registers in units, and e4m3 without a GPU that knows it.
     if not format.has_zeros:  # which are bytes, one for each row of the weight
         assert not re.search(r"ld\.shared(\.v\d)?\.[bus]8", ptx)
@@ -99,9 +85,7 @@ def check_adding(assembler: Assembler, arch: int) -> None:
         "BLOCK": packed_linear._BLOCK,
     }
     types = {"partial_ptr": "*fp32", "out_ptr": "*bf16"}
-    types |= dict.fromkeys(("num_values", "num_splits", "num_out"), "i32")
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    attributes = {(0,): [["tt.divisibility", 16]], (2,): [["tt.divisibility", 16]]}
-    source = ASTSource(kernel, signature, constants, attributes)
-    triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
+    compile_with(
+        kernel, arch, constants, lambda name: types.get(name, "i32"), is_pointer, num_warps=4
+    )
     assert assembler()[1] == 0

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from disagg.kernels.gpu import floors as triton_floors
 from disagg.kernels.gpu import sampling as triton_sampling
 from disagg.kernels.gpu.step_arrays import _fill_kernel
+from tests.kernels.compiling import compile_with
 
 POINTERS = {
     **dict.fromkeys(("numbers_ptr", "slots_ptr", "rows_ptr", "positions_ptr"), "*i64"),
@@ -34,21 +31,16 @@ def check_sampling(name: str, absent: str, arch: int) -> None:
     constants: dict[str, Any] = {k: v for k, v in LARGE.items() if k in kernel.arg_names}
     if absent:
         constants[absent] = None
-    signature = {
-        each: "constexpr" if each in constants else POINTERS.get(each, "i32")
-        for each in kernel.arg_names
-    }
-    source = ASTSource(kernel, signature, constants, {})
     options = {"num_warps": 8 if name == "floors" else 4}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = compile_with(
+        kernel, arch, constants, lambda each: POINTERS.get(each, "i32"), lambda _: False, **options
+    )
     assert compiled.asm["cubin"]
 
 
 def check_step_arrays(arch: int) -> None:
-    signature = {
-        name: "*i32" if name in NARROW else "*i64" if name.endswith("_ptr") else "i32"
-        for name in _fill_kernel.arg_names
-    }
-    source = ASTSource(_fill_kernel, {**signature, "BLOCK": "constexpr"}, {"BLOCK": 128}, {})
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-    assert compiled.asm["cubin"]
+    def type_of(name: str) -> str:
+        return "*i32" if name in NARROW else "*i64" if name.endswith("_ptr") else "i32"
+
+    made = compile_with(_fill_kernel, arch, {"BLOCK": 128}, type_of, lambda _: False)
+    assert made.asm["cubin"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle, product
 
 import pytest
@@ -128,19 +129,15 @@ def test_paged_attention_with_scales_in_half_precision(name: str) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 200])
-def test_a_long_context_cut_into_many_pieces(window: int | None) -> None:
-    cut, expected = _attend([(1, 1100), (4, 515)], window, num_programs=64, group=3)
+@pytest.mark.parametrize("lens", [[(1, 1100), (4, 515)], [(45, 1100)]], ids=["few", "a prompt"])
+def test_a_long_context_is_cut_along_its_keys(
+    lens: list[tuple[int, int]], window: int | None
+) -> None:
+    shape = {"group": 3, "num_kv_heads": 1}
+    cut, expected = _attend(lens, window, num_programs=64, **shape)
     _assert_close(cut, expected, SINGLE)
-    (launch,) = paged_inputs([(1, 1100), (4, 515)], group=3).work(3, None, 64).launches
+    (launch,) = paged_inputs(lens, **shape).work(3, None, 64).launches  # type: ignore[arg-type]
     assert launch.counts[2] == 2
-
-
-@pytest.mark.parametrize("window", [None, 200])
-def test_a_prompt_over_a_long_context_is_cut_along_its_keys_too(window: int | None) -> None:
-    cut, expected = _attend([(50, 1500), (45, 1100)], window, num_programs=64, group=3)
-    _assert_close(cut, expected, SINGLE)
-    (launch,) = paged_inputs([(50, 1500), (45, 1100)], group=3).work(3, window, 64).launches
-    assert bool(launch.counts[2]) == (window is None)
 
 
 def test_tiles_of_prompts_are_lower_for_wide_heads() -> None:
@@ -154,8 +151,8 @@ def test_tiles_of_prompts_are_lower_for_wide_heads() -> None:
 
 @pytest.mark.parametrize("long_rows", [32, 64])
 def test_prompts_in_lower_tiles(long_rows: int) -> None:
-    inputs = paged_inputs([(1, 65), (70, 90), (40, 40)], group=3)
-    ops = TritonOps(6, 1, long_rows=long_rows)
+    inputs = paged_inputs([(1, 65), (70, 90), (40, 40)], group=3, num_kv_heads=1)
+    ops = TritonOps(3, 1, long_rows=long_rows)
     paging = ops.plan(inputs, inputs.kv_cache, [None])
     assert paging.work[None].launches[-1].rows == long_rows
     expected = inputs.expected(None)
@@ -169,10 +166,10 @@ def test_prompts_in_lower_tiles(long_rows: int) -> None:
 def test_scores_of_another_scale_and_with_a_cap(
     window: int | None, cap: float | None, name: str
 ) -> None:
-    inputs = paged_inputs([*MIXED, (70, 90)], group=3, format=FORMATS[name])
-    sinks = torch.randn(6)
+    inputs = paged_inputs([*MIXED, (70, 90)], group=3, num_kv_heads=1, format=FORMATS[name])
+    sinks = torch.randn(3)
     expected = inputs.expected(window, sinks, 0.6, cap)
-    ops = TritonOps(6, 3, scores=Scores(0.6, cap))
+    ops = TritonOps(3, 3, scores=Scores(0.6, cap))
     paging = ops.plan(inputs, inputs.kv_cache, [window])
     out = ops.attention(inputs.qkv, inputs.kv_cache, LAYER, window, paging, sinks)
     _assert_close(out, expected, SINGLE)
@@ -285,10 +282,11 @@ def test_nan_of_a_sequence_stays_and_is_its_own(row: int, name: str) -> None:
 
 
 def test_a_decoder_on_the_kernels_equals_one_on_torch() -> None:
-    weights = random_weights(SMALL, torch.float32, CPU, seed=2)
+    config = replace(SMALL, num_heads=2, num_kv_heads=1)
+    weights = random_weights(config, torch.float32, CPU, seed=2)
     results = []
-    for decoder in (Decoder(SMALL, weights, TritonOps(6, 1)), Decoder(SMALL, weights)):
-        slab = new_slab(SMALL, 16, 8, torch.float32, fill=torch.nan)
+    for decoder in (Decoder(config, weights, TritonOps(2, 1)), Decoder(config, weights)):
+        slab = new_slab(config, 16, 8, torch.float32, fill=torch.nan)
         short, long = (
             Tokens([3, 1, 4, 1, 5], [7]),
             Tokens(list(range(60)), [9, 2, 3, 0, 5, 1, 8, 4]),

@@ -23,7 +23,7 @@ from disagg.models.experts_config import ExpertsConfig
 from disagg.models.model_config import ModelConfig
 from disagg.models.packing import LAYER_FIELDS
 from disagg.models.weights import DecoderWeights, LayerWeights
-from tests.grids import some
+from tests.grids import pairs, some
 from tests.kernels.packed_cases import random_packed
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
 
@@ -47,18 +47,13 @@ KINDS: list[tuple[Kind, int | None, bool]] = [
 ]
 
 
-@pytest.mark.parametrize("num_programs", [1, 40])
-@pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(1, 37, 80), (11, 150, 1104)])
-@pytest.mark.parametrize(("kind", "group", "has_zeros"), KINDS)
+@pytest.mark.parametrize(
+    ("format", "shape", "num_programs"), pairs(KINDS, [(1, 37, 80), (11, 150, 1104)], [1, 40])
+)
 def test_packed_linear(
-    kind: Kind,
-    group: int | None,
-    has_zeros: bool,
-    num_rows: int,
-    num_out: int,
-    num_in: int,
-    num_programs: int,
+    format: tuple[Kind, int | None, bool], shape: tuple[int, int, int], num_programs: int
 ) -> None:
+    (kind, group, has_zeros), (num_rows, num_out, num_in) = format, shape
     torch.manual_seed(num_out)
     weight = random_packed(kind, num_out, num_in, group, has_zeros=has_zeros)
     bias = torch.randn(num_out) if num_programs > 1 else None
@@ -178,7 +173,6 @@ def test_all_numbers_become_floats_exactly(kind: Kind, dtype: torch.dtype) -> No
 
 
 OF_ALL: list[Kind] = ["fp8", "int8", "int4"]
-BY_OPS: list[tuple[Kind, bool]] = [("fp8", False), ("int8", True), ("int4", True)]
 
 
 def _packed_and_wide(
@@ -210,28 +204,15 @@ def _logits(config: ModelConfig, weights: DecoderWeights, ops: TritonOps | None)
     return torch.stack(tokens.logits)
 
 
-@pytest.mark.parametrize(("kind", "by_ops"), some(BY_OPS, product(OF_ALL, (True, False))))
+@pytest.mark.parametrize(
+    ("kind", "by_ops"),
+    some([("fp8", True), ("int8", False), ("int4", True)], product(OF_ALL, (True, False))),
+)
 def test_a_decoder_with_packed_matrices_equals_one_with_the_widened(
     kind: Kind, by_ops: bool
 ) -> None:
-    """Quantised by the operations, or before."""
-    weights = random_weights(FEW_HEADS, torch.float32, CPU, seed=2)
-    packed, wide = _packed_and_wide(weights.layers, kind)
-    wanted = _logits(FEW_HEADS, replace(weights, layers=wide), None)
-    assert wanted.abs().max() > 0.1
-    ops = TritonOps(2, 1, quantization=kind if by_ops else None, dtype=torch.float32)
-    given = weights if by_ops else replace(weights, layers=packed)
-    torch.testing.assert_close(_logits(FEW_HEADS, given, ops), wanted, atol=SINGLE, rtol=SINGLE)
-
-
-@pytest.mark.parametrize(
-    ("kind", "by_ops"),
-    some([(kind, not by_ops) for kind, by_ops in BY_OPS], product(OF_ALL, (True, False))),
-)
-def test_a_decoder_with_packed_experts_equals_one_with_the_widened(
-    kind: Kind, by_ops: bool
-) -> None:
-    """Quantised before, or by the operations, which leave alone what chooses experts."""
+    """Of attention, a shared MLP and experts. Quantised before, or by the operations, which leave
+    alone what chooses experts."""
     experts = ExpertsConfig(
         num_experts=5,
         num_experts_per_tok=2,

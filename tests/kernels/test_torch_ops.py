@@ -206,16 +206,18 @@ def test_scores_of_another_scale_and_with_a_cap(
     assert float((expected - inputs.expected(window, sinks)).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize(("name", "bound"), [("int8", 0.01), ("fp8", 0.04), ("int4", 0.1)])
-@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 300.0])
-@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize(
+    ("format", "magnitude", "window"),
+    pairs([("int8", 0.01), ("fp8", 0.04), ("int4", 0.1)], [1e-3, 1.0, 300.0], [None, 33]),
+)
 def test_attention_with_scales_stays_near_to_exact_attention(
-    window: int | None, magnitude: float, name: str, bound: float
+    format: tuple[str, float], magnitude: float, window: int | None
 ) -> None:
     """Largest error of values in the usual range, as a fraction of the largest value."""
+    name, bound = format
     lens = [(1, 1), (1, 400), (5, 77), (64, 64), (50, 300)]
     exact, stored = (
-        paged_inputs(lens, group=3, head_dim=64, format=format) for format in (None, FORMATS[name])
+        paged_inputs(lens, group=3, head_dim=64, format=each) for each in (None, FORMATS[name])
     )
     for inputs in (exact, stored):
         inputs.qkv[:, -2:] *= magnitude  # the values of both heads
