@@ -5,6 +5,7 @@ What a machine without them does instead is tested everywhere: `test_cpu_library
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,13 @@ collect_ignore = [
     )
     if not can_run
 ]
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", params=steps_here(), ids=lambda library: library.file.stem)

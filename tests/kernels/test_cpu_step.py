@@ -156,16 +156,12 @@ def test_neither_threads_nor_neighbours_change_a_bit(new_decoder: NewDecoder) ->
     before = slab.values.clone()
     together = decoder.forward(make_batch([(each, 1) for each in sequences], 4), slab)
     cache = slab.values.clone()
-    num_threads = torch.get_num_threads()
-    try:
-        for threads in (2, 3, 1, 5):
-            torch.set_num_threads(threads)
-            slab.values.copy_(before)
-            again = decoder.forward(make_batch([(each, 1) for each in sequences], 4), slab)
-            assert torch.equal(again, together)
-            assert torch.equal(slab.values.view(torch.int16), cache.view(torch.int16))
-    finally:
-        torch.set_num_threads(num_threads)
+    for threads in (2, 3, 1, 5):
+        torch.set_num_threads(threads)
+        slab.values.copy_(before)
+        again = decoder.forward(make_batch([(each, 1) for each in sequences], 4), slab)
+        assert torch.equal(again, together)
+        assert torch.equal(slab.values.view(torch.int16), cache.view(torch.int16))
     for row, each in enumerate(sequences):
         alone = decoder.forward(make_batch([(each, 1)], 4), slab)
         assert torch.equal(alone[0], together[row])
@@ -193,14 +189,10 @@ def test_the_tokens_of_a_draft_change_no_bit(
             expected.append(decoder.forward(make_batch([(sequence, 1)], 4), slab)[0])
             sequence.num_computed += 1
     cache = slab.values.clone()
-    num_threads = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            assert torch.equal(decoder.forward(batch, slab), torch.stack(expected))
-            assert torch.equal(slab.values.view(torch.uint8), cache.view(torch.uint8))
-    finally:
-        torch.set_num_threads(num_threads)
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(decoder.forward(batch, slab), torch.stack(expected))
+        assert torch.equal(slab.values.view(torch.uint8), cache.view(torch.uint8))
 
 
 def test_threads_meet_in_every_step(new_decoder: NewDecoder) -> None:
@@ -211,13 +203,9 @@ def test_threads_meet_in_every_step(new_decoder: NewDecoder) -> None:
     run_step(decoder, slab, [(sequence, 5)], 16)
     batch = make_batch([(sequence, 1)], 16)
     expected = decoder.forward(batch, slab)
-    num_threads = torch.get_num_threads()
-    try:
-        for step in range(400):
-            torch.set_num_threads(1 + step % 4)
-            assert torch.equal(decoder.forward(batch, slab), expected)
-    finally:
-        torch.set_num_threads(num_threads)
+    for step in range(400):
+        torch.set_num_threads(1 + step % 4)
+        assert torch.equal(decoder.forward(batch, slab), expected)
 
 
 def test_many_decodes_have_the_logits_of_few(new_decoder: NewDecoder) -> None:

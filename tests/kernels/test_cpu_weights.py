@@ -4,7 +4,7 @@ those of the numbers that are kept; and these are as near to the weight as they 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -41,13 +41,6 @@ PLAIN_STEPS = plain_steps_here() if can_compile() else []
 
 def random_values(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture
-def one_thread_or_more() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 # Numbers of checkpoints: a kind, a size of their groups (None: a row), zeros, least values.
@@ -178,7 +171,7 @@ def _check_compiled(
 
 @pytest.mark.parametrize("name", [*QUANTIZERS, "Q8_0"])
 @pytest.mark.parametrize("library", STEPS, ids=lambda each: each.file.stem)
-def test_threads_change_no_bit(library: Library, name: str, one_thread_or_more: None) -> None:
+def test_threads_change_no_bit(library: Library, name: str) -> None:
     kept = _narrow(name, (1200, 640), torch.bfloat16, random_values(1200, seed=2).bfloat16())
     memory = torch.empty(kept.panels_nbytes, dtype=torch.uint8)
     kept.lay_in_panels(memory, loaded(library))

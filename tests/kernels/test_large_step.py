@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,13 +27,6 @@ from tests.kernels.step_cases import (
 from tests.models.paging import SMALL, Tokens, make_batch
 
 LONG = replace(SMALL, hidden_size=96, intermediate_size=576, max_model_len=1024)
-
-
-@pytest.fixture
-def num_threads() -> Iterator[int]:
-    before = torch.get_num_threads()
-    yield before
-    torch.set_num_threads(before)
 
 
 def _hidden(decoder: Decoder, slab: KVPages, work: list[tuple[Tokens, int]]) -> Tensor:
@@ -71,9 +63,7 @@ def test_logits_of_all_tokens_are_as_close_to_float32_as_torchs(
 
 @examples(10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_prompt_may_be_cut_anywhere(
-    data: st.DataObject, new_decoder: NewDecoder, num_threads: int
-) -> None:
+def test_a_prompt_may_be_cut_anywhere(data: st.DataObject, new_decoder: NewDecoder) -> None:
     """To the bit: what it computes, with other sequences in the steps, on other threads."""
     quantization = data.draw(st.sampled_from([None, "int8", "int4"]))
     decoder = new_decoder(LONG, loud_weights(LONG), quantization)
