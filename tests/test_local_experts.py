@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from disagg import local
-from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
+from disagg.config import EngineConfig, ServeConfig, TierConfig
 from disagg.local import LocalCluster
 from tests.models.checkpoints import config_class
 from tests.tiny_model import tiny_parts, write_tiny_tokenizer
@@ -166,26 +166,3 @@ async def test_text_is_that_of_transformers(name: str, directory: Path) -> None:
                 break
         assert sum(len(core.status().transfers) for core in cores), "nothing was pulled"
         assert sum(core.status().num_preempted for core in cores), "nothing was preempted"
-
-
-async def test_text_of_ranks_with_whole_experts_is_that_of_transformers(directory: Path) -> None:
-    """Those of the decode worker, which pulls the KV of a worker of one rank."""
-    name = "deepseek-v3"
-    model, expected = _model_and_texts(directory, name)
-    engine = EngineConfig(
-        dtype="float32",
-        num_threads=1,
-        num_gpu_blocks_override=96,
-        max_model_len=288,
-        enable_expert_parallel=True,
-    )
-    decode = PoolConfig(tensor_parallel_size=2)
-    tier = TierConfig(model=str(model), engine=engine, decode=decode)
-    assert not tier.for_role("prefill").engine.enable_expert_parallel
-    config = ServeConfig(tiers=(tier,), transport="nixl", cluster_key="key")
-    async with _completing(config, name) as (running, complete):
-        assert await asyncio.gather(*map(complete, PROMPTS)) == expected
-        _, worker = running.workers
-        assert worker._ranks is not None
-        assert worker._ranks._share.has_whole_experts and len(worker._ranks.others) == 1
-        assert len(worker._core.status().transfers), "nothing was pulled"

@@ -29,6 +29,7 @@ from disagg.messages import Prefetch, PutDelta, Start, TokenDelta, WireError
 from disagg.worker import kv_export
 from tests import test_local
 from tests.deltas import pull
+from tests.grids import some
 from tests.models.heads import write_eagle3
 from tests.test_local import ENGINE, LONG, cluster, until_empty
 
@@ -223,7 +224,7 @@ def undisturbed(model: Path) -> dict[str, dict[str, Any]]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("name", TROUBLES)
+@pytest.mark.parametrize("name", some(["ticket lost", "ticket expired", "all of it"], TROUBLES))
 async def test_an_answer_does_not_show_its_moves(
     name: str, model: Path, undisturbed: dict[str, dict[str, Any]]
 ) -> None:

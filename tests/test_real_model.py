@@ -159,10 +159,10 @@ async def _ask(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, A
 
 @pytest.mark.timeout(600)
 async def test_greedy_text_is_that_of_transformers(file: Path) -> None:
-    """Through a prefill and a decode worker; and a chat ends where the model ends it."""
+    """And a chat ends where the model ends it."""
     if IS_WHOLE:
         assert _expected(file) == EXPECTED
-    async with _served(dtype="float32") as client:
+    async with _served(dtype="float32", with_prefill=IS_WHOLE) as client:
         for prompt, (num_tokens, text) in EXPECTED.items():
             answer = await _ask(client, "completions", prompt=prompt, max_tokens=NUM_TOKENS)
             assert answer["usage"]["prompt_tokens"] == num_tokens
@@ -173,8 +173,9 @@ async def test_greedy_text_is_that_of_transformers(file: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("quantization", some(["packed"], ["int8", "int4"]))
 async def test_with_weights_of_few_bits_it_knows_as_much(quantization: str, file: Path) -> None:
-    """As the file has them; and in each run of all, also converted to others."""
-    is_apart = quantization == "int8"  # for one of them: each worker loads the model, in seconds
+    """As the file has them, through a prefill and a decode worker; and in each run of all, also
+    converted to others."""
+    is_apart = quantization == "packed"  # for one of them: each worker loads the model, in seconds
     async with _served(with_prefill=is_apart, quantization=quantization) as client:
         answer = await _ask(
             client, "completions", prompt="The capital of France is", max_tokens=ENOUGH

@@ -25,31 +25,12 @@ from transformers.initialization import no_init_weights
 from disagg.errors import ModelError
 from disagg.models.decoder import inverse_frequencies
 from disagg.models.description import describe_model
+from disagg.models.families import FAMILIES
 from disagg.models.model_config import ModelConfig
 from tests.grids import IS_WHOLE
 from tests.models.config_changes import ABSENT, CHANGES, PLAIN
 
-CLASSES = {
-    "LlamaForCausalLM": transformers.LlamaForCausalLM,
-    "MistralForCausalLM": transformers.MistralForCausalLM,
-    "Qwen2ForCausalLM": transformers.Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": transformers.Qwen3ForCausalLM,
-    "Phi3ForCausalLM": transformers.Phi3ForCausalLM,
-    "MixtralForCausalLM": transformers.MixtralForCausalLM,
-    "Qwen2MoeForCausalLM": transformers.Qwen2MoeForCausalLM,
-    "Qwen3MoeForCausalLM": transformers.Qwen3MoeForCausalLM,
-    "DeepseekV2ForCausalLM": transformers.DeepseekV2ForCausalLM,
-    "DeepseekV3ForCausalLM": transformers.DeepseekV3ForCausalLM,
-    "Glm4MoeForCausalLM": transformers.Glm4MoeForCausalLM,
-    "Glm4MoeLiteForCausalLM": transformers.Glm4MoeLiteForCausalLM,
-    "MiniMaxM2ForCausalLM": transformers.MiniMaxM2ForCausalLM,
-    "GemmaForCausalLM": transformers.GemmaForCausalLM,
-    "Gemma2ForCausalLM": transformers.Gemma2ForCausalLM,
-    "Gemma3ForCausalLM": transformers.Gemma3ForCausalLM,
-    "Olmo2ForCausalLM": transformers.Olmo2ForCausalLM,
-    "Olmo3ForCausalLM": transformers.Olmo3ForCausalLM,
-    "GptOssForCausalLM": transformers.GptOssForCausalLM,
-}
+CLASSES: dict[str, Any] = {name: getattr(transformers, name) for name in FAMILIES}
 _QWEN_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24}
 _LATENT = {
     "num_key_value_heads": 4,

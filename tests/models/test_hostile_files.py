@@ -18,12 +18,14 @@ from disagg.models import gguf_model
 from disagg.models.description import describe_model
 from disagg.models.gguf_file import read_gguf
 from disagg.models.parts import check_weights
+from tests.grids import IS_WHOLE
 from tests.models.checkpoints import write_checkpoint
 from tests.models.gguf_files import write_gguf
 
 STRANGE: list[Any] = [None, True, 0, -1, 7, 2**31 - 1, 2**64, 0.5, -1e300, math.nan, math.inf]
 STRANGE += ["", "x", [], [0], ["x"], [None], [[]], {}, {"x": {}}, [{"x": []}]]
 TOKENIZER_CONFIG = {"chat_template": "{{ 1 }}", "bos_token": "x", "eos_token": {"content": "y"}}
+VARIANTS = ["llama-yarn", "qwen2-moe", "gemma3-odd", "gpt-oss", "qwen3-mixed-windows"]
 NUM_DAMAGED = 400
 
 
@@ -41,17 +43,17 @@ def _is_refused(place: Path) -> bool:
     return False
 
 
-def _changed(said: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each key with each strange value, and left out."""
+def _changed(said: Mapping[str, Any], variant: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each key left out, and with each third of the strange values in another variant: these have
+    most keys in common."""
+    some = slice(None) if IS_WHOLE else slice(VARIANTS.index(variant) % 3, None, 3)
     for key in said:
         yield f"no {key}", {name: value for name, value in said.items() if name != key}
-        for value in STRANGE:
+        for value in STRANGE[some]:
             yield f"{key} = {value!r}", {**said, key: value}
 
 
-@pytest.mark.parametrize(
-    "variant", ["llama-yarn", "qwen2-moe", "gpt-oss", "qwen3-mixed-windows", "gemma3-odd"]
-)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_any_value_in_a_directory(variant: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     write_checkpoint(directory, variant)
@@ -62,7 +64,7 @@ def test_any_value_in_a_directory(variant: str, tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         file = directory / name
         said = json.loads(file.read_text())
-        for what, changed in _changed(said):
+        for what, changed in _changed(said, variant):
             file.unlink()  # to write over it, ext4 first waits for the disk
             file.write_text(json.dumps(changed))
             try:
@@ -70,10 +72,10 @@ def test_any_value_in_a_directory(variant: str, tmp_path: Path) -> None:
             except Exception as error:
                 raise AssertionError(f"{name}: {what}") from error
         file.write_text(json.dumps(said))
-    assert num_refused > 100
+    assert num_refused > 30
 
 
-@pytest.mark.parametrize("variant", ["llama-yarn", "qwen2-moe", "gemma3-odd"])
+@pytest.mark.parametrize("variant", VARIANTS[:3])
 def test_any_setting_of_a_gguf_file(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,14 +85,14 @@ def test_any_setting_of_a_gguf_file(
     header = read_gguf(file)
     num_refused = 0
     more = {"split.count": 1, "general.sampling.temp": 0.5, "llama.rope.scaling.attn_factor": 1.0}
-    for what, changed in _changed({**header.settings, **more}):
+    for what, changed in _changed({**header.settings, **more}, variant):
         strange = replace(header, settings=changed)
         monkeypatch.setattr(gguf_model, "read_gguf", lambda _, header=strange: header)
         try:
             num_refused += _is_refused(file)
         except Exception as error:
             raise AssertionError(what) from error
-    assert num_refused > 100
+    assert num_refused > 30
 
 
 def test_any_damage_to_the_header_of_a_gguf_file(tmp_path: Path) -> None:
