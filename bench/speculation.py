@@ -1,10 +1,11 @@
 """Measures what drafts gain: tokens per second of CPU time, with each kind of draft and without.
 
-    python -m bench.speculation [--model demo-large] [--draft demo-small]
-        [--draft-quantization int4] [--sizes 1 8 32] [--rounds 3] [--tiny]
+    python -m bench.speculation [--model demo-large] [--sizes 1 8 32] [--rounds 3] [--tiny]
+        [--config '{"method": "draft_model", "model": "demo-small"}']
 
-All kinds run on one engine in turns, on one thread, with the same prompts and seeds, and give the
-same answers, which is checked for float32 sums. `tokens` is the mean of a step and a sequence.
+`--config` is a `--speculative-config` of a method that has a model or layers draft. All kinds run
+on one engine in turns, on one thread, with the same prompts and seeds, and give the same answers
+but for rounding. `tokens` is the mean of a step and a sequence.
 CPU time is that of the engine's thread, so other processes disturb it little.
 
 - copy: a text is repeated. code, prose: a text goes on. random: random tokens are continued with
@@ -23,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from tokenizers import Tokenizer
 
@@ -104,9 +106,11 @@ class Bench:
         proposers: dict[str, Proposer | None] = {
             "without": None,
             "ngram": PromptLookup(drafts.num_speculative_tokens, 3),
-            "draft_model": model_drafts,
+            drafts.method: model_drafts,
         }
         budget, vocab_size = self.engine.scheduler.step_budget, self._model.config.vocab_size
+        self._decoder = self.engine.runner.decoder
+        self._kept = self._decoder.kept
         self.kinds = {
             kind: Drafting(budget, vocab_size, proposer) for kind, proposer in proposers.items()
         }
@@ -117,6 +121,8 @@ class Bench:
         """Output tokens per second of CPU time."""
         engine = self.engine
         engine.scheduler.drafting = self.kinds[kind]
+        is_model = isinstance(self.kinds[kind].proposer, DraftModel)
+        self._decoder.kept = self._kept if is_model else None  # it costs time, too
         drafting.MAX_FORCED = 0 if kind == "without" else 15
         made = [self._sequence(text, seed) for seed in range(num_seqs)]
         for each in made:
@@ -164,20 +170,13 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo-large")
-    parser.add_argument("--draft", default="demo-small")
-    parser.add_argument("--draft-quantization")
-    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--config", default='{"method": "draft_model", "model": "demo-small"}')
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
     sizes, rounds = ([1], 1) if asked.tiny else (asked.sizes, asked.rounds)
-    drafts = SpeculativeConfig(
-        method="draft_model",
-        model=asked.draft,
-        num_speculative_tokens=asked.num_speculative_tokens,
-        quantization=asked.draft_quantization,
-    )
+    drafts = msgspec.json.decode(asked.config, type=SpeculativeConfig)
     bench = Bench(asked.model, drafts, sizes)
     for _ in range(WARM_UP):
         bench.run("without", "prose", max(sizes))
@@ -195,8 +194,7 @@ def main() -> None:
                     row[f"{kind} tokens"] = round(bench.tokens_a_step[kind, text, num_seqs], 2)
             rows.append(row)
     print_table(rows)
-    name = f"{Path(asked.draft).name} {asked.draft_quantization or ''} for {Path(asked.model).name}"
-    finish("speculation", rows, drafts=name)
+    finish("speculation", rows, drafts=f"{asked.config} for {Path(asked.model).name}")
 
 
 if __name__ == "__main__":

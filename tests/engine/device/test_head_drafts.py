@@ -24,6 +24,7 @@ from tests.models.heads import add_mtp_layer, write_eagle3
 from tests.models.paging import Tokens, make_batch, new_slab
 from tests.tiny_model import write_tiny_tokenizer
 
+ALLOWED = [62, 64, 66]  # all that is said, so that many drafts are right
 Expect = Callable[[list[int], int, int], list[int]]
 
 
@@ -49,7 +50,7 @@ def expecting(model: Path, head: Path | None) -> Expect:
             of_head.given = given
             logits = of_head.forward(make_batch([(known, size)], 4), slab)
             known.num_computed, size = len(known.ids), 1
-            found.append(int(logits[-1].argmax()))
+            found.append(ALLOWED[int(logits[-1, ALLOWED].argmax())])
             known.ids.append(found[-1])
             assert of_head.made is not None
             given = of_head.made[-1:]
@@ -87,9 +88,19 @@ def test_drafts(method: str, directory: Path, tmp_path: Path) -> None:
     proposer.propose = checked  # type: ignore[method-assign, assignment]
     prefix = tuple(range(40, 61))
     for some in ((0,), range(1, 5)):
-        made = [sequence(None, (*prefix, i, 7 * i), max_tokens=12, temperature=0.0) for i in some]
+        made = [
+            sequence(
+                None,
+                (*prefix, i, 7 * i),
+                max_tokens=12,
+                temperature=0.0,
+                allowed_token_ids=tuple(ALLOWED),
+            )
+            for i in some
+        ]
         for each in made:
             each.block_hashes = hash_blocks(each.hash_root, each.tokens, 4)
         run(engine, *made)
-    assert {0, 20} == set(bases) and len(bases) > 30
+    assert {0, 20} == set(bases) and len(bases) > 20
     assert engine.scheduler.num_preempted > 0
+    assert 0 < engine.scheduler.num_accepted < engine.scheduler.num_drafted
