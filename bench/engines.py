@@ -101,11 +101,11 @@ def main() -> None:
         place = Path(name)
         start = partial(started, checkpoint=CHECKPOINT, log=place / "log")
         systems: dict[str, Callable[[], AbstractContextManager[Running]]] = {
-            "disagg": partial(start, Server("", OURS, READY)),
             "disagg --engine vllm": partial(
                 start, Server("vllm", f"{OURS} --engine vllm", READY, BEHIND_US)
             ),
             "vllm, round robin": partial(round_robin, PLAIN, CHECKPOINT, place),
+            "disagg": partial(start, Server("", OURS, READY)),
         }
         if arguments.tiny:
             systems = {"disagg": systems["disagg"]}

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.adapters import AdapterBoard, AdapterEntry, AdapterReport
@@ -77,6 +77,10 @@ class _VllmStream:
     num_elsewhere: int = 0
     num_output: int = 0
     task: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> tuple[LinkId, int]:
+        return self.link_id, self.start.stream_id
 
     @property
     def request(self) -> GenerateRequest:
@@ -276,7 +280,7 @@ class VllmWorker:
 
     def _start(self, link_id: LinkId, start: Start) -> None:
         stream = _VllmStream(link_id, start, self._clock())
-        self._streams[link_id, start.stream_id] = stream
+        self._streams[stream.key] = stream
         stream.task = self._loop.create_task(self._run(stream))
         if self._server.home_ingress:
             self._server.publish_arrivals(self._status())
@@ -336,7 +340,7 @@ class VllmWorker:
     def _prompt(self, stream: _VllmStream, max_tokens: int, params: dict[str, Any]) -> EnginePrompt:
         request = stream.request
         return EnginePrompt(
-            sequence_id(stream.link_id, stream.start.stream_id),
+            sequence_id(*stream.key),
             request.token_ids,
             salt_of(request.hash_root),
             sampling_arguments(request, max_tokens, dict(params)),
@@ -345,7 +349,7 @@ class VllmWorker:
         )
 
     def _issue(self, stream: _VllmStream, num_tokens: int, params: dict[str, Any]) -> KVTicket:
-        ticket_id = sequence_id(stream.link_id, stream.start.stream_id)
+        ticket_id = sequence_id(*stream.key)
         self._drop_old_tickets()
         ends_s = self._clock() + LEASE_S
         self._tickets[ticket_id] = ends_s
@@ -356,7 +360,7 @@ class VllmWorker:
     def _give(
         self, stream: _VllmStream, output: EngineOutput, ticket: KVTicket | None = None
     ) -> None:
-        if (stream.link_id, stream.start.stream_id) not in self._streams:
+        if stream.key not in self._streams:
             return
         is_first = not stream.num_output and bool(output.token_ids)
         stream.num_output += len(output.token_ids)
@@ -374,11 +378,9 @@ class VllmWorker:
         self._add(stream, delta)
 
     def _end(self, stream: _VllmStream, error: DisaggError) -> None:
-        if (stream.link_id, stream.start.stream_id) in self._streams:
-            self._add(
-                stream,
-                TokenDelta(stream.start.stream_id, (), error=WireError.from_error(error)),
-            )
+        if stream.key in self._streams:
+            told = WireError.from_error(error)
+            self._add(stream, TokenDelta(stream.start.stream_id, (), error=told))
 
     def _add(self, stream: _VllmStream, delta: TokenDelta) -> None:
         self._pending.deltas.setdefault(stream.link_id, []).append(delta)
@@ -388,7 +390,7 @@ class VllmWorker:
 
     def _forget(self, stream: _VllmStream) -> None:
         """Drop a stream. If its request still runs, it is aborted."""
-        self._streams.pop((stream.link_id, stream.start.stream_id), None)
+        self._streams.pop(stream.key, None)
         task = stream.task
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -473,11 +475,5 @@ class VllmWorker:
 
 
 def _first_token(output: EngineOutput) -> EngineOutput:
-    logprobs = None if output.logprobs is None else output.logprobs[:1]
-    return EngineOutput(
-        output.token_ids[:1],
-        None,
-        logprobs,
-        output.prompt_logprobs,
-        output.num_cached_tokens,
-    )
+    logprobs = output.logprobs and output.logprobs[:1]
+    return replace(output, token_ids=output.token_ids[:1], finish_reason=None, logprobs=logprobs)
