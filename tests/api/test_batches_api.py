@@ -86,6 +86,18 @@ async def server(directory: Path, **config: Any) -> AsyncIterator[Server]:
         await made.close()
 
 
+@asynccontextmanager
+async def of_red(
+    directory: Path, generate: FakeGenerate
+) -> AsyncIterator[tuple[Server, openai.AsyncOpenAI]]:
+    """A server with one ingress, and a client of it."""
+    async with (
+        server(directory) as made,
+        openai_client(made.ingress(generate), api_key=KEYS["red"]) as client,
+    ):
+        yield made, client
+
+
 def chats(number: int) -> bytes:
     lines = [
         {
@@ -130,10 +142,7 @@ async def content(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[
 
 async def test_a_batch_from_upload_to_answers(tmp_path: Path) -> None:
     generate = FakeGenerate()
-    async with (
-        server(tmp_path) as made,
-        openai_client(made.ingress(generate), api_key=KEYS["red"]) as client,
-    ):
+    async with of_red(tmp_path, generate) as (_, client):
         bad = b'{"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": {}}\n'
         batch = await submit(client, chats(9) + bad, metadata={"of": "test"})
         assert (batch.status, batch.metadata) == ("validating", {"of": "test"})
@@ -181,10 +190,7 @@ async def test_a_tenant_sees_only_its_own(tmp_path: Path) -> None:
 
 async def test_a_cancelled_batch_keeps_what_is_answered(tmp_path: Path) -> None:
     generate = HeldGenerate(3)
-    async with (
-        server(tmp_path) as made,
-        openai_client(made.ingress(generate), api_key=KEYS["red"]) as client,
-    ):
+    async with of_red(tmp_path, generate) as (_, client):
         batch = await submit(client, chats(20))
         await until_counted(client, batch.id, 3)
         assert (await client.batches.cancel(batch.id)).status == "cancelling"
@@ -197,10 +203,7 @@ async def test_a_cancelled_batch_keeps_what_is_answered(tmp_path: Path) -> None:
 
 async def test_an_expired_batch_says_what_is_not_answered(tmp_path: Path) -> None:
     generate = HeldGenerate(3)
-    async with (
-        server(tmp_path) as made,
-        openai_client(made.ingress(generate), api_key=KEYS["red"]) as client,
-    ):
+    async with of_red(tmp_path, generate) as (made, client):
         batch = await submit(client, chats(20), completion_window="1h")
         await until_counted(client, batch.id, 3)
         await made.close()  # as a server that was down in the meantime
@@ -268,10 +271,7 @@ async def test_storage_is_bounded_for_each_tenant(tmp_path: Path) -> None:
 
 
 async def test_what_has_expired_is_deleted(tmp_path: Path) -> None:
-    async with (
-        server(tmp_path) as made,
-        openai_client(made.ingress(FakeGenerate()), api_key=KEYS["red"]) as client,
-    ):
+    async with of_red(tmp_path, FakeGenerate()) as (made, client):
         hour: Any = {"anchor": "created_at", "seconds": 3600}
         file = await client.files.create(file=("a", b"{}"), purpose="batch", expires_after=hour)
         batch = await ended(client, (await submit(client, chats(1))).id)
@@ -287,10 +287,7 @@ async def test_what_has_expired_is_deleted(tmp_path: Path) -> None:
 
 
 async def test_lists_have_pages(tmp_path: Path) -> None:
-    async with (
-        server(tmp_path) as made,
-        openai_client(made.ingress(FakeGenerate()), api_key=KEYS["red"]) as client,
-    ):
+    async with of_red(tmp_path, FakeGenerate()) as (_, client):
         ids = [(await client.files.create(file=("a", b"{}"), purpose="batch")).id for _ in range(5)]
         assert [each.id async for each in client.files.list(limit=2)] == ids[::-1]
         assert [each.id async for each in client.files.list(limit=3, order="asc")] == ids
@@ -345,10 +342,7 @@ async def test_forms_that_are_wrong_leave_nothing(
 async def test_batches_that_are_wrong_are_refused(
     tmp_path: Path, change: dict[str, Any], status: int, param: str
 ) -> None:
-    async with (
-        server(tmp_path) as made,
-        openai_client(made.ingress(FakeGenerate()), api_key=KEYS["red"]) as client,
-    ):
+    async with of_red(tmp_path, FakeGenerate()) as (_, client):
         file = await client.files.create(file=("a", b"{}"), purpose="batch")
         asked: Any = {"input_file_id": file.id, "endpoint": CHATS, "completion_window": "24h"}
         with pytest.raises(openai.APIStatusError) as refused:
