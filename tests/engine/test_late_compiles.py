@@ -125,7 +125,6 @@ HEADS = dataclasses.replace(SMALL, num_heads=4, num_kv_heads=1, num_layers=2)
 @pytest.mark.parametrize(
     ("config", "format", "has_graphs", "has_drafts"),
     [
-        pytest.param(HEADS, "bfloat16", True, False, id="graphs"),
         pytest.param(HEADS, "bfloat16", False, False, id="no graphs"),
         pytest.param(HEADS, "int8", True, True, id="drafts"),
         pytest.param(SMALL_LATENT, "bfloat16", True, False, id="latents"),

@@ -9,17 +9,15 @@ from hypothesis import given, settings
 
 from disagg.config import ASSETS, SpeculativeConfig
 from disagg.engine.device.build import build_engine
-from disagg.engine.engine import Engine
 from disagg.engine.sched import prompt_lookup
 from disagg.engine.sched.drafting import Drafting
 from disagg.engine.sched.prompt_lookup import PromptLookup
 from disagg.engine.sched.scheduler import Scheduler
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step_budget import StepBudget
-from disagg.messages import SamplingParams
 from disagg.models.description import describe_model
 from tests.engine import fake_runner, workload
-from tests.engine.device.test_runner import config, run, said
+from tests.engine.device.test_runner import config
 from tests.engine.device.test_runner import new_sequence as new_request
 from tests.engine.workload import Driver, Workload, new_sequence
 from tests.worker import members
@@ -98,7 +96,7 @@ def test_some_are_left_alone() -> None:
     assert draft_for(penalised) == ()
 
 
-PLAYED = settings(max_examples=60, deadline=None, database=None, derandomize=True)
+PLAYED = settings(max_examples=30, deadline=None, database=None, derandomize=True)
 
 
 def scheduler_with_drafts(**arguments: Any) -> Scheduler:
@@ -123,7 +121,7 @@ def test_random_workloads_answer_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         met["accepted"] += scheduler.num_accepted
 
     played()
-    assert met["drafted"] - met["accepted"] >= 20 and met["accepted"] >= 20, met
+    assert met["drafted"] - met["accepted"] >= 10 and met["accepted"] >= 10, met
 
 
 def test_requests_that_move_between_workers_answer_the_same(
@@ -136,63 +134,6 @@ def test_requests_that_move_between_workers_answer_the_same(
     monkeypatch.setattr(fake_runner, "VOCAB_SIZE", 12)
     tally = play_many(num_steps=3_000)
     assert not any(tally.failures.values()), tally.failures
-
-
-ASKED: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 0.8, "top_p": 0.9, "seed": 5},
-    "penalties": {
-        "temperature": 0.7,
-        "seed": 1,
-        "frequency_penalty": 0.2,
-        "repetition_penalty": 1.1,
-    },
-    "stop token": {"temperature": 0.0, "stop_token_ids": (9, 33)},
-    "at least": {
-        "temperature": 0.9,
-        "seed": 3,
-        "min_tokens": 12,
-        "stop_token_ids": tuple(range(40)),
-    },
-}
-
-
-@pytest.fixture(scope="module")
-def engines() -> tuple[Engine, Engine]:
-    """A bundled model without drafts and with them, in caches too small for four answers."""
-    sizes = {"max_model_len": 64, "num_gpu_blocks_override": 22, "max_num_batched_tokens": 16}
-    lookup = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_max=2)
-    plain, _ = build_engine(config(**sizes), describe_model(ASSETS / "demo-small"))
-    drafting, _ = build_engine(
-        config(**sizes, speculative_config=lookup), describe_model(ASSETS / "demo-small")
-    )
-    return plain, drafting
-
-
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_a_model_says_the_same_with_the_same_log_probabilities(
-    asked: dict[str, Any], engines: tuple[Engine, Engine]
-) -> None:
-    """Alone, and beside others that it has to give way to."""
-    plain, drafting = engines
-    scheduler = drafting.scheduler
-    before = (scheduler.num_preempted, scheduler.num_drafted)
-    prompts = [[*(7 * i + j for j in range(6))] * 3 for i in range(1, 5)]
-    request = {**asked, "max_tokens": 24, "logprobs": 2}
-    expected = said(plain, new_request("plain", prompts[0], **request))
-    found = said(drafting, new_request("drafting", prompts[0], **request))
-    assert [token_id for token_id, _ in found] == [token_id for token_id, _ in expected]
-    for (_, logprobs), (_, wanted) in zip(found, expected, strict=True):
-        assert logprobs.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-
-    def together() -> list[Sequence]:
-        return [new_request(str(i), p, max_tokens=30, **asked) for i, p in enumerate(prompts)]
-
-    assert run(drafting, together()) == run(plain, together())
-    assert scheduler.num_preempted > before[0]
-    has_drafts = not SamplingParams(max_tokens=1, **asked).has_penalties
-    assert (scheduler.num_drafted > before[1]) == has_drafts
-    assert plain.scheduler.num_drafted == 0, "nothing is drafted unless asked for"
 
 
 def test_what_repeats_takes_fewer_steps() -> None:
