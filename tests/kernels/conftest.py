@@ -13,6 +13,7 @@ import torch
 
 from bench.random_models import random_weights
 from disagg.kernels.cpu import linear as linear_module
+from disagg.kernels.cpu import narrow_linear as narrow_linear_module
 from disagg.kernels.cpu import step as cpu_step_module
 from disagg.kernels.cpu.library import Found
 from disagg.kernels.dispatch import Quantization
@@ -52,8 +53,8 @@ def step(request: pytest.FixtureRequest) -> Found:
 @pytest.fixture
 def new_decoder(step: Found, monkeypatch: pytest.MonkeyPatch) -> NewDecoder:
     """Makes decoders in bfloat16, which have the compiled step."""
-    monkeypatch.setattr(cpu_step_module, "find_step", lambda: step)
-    monkeypatch.setattr(linear_module, "find_step", lambda: step)
+    for module in (cpu_step_module, linear_module, narrow_linear_module):
+        monkeypatch.setattr(module, "find_step", lambda: step)
 
     def new(
         config: ModelConfig,

@@ -279,7 +279,6 @@ def test_products_of_ranks_are_compiled_though_their_steps_are_not(
         )
         assert not isinstance(decoder, CpuDecoder)
         is_compiled = find_step().loaded is not None
-        assert decoder.step_sentence.endswith("4 or 8 bits are compiled") == is_compiled
         down = decoder._layers[1].mlp.down  # type: ignore[union-attr]
         assert (down._library is not None) == is_compiled
         x = torch.randn(3, down.num_in, generator=torch.Generator().manual_seed(2)).bfloat16()

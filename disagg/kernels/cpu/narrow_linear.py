@@ -2,7 +2,8 @@
 
 A step of few tokens takes as long as reading the weights, and such weights have a half or a quarter
 of the bytes. Products are computed in the activations' dtype: numbers are widened. Compiled code
-(`csrc/int8.h`, `csrc/int4.h`) reads the numbers in panels; without it torch multiplies.
+(`csrc/int8.h`, `csrc/int4.h`) reads the numbers in panels; without it torch multiplies with the
+widened numbers.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from disagg.kernels.cpu.library import find_step
 from disagg.kernels.cpu.linear import PlainLinear
 from disagg.kernels.cpu.panels import FEW_ROWS, PANEL, CpuMatrix, multiply_rows
 from disagg.kernels.packed_matrix import Largest, PackedMatrix
 from disagg.kernels.packed_sizes import INT4_GROUP
 
 LARGEST = {8: 127, 4: 15}
-TORCH_FEW_ROWS = 4  # with more rows, torch multiplies a widened weight faster than an int8 weight
 _UNIT = 8  # 4-bit numbers of a row that are contiguous in a panel
-_WHOLE = 32  # torch's product reads past the end of a row whose size is no multiple of 16
 _ROWS_AT_ONCE = 1024  # rows that are quantised or widened together: few enough for the CPU's cache
 _EVEN_ODD = 2
 
@@ -61,9 +61,7 @@ class NarrowLinear(PlainLinear):
     def __call__(self, x: Tensor) -> Tensor:
         if self._library is not None and x.dtype == torch.bfloat16 and self._is_compiled(x):
             return multiply_rows(self._library, self.described(), x)
-        if self.group is None and self._is_for_torch(x):
-            made = torch._weight_int8pack_mm(x, self.numbers, self.scales.flatten())
-        elif self.group is None and x.dtype != torch.float16:
+        if self.group is None and x.dtype != torch.float16:
             # Scale the results, which are fewer than the weights.
             made = functional.linear(x, self._wide_numbers()).mul_(self.scales.flatten())
         else:  # in float16, sums of unscaled numbers would overflow
@@ -79,33 +77,19 @@ class NarrowLinear(PlainLinear):
         is_few = x.shape[0] <= FEW_ROWS or self.group is not None
         return is_few or bool(self._library.disagg_step_has_tiles())
 
-    def _is_for_torch(self, x: Tensor) -> bool:
-        is_few = x.shape[0] <= TORCH_FEW_ROWS and self.num_in % _WHOLE == 0
-        return is_few and self._library is None
-
-    @property
-    def is_in_panels(self) -> bool:
-        return self._library is not None
-
     @property
     def can_be_in_panels(self) -> bool:
         return self.bits == 8 or self.num_in % _UNIT == 0
 
-    @property
-    def panels_nbytes(self) -> int:
-        return -(-self.num_out // PANEL) * PANEL * self.num_in * self.bits // 8
-
-    def lay_in_panels(self, memory: Tensor, library: ctypes.CDLL) -> None:
+    def lay_in_panels(self, library: ctypes.CDLL) -> None:
         """Lay the numbers in panels, for the compiled step and for compiled products.
 
         Args:
-            memory: uint8 [panels_nbytes], which will hold the panels.
             library: the one that `library.find_step` loaded.
         """
         assert self._library is None and self.can_be_in_panels
         if self.bits == 8:
-            panels = memory.view(torch.int8).view(-1, self.num_in, PANEL)
-            self.numbers = panels.copy_(_in_panels(self.numbers).transpose(1, 2))
+            self.numbers = _in_panels(self.numbers).transpose(1, 2).contiguous()
         else:
             filled = _in_panels(_unpacked(self.numbers, self.num_in))
             # Dimensions of a panel: vectors, columns, units, pairs in a unit, the two of a pair.
@@ -113,8 +97,7 @@ class NarrowLinear(PlainLinear):
             words = torch.zeros(*units.shape[:4], _EVEN_ODD, dtype=torch.int16)
             for pair in range(_UNIT // 2):
                 words |= units[:, :, :, :, pair].to(torch.int16) << (4 * pair)
-            panels = memory.view(torch.int16).view(len(filled), -1, PANEL // 16, 16, _EVEN_ODD)
-            self.numbers = panels.copy_(words.permute(0, 3, 1, 2, 4)).view(torch.uint8).flatten(3)
+            self.numbers = words.permute(0, 3, 1, 2, 4).contiguous().view(torch.uint8).flatten(3)
         if self.group is not None:
             self.scales = _in_panels(self.scales).permute(0, 2, 3, 1).contiguous()
         self._library = library
@@ -192,7 +175,7 @@ def int8_linear(
         # Divide by the scales as they are kept, with fewer digits.
         scaled = some.float() / its_scales.float()[:, 0]
         its_numbers.copy_(scaled.round_().clamp_(-LARGEST[8], LARGEST[8]))
-    return NarrowLinear(8, numbers, scales, None, bias, weight.shape[1])
+    return _compiled(NarrowLinear(8, numbers, scales, None, bias, weight.shape[1]))
 
 
 def int4_linear(weight: Tensor, bias: Tensor | None) -> NarrowLinear:
@@ -218,15 +201,25 @@ def int4_linear(weight: Tensor, bias: Tensor | None) -> NarrowLinear:
         scaled = (groups - first.unsqueeze(2)) / step.unsqueeze(2)
         rounded = scaled.round_().clamp_(0, LARGEST[4]).to(torch.uint8).flatten(1)
         its_numbers.copy_(_in_pairs(rounded[:, : num_in + num_in % 2]))
-    return NarrowLinear(4, numbers, scales, INT4_GROUP, bias, num_in)
+    return _compiled(NarrowLinear(4, numbers, scales, INT4_GROUP, bias, num_in))
 
 
 def packed_linear(matrix: PackedMatrix, bias: Tensor | None, dtype: torch.dtype) -> NarrowLinear:
     """Take the numbers of a packed matrix as they are; scales are rounded to `dtype`."""
     if matrix.kind == "int4":
-        return _packed_int4(matrix, bias, dtype)
+        return _compiled(_packed_int4(matrix, bias, dtype))
     scales = matrix.scales.T.to(dtype).contiguous().unsqueeze(2)
-    return NarrowLinear(8, matrix.numbers(), scales, matrix.group, bias, matrix.num_in)
+    numbers = matrix.numbers()
+    return _compiled(NarrowLinear(8, numbers, scales, matrix.group, bias, matrix.num_in))
+
+
+def _compiled(linear: NarrowLinear) -> NarrowLinear:
+    """Lay a weight in panels if compiled code can multiply it here, for a model in bfloat16."""
+    library = find_step().loaded
+    is_bf16 = linear.scales.dtype == torch.bfloat16 and linear.scales.device.type == "cpu"
+    if library is not None and is_bf16 and linear.can_be_in_panels:
+        linear.lay_in_panels(library)
+    return linear
 
 
 def _packed_int4(matrix: PackedMatrix, bias: Tensor | None, dtype: torch.dtype) -> NarrowLinear:

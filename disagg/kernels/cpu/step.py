@@ -140,7 +140,6 @@ class CpuStep:
         self.states = torch.empty(0, 0, dtype=torch.bfloat16)
         self._vocab_size = model.head.num_out
         self._hidden_size = model.head.num_in
-        _lay_in_panels(_narrow(model), library)
         table = model.embedding
         layers = (_LayerPointers * len(model.layers))(*map(_layer, model.layers))
         described = _Model(
@@ -240,31 +239,13 @@ def cpu_step(
     if found.loaded is None:
         return None, found.sentence
     if is_rank:
-        return None, _compiled_products(model, found.loaded)
+        return None, "torch, because the sum over ranks is not compiled"
     if model is None:
         return None, f"torch, because the model has {why_none}"
     problem = _problem(model, found.loaded)
     if problem:
         return None, f"torch, because {problem}"
     return CpuStep(found.loaded, model), found.sentence
-
-
-def _compiled_products(model: DenseModel | None, library: ctypes.CDLL) -> str:
-    """Let compiled code multiply weights of 4 or 8 bits on a rank.
-
-    The whole step is not compiled, because it has sums over all ranks between the products.
-
-    Returns:
-        A sentence that says what computes the rank's steps, and why.
-    """
-    sentence = "torch, because the sum over ranks is not compiled"
-    if model is None or model.norm.device.type != "cpu" or model.norm.dtype != torch.bfloat16:
-        return sentence
-    linears = [each for each in _narrow(model) if each.can_be_in_panels]
-    if not linears:
-        return sentence
-    _lay_in_panels(linears, library)
-    return f"{sentence}; products with weights of 4 or 8 bits are compiled"
 
 
 def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
@@ -276,7 +257,7 @@ def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
     if model.head_dim % LANES:
         return f"the head size {model.head_dim} is not a multiple of {LANES}"
     matrices = _matrices(model)
-    if not all(each.can_be_in_panels for each in _narrow(model)):
+    if not all(each.can_be_in_panels for each in matrices if isinstance(each, NarrowLinear)):
         return "a 4-bit weight has rows whose length is no multiple of 8"
     wide = [each for each in matrices if not isinstance(each, NarrowLinear)]
     widths = {each.panel_width if isinstance(each, _IN_PANELS) else 0 for each in wide}
@@ -309,20 +290,6 @@ def _layer(layer: DenseLayer) -> _LayerPointers:
         down=layer.down.described(),
         window=layer.window or 0,
     )
-
-
-def _narrow(model: DenseModel) -> list[NarrowLinear]:
-    return [each for each in _matrices(model) if isinstance(each, NarrowLinear)]
-
-
-def _lay_in_panels(linears: Sequence[NarrowLinear], library: ctypes.CDLL) -> None:
-    """Lay weights in panels, in one piece of memory, so that its huge pages hold nothing else.
-    Those of a part of another model are there already."""
-    linears = [each for each in linears if not each.is_in_panels]
-    sizes = [each.panels_nbytes for each in linears]
-    memory = torch.empty(sum(sizes), dtype=torch.uint8)
-    for linear, own in zip(linears, torch.split(memory, sizes), strict=True):
-        linear.lay_in_panels(own, library)
 
 
 def _region(linear: _Matrix) -> tuple[int, int]:
