@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,37 +164,35 @@ def _scales(shape: Shape, size: float, rng: np.random.Generator) -> Tensor:
 
 
 def _fp8(
+    shape: Shape,
+    rng: np.random.Generator,
+    *,
     rows: int | None,
-    columns: int | None,
+    columns: int | None = None,
     end: str = "weight_scale",
     dtype: torch.dtype = torch.float32,
-) -> Quantize:
+) -> tuple[Pieces, Tensor]:
     """Rows and columns that share a scale; None: all."""
-
-    def quantize(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
-        numbers, values = _fp8_numbers(shape, rng)
-        per = rows or shape[0], columns or shape[1]
-        scales = _scales((-(-shape[0] // per[0]), -(-shape[1] // per[1])), 1e-3, rng).to(dtype)
-        of_each = np.kron(scales.float().numpy(), np.ones(per, np.float32))
-        wide = values * torch.from_numpy(of_each[: shape[0], : shape[1]])
-        stored = scales.reshape(()) if rows is None else scales
-        return {"weight": numbers, end: stored, "input_scale": torch.tensor(1.0)}, wide
-
-    return quantize
+    numbers, values = _fp8_numbers(shape, rng)
+    per = rows or shape[0], columns or shape[1]
+    scales = _scales((-(-shape[0] // per[0]), -(-shape[1] // per[1])), 1e-3, rng).to(dtype)
+    of_each = np.kron(scales.float().numpy(), np.ones(per, np.float32))
+    wide = values * torch.from_numpy(of_each[: shape[0], : shape[1]])
+    stored = scales.reshape(()) if rows is None else scales
+    return {"weight": numbers, end: stored, "input_scale": torch.tensor(1.0)}, wide
 
 
-def _int8(is_symmetric: bool) -> Quantize:
-    def quantize(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
-        numbers = torch.from_numpy(rng.integers(-128, 128, shape, dtype=np.int8))
-        scales = _scales((shape[0], 1), 1e-3, rng).to(torch.bfloat16)
-        zeros = torch.from_numpy(rng.integers(-128, 128, (shape[0], 1), dtype=np.int8))
-        pieces = {"weight": numbers, "weight_scale": scales}
-        if is_symmetric:
-            return pieces, numbers.float() * scales.float()
-        wide = (numbers.float() - zeros.float()) * scales.float()
-        return {**pieces, "weight_zero_point": zeros}, wide
-
-    return quantize
+def _int8(
+    shape: Shape, rng: np.random.Generator, *, is_symmetric: bool = True
+) -> tuple[Pieces, Tensor]:
+    numbers = torch.from_numpy(rng.integers(-128, 128, shape, dtype=np.int8))
+    scales = _scales((shape[0], 1), 1e-3, rng).to(torch.bfloat16)
+    zeros = torch.from_numpy(rng.integers(-128, 128, (shape[0], 1), dtype=np.int8))
+    pieces = {"weight": numbers, "weight_scale": scales}
+    if is_symmetric:
+        return pieces, numbers.float() * scales.float()
+    wide = (numbers.float() - zeros.float()) * scales.float()
+    return {**pieces, "weight_zero_point": zeros}, wide
 
 
 def _shuffled(owner: np.ndarray) -> np.ndarray:
@@ -202,80 +201,84 @@ def _shuffled(owner: np.ndarray) -> np.ndarray:
 
 
 def _packed(
-    bits: int, group: int | None, *, is_symmetric: bool = True, is_ordered: bool = False
-) -> Quantize:
+    shape: Shape,
+    rng: np.random.Generator,
+    *,
+    bits: int = 4,
+    group: int | None = 16,
+    is_symmetric: bool = True,
+    is_ordered: bool = False,
+) -> tuple[Pieces, Tensor]:
     """compressed-tensors."""
-
-    def quantize(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
-        (num_out, num_in), half = shape, 1 << (bits - 1)
-        numbers = rng.integers(0, 2 * half, shape)
-        num_groups = 1 if group is None else num_in // group
-        scales = _scales((num_out, num_groups), 0.1 / half, rng).to(torch.bfloat16)
-        zeros = rng.integers(0, 2 * half, (num_out, num_groups))
-        if is_symmetric:
-            zeros[:] = half
-        owner = np.arange(num_in) // (num_in // num_groups)
-        if is_ordered:
-            owner = _shuffled(owner)
-        less = torch.from_numpy((numbers - half) - (zeros - half)[:, owner]).float()
-        pieces = {
-            "weight_packed": torch.from_numpy(words(numbers, bits)),
-            "weight_scale": scales,
-            "weight_shape": torch.tensor(shape),
-        }
-        if not is_symmetric:  # packed from the top down
-            packed = np.ascontiguousarray(words(zeros.T, bits).T)
-            pieces["weight_zero_point"] = torch.from_numpy(packed)
-        if is_ordered:
-            pieces["weight_g_idx"] = torch.from_numpy(owner.astype(np.int32))
-        return pieces, less * scales.float()[:, owner]
-
-    return quantize
+    (num_out, num_in), half = shape, 1 << (bits - 1)
+    numbers = rng.integers(0, 2 * half, shape)
+    num_groups = 1 if group is None else num_in // group
+    scales = _scales((num_out, num_groups), 0.1 / half, rng).to(torch.bfloat16)
+    zeros = rng.integers(0, 2 * half, (num_out, num_groups))
+    if is_symmetric:
+        zeros[:] = half
+    owner = np.arange(num_in) // (num_in // num_groups)
+    if is_ordered:
+        owner = _shuffled(owner)
+    less = torch.from_numpy((numbers - half) - (zeros - half)[:, owner]).float()
+    pieces = {
+        "weight_packed": torch.from_numpy(words(numbers, bits)),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(shape),
+    }
+    if not is_symmetric:  # packed from the top down
+        packed = np.ascontiguousarray(words(zeros.T, bits).T)
+        pieces["weight_zero_point"] = torch.from_numpy(packed)
+    if is_ordered:
+        pieces["weight_g_idx"] = torch.from_numpy(owner.astype(np.int32))
+    return pieces, less * scales.float()[:, owner]
 
 
-def _awq(group: int) -> Quantize:
-    def quantize(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
-        num_out, num_in = shape
-        numbers = rng.integers(0, 16, (num_in, num_out))
-        zeros = rng.integers(0, 16, (num_in // group, num_out))
-        scales = _scales(zeros.shape, 0.01, rng).half()
-        owner = np.arange(num_in) // group
-        wide = torch.from_numpy(numbers - zeros[owner]).float() * scales.float()[owner]
-        order = (0, 2, 4, 6, 1, 3, 5, 7)
-        pieces = {
-            "qweight": torch.from_numpy(words(numbers, 4, order)),
-            "qzeros": torch.from_numpy(words(zeros, 4, order)),
-            "scales": scales,
-        }
-        return pieces, wide.T.contiguous()
-
-    return quantize
+def _awq(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+    (num_out, num_in), group = shape, AWQ["group_size"]
+    numbers = rng.integers(0, 16, (num_in, num_out))
+    zeros = rng.integers(0, 16, (num_in // group, num_out))
+    scales = _scales(zeros.shape, 0.01, rng).half()
+    owner = np.arange(num_in) // group
+    wide = torch.from_numpy(numbers - zeros[owner]).float() * scales.float()[owner]
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    pieces = {
+        "qweight": torch.from_numpy(words(numbers, 4, order)),
+        "qzeros": torch.from_numpy(words(zeros, 4, order)),
+        "scales": scales,
+    }
+    return pieces, wide.T.contiguous()
 
 
-def _gptq(bits: int, group: int | None, *, version: int = 1, is_ordered: bool = False) -> Quantize:
-    def quantize(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
-        num_out, num_in = shape
-        size = group or num_in
-        numbers = rng.integers(0, 1 << bits, (num_in, num_out))
-        zeros = rng.integers(0, 1 << bits, (-(-num_in // size), num_out))
-        scales = _scales(zeros.shape, 0.2 / (1 << bits), rng).half()
-        owner = np.arange(num_in) // size
-        if is_ordered:
-            owner = _shuffled(owner)
-        wide = torch.from_numpy(numbers - zeros[owner]).float() * scales.float()[owner]
-        packed_zeros = words(zeros, bits)
-        if version == 1:
-            ones = {4: 0x11111111, 8: 0x01010101}[bits]
-            packed_zeros = (packed_zeros.view(np.uint32) - np.uint32(ones)).view(np.int32)
-        pieces = {
-            "qweight": torch.from_numpy(np.ascontiguousarray(words(numbers.T, bits).T)),
-            "qzeros": torch.from_numpy(packed_zeros),
-            "scales": scales,
-            "g_idx": torch.from_numpy(owner.astype(np.int32)),
-        }
-        return pieces, wide.T.contiguous()
-
-    return quantize
+def _gptq(
+    shape: Shape,
+    rng: np.random.Generator,
+    *,
+    bits: int = 4,
+    group: int | None = 16,
+    version: int = 1,
+    is_ordered: bool = False,
+) -> tuple[Pieces, Tensor]:
+    num_out, num_in = shape
+    size = group or num_in
+    numbers = rng.integers(0, 1 << bits, (num_in, num_out))
+    zeros = rng.integers(0, 1 << bits, (-(-num_in // size), num_out))
+    scales = _scales(zeros.shape, 0.2 / (1 << bits), rng).half()
+    owner = np.arange(num_in) // size
+    if is_ordered:
+        owner = _shuffled(owner)
+    wide = torch.from_numpy(numbers - zeros[owner]).float() * scales.float()[owner]
+    packed_zeros = words(zeros, bits)
+    if version == 1:
+        ones = {4: 0x11111111, 8: 0x01010101}[bits]
+        packed_zeros = (packed_zeros.view(np.uint32) - np.uint32(ones)).view(np.int32)
+    pieces = {
+        "qweight": torch.from_numpy(np.ascontiguousarray(words(numbers.T, bits).T)),
+        "qzeros": torch.from_numpy(packed_zeros),
+        "scales": scales,
+        "g_idx": torch.from_numpy(owner.astype(np.int32)),
+    }
+    return pieces, wide.T.contiguous()
 
 
 def _mxfp4(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
@@ -308,40 +311,55 @@ def gptq(**more: Any) -> dict[str, Any]:
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+AWQ: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 16,
+    "zero_point": True,
+    "version": "gemm",
+}
 ASYMMETRIC, BLOCK = {"symmetric": False}, [32, 16]
+_ROWS: dict[str, Any] = {"rows": 1}
+_ALL: dict[str, Any] = {"rows": None}
+_BLOCKS: dict[str, Any] = {"rows": 32, "columns": 16}
 KINDS: dict[str, Kind] = {
-    "fp8 blocks": Kind({**FP8, "weight_block_size": BLOCK}, _fp8(32, 16, "weight_scale_inv")),
-    "fp8 rows": Kind(FP8, _fp8(1, None)),
-    "fp8 tensor": Kind({**FP8, "activation_scheme": "static"}, _fp8(None, None)),
+    "fp8 blocks": Kind(
+        {**FP8, "weight_block_size": BLOCK}, partial(_fp8, **_BLOCKS, end="weight_scale_inv")
+    ),
+    "fp8 rows": Kind(FP8, partial(_fp8, **_ROWS)),
+    "fp8 tensor": Kind({**FP8, "activation_scheme": "static"}, partial(_fp8, **_ALL)),
     "float rows": Kind(
-        compressed("float-quantized", 8, "channel"), _fp8(1, None, dtype=torch.bfloat16)
+        compressed("float-quantized", 8, "channel"), partial(_fp8, **_ROWS, dtype=torch.bfloat16)
     ),
-    "float tensor": Kind(compressed("float-quantized", 8, "tensor"), _fp8(None, None)),
+    "float tensor": Kind(compressed("float-quantized", 8, "tensor"), partial(_fp8, **_ALL)),
     "float blocks": Kind(
-        compressed("float-quantized", 8, "block", block_structure=BLOCK), _fp8(32, 16)
+        compressed("float-quantized", 8, "block", block_structure=BLOCK), partial(_fp8, **_BLOCKS)
     ),
-    "int8": Kind(compressed("int-quantized", 8, "channel"), _int8(True)),
-    "int8 with zeros": Kind(compressed("int-quantized", 8, "channel", **ASYMMETRIC), _int8(False)),
-    "packed": Kind(compressed("pack-quantized", 4, "group", group_size=16), _packed(4, 16)),
+    "int8": Kind(compressed("int-quantized", 8, "channel"), _int8),
+    "int8 with zeros": Kind(
+        compressed("int-quantized", 8, "channel", **ASYMMETRIC), partial(_int8, is_symmetric=False)
+    ),
+    "packed": Kind(compressed("pack-quantized", 4, "group", group_size=16), _packed),
     "packed with zeros": Kind(
         compressed("pack-quantized", 4, "group", group_size=16, **ASYMMETRIC),
-        _packed(4, 16, is_symmetric=False),
+        partial(_packed, is_symmetric=False),
     ),
     "packed in order of activations": Kind(
         compressed("pack-quantized", 4, "group", group_size=16, actorder="group"),
-        _packed(4, 16, is_ordered=True),
+        partial(_packed, is_ordered=True),
     ),
-    "packed 8 bits": Kind(compressed("pack-quantized", 8, "channel"), _packed(8, None)),
-    "awq": Kind(AWQ, _awq(16)),
-    "gptq": Kind(gptq(), _gptq(4, 16)),
-    "gptq v2": Kind(gptq(checkpoint_format="gptq_v2"), _gptq(4, 16, version=2)),
-    "gptq 8 bits": Kind(gptq(bits=8, group_size=-1), _gptq(8, None)),
-    "gptq uneven groups": Kind(gptq(group_size=32), _gptq(4, 32)),
-    "gptq groups of 48": Kind(gptq(group_size=48), _gptq(4, 48)),
-    "gptq in order of activations": Kind(gptq(desc_act=True), _gptq(4, 16, is_ordered=True)),
+    "packed 8 bits": Kind(
+        compressed("pack-quantized", 8, "channel"), partial(_packed, bits=8, group=None)
+    ),
+    "awq": Kind(AWQ, _awq),
+    "gptq": Kind(gptq(), _gptq),
+    "gptq v2": Kind(gptq(checkpoint_format="gptq_v2"), partial(_gptq, version=2)),
+    "gptq 8 bits": Kind(gptq(bits=8, group_size=-1), partial(_gptq, bits=8, group=None)),
+    "gptq uneven groups": Kind(gptq(group_size=32), partial(_gptq, group=32)),
+    "gptq groups of 48": Kind(gptq(group_size=48), partial(_gptq, group=48)),
+    "gptq in order of activations": Kind(gptq(desc_act=True), partial(_gptq, is_ordered=True)),
     "gptq rows in order of activations": Kind(
-        gptq(desc_act=True, group_size=-1), _gptq(4, None, is_ordered=True)
+        gptq(desc_act=True, group_size=-1), partial(_gptq, group=None, is_ordered=True)
     ),
     "mxfp4": Kind(
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},

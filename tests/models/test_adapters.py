@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable
@@ -25,12 +24,12 @@ from disagg.models.share import WHOLE, Share
 from tests.grids import some
 from tests.models import test_ranks
 from tests.models.adapters import ALL, targets_of, write_adapter
-from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
+from tests.models.checkpoints import VARIANTS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 from tests.models.paging import Tokens, make_batch, new_slab
 from tests.models.quantized_files import write_quantized
 from tests.models.rank_threads import on_ranks
-from tests.models.test_decoder import _all_experts, _rounding_at_random
+from tests.models.roundings import all_experts, assert_as_far_as_roundings
 from tests.models.test_ranks import eight_heads
 
 BLOCK_SIZE = 4
@@ -169,26 +168,19 @@ def test_a_quantised_base_equals_peft(variant: str, kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("variant", some(["llama", "gemma2", "qwen3-moe"], ["qwen3", "gpt-oss"]))
 def test_bfloat16_is_as_far_from_exact_as_its_roundings(variant: str, tmp_path: Path) -> None:
-    """The bound is that of `test_decoder`; PEFT's modules round too."""
-    changes = _all_experts(VARIANTS[variant][1])
+    """PEFT's modules round too."""
+    changes = all_experts(VARIANTS[variant][1])
     base = write_checkpoint(tmp_path / "base", variant, dtype=torch.bfloat16, **changes)
     model = describe_model(base.directory)
     adapted = write_adapter(tmp_path / "one", base, targets_of(variant))
-    exact = Checkpoint(tmp_path, lambda: copy.deepcopy(adapted.model).float())
-    rounding = Checkpoint(tmp_path, lambda: _rounding_at_random(exact.model))
     decoder = load_model(model, torch.bfloat16, CPU)
     enable(decoder, model, {0: tmp_path / "one"}, dtype=torch.bfloat16)
     slab = new_slab(model.config, 64, BLOCK_SIZE, torch.bfloat16)
-    ours, allowed = [], []
-    for tokens in some_tokens(3, 48):
+    sequences = some_tokens(3, 48)
+    for tokens in sequences:
         for count in [24] + [1] * 20:
             step(decoder, slab, [(tokens, count)], [0])
-        truth = exact.logits(tokens.ids)[23:44]
-        ours.append((torch.stack(tokens.logits) - truth).square().mean())
-        draws = [rounding.logits(tokens.ids)[23:44] - truth for _ in range(5)]
-        allowed.append(torch.stack(draws).square().mean())
-    off, expected = float(torch.stack(ours).mean()), float(torch.stack(allowed).mean())
-    assert math.log(off / expected) <= 0.7
+    assert_as_far_as_roundings(sequences, adapted, range(24, 45))
 
 
 def _rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +19,11 @@ from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import describe_model
 from disagg.models.families import FAMILIES
 from disagg.models.model_config import ModelConfig
-from disagg.models.rope import RopeConfig
 from tests.grids import some
 from tests.models import checkpoints
 from tests.models.checkpoints import VARIANTS, Checkpoint, write_checkpoint
-from tests.models.paging import Tokens, make_batch, new_slab, run_step
+from tests.models.paging import SMALL, Tokens, make_batch, new_slab, run_step
+from tests.models.roundings import all_experts, assert_as_far_as_roundings
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
@@ -134,60 +133,15 @@ ROUNDED = ["llama", "qwen3", "qwen3-moe", "deepseek-v3", "gemma2", "gpt-oss", "o
     some(ROUNDED, (name for name, (family, _) in VARIANTS.items() if family != "Phi3")),
 )
 def test_bfloat16_is_as_far_from_exact_as_its_roundings(variant: str, tmp_path: Path) -> None:
-    """Exact is what transformers computes in float32 with the weights rounded to bfloat16.
-
-    How far a result of bfloat16 is off is random, so the oracle is a distribution: the same model
-    in float32, where the result of each module is off by up to half a unit in the last place of a
-    bfloat16, uniformly. A rounding is off by half as much in the mean square, which makes up for
-    what is rounded within a module. The logarithm of how much further ours was off had, by variant
-    and compiled step, a mean of -0.65 to 0.09 over draws of three prompts and a standard deviation
-    of at most 0.17: 0.7 is four of these above each mean. All experts are chosen, as a rounding
-    may send a token to another one, and then it and those after it are far from exact.
-    """
-    checkpoint = write_checkpoint(
-        tmp_path, variant, dtype=torch.bfloat16, **_all_experts(VARIANTS[variant][1])
-    )
+    changes = all_experts(VARIANTS[variant][1])
+    checkpoint = write_checkpoint(tmp_path, variant, dtype=torch.bfloat16, **changes)
     decoder, config = _load(checkpoint, torch.bfloat16)
-    exact = Checkpoint(tmp_path, lambda: copy.deepcopy(checkpoint.model).float())
-    rounding = Checkpoint(tmp_path, lambda: _rounding_at_random(exact.model))
     slab = new_slab(config, 64, BLOCK_SIZE, torch.bfloat16)
-    ours, allowed = [], []
-    for sequence in _sequences(3, 48, 64):
-        run_step(decoder, slab, [(sequence, 24)], BLOCK_SIZE)
-        for _ in range(20):
-            run_step(decoder, slab, [(sequence, 1)], BLOCK_SIZE)
-        truth = exact.logits(sequence.ids)
-        for end, logits in enumerate(sequence.logits, start=24):
-            ours.append((logits - truth[end - 1]).square().mean())
-        draws = [rounding.logits(sequence.ids) - truth for _ in range(5)]
-        allowed.append(torch.stack(draws)[:, 23:44].square().mean(2))
-    off, expected = float(torch.stack(ours).mean()), float(torch.cat(allowed).mean())
-    assert math.log(off / expected) <= 0.7
-
-
-def _all_experts(config: dict[str, Any]) -> dict[str, Any]:
-    """Changes of a configuration, so that each token goes to all experts, if there are any."""
-    changes = {"topk_group": config["n_group"]} if "n_group" in config else {}
-    for key in ("num_experts", "n_routed_experts", "num_local_experts"):
-        if key in config:
-            changes["num_experts_per_tok"] = config[key]
-    return changes
-
-
-def _rounding_at_random(model: Any) -> Any:
-    """A copy in which each module's result is off, as if it was rounded to bfloat16."""
-    rounding = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(1)
-
-    def round_off(module: Any, arguments: Any, result: Any) -> Any:
-        if not isinstance(result, Tensor):  # of modules whose last module has been rounded
-            return result
-        noise = torch.rand(result.shape, generator=generator, dtype=result.dtype) * 2 - 1
-        return result * (1 + noise * torch.finfo(torch.bfloat16).eps / 2)
-
-    for module in rounding.modules():
-        module.register_forward_hook(round_off)
-    return rounding
+    sequences = _sequences(3, 48, 64)
+    for sequence in sequences:
+        for count in [24] + [1] * 20:
+            run_step(decoder, slab, [(sequence, count)], BLOCK_SIZE)
+    assert_as_far_as_roundings(sequences, checkpoint, range(24, 45))
 
 
 def test_skewed_decodes_are_cut_into_groups_and_come_back_in_order(tmp_path: Path) -> None:
@@ -204,7 +158,7 @@ def test_skewed_decodes_are_cut_into_groups_and_come_back_in_order(tmp_path: Pat
 
 
 def test_long_prompt_over_a_prefix_is_attended_in_pieces() -> None:
-    config = _tiny(max_model_len=1024)
+    config = replace(SMALL, max_model_len=1024)
     decoder = random_decoder(config, torch.float32, CPU, seed=3)
     ids = torch.randint(0, config.vocab_size, (700,), generator=torch.Generator().manual_seed(1))
     blocks = list(range(175))
@@ -218,7 +172,7 @@ def test_long_prompt_over_a_prefix_is_attended_in_pieces() -> None:
 
 def test_other_sequences_blocks_never_matter() -> None:
     """A sequence's logits are the same bits whether the rest of the slab is zero or NaN."""
-    config = _tiny()
+    config = SMALL
     decoder = random_decoder(config, torch.float32, CPU)
     results = []
     for fill in (0.0, math.nan):
@@ -233,7 +187,7 @@ def test_other_sequences_blocks_never_matter() -> None:
 
 
 def test_logits_come_only_for_the_rows_asked_for() -> None:
-    config = _tiny()
+    config = SMALL
     decoder = random_decoder(config, torch.float32, CPU)
     sequence = Tokens(list(range(12)), [0, 1, 2])
     batch = make_batch([(sequence, 12)], 4)
@@ -267,39 +221,20 @@ class _LogitTables(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def test_capped_logits_need_no_memory_beside_the_result() -> None:
     """The plan of a GPU's memory counts one float32 table of logits per graph."""
-    config = replace(_tiny(), logit_cap=0.05)
+    config = replace(SMALL, logit_cap=0.5)
     decoder = random_decoder(config, torch.bfloat16, CPU)
     batch = make_batch([(Tokens(list(range(12)), [0, 1, 2]), 12)], 4)
     logits = torch.zeros(1, config.vocab_size)
     with _LogitTables(config.vocab_size) as tables:
         decoder.forward(batch, new_slab(config, 4, 4, torch.bfloat16), logits=logits)
     assert tables.places == {logits.data_ptr()}
-    assert 0.02 < float(logits.abs().max()) < 0.05
+    assert 0.1 < float(logits.abs().max()) < 0.5
 
 
 def test_a_chunk_that_ends_inside_a_prompt_has_no_logits() -> None:
-    config = _tiny()
+    config = SMALL
     decoder = random_decoder(config, torch.bfloat16, CPU)
     batch = make_batch([(Tokens(list(range(12)), [0, 1, 2]), 8)], 4)
     batch = replace(batch, logits_rows=torch.empty(0, dtype=torch.int64))
     logits = decoder.forward(batch, new_slab(config, 4, 4, torch.bfloat16))
     assert logits.shape == (0, config.vocab_size)
-
-
-def _tiny(max_model_len: int = 64) -> ModelConfig:
-    return ModelConfig(
-        family="Qwen3ForCausalLM",
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        hidden_size=32,
-        intermediate_size=48,
-        vocab_size=61,
-        max_model_len=max_model_len,
-        dtype="float32",
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(),
-        sliding_windows=(None, 6),
-        qk_norm=True,
-    )
