@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from disagg.cli.engine_arguments import add_setting, number
 from disagg.cli.serve_arguments import PoolSize, pool_size
@@ -29,6 +28,7 @@ from disagg.tools.sim.loads import LOADS, USUAL_LOAD, Load, make_load
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest, read_trace
+from disagg.tools.terminal import table
 
 SIMULATED = "Engines and network are simulated."
 SCALING = ("start_s", "look_back_s", "down_after_s", "slo_fraction")
@@ -179,7 +179,7 @@ def _limits(size: PoolSize, args: argparse.Namespace) -> AutoscalingConfig | Non
     if size.least == size.most:
         return None
     raw = {"min_replicas": size.least, "max_replicas": size.most}
-    for name in ("start_s", "look_back_s", "down_after_s", "slo_fraction"):
+    for name in SCALING:
         raw[name] = getattr(args, name)
     try:
         return msgspec.convert(raw, AutoscalingConfig)
@@ -205,18 +205,16 @@ def _trace(args: argparse.Namespace) -> list[TraceRequest]:
 
 
 def _print(reports: list[SimReport]) -> None:
-    table = Table(title=SIMULATED, title_justify="left")
     columns = (
-        *("policy", "speed", "req/s", "out tok/s", "TTFT p50", "p95", "p99 s"),
+        *("<policy", "speed", "req/s", "out tok/s", "TTFT p50", "p95", "p99 s"),
         *("TPOT p50", "p95", "p99 ms", "hits %", "imbalance", "busy", "failed"),
         *("worker h", "in time %"),
     )
-    for column in columns:
-        table.add_column(column, justify="left" if column == "policy" else "right")
+    rows = table(*columns, title=SIMULATED)
     for each in reports:
         ttft = (each.ttft_p50_s, each.ttft_p95_s, each.ttft_p99_s)
         tpot = (each.tpot_p50_s, each.tpot_p95_s, each.tpot_p99_s)
-        table.add_row(
+        rows.add_row(
             each.policy,
             f"{each.speed:g}",
             f"{each.requests_per_s:.2f}",
@@ -230,4 +228,4 @@ def _print(reports: list[SimReport]) -> None:
             f"{each.worker_hours:.2f}",
             f"{each.in_time_percent:.1f}",
         )
-    Console(width=160).print(table)
+    Console(width=160).print(rows)
