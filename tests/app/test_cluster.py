@@ -11,9 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._private import services
+from ray._private.node import Node
+from ray._version import version as installed
 from ray.serve.schema import ApplicationStatus
 
-from disagg.app import raylet_agent
+from disagg.app import cluster, private_ray, raylet_agent
+from disagg.app.cluster import Cluster
 from disagg.config import HttpConfig
 from disagg.config_checks import parse_config
 from disagg.errors import StartupError
@@ -96,8 +100,6 @@ class FakeServe(FakeRay):
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    from disagg.app import cluster, private_ray
-
     fake = FakeRay()
     fake_serve = FakeServe(fake.calls)
     for module in (cluster, private_ray):
@@ -111,67 +113,52 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 @pytest.fixture
 def serve(ray: FakeRay) -> FakeServe:
-    from disagg.app import cluster
-
     found = vars(cluster)["serve"]
     assert isinstance(found, FakeServe)
     return found
 
 
-def calls_of(ray: FakeRay, address: str | None, *, is_left: bool) -> list[str]:
-    from disagg.app.cluster import Cluster
+def joined(address: str | None = "head:6379") -> Cluster:
+    made = Cluster(address, Path("/nowhere"))
+    made.connect()
+    return made
 
-    cluster = Cluster(address, Path("/nowhere"))
-    cluster.connect()
-    cluster.start(HttpConfig())
-    cluster.deploy(CONFIG)
+
+@pytest.mark.parametrize(
+    ("address", "is_left", "calls"),
+    [
+        ("head:6379", True, "leave, init head:6379, delete disagg, close the board, leave"),
+        ("head:6379", False, "delete disagg, close the board, leave"),
+        (None, True, "shut down, leave"),
+    ],
+    ids=["of others, left and joined again", "of others, after a failed start", "of our own"],
+)
+def test_what_is_ended_of_a_cluster(
+    ray: FakeRay, address: str | None, is_left: bool, calls: str
+) -> None:
+    ours = joined(address)
+    ours.start(HttpConfig())
+    ours.deploy(CONFIG)
     if is_left:
-        cluster.leave()
-    cluster.stop()
+        ours.leave()
+    ours.stop()
     assert not ray.is_up
-    return ray.calls
-
-
-def test_a_cluster_of_others_is_left_and_joined_again(ray: FakeRay) -> None:
-    joined = ["init head:6379", "start", "deploy"]
-    assert calls_of(ray, "head:6379", is_left=True) == [
-        *joined,
-        "leave",
-        "init head:6379",
-        "delete disagg",
-        "close the board",
-        "leave",
-    ]
-
-
-def test_a_start_that_failed_is_cleaned_up_too(ray: FakeRay) -> None:
-    assert calls_of(ray, "head:6379", is_left=False) == [
-        "init head:6379",
-        "start",
-        "deploy",
-        "delete disagg",
-        "close the board",
-        "leave",
-    ]
+    begun = [f"init {address or 'local'}", "start", "deploy"]
+    assert ray.calls == [*begun, *calls.split(", ")]
 
 
 def test_the_application_of_another_command_is_not_replaced(serve: FakeServe) -> None:
-    from disagg.app.cluster import Cluster
-
     serve.version = "of another"
-    cluster = Cluster("head:6379", Path("/nowhere"))
-    cluster.connect()
+    ours = joined()
     with pytest.raises(StartupError, match=r"already has .* disagg \(status RUNNING\).*--replace"):
-        cluster.check_is_free()
+        ours.check_is_free()
     with pytest.raises(StartupError, match="already has"):  # if it came after the check
-        cluster.deploy(CONFIG)
-    cluster.stop()
+        ours.deploy(CONFIG)
+    ours.stop()
     assert serve.version == "of another" and "deploy" not in serve.calls
 
 
 def test_an_application_that_replaced_ours_is_left_alone(serve: FakeServe) -> None:
-    from disagg.app.cluster import Cluster
-
     first, second = (Cluster("head:6379", Path("/nowhere")) for _ in range(2))
     first.connect()
     first.deploy(CONFIG)
@@ -192,35 +179,20 @@ def test_an_application_that_replaced_ours_is_left_alone(serve: FakeServe) -> No
 def test_an_application_serves_on_if_the_command_that_ends_it_is_stopped(
     serve: FakeServe,
 ) -> None:
-    from disagg.app.cluster import Cluster
-
     def interrupted() -> None:
         stop.set()
         raise TimeoutError
 
     stop = threading.Event()
     serve.version, serve.while_draining = "of another", interrupted
-    cluster = Cluster("head:6379", Path("/nowhere"))
-    cluster.connect()
-    assert not cluster.end_other(60.0, stop)
-    cluster.stop()
+    ours = joined()
+    assert not ours.end_other(60.0, stop)
+    ours.stop()
     assert serve.version == "of another"
     assert serve.calls == ["init head:6379", "drain", "serve_again", "leave"]
 
 
-def test_a_cluster_of_our_own_ends_with_us(ray: FakeRay) -> None:
-    assert calls_of(ray, None, is_left=True) == [
-        "init local",
-        "start",
-        "deploy",
-        "shut down",
-        "leave",
-    ]
-
-
 def test_what_never_started_needs_no_end(ray: FakeRay) -> None:
-    from disagg.app.cluster import Cluster
-
     Cluster("head:6379", Path("/nowhere")).stop()
     assert ray.calls == []
 
@@ -228,9 +200,6 @@ def test_what_never_started_needs_no_end(ray: FakeRay) -> None:
 def test_a_proxy_that_does_not_come_up_is_said_in_words(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from disagg.app import cluster
-    from disagg.errors import StartupError
-
     def late(**options: Any) -> None:
         raise TimeoutError("HTTP proxies not available after 60s.")
 
@@ -241,11 +210,7 @@ def test_a_proxy_that_does_not_come_up_is_said_in_words(
 
 def test_who_has_not_begun_to_serve_takes_nothing_down(ray: FakeRay) -> None:
     """An application of our name on a cluster that refused us is somebody else's."""
-    from disagg.app.cluster import Cluster
-
-    cluster = Cluster("head:6379", Path("/nowhere"))
-    cluster.connect()
-    cluster.stop()
+    joined().stop()
     assert ray.calls == ["init head:6379", "leave"]
 
 
@@ -254,9 +219,6 @@ def test_a_node_that_is_too_slow_is_started_again(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch, num_slow: int
 ) -> None:
     """Ray leaves the processes of such a start running. They are ended."""
-    from disagg.app.cluster import Cluster
-    from disagg.errors import StartupError
-
     left: list[subprocess.Popen[bytes]] = []
 
     def init(**options: Any) -> None:
@@ -302,12 +264,6 @@ def test_what_observes_is_left_out_of_the_ray_that_was_tried_only(
     tmp_path: Path,
     monkeypatch: Any,
 ) -> None:
-    from ray._private import services
-    from ray._private.node import Node
-    from ray._version import version as installed
-
-    from disagg.app import cluster, private_ray
-
     assert all(hasattr(Node, each) for each in private_ray.OBSERVERS)
     monkeypatch.setattr(cluster, "see_only", lambda device_ids: None)
     node = type("Node", (FakeNode,), {})

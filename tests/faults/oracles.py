@@ -52,6 +52,16 @@ class Oracle:
             assert process.is_running(), f"{process} was no victim and is gone"
             until(partial(self._is_small, process), timeout_s, lambda: "it has grown")
 
+    def check_answered(
+        self, answers: Iterable[Answer], victims: Collection[psutil.Process] = ()
+    ) -> None:
+        """Nothing was refused or cut, and whoever was a victim is there again."""
+        answers = list(answers)
+        assert_answered(answers)
+        if victims:
+            self._system.wait_whole()
+        self.check(answers, victims)
+
     def check_rest(self, timeout_s: float = REST_TIMEOUT_S) -> float:
         """Every worker comes to rest with all its blocks. Returns the seconds that it took."""
         return until(lambda: not self._busy(), timeout_s, lambda: f"never at rest: {self._busy()}")
@@ -99,6 +109,14 @@ class Oracle:
         threads, fds = _size(process)
         before_threads, before_fds = self._sizes[process]
         return threads <= before_threads + NUM_THREADS_SPARE and fds <= before_fds + NUM_FDS_SPARE
+
+
+def assert_answered(answers: Collection[Answer]) -> None:
+    """All of them wholly and rightly, and none with an error."""
+    failed = [(each.status, each.error, each.trouble) for each in answers if not each.finish_reason]
+    assert not failed, f"{len(failed)} of {len(answers)} failed: {failed[:5]}"
+    for answer in answers:
+        check_answer(answer)
 
 
 def check_answer(answer: Answer) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 
 from tests import plain_http
-from tests.faults.clients import Answer, Questions, ask, load
+from tests.faults.clients import Questions, ask, load
 from tests.faults.faults import Killed, suffered
-from tests.faults.oracles import Oracle
+from tests.faults.oracles import Oracle, assert_answered
 from tests.faults.system import System, busiest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -35,21 +35,15 @@ async def until_size(system: System, model: str, role: str, is_so: Callable[[int
     return number
 
 
-def assert_all_right(answers: list[Answer]) -> None:
-    for each in answers:
-        assert each.finish_reason is not None, (each.status, each.error, each.trouble)
-        assert each.text == each.question.expected
-
-
 async def test_a_burst_scales_out_and_in_without_a_failed_request(system: System) -> None:
     assert await until_size(system, "bursts", "prefill", lambda number: number >= 1) == 1
     async with load(system.port, Questions(random.Random(1), "bursts"), RATE) as burst:
         await until_size(system, "bursts", "prefill", lambda number: number > 1)
         await asyncio.sleep(2.0)
-    assert_all_right(await burst.answers())
+    assert_answered(await burst.answers())
     async with load(system.port, Questions(random.Random(2), "bursts"), 0.3) as trickle:
         await until_size(system, "bursts", "prefill", lambda number: number == 1)
-    assert_all_right(await trickle.answers())
+    assert_answered(await trickle.answers())
 
 
 async def test_a_request_wakes_a_pool_that_has_no_worker(system: System) -> None:
@@ -57,7 +51,7 @@ async def test_a_request_wakes_a_pool_that_has_no_worker(system: System) -> None
     ready = await asyncio.to_thread(plain_http.get, f"{system.url}/ready")
     assert ready.status_code == 200
     answer = await ask(system.port, Questions(random.Random(3), "naps").next())
-    assert_all_right([answer])
+    assert_answered([answer])
 
 
 async def test_the_only_worker_is_killed(system: System) -> None:
@@ -67,6 +61,4 @@ async def test_the_only_worker_is_killed(system: System) -> None:
     victim = (await busiest(system, "naps", "decode")).process
     async with suffered(Killed(victim)):
         answers = await asyncio.gather(*streams)
-    assert_all_right(answers)
-    system.wait_whole()
-    oracle.check(answers, [victim])
+    oracle.check_answered(answers, [victim])
