@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
-import httpx
+import openai
 
 NUM_CLIENTS = 2
-PAUSE_S = 0.3  # which leaves a processor to the processes that start meanwhile
+PAUSE_S = 0.6  # which leaves a processor to the processes that start meanwhile
 MAX_TOKENS = 300  # so that something is always under way
 PROMPTS = [
     f"{i}: a prompt of several blocks that are pulled, whoever computes them " for i in "abc"
@@ -17,14 +16,13 @@ PROMPTS = [
 
 
 class Load:
-    """Clients that ask again and again, whole answers and streams in turn, and check each one."""
+    """Clients that ask again and again, one for whole answers and one for streams, and check each
+    answer."""
 
     def __init__(self, url: str, model: str, expected: dict[str, str]) -> None:
         self.num_answers = 0
         self.failures: list[str] = []
-        self._url = url
-        self._model = model
-        self._expected = expected
+        self._url, self._model, self._expected = url, model, expected
         self._stopping = False
 
     async def __aenter__(self) -> Load:
@@ -37,12 +35,17 @@ class Load:
 
     async def _run(self, number: int) -> None:
         # A connection of its own for each, as Serve's HAProxy is replaced meanwhile.
-        headers = {"connection": "close"}
-        async with httpx.AsyncClient(base_url=self._url, timeout=120, headers=headers) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{self._url}/v1",
+            api_key="-",
+            max_retries=0,
+            timeout=120,
+            default_headers={"connection": "close"},
+        ) as client:
             while not self._stopping:
                 prompt = PROMPTS[(number + self.num_answers) % len(PROMPTS)]
                 try:
-                    text = await (self._whole, self._streamed)[number % 2](client, prompt)
+                    text = await self._text_of(client, prompt, streams=number % 2 == 1)
                 except Exception as error:
                     self.failures.append(repr(error))
                 else:
@@ -51,32 +54,20 @@ class Load:
                 self.num_answers += 1
                 await asyncio.sleep(PAUSE_S)
 
-    async def _whole(self, client: httpx.AsyncClient, prompt: str) -> str:
-        answer = await client.post("/v1/chat/completions", json=self._body(prompt))
-        answer.raise_for_status()
-        text: str = answer.json()["choices"][0]["message"]["content"]
-        return text
-
-    async def _streamed(self, client: httpx.AsyncClient, prompt: str) -> str:
-        text, is_done = "", False
-        async with client.stream(
-            "POST", "/v1/chat/completions", json={**self._body(prompt), "stream": True}
-        ) as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if line == "data: [DONE]":
-                    is_done = True
-                elif line.startswith("data: "):
-                    chunk = json.loads(line.removeprefix("data: "))
-                    assert "error" not in chunk, chunk
-                    text += "".join(c["delta"].get("content") or "" for c in chunk["choices"])
-        assert is_done, f"a stream was cut after {text!r}"
-        return text
-
-    def _body(self, prompt: str) -> dict[str, Any]:
-        return {
+    async def _text_of(self, client: openai.AsyncOpenAI, prompt: str, *, streams: bool) -> str:
+        asked: Any = {
             "model": self._model,
             "messages": [{"role": "user", "content": prompt}],
             "temperature": 0,
             "max_tokens": MAX_TOKENS,
         }
+        if not streams:
+            answer = await client.chat.completions.create(**asked)
+            return answer.choices[0].message.content or ""
+        text, is_done = "", False
+        async for chunk in await client.chat.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                is_done = choice.finish_reason is not None
+        assert is_done, f"a stream was cut after {text!r}"
+        return text

@@ -75,10 +75,7 @@ class RayNodes:
         log = (self._directory / f"node-{len(self._nodes)}.log").open("wb")
         with log:
             node = subprocess.Popen(
-                [*RAY_START, *flags],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
+                [*RAY_START, *flags], stdout=log, stderr=subprocess.STDOUT, env=self._environment
             )
         self._nodes.append(node)
         self._wait_for_nodes()  # two that start at once may take the same name for their sockets
@@ -111,16 +108,11 @@ class RayNodes:
         """Ask Ray to drain a node, as the hook of a pod that ends does (deploy/kuberay)."""
         (raylet,) = (each for each in self.processes_of(number) if each.name() == "raylet")
         (node_id,) = (word for word in raylet.cmdline() if word.startswith("--node_id="))
-        words = (
-            "drain-node",
-            "--reason",
-            "DRAIN_NODE_REASON_PREEMPTION",
-            "--reason-message",
-            "end",
-        )
-        where = ("--address", self.address, "--node-id", node_id.partition("=")[2])
-        deadline = ("--deadline-remaining-seconds", "120")
-        subprocess.run([BIN / "ray", *words, *where, *deadline], env=self._environment, check=True)
+        words = "drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message end"
+        where = ["--address", self.address, "--node-id", node_id.partition("=")[2]]
+        deadline = ["--deadline-remaining-seconds", "120"]
+        command = [str(BIN / "ray"), *words.split(), *where, *deadline]
+        subprocess.run(command, env=self._environment, check=True)
 
     def processes_of(self, number: int) -> list[psutil.Process]:
         return psutil.Process(self._nodes[number].pid).children(recursive=True)
@@ -133,15 +125,8 @@ class RayNodes:
         return "\n".join(log.read_text() for log in sorted(self._directory.glob("node-*.log")))
 
     def stop(self) -> None:
-        family = [
-            process
-            for node in self._nodes
-            if node.poll() is None
-            for process in [
-                psutil.Process(node.pid),
-                *psutil.Process(node.pid).children(recursive=True),
-            ]
-        ]
+        alive = [psutil.Process(node.pid) for node in self._nodes if node.poll() is None]
+        family = [*alive, *(each for node in alive for each in node.children(recursive=True))]
         for process in family:
             with suppress(psutil.NoSuchProcess):  # they end each other meanwhile
                 process.terminate()

@@ -34,11 +34,6 @@ HARD = {"What is 737 times 7?": "5159", "What is 86517 + 97768?": "184285"}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cascade")
-
-
-@pytest.fixture(scope="module")
 def server(collector: OtlpCollector, directory: Path) -> Iterator[Command]:
     """Its home is read-only: nothing but logs would be kept there, and they go elsewhere. It has
     eight GPUs, the first of which another process fills."""

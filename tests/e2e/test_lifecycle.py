@@ -62,16 +62,6 @@ def _kind(process: psutil.Process) -> str:
     return Path(scripts[0]).name if scripts else process.name()
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
 def with_long_context(directory: Path) -> Path:
     """A copy of demo-small in which a stream has room for `LONG` tokens."""
     copy = Path(shutil.copytree(ASSETS / "demo-small", directory / "demo-small"))
@@ -231,8 +221,8 @@ def takes_requests(command: Command) -> bool:
     ("phase", "number"),  # what asks for an end is the same in every phase: `test_signals.py`
     [("starting Ray", signal.SIGTERM), ("starting workers", signal.SIGINT)],
 )
-def test_a_signal_ends_a_start(home: Path, phase: str, number: signal.Signals) -> None:
-    command = Command(ONE_WORKER, home)
+def test_a_signal_ends_a_start(tmp_path: Path, phase: str, number: signal.Signals) -> None:
+    command = Command(ONE_WORKER, tmp_path)
     try:
         until(lambda: phase in command.output())
         command.process.send_signal(number)
@@ -243,9 +233,9 @@ def test_a_signal_ends_a_start(home: Path, phase: str, number: signal.Signals) -
     command.assert_nothing_left()
 
 
-def test_a_killed_command_takes_all_along(home: Path) -> None:
+def test_a_killed_command_takes_all_along(tmp_path: Path) -> None:
     """Its server process does that. Where both are killed: `served/test_deaths.py`."""
-    command = Command(ONE_WORKER, home)
+    command = Command(ONE_WORKER, tmp_path)
     with command.killed_at_the_end():
         until(lambda: command.named("raylet"))
 
@@ -267,26 +257,26 @@ def frozen(name: str, home: Path) -> str:
     return f"mount --bind {program} {ray.submodule_search_locations[0]}/core/src/ray/{name}"
 
 
-def test_what_cannot_start_is_refused_in_words(home: Path) -> None:
+def test_what_cannot_start_is_refused_in_words(tmp_path: Path) -> None:
     """All at the same time, as they mostly wait."""
     full = f"{other_tmp('size=1m')} && ! head -c 2m /dev/zero >/tmp/all 2>/dev/null"
     only_logs = f"{other_tmp('ro')} && mount -t tmpfs tmpfs /mnt"
     without_haproxy = {"RAY_SERVE_HAPROXY_BINARY_PATH": "/nowhere"}
     stands_still = "Starting Ray came to a standstill"
     begun = [
-        ("--no-haproxy", Command(MODEL, home, without_haproxy)),
-        ("Cannot write to /proc/logs", Command(f"{MODEL} --log-dir /proc/logs", home)),
-        ("/tmp has only 0 MiB left", Command(MODEL, home, mounts=full)),
+        ("--no-haproxy", Command(MODEL, tmp_path, without_haproxy)),
+        ("Cannot write to /proc/logs", Command(f"{MODEL} --log-dir /proc/logs", tmp_path)),
+        ("/tmp has only 0 MiB left", Command(MODEL, tmp_path, mounts=full)),
         (
             "Cannot write to /tmp (Read-only file system)",
-            Command(f"{MODEL} --log-dir /mnt/logs", home, mounts=only_logs),
+            Command(f"{MODEL} --log-dir /mnt/logs", tmp_path, mounts=only_logs),
         ),
         (
             "or to /tmp; give a directory with --log-dir",
-            Command(MODEL, home, mounts=other_tmp("ro")),
+            Command(MODEL, tmp_path, mounts=other_tmp("ro")),
         ),
-        (stands_still, Command(MODEL, home, mounts=frozen("gcs/gcs_server", home))),
-        (stands_still, Command(MODEL, home, mounts=frozen("raylet/raylet", home))),
+        (stands_still, Command(MODEL, tmp_path, mounts=frozen("gcs/gcs_server", tmp_path))),
+        (stands_still, Command(MODEL, tmp_path, mounts=frozen("raylet/raylet", tmp_path))),
     ]
     said = [(words, refusal_of(command)) for words, command in begun]
     assert [words in each for words, each in said] == [True] * len(said), said

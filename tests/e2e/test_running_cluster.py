@@ -30,11 +30,6 @@ GUEST_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ray")
-
-
-@pytest.fixture(scope="module")
 def token(directory: Path) -> Path:
     """A file with the cluster's token."""
     file = directory / "auth_token"
@@ -62,11 +57,6 @@ def port() -> int:
     return free_port()
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path
-
-
 def of_cluster(nodes: RayNodes, path: str) -> Any:
     """What its dashboard says."""
     url = f"http://127.0.0.1:{nodes.dashboard_port}/api/{path}/"
@@ -88,7 +78,7 @@ def applications(nodes: RayNodes) -> dict[str, object]:
 
 
 def test_what_a_cluster_cannot_serve_is_refused_in_words(
-    nodes: RayNodes, model: Path, token: Path, port: int, home: Path
+    nodes: RayNodes, model: Path, token: Path, port: int, tmp_path: Path
 ) -> None:
     """Who has not its token, and who wants more GPUs or nodes than it has; the command itself is on
     a machine without a GPU. All at the same time."""
@@ -102,9 +92,9 @@ def test_what_a_cluster_cannot_serve_is_refused_in_words(
     ]
     begun = []
     for number, (flags, environment, words) in enumerate(refusals):
-        (home / f"{number}").mkdir()
+        (tmp_path / f"{number}").mkdir()
         arguments = f"{model} --ray-address {nodes.address} {flags}"
-        command = Command(arguments, home / f"{number}", environment, port=port)
+        command = Command(arguments, tmp_path / f"{number}", environment, port=port)
         begun.append((words, command))
     said = [(words, refusal_of(command)) for words, command in begun]
     assert [words in each for words, each in said] == [True] * len(said), said
@@ -117,11 +107,11 @@ def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
     directory: Path,
     token: Path,
     port: int,
-    home: Path,
+    tmp_path: Path,
 ) -> None:
     flags = f"{model} --prefill 1 --decode 1 --dtype float32 --num-threads 1"
     own = {"RAY_AUTH_TOKEN_PATH": str(token)}
-    command = Command(f"{flags} --ray-address {nodes.address}", home, own, port=port)
+    command = Command(f"{flags} --ray-address {nodes.address}", tmp_path, own, port=port)
     try:
         command.wait_ready()
         assert "on 2 of 2 GPUs" in command.output()
@@ -130,10 +120,10 @@ def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
         assert sorted(gpu for _, gpu in found.gpus) == [0, 1]
         until(lambda: has_left(command, nodes), why=lambda: "it holds on to the cluster")
         assert list(applications(nodes)) == ["disagg"]
-        own_home = home / "second"
+        own_home = tmp_path / "second"
         own_home.mkdir()
         second = f"{model} --ray-address {nodes.address}"
-        said = refusal_of(Command(second, home, own))
+        said = refusal_of(Command(second, tmp_path, own))
         assert f"already runs on this cluster and listens on 127.0.0.1:{port}. Pass" in said
         said = refusal_of(Command(second, own_home, own, port=port))
         assert "already has an application named disagg (status RUNNING)" in said
@@ -187,9 +177,9 @@ def test_weights_that_are_not_numbers(
 
 
 @pytest.mark.last(1)
-def test_a_head_that_is_frozen(nodes: RayNodes, token: Path, home: Path) -> None:
+def test_a_head_that_is_frozen(nodes: RayNodes, token: Path, tmp_path: Path) -> None:
     (head,) = [each for each in nodes.processes() if is_named(each, "gcs_server")]
     head.suspend()
     own = {"RAY_AUTH_TOKEN_PATH": str(token)}
-    said = refusal_of(Command(f"demo-small --ray-address {nodes.address}", home, own))
+    said = refusal_of(Command(f"demo-small --ray-address {nodes.address}", tmp_path, own))
     assert "did not answer within 5 s" in said

@@ -48,11 +48,6 @@ DEPLOY = Path(__file__).parent.parent.parent / "deploy" / "serve"
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ray")
-
-
-@pytest.fixture(scope="module")
 def environment(directory: Path) -> Iterator[dict[str, str]]:
     launcher = directory / "disagg-haproxy"  # as the package installs it
     words = "from disagg.app.haproxy_launcher import main_on_a_node as main; main()"

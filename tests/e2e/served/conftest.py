@@ -43,12 +43,6 @@ def engines(place: Path) -> Mapping[str, SingleEngine]:
 
 
 @pytest.fixture(scope="package")
-def collector() -> Iterator[OtlpCollector]:
-    with OtlpCollector() as collector:
-        yield collector
-
-
-@pytest.fixture(scope="package")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("served")
 
