@@ -33,6 +33,7 @@ from disagg.blocks import hash_root
 from disagg.config import EngineConfig, SpeculativeConfig, model_path
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.draft_model import DraftModel
+from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
 from disagg.engine.sched import drafting
 from disagg.engine.sched.drafting import Drafting, Proposer
@@ -109,6 +110,7 @@ class Bench:
             drafts.method: model_drafts,
         }
         budget, vocab_size = self.engine.scheduler.step_budget, self._model.config.vocab_size
+        assert isinstance(self.engine.runner, ModelRunner)
         self._decoder = self.engine.runner.decoder
         self._kept = self._decoder.kept
         self.kinds = {

@@ -212,8 +212,9 @@ def head_for(model: Path, place: Path) -> SpeculativeConfig:
 
 
 def glm_with_mtp(place: Path) -> Path:
-    sizes = {"vocab_size": 260, "max_position_embeddings": 512, "eos_token_id": EOS_ID}
-    write_checkpoint(place, "glm4-moe", **sizes)
+    write_checkpoint(
+        place, "glm4-moe", vocab_size=260, max_position_embeddings=512, eos_token_id=EOS_ID
+    )
     write_tiny_tokenizer(place)
     return add_mtp_layer(place)
 
