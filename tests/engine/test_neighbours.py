@@ -5,9 +5,6 @@ from __future__ import annotations
 import random
 from itertools import count
 
-import pytest
-
-from disagg.engine.sched import block_pool
 from disagg.engine.sched.block_pool import BlockPool
 from disagg.kvtransfer.slab import merge_runs
 
@@ -53,8 +50,3 @@ def most_descriptors() -> int:
 
 def test_a_prompt_of_4096_tokens_moves_with_few_descriptors() -> None:
     assert most_descriptors() <= MAX_DESCRIPTORS
-
-
-def test_blocks_given_up_by_age_alone_would_scatter_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_pool, "EXTENT_TOKENS", 1)
-    assert most_descriptors() > 2 * MAX_DESCRIPTORS

@@ -98,20 +98,6 @@ def test_one_sequence_as_large_as_the_cache_is_not_kept_out() -> None:
     assert engine.scheduler.num_preempted > 0
 
 
-def test_the_oldest_is_never_the_victim() -> None:
-    engine, _ = new_engine(6, BLOCK_SIZE, max_num_seqs=6)
-    sequences = [Growing(3, 21).sequence(number) for number in range(6)]
-    for sequence in sequences:
-        engine.submit(sequence)
-    while engine.has_work:
-        (oldest, *_) = (each for each in sequences if each in engine.scheduler)
-        had_blocks = len(oldest.block_ids)
-        engine.step()
-        if oldest in engine.scheduler:
-            assert len(oldest.block_ids) >= had_blocks
-    assert engine.scheduler.num_preempted > 0
-
-
 @pytest.fixture
 def victims(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
     """Everybody who was preempted; none before somebody who is less urgent, or as urgent and later.
@@ -161,24 +147,3 @@ def test_the_least_urgent_gives_way_even_if_it_came_first(victims: list[Sequence
     ends = [event.sequence for _ in range(60) for event in engine.step() if event.is_last]
     assert ends == [more, less]
     assert victims and {*victims} == {less}
-
-
-@pytest.mark.parametrize("order", ["oldest", "shortest"])
-def test_another_choice_of_victim_would_be_noticed(
-    order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The negative control: giving way must not go round in circles."""
-    from disagg.engine.sched.block_tables import give_back
-
-    def preempt(self: Scheduler) -> Sequence:
-        running = self.running
-        place = 0 if order == "oldest" else running.index(min(running, key=lambda s: len(s.tokens)))
-        victim = running.pop(place)
-        self.num_preempted += 1
-        give_back(self.pool, victim)
-        self.queues.put(victim, self.waiting)
-        return victim
-
-    monkeypatch.setattr(Scheduler, "_preempt_latest", preempt)
-    with pytest.raises((AssertionError, IndexError)):
-        test_the_oldest_is_never_the_victim()

@@ -107,19 +107,6 @@ def test_others_go_on_also_with_ranks(
         assert play_at_once(engine, sequences(6, SAMPLINGS)) == expected
 
 
-def test_a_test_that_fails_does_not_wait_for_its_ranks(directory: Path, tmp_path: Path) -> None:
-    """The other ranks compute a step that the first one, which is late, never begins."""
-    with pytest.raises(ZeroDivisionError), ranks(directory, 2, 60, tmp_path) as (engine, others):
-        engine.submit(sequences(3, [GREEDY])[0])
-        plan = engine.scheduler.plan()
-        assert engine.launcher is not None
-        engine.launcher.launch(plan)()
-        raise ZeroDivisionError
-    (end,) = others._ends[-1:]
-    with pytest.raises(RuntimeError, match="by peer"):
-        end.result()
-
-
 def counted(engine: Engine, others: FakeFollowers) -> list[tuple[int, dict[str, int]]]:
     """What each call of `step` sent to the other ranks, and asked of them, until all is done."""
     seen = []

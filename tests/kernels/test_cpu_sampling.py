@@ -8,9 +8,8 @@ import math
 import pytest
 import torch
 
-from disagg.kernels import dispatch
 from disagg.kernels.cpu import sampling as cpu_sampling
-from disagg.kernels.cpu.library import CPU_KERNELS, SAMPLING, Found, find_library
+from disagg.kernels.cpu.library import SAMPLING
 from disagg.kernels.cpu.sampling import CpuSampling
 from disagg.kernels.torch.sampling import TorchSampling
 from tests.kernels.compiled import loaded
@@ -74,18 +73,3 @@ def test_threads_share_the_rows(library: ctypes.CDLL, monkeypatch: pytest.Monkey
         torch.set_num_threads(number)
         found = ours.choose(logits.clone(), tables, rows, positions)
         assert torch.equal(found, expected)
-
-
-def test_the_environment_may_ask_for_torch(
-    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cpu = torch.device("cpu")
-    monkeypatch.setattr(dispatch, "find_library", lambda _: Found(library, "compiled"))
-    assert isinstance(dispatch.sampling_ops_for(cpu), CpuSampling)
-    monkeypatch.setattr(dispatch, "find_library", find_library)
-    monkeypatch.setenv(CPU_KERNELS, "torch")
-    find_library.cache_clear()
-    try:
-        assert isinstance(dispatch.sampling_ops_for(cpu), TorchSampling)
-    finally:
-        find_library.cache_clear()

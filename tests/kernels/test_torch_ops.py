@@ -10,7 +10,6 @@ from torch import Tensor
 
 from disagg.kernels import reference
 from disagg.kernels.activation import Activation
-from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import FORMATS, KVFormat
 from disagg.kernels.ops import Scores
 from disagg.kernels.torch.ops import TorchOps
@@ -230,7 +229,3 @@ def test_attention_with_scales_stays_near_to_exact_attention(
     expected = exact.expected(window)
     error = float((out - expected).abs().max() / expected.abs().max())
     assert 1e-4 < error < bound
-
-
-def test_a_cpu_gets_torch() -> None:
-    assert isinstance(ops_for(torch.device("cpu"), num_heads=4), TorchOps)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from disagg.engine.device.batching import Batching, StepInputs, _Decodes
+from disagg.engine.device.batching import Batching, StepInputs
 from disagg.engine.device.slots import Slots
 from disagg.engine.sched.sequence import NO_SLOT, Sequence
 from disagg.engine.sched.step import Choose, Sampled, StepPlan
@@ -118,27 +117,6 @@ def test_the_batches_of_any_workload_are_those_of_each_plan_alone(workload: Work
     if workload.on_device:
         driver.engine.launcher = device
     driver.play()
-
-
-def test_a_batch_that_is_not_brought_up_to_date_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a block begins, a token goes to that block, and not behind the one before it."""
-    advance = _Decodes.advance
-
-    def advance_only(decodes: _Decodes, block_size: int) -> list[int]:
-        advance(decodes, block_size)
-        return []
-
-    monkeypatch.setattr(_Decodes, "advance", advance_only)
-
-    @settings(max_examples=300, deadline=None, derandomize=True, phases=[Phase.generate])
-    @given(workloads(on_device=True))
-    def play(workload: Workload) -> None:
-        driver = Driver(workload)
-        driver.engine.runner = driver.engine.launcher = Compared(driver.kv)
-        driver.play()
-
-    with pytest.raises(AssertionError):
-        play()
 
 
 def test_a_token_that_only_the_device_knows_is_read_there() -> None:

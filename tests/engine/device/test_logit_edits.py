@@ -18,7 +18,6 @@ from tests.engine.device.test_sampler import (
     new_sequence,
     params,
     random_logits,
-    sample,
 )
 
 CPU = torch.device("cpu")
@@ -85,16 +84,6 @@ def test_drawn_tokens_are_allowed_ones() -> None:
         drawn = draw_many(row, 200, allowed_token_ids=(3, 4, 11), **options)
         assert set(drawn) <= {3, 4, 11}, options
     assert {3, 4, 11} == set(draw_many(torch.zeros(VOCAB_SIZE), 200, allowed_token_ids=(3, 4, 11)))
-
-
-def test_log_probabilities_are_the_models_own() -> None:
-    logits = random_logits(1)
-    expected = torch.log_softmax(logits, dim=-1)[0]
-    wanted = params(temperature=0.0, logprobs=1, logit_bias=((20, 100.0),))
-    (token,) = sample(logits, [new_sequence(wanted)])
-    assert token.token_id == 20
-    assert token.logprobs is not None
-    assert token.logprobs.logprob == pytest.approx(float(expected[20]))
 
 
 def test_edits_are_uploaded_only_when_a_steps_sequences_change(
