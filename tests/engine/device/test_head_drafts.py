@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.numpy import load_file
 
 from disagg.blocks import hash_blocks
 from disagg.config import SpeculativeConfig
 from disagg.engine.device.build import build_engine
+from disagg.engine.device.check import check_engine
 from disagg.engine.device.head_drafts import HeadDrafts
 from disagg.engine.sched.sequence import Sequence
 from disagg.models.decoder import load_model
@@ -104,3 +106,17 @@ def test_drafts(method: str, directory: Path, tmp_path: Path) -> None:
     assert {0, 20} == set(bases) and len(bases) > 20
     assert engine.scheduler.num_preempted > 0
     assert 0 < engine.scheduler.num_accepted < engine.scheduler.num_drafted
+
+
+def test_a_head_is_counted_before_it_is_loaded(directory: Path, tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, directory)
+    asked = SpeculativeConfig(method="eagle3", model=str(head))
+    model = describe_model(directory)
+    alone = check_engine(CONFIG, model)
+    both = check_engine(replace(CONFIG, speculative_config=asked), model)
+    assert alone is not None and both is not None
+    assert both.drafts_nbytes == sum(
+        each.nbytes for each in load_file(head / "model.safetensors").values()
+    )
+    kv_nbytes, states_nbytes = 4 * 2 * 3 * 8 * 4, 4 * 128 * 4  # of 4 tokens in float32
+    assert both.block_nbytes == alone.block_nbytes + kv_nbytes + states_nbytes
