@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.capacity.gpus import GPUS, gpu_called
+from disagg.capacity.gpus import gpu_called
 from disagg.capacity.roofline import Placement
 from disagg.capacity.shapes import SHAPES, read_shape
 from disagg.capacity.worker_steps import CONTEXT_TOKENS, step_sizes, step_times
@@ -78,14 +78,6 @@ def test_a_fit_can_begin_with_it(device_name: str) -> None:
         assert StepTimeFit(times).model == times
 
 
-DRIVERS_NAMES = {
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA A100-SXM4-80GB": "a100-80gb",
-    "NVIDIA L40S": "l40s",
-    "NVIDIA L4": "l4",
-}
-
-
 @pytest.mark.parametrize(
     ("called", "model", "expected"),
     [
@@ -102,10 +94,15 @@ def test_sizes_of_known_gpus(called: str, model: str, expected: tuple[int, int])
     assert step_sizes(SHAPES[model], called) == expected
 
 
-@pytest.mark.parametrize("called", DRIVERS_NAMES)
+@pytest.mark.parametrize(
+    "called",
+    ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "NVIDIA L4"],
+)
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b"])
 def test_little_throughput_is_lost(model: str, called: str) -> None:
-    placement = Placement(SHAPES[model], GPUS[DRIVERS_NAMES[called]])
+    gpu = gpu_called(called)
+    assert gpu is not None
+    placement = Placement(SHAPES[model], gpu)
     num_seqs, num_tokens = step_sizes(SHAPES[model], called)
     most_seqs, most_tokens = LARGEST_STEP
     assert 256 <= num_seqs <= most_seqs and 2048 <= num_tokens <= most_tokens
