@@ -71,6 +71,16 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     budget: int | None = None
 
 
+class Pooling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What to return of the last token of a prompt, in place of an answer.
+
+    token_ids: the tokens whose logits are returned; empty: its hidden state, after
+        the last norm and of length 1.
+    """
+
+    token_ids: tuple[int, ...] = ()
+
+
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -95,6 +105,7 @@ class SamplingParams(
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence tokens included
     grammar: Grammar | None = None
     thinking: Thinking | None = None  # if it has a budget, or a grammar begins behind it
+    pooling: Pooling | None = None  # with it `max_tokens` is 1: the token itself is of no use
 
     @property
     def has_penalties(self) -> bool:
@@ -208,6 +219,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     early_ticket: KVTicket | None = None  # full blocks of a prompt whose rest is being computed
     times: StageTimes | None = None  # in the first delta with tokens of each worker
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # in the answer's first, if asked for
+    pooled: bytes | None = None  # float32, little-endian: what `SamplingParams.pooling` asks for
 
     @property
     def is_last(self) -> bool:

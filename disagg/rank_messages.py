@@ -128,7 +128,8 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
     numbers: int64.
     num_slots: for which the tables need room.
-    scored: first and end of the token rows that are projected to logits beside the last ones.
+    scored: first and end of the token rows that are projected to logits beside the last ones; None:
+        only logits are read of the step, so that a graph may compute it.
     shares_tokens: when the step is computed, the first rank broadcasts the tokens that it samples,
         so that the next step can begin before the host has read them.
     """
@@ -136,7 +137,7 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
     numbers: bytes
     shape: StepShape
     num_slots: int
-    scored: list[tuple[int, int]]
+    scored: list[tuple[int, int]] | None
     shares_tokens: bool
 
 

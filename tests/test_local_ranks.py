@@ -154,6 +154,10 @@ async def test_text_is_one_engines_text_until_a_rank_dies_and_after(
         scored = await chat(client, "scored: " + LONG, prompt_logprobs=1)
         assert len(scored["prompt_logprobs"]) == scored["usage"]["prompt_tokens"]
         assert text(scored) == reference.chat("scored: " + LONG, 24)
+        texts = [f"{i}: {LONG}" for i in range(6)]
+        embedded = await client.post("/v1/embeddings", json={"input": texts})
+        for one, each in zip(texts, embedded.json()["data"], strict=True):
+            assert each["embedding"] == pytest.approx(reference.embedding(one), abs=1e-4)
 
         (other,) = processes(prefill)
         await loses_a_rank(running, client, reference, decode)

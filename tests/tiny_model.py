@@ -80,10 +80,19 @@ def write_tiny_model(
     }
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end_id}))
+    write_module(directory, "Pooling", pooling_mode_lasttoken=True)
     save_file(
         _tiny_weights(seed, inner, has_experts), directory / "model.safetensors", {"format": "pt"}
     )
     return directory
+
+
+def write_module(directory: Path, kind: str, **settings: Any) -> None:
+    """Say what the model computes instead of answers, as Sentence Transformers saves it."""
+    modules = [{"type": "m.Transformer", "path": ""}, {"type": f"m.{kind}", "path": f"1_{kind}"}]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / f"1_{kind}").mkdir(exist_ok=True)
+    (directory / f"1_{kind}" / "config.json").write_text(json.dumps(settings))
 
 
 def _tiny_weights(seed: int, inner: int, has_experts: bool) -> dict[str, NDArray[np.float32]]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from disagg.api import anthropic, responses
-from disagg.api.openai import answers
+from disagg.api.openai import answers, pooling
 from disagg.api.openai.fields import ChatRequest, CompletionRequest
 from disagg.api.openai.requests import read_request, understand_chat, understand_completion
 from disagg.api.refusals import ErrorReply, error_json
@@ -32,7 +32,7 @@ class Api:
             field `model`, a text or None. Raises `InvalidRequest`.
         understand: converts a request for a model to a `RequestSpec`; the integer is the lowest
             priority number that the client may set. Raises `InvalidRequest`.
-        frames: makes the events of a streamed response.
+        frames: makes the events of a streamed response; None: there are none.
         body: makes the body of a response that is not streamed, from the answers that were kept.
         error_body: makes the body of an error response.
         operation: what OpenTelemetry calls it.
@@ -42,7 +42,7 @@ class Api:
     id_prefix: str
     read: Callable[[bytes], Any]
     understand: Callable[[Any, ServedModel, int], RequestSpec]
-    frames: Callable[[RunningJob], Frames]
+    frames: Callable[[RunningJob], Frames] | None
     body: Callable[[RunningJob], bytes]
     error_body: Callable[[DisaggError], bytes] = error_json
     operation: str = "chat"
@@ -82,12 +82,42 @@ MESSAGES = Api(
     anthropic.message_body,
     anthropic.error_body,
 )
+EMBEDDINGS = Api(
+    pooling.EmbeddingsRequest,
+    "embd-",
+    partial(read_request, kind=pooling.EmbeddingsRequest),
+    pooling.understand_embeddings,
+    None,
+    pooling.embeddings_body,
+    operation="embeddings",
+)
+SCORE = Api(
+    pooling.ScoreRequest,
+    "score-",
+    partial(read_request, kind=pooling.ScoreRequest),
+    pooling.understand_score,
+    None,
+    pooling.score_body,
+    operation="score",
+)
+RERANK = Api(
+    pooling.RerankRequest,
+    "rerank-",
+    partial(read_request, kind=pooling.RerankRequest),
+    pooling.understand_rerank,
+    None,
+    pooling.rerank_body,
+    operation="rerank",
+)
 
 BY_PATH: Mapping[str, Api] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
+    "/v1/embeddings": EMBEDDINGS,
+    **dict.fromkeys(("/v1/score", "/score"), SCORE),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RERANK),
 }
 
 
@@ -166,7 +196,7 @@ def openapi(routes: Iterable[HttpRoute]) -> bytes:
 
 def _operation(path: str, method: Method, body: Any, error: Any) -> dict[str, Any]:
     answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    if path in BY_PATH:
+    if path in BY_PATH and BY_PATH[path].frames is not None:
         answers["text/event-stream"] = {"schema": {"type": "string"}}
     operation: dict[str, Any] = {
         "responses": {

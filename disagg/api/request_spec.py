@@ -143,7 +143,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         thinking_token_budget: largest number of reasoning tokens; None for no limit.
         repeated: the request, if the response repeats some of its fields.
         echo: whether the prompt is repeated before its answer.
-        only_echo: whether the answer is the repeated prompt alone.
+        only_prompt: whether only the prompt matters, so that no token of an answer is shown.
         shows_prompt_logprobs: whether the response has a field with the prompt's log-probabilities.
         truncate_prompt_tokens: number of last tokens to which prompts are cut; -1: as many as fit.
         timeout_s: time limit of the whole answer; None for the server's default.
@@ -169,7 +169,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     thinking_token_budget: int | None = None
     repeated: Any = None
     echo: bool = False
-    only_echo: bool = False
+    only_prompt: bool = False
     shows_prompt_logprobs: bool = False
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = None

@@ -63,6 +63,7 @@ class ChoiceDelta(msgspec.Struct):
     stop_string: str | None = None  # the stop string that ended the choice
     token_ids: list[int] = []  # only if the request asks for them
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # in the first delta, if requested
+    pooled: bytes | None = None  # see `TokenDelta`
 
     def extend(self, later: ChoiceDelta) -> None:
         self.reasoning += later.reasoning
@@ -74,6 +75,7 @@ class ChoiceDelta(msgspec.Struct):
         self.token_ids += later.token_ids
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
+        self.pooled = later.pooled or self.pooled
         self.finish_reason, self.stop_string = later.finish_reason, later.stop_string
 
 
@@ -112,7 +114,7 @@ class Answer:
         self._has_called = False
         # Whether a token is shown as its text and nothing else, unless it is the first or the last.
         parses = syntax is not None or bool(spec.stops)
-        self._is_plain = not (parses or spec.only_echo or spec.return_token_ids)
+        self._is_plain = not (parses or spec.only_prompt or spec.return_token_ids)
         self.num_cached_tokens = 0
         self.decision: CascadeDecision | None = None
         self._last: ChoiceDelta | None = None
@@ -129,8 +131,8 @@ class Answer:
             self.decision = self._explain(self.request.request_id)
         elif self._is_plain and _is_one_token(delta):
             return ChoiceDelta(self.index, "", self._detokenizer.push(delta.token_ids[0]), 1)
-        piece = ChoiceDelta(self.index, prompt_logprobs=delta.prompt_logprobs)
-        if self._spec.only_echo:
+        piece = ChoiceDelta(self.index, prompt_logprobs=delta.prompt_logprobs, pooled=delta.pooled)
+        if self._spec.only_prompt:
             piece.finish_reason = "length"
             self._last = piece
             return piece
@@ -276,10 +278,11 @@ class RunningJob:
         return self.spec.model
 
     @property
-    def num_prompt_scores(self) -> int:
-        """The number of prompt log-probabilities in the response."""
+    def num_prompt_numbers(self) -> int:
+        """The number of prompt log-probabilities, or of numbers of embeddings, in the response."""
         requests = self.requests
-        return sum(num_prompt_scores(each.sampling, each.num_prompt_tokens) for each in requests)
+        num_scores = (num_prompt_scores(e.sampling, e.num_prompt_tokens) for e in requests)
+        return sum(num_scores) + sum(len(each.pooled or b"") for each in self.kept) // 4
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -17,6 +17,7 @@ from disagg.adapters import Adapter
 from disagg.config import AUTO
 from disagg.errors import ModelError
 from disagg.models.description import GenerationDefaults, ModelDescription
+from disagg.models.pooling import ModelPooling
 from disagg.text.answer_reader import NAMES as REASONING_PARSERS
 from disagg.text.answer_reader import ReasoningFormat, reasoning_format_of
 from disagg.text.chat_template import ChatTemplate
@@ -42,6 +43,8 @@ class ServedModel:
         tool_call_parser, reasoning_parser: formats of its answers; "" detects them from the chat
             template, "none" parses nothing.
         adapter, base: the LoRA adapter, and the model that it adapts; None: it is no adapter.
+        pooling: what it computes instead of answers.
+        scored_ids: `pooling.scores` as token ids.
         remarks: sentences for whoever serves it, said at start.
     """
 
@@ -63,6 +66,8 @@ class ServedModel:
     remarks: tuple[str, ...] = ()
     adapter: Adapter | None = None
     base: ServedModel | None = None
+    pooling: ModelPooling = ModelPooling(why_not="it is not known")  # noqa: RUF009 - it is frozen
+    scored_ids: tuple[int, ...] = ()
 
     @property
     def worker_model(self) -> str:
@@ -115,6 +120,11 @@ class ServedModel:
                 " requests with tools are refused unless tool_choice is 'required' or a function."
                 " --tool-call-parser (in a file: tool_call_parser) sets the format."
             )
+        pooling, scored_ids = model.pooling, tuple[int, ...]()
+        try:
+            scored_ids = tuple(_token_of(each, tokenizer) for each in pooling.scores)
+        except ValueError as error:
+            pooling = ModelPooling(why_not=str(error))
         limit = model.max_model_len
         return cls(
             name=name,
@@ -131,7 +141,20 @@ class ServedModel:
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             remarks=tuple(remarks),
+            pooling=pooling,
+            scored_ids=scored_ids,
         )
+
+
+def _token_of(named: int | str, tokenizer: Tokenizer) -> int:
+    """The id of a token that is named by its id or its text. Raises `ValueError`."""
+    if isinstance(named, int):
+        found = [named] if 0 <= named < tokenizer.num_ids else []
+    else:
+        found = tokenizer.encode(named, add_special_tokens=False)
+    if len(found) != 1:
+        raise ValueError(f"its scores are those of {named!r}, which is not a single token.")
+    return found[0]
 
 
 def _check_parser(param: str, name: str, names: tuple[str, ...]) -> None:
@@ -166,6 +189,7 @@ def auto_model(tiers: Sequence[ServedModel]) -> ServedModel:
         vocab_size=min(tier.vocab_size for tier in tiers),
         defaults=tiers[-1].defaults,
         num_parameters=0,
+        pooling=ModelPooling(why_not="it stands for several models; name one of them."),
     )
 
 

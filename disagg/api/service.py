@@ -24,7 +24,6 @@ from disagg.api.apis import Api
 from disagg.api.json_body import off_loop
 from disagg.api.openai.fields import (
     DetokenizeRequest,
-    EmbeddingsRequest,
     LoadAdapterRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
@@ -181,15 +180,6 @@ class Service:
         except TimeoutError:
             raise _too_late(PROMPT) from None
         return request, model, token_ids
-
-    async def embeddings(self, body: bytes) -> bytes:
-        """Refuse a request to `/v1/embeddings`."""
-        request = await off_loop(len(body), lambda: read_request(body, EmbeddingsRequest))
-        raise invalid_value(
-            "model",
-            f"{self.model(request.model).name!r} is a generative model without a pooling head, so"
-            " it cannot compute embeddings.",
-        )
 
     async def detokenize(self, body: bytes) -> bytes:
         """The response body of `/detokenize`."""

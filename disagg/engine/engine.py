@@ -168,7 +168,7 @@ class Engine:
 
     def _begin(self, plan: StepPlan) -> _Step:
         """Begin a step while no other is under way."""
-        if self.launcher is None or plan.scores_prompts or not plan.sequences:
+        if self.launcher is None or plan.reads_prompts or not plan.sequences:
             self._give_up_evicted()
             return _Step(plan, partial(self.runner.run, plan), may_be_followed=False)
         return _Step(plan, self._launch(plan).choose(), may_be_followed=True)

@@ -213,6 +213,7 @@ class RequestState:
             delta.logprobs,
             num_cached_tokens,
             prompt_logprobs=delta.prompt_logprobs,
+            pooled=delta.pooled,
         )
 
     @property

@@ -24,11 +24,13 @@ from disagg.models.families import FAMILIES
 from disagg.models.family import Json
 from disagg.models.gguf_model import GgufFiles, gguf_in
 from disagg.models.model_config import ModelConfig
+from disagg.models.pooling import ModelPooling, read_pooling
 from disagg.models.quantized import as_floats
 
 _SAMPLE_NBYTES = 1024
 _ADAPTER = "adapter_config.json"
 _HEAD = "lm_head.weight"
+_DECODER = "model."
 # Prefixes of names in files of models that also read images and of text-only ones, newest files
 # first.
 _RENAMED = (
@@ -230,10 +232,26 @@ class ModelDescription:
 
     def _of_text(self, header: Header) -> Iterable[tuple[str, StoredTensor]]:
         """The tensors of a file that belong to the decoder."""
+        if self._has_bare_names:
+            return [
+                (f"{_DECODER}{name}", replace(tensor, name=name))
+                for name, tensor in header.tensors.items()
+            ]
         if not self.reads_images:
             return header.tensors.items()
         named = ((text_name(name), name, tensor) for name, tensor in header.tensors.items())
         return [(own, replace(tensor, name=name)) for own, name, tensor in named if own is not None]
+
+    @property
+    def _has_bare_names(self) -> bool:
+        """Whether the decoder was saved without its head, as embedding models are."""
+        headers = self._headers.values()
+        return any("norm.weight" in header.tensors for header in headers)
+
+    @cached_property
+    def pooling(self) -> ModelPooling:
+        """What it computes instead of answers."""
+        return read_pooling(self._files.read, self._raw)
 
     @property
     def stored_nbytes(self) -> int:

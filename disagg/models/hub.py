@@ -30,6 +30,7 @@ from disagg.models.checkpoint import (
 )
 from disagg.models.description import TEMPLATE_FILES, describe_model
 from disagg.models.fetched import FETCHED, MIB, NUM_PROGRESS_LINES, Say, fetch
+from disagg.models.pooling import POOLING_FILES
 
 DEFAULT_REVISION = "main"
 # The hub's own rule for names.
@@ -47,6 +48,7 @@ _SETTINGS = frozenset(
         "tokenizer_config.json",
         "chat_template.json",
         *TEMPLATE_FILES.values(),
+        *POOLING_FILES,
     }
 )
 _SAY_AGAIN_S = 0.5  # least time between two looks at the sizes on the disk

@@ -249,6 +249,9 @@ class ChatTemplate:
         self.arguments = _read_by(tree).difference(environment.globals, variables, _OWN)
         self.shows_tools = "tools" in source
         self.shows_documents = "documents" in jinja2.meta.find_undeclared_variables(tree)
+        texts = [each.value for each in tree.find_all(jinja2.nodes.Const)]
+        # The roles of the two texts in rerankers' templates.
+        self.judges_documents = "query" in texts and "document" in texts
         self.source = source
         self._variables = dict(variables)
         self.key = (source, tuple(sorted(self._variables.items())))  # identifies the template

@@ -314,12 +314,13 @@ def _log_failed(stream: WorkerStream, error: RequestFailed | EngineFailed) -> No
 def _delta(
     event: TokenEvent, stream: WorkerStream, ticket: KVTicket | None, now: float
 ) -> TokenDelta:
-    num_cached_tokens, times, prompt_logprobs = 0, None, None
+    num_cached_tokens, times, prompt_logprobs, pooled = 0, None, None, None
     if stream.is_first_delta:
         stream.is_first_delta = False
         num_cached_tokens = event.sequence.num_cached_tokens
         times = stream.phases.times(now) if event.token_ids else None
         prompt_logprobs = event.sequence.take_prompt_logprobs()
+        pooled = event.sequence.pooled
     return TokenDelta(
         stream.stream_id,
         event.token_ids,
@@ -330,4 +331,5 @@ def _delta(
         None if event.error is None else WireError.from_error(event.error),
         times=times,
         prompt_logprobs=prompt_logprobs,
+        pooled=pooled,
     )

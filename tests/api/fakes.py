@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import tokenizers
@@ -12,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
 from disagg.messages import FinishReason, GenerateRequest, PutDelta, TokenDelta, TokenLogprobs
+from disagg.models.pooling import ModelPooling
 from disagg.text.chat_template import ChatTemplate
 from disagg.text.tokenizer import Tokenizer
 
@@ -72,7 +75,11 @@ _compiled = functools.cache(lambda source: ChatTemplate(source, {}))
 
 
 def served_model(
-    name: str = "tiny", *, max_model_len: int = 512, template: str | None = CHATML
+    name: str = "tiny",
+    *,
+    max_model_len: int = 512,
+    template: str | None = CHATML,
+    pooling: ModelPooling | None = None,
 ) -> ServedModel:
     return ServedModel(
         name=name,
@@ -84,6 +91,8 @@ def served_model(
         block_size=4,
         eos_token_ids=(END,),
         created_unix_s=7,
+        pooling=pooling or ModelPooling(why_not="it answers."),
+        scored_ids=(7, 5) if pooling is not None and pooling.scores else (),
     )
 
 
@@ -144,6 +153,7 @@ class FakeGenerate:
                 None if request.sampling.logprobs is None else _scores(ids, request),
                 self.num_cached_tokens if start == 0 else 0,
                 prompt_logprobs=_prompt_scores(request) if start == 0 else None,
+                pooled=_pooled(request) if start == 0 else None,
             )
 
     def _answer(self, request: GenerateRequest) -> tuple[Sequence[int], FinishReason]:
@@ -163,6 +173,16 @@ def _prompt_scores(request: GenerateRequest) -> tuple[TokenLogprobs, ...] | None
         return None
     places = range(1, request.num_prompt_tokens)
     return tuple(TokenLogprobs(-i, ((7, -0.25),) * min(num_top, 1), i) for i in places)
+
+
+def _pooled(request: GenerateRequest) -> bytes | None:
+    """An embedding of two numbers, with an angle of a tenth of the number of tokens; or as the
+    logits of two tokens 1 and half of the number of tokens."""
+    pooling, num_tokens = request.sampling.pooling, request.num_prompt_tokens
+    if pooling is None:
+        return None
+    numbers = (math.cos(num_tokens / 10), math.sin(num_tokens / 10))
+    return array("f", (num_tokens / 2, 1.0) if pooling.token_ids else numbers).tobytes()
 
 
 def _scores(token_ids: Sequence[int], request: GenerateRequest) -> tuple[TokenLogprobs, ...]:

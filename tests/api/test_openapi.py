@@ -1,11 +1,9 @@
-"""`/openapi.json` and `/v1/embeddings`: what there is, and what there is not."""
+"""`/openapi.json`: what there is, and what there is not."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.api.apps import app_with_files, http_client, make_app
 
@@ -45,19 +43,3 @@ def _refs(value: Any) -> set[str]:
         own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
         return own.union(*map(_refs, value.values()))
     return set().union(*map(_refs, value)) if isinstance(value, list) else set()
-
-
-@pytest.mark.parametrize(
-    ("body", "code", "param"),
-    [
-        ({"model": "tiny", "input": "hi"}, "invalid_value", "model"),
-        ({"model": "nope", "input": "hi"}, "model_not_found", "model"),
-        ({"model": "tiny"}, "missing_required_parameter", "input"),
-    ],
-)
-async def test_embeddings_are_refused_in_words(body: Any, code: str, param: str) -> None:
-    async with http_client(make_app()) as client:
-        error = (await client.post("/v1/embeddings", json=body)).json()["error"]
-    assert (error["code"], error["param"]) == (code, param)
-    if code == "invalid_value":
-        assert "pooling head" in error["message"]

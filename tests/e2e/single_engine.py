@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 
 from disagg.api.served_model import ServedModel
 from disagg.config import EngineConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.sched.sequence import Sequence
-from disagg.messages import GenerateRequest, SamplingParams
+from disagg.messages import GenerateRequest, Pooling, SamplingParams
 from disagg.models.description import describe_model
 
 
@@ -38,29 +39,41 @@ class SingleEngine:
         seed: int = 0,
         ignore_eos: bool = False,
     ) -> str:
-        tokens = self.prompt(content)
-        request = GenerateRequest(
-            request_id="single",
-            model="single",
-            token_ids=tuple(tokens),
-            num_prompt_tokens=len(tokens),
-            hash_root=b"single",
-            block_hashes=(),
-            sampling=SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=seed,
-                stop_token_ids=() if ignore_eos else self._model.eos_token_ids,
-            ),
-            deadline_unix_s=float("inf"),
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop_token_ids=() if ignore_eos else self._model.eos_token_ids,
         )
+        request = _request(self.prompt(content), sampling)
         if request not in self._answers:
-            self._answers[request] = self._answer(request)
+            sequence = self._run(request)
+            answer = sequence.tokens[sequence.num_prompt_tokens :]
+            self._answers[request] = self._model.tokenizer.decode(answer)
         return self._answers[request]
 
-    def _answer(self, request: GenerateRequest) -> str:
+    def embedding(self, text: str) -> list[float]:
+        tokens = self._model.tokenizer.encode(text, add_special_tokens=True)
+        pooled = self._run(_request(tokens, SamplingParams(max_tokens=1, pooling=Pooling()))).pooled
+        assert pooled is not None
+        return array("f", pooled).tolist()
+
+    def _run(self, request: GenerateRequest) -> Sequence:
         sequence = Sequence(request)
         self._engine.submit(sequence)
         while self._engine.has_work:
             self._engine.step()
-        return self._model.tokenizer.decode(sequence.tokens[sequence.num_prompt_tokens :])
+        return sequence
+
+
+def _request(tokens: list[int], sampling: SamplingParams) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="single",
+        model="single",
+        token_ids=tuple(tokens),
+        num_prompt_tokens=len(tokens),
+        hash_root=b"single",
+        block_hashes=(),
+        sampling=sampling,
+        deadline_unix_s=float("inf"),
+    )

@@ -211,7 +211,6 @@ class HttpApp:
                 for path, api in BY_PATH.items()
             ),
             post("/v1/messages/count_tokens", service.count_tokens, CountTokensRequest),
-            post("/v1/embeddings", service.embeddings, fields.EmbeddingsRequest),
             post("/v1/load_lora_adapter", service.load_adapter, LoadAdapterRequest, "operator"),
             post(
                 "/v1/unload_lora_adapter", service.unload_adapter, UnloadAdapterRequest, "operator"
@@ -410,6 +409,7 @@ class HttpApp:
         if not is_stream or telemetry.captures_content():
             run.keep()
         if is_stream:
+            assert api.frames is not None, "only an API with streams has such requests"
             frames = api.frames(run)
             events = partial(stream_events, run, frames, timer, partial(_say_why, run, request))
             return Stream(events, frames.error)
@@ -420,7 +420,7 @@ class HttpApp:
                     timer.observe(batch)
         run.write_now = None  # breaks the reference cycle of timer and run
         _say_why(run, request)
-        nbytes = SCORE_NBYTES * run.num_prompt_scores
+        nbytes = SCORE_NBYTES * run.num_prompt_numbers
         return Reply(await off_loop(nbytes, lambda: api.body(run)))
 
     # Other endpoints

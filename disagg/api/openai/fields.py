@@ -226,11 +226,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: Tools | None = None
 
 
-class EmbeddingsRequest(msgspec.Struct, kw_only=True):
-    input: str | list[Any]
-    model: Annotated[str, Meta(max_length=256)] | None = None
-
-
 AdapterName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 
 

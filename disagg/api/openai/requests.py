@@ -124,9 +124,11 @@ def understand_completion(
         )
     if request.max_tokens == 0 and not request.echo:
         raise invalid_value("max_tokens", "0 needs echo: true, or the answer would be empty.")
-    prompts, grammar = _prompts(request), requested_grammar(request)
+    special, most = request.add_special_tokens is not False, MAX_NUM_CHOICES // num_choices
+    prompts = read_prompts(request.prompt, "prompt", special, most)
+    grammar = requested_grammar(request)
     spec = _spec(request, model, min_priority, prompts, grammar)
-    spec = replace(spec, echo=bool(request.echo), only_echo=request.max_tokens == 0)
+    spec = replace(spec, echo=bool(request.echo), only_prompt=request.max_tokens == 0)
     if not request.echo or request.logprobs is None:
         return spec
     if request.stream:
@@ -157,13 +159,7 @@ def _spec(
         raise invalid_value("stream_options", "it needs stream: true.")
     if request.prompt_logprobs is not None and request.stream:
         raise invalid_value("prompt_logprobs", "it needs stream: false.")
-    truncated = request.truncate_prompt_tokens
-    if truncated == 0 or (truncated is not None and truncated >= model.max_model_len):
-        raise invalid_value(
-            "truncate_prompt_tokens",
-            f"{truncated} must be -1, or from 1 to {model.max_model_len - 1}, the limit of"
-            f" {model.name!r}.",
-        )
+    check_truncated(request.truncate_prompt_tokens, model)
     if grammar is not None and request.allowed_token_ids:
         raise invalid_value(
             "allowed_token_ids",
@@ -187,12 +183,12 @@ def _spec(
         skip_special_tokens=request.skip_special_tokens is not False,
         shows_prompt_logprobs=request.prompt_logprobs is not None,
         return_token_ids=bool(request.return_token_ids),
-        truncate_prompt_tokens=truncated,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
         stream=bool(request.stream),
         include_usage=include_usage,
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
         timeout_s=request.timeout,
-        priority=_priority(request, min_priority),
+        priority=priority_of(request.priority, min_priority),
         slo=in_body(request.slo_ttft_ms, request.slo_tpot_ms),
         cache_salt=request.cache_salt or "",
     )
@@ -222,25 +218,39 @@ def _sampling(request: ChatRequest | CompletionRequest, model: ServedModel) -> S
     )
 
 
-def _priority(request: SamplingFields, min_priority: int) -> int:
-    if request.priority is None:
+def check_truncated(num_tokens: int | None, model: ServedModel) -> None:
+    """Check the `truncate_prompt_tokens` of a request."""
+    if num_tokens == 0 or (num_tokens is not None and num_tokens >= model.max_model_len):
+        raise invalid_value(
+            "truncate_prompt_tokens",
+            f"{num_tokens} must be -1, or from 1 to {model.max_model_len - 1}, the limit of"
+            f" {model.name!r}.",
+        )
+
+
+def priority_of(priority: int | None, min_priority: int) -> int:
+    """The priority of a request that asks for `priority`, and may ask for `min_priority`."""
+    if priority is None:
         return max(0, min_priority)
-    if request.priority < min_priority:
+    if priority < min_priority:
         raise invalid_value(
             "priority",
-            f"{request.priority} is below {min_priority}, the lowest number that your API key"
-            " allows.",
+            f"{priority} is below {min_priority}, the lowest number that your API key allows.",
         )
-    return request.priority
+    return priority
 
 
-def _prompts(request: CompletionRequest) -> list[Prompt]:
-    """The prompts of a request, as texts or token ids, which cannot be mixed."""
-    raw, special = request.prompt, request.add_special_tokens is not False
+def read_prompts(raw: str | list[Any], param: str, special: bool, most: int) -> list[Prompt]:
+    """Up to `most` prompts, as texts or token ids, which cannot be mixed.
+
+    Args:
+        param: name of the field.
+        special: whether the tokenizer adds special tokens to texts.
+    """
     if isinstance(raw, str):
         return [Text(raw, special)]
     if not raw:
-        raise InvalidRequest("Invalid prompt: it is empty.", code="empty_array", param="prompt")
+        raise InvalidRequest(f"Invalid {param}: it is empty.", code="empty_array", param=param)
     kind: Any = list[str]
     if isinstance(raw[0], int):
         kind = list[TokenId]
@@ -249,15 +259,14 @@ def _prompts(request: CompletionRequest) -> list[Prompt]:
     try:
         checked: list[Any] = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise invalid_field(str(error), parent="prompt") from None
+        raise invalid_field(str(error), parent=param) from None
     found = [checked] if isinstance(raw[0], int) else checked
-    num_choices = request.n or 1
-    if len(found) * num_choices > MAX_NUM_CHOICES:
+    if len(found) > most:
         raise InvalidRequest(
-            f"Invalid prompt: {len(found)} prompts with n = {num_choices} have more than"
-            f" {MAX_NUM_CHOICES} choices in total; send several requests.",
+            f"Invalid {param}: it has {len(found)} prompts, and the request may have {most}; send"
+            " several requests.",
             code="array_above_max_length",
-            param="prompt",
+            param=param,
         )
     return [Text(each, special) if isinstance(each, str) else each for each in found]
 

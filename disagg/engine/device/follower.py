@@ -133,7 +133,7 @@ class Follower:
         model, ranks = self._model, self._decoder.ranks
         model.slots.num_slots = step.num_slots
         batch, slots = model.batching.batch(model.batching.received(step.numbers, step.shape))
-        if step.scored:
+        if step.scored is not None:
             forward_ranges(self._decoder, batch, model.kv_cache.pages, step.scored)
         else:
             model.logits(batch)

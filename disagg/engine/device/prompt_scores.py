@@ -51,18 +51,20 @@ def scored_rows(plan: StepPlan) -> list[ScoredRows]:
 
 
 @torch.inference_mode()
-def forward_scored(
+def hidden_scored(
     decoder: Decoder, batch: Batch, kv_cache: KVPages, scored: SequenceOf[ScoredRows]
 ) -> Tensor:
-    """As `Decoder.forward`; adds the log-probabilities to `prompt_logprobs` of the sequences."""
+    """As `Decoder.hidden`; adds the log-probabilities to `prompt_logprobs` of the sequences."""
+    if not scored:
+        return decoder.hidden(batch, kv_cache)
     hidden = _every_row(decoder, batch, kv_cache)
     for rows in scored:
         _score(rows, hidden, decoder.logits)
-    return decoder.logits(hidden.index_select(0, batch.logits_rows))
+    return hidden.index_select(0, batch.logits_rows)
 
 
 def scored_ranges(scored: SequenceOf[ScoredRows]) -> list[tuple[int, int]]:
-    """Ranges [first, end) of rows whose logits `forward_scored` computes together, in order."""
+    """Ranges [first, end) of rows whose logits `hidden_scored` computes together, in order."""
     return [
         (first, min(first + ROWS_AT_ONCE, rows.first_row + rows.num_rows))
         for rows in scored
@@ -74,7 +76,10 @@ def scored_ranges(scored: SequenceOf[ScoredRows]) -> list[tuple[int, int]]:
 def forward_ranges(
     decoder: Decoder, batch: Batch, kv_cache: KVPages, ranges: SequenceOf[tuple[int, int]]
 ) -> None:
-    """Compute, on another rank, its part of the first rank's `forward_scored`."""
+    """Compute, on another rank, its part of the first rank's `hidden_scored`, and of its logits."""
+    if not ranges:
+        decoder.logits(decoder.hidden(batch, kv_cache))
+        return
     hidden = _every_row(decoder, batch, kv_cache)
     for first, end in ranges:
         decoder.logits(hidden[first:end])

@@ -20,9 +20,10 @@ from disagg.engine.device.batching import StepInputs
 from disagg.engine.device.blame import find_broken
 from disagg.engine.device.followers import Followers
 from disagg.engine.device.kv_cache import KVCache
+from disagg.engine.device.pooling import keep_pooled, pooled_rows
 from disagg.engine.device.prompt_scores import (
     ScoredRows,
-    forward_scored,
+    hidden_scored,
     scored_ranges,
     scored_rows,
 )
@@ -87,13 +88,14 @@ class ModelRunner(RankModel):
         """
         self.threads.use_for(plan.features)
         with self._blaming(plan):
-            begun = self._begin(plan, scored_rows(plan), is_launched=False)
+            scored = scored_rows(plan) if plan.reads_prompts else None
+            begun = self._begin(plan, scored, is_launched=False)
             return [*self._choose(begun, 0)()]
 
     def launch(self, plan: StepPlan) -> Choose:
         """As `run`, without waiting for the device; see `AsyncRunner`."""
         with self._blaming(plan):
-            begun = self._begin(plan, (), is_launched=True)
+            begun = self._begin(plan, None, is_launched=True)
             if plan.is_ahead and any(map(_NEEDS_HOST, plan.sequences)):
                 return partial(self._choose_later, begun)
             results = self._choose(begun, plan.num_unread)
@@ -104,14 +106,18 @@ class ModelRunner(RankModel):
             return self._choose(begun, 0)
 
     def _begin(
-        self, plan: StepPlan, scored: SequenceOf[ScoredRows], *, is_launched: bool
+        self, plan: StepPlan, scored: SequenceOf[ScoredRows] | None, *, is_launched: bool
     ) -> _Begun:
-        """Begin a step on all ranks: its numbers, and then its logits."""
+        """Begin a step on all ranks: its numbers, and then its logits.
+
+        Args:
+            scored: the rows that score prompts; None: nothing but tokens is read of the step.
+        """
         entered = [] if plan.continues else self.slots.enter(plan.sequences)
         step = self.batching.inputs(plan, entered)
         if self.followers is not None:
             numbers, num_slots = step.to_bytes(), self.slots.num_slots
-            ranges = scored_ranges(scored)
+            ranges = None if scored is None else scored_ranges(scored)
             self._is_shared = True
             self.followers.follow(RankStep(numbers, step.shape, num_slots, ranges, is_launched))
         rows, nums_rows = _rows(plan)
@@ -126,23 +132,28 @@ class ModelRunner(RankModel):
         begun: _Begun,
         step: StepInputs,
         entered: list[int],
-        scored: SequenceOf[ScoredRows] = (),
+        scored: SequenceOf[ScoredRows] | None = None,
     ) -> None:
-        """Compute a step's logits, and score the rows of prompts.
+        """Compute a step's logits, and what else its requests ask of their prompts.
 
         Args:
             entered: the slots that have new owners.
+            scored: see `_begin`.
         """
         self.sampler.enter(entered)
         batch, begun.slots = self.batching.batch(step)
-        begun.logits, begun.positions = self._forward(batch, scored)
+        begun.logits, begun.positions = self._forward(batch, begun.rows, scored)
 
-    def _forward(self, batch: Batch, scored: SequenceOf[ScoredRows]) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, batch: Batch, rows: SequenceOf[Continued], scored: SequenceOf[ScoredRows] | None
+    ) -> tuple[Tensor, Tensor]:
         """The logits, and for each row the position of the token that it follows."""
-        if scored:
-            logits = forward_scored(self.decoder, batch, self.kv_cache.pages, scored)
-        else:
+        if scored is None:
             logits = self.logits(batch)
+        else:
+            hidden = hidden_scored(self.decoder, batch, self.kv_cache.pages, scored)
+            logits = self.decoder.logits(hidden)
+            keep_pooled(pooled_rows(rows), hidden, logits)
         is_all = batch.logits_rows.shape[0] == batch.positions.shape[0]
         return logits, batch.positions if is_all else batch.positions[batch.logits_rows]
 

@@ -154,7 +154,7 @@ class AsyncScheduling:
         for sequence, start in prefills:
             chunks.add(sequence, start)
         following = chunks.step_plan(after.decodes, starts)
-        if following.scores_prompts or not following.sequences:
+        if following.reads_prompts or not following.sequences:
             return None, [], 0
         return following, after.growing, chunks.budget
 

@@ -63,6 +63,8 @@ class Sequence:
         whether the device needs the host's knowledge of all tokens to choose the next one.
     prompt_logprobs: log-probabilities of the computed prompt tokens but the first, if they were
         requested and the answer has not begun; by the runner. Until then no cached prefix is used.
+    pooling, pooled: what the request has instead of an answer, if it has none, and its value, as in
+        `TokenDelta`, when the prompt is computed; by the runner.
     slot: its row in the runner's tensors of running sequences; by `slots`.
     adapter, adapter_slot: the LoRA adapter of the request, or None; and its slot on the device,
         which the sequence has from before it enters the engine to its end; by `AdapterGate`.
@@ -92,6 +94,8 @@ class Sequence:
         "num_published",
         "num_queued",
         "num_slots",
+        "pooled",
+        "pooling",
         "prompt_logprobs",
         "publish_at",
         "request_id",
@@ -131,6 +135,8 @@ class Sequence:
         self.acceptance: Acceptance | None = None
         self.grammar_state: GrammarState | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if request.scores_prompt else None
+        self.pooling = sampling.pooling
+        self.pooled: bytes | None = None
         self.needs_host = self._has_rules or self.thinking is not None
         self.slot = NO_SLOT
         self.num_listed = 0
@@ -210,7 +216,7 @@ def rename_blocks(sequence: Sequence, named_by: int, block_size: int) -> None:
 
 
 def check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
-    """Check the tokens whose logits a request changes.
+    """Check the tokens whose logits a request changes or asks for.
 
     A step has the logits of many requests in one tensor, so another token id would change those of
     another request, or be outside of it, which ends the whole worker on a GPU.
@@ -218,7 +224,9 @@ def check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
     Raises:
         RequestError: one is not in the vocabulary.
     """
+    pooling = sampling.pooling
     for param, token_ids in (
+        ("pooling", () if pooling is None else pooling.token_ids),
         ("logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
         ("allowed_token_ids", sampling.allowed_token_ids),
         ("bad_words", [token_id for word in sampling.bad_words_token_ids for token_id in word]),

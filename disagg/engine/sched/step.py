@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -12,6 +13,8 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.errors import DisaggError
 from disagg.messages import FinishReason, TokenLogprobs
 from disagg.time_model import StepFeatures
+
+_POOLING = attrgetter("pooling")
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -40,9 +43,15 @@ class StepPlan(msgspec.Struct, frozen=True):
     continues: bool = False
 
     @property
-    def scores_prompts(self) -> bool:
-        """Whether it may compute log-probabilities of prompts, which the host reads at once."""
-        return any(each.prompt_logprobs is not None for each in self.sequences[self.num_decodes :])
+    def reads_prompts(self) -> bool:
+        """Whether the host reads more of the step than tokens, so that no step can follow at once:
+        log-probabilities of prompts, or what a request has instead of an answer."""
+        if self.continues:  # all of these have sampled before
+            return False
+        prompts = self.sequences[self.num_decodes :]
+        # Of a prompt whose prefix is cached a single token may be left, as of a decode.
+        is_pooled = any(map(_POOLING, self.sequences))
+        return is_pooled or any(each.prompt_logprobs is not None for each in prompts)
 
     @property
     def num_new_tokens(self) -> int:

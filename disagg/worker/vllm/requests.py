@@ -25,6 +25,11 @@ def check_request(request: GenerateRequest) -> None:
             "This model runs on vLLM, where reasoning has no budget here, and a grammar cannot"
             " begin behind it. Leave out the budget, or the structured output."
         )
+    if sampling.pooling is not None:
+        raise EngineCannot(
+            "This model runs on vLLM, of which only generation is used here: no embeddings and no"
+            " scores. Serve it with disagg's own engine, or with vLLM alone."
+        )
     if any(len(word) > 1 for word in sampling.bad_words_token_ids):
         raise EngineCannot(
             "This model runs on vLLM, where bad_words can be single tokens only.", param="bad_words"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from array import array
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.nn import functional
 
 from bench.random_models import random_decoder
 from disagg.blocks import hash_blocks, hash_root
@@ -26,7 +28,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step import StepPlan
 from disagg.errors import ModelError, NotEnoughMemory, RequestError, StartupError
 from disagg.kernels.kv_pages import KVPages
-from disagg.messages import GenerateRequest, SamplingParams, StartStep, TokenLogprobs
+from disagg.messages import GenerateRequest, Pooling, SamplingParams, StartStep, TokenLogprobs
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 from disagg.models.description import describe_model
@@ -261,6 +263,48 @@ def check_prompt_logprobs(
         assert scores.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
         assert [i for i, _ in scores.top] == row.topk(2).indices.tolist()
         assert scores.rank == 1 + int((row > row[token_id]).sum())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_blocks"), [("float32", 18), ("float32", 90), ("bfloat16", 90)]
+)
+def test_pooled_prompts_are_those_of_transformers(
+    checkpoint: tuple[transformers.PreTrainedModel, Path], dtype: str, num_blocks: int
+) -> None:
+    """Whatever the chunks, the company and the preemptions, and with cached prefixes, of which some
+    leave a single token to compute."""
+    model, directory = checkpoint
+    sizes = config(dtype=dtype, num_gpu_blocks_override=num_blocks)
+    engine, _ = build_engine(sizes, describe_model(directory))
+    exact = model if dtype == "float32" else copy.deepcopy(model).to(torch.bfloat16)
+    tolerance = 1e-4 if dtype == "float32" else 0.02
+    for turn in range(2):
+        pooled = [
+            new_sequence(f"{turn} {asked.token_ids} {i}", p, max_tokens=1, pooling=asked)
+            for i, p in enumerate(prompts())
+            for asked in (Pooling(), Pooling((5, 3)))
+        ]
+        plain = [
+            new_sequence(f"{turn} plain {i}", prompts()[i], temperature=0.0, prompt_logprobs=1)
+            for i in (3, 4)
+        ]
+        *answers, last, _ = run(engine, [*plain, *pooled])
+        assert dtype != "float32" or answers[0] == reference(model, prompts()[3])
+        assert len(last) == 1 and all(each.pooled is None for each in plain)
+        for sequence in pooled:
+            assert sequence.pooling is not None and sequence.pooled is not None
+            with torch.no_grad():
+                output = exact(torch.tensor([sequence.tokens[:-1]]), output_hidden_states=True)
+            hidden, logits = output.hidden_states[-1][0, -1], output.logits[0, -1]
+            expected = functional.normalize(hidden.float(), dim=0)
+            if sequence.pooling.token_ids:
+                expected = logits[[5, 3]].float()
+            found = torch.frombuffer(bytearray(sequence.pooled), dtype=torch.float32)
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    if num_blocks == 18:
+        assert engine.scheduler.num_preempted > 0
+    else:
+        assert pooled[2 * 2].num_cached_tokens == len(prompts()[2]) - 1
 
 
 def test_decodes_are_not_looked_at_for_prompts_to_score() -> None:
