@@ -14,7 +14,7 @@ from disagg.blocks import hash_blocks, hash_root
 from disagg.config import EngineConfig, SpeculativeConfig
 from disagg.errors import EngineCannot, StartupError
 from disagg.kvtransfer.ticket import Peer
-from disagg.messages import GenerateRequest, Grammar, KVEvent, SamplingParams, Thinking
+from disagg.messages import GenerateRequest, Grammar, KVEvent, Pooling, SamplingParams, Thinking
 from disagg.worker.vllm import arguments, tickets
 from disagg.worker.vllm.engine import _logprobs
 from disagg.worker.vllm.prefixes import PrefixNames, read_batch, salt_of
@@ -122,8 +122,9 @@ def test_single_bad_words_are_biases() -> None:
         request_of(bad_words_token_ids=((3, 4),)),
         request_of(thinking=Thinking((), (1,), (1,))),
         request_of(2, grammar=Grammar("json", "{}")),
+        request_of(pooling=Pooling()),
     ],
-    ids=["words of two tokens", "reasoning budget", "grammar of a moved answer"],
+    ids=["words of two tokens", "reasoning budget", "grammar of a moved answer", "embedding"],
 )
 def test_what_it_cannot_do_is_refused(request_: GenerateRequest) -> None:
     with pytest.raises(EngineCannot):
