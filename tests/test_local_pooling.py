@@ -138,9 +138,10 @@ async def test_embeddings_and_scores_are_those_of_transformers_beside_answers(
 async def test_a_lost_worker_costs_no_embedding(place: Path) -> None:
     """Requests for embeddings go on elsewhere like others."""
     async with fleet(place) as (running, client):
-        asked = {"model": "embedding", "input": texts() * 8}
+        asked: dict[str, Any] = {"model": "embedding", "input": texts() * 8}
         before = await post(client, "/v1/embeddings", **asked)
         lost = next(w for w in running.workers if w.record.model == "embedding")
+        asked["cache_salt"] = "all is computed again"
         again = asyncio.create_task(post(client, "/v1/embeddings", **asked))
         await until(lambda: lost._core.status().num_running > 0)  # type: ignore[attr-defined]
         await running.stop_worker(lost)
