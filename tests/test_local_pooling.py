@@ -143,7 +143,7 @@ async def test_a_lost_worker_costs_no_embedding(place: Path) -> None:
         lost = next(w for w in running.workers if w.record.model == "embedding")
         asked["cache_salt"] = "all is computed again"
         again = asyncio.create_task(post(client, "/v1/embeddings", **asked))
-        await until(lambda: lost._core.status().num_running > 0)  # type: ignore[attr-defined]
+        await until(lambda: lost._core.status().num_running > 0)
         await running.stop_worker(lost)
         for one, other in zip(before["data"], (await again)["data"], strict=True):
             assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-5)

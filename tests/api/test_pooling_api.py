@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import openai
 import pytest
 
 from disagg.messages import Pooling
@@ -43,8 +44,11 @@ async def test_openais_client_gets_each_texts_embedding() -> None:
     generate = FakeGenerate()
     app = make_app(generate, served_model(pooling=EMBEDDING))
     async with openai_client(app) as client:
-        for encoding in ({}, {"encoding_format": "float"}):  # without one, it asks for base64
-            found = await client.embeddings.create(model="tiny", input=[FOX, QUICK], **encoding)  # type: ignore[call-overload]
+        encodings: tuple[Any, ...] = ("float", openai.omit)  # without one it asks for base64
+        for encoding in encodings:
+            found = await client.embeddings.create(
+                model="tiny", input=[FOX, QUICK], encoding_format=encoding
+            )
             assert [each.index for each in found.data] == [0, 1]
             for each, text in zip(found.data, (FOX, QUICK), strict=True):
                 expected = [math.cos(angle(text)), math.sin(angle(text))]
@@ -91,7 +95,7 @@ async def test_documents_come_best_first(path: str) -> None:
 
 
 async def test_a_rerankers_logits_are_shown_on_demand() -> None:
-    asked = {"text_1": QUICK, "text_2": FOX, "use_activation": False}
+    asked: dict[str, Any] = {"text_1": QUICK, "text_2": FOX, "use_activation": False}
     _, body, _ = await post("/v1/score", RERANKER, **asked)
     assert body["data"][0]["score"] == pytest.approx(num_tokens(QUICK + FOX) / 2 - 1)
 
@@ -150,7 +154,7 @@ async def test_wrong_requests_are_refused_in_words(
 
 
 async def test_long_inputs_are_cut_at_their_beginning() -> None:
-    asked = {"input": FOX, "truncate_prompt_tokens": 2}
+    asked: dict[str, Any] = {"input": FOX, "truncate_prompt_tokens": 2}
     _, body, generate = await post("/v1/embeddings", EMBEDDING, **asked)
     ids = TOKENIZER.encode(FOX, add_special_tokens=False)
     assert body["usage"]["prompt_tokens"] == 2

@@ -69,7 +69,7 @@ class LateRunner(ModelRunner):
         begun: _Begun,
         step: StepInputs,
         entered: list[int],
-        scored: SequenceOf[ScoredRows] = (),
+        scored: SequenceOf[ScoredRows] | None = None,
     ) -> None:
         if self.is_late and begun.is_launched:
             self._late[id(begun)] = step, entered

@@ -21,6 +21,7 @@ from disagg.engine.device.draft_model import DraftModel
 from disagg.engine.device.prompt_scores import ScoredRows
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.sched.sequence import Sequence
+from disagg.engine.sched.speculation import Continued
 from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.kernels.uploads import upload
 from disagg.models.batch import Batch
@@ -39,8 +40,10 @@ class HeadRunner(ModelRunner):
 
     shifts: Tensor | None = None
 
-    def _forward(self, batch: Batch, scored: SequenceOf[ScoredRows]) -> tuple[Tensor, Tensor]:
-        logits, positions = super()._forward(batch, scored)
+    def _forward(
+        self, batch: Batch, rows: SequenceOf[Continued], scored: SequenceOf[ScoredRows] | None
+    ) -> tuple[Tensor, Tensor]:
+        logits, positions = super()._forward(batch, rows, scored)
         return logits, positions if self.shifts is None else positions + self.shifts
 
 
