@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +24,6 @@ from disagg import local
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.local import LocalCluster
 from disagg.worker.worker import Worker
-from tests.links.fakes import until
 from tests.tiny_model import tiny_parts, write_module, write_tiny_model
 
 ENGINE = EngineConfig(
@@ -133,19 +131,3 @@ async def test_embeddings_and_scores_are_those_of_transformers_beside_answers(
                 assert each["relevance_score"] == pytest.approx(one, abs=1e-4)
             shown = [each["relevance_score"] for each in ranked["results"]]
             assert shown == sorted(shown, reverse=True) and shown[0] - shown[-1] > 0.1
-
-
-async def test_a_lost_worker_costs_no_embedding(place: Path) -> None:
-    """Requests for embeddings go on elsewhere like others."""
-    async with fleet(place) as (running, client):
-        asked: dict[str, Any] = {"model": "embedding", "input": texts() * 8}
-        before = await post(client, "/v1/embeddings", **asked)
-        lost = next(w for w in running.workers if w.record.model == "embedding")
-        asked["cache_salt"] = "all is computed again"
-        again = asyncio.create_task(post(client, "/v1/embeddings", **asked))
-        await until(lambda: lost._core.status().num_running > 0)
-        await running.stop_worker(lost)
-        for one, other in zip(before["data"], (await again)["data"], strict=True):
-            assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-5)
-        shown = (await client.get("/metrics")).text
-        assert re.search(r'disagg_request_moves_total\{model_name="embedding"\} [1-9]', shown)
