@@ -238,18 +238,6 @@ class Foresight(PromptLookup):
         return self.drafts.pop() if self.drafts else ()
 
 
-def test_nobody_is_preempted_for_a_step_that_may_be_wasted() -> None:
-    """Two that grow, and one free block: the step before is applied first, then one gives way."""
-    engine, _ = new_engine(5, BLOCK_SIZE, on_device=True)
-    sequences = [new_sequence((n, 98, 97), BLOCK_SIZE, 12, stop_ids=NEVER) for n in (50, 60)]
-    for sequence in sequences:
-        engine.submit(sequence)
-    play(engine)
-    assert engine.scheduler.num_preempted > 0
-    for sequence, n in zip(sequences, (50, 60), strict=True):
-        assert answer(sequence, 3) == expected_tokens((n, 98, 97), 12)
-
-
 def test_a_draft_is_verified_before_anything_follows() -> None:
     engine, _ = new_engine(16, BLOCK_SIZE, on_device=True, max_num_batched_tokens=64)
     sequence = new_sequence(PROMPT, BLOCK_SIZE, 12, stop_ids=NEVER, draft=draft_of(PROMPT, 3, 2))
@@ -283,6 +271,13 @@ def test_a_thinking_budget_keeps_no_step_from_being_launched(door: str, budget: 
     assert answer(sequence) == expected_tokens(PROMPT, 12)
 
 
+def engine_for_256() -> Engine:
+    engine, _ = new_engine(
+        1200, BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=512, on_device=True
+    )
+    return engine
+
+
 def streams(num_seqs: int, max_tokens: int, *, needs_host: int = 0) -> list[Sequence]:
     """So many sequences, of which the last `needs_host` need the host for each token."""
     return [
@@ -309,9 +304,7 @@ def test_one_that_needs_the_host_costs_255_others_no_step() -> None:
     """All steps are launched ahead, as if it were like the others; only its choice waits."""
     found = []
     for needs_host in (0, 1):
-        engine, _ = new_engine(
-            1200, BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=512, on_device=True
-        )
+        engine = engine_for_256()
         sequences = streams(256, 12, needs_host=needs_host)
         found.append(steps_of(engine, sequences))
         for n, sequence in enumerate(sequences):
@@ -342,9 +335,7 @@ class AlwaysRight(PromptLookup):
 
 def test_one_with_drafts_costs_255_others_no_step() -> None:
     """It takes part in every other step, and gains three tokens there."""
-    engine, _ = new_engine(
-        1200, BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=512, on_device=True
-    )
+    engine = engine_for_256()
     sequences = streams(256, 12)
     expected = expected_tokens((255, 98), 12)
     engine.scheduler.drafting.proposer = AlwaysRight(sequences[-1], expected)
@@ -383,9 +374,7 @@ class Smaller:
 
 def test_one_with_a_draft_model_costs_255_others_no_step() -> None:
     """It takes part in every other step: in between its draft is made, beside the others' step."""
-    engine, _ = new_engine(
-        1200, BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=512, on_device=True
-    )
+    engine = engine_for_256()
     *others, drafted = sequences = streams(256, 12)
     for sequence in others:
         sequence.sampling = replace(sequence.sampling, presence_penalty=0.1)
@@ -407,9 +396,7 @@ def test_one_with_a_draft_model_costs_255_others_no_step() -> None:
 
 
 def test_who_gains_less_than_a_token_does_not_rest_for_a_draft() -> None:
-    engine, _ = new_engine(
-        1200, BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=512, on_device=True
-    )
+    engine = engine_for_256()
     *others, drafted = sequences = streams(256, 12)
     for sequence in others:
         sequence.sampling = replace(sequence.sampling, presence_penalty=0.1)
