@@ -163,6 +163,22 @@ def test_a_reservation_counts_at_once_and_until_release() -> None:
     assert worker(fleet).num_uncomputed_tokens == 50
 
 
+def test_a_reservation_ends_when_reports_must_contain_it() -> None:
+    fleet = make_fleet("d0")
+    reservation = fleet.reserve("d0", RequestLoad(100))
+    for _ in range(2 * NUM_STATUSES_UNTIL_SEEN):
+        fleet.worker_stepped("d0", (), make_status())
+    assert worker(fleet).num_uncomputed_tokens == 100  # it has not been sent yet
+    fleet.sent(reservation)
+    for _ in range(NUM_STATUSES_UNTIL_SEEN - 1):
+        fleet.worker_stepped("d0", (), make_status(num_uncomputed_tokens=100))
+        assert worker(fleet).num_uncomputed_tokens == 200
+    fleet.worker_stepped("d0", (), make_status(num_uncomputed_tokens=100))
+    assert worker(fleet).num_uncomputed_tokens == 100
+    fleet.release(reservation)
+    assert worker(fleet).num_uncomputed_tokens == 100
+
+
 def test_a_step_began_when_a_worker_spoke_or_with_the_first_request_for_an_idle_one() -> None:
     now = 10.0
     fleet = Fleet(now=lambda: now)
