@@ -25,6 +25,7 @@ VERBS = {
     "config": "disagg.tools.config",
     "doctor": "disagg.tools.doctor.command",
     "collect-env": "disagg.tools.collect_env",
+    "completion": "disagg.tools.completion",
 }
 
 
