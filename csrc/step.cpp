@@ -446,8 +446,8 @@ Kept* made(const Given&... given) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// The version, which must change with the structures.
-int32_t disagg_step_version() { return 11; }
+// The version, which must change with the structures and functions.
+int32_t disagg_step_version() { return 12; }
 
 // Whether this process may use the registers that the code needs. Must be called first.
 int32_t disagg_step_may_run() { return disagg::may_use_tiles(); }
