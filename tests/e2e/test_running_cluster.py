@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -164,8 +165,7 @@ def test_weights_that_are_not_numbers(
     nodes: RayNodes, model: Path, token: Path, port: int, tmp_path: Path
 ) -> None:
     """Found only in the worker, when Ray runs already: the worker's words come out all the same."""
-    for file in model.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
