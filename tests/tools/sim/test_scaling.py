@@ -8,7 +8,10 @@ import msgspec
 import pytest
 
 from disagg.config import AutoscalingConfig
-from disagg.tools.sim.config import SimConfig
+from disagg.router.autoscale import Autoscaler, PoolTarget
+from disagg.router.load_report import PoolState
+from disagg.router.worker_view import Pool
+from disagg.tools.sim.config import MODEL, SimConfig
 from disagg.tools.sim.report import SimReport
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest
@@ -60,6 +63,23 @@ def test_workers_that_start_slowly_help_later_and_are_paid_meanwhile() -> None:
     late = simulate(msgspec.structs.replace(SCALED, scale_prefill=limits(1, 4, start_s=12.0)), LOAD)
     assert late.in_time_percent < soon.in_time_percent
     assert late.worker_hours > 1.05 * played(SMALL).worker_hours
+
+
+def test_a_pool_is_a_second_later_as_large_as_the_autoscaler_wants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool: Pool = (MODEL, "prefill")
+    targets, sizes = [3, 1, 4, 4, 2], list[int]()
+
+    def decide(
+        autoscaler: Autoscaler, now: float, states: dict[Pool, PoolState]
+    ) -> dict[Pool, PoolTarget]:
+        sizes.append(states[pool].num_workers)
+        return {pool: PoolTarget(targets[min(len(sizes), len(targets)) - 1], 0.0, 1.0)}
+
+    monkeypatch.setattr(Autoscaler, "decide", decide)
+    simulate(SCALED, [TraceRequest(float(second), 500, 5) for second in range(10)])
+    assert sizes[:6] == [1, *targets]
 
 
 def test_a_worker_that_leaves_takes_nothing_along() -> None:
