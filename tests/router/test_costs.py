@@ -181,6 +181,11 @@ def test_a_second_of_a_slow_gpu_delays_those_behind_less() -> None:
             prefill_cost(each, Prompt(1000), 0, queue).delay_s for each in (fast_one, slow_one)
         )
         assert slow_s == pytest.approx(ratio * fast_s), "thrice as long alone"
+        num_behind = [
+            delay_s / each.times.prefill_s(1000)
+            for delay_s, each in ((fast_s, fast_one), (slow_s, slow_one))
+        ]
+        assert sum(num_behind) == pytest.approx(2 * 4.0), "together as many as of equal GPUs"
 
 
 def test_a_copy_of_a_prefix_costs_what_it_will_displace() -> None:
