@@ -110,8 +110,7 @@ class Autoscaler:
                     )
                     goals[name], wanted[name] = goal, number
                     if role == "decode" and _shares_work(tier):
-                        serving = number if pool.autoscaling else min(number, pool.num_replicas)
-                        num_helping = HELPING_SHARE * (serving - goal.num_busy(serving))
+                        num_helping = HELPING_SHARE * (number - goal.num_busy(number))
         granted = _within(wanted, least, self._max_num_workers)
         return {
             name: PoolTarget(granted[name], goal.predict(granted[name]), goal.slo_s, goal.lacks)

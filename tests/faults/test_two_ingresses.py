@@ -1,7 +1,4 @@
-"""Two ingresses behind HAProxy: prompts go where their prefixes are, and an ingress dies.
-
-And a worker that stands by takes over.
-"""
+"""Two ingresses behind HAProxy: prompts go where their prefixes are, and an ingress dies."""
 
 from __future__ import annotations
 
