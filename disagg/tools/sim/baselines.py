@@ -1,10 +1,10 @@
 """Baseline routing policies to compare `router.policy.choose_route` with.
 
-Some use one criterion, as many routers do: round robin, or least loaded. Others are the policies of
-other systems, in our words after their papers and documentation and with their default weights:
-Dynamo's KV router, llm-d's scorers and its latency predictor, SGLang's cache-aware router, Ray
-Serve LLM's prefix-aware router, and Preble. Ray's and Serve's default is `two-choices`. They see
-here what our router sees, so none suffers from stale figures.
+Some use one criterion, as many routers do: round robin, random, least loaded, or longest cached
+prefix. Others are the policies of other systems, in our words after their papers and documentation
+and with their default weights: Dynamo's KV router, llm-d's scorers and its latency predictor,
+SGLang's cache-aware router, Ray Serve LLM's prefix-aware router, and Preble. Ray's and Serve's
+default is `two-choices`. They see here what our router sees, so none suffers from stale figures.
 
 Prefill goes to the prefill pool and decode to the decode pool; with one pool, a worker does both.
 None of them refuses requests.
@@ -89,6 +89,10 @@ def _turns() -> Pick:
     return pick
 
 
+def _any(side: Side, num_tokens: int, rng: random.Random) -> int:
+    return rng.randrange(len(side.workers))
+
+
 def _least_loaded(side: Side, num_tokens: int, rng: random.Random) -> int:
     # The workers are in random order, so the first of equals is a random one.
     return min(range(len(side.workers)), key=lambda place: _load(side.workers[place]))
@@ -96,6 +100,10 @@ def _least_loaded(side: Side, num_tokens: int, rng: random.Random) -> int:
 
 def _less_loaded_of_two(side: Side, num_tokens: int, rng: random.Random) -> int:
     return min((0, len(side.workers) - 1), key=lambda place: _load(side.workers[place]))
+
+
+def _most_held(side: Side, num_tokens: int, rng: random.Random) -> int:
+    return side.num_held.index(max(side.num_held))
 
 
 def _num_requests(worker: WorkerView) -> int:
@@ -200,8 +208,10 @@ NO_REFUSALS = "no-refusals"  # the same, of requests that come without a TTFT SL
 ALL_WORKERS = "all-workers"  # ours, which looks at all workers of a large fleet too
 _PICKS: dict[str, Callable[[], tuple[Pick, Pick]]] = {
     "round-robin": lambda: (_turns(), _turns()),
+    "random": lambda: (_any, _any),
     "two-choices": lambda: (_less_loaded_of_two, _less_loaded_of_two),
     "least-loaded": lambda: (_least_loaded, _least_loaded),
+    "prefix-only": lambda: (_most_held, _least_loaded),
     "dynamo": lambda: (_cheapest_in_blocks, _fewest_context_tokens),
     "llm-d": lambda: (partial(_highest_score, 3.0), partial(_highest_score, 0.0)),
     "sglang": lambda: (partial(_cache_aware, 0.3, 64.0), _less_loaded_of_two),

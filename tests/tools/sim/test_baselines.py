@@ -67,6 +67,20 @@ def test_the_least_loaded_is_chosen_among_all_or_two() -> None:
     assert "p2" not in of_two and of_two["p1"] > of_two["p0"] > 50
 
 
+def test_the_prefix_alone_decides() -> None:
+    request = make_request(320)
+    held = {"p1": list(request.block_hashes[:10]), "p0": list(request.block_hashes[:4])}
+    fleet = make_fleet("p0", "p1", "p2", "d0", held=held)
+    busy(fleet, "p1", 10**6)
+    (route,) = set(routes("prefix-only", fleet, request))
+    assert (route.prefill, route.num_cached_tokens) == ("p1", 160)
+
+
+def test_chance_reaches_everybody() -> None:
+    found = routes("random", make_fleet("p0", "p1", "p2", "d0"), make_request(), 300)
+    assert min(Counter(route.prefill for route in found).values()) > 60
+
+
 def prefills(name: str, fleet: Fleet, request: GenerateRequest) -> set[str | None]:
     return {route.prefill for route in routes(name, fleet, request)}
 
