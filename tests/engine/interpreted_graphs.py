@@ -36,6 +36,7 @@ from disagg.models import decoder as decoder_module
 from disagg.models.adapter_weights import AdapterTables
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
+from disagg.models.kept_states import KeptStates
 from disagg.models.model_config import ModelConfig
 from disagg.models.share import WHOLE
 from disagg.rank_messages import RankCapture, RankWork
@@ -118,8 +119,9 @@ def _sequences(contexts: list[int]) -> list[Tokens]:
     return found
 
 
-def _steps(groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages]:
-    """Logits of one step for each group of sequences, and the cache at the end.
+def _steps(groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages, Tensor]:
+    """Logits of one step for each group of sequences, and at the end the cache and the states that
+    are kept for drafts.
 
     Without graphs there are no kernels either, which take seconds under the interpreter; nor do
     prompts need them.
@@ -127,6 +129,9 @@ def _steps(groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages
     weights = random_weights(ONE_KV_HEAD, torch.float32, torch.device("cpu"), seed=2)
     decoder, plain = Decoder(ONE_KV_HEAD, weights, TritonOps(3, 1)), Decoder(ONE_KV_HEAD, weights)
     slab = new_slab(ONE_KV_HEAD, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    states = torch.zeros(NUM_BLOCKS * BLOCK_SIZE + 1, 2 * ONE_KV_HEAD.hidden_size)
+    layers = 1, ONE_KV_HEAD.num_layers
+    decoder.kept = plain.kept = KeptStates(layers, lambda each: each, states)
     sequences = _sequences([9, 1, 22, 13, 5])
     for sequence, context in zip(sequences, [9, 1, 22, 13, 5], strict=True):
         plain.forward(make_batch([(sequence, context)], BLOCK_SIZE), slab)
@@ -145,19 +150,20 @@ def _steps(groups: list[list[int]], graphs: bool) -> tuple[list[Tensor], KVPages
     assert captured is None or len(places) == 1, (
         "memory is for the largest step, not for each graph"
     )
-    return logits, slab
+    return logits, slab, states[:-1]
 
 
 def test_graphs_equal_plain_steps() -> None:
     """Fewer sequences than before, others in their rows, and every size that was captured."""
     groups = [[0, 1, 2, 3, 4], [0, 1, 2, 3], [3, 2, 0], [4]]
-    plain, plain_slab = _steps(groups, graphs=False)
-    captured, captured_slab = _steps(groups, graphs=True)
+    plain, plain_slab, plain_states = _steps(groups, graphs=False)
+    captured, captured_slab, captured_states = _steps(groups, graphs=True)
     for ours, theirs in zip(captured, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=ROUNDING)
     torch.testing.assert_close(
         captured_slab.values, plain_slab.values, rtol=ROUNDING, atol=ROUNDING
     )
+    torch.testing.assert_close(captured_states, plain_states, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_graphs_with_adapters_equal_plain_steps() -> None:
