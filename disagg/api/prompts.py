@@ -1,7 +1,7 @@
 """The third step of a request: the token ids of its prompts.
 
 A prompt that cannot fit is refused by its length, before it is tokenized. Long prompts are
-tokenized in a thread, so that they do not block the event loop.
+tokenized in a thread, so that they do not block the event loop, and between short ones it goes on.
 """
 
 from __future__ import annotations
@@ -48,10 +48,15 @@ async def tokenize_prompts(
         InvalidRequest: the model has no chat template, or its template refuses a conversation.
         ContextLengthExceeded: a prompt is certainly too long.
     """
-    if most is None:
-        return [await _token_ids(prompt, model, nbytes) for prompt in prompts]
-    roomy = replace(model, max_model_len=MOST_TO_CUT * model.max_model_len)
-    return [(await _token_ids(prompt, roomy, nbytes))[-most:] for prompt in prompts]
+    if most is not None:
+        model = replace(model, max_model_len=MOST_TO_CUT * model.max_model_len)
+    found: list[list[int]] = []
+    for prompt in prompts:
+        if found:
+            await asyncio.sleep(0)  # thousands of short prompts would block the event loop, too
+        token_ids = await _token_ids(prompt, model, nbytes)
+        found.append(token_ids if most is None else token_ids[-most:])
+    return found
 
 
 async def _token_ids(prompt: Prompt, model: ServedModel, nbytes: int) -> list[int]:

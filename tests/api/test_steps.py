@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from dataclasses import replace
@@ -19,7 +20,7 @@ from disagg.api.openai.requests import (
 )
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
-from disagg.api.request_spec import Conversation, RequestSlo, RequestSpec
+from disagg.api.request_spec import Conversation, RequestSlo, RequestSpec, Text
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Caller, fit, name_choices
 from disagg.blocks import hash_blocks
@@ -102,6 +103,21 @@ async def test_long_arguments_of_earlier_calls_leave_the_event_loop() -> None:
         spec = chat(messages=[{"role": "assistant", "tool_calls": [call]}])
         await tokenize_prompts(spec.prompts, model)
     assert [each is threading.current_thread() for each in threads] == [True, False]
+
+
+async def test_other_requests_go_on_between_prompts() -> None:
+    num_turns, texts = 0, [Text("the fox")] * 20
+
+    async def count() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    assert len(await tokenize_prompts(texts, served_model())) == len(texts)
+    counting.cancel()
+    assert num_turns >= len(texts) - 1
 
 
 async def test_fitting_completes_what_is_left_open() -> None:
