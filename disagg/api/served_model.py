@@ -212,8 +212,9 @@ def check_one_language(tiers: Sequence[ServedModel]) -> None:
 
 def _difference(one: ServedModel, other: ServedModel) -> str:
     if one.tokenizer.core.to_str() != other.tokenizer.core.to_str():
-        numbers = f"{one.tokenizer.num_ids} and {other.tokenizer.num_ids} tokens"
-        return f"their tokenizers differ, with {numbers}"
+        first, second = one.tokenizer.num_ids, other.tokenizer.num_ids
+        numbers = f", with {first} and {second} tokens" if first != second else ""
+        return f"their tokenizers differ{numbers}"
     if sorted(one.eos_token_ids) != sorted(other.eos_token_ids):
         return (
             f"their answers end with different tokens, {sorted(one.eos_token_ids)} and"
