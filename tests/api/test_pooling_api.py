@@ -133,6 +133,7 @@ async def test_a_template_with_both_roles_writes_the_prompt() -> None:
         ("/v1/score", EMBEDDING, {"text_1": "a"}, "text_2"),
         ("/v1/score", EMBEDDING, {"text_1": ["a"] * 2, "text_2": ["b"] * 3}, "text_2"),
         ("/rerank", EMBEDDING, {"query": "a", "documents": []}, "documents"),
+        ("/rerank", RERANKER, {"query": "a" * 8200, "documents": ["b"] * 2048}, "documents"),
         (
             "/rerank",
             RERANKER,

@@ -27,6 +27,9 @@ from disagg.api.served_model import ServedModel
 from disagg.messages import Pooling, SamplingParams
 
 MAX_NUM_TEXTS = 2048  # of one request, as OpenAI has it
+# Of all pairs that a reranker reads, as many as a body may have by default: a short request could
+# have a gigabyte of prompts otherwise, because each has the whole query.
+MAX_NUM_PAIR_CHARS = 16 << 20
 
 Texts: TypeAlias = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_NUM_TEXTS)]
 
@@ -90,6 +93,11 @@ class Pairs(msgspec.Struct, frozen=True):
         first, second = self.places(number)
         return self.queries[first], self.documents[second]
 
+    @property
+    def num_chars(self) -> int:
+        both = self.queries, self.documents
+        return sum(sum(map(len, texts)) * (len(self) if len(texts) == 1 else 1) for texts in both)
+
     def places(self, number: int) -> tuple[int, int]:
         """Which query and which document pair `number` consists of."""
         return (
@@ -144,7 +152,8 @@ def embeddings_body(run: RunningJob) -> bytes:
         if request.encoding_format == "base64":
             shown.append(base64.b64encode(_little(vector).tobytes()).decode())
         else:
-            shown.append(vector.tolist())
+            # One vector at a time, or other threads wait for millions of numbers in one call.
+            shown.append(msgspec.Raw(msgspec.json.encode(vector.tolist())))
     found = [
         {"index": index, "object": "embedding", "embedding": each}
         for index, each in enumerate(shown)
@@ -189,6 +198,12 @@ def _of_pairs(
         )
     prompts: list[Prompt]
     if model.pooling.scores:
+        if pairs.num_chars > MAX_NUM_PAIR_CHARS:
+            raise invalid_value(
+                param,
+                f"the pairs have {pairs.num_chars} characters, each with its whole query; at most"
+                f" {MAX_NUM_PAIR_CHARS} are allowed. Send several requests.",
+            )
         prompts = [_together(*pairs[number], model) for number in range(len(pairs))]
         pooling = Pooling(model.scored_ids)
     elif model.pooling.embeds:
