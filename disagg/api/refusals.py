@@ -51,9 +51,12 @@ NOT_IMPLEMENTED = "Leave it out: this server does not implement it."
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(INTERNAL_FIELDS, ()),
     **dict.fromkeys(("audio", "prediction", "repetition_detection", "web_search_options"), ()),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
     "function_call": ("none", "auto"),
     "length_penalty": (1.0,),
     "modalities": (["text"],),
+    "normalize": (True,),
     "truncation_side": ("left",),
 }
 

@@ -124,6 +124,8 @@ async def test_a_template_with_both_roles_writes_the_prompt() -> None:
         ("/v1/embeddings", EMBEDDING, {"input": ["a"] * 2049}, "input"),
         ("/v1/embeddings", EMBEDDING, {"input": "a", "dimensions": 3}, "dimensions"),
         ("/v1/embeddings", EMBEDDING, {"input": [320]}, "input"),
+        ("/v1/embeddings", EMBEDDING, {"input": "a", "normalize": False}, "normalize"),
+        ("/v1/embeddings", EMBEDDING, {"input": "a", "use_activation": False}, "use_activation"),
         (
             "/v1/embeddings",
             EMBEDDING,

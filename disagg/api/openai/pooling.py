@@ -42,6 +42,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     timeout: Annotated[float, Meta(gt=0.0)] | None = None
     priority: Priority | None = None
     slo_ttft_ms: Milliseconds | None = None
+    use_activation: bool | None = None  # false: a reranker's logit instead of its probability
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     user: Label | None = None
 
@@ -53,11 +54,7 @@ class EmbeddingsRequest(PoolingFields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class PairFields(PoolingFields, kw_only=True):
-    use_activation: bool | None = None  # false: a reranker's logit instead of its probability
-
-
-class ScoreRequest(PairFields, kw_only=True):
+class ScoreRequest(PoolingFields, kw_only=True):
     """`queries` and `documents` are newer names of `text_1` and `text_2`."""
 
     text_1: Texts | None = None
@@ -70,7 +67,7 @@ class RerankDocument(msgspec.Struct):
     text: str
 
 
-class RerankRequest(PairFields, kw_only=True):
+class RerankRequest(PoolingFields, kw_only=True):
     query: str
     documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=MAX_NUM_TEXTS)]
     top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -119,6 +116,8 @@ def understand_embeddings(
     """Convert a request for embeddings. `min_priority` is the lowest number that it may set."""
     if not model.pooling.embeds:
         raise _no("compute embeddings", model)
+    if request.use_activation is False:
+        raise unsupported("use_activation", "Embeddings are of length 1 here.")
     special = request.add_special_tokens is not False
     prompts = read_prompts(request.input, "input", special, MAX_NUM_TEXTS)
     return _spec(request, model, min_priority, prompts, "input", Pooling(), request)

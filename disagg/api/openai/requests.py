@@ -58,8 +58,9 @@ REFUSED = {
     **dict.fromkeys(INTERNAL_FIELDS, "Leave it out: clients may not set it."),
     **dict.fromkeys(
         (
-            "audio", "function_call", "functions", "length_penalty", "logprob_token_ids",
-            "modalities", "prediction", "repetition_detection", "return_prompt_text",
+            "audio", "embed_dtype", "endianness", "function_call", "functions", "length_penalty",
+            "logprob_token_ids", "max_tokens_per_doc", "max_tokens_per_query", "modalities",
+            "normalize", "prediction", "repetition_detection", "return_prompt_text",
             "return_token_offsets", "return_tokens_as_token_ids", "suffix", "truncation_side",
             "use_beam_search", "watermarking", "web_search_options",
         ),
