@@ -64,16 +64,16 @@ serve: $(READY)
 chat: $(READY)
 	$(BIN)/disagg chat $(ARGS)
 
-# Tests of the running system wait more than they compute. Without ARGS four parts run at a time: two of
-# these, as more starts of Ray at once would take longer than the 30 s that Ray gives its node, and two
-# that give way to them, the longest first: so both cores have work to the end. What fails there runs
-# once more alone, and then it must pass. Each part ends with its 15 slowest tests. Those of `bench/`,
-# all parameters of kernels, and whether tests notice planted bugs are `make test-bench`.
+# Tests wait as much as they compute, those of the running system more. Without ARGS all parts run at a
+# time: two of the running system, as more starts of Ray at once would take longer than the 30 s that
+# Ray gives its node, and others that give way to them: so both cores have work to the end. What fails
+# there runs once more alone, and then it must pass. Each part ends with its 15 slowest tests. Those of
+# `bench/`, all parameters of kernels, and whether tests notice planted bugs are `make test-bench`.
 ifeq ($(ARGS),)
 test: style
 	@echo "All tests, for 10 to 15 minutes: tail -f $(VENV)/parts/*/out"; \
 	began_s=$$(date +%s); rm -rf $(VENV)/parts; mkdir $(VENV)/parts; \
-	$(MAKE) --no-print-directory --keep-going --jobs=4 $(PARTS) types || \
+	$(MAKE) --no-print-directory --keep-going --jobs $(PARTS) types || \
 	$(MAKE) --no-print-directory test-again; status=$$?; \
 	echo "make test: $$(($$(date +%s) - began_s)) s"; exit $$status
 else
