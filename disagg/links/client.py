@@ -171,10 +171,12 @@ class Link:
             async with asyncio.timeout(max(0.0, timeout_s)):
                 await stream.ended
         except TimeoutError:
-            raise DeadlineExceeded(
-                "The request's deadline passed before its answer was complete; ask for fewer"
-                " tokens or allow more time."
-            ) from None
+            if stream.ended.cancelled():
+                raise DeadlineExceeded(
+                    "The request's deadline passed before its answer was complete; ask for fewer"
+                    " tokens or allow more time."
+                ) from None
+            stream.ended.result()  # its end came in the turn of the event loop of the deadline
         finally:
             connection.forget(stream_id)
 

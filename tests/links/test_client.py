@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 
 import pytest
 from hypothesis import given
@@ -90,6 +91,19 @@ async def test_time_that_runs_out_ends_the_stream_and_cancels_it() -> None:
         await until(lambda: worker.of_type(Start))
         link_id, start = start_of(worker, "late")
         await until(lambda: (link_id, Cancel(start.stream_id)) in worker.received)
+
+
+async def test_an_answer_that_ends_as_its_time_runs_out_has_one_end() -> None:
+    async with pair() as (worker, link, _):
+        got: list[TokenDelta] = []
+        start = Start(NO_STREAM, make_request())
+        running = asyncio.create_task(link.run(start, got.append, timeout_s=0.2))
+        await until(lambda: worker.of_type(Start))
+        link_id, start = start_of(worker, "request-0")
+        worker.step({link_id: [TokenDelta(start.stream_id, (1,), "stop")]})
+        time.sleep(0.3)  # noqa: ASYNC251 - the loop finds the end and the deadline in one turn
+        await running
+        assert [delta.finish_reason for delta in got] == ["stop"]
 
 
 @pytest.mark.parametrize("following", [[], [(2,)]])
