@@ -82,32 +82,32 @@ MESSAGES = Api(
     anthropic.message_body,
     anthropic.error_body,
 )
-EMBEDDINGS = Api(
-    pooling.EmbeddingsRequest,
+
+
+def _of_prompts(
+    operation: str,
+    id_prefix: str,
+    kind: Any,
+    understand: Callable[[Any, ServedModel, int], RequestSpec],
+    body: Callable[[RunningJob], bytes],
+) -> Api:
+    """An API whose responses have no answers, so that nothing is streamed."""
+    read = partial(read_request, kind=kind)
+    return Api(kind, id_prefix, read, understand, None, body, operation=operation)
+
+
+EMBEDDINGS = _of_prompts(
+    "embeddings",
     "embd-",
-    partial(read_request, kind=pooling.EmbeddingsRequest),
+    pooling.EmbeddingsRequest,
     pooling.understand_embeddings,
-    None,
     pooling.embeddings_body,
-    operation="embeddings",
 )
-SCORE = Api(
-    pooling.ScoreRequest,
-    "score-",
-    partial(read_request, kind=pooling.ScoreRequest),
-    pooling.understand_score,
-    None,
-    pooling.score_body,
-    operation="score",
+SCORE = _of_prompts(
+    "score", "score-", pooling.ScoreRequest, pooling.understand_score, pooling.score_body
 )
-RERANK = Api(
-    pooling.RerankRequest,
-    "rerank-",
-    partial(read_request, kind=pooling.RerankRequest),
-    pooling.understand_rerank,
-    None,
-    pooling.rerank_body,
-    operation="rerank",
+RERANK = _of_prompts(
+    "rerank", "rerank-", pooling.RerankRequest, pooling.understand_rerank, pooling.rerank_body
 )
 
 BY_PATH: Mapping[str, Api] = {
