@@ -28,13 +28,14 @@ class ModelPooling:
     """What a model computes instead of answers.
 
     Attributes:
-        embeds: whether the hidden state of a text's last token, at length 1, is its embedding.
+        embedding_size: how many numbers the hidden state of a text's last token has, which at
+            length 1 is its embedding; 0: it is none.
         scores: the tokens whose logits after a query and a document say how well they fit, as ids
             or as texts of one token: of "yes", and of "no" if that is compared with it.
         why_not: a sentence, if it does neither.
     """
 
-    embeds: bool = False
+    embedding_size: int = 0
     scores: tuple[int | str, ...] = ()
     why_not: str = ""
 
@@ -89,7 +90,7 @@ def _embedding(settings: Mapping[str, Any], config: Json) -> ModelPooling:
         return _not("its Pooling is not that of the last token")
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         return _not("its attention also looks ahead, which is not supported")
-    return ModelPooling(embeds=True)
+    return ModelPooling(embedding_size=config["hidden_size"])
 
 
 def _not(why: str) -> ModelPooling:

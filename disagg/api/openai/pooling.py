@@ -114,8 +114,11 @@ def understand_embeddings(
     request: EmbeddingsRequest, model: ServedModel, min_priority: int
 ) -> RequestSpec:
     """Convert a request for embeddings. `min_priority` is the lowest number that it may set."""
-    if not model.pooling.embeds:
+    most = model.pooling.embedding_size
+    if not most:
         raise _no("compute embeddings", model)
+    if (request.dimensions or 0) > most:
+        raise invalid_value("dimensions", f"the model's embeddings have {most} numbers.")
     if request.use_activation is False:
         raise unsupported("use_activation", "Embeddings are of length 1 here.")
     special = request.add_special_tokens is not False
@@ -205,7 +208,7 @@ def _of_pairs(
             )
         prompts = [_together(*pairs[number], model) for number in range(len(pairs))]
         pooling = Pooling(model.scored_ids)
-    elif model.pooling.embeds:
+    elif model.pooling.embedding_size:
         prompts = [Text(text) for text in (*pairs.queries, *pairs.documents)]
         pooling = Pooling()
     else:
@@ -286,8 +289,6 @@ def _shortened(vector: array[float], dimensions: int | None) -> array[float]:
     """The first numbers of an embedding, again at length 1."""
     if dimensions is None or dimensions == len(vector):
         return vector
-    if dimensions > len(vector):
-        raise invalid_value("dimensions", f"the model's embeddings have {len(vector)} numbers.")
     first = vector[:dimensions]
     length = math.sqrt(sum(map(mul, first, first)))
     return array("f", _divided(first, length))
