@@ -11,6 +11,7 @@ from torch.nn import functional
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import Continued
 from disagg.kernels.uploads import upload
+from disagg.messages import Pooling
 
 
 def pooled_rows(sequences: SequenceOf[Continued]) -> list[tuple[int, Sequence]]:
@@ -29,21 +30,16 @@ def keep_pooled(pooled: SequenceOf[tuple[int, Sequence]], hidden: Tensor, logits
         hidden: [num_rows, hidden_size], after the last norm.
         logits: float32 [num_rows, vocab_size].
     """
-    embedded = []
+    alike: dict[Pooling, list[tuple[int, Sequence]]] = {}  # the host waits once for each kind
     for row, sequence in pooled:
         assert sequence.pooling is not None
-        token_ids = sequence.pooling.token_ids
-        if token_ids:
-            columns = upload(token_ids, torch.int64, logits.device)
-            sequence.pooled = _to_bytes(logits[row].index_select(0, columns))
+        alike.setdefault(sequence.pooling, []).append((row, sequence))
+    for pooling, members in alike.items():
+        rows = upload([row for row, _ in members], torch.int64, hidden.device)
+        if pooling.token_ids:
+            columns = upload(pooling.token_ids, torch.int64, logits.device)
+            found = logits.index_select(0, rows).index_select(1, columns)
         else:
-            embedded.append((row, sequence))
-    if embedded:
-        rows = upload([row for row, _ in embedded], torch.int64, hidden.device)
-        vectors = functional.normalize(hidden.index_select(0, rows).float(), dim=-1).cpu()
-        for (_, sequence), vector in zip(embedded, vectors, strict=True):
-            sequence.pooled = _to_bytes(vector)
-
-
-def _to_bytes(numbers: Tensor) -> bytes:
-    return numbers.cpu().numpy().astype("<f4", copy=False).tobytes()
+            found = functional.normalize(hidden.index_select(0, rows).float(), dim=-1)
+        for (_, sequence), numbers in zip(members, found.cpu().numpy(), strict=True):
+            sequence.pooled = numbers.astype("<f4", copy=False).tobytes()
