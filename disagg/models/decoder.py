@@ -366,7 +366,7 @@ class CpuDecoder(Decoder):
     ) -> Tensor:
         if not self._knows(batch, kv_cache):
             return super().forward(batch, kv_cache, paging, logits)
-        computed = self.step.run(batch, kv_cache)
+        computed = self.step.run(batch, kv_cache, self._kept_layers)
         self._keep(batch)
         return computed if logits is None else logits.copy_(computed)
 
@@ -374,14 +374,18 @@ class CpuDecoder(Decoder):
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
         if not self._knows(batch, kv_cache):
             return super().hidden(batch, kv_cache, paging)
-        computed = self.step.hidden(batch, kv_cache)
+        computed = self.step.hidden(batch, kv_cache, self._kept_layers)
         self._keep(batch)
         return computed
 
     def _knows(self, batch: Batch, kv_cache: KVPages) -> bool:
-        """The program knows no adapters, and one block table a sequence."""
-        self.step.kept_layers = () if self.kept is None else self.kept.layers
-        return batch.adapters is None and kv_cache.num_groups == 1
+        """The program knows no adapters, one block table a sequence, and states before layers."""
+        knows_states = len(self._layers) not in self._kept_layers
+        return batch.adapters is None and kv_cache.num_groups == 1 and knows_states
+
+    @property
+    def _kept_layers(self) -> tuple[int, ...]:
+        return () if self.kept is None else self.kept.layers
 
     def _keep(self, batch: Batch) -> None:
         if self.kept is not None:

@@ -8,7 +8,7 @@ compute from the same copy.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_void_p
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -126,8 +126,8 @@ class CpuStep:
         model: the model whose weights it reads; kept alive.
 
     Attributes:
-        kept_layers: the layers whose inputs the next steps keep.
-        states: bfloat16 [num_tokens, len(kept_layers) * hidden], those of the last step.
+        states: bfloat16 [num_tokens, len(kept_layers) * hidden], the inputs of the layers that the
+            last step was to keep, side by side.
     """
 
     def __init__(self, library: ctypes.CDLL, model: DenseModel) -> None:
@@ -136,7 +136,6 @@ class CpuStep:
         library.disagg_step_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
         self._library = library
         self._model = model
-        self.kept_layers: tuple[int, ...] = ()
         self.states = torch.empty(0, 0, dtype=torch.bfloat16)
         self._vocab_size = model.head.num_out
         self._hidden_size = model.head.num_in
@@ -171,25 +170,37 @@ class CpuStep:
         """Move the weights into huge pages. Returns how many bytes are in huge pages now."""
         return use_huge_pages(map(_region, _matrices(self._model)))
 
-    def run(self, batch: StepBatch, kv_cache: KVPages) -> Tensor:
+    def run(self, batch: StepBatch, kv_cache: KVPages, kept_layers: tuple[int, ...] = ()) -> Tensor:
         """As `Decoder.forward`, for sequences without adapters.
+
+        Args:
+            kept_layers: the layers whose inputs will be `states`.
 
         Raises:
             IndexError: a token id is not in the vocabulary.
             MemoryError: there is not enough memory for the step.
         """
         logits = torch.empty(batch.logits_rows.shape[0], self._vocab_size)
-        self._run(batch, kv_cache, logits=logits.data_ptr(), is_each_alone=_is_short(batch))
+        given = {"logits": logits.data_ptr(), "is_each_alone": _is_short(batch)}
+        self._run(batch, kv_cache, kept_layers, given)
         return logits
 
-    def hidden(self, batch: StepBatch, kv_cache: KVPages) -> Tensor:
-        """As `Decoder.hidden`; raises as `run` does."""
+    def hidden(
+        self, batch: StepBatch, kv_cache: KVPages, kept_layers: tuple[int, ...] = ()
+    ) -> Tensor:
+        """As `Decoder.hidden`; arguments and errors are those of `run`."""
         shape = batch.logits_rows.shape[0], self._hidden_size
         hidden = torch.empty(shape, dtype=torch.bfloat16)
-        self._run(batch, kv_cache, hidden=hidden.data_ptr())
+        self._run(batch, kv_cache, kept_layers, {"hidden": hidden.data_ptr()})
         return hidden
 
-    def _run(self, batch: StepBatch, kv_cache: KVPages, **given: int) -> None:
+    def _run(
+        self,
+        batch: StepBatch,
+        kv_cache: KVPages,
+        kept_layers: tuple[int, ...],
+        given: Mapping[str, int],
+    ) -> None:
         num_tokens, sequences = batch.token_ids.shape[0], plan_sequences(batch, kv_cache)
         described = _Batch(
             token_ids=batch.token_ids.data_ptr(),
@@ -200,9 +211,9 @@ class CpuStep:
             num_logits=batch.logits_rows.shape[0],
             **given,
         )
-        num_kept = len(self.kept_layers)
+        num_kept = len(kept_layers)
         if num_kept or self.states.shape[1]:
-            layers = (c_int32 * num_kept)(*self.kept_layers)
+            layers = (c_int32 * num_kept)(*kept_layers)
             self.states = self.states.new_empty(num_tokens, num_kept * self._hidden_size)
             out = c_void_p(self.states.data_ptr())
             self._library.disagg_step_keep(c_void_p(self._step), layers, num_kept, out)
