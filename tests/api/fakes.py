@@ -7,13 +7,22 @@ import functools
 import math
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from disagg.api.request_spec import RequestSpec
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
-from disagg.messages import FinishReason, GenerateRequest, PutDelta, TokenDelta, TokenLogprobs
+from disagg.messages import (
+    FinishReason,
+    GenerateRequest,
+    PutDelta,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 from disagg.models.pooling import ModelPooling
 from disagg.text.chat_template import ChatTemplate
 from disagg.text.tokenizer import Tokenizer
@@ -72,6 +81,13 @@ END = 2  # <|im_end|>
 
 
 _compiled = functools.cache(lambda source: ChatTemplate(source, {}))
+
+
+def request_spec(sampling: SamplingParams, **changes: Any) -> RequestSpec:
+    """Of `served_model`, for requests that are made by hand."""
+    return RequestSpec(
+        model=served_model(), prompts=(), prompt_param="prompt", sampling=sampling, **changes
+    )
 
 
 def served_model(

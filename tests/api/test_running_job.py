@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import ChoiceDelta, Generate, RunningJob
 from disagg.errors import EngineFailed, Overloaded
 from disagg.messages import GenerateRequest, PutDelta, SamplingParams, TokenDelta, TokenLogprobs
-from tests.api.fakes import END, TOKENIZER, served_model
+from tests.api.fakes import END, TOKENIZER, request_spec
 from tests.deltas import push
 
 TEXT = "the quick brown fox jumps"
@@ -29,14 +28,7 @@ def job(generate: Generate, num_choices: int = 1, *, stops: Sequence[str] = ()) 
         sampling=SamplingParams(max_tokens=100, stop_token_ids=(END,)),
         deadline_unix_s=30.0,
     )
-    spec = RequestSpec(
-        model=served_model(),
-        prompts=(),
-        prompt_param="prompt",
-        sampling=request.sampling,
-        num_choices=num_choices,
-        stops=tuple(stops),
-    )
+    spec = request_spec(request.sampling, num_choices=num_choices, stops=tuple(stops))
     return RunningJob("r", 0, spec, (request,) * num_choices, generate)
 
 

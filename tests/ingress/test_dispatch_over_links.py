@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 
-from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import RunningJob
 from disagg.ingress.dispatch import Dispatcher
 from disagg.kvtransfer.ticket import KVTicket
@@ -19,7 +18,7 @@ from disagg.links.server import LinkClosed, LinkId
 from disagg.messages import Cancel, GenerateRequest, KVEvent, Start, TokenDelta
 from disagg.router.fleet import Fleet
 from disagg.router.output_length import USUAL_OUTPUT_TOKENS, OutputLengths
-from tests.api.fakes import TOKENIZER, served_model
+from tests.api.fakes import TOKENIZER, request_spec
 from tests.deltas import answers
 from tests.links.fakes import KEY, FakeWorker, fake_worker, until
 from tests.router.fakes import make_record, make_request, make_status
@@ -167,13 +166,7 @@ async def test_the_length_of_an_answer_is_learned_once(
     async with deployment("d0") as (dispatcher, fleet, _):
         [b] = TOKENIZER.encode("b", add_special_tokens=False)
         request = make_request(b - 3, max_tokens=20)  # it is answered with b-3, b-2, ...
-        spec = RequestSpec(
-            model=served_model(),
-            prompts=(),
-            prompt_param="prompt",
-            sampling=request.sampling,
-            stops=stops,
-        )
+        spec = request_spec(request.sampling, stops=stops)
         run = RunningJob("r", 0, spec, (request,), dispatcher.generate)
         async for _batch in run.batches():
             pass
