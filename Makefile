@@ -9,12 +9,13 @@ TOOLS := $(VENV)/.tools
 MODEL := $(VENV)/.smollm2
 PYTEST = $(BIN)/python -m pytest --durations=15
 # Tests of the running system, in two parts that take about as long; those of kernels and engines;
-# those of models; those of many parts together in one process; and all others.
+# those of models; those of fleets in one process; those of many parts together; and all others.
 SYSTEM := tests/e2e tests/faults
 CLUSTERS := tests/faults tests/e2e/test_three_nodes.py
 KERNELS := tests/engine tests/kernels
 MODELS := tests/models $(patsubst %,tests/test_%.py,real_model kv_formats moves local_experts)
-TOGETHER := tests/tools/sim $(filter-out $(MODELS),$(wildcard tests/test_*.py))
+LOCAL := $(filter-out $(MODELS),$(wildcard tests/test_local*.py))
+TOGETHER := tests/tools/sim $(filter-out $(MODELS) $(LOCAL),$(wildcard tests/test_*.py))
 # Not for every change: `make test-bench`.
 BENCH := tests/bench $(wildcard tests/*/test_planted_*.py)
 # Of which `make test` has a covering part of their parameters.
@@ -25,7 +26,7 @@ UI := tests/ui
 FETCHED := $(VENV)/.families
 TOKENIZERS := deepseek_v3 gemma3 gpt4o gptoss llama2 llama3 llama3_1 qwen3
 
-PARTS := test-clusters test-commands test-kernels test-models test-parts test-together
+PARTS := test-clusters test-commands test-kernels test-models test-parts test-local test-together
 
 .PHONY: serve chat test $(PARTS) test-again test-bench test-families test-vllm test-ui screenshots lint style types bench docs soak clients clean
 
@@ -85,9 +86,10 @@ test-commands: FILES = tests/e2e $(CLUSTERS:%=--ignore=%)
 test-clusters: FILES = $(CLUSTERS)
 test-kernels: FILES = $(KERNELS) $(BENCH:%=--ignore=%)
 test-models: FILES = $(MODELS)
+test-local: FILES = $(LOCAL)
 test-together: FILES = $(TOGETHER)
-test-parts: FILES = $(foreach each,$(SYSTEM) $(KERNELS) $(MODELS) $(TOGETHER) $(BENCH) $(FAMILIES) $(VLLM) $(UI),--ignore=$(each))
-test-kernels test-models test-together test-parts: NICELY = nice -n 10 env
+test-parts: FILES = $(foreach each,$(SYSTEM) $(KERNELS) $(MODELS) $(LOCAL) $(TOGETHER) $(BENCH) $(FAMILIES) $(VLLM) $(UI),--ignore=$(each))
+test-kernels test-models test-local test-together test-parts: NICELY = nice -n 10 env
 # Shown when all of a part have run, as several write at a time.
 $(PARTS): $(MODEL)
 	@into=$(VENV)/parts/$@ && mkdir -p $$into && touch $$into/failed && \
