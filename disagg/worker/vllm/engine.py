@@ -234,9 +234,9 @@ class VllmEngine:
         import zmq
 
         found: dict[int, list[TheirEvent]] = {}
-        with context.socket(zmq.REQ) as replay:
+        with context.socket(zmq.DEALER) as replay:  # a REQ socket hears the first batch only
             replay.connect(f"ipc://{self._directory}/replay")
-            await replay.send(first.to_bytes(NUM_SEQUENCE_NBYTES, "big"))
+            await replay.send_multipart((b"", first.to_bytes(NUM_SEQUENCE_NBYTES, "big")))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(5.0):
                     while True:
