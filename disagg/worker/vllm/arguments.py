@@ -11,6 +11,13 @@ from disagg.errors import StartupError
 VERSIONS = ("0.32", "0.33")  # 0.33 was compared with 0.32, and not run
 LEASE_S = 30  # how long a prefill worker keeps blocks for a ticket
 MOST_BUFFERED_STEPS = 10_000  # of KV events, for replays
+# Only where there are prefill workers: NIXL polls, which takes the better part of a core.
+KV_TRANSFER = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+}
 
 # Settings that mean the same in vLLM, where they have the same name.
 SAME = (
@@ -106,6 +113,8 @@ def engine_arguments(tier: TierConfig, directory: str) -> dict[str, Any]:
     }
     if engine.enable_lora:
         given |= {name: getattr(engine, name) for name in OF_ADAPTERS}
+    if tier.prefill.num_replicas or tier.prefill.autoscaling:
+        given["kv_transfer_config"] = KV_TRANSFER
     return {
         **given,
         **engine.engine_args,
@@ -113,12 +122,6 @@ def engine_arguments(tier: TierConfig, directory: str) -> dict[str, Any]:
         "disable_log_stats": True,  # its log lines; the worker reads the figures themselves
         "enable_logging_iteration_details": True,  # prompt and answer tokens of each step
         "scheduling_policy": "priority",
-        "kv_transfer_config": {
-            "kv_connector": "NixlConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
-        },
         "kv_events_config": {
             "enable_kv_cache_events": True,
             "publisher": "zmq",

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from disagg.blocks import hash_blocks, hash_root
-from disagg.config import EngineConfig, SpeculativeConfig
+from disagg.config import EngineConfig, PoolConfig, SpeculativeConfig, TierConfig
 from disagg.errors import EngineCannot, StartupError
 from disagg.kvtransfer.ticket import Peer
 from disagg.messages import GenerateRequest, Grammar, KVEvent, Pooling, SamplingParams, Thinking
@@ -173,6 +173,12 @@ def test_log_probabilities_have_the_token_apart_from_the_most_likely() -> None:
 def test_settings_without_effect_are_refused(engine: EngineConfig) -> None:
     with pytest.raises(StartupError):
         arguments.check_settings(engine)
+
+
+@pytest.mark.parametrize(("num_prefill", "moves"), [(1, True), (0, False)])
+def test_kv_is_moved_only_where_there_are_prefill_workers(num_prefill: int, moves: bool) -> None:
+    tier = TierConfig(model="demo-small", prefill=PoolConfig(num_replicas=num_prefill))
+    assert ("kv_transfer_config" in arguments.engine_arguments(tier, "here")) == moves
 
 
 def test_an_absent_vllm_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
