@@ -13,14 +13,18 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from disagg import local
+from disagg.blocks import hash_root
 from disagg.config import EngineConfig, PoolConfig, ServeConfig, TierConfig
 from disagg.errors import EngineFailed
 from disagg.local import LocalCluster
+from disagg.messages import GenerateRequest, SamplingParams, Start, TokenDelta
 from disagg.worker.check import check_tier
 from disagg.worker.vllm import tickets, worker
 from disagg.worker.vllm.engine import EnginePrompt, EngineStep
+from disagg.worker.vllm.requests import sampling_arguments
 from disagg.worker.vllm.worker import VllmWorker
 from tests.links.fakes import until
 from tests.tiny_model import write_tiny_adapter
@@ -226,6 +230,37 @@ async def test_what_another_engine_could_not_go_on_with_is_not_handed_over(
             assert await it.tokens(prompt, **fields) == expected(prompt)
         seen = _seen(it)
         assert len(seen) == 4 and not any("extra_args" in each.sampling for each in seen)
+
+
+async def test_drafts_are_ignored_and_no_cached_prefix_is_given_away(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(model, num_prefill=0) as it:
+        prompt = prompt_of(60)
+        await it.tokens(prompt)
+        (only,), engine = cast("list[VllmWorker]", it.cluster.workers), it.engine(0)
+        given: list[TokenDelta] = []
+        monkeypatch.setattr(only._server, "answer", lambda _, delta: given.append(delta))
+        request = GenerateRequest(
+            request_id="r",
+            model="tiny",
+            token_ids=tuple(prompt),
+            num_prompt_tokens=len(prompt),
+            hash_root=hash_root("model", BLOCK_SIZE, ""),
+            block_hashes=(),
+            sampling=SamplingParams(max_tokens=4),
+            deadline_unix_s=2e9,
+            draft_token_ids=(1, 2, 3),
+        )
+        only._receive(0, Start(1, replace(request, token_ids=()), hand_over=True))
+        (refusal,) = given
+        assert refusal.is_last and refusal.error is not None and refusal.ticket is None
+        only._receive(0, Start(2, request))
+        await until(lambda: len(engine.seen) == 2)
+        assert engine.seen[1].token_ids == request.token_ids
+        assert engine.seen[1].sampling == sampling_arguments(
+            replace(request, draft_token_ids=()), 4, {}
+        )
 
 
 async def test_an_answer_that_ends_with_its_first_token(model: Path) -> None:
