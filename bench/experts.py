@@ -30,7 +30,7 @@ from disagg.kernels.dispatch import ops_for
 from disagg.kernels.grouping import Grouping
 from disagg.kernels.ops import Experts, Ops
 from disagg.kernels.packed_matrix import PackedMatrix
-from disagg.kernels.packed_sizes import MXFP4_GROUP
+from disagg.kernels.packed_sizes import EIGHT_BIT_ROWS, MXFP4_GROUP
 
 TOLERANCE = 2e-2  # of the largest value
 NUM_CHECKED = 8  # tokens whose results are compared with the reference
@@ -63,6 +63,7 @@ SHAPES = {
     "gpt-oss-120b": Shape(128, 4, 2880, 2880, "mxfp4"),
     "qwen3-30b-a3b int4": Shape(128, 8, 2048, 768, "int4 g128"),
     "qwen3-235b-a22b fp8": Shape(128, 8, 4096, 1536, "fp8 blocks"),
+    "qwen3-235b-a22b fp8 in 8 bits": Shape(128, 8, 4096, 1536, "fp8 blocks in 8 bits"),
     # On one of eight ranks, which has an eighth of every expert.
     "deepseek-v3 fp8": Shape(256, 8, 7168, 256, "fp8 blocks", Grouping(8, 4, True, 2.5)),
     "deepseek-v3 fp8 whole": Shape(256, 8, 7168, 2048, "fp8 blocks", Grouping(8, 4, True, 2.5), 8),
@@ -203,7 +204,10 @@ class Bench:
     def _difference(self, found: Tensor, x: Tensor, logits: Tensor, matrices: Experts) -> float:
         """Of some tokens, from the reference, as a share of the largest value."""
         few = slice(0, NUM_CHECKED)
-        return near(found[few], reference.mix_experts(x[few], logits[few], matrices), TOLERANCE)
+        num_pairs = len(x) * matrices.num_chosen
+        in_8_bits = num_pairs // matrices.num_experts >= EIGHT_BIT_ROWS
+        wanted = reference.mix_experts(x[few], logits[few], matrices, in_8_bits=in_8_bits)
+        return near(found[few], wanted, TOLERANCE)
 
     def _random(self, *shape: int) -> Tensor:
         drawn = torch.randn(*shape, generator=self._generator, device=self.device)

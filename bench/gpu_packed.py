@@ -8,7 +8,8 @@ left in the L2. Times are those of replayed graphs. `predicted us` is the longer
 read the packed bytes at the measured bandwidth, and to multiply at the measured rate. `of
 predicted` is the share of it that was reached. `cuBLAS us` is the same layer in bf16. `widened us`
 is a layer that is widened into memory before each product, as some programs do for prompts. Each
-row compares a part of its results with the reference.
+row compares a part of its results with the reference. Rows of formats "in 8 bits" quantise their
+activations; `scaled_mm us` is torch's own product of the same numbers.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from torch import Tensor
 from bench.gpu_device import UNCACHED_NBYTES, Ceilings, near, seconds
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels import reference
+from disagg.kernels.gpu.eight_bit_tile import quantize_rows
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.packed_matrix import PackedMatrix
-from disagg.kernels.packed_sizes import BITS, UNIT_BITS, Kind, part_size
+from disagg.kernels.packed_sizes import BITS, EIGHT_BIT_ROWS, UNIT_BITS, Kind, part_size
 
 TOLERANCE = 1.6e-2  # of the largest value
 NUM_CHECKED = 4  # rows of `x`
@@ -35,9 +37,12 @@ MOST_MATRICES = 32
 
 
 class Format(NamedTuple):
+    """in_8_bits: whether activations are quantised for steps of many rows."""
+
     kind: Kind
     group: int | None = None
     has_zeros: bool = False
+    in_8_bits: bool = False
 
 
 FORMATS = {
@@ -46,9 +51,12 @@ FORMATS = {
     "fp8 blocks": Format("fp8", 128),
     "int8 rows": Format("int8"),
     "int4 g32": Format("int4", 32, True),  # --quantization int4
+    "fp8 rows in 8 bits": Format("fp8", in_8_bits=True),
+    "fp8 blocks in 8 bits": Format("fp8", 128, in_8_bits=True),
+    "int8 rows in 8 bits": Format("int8", in_8_bits=True),
 }
 OF_LARGE_MODELS = ("int4 g128", "fp8 blocks")
-NUM_ROWS = (1, 16, 4096, 32, 128)
+NUM_ROWS = (1, 16, 4096, 32, 128, EIGHT_BIT_ROWS)
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ def random_packed(
     shape: tuple[int, int], format: Format, dtype: torch.dtype, generator: torch.Generator
 ) -> PackedMatrix:
     """On the generator's device, with scales of `dtype`."""
-    (num_out, num_in), (kind, group, has_zeros) = shape, format
+    (num_out, num_in), (kind, group, has_zeros, in_8_bits) = shape, format
 
     def integers(limit: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return torch.randint(
@@ -92,7 +100,8 @@ def random_packed(
     units &= -0x4041 if kind == "fp8" else -1
     scales = torch.full((num_groups, num_out), 1e-3, device=generator.device).to(dtype)
     zeros = integers(8, (num_groups, num_out), torch.int8) if has_zeros else None
-    return PackedMatrix(kind, num_in, group, units, scales, zeros)
+    input_scale = 0.0 if in_8_bits else None
+    return PackedMatrix(kind, num_in, group, units, scales, zeros, input_scale=input_scale)
 
 
 class Bench:
@@ -103,11 +112,12 @@ class Bench:
         self.ceilings = Ceilings.of(arguments)
         self.is_gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
-        count, major = 2, 9
+        count, capability = 2, (9, 0)
         if self.is_gpu:
             properties = torch.cuda.get_device_properties(self.device)
-            count, major = properties.multi_processor_count, properties.major
-        self.ops = TritonOps(1, count, major=major)
+            count = properties.multi_processor_count
+            capability = properties.major, properties.minor
+        self.ops = TritonOps(1, count, capability=capability)
         self._generator = torch.Generator(self.device).manual_seed(0)
         self._cublas_us: dict[tuple[Shape, int], float] = {}
 
@@ -116,7 +126,7 @@ class Bench:
 
     def layer(self, shape: Shape, format: Format, num_rows: int) -> dict[str, Any]:
         """Microseconds of the four matrices."""
-        taken_s = nbytes = flops = widened_s = 0.0
+        taken_s = nbytes = flops = widened_s = scaled_s = 0.0
         difference = 0.0
         for num_out, num_in in shape.matrices():
             weights = [self._packed(num_out, num_in, format)]
@@ -130,6 +140,8 @@ class Bench:
             flops += 2.0 * num_rows * num_out * num_in
             if num_rows > NUM_ROWS[1] and self.is_gpu:
                 widened_s += self._widened_s(weights, x)
+            if format == FORMATS["fp8 rows in 8 bits"] and self.is_gpu:
+                scaled_s += self._scaled_s(weights, x)
         predicted_s = None
         if self.ceilings.read and self.ceilings.matmul:
             predicted_s = max(nbytes / self.ceilings.read, flops / self.ceilings.matmul)
@@ -137,6 +149,7 @@ class Bench:
             "us": taken_s * 1e6,
             "cuBLAS us": self._cublas(shape, num_rows),
             "widened us": widened_s * 1e6 or None,
+            "scaled_mm us": scaled_s * 1e6 or None,
             "predicted us": predicted_s and predicted_s * 1e6,
             "of predicted": predicted_s and predicted_s / taken_s,
             **self.ceilings.reading(nbytes / taken_s),
@@ -175,6 +188,17 @@ class Bench:
 
         return seconds(run, self.device, num_timed=3) / len(few)
 
+    def _scaled_s(self, weights: list[PackedMatrix], x: Tensor) -> float:
+        """By torch, with rows that are quantised in each product."""
+
+        def run() -> None:
+            for weight in weights:
+                numbers, scales = quantize_rows(x, weight)
+                of_weight = weight.units.view(numbers.dtype).T, scales, weight.scales.float()
+                torch._scaled_mm(numbers, *of_weight, out_dtype=x.dtype, use_fast_accum=True)
+
+        return seconds(run, self.device, num_timed=10) / len(weights)
+
     def _count(self, nbytes: float) -> int:
         return max(2, min(MOST_MATRICES, round(UNCACHED_NBYTES / nbytes))) if self.is_gpu else 2
 
@@ -183,7 +207,9 @@ class Bench:
 
     def _difference(self, x: Tensor, weight: PackedMatrix) -> float:
         """From the reference, as a share of the largest value."""
-        wanted = reference.packed_linear(x[:NUM_CHECKED], weight, None)
+        is_wide = weight.input_scale is None
+        linear = reference.packed_linear if is_wide else reference.eight_bit_linear
+        wanted = linear(x[:NUM_CHECKED], weight, None)
         return near(self.ops.pack(weight, None)(x)[:NUM_CHECKED], wanted, TOLERANCE)
 
     def _random(self, *shape: int) -> Tensor:
@@ -193,10 +219,11 @@ class Bench:
 
 def rows_of(bench: Bench, num_rows: tuple[int, ...]) -> list[Row]:
     return [
-        Row(f"{name}, {count} rows, {shape}", partial(bench.layer, its, FORMATS[name], count))
+        Row(f"{name}, {count} rows, {shape}", partial(bench.layer, its, format, count))
         for count in num_rows
         for shape, its in bench.shapes().items()
-        for name in FORMATS
+        for name, format in FORMATS.items()
+        if count >= EIGHT_BIT_ROWS or not format.in_8_bits
         if shape != "qwen3-32b" or name in OF_LARGE_MODELS
     ]
 
@@ -206,7 +233,7 @@ def main() -> None:
     bench = Bench(arguments)
     if not bench.is_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise SystemExit("Without a GPU, set TRITON_INTERPRET=1: only the rehearsal runs here.")
-    few = (20,) if arguments.tiny else (1, 20)
+    few = (20, EIGHT_BIT_ROWS) if arguments.tiny else (1, 20, EIGHT_BIT_ROWS)
     run_part("gpu_packed", rows_of(bench, NUM_ROWS if bench.is_gpu else few), arguments)
 
 

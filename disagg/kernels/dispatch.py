@@ -57,7 +57,7 @@ def ops_for(
         num_heads,
         properties.multi_processor_count,
         is_small=shared_nbytes < LARGE_SHARED_NBYTES,
-        major=properties.major,
+        capability=(properties.major, properties.minor),
         quantization=kind,
         dtype=dtype,
         scores=scores,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as functional
@@ -24,7 +24,7 @@ from disagg.kernels.packed_sizes import BITS, INT4_GROUP, UNIT_BITS, Kind, part_
 # Replaces each number by the largest one of all ranks.
 Largest: TypeAlias = Callable[[Tensor], Tensor]
 
-_LARGEST: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 15.0}
+LARGEST: dict[Kind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 15.0}
 _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # by the bits of the number, without a sign
 _E2M1 += [-each for each in _E2M1]
 _ROWS_AT_ONCE = 4096  # rows that are packed or quantised together, which takes additional memory
@@ -44,6 +44,8 @@ class PackedMatrix:
             least. Only CPUs multiply such weights.
         group: number of neighbouring numbers that share a scale, for which `can_pack` is true;
             None: all of a row.
+        input_scale: the scale with which activations may be quantised; 0: each row of them has its
+            own; None: they may not, and products are in 16 bits.
     """
 
     kind: Kind
@@ -54,6 +56,7 @@ class PackedMatrix:
     zeros: Tensor | None = None
     order: Tensor | None = None
     least: Tensor | None = None
+    input_scale: float | None = None
 
     @property
     def num_out(self) -> int:
@@ -178,6 +181,7 @@ def stack(matrices: Sequence[PackedMatrix]) -> PackedMatrix | None:
     zeros = None
     if any(each.zeros is not None for each in matrices):
         zeros = torch.cat([_zeros_of(each) for each in matrices], 1)
+    scales: list[Any] = [each.input_scale for each in matrices]
     return PackedMatrix(
         first.kind,
         first.num_in,
@@ -187,6 +191,7 @@ def stack(matrices: Sequence[PackedMatrix]) -> PackedMatrix | None:
         zeros,
         first.order,
         least,
+        None if None in scales else 0.0 if 0.0 in scales else max(scales),
     )
 
 
@@ -210,8 +215,8 @@ def quantized(weight: Tensor, kind: Kind, largest: Largest | None = None) -> Pac
     """Quantise floats [num_out, num_in]. The scales have their dtype.
 
     fp8 and int8 have one scale per row, which maps the row's largest magnitude to the format's
-    largest number. int4 has a scale and a zero for every `INT4_GROUP` numbers; its range is from
-    the least (or 0) to the largest (or 0) of these.
+    largest number; products with fp8 may quantise activations. int4 has a scale and a zero for
+    every `INT4_GROUP` numbers; its range is from the least (or 0) to the largest (or 0) of these.
 
     Args:
         largest: given if `weight` has only some columns of the rows. It replaces the largest
@@ -230,7 +235,7 @@ def _rows_quantized(
     rows: Tensor, kind: Kind, group: int | None, largest: Largest | None
 ) -> PackedMatrix:
     num_out, num_in = rows.shape
-    most = _LARGEST[kind]
+    most = LARGEST[kind]
     size = group or num_in
     groups = functional.pad(rows.float(), (0, -num_in % size)).view(num_out, -1, size)
     zeros = None
@@ -254,6 +259,7 @@ def _rows_quantized(
         pack_units(stored.contiguous(), kind, group),
         scales.T.contiguous(),
         None if zeros is None else zeros.T.contiguous(),
+        input_scale=0.0 if kind == "fp8" else None,
     )
 
 

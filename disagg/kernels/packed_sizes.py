@@ -15,6 +15,10 @@ BITS: Mapping[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4}
 UNIT_BITS = 16
 LEAST_GROUP = 16  # a matrix product in Triton sums over at least so many numbers
 MXFP4_GROUP = 32  # numbers that share a scale, which is a power of two
+EIGHT_BIT_CHUNK = 128  # columns of 8 bits whose units are neighbours: two parts
+# From so many rows of activations on, products in 8 bits are faster than in 16, by calculation
+# (docs/notebook/gpu.md). `bench.gpu_packed` has the row that measures it.
+EIGHT_BIT_ROWS = 192
 INT4_GROUP = 32  # group size of weights that are quantised when they are loaded
 _PART = {8: 64, 4: 32}  # bits -> numbers of a part, unless a group has fewer
 _ORDER_NBYTES = 8  # per column

@@ -16,7 +16,7 @@ from disagg.kernels.activation import Activation
 from disagg.kernels.grouping import Grouping
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, KVFormat, KVPages
 from disagg.kernels.ops import Experts
-from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.kernels.packed_matrix import LARGEST, PackedMatrix
 
 SMALLEST_PEAK = 1e-30  # so that the scale of a vector of zeros is not 0
 
@@ -115,11 +115,15 @@ def gated(gate: Tensor, up: Tensor, limit: float | None, alpha: float) -> Tensor
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def _matrix_of(stored: Tensor | PackedMatrix, num_rows: int, expert: int) -> Tensor:
-    """One expert's matrix, in float32."""
-    if isinstance(stored, PackedMatrix):
-        return stored.rows(expert * num_rows, (expert + 1) * num_rows).widened(torch.float32)
-    return stored[expert].float()
+def _multiply(
+    stored: Tensor | PackedMatrix, num_rows: int, in_8_bits: bool, expert: int, x: Tensor
+) -> Tensor:
+    """One expert's matrix times a vector, in float32."""
+    if not isinstance(stored, PackedMatrix):
+        return stored[expert].float() @ x
+    own = stored.rows(expert * num_rows, (expert + 1) * num_rows)
+    is_narrow = in_8_bits and own.input_scale is not None
+    return (eight_bit_linear if is_narrow else packed_linear)(x[None], own, None)[0]
 
 
 def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
@@ -130,10 +134,13 @@ def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     return choose_grouped(logits, experts.score_bias, *how, experts.grouping)
 
 
-def mix_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
-    """Send each token through its experts, one by one; shapes as in `ops.Ops.mix_experts`."""
-    gate_up = partial(_matrix_of, experts.gate_up, 2 * experts.inner)
-    down = partial(_matrix_of, experts.down, x.shape[1])
+def mix_experts(x: Tensor, logits: Tensor, experts: Experts, *, in_8_bits: bool = False) -> Tensor:
+    """Send each token through its experts, one by one; shapes as in `ops.Ops.mix_experts`.
+
+    in_8_bits: whether matrices that say so multiply activations that are quantised.
+    """
+    gate_up = partial(_multiply, experts.gate_up, 2 * experts.inner, in_8_bits)
+    down = partial(_multiply, experts.down, x.shape[1], in_8_bits)
     weights, chosen = choose(logits, experts)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token, own in enumerate(chosen.tolist()):
@@ -141,11 +148,11 @@ def mix_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
             if expert not in experts.held:
                 continue
             place = expert - experts.held.start
-            inner = gate_up(place) @ x[token].float()
+            inner = gate_up(place, x[token].float())
             if experts.gate_up_bias is not None:
                 inner += experts.gate_up_bias[place].float()
             gate, up = inner.chunk(2)
-            made = down(place) @ gated(gate, up, experts.limit, experts.alpha)
+            made = down(place, gated(gate, up, experts.limit, experts.alpha))
             if experts.down_bias is not None:
                 made += experts.down_bias[place].float()
             out[token] += weight * made
@@ -256,3 +263,32 @@ def packed_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tenso
     """Return x W^T + b: [num_rows, num_in] in, [num_rows, num_out] out."""
     wide_bias = None if bias is None else bias.float()
     return functional.linear(x.float(), weight.widened(torch.float32), wide_bias).to(x.dtype)
+
+
+def quantize_rows(x: Tensor, weight: PackedMatrix) -> tuple[Tensor, Tensor]:
+    """Quantise activations as a product in 8 bits with `weight` does.
+
+    A row, or group of its columns, with NaN or infinity has the scale NaN and zeros.
+
+    Returns:
+        Numbers and their scales, as float32 of the shape of `x`.
+    """
+    size = weight.group or x.shape[1]
+    groups = functional.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+    largest = LARGEST[weight.kind]
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_PEAK) / largest
+    if weight.input_scale:
+        scales = torch.full_like(scales, weight.input_scale)
+    is_finite = groups.isfinite().all(-1, keepdim=True)
+    scaled = (groups * (1.0 / scales)).clamp(-largest, largest).where(is_finite, 0.0)
+    exact = scaled.to(torch.float8_e4m3fn).float() if weight.kind == "fp8" else scaled.round()
+    scales = scales.where(is_finite, torch.nan).expand_as(groups)
+    return exact.flatten(1)[:, : x.shape[1]], scales.flatten(1)[:, : x.shape[1]]
+
+
+def eight_bit_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
+    """As `packed_linear` with activations that are quantised, summed in float64."""
+    numbers, scales = quantize_rows(x, weight)
+    wide = weight.widened(torch.float32).double()
+    out = functional.linear(numbers.double() * scales, wide)
+    return (out if bias is None else out + bias.double()).to(x.dtype)

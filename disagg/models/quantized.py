@@ -34,11 +34,13 @@ _PACKED_BITS = (4, 8)
 _FLOAT_SCALES = ("F32", "BF16", "F16")
 _INDICES = ("I32", "I64")
 WORD_BITS = 32
-# Scales of activations and of KV are ignored, because these keep their types here.
+# Scales of KV, and of activations that stay in 16 bits, are ignored.
 _UNUSED = (
     *(".input_scale", ".input_zero_point", ".output_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale"),
 )
+# How transformers' fp8 calls pieces.
+_OTHER_NAMES = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 _EXPONENT_NBYTES = 4  # a scale that is stored as a power of two becomes a float32
 # Which dimension of a matrix each axis of a piece divides.
 _DIVIDED = {"e": -3, "r": -2, "R": -2, "b": -2, "c": -1, "C": -1, "g": -1}
@@ -69,7 +71,8 @@ class Layout(NamedTuple):
 
     Attributes:
         pieces: by role. "numbers" come first. "order" names the group of each column, and is also
-            needed if config.json says so. "shape" repeats the shape of the matrix.
+            needed if config.json says so. "shape" repeats the shape of the matrix. "inputs" is the
+            scale of its activations.
         places: place in a word of the first number, of the second, ...; empty: in order.
     """
 
@@ -83,6 +86,7 @@ LAYOUTS: Mapping[LayoutName, Layout] = {
             "numbers": MatrixPiece("weight", "rc"),
             "scales": MatrixPiece("weight_scale", "bg", (*_FLOAT_SCALES, "F8_E8M0")),
             "zeros": MatrixPiece("weight_zero_point", "bg", ("I8",), is_needed=False),
+            "inputs": MatrixPiece("input_scale", "", _FLOAT_SCALES, is_needed=False),
         }
     ),
     "packed": Layout(
@@ -130,6 +134,8 @@ class QuantizedFormat:
             has one.
         zero_offset: number to add to a zero point as GPTQ stores it.
         has_order: whether a tensor names the group of each column, so that this tensor must exist.
+        inputs: how activations are quantised to numbers of the same type: with a scale of their
+            "own" for each row, or a "static" one that the checkpoint has; empty: they are not.
     """
 
     name: str
@@ -140,6 +146,7 @@ class QuantizedFormat:
     block: tuple[int, int] | None = None
     zero_offset: int = 0
     has_order: bool = False
+    inputs: Literal["", "own", "static"] = ""
 
     @property
     def pieces(self) -> Mapping[str, MatrixPiece]:
@@ -250,6 +257,7 @@ def _fp8(settings: _Settings) -> QuantizedFormat:
         layout="plain",
         dtype=_PLAIN_DTYPES["float"],
         block=None if block is None else _block(settings, block),
+        inputs="static" if settings.raw.get("activation_scheme") == "static" else "own",
     )
 
 
@@ -301,6 +309,8 @@ def _compressed_tensors(settings: _Settings) -> QuantizedFormat:
         if group.get("weights") is not None
     ]
     found = {_of_group(settings, group) for group in groups}
+    if len(found) > 1:
+        found = {replace(each, inputs="") for each in found}
     if len(found) != 1:
         what = "no group of weights" if not found else "groups of weights that differ"
         raise settings.refuse(what, "one group (config_groups)")
@@ -333,7 +343,17 @@ def _of_group(settings: _Settings, group: Mapping[str, Any]) -> QuantizedFormat:
         group_size=size if strategy in ("group", None) and size != -1 else None,
         block=_block(settings, weights.get("block_structure")) if strategy == "block" else None,
         has_order=weights.get("actorder") in ("group", "dynamic"),
+        inputs="" if layout == "packed" else _inputs(group.get("input_activations"), kind),
     )
+
+
+def _inputs(activations: Mapping[str, Any] | None, kind: str) -> Literal["", "own", "static"]:
+    """How activations are quantised to numbers as the weights' are, without a zero point."""
+    said = activations or {}
+    is_alike = said.get("num_bits") == 8 and said.get("type", "int") == kind
+    if not is_alike or said.get("symmetric") is False:
+        return ""
+    return "own" if said.get("dynamic") else "static"
 
 
 def _block(settings: _Settings, block: Any) -> tuple[int, int]:
@@ -422,9 +442,8 @@ def _matrix(
     for role, piece in format.pieces.items():
         if role == "zeros" and format.kind == "fp8":
             continue
-        name = prefix + piece.end
-        if f"{name}_inv" in stored:  # scales of transformers' fp8
-            name = f"{name}_inv"
+        name, other = prefix + piece.end, prefix + _OTHER_NAMES.get(piece.end, piece.end)
+        name = other if other in stored else name
         tensor = stored.get(name)
         if tensor is None:
             if piece.is_needed or (role == "order" and format.has_order):
@@ -444,7 +463,7 @@ def _matrix(
             shape = _shape_of(tensor, piece, format)
         wanted = tuple(end for _, end in format.ranges(piece, [(0, size) for size in shape]))
         # Scales of rows may be one number for all, or lack the axis of groups.
-        is_usual = piece.axes in ("rg", "bg")
+        is_usual = piece.axes in ("rg", "bg", "")
         fits = is_usual and (tensor.num_values == 1 or (*tensor.shape, 1) == wanted)
         if tensor.shape != wanted and not fits:
             raise _misshapen(name, tensor, str(list(wanted)))

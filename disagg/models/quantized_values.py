@@ -50,6 +50,7 @@ class Quantized:
         first: the place of the first column in its group.
         named: int64 [columns], the group of each column if groups are not neighbours. If so, there
             are the groups of all columns of the matrix, otherwise only those of these columns.
+        input_scale: as in `PackedMatrix`.
     """
 
     kind: Kind
@@ -61,6 +62,7 @@ class Quantized:
     size: int | None = None
     first: int = 0
     named: Tensor | None = None
+    input_scale: float | None = None
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         """The matrix as floats, computed in float32; some rows at a time."""
@@ -141,6 +143,7 @@ class Quantized:
             table(self.zeros),
             order,
             table(self.least),
+            self.input_scale,
         )
 
     def _in_turn(self, num_values: int) -> Iterator[slice]:
@@ -203,7 +206,18 @@ def quantized(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range] = (
         size=size,
         first=columns[0] % size if size else 0,
         named=named,
+        input_scale=_input_scale(stored, read),
     )
+
+
+def _input_scale(stored: QuantizedStored, read: ReadPiece) -> float | None:
+    """As in `PackedMatrix`. Raises `ValueError`."""
+    if stored.format.inputs != "static" or "inputs" not in stored.pieces:
+        return 0.0 if stored.format.inputs else None
+    scale = float(read("inputs"))
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"the scale of its activations is {scale}")
+    return scale
 
 
 def _numbers(

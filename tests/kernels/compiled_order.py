@@ -1,8 +1,9 @@
-"""A plugin of pytest that makes Triton's interpreter compare NaN as compiled kernels do.
+"""A plugin of pytest that makes Triton's interpreter compare NaN and round as compiled kernels do.
 
 It has numpy's `minimum`, `maximum` and `argmax`, which all find a NaN if there is one. Compiled,
 the first two skip NaN unless they are told not to, and `argmax` depends on where the NaN is: see
-docs/extending.md.
+docs/extending.md. It also rounds to e4m3 wrongly; compiled kernels round half to even, and what is
+too large becomes the largest number.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
 
 
@@ -36,6 +39,17 @@ def _min_max(
     return _reduce(self, value, of_values, _COMPILED[idx_reduce_op])
 
 
+_convert = interpreter._convert_float
+
+
+def _converted(values: Any, dtype: Any, wanted: Any, rounding: Any) -> Any:
+    if wanted.name != "fp8e4nv" or dtype.name not in ("fp32", "fp16"):
+        return _convert(values, dtype, wanted, rounding)
+    floats = torch.from_numpy(np.ascontiguousarray(values)).float().clamp(-448.0, 448.0)
+    return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+interpreter._convert_float = _converted
 ReduceOps.min_max = _min_max
 InterpreterBuilder.create_minnumf = lambda self, one, other: self.binary_op(one, other, np.fmin)
 InterpreterBuilder.create_maxnumf = lambda self, one, other: self.binary_op(one, other, np.fmax)

@@ -18,10 +18,16 @@ DEEPSEEK_V3 = (256, 8, 7168, 2048)
 DEEPSEEK_V3_OF_8 = (32, 8, 7168, 2048)  # with whole experts on each of eight ranks
 
 
-def _compile(kernel: Any, arch: int, constants: dict[str, Any], **options: int) -> Any:
+def _compile(
+    kernel: Any, arch: int, constants: dict[str, Any], format: Format | None = None, **options: int
+) -> Any:
     types = {**INTEGERS, "zeros_ptr": "*i8"}
     if constants.get("MXFP4"):
         types |= {"matrix_ptr": "*u8", "scales_ptr": "*u8"}
+    elif format is not None and format.in_8_bits:
+        x = "x_ptr" if kernel is triton_experts._gate_up_kernel else "inner_ptr"
+        types |= dict.fromkeys((x, "matrix_ptr"), format.number)
+        types |= dict.fromkeys(("x_scales_ptr", "inner_scales_ptr"), "*fp32")
     elif constants.get("FORMAT"):
         types["matrix_ptr"] = "*i16"
     if kernel is not triton_experts._gate_up_kernel:
@@ -61,6 +67,8 @@ def check_products(
         constants |= format.constants()
     if format is None or not format.has_zeros:
         constants["zeros_ptr"] = None
+    if format is None or not format.in_8_bits:
+        constants |= {"x_scales_ptr": None, "inner_scales_ptr": None}
     if not is_gpt_oss:
         constants["bias_ptr"] = None
         constants |= {} if format is not None else {"scales_ptr": None}
@@ -69,7 +77,8 @@ def check_products(
         (triton_experts._down_kernel, {}),
     ):
         options = launch_options(rows, is_packed=format is not None)
-        compiled = _compile(kernel, arch, {**constants, **its}, **options)
+        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        compiled = _compile(kernel, arch, {**own, **its}, format, **options)
         check_product(assembler, compiled, arch)
 
 

@@ -205,6 +205,42 @@ def test_packed_experts(
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("gate_up", "down"),
+    [
+        (("fp8", 128, 0.0), ("fp8", None, 0.05)),
+        (("int8", None, 0.0), ("int8", None, 0.0)),
+        (("int4", 32, None), ("fp8", 128, 0.0)),
+    ],
+)
+def test_experts_in_8_bits(
+    gate_up: tuple[Kind, int | None, float | None],
+    down: tuple[Kind, int | None, float | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One or both of the two matrices, on a rank that has some of the experts."""
+    monkeypatch.setattr(triton_experts, "EIGHT_BIT_ROWS", 8)
+    num_experts, num_chosen, hidden, inner = 5, 2, 144, 80
+    torch.manual_seed(3)
+    experts = _experts(num_experts, num_chosen, hidden, inner, "plain", torch.float32)
+    matrices = {
+        "gate_up": random_packed(
+            gate_up[0], 5 * 2 * inner, hidden, gate_up[1], input_scale=gate_up[2]
+        ),
+        "down": random_packed(down[0], 5 * hidden, inner, down[1], input_scale=down[2]),
+    }
+    experts = _part(replace(experts, **matrices), range(1, 5))  # type: ignore[arg-type]
+    x, logits = torch.randn(23, hidden), torch.randn(23, num_experts)
+    ours = TritonExperts(experts)(x, logits)
+    theirs = reference.mix_experts(x, logits, experts, in_8_bits=True)
+    # Another order of sums between the two products can move a number to its neighbour.
+    differs = ((ours - theirs).abs() > SINGLE * (1 + theirs.abs())).any(1)
+    assert differs.sum() <= 1 and theirs.std() > 0.1
+    few = TritonExperts(experts)(x[:16], logits[:16])
+    theirs = reference.mix_experts(x[:16], logits[:16], experts)
+    torch.testing.assert_close(few, theirs, atol=SINGLE, rtol=SINGLE)
+
+
 def test_the_programs_of_all_steps_are_compiled_when_experts_are_packed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

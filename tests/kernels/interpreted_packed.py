@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
@@ -14,10 +15,11 @@ import triton.language as tl
 from bench.random_models import random_weights
 from disagg.kernels import reference
 from disagg.kernels.gpu import packed_tile
+from disagg.kernels.gpu.eight_bit_tile import kinds_of, quantize_rows, why_16_bits
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.packed_linear import PackedProduct, num_splits
 from disagg.kernels.packed_matrix import quantized
-from disagg.kernels.packed_sizes import Kind
+from disagg.kernels.packed_sizes import EIGHT_BIT_ROWS, Kind
 from disagg.models.decoder import Decoder
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.model_config import ModelConfig
@@ -62,6 +64,87 @@ def test_packed_linear(
     theirs = reference.packed_linear(x, weight, bias)
     assert theirs.std() > 0.3
     torch.testing.assert_close(ours, theirs, atol=SINGLE, rtol=SINGLE)
+
+
+IN_8_BITS: list[tuple[Kind, int | None, float]] = [
+    ("fp8", None, 0.0),
+    ("fp8", 128, 0.0),
+    ("fp8", 256, 0.02),
+    ("int8", None, 0.0),
+    ("int8", 128, 0.0),
+    ("int8", None, 0.02),
+]
+
+
+def _odd_rows(num_rows: int, num_in: int) -> torch.Tensor:
+    """Of which five are zeros, tiny, and with a value that is large, infinite or NaN."""
+    x = torch.randn(num_rows, num_in)
+    x[1], x[2], x[3, 7], x[4, 5], x[5, 130] = 0.0, x[2] * 1e-41, 3e4, -math.inf, math.nan
+    return x
+
+
+@pytest.mark.parametrize(("kind", "group", "input_scale"), IN_8_BITS)
+def test_rows_are_quantised_as_by_the_reference(
+    kind: Kind, group: int | None, input_scale: float
+) -> None:
+    """To the bit; in the order of the weight's bytes, padded with zeros."""
+    weight = random_packed(kind, 3, 400, group, input_scale=input_scale)
+    x = _odd_rows(9, 400)
+    numbers, scales = quantize_rows(x, weight)
+    wanted, wanted_scales = reference.quantize_rows(x, weight)
+    assert numbers.shape == (9, 512) and numbers.dtype == weight.numbers().dtype
+    in_order = numbers.float().view(9, 4, 64, 2).transpose(2, 3).flatten(1)
+    assert torch.equal(in_order[:, :400], wanted) and not in_order[:, 400:].any()
+    columns = torch.arange(400) // (group or 512)
+    torch.testing.assert_close(scales[:, columns], wanted_scales, atol=0, rtol=0, equal_nan=True)
+    # The weight's bytes are its numbers in the same order.
+    stored = weight.units.view(numbers.dtype).float().view(3, 4, 64, 2).transpose(2, 3).flatten(1)
+    assert torch.equal(stored[:, :400], weight.numbers().float())
+
+
+@pytest.mark.parametrize(
+    ("format", "num_out", "num_programs"), pairs(IN_8_BITS, [70, 150], [1, 40])
+)
+def test_products_in_8_bits(
+    format: tuple[Kind, int | None, float], num_out: int, num_programs: int
+) -> None:
+    """Of many rows only, and not where the GPU, or the weight, is another one."""
+    kind, group, input_scale = format
+    torch.manual_seed(num_out)
+    weight = random_packed(kind, num_out, 1104, group, input_scale=input_scale)
+    bias = torch.randn(num_out) if num_programs > 1 else None
+    x = _odd_rows(EIGHT_BIT_ROWS + 3, 1104)
+    product = PackedProduct(weight, bias, num_programs, HOPPER, kinds_of((9, 0)))
+    wanted = reference.eight_bit_linear(x, weight, bias)
+    is_sound = wanted.isfinite().all(1)
+    assert is_sound.tolist() == [row not in (4, 5) for row in range(len(x))]
+    ours = product(x)
+    assert ours[~is_sound].isnan().all()
+    torch.testing.assert_close(ours[is_sound], wanted[is_sound], atol=SINGLE, rtol=SINGLE)
+    in_16_bits = reference.packed_linear(x[6:], weight, bias)
+    assert 1e-3 < (ours[6:] - in_16_bits).square().mean().sqrt() < 5e-2
+    few = product(x[6 : EIGHT_BIT_ROWS + 3])
+    torch.testing.assert_close(few, in_16_bits[: len(few)], atol=SINGLE, rtol=SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "words"),
+    [
+        ({}, (9, 0), ""),
+        ({"kind": "int8"}, (8, 0), ""),
+        ({}, (8, 6), "no such tensor cores"),
+        ({"group": 64}, (9, 0), "groups of 64 columns"),
+        ({"input_scale": None}, (9, 0), "does not say"),
+        ({"kind": "int8", "has_zeros": True}, (9, 0), "zero points"),
+        ({"kind": "int4", "group": 32}, (10, 0), "only fp8 and int8"),
+    ],
+)
+def test_which_products_are_in_8_bits(
+    changes: dict[str, Any], capability: tuple[int, int], words: str
+) -> None:
+    how: dict[str, Any] = {"kind": "fp8", "input_scale": 0.0, **changes}
+    why = why_16_bits(random_packed(num_out=16, num_in=256, **how), kinds_of(capability))
+    assert words in why and bool(words) == bool(why)
 
 
 def test_columns_are_shared_by_many_programs_and_by_one() -> None:

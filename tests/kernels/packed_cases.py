@@ -29,6 +29,7 @@ def random_packed(
     is_ordered: bool = False,
     has_least: bool = False,
     dtype: torch.dtype = torch.float32,
+    input_scale: float | None = None,
 ) -> PackedMatrix:
     """Its products have sizes of about 1. dtype: of the scales."""
     num_groups = 1 if group is None else -(-num_in // group)
@@ -44,6 +45,7 @@ def random_packed(
         random_numbers(kind, num_groups, num_out) if has_zeros else None,
         torch.randperm(num_in) if is_ordered else None,
         least.to(dtype) if has_least else None,
+        input_scale,
     )
 
 

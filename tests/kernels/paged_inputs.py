@@ -108,13 +108,6 @@ def copy_of(pages: KVPages) -> KVPages:
     return pages_of(memory, pages.format, *heads)
 
 
-def on_grid(vectors: Tensor, format: KVFormat) -> Tensor:
-    """Vectors near to these that the format stores as they are: the scale of each is 1 / 64."""
-    wide = reference.widen(reference.quantize(vectors, format)[0], format)
-    wide[..., 0] = format.largest
-    return (wide / 64).to(vectors.dtype)
-
-
 def paged_inputs(
     lens: Sequence[tuple[int, int]],
     *,

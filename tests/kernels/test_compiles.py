@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 
 from disagg.kernels.gpu import kv_write
-from disagg.kernels.gpu.experts import MAX_ROWS, MIN_ROWS, max_rows
+from disagg.kernels.gpu.eight_bit_tile import kinds_of
+from disagg.kernels.gpu.experts import (
+    MAX_B200_ROWS_IN_8_BITS,
+    MAX_ROWS,
+    MIN_ROWS,
+    max_rows,
+)
+from disagg.kernels.gpu.packed_linear import MOST_SPLIT_ROWS
 from disagg.kernels.gpu.packed_tile import FEW_WARPS_ROWS
 from disagg.kernels.gpu.packed_tile import max_rows as packed_max_rows
 from tests.grids import some
@@ -46,7 +53,13 @@ from tests.kernels.compiling_experts import (
     check_routing,
     check_sums,
 )
-from tests.kernels.compiling_packed import FORMATS, check_adding, check_packed
+from tests.kernels.compiling_packed import (
+    FORMATS,
+    IN_8_BITS,
+    check_adding,
+    check_packed,
+    check_quantizing,
+)
 from tests.kernels.compiling_sampling import (
     KERNELS,
     WITHOUT_FLOORS,
@@ -58,8 +71,13 @@ SM = 90  # H100 and H200
 ARCHES = some([SM], sorted(SHARED_NBYTES))
 FEW_FORMATS = ("fp8 blocks", "int8 rows", "int4 groups of 32 with zeros")
 OF_ARCHES = [
-    *((name, arch) for arch in (90, 100) for name in FORMATS),
+    *((name, arch) for arch in (90, 100) for name in FORMATS if name not in IN_8_BITS),
     *((name, arch) for arch in (80, 89, 120) for name in FEW_FORMATS),
+]
+OF_ARCHES_IN_8_BITS = [
+    (name, arch)
+    for name, arch in product(IN_8_BITS, (80, 89, 90, 100, 120))
+    if FORMATS[name].kind in kinds_of((arch // 10, arch % 10))
 ]
 
 
@@ -198,6 +216,8 @@ def test_other_kernels(
 
 def _tallest(name: str, arch: int) -> int:
     """Rows of the tallest tile of packed weights."""
+    if arch == 100 and FORMATS[name].in_8_bits:
+        return MAX_B200_ROWS_IN_8_BITS
     return packed_max_rows(FORMATS[name].kind, FORMATS[name].group or None, arch // 10)
 
 
@@ -206,6 +226,7 @@ EXPERTS = some(
         (QWEN3, MAX_ROWS, SM, ""),
         (GPT_OSS, MIN_ROWS, SM, ""),
         (DEEPSEEK_V3_OF_8, MAX_ROWS, SM, "fp8 blocks"),
+        (DEEPSEEK_V3_OF_8, MAX_ROWS, SM, "fp8 blocks in 8 bits"),
     ],
     [
         (QWEN3, MIN_ROWS, 90, ""),
@@ -222,6 +243,7 @@ EXPERTS = some(
         *((QWEN3_235B, MIN_ROWS, arch, name) for name, arch in OF_ARCHES),
         *((QWEN3_235B, _tallest(name, arch), arch, name) for name, arch in OF_ARCHES),
         *((DEEPSEEK_V3, MIN_ROWS, arch, "fp8 blocks") for arch in (80, 90, 100)),
+        *((QWEN3_235B, _tallest(name, arch), arch, name) for name, arch in OF_ARCHES_IN_8_BITS),
         *(
             (DEEPSEEK_V3, _tallest("fp8 blocks", arch), arch, "fp8 blocks")
             for arch in (80, 90, 100)
@@ -251,14 +273,28 @@ def test_routing(arch: int, assembler: Assembler) -> None:
 @pytest.mark.parametrize(
     ("name", "arch", "num_rows"),
     some(
-        [("fp8 blocks", SM, 512), ("int4 groups of 128 with zeros", SM, 4)],
-        [(*each, num_rows) for each in OF_ARCHES for num_rows in (1, 32, 4096)],
+        [
+            ("fp8 blocks", SM, 512),
+            ("int4 groups of 128 with zeros", SM, 4),
+            *((name, SM, 512) for name in IN_8_BITS),
+        ],
+        [
+            *((*each, num_rows) for each in OF_ARCHES for num_rows in (1, 32, 4096)),
+            *((*each, num_rows) for each in OF_ARCHES_IN_8_BITS for num_rows in (192, 4096)),
+        ],
     ),
 )
 def test_products_of_packed_weights(
     name: str, arch: int, num_rows: int, assembler: Assembler
 ) -> None:
-    check_packed(assembler, FORMATS[name], num_rows, arch, is_split=num_rows <= 32)
+    check_packed(assembler, FORMATS[name], num_rows, arch, is_split=num_rows <= MOST_SPLIT_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), some([("fp8 blocks in 8 bits", SM)], OF_ARCHES_IN_8_BITS)
+)
+def test_quantising_rows(name: str, arch: int, assembler: Assembler) -> None:
+    check_quantizing(assembler, FORMATS[name], arch)
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -127,6 +127,8 @@ def test_what_does_not_fit_is_named_before_anything_starts(
          rf"{DOWN}.weight in .* is damaged: weight_shape says \[49, 81\]"),
         ("gptq", _scaled(f"{DOWN}.g_idx", lambda it: it - 1),
          f"{DOWN}.weight in .* is damaged: g_idx names groups that are not from 0 to 4"),
+        ("fp8 tensor", _scaled(f"{DOWN}.input_scale", lambda it: it * 0.0),
+         f"{DOWN}.weight in .* is damaged: the scale of its activations is 0.0"),
         ("mxfp4", _scaled(f"{EXPERTS}_scales", lambda it: it | 255),
          f"{EXPERTS} in .* (holds NaN|scales hold NaN)"),
     ],
@@ -158,12 +160,54 @@ def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
     load_model(describe_model(directory), torch.float32, CPU)
 
 
-def test_scales_of_activations_and_of_kv_are_left_alone(tmp_path: Path) -> None:
+def test_scales_of_kv_are_left_alone(tmp_path: Path) -> None:
     directory = _write(tmp_path, "float tensor")
     scale, attention = torch.tensor(0.5), "model.layers.0.self_attn"
     more = {f"{attention}.{end}": scale.clone() for end in ("k_scale", "v_proj.v_scale")}
     _rewrite(directory, lambda it: it.update(more))
     load_model(describe_model(directory), torch.float32, CPU)
+
+
+def _with_inputs(**settings: Any) -> dict[str, Any]:
+    """A configuration with quantised activations."""
+    config = compressed("float-quantized", 8, "tensor")
+    config["config_groups"]["group_0"]["input_activations"] = settings
+    return config
+
+
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "qkv", "down"),
+    [
+        ("fp8 tensor", {}, 2.0, 0.25),
+        ("fp8 tensor", {"activation_scheme": "dynamic"}, 0.0, 0.0),
+        ("fp8 blocks", {}, 0.0, 0.0),
+        ("float tensor", {}, None, None),
+        ("float tensor", _with_inputs(**_FLOAT8, dynamic=False), 2.0, 0.25),
+        ("float tensor", _with_inputs(**_FLOAT8, dynamic=True, strategy="token"), 0.0, 0.0),
+        ("float tensor", _with_inputs(**{**_FLOAT8, "type": "int"}), None, None),
+        ("float tensor", _with_inputs(**{**_FLOAT8, "symmetric": False}), None, None),
+        ("int8", compressed("pack-quantized", 8, "channel"), None, None),
+    ],
+)
+def test_how_activations_are_quantised_is_read(
+    kind: str, config: dict[str, Any], qkv: float | None, down: float | None, tmp_path: Path
+) -> None:
+    """Matrices that are one product have the largest scale of theirs."""
+    kind = "packed 8 bits" if kind == "int8" else kind
+    directory, attention = _write(tmp_path, kind), "model.layers.1.self_attn"
+    scales = {
+        f"{attention}.{name}_proj": scale
+        for name, scale in zip("qkv", (0.5, 2.0, 1.0), strict=True)
+    }
+    scales[DOWN] = 0.25
+    inputs = {f"{name}.input_scale": torch.tensor([scale]) for name, scale in scales.items()}
+    found = all_tensors(
+        _rewrite(directory, lambda it: it.update(inputs), **config), keeps_packed="gpu"
+    )
+    assert (found["1.qkv"].input_scale, found["1.down"].input_scale) == (qkv, down)
 
 
 def test_scales_that_are_powers_of_two_in_a_byte(tmp_path: Path) -> None:

@@ -28,6 +28,14 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.gpu.compiler import next_power_of_2
+from disagg.kernels.gpu.eight_bit_tile import (
+    CHUNK,
+    DTYPES,
+    eight_bit_tile,
+    kinds_of,
+    quantize_rows,
+    why_16_bits,
+)
 from disagg.kernels.gpu.held_rows import sum_held
 from disagg.kernels.gpu.packed_tile import WARP_GROUPS, TileFormat, packed_tile
 from disagg.kernels.gpu.packed_tile import launch_options as packed_launch_options
@@ -35,9 +43,12 @@ from disagg.kernels.gpu.packed_tile import max_rows as packed_max_rows
 from disagg.kernels.gpu.route import choose_experts
 from disagg.kernels.ops import Experts
 from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.kernels.packed_sizes import EIGHT_BIT_ROWS
 
 MIN_ROWS, MAX_ROWS = 16, 128
 MAX_MXFP4_ROWS_OF_WARPS = 64  # on GPUs where single warps multiply, taller tiles spill registers
+MAX_B200_ROWS_IN_8_BITS = 64  # taller tiles spill registers there
+_MOST_NUMBERS = 1 << 31  # of activations in 8 bits, whose places are int32
 WIDTH = 128  # rows of a matrix in a program: 64 each of gate and up
 
 
@@ -67,7 +78,9 @@ def _e2m1(bits):
 
 @triton.jit
 def _product(
-    x_ptrs,
+    x_ptr,
+    x_scales_ptr,
+    rows,
     is_row,
     matrix_ptr,
     scales_ptr,
@@ -83,13 +96,27 @@ def _product(
     MXFP4: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Compute x W^T, [ROWS, WIDTH]. W is the rows `own` of an expert's NUM_OUT rows of SIZE values.
+    """Compute x W^T, [ROWS, WIDTH]. x is some `rows`, which may all be read, in 8 bits if they have
+    scales. W is the rows `own` of an expert's NUM_OUT rows of SIZE values.
     FORMAT: the `TileFormat` of W; None: it is MXFP4 or has floats."""
     # A step of the inner loop has so many values of a row, or bytes of MXFP4 with two values each.
     DEPTH: tl.constexpr = 32 if MXFP4 else 64
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    if FORMAT is not None:
+    x_ptrs = x_ptr + rows[:, None] * SIZE
+    if x_scales_ptr is not None:
+        num_chunks: tl.constexpr = (SIZE + CHUNK - 1) // CHUNK
+        padded: tl.constexpr = num_chunks * CHUNK
+        group: tl.constexpr = FORMAT.group if FORMAT.group else padded
+        num_groups: tl.constexpr = (padded + group - 1) // group
+        few = rows.to(tl.int32)  # the host sees to it, and the tile needs the registers
+        sums = eight_bit_tile(
+            x_ptr + few[:, None] * padded, x_scales_ptr + few * num_groups, matrix_ptr, scales_ptr,
+            expert.to(tl.int32) * NUM_OUT + tl.minimum(own, NUM_OUT - 1),
+            NUM_EXPERTS * NUM_OUT, num_chunks, 0, num_chunks, FORMAT.group, ROWS, WIDTH,
+        )  # fmt: skip
+        acc = tl.trans(sums)
+    elif FORMAT is not None:
         chunk: tl.constexpr = FORMAT.part * 16  # bits
         num_chunks: tl.constexpr = (SIZE * FORMAT.bits + chunk - 1) // chunk
         row = expert.to(tl.int32) * NUM_OUT + tl.minimum(own, NUM_OUT - 1)
@@ -133,11 +160,12 @@ def _product(
 @triton.jit
 def _gate_up_kernel(
     x_ptr,
-    order_ptr,
-    starts_ptr,
+    x_scales_ptr,
     matrix_ptr,
     scales_ptr,
     zeros_ptr,
+    order_ptr,
+    starts_ptr,
     bias_ptr,
     inner_ptr,
     limit,
@@ -163,8 +191,8 @@ def _gate_up_kernel(
         column = tl.program_id(1) * (WIDTH // 2) + places // 2
         own = (places % 2) * INNER + column
         acc = _product(
-            x_ptr + tokens[:, None] * HIDDEN, is_row, matrix_ptr, scales_ptr, zeros_ptr,
-            expert, own, column < INNER, NUM_EXPERTS, 2 * INNER, HIDDEN, ROWS, WIDTH, MXFP4, FORMAT,
+            x_ptr, x_scales_ptr, tokens, is_row, matrix_ptr, scales_ptr, zeros_ptr, expert, own,
+            column < INNER, NUM_EXPERTS, 2 * INNER, HIDDEN, ROWS, WIDTH, MXFP4, FORMAT,
         )  # fmt: skip
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + expert * (2 * INNER) + own
@@ -188,11 +216,12 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     inner_ptr,
-    order_ptr,
-    starts_ptr,
+    inner_scales_ptr,
     matrix_ptr,
     scales_ptr,
     zeros_ptr,
+    order_ptr,
+    starts_ptr,
     bias_ptr,
     weights_ptr,
     out_ptr,
@@ -211,9 +240,9 @@ def _down_kernel(
         is_row = rows < end
         column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         acc = _product(
-            inner_ptr + rows.to(tl.int64)[:, None] * INNER, is_row, matrix_ptr, scales_ptr,
-            zeros_ptr, expert, column, column < HIDDEN, NUM_EXPERTS, HIDDEN, INNER, ROWS, WIDTH,
-            MXFP4, FORMAT,
+            inner_ptr, inner_scales_ptr, tl.minimum(rows, end - 1).to(tl.int64), is_row,
+            matrix_ptr, scales_ptr, zeros_ptr, expert, column, column < HIDDEN, NUM_EXPERTS, HIDDEN,
+            INNER, ROWS, WIDTH, MXFP4, FORMAT,
         )  # fmt: skip
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + expert * HIDDEN + column
@@ -245,6 +274,7 @@ class _Matrix(NamedTuple):
         format: as a constant of a kernel; None: it is MXFP4 or has floats.
         max_rows: most rows of a tile.
         order: order of its columns, as in `PackedMatrix`.
+        in_8_bits: the matrix, if its products of many rows are in 8 bits.
     """
 
     pieces: tuple[Tensor, Tensor | None, Tensor | None]
@@ -252,17 +282,23 @@ class _Matrix(NamedTuple):
     is_mxfp4: bool
     max_rows: int
     order: Tensor | None
+    in_8_bits: PackedMatrix | None = None
 
     @property
     def constants(self) -> dict[str, Any]:
         return {"MXFP4": self.is_mxfp4, "FORMAT": self.format}
 
-    def arranged(self, x: Tensor) -> Tensor:
-        """Put the columns of x into the order of the matrix's columns."""
-        return x if self.order is None else x.index_select(1, self.order)
+    def operands(self, x: Tensor, *, in_8_bits: bool) -> tuple[Tensor | None, ...]:
+        """x as a kernel multiplies it, its scales, and the pieces."""
+        if in_8_bits and self.in_8_bits is not None:
+            units, *others = self.pieces
+            numbers, scales = quantize_rows(x, self.in_8_bits)
+            return numbers, scales, units.view(DTYPES[self.in_8_bits.kind]), *others
+        return x if self.order is None else x.index_select(1, self.order), None, *self.pieces
 
 
-def _matrix(stored: Tensor | PackedMatrix, major: int) -> _Matrix:
+def _matrix(stored: Tensor | PackedMatrix, capability: tuple[int, int]) -> _Matrix:
+    major = capability[0]
     if not isinstance(stored, PackedMatrix):
         return _Matrix((stored, None, None), None, False, max_rows(False, major), None)
     if stored.kind == "mxfp4":
@@ -270,7 +306,11 @@ def _matrix(stored: Tensor | PackedMatrix, major: int) -> _Matrix:
         return _Matrix((stored.units, exponents, None), None, True, max_rows(True, major), None)
     pieces = stored.units, stored.scales, stored.zeros
     most = packed_max_rows(stored.kind, stored.group, major)
-    return _Matrix(pieces, TileFormat.of(stored.kind, stored.group), False, most, stored.order)
+    format, eight_bits = TileFormat.of(stored.kind, stored.group), kinds_of(capability)
+    in_8_bits = None if why_16_bits(stored, eight_bits) else stored
+    if in_8_bits is not None and major == WARP_GROUPS[1]:
+        most = MAX_B200_ROWS_IN_8_BITS
+    return _Matrix(pieces, format, False, most, stored.order, in_8_bits)
 
 
 class TritonExperts:
@@ -280,9 +320,9 @@ class TritonExperts:
         self._experts = experts
         device = experts.gate_up.device
         is_gpu = device.type == "cuda"
-        major = torch.cuda.get_device_capability(device)[0] if is_gpu else WARP_GROUPS[0]
-        self._gate_up = _matrix(experts.gate_up, major)
-        self._down = _matrix(experts.down, major)
+        capability = torch.cuda.get_device_capability(device) if is_gpu else (WARP_GROUPS[0], 0)
+        self._gate_up = _matrix(experts.gate_up, capability)
+        self._down = _matrix(experts.down, capability)
         self._max_rows = min(self._gate_up.max_rows, self._down.max_rows)
         self._held = held = experts.held
         self._hidden = math.prod(experts.down.shape[:-1]) // len(held)
@@ -297,17 +337,18 @@ class TritonExperts:
         formats = (*self._gate_up.constants.values(), *self._down.constants.values())
         pieces = (*self._gate_up.pieces, *self._down.pieces, experts.gate_up_bias)
         types = (None if each is None else each.dtype for each in pieces)
-        return (*numbers, *formats, *types, *experts.gate_up.shape, *experts.down.shape)
+        inputs = (getattr(each, "input_scale", None) for each in (experts.gate_up, experts.down))
+        scales = (each and bool(each) for each in inputs)
+        return (*numbers, *formats, *types, *scales, *experts.gate_up.shape, *experts.down.shape)
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compile the programs for all numbers of tokens, with activations of `dtype`."""
-        experts, rows = self._experts, MIN_ROWS
-        device = self._numbers.device
-        while rows <= self._max_rows:
+        experts, device = self._experts, self._numbers.device
+        heights = (rows for rows in (16, 32, 64, 128) if rows <= self._max_rows)
+        for rows in (*heights, EIGHT_BIT_ROWS):
             num_tokens = -(-rows * experts.num_experts // experts.num_chosen)
             x = torch.zeros(num_tokens, self._hidden, dtype=dtype, device=device)
             self(x, x.new_zeros(num_tokens, experts.num_experts))
-            rows *= 2
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """See `Ops.mix_experts`."""
@@ -323,8 +364,10 @@ class TritonExperts:
         size = experts.inner
         inner = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
         out = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
-        usual = next_power_of_2(num_pairs // experts.num_experts)  # rows of an average expert
-        rows = max(MIN_ROWS, min(usual, self._max_rows))
+        usual = num_pairs // experts.num_experts  # rows of an average expert
+        rows = max(MIN_ROWS, min(next_power_of_2(usual), self._max_rows))
+        has_few = num_pairs * max(hidden, size) < _MOST_NUMBERS
+        in_8_bits = usual >= EIGHT_BIT_ROWS and has_few
         num_hit = min(num_held, num_pairs)
         # The worst case: each expert's last block is nearly empty, and all tokens go to experts of
         # this rank.
@@ -340,10 +383,9 @@ class TritonExperts:
         if self._gate_up.is_mxfp4:
             x = x.view(num_tokens, -1, 2).transpose(1, 2).reshape(num_tokens, hidden)
         _gate_up_kernel[num_blocks, -(-size // (WIDTH // 2))](
-            self._gate_up.arranged(x),
+            *self._gate_up.operands(x, in_8_bits=in_8_bits),
             order,
             starts,
-            *self._gate_up.pieces,
             experts.gate_up_bias,
             inner,
             experts.limit or 0.0,
@@ -355,10 +397,9 @@ class TritonExperts:
             **launch_options(rows, is_packed=self._gate_up.format is not None),
         )
         _down_kernel[num_blocks, -(-hidden // WIDTH)](
-            self._down.arranged(inner),
+            *self._down.operands(inner, in_8_bits=in_8_bits),
             order,
             starts,
-            *self._down.pieces,
             experts.down_bias,
             weights,
             out,

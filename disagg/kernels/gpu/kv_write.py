@@ -15,8 +15,8 @@ from torch import Tensor
 from disagg.kernels.gpu.compiler import next_power_of_2
 from disagg.kernels.kv_pages import PACKED_STEP, PACKED_TOP, SCALE_NBYTES, KVPages
 
-_SMALLEST_PEAK = tl.constexpr(1.0e-30)  # so that the scale of a vector of zeros is not 0
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, half to even
+SMALLEST_PEAK = tl.constexpr(1.0e-30)  # so that the scale of a vector of zeros is not 0
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, half to even
 _STEP, _TOP = tl.constexpr(float(PACKED_STEP)), tl.constexpr(float(PACKED_TOP))
 
 
@@ -54,7 +54,7 @@ def _kv_write_kernel(
     loaded = tl.load(qkv_ptr + source, mask=inside, other=0.0)
     if LARGEST != 0.0:
         wide = loaded.to(tl.float32)
-        peak = tl.maximum(tl.max(tl.abs(wide), axis=1), _SMALLEST_PEAK)
+        peak = tl.maximum(tl.max(tl.abs(wide), axis=1), SMALLEST_PEAK)
         if LARGEST < 0.0:
             peak = tl.where(tl.min(wide, axis=1) <= -peak, -peak, peak)
         scale = peak / LARGEST
@@ -64,12 +64,12 @@ def _kv_write_kernel(
         tl.store(scales_ptr + scale_target, scale, mask=is_page)
         scaled = wide / scale[:, None]
         if PACKED == 2:
-            rounded = (scaled / _STEP + _ROUND) - _ROUND
+            rounded = (scaled / _STEP + ROUND) - ROUND
             number = tl.minimum(rounded, _TOP).to(tl.int8)
             low, high = tl.split(tl.reshape(number, [PAGES, BLOCK_D // 2, 2]))
             stored = (low & 15) | (high << 4)
         elif pages_ptr.dtype.element_ty == tl.int8:
-            stored = ((scaled + _ROUND) - _ROUND).to(tl.int8)
+            stored = ((scaled + ROUND) - ROUND).to(tl.int8)
         else:
             stored = scaled.to(pages_ptr.dtype.element_ty)
     else:

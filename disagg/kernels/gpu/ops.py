@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,6 +21,7 @@ from disagg.kernels.gpu.attention_work import (
     AttentionWork,
     attention_work,
 )
+from disagg.kernels.gpu.eight_bit_tile import kinds_of, why_16_bits
 from disagg.kernels.gpu.experts import TritonExperts
 from disagg.kernels.gpu.gated_mul import gated_mul
 from disagg.kernels.gpu.kv_write import kv_write
@@ -34,11 +36,13 @@ from disagg.kernels.group_batches import GroupBatches
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import PLAIN_SCORES, Experts, PagedBatch, Scores
 from disagg.kernels.packed_matrix import Largest, PackedMatrix, quantized
-from disagg.kernels.packed_sizes import Kind
+from disagg.kernels.packed_sizes import EIGHT_BIT_ROWS, Kind
 
 # A tile of a prompt has `LONG_ROWS` for heads of up to so many values, and fewer rows for larger
 # heads, because the sums of more rows do not fit into registers.
 _MOST_OF_LONG_ROWS, _ROWS_OF_WIDE_HEADS = 128, 64
+log = logging.getLogger(__name__)
+
 _PROGRAMS_PER_MULTIPROCESSOR = 3  # shared memory has room for 3 of the short-query kernel
 
 
@@ -81,7 +85,7 @@ class TritonOps:
         long_rows: rows of a prompt's tile, a power of two.
         is_small: whether the device has less than `LARGE_SHARED_NBYTES` of shared memory for a
             program.
-        major: major number of the device's compute capability.
+        capability: the device's compute capability.
         quantization: how matrices are quantised when they are packed, also those of experts, but
             not those that make logits or choose experts.
         scores: how attention makes its scores.
@@ -99,7 +103,7 @@ class TritonOps:
         *,
         long_rows: int = LONG_ROWS,
         is_small: bool = False,
-        major: int = 9,
+        capability: tuple[int, int] = (9, 0),
         quantization: Kind | None = None,
         dtype: torch.dtype | None = None,
         scores: Scores = PLAIN_SCORES,
@@ -109,7 +113,9 @@ class TritonOps:
         self._latent_tile = MIN_TILE if is_small else MAX_TILE
         self._num_heads = num_heads
         self._num_programs = num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
-        self._major, self._quantization = major, quantization
+        self._major, self._quantization = capability[0], quantization
+        self._eight_bits = kinds_of(capability)
+        self._said: set[str] = set()
         self._dtype = dtype
         self._compiled: set[tuple[object, ...]] = set()
 
@@ -119,7 +125,9 @@ class TritonOps:
         weight = self._quantized(weight, largest)
         if isinstance(weight, Tensor):
             return Matrix(weight, bias)
-        product = PackedProduct(weight, bias, self._num_programs, self._major)
+        device = self._num_programs, self._major, self._eight_bits
+        product = PackedProduct(weight, bias, *device)
+        self._say_how(weight)
         self._compile(product)
         return product
 
@@ -130,6 +138,15 @@ class TritonOps:
         if self._quantization is None or isinstance(weight, PackedMatrix):
             return weight
         return quantized(weight.flatten(0, -2), self._quantization, largest)
+
+    def _say_how(self, weight: PackedMatrix) -> None:
+        """Log how such matrices are multiplied, once."""
+        why = why_16_bits(weight, self._eight_bits)
+        how = f"16 bits: {why}" if why else f"8 bits from {EIGHT_BIT_ROWS} rows on"
+        sentence = f"Products with {weight.kind} weights are in {how}."
+        if sentence not in self._said:
+            self._said.add(sentence)
+            log.info(sentence)
 
     def _compile(self, made: PackedProduct | TritonExperts) -> None:
         """Compile the programs of a matrix, once for all layers that need the same ones."""
@@ -152,6 +169,9 @@ class TritonOps:
         down = self._quantized(experts.down, experts.largest)
         experts = replace(experts, gate_up=gate_up, down=down, largest=None)
         made = TritonExperts(experts)
+        for weight in (gate_up, down):
+            if isinstance(weight, PackedMatrix):
+                self._say_how(weight)
         self._compile(made)
         return made
 

@@ -1,4 +1,4 @@
-"""Products with packed weights in Triton; the weights are widened in registers only.
+"""Products with packed weights in Triton; the weights are widened in registers only, or not at all.
 
 A step with few rows has too few tiles for all of a GPU's multiprocessors. Then several programs
 share the columns of a tile, and a second kernel adds up their sums, always in the same order.
@@ -15,8 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.gpu.compiler import next_power_of_2
+from disagg.kernels.gpu.eight_bit_tile import (
+    DTYPES,
+    eight_bit_tile,
+    quantize_rows,
+    why_16_bits,
+)
 from disagg.kernels.gpu.packed_tile import TileFormat, launch_options, max_rows, packed_tile
 from disagg.kernels.packed_matrix import PackedMatrix
+from disagg.kernels.packed_sizes import EIGHT_BIT_ROWS, Kind
 
 MIN_ROWS = 16
 WIDTH = 128  # rows of a weight that a program multiplies
@@ -31,6 +38,7 @@ _BLOCK = 256
 @triton.jit(do_not_specialize=["num_rows", "num_chunks", "num_own_chunks"])
 def _packed_linear_kernel(
     x_ptr,
+    x_scales_ptr,
     units_ptr,
     scales_ptr,
     zeros_ptr,
@@ -51,6 +59,7 @@ def _packed_linear_kernel(
 
     Args:
         x_ptr: [num_rows, num_in].
+        x_scales_ptr: [num_rows, num_groups], of x in 8 bits; None: x has floats.
         out_ptr: [num_rows, num_out]; if IS_SPLIT, float32 [num_splits, num_rows, num_out].
     """
     program, split = tl.program_id(0), tl.program_id(1)
@@ -61,13 +70,21 @@ def _packed_linear_kernel(
     rows = (first_tile + local % height) * ROWS + tl.arange(0, ROWS)
     columns = local // height * WIDTH + tl.arange(0, WIDTH)
     own = tl.minimum(columns, num_out - 1)  # columns beyond are computed, but not stored
-    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * num_in
     first = split * num_own_chunks
     end = tl.minimum(first + num_own_chunks, num_chunks)
-    acc = packed_tile(
-        x_ptrs, (rows < num_rows)[:, None], units_ptr, scales_ptr, zeros_ptr, own,
-        num_out, num_in, num_chunks, first, end, FORMAT, ROWS, WIDTH,
-    )  # fmt: skip
+    if x_scales_ptr is None:
+        x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * num_in
+        acc = packed_tile(
+            x_ptrs, (rows < num_rows)[:, None], units_ptr, scales_ptr, zeros_ptr, own,
+            num_out, num_in, num_chunks, first, end, FORMAT, ROWS, WIDTH,
+        )  # fmt: skip
+    else:
+        own_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
+        num_groups = tl.cdiv(num_in, FORMAT.group) if FORMAT.group else 1
+        acc = eight_bit_tile(
+            x_ptr + own_rows[:, None] * num_in, x_scales_ptr + own_rows * num_groups, units_ptr,
+            scales_ptr, own, num_out, num_chunks, first, end, FORMAT.group, ROWS, WIDTH,
+        )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + own).to(tl.float32)[:, None]
     if IS_SPLIT:
@@ -128,12 +145,19 @@ class PackedProduct:
     Args:
         num_programs: number of programs that keep the device busy.
         major: major number of its compute capability.
+        eight_bits: kinds of numbers that it multiplies as they are.
     """
 
     def __init__(
-        self, weight: PackedMatrix, bias: Tensor | None, num_programs: int, major: int
+        self,
+        weight: PackedMatrix,
+        bias: Tensor | None,
+        num_programs: int,
+        major: int,
+        eight_bits: frozenset[Kind] = frozenset(),
     ) -> None:
         self.weight, self.bias = weight, bias
+        self._in_8_bits = not why_16_bits(weight, eight_bits)
         self._num_programs = num_programs
         self._max_rows = max_rows(weight.kind, weight.group, major)
         self._format = TileFormat.of(weight.kind, weight.group)
@@ -144,7 +168,8 @@ class PackedProduct:
         """The properties that determine, together with the number of rows, the needed programs."""
         weight = self.weight
         absent = weight.zeros is None, self.bias is None
-        return self._format, weight.scales.dtype, *absent, *weight.shape
+        inputs = self._in_8_bits and bool(weight.input_scale)
+        return self._format, weight.scales.dtype, *absent, *weight.shape, self._in_8_bits, inputs
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compile the programs for all numbers of rows of `x`, which is of `dtype`."""
@@ -160,6 +185,10 @@ class PackedProduct:
             return out
         if weight.order is not None:
             x = x.index_select(1, weight.order)
+        units, x_scales = weight.units, None
+        if self._in_8_bits and num_rows >= EIGHT_BIT_ROWS:
+            x, x_scales = quantize_rows(x, weight)
+            units, num_in = units.view(DTYPES[weight.kind]), x.shape[1]
         rows, width = tile_sizes(num_rows, self._max_rows)
         num_tiles = -(-num_rows // rows) * -(-num_out // width)
         splits = 1
@@ -171,7 +200,8 @@ class PackedProduct:
         bias = None if splits > 1 else self.bias
         _packed_linear_kernel[num_tiles, splits](
             x,
-            weight.units,
+            x_scales,
+            units,
             weight.scales,
             weight.zeros,
             bias,
