@@ -274,7 +274,8 @@ def quantize_rows(x: Tensor, weight: PackedMatrix) -> tuple[Tensor, Tensor]:
         Numbers and their scales, as float32 of the shape of `x`.
     """
     size = weight.group or x.shape[1]
-    groups = functional.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+    padded = functional.pad(x.float(), (0, -x.shape[1] % size))
+    groups = padded.view(len(x), -1, size)
     largest = LARGEST[weight.kind]
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_PEAK) / largest
     if weight.input_scale:

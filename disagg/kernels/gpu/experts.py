@@ -105,15 +105,15 @@ def _product(
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     x_ptrs = x_ptr + rows[:, None] * SIZE
     if x_scales_ptr is not None:
-        num_chunks: tl.constexpr = (SIZE + CHUNK - 1) // CHUNK
-        padded: tl.constexpr = num_chunks * CHUNK
+        num_own: tl.constexpr = (SIZE + CHUNK - 1) // CHUNK
+        padded: tl.constexpr = num_own * CHUNK
         group: tl.constexpr = FORMAT.group if FORMAT.group else padded
         num_groups: tl.constexpr = (padded + group - 1) // group
         few = rows.to(tl.int32)  # the host sees to it, and the tile needs the registers
         sums = eight_bit_tile(
             x_ptr + few[:, None] * padded, x_scales_ptr + few * num_groups, matrix_ptr, scales_ptr,
             expert.to(tl.int32) * NUM_OUT + tl.minimum(own, NUM_OUT - 1),
-            NUM_EXPERTS * NUM_OUT, num_chunks, 0, num_chunks, FORMAT.group, ROWS, WIDTH,
+            NUM_EXPERTS * NUM_OUT, num_own, 0, num_own, FORMAT.group, ROWS, WIDTH,
         )  # fmt: skip
         acc = tl.trans(sums)
     elif FORMAT is not None:
