@@ -16,7 +16,6 @@ struct Attended {
   int32_t window;       // positions that a token sees, itself included; 0: all
   const float* sinks;   // [num_heads]; null: none
   float scale, cap;     // a score is cap * tanh(product * scale / cap); cap 0: product * scale
-  int32_t is_each_alone;  // as in `Batch`
 
   int group() const { return num_heads / num_kv_heads; }
   const bf16* head(int64_t token, int index) const {
@@ -24,10 +23,6 @@ struct Attended {
   }
   // Of the heads that share a KV head, [group, head_dim].
   const bf16* queries(int64_t token, int kv_head) const { return head(token, kv_head * group()); }
-  // Whether the keys of a sequence are read by each query alone.
-  bool is_alone(const Sequence& sequence) const {
-    return is_each_alone || sequence.end - sequence.start == 1;
-  }
 };
 
 inline Floats capped(Floats products, float scale, float cap) {

@@ -35,7 +35,7 @@ class Attention {
     for (int i = 0; i < given.num_sequences; ++i) take_slots(given.sequences[i]);
     for (const bool is_alone : {false, true})  // the longest items first
       for (int i = 0; i < given.num_sequences; ++i)
-        if (given.is_alone(given.sequences[i]) == is_alone) list(given.sequences[i]);
+        if (bool(given.sequences[i].is_alone) == is_alone) list(given.sequences[i]);
     return true;
   }
 
@@ -90,7 +90,7 @@ class Attention {
 
   int64_t items_of(const Sequence& sequence, int64_t& num_parts) const {
     const int num_tokens = sequence.end - sequence.start;
-    if (!given_.is_alone(sequence)) return num_tokens / TileAttention::queries_of_item(given_) + 1;
+    if (!sequence.is_alone) return num_tokens / TileAttention::queries_of_item(given_) + 1;
     num_parts += num_tokens * chunks_of(sequence.context_len);
     return num_tokens * chunks_of(sequence.context_len);
   }
@@ -105,7 +105,7 @@ class Attention {
   }
 
   void list(const Sequence& sequence) {
-    if (given_.is_alone(sequence)) {
+    if (sequence.is_alone) {
       for (int token = sequence.start; token < sequence.end; ++token) {
         const int64_t part = num_parts_;
         num_parts_ += chunks_of(sequence.position(token) + 1);

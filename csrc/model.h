@@ -20,7 +20,8 @@ struct Model {
   float eps;
   const bf16* embedding;  // [vocab, hidden]; null: `table`
   const bf16* rope;       // [num_positions, 2, head_dim]: cosines, and sines with signs
-  const bf16* norm;       // [hidden]
+  const bf16* norm;        // [hidden]
+  const bf16* state_norm;  // [hidden]; null: the model needs no states
   Matrix head;
   Matrix table;  // embeddings of fewer than 16 bits; often the same as the head
   const Layer* layers;
@@ -29,6 +30,9 @@ struct Model {
 // The tokens `start` to `end` of a step: the last ones of a sequence's context.
 struct Sequence {
   int32_t start, end, context_len;
+  // Whether each token reads keys alone: a decode, or the tokens of a draft, which then have the
+  // results that they would have one by one.
+  int32_t is_alone;
   const int32_t* blocks;
 
   int position(int token) const { return context_len - (end - token); }
@@ -36,9 +40,11 @@ struct Sequence {
 
 struct Batch {
   const int64_t* token_ids;    // [num_tokens]
+  const bf16* states;          // [num_tokens, hidden], of another model, if this one needs them
   const Sequence* sequences;   // in the order of their tokens
   const int64_t* logits_rows;  // [num_logits]: tokens that are computed after the last attention
   bf16* hidden;   // [num_logits, hidden]: their states after the last norm; null: not needed
+  bf16* made;     // the same before it
   float* logits;  // [num_logits, vocab]; null: not needed
   int32_t num_tokens, num_sequences, num_logits;
   // Whether each token is computed as if it were alone in the step, which is fast for a few.

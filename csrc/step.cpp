@@ -29,7 +29,7 @@ class Step {
   explicit Step(const Model& model)
       : model_(model),
         has_layers_(layers_.hold(model.num_layers)),
-        team_(11 * model.num_layers + 5) {
+        team_(11 * model.num_layers + 6) {
     if (has_layers_) memcpy(layers_.get(), model.layers, sizeof(Layer) * model.num_layers);
   }
 
@@ -53,6 +53,7 @@ class Step {
     const Tiles tiles;
     for_rows(member, batch_.num_tokens, [&](int row) {
       embed(batch_.token_ids[row], hidden_.get() + int64_t(row) * model_.hidden);
+      if (model_.state_norm != nullptr) join(row);
     });
     for (int i = 0; i < model_.num_layers; ++i) {
       keep_states(member, i);
@@ -125,7 +126,8 @@ class Step {
   bool make_room(const KVPages& cache, int num_threads) {
     if (!own_.hold(num_threads)) return false;
     const int num_tokens = batch_.num_tokens, num_logits = batch_.num_logits;
-    const int deepest = std::max({model_.hidden, q_size(), model_.inner});
+    const Layer& first = layers_.get()[0];
+    const int deepest = std::max({first.qkv.num_in, model_.hidden, q_size(), model_.inner});
     const int num_few = batch_.is_each_alone ? num_tokens : FEW_ROWS;
     const int64_t widened_size = int64_t(filled(deepest, TILE_DEPTH)) / 2 * MOST_COLUMNS;
     for (int i = 0; i < num_threads; ++i) {
@@ -138,6 +140,8 @@ class Step {
     }
     const Layer& last = layers_.get()[model_.num_layers - 1];
     const bool is_tiled = HAS_TILES && !batch_.is_each_alone;
+    if (model_.state_norm != nullptr && !joined_.hold(num_tokens, first.qkv.num_in, is_tiled))
+      return false;
     if (!normed_.hold(num_tokens, model_.hidden, is_tiled) ||
         !attended_.hold(num_tokens, q_size(), is_tiled) ||
         !inner_.hold(num_tokens, model_.inner, is_tiled) ||
@@ -157,7 +161,6 @@ class Step {
     attended.num_vectors = 2;
     attended.head_dim = model_.head_dim;
     attended.scale = 1.0f / std::sqrt(static_cast<float>(model_.head_dim));
-    attended.is_each_alone = batch_.is_each_alone;
     return attention_.prepare(attended, cache, num_threads);
   }
 
@@ -166,6 +169,19 @@ class Step {
       memcpy(out, model_.embedding + token_id * model_.hidden, sizeof(bf16) * model_.hidden);
     else
       any_row(model_.table, token_id, out);
+  }
+
+  // What the attention of a head's layer reads: the embedding of a token and a state, side by side.
+  // The layer adds to the state.
+  void join(int row) {
+    const int64_t begin = int64_t(row) * model_.hidden;
+    bf16* hidden = hidden_.get() + begin;
+    const Rows& joined = joined_.get();
+    rms_norm(hidden, layers_.get()[0].input_norm, model_.hidden, model_.eps,
+             [&](int i) { return joined.at(row, i); });
+    memcpy(hidden, batch_.states + begin, sizeof(bf16) * model_.hidden);
+    rms_norm(hidden, model_.state_norm, model_.hidden, model_.eps,
+             [&](int i) { return joined.at(row, model_.hidden + i); });
   }
 
   // Copies the states before a layer, side by side with those before the other kept layers.
@@ -184,7 +200,9 @@ class Step {
     const Layer& layer = layers_.get()[index];
     const bool is_last = index + 1 == model_.num_layers;
     bf16* hidden = hidden_.get();
-    multiply(member, layer.qkv, layer.output, {normed_.get(), hidden, layer.input_norm, false},
+    Input input{normed_.get(), hidden, layer.input_norm, false};
+    if (index == 0 && model_.state_norm != nullptr) input = {joined_.get(), nullptr, nullptr, false};
+    multiply(member, layer.qkv, layer.output, input,
              [&](int row, int column, Floats sums) {
                store_finished(layer.qkv, row, column, sums, qkv_.get());
              });
@@ -234,6 +252,11 @@ class Step {
   void compute_logits(Member& member) {
     const Matrix& head = model_.head;
     const bf16* hidden = only_some_matter() ? picked_hidden_.get() : hidden_.get();
+    if (batch_.made != nullptr)
+      for_rows(member, batch_.num_logits, [&](int row) {
+        const int64_t begin = int64_t(row) * model_.hidden;
+        memcpy(batch_.made + begin, hidden + begin, sizeof(bf16) * model_.hidden);
+      });
     if (batch_.hidden != nullptr)
       for_rows(member, batch_.num_logits, [&](int row) {
         const int64_t begin = int64_t(row) * model_.hidden;
@@ -399,7 +422,7 @@ class Step {
   Kept kept_{};
   Batch batch_{};
   PerThread<Own> own_;
-  RowsBuffer normed_, attended_, inner_, picked_;
+  RowsBuffer joined_, normed_, attended_, inner_, picked_;
   Buffer<bf16> hidden_, picked_hidden_, qkv_;
   Attention attention_;
   Team team_;  // the last member, so that its threads end before the data that they use is freed
@@ -447,7 +470,7 @@ Kept* made(const Given&... given) {
 extern "C" {
 
 // The version, which must change with the structures and functions.
-int32_t disagg_step_version() { return 12; }
+int32_t disagg_step_version() { return 13; }
 
 // Whether this process may use the registers that the code needs. Must be called first.
 int32_t disagg_step_may_run() { return disagg::may_use_tiles(); }

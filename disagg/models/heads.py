@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from disagg.errors import ModelError
-from disagg.kernels.cpu.step import cpu_step
+from disagg.kernels.cpu.step import DenseModel, cpu_step
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import KVPages
 from disagg.kernels.ops import Paging
@@ -79,6 +81,9 @@ class HeadDecoder(_Part):
             self._embedding, self._embedding_scale = outer["embedding"], None
         if "lm_head" in outer:
             self._lm_head = self.ops.pack_table(outer["lm_head"])
+        if self._combine is None:
+            self._layers = [replace(self._layers[0], input_norm=self._token_norm)]
+        self._step, self.step_sentence = cpu_step(self.described(), "states as its input")
         self._token_ids: Tensor | None = None  # of its logits; None: all tokens
         if "d2t" in drafts.tensors:
             self._token_ids = self._checked(reader.read_stored("d2t"), drafts)
@@ -103,6 +108,33 @@ class HeadDecoder(_Part):
     def _fused(self, states: Tensor) -> Tensor:
         return states if self._fuse is None else self.ops.project(states, self._fuse)
 
+    def described(self) -> DenseModel | None:
+        if self._norms_residual or self._combine is not None:
+            return None
+        described = super().described()
+        return described and replace(described, state_norm=self._state_norm)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: Batch,
+        kv_cache: KVPages,
+        paging: Paging | None = None,
+        logits: Tensor | None = None,
+    ) -> Tensor:
+        if self._step is None:
+            return super().forward(batch, kv_cache, paging, logits)
+        states = self._given(len(batch.token_ids))
+        computed, self.made = self._step.run_head(batch, kv_cache, states)
+        computed = self._by_token_id(computed)
+        return computed if logits is None else logits.copy_(computed)
+
+    def _given(self, num_tokens: int) -> Tensor:
+        if self.given is not None:
+            return self.given
+        shape = num_tokens, self.config.hidden_size
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
     def _states(
         self, batch: Batch, kv_cache: KVPages, paging: Paging | None
     ) -> tuple[Tensor, Tensor]:
@@ -111,9 +143,7 @@ class HeadDecoder(_Part):
 
     def _inputs(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         tokens = self._normed(self._embed(token_ids), self._token_norm)
-        states = self.given
-        if states is None:
-            states = tokens.new_zeros(len(tokens), self.config.hidden_size)
+        states = self._given(len(tokens))
         normed = self._normed(states, self._state_norm)
         both = torch.cat((tokens, normed), 1)
         if self._combine is None:
@@ -122,7 +152,9 @@ class HeadDecoder(_Part):
         return hidden, self._normed(hidden, self._layers[0].input_norm)
 
     def _project_vocabulary(self, hidden: Tensor) -> Tensor:
-        projected = super()._project_vocabulary(hidden)
+        return self._by_token_id(super()._project_vocabulary(hidden))
+
+    def _by_token_id(self, projected: Tensor) -> Tensor:
         if self._token_ids is None:
             return projected
         logits = projected.new_full((len(projected), self.config.vocab_size), -torch.inf)

@@ -48,7 +48,9 @@ def write_eagle3(
         **changes,
     }
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads = (config[f"num_{of}_heads"] * 8 for of in ("attention", "key_value"))
+    heads, kv_heads = (
+        config[f"num_{of}_heads"] * config["head_dim"] for of in ("attention", "key_value")
+    )
     layer = "midlayer"
     shapes = {
         "fc": (hidden, 3 * config.get("target_hidden_size", hidden)),

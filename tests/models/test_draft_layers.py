@@ -17,6 +17,7 @@ from disagg.models.decoder import CpuDecoder, Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
 from disagg.models.draft_layers import DraftLayers, eagle3_head, first_layers, mtp_layer
 from disagg.models.heads import HeadDecoder, first_layers_of
+from tests.kernels.step_cases import assert_as_close
 from tests.models.checkpoints import write_checkpoint
 from tests.models.heads import KEPT, add_mtp_layer, write_eagle3
 from tests.models.paging import Tokens, make_batch, new_slab
@@ -169,6 +170,31 @@ def test_the_compiled_step_keeps_the_same_states(tmp_path: Path) -> None:
     compiled, expected = compiled.float(), expected.float()
     # Both round to bfloat16; of a wrong row or layer the difference would be as long as the state.
     assert ((compiled - expected).norm(dim=1) < 0.05 * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 61])
+def test_a_compiled_head(num_draft_tokens: int, tmp_path: Path) -> None:
+    """As close to float32 as torch in bfloat16, also what it makes for its own next token."""
+    model = describe_model(write_tiny_model(tmp_path / "tiny", inner=96))
+    asked = {"head_dim": 16, "num_draft_tokens": num_draft_tokens}
+    place = write_eagle3(tmp_path / "head", tmp_path / "tiny", **asked)
+    found = []
+    for dtype, is_compiled in (
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+    ):
+        head = HeadDecoder(load(model, dtype), eagle3_head(place, model))
+        assert (head._step is not None) == (dtype == torch.bfloat16)
+        head._step = head._step if is_compiled else None
+        given = torch.randn(NUM_TOKENS, 128, generator=torch.Generator().manual_seed(1))
+        logits, _ = computed(head, given.to(torch.bfloat16).to(dtype))
+        assert head.made is not None
+        known = logits[:, : 2 * num_draft_tokens : 2] if num_draft_tokens else logits
+        assert (logits.isinf().sum(1) == 260 - known.shape[1]).all()
+        found.append((known, head.made.float()))
+    for exact, torchs, ours in zip(*found, strict=True):
+        assert_as_close(exact, ours, torchs)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])

@@ -7,6 +7,7 @@ The result for a token does not depend on how its prompt was cut into chunks.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Container
 from ctypes import Array, Structure, addressof, byref, c_bool, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class _Sequence(Structure):
         ("start", c_int32),
         ("end", c_int32),
         ("context_len", c_int32),
+        ("is_alone", c_int32),
         ("blocks", c_void_p),
     )
 
@@ -66,7 +68,6 @@ class _Attended(Structure):
         ("sinks", c_void_p),
         ("scale", c_float),
         ("cap", c_float),
-        ("is_each_alone", c_int32),
     )
 
 
@@ -82,8 +83,15 @@ class Sequences:
         return addressof(self.fields)
 
 
-def plan_sequences(batch: PagedBatch, kv_cache: KVPages) -> Sequences:
-    """Describe the sequences of a step, and clear the blocks that it begins. Once per step."""
+def plan_sequences(
+    batch: PagedBatch, kv_cache: KVPages, begins_of_drafts: Container[int] = ()
+) -> Sequences:
+    """Describe the sequences of a step, and clear the blocks that it begins. Once per step.
+
+    Args:
+        begins_of_drafts: has the row of a sequence's first token if all its tokens but that are of
+            a draft, and few.
+    """
     tables = batch.block_tables
     clear_begun_blocks(kv_cache, tables, batch.context_lens_host, batch.query_lens)
     assert tables.dtype == torch.int32 and tables.stride(1) == 1
@@ -91,8 +99,11 @@ def plan_sequences(batch: PagedBatch, kv_cache: KVPages) -> Sequences:
     address, stride = tables.data_ptr(), tables.stride(0) * tables.itemsize
     start = 0
     for row, length in enumerate(batch.query_lens):
-        given = start, start + length, batch.context_lens_host[row], address + row * stride
-        fields[row] = _Sequence(*given)
+        is_alone = length == 1 or start in begins_of_drafts
+        blocks = address + row * stride
+        fields[row] = _Sequence(
+            start, start + length, batch.context_lens_host[row], is_alone, blocks
+        )
         start += length
     return Sequences(fields, tables)
 

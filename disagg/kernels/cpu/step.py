@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_void_p
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 import torch
@@ -60,6 +61,7 @@ class DenseModel:
     layers: Sequence[DenseLayer]
     norm: Tensor  # [hidden]
     head: Weight
+    state_norm: Tensor | None = None  # [hidden]: the first layer also reads states (`models.heads`)
 
 
 class StepBatch(PagedBatch, Protocol):
@@ -98,6 +100,7 @@ class _Model(Structure):
         ("embedding", c_void_p),
         ("rope", c_void_p),
         ("norm", c_void_p),
+        ("state_norm", c_void_p),
         ("head", CpuMatrix),
         ("table", CpuMatrix),
         ("layers", POINTER(_LayerPointers)),
@@ -107,9 +110,11 @@ class _Model(Structure):
 class _Batch(Structure):
     _fields_ = (
         ("token_ids", c_void_p),
+        ("states", c_void_p),
         ("sequences", c_void_p),
         ("logits_rows", c_void_p),
         ("hidden", c_void_p),
+        ("made", c_void_p),
         ("logits", c_void_p),
         ("num_tokens", c_int32),
         ("num_sequences", c_int32),
@@ -137,9 +142,9 @@ class CpuStep:
         self._library = library
         self._model = model
         self.states = torch.empty(0, 0, dtype=torch.bfloat16)
-        self._vocab_size = model.head.num_out
-        self._hidden_size = model.head.num_in
+        self._num_logits, self._hidden_size = model.head.num_out, model.head.num_in
         table = model.embedding
+        self._vocab_size = len(table) if isinstance(table, Tensor) else table.num_out
         layers = (_LayerPointers * len(model.layers))(*map(_layer, model.layers))
         described = _Model(
             num_layers=len(model.layers),
@@ -153,6 +158,7 @@ class CpuStep:
             embedding=table.data_ptr() if isinstance(table, Tensor) else None,
             rope=model.rope.data_ptr(),
             norm=model.norm.data_ptr(),
+            state_norm=None if model.state_norm is None else model.state_norm.data_ptr(),
             head=model.head.described(),
             table=CpuMatrix() if isinstance(table, Tensor) else table.described(),
             layers=layers,
@@ -180,10 +186,27 @@ class CpuStep:
             IndexError: a token id is not in the vocabulary.
             MemoryError: there is not enough memory for the step.
         """
-        logits = torch.empty(batch.logits_rows.shape[0], self._vocab_size)
-        given = {"logits": logits.data_ptr(), "is_each_alone": _is_short(batch)}
-        self._run(batch, kv_cache, kept_layers, given)
+        logits = torch.empty(batch.logits_rows.shape[0], self._num_logits)
+        self._run(batch, kv_cache, kept_layers, {"logits": logits}, has_drafts=True)
         return logits
+
+    def run_head(
+        self, batch: StepBatch, kv_cache: KVPages, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, for a model with a `state_norm`.
+
+        Args:
+            states: bfloat16 [num_tokens, hidden].
+
+        Returns:
+            The logits, and the states before the last norm, bfloat16 [num_logits, hidden].
+        """
+        num_rows, states = batch.logits_rows.shape[0], states.contiguous()
+        logits = torch.empty(num_rows, self._num_logits)
+        made = states.new_empty(num_rows, self._hidden_size)
+        given = {"logits": logits, "made": made, "states": states}
+        self._run(batch, kv_cache, (), given, has_drafts=True)
+        return logits, made
 
     def hidden(
         self, batch: StepBatch, kv_cache: KVPages, kept_layers: tuple[int, ...] = ()
@@ -191,7 +214,7 @@ class CpuStep:
         """As `Decoder.hidden`; arguments and errors are those of `run`."""
         shape = batch.logits_rows.shape[0], self._hidden_size
         hidden = torch.empty(shape, dtype=torch.bfloat16)
-        self._run(batch, kv_cache, kept_layers, {"hidden": hidden.data_ptr()})
+        self._run(batch, kv_cache, kept_layers, {"hidden": hidden})
         return hidden
 
     def _run(
@@ -199,9 +222,14 @@ class CpuStep:
         batch: StepBatch,
         kv_cache: KVPages,
         kept_layers: tuple[int, ...],
-        given: Mapping[str, int],
+        given: Mapping[str, Tensor],
+        *,
+        has_drafts: bool = False,  # otherwise rows with logits may also be of a prompt
     ) -> None:
-        num_tokens, sequences = batch.token_ids.shape[0], plan_sequences(batch, kv_cache)
+        num_tokens, drafts = batch.token_ids.shape[0], set[int]()
+        if has_drafts and batch.max_query_len > 1:
+            drafts = _begins_of_drafts(batch)
+        sequences = plan_sequences(batch, kv_cache, drafts)
         described = _Batch(
             token_ids=batch.token_ids.data_ptr(),
             sequences=sequences.address,
@@ -209,7 +237,8 @@ class CpuStep:
             num_tokens=num_tokens,
             num_sequences=len(sequences.fields),
             num_logits=batch.logits_rows.shape[0],
-            **given,
+            is_each_alone=has_drafts and _is_short(batch),
+            **{name: each.data_ptr() for name, each in given.items()},
         )
         num_kept = len(kept_layers)
         if num_kept or self.states.shape[1]:
@@ -234,6 +263,16 @@ def _is_short(batch: StepBatch) -> bool:
         and batch.logits_rows.shape[0] == num_tokens
         and max(batch.query_lens) <= MOST_ROWS_OF_CHUNK
     )
+
+
+def _begins_of_drafts(batch: StepBatch) -> set[int]:
+    """The first rows of sequences whose rows are few and all have logits."""
+    begins, wanted = accumulate(batch.query_lens, initial=0), set(batch.logits_rows.tolist())
+    return {
+        begin
+        for begin, length in zip(begins, batch.query_lens, strict=False)
+        if length <= MOST_ROWS_OF_CHUNK and begin in wanted
+    }
 
 
 def cpu_step(
@@ -274,6 +313,8 @@ def _problem(model: DenseModel, library: ctypes.CDLL) -> str:
     widths = {each.panel_width if isinstance(each, _IN_PANELS) else 0 for each in wide}
     if not all(library.disagg_step_reads_panels(width) for width in widths):
         return "oneDNN packs the weights in an unknown layout on this CPU"
+    if model.state_norm is not None and len(model.state_norm) % LANES:
+        return f"the hidden size is not a multiple of {LANES}"
     if any(matrix.num_in % 2 for matrix in wide):
         return "a weight has an odd number of columns"
     return ""
