@@ -42,6 +42,7 @@ from disagg.engine.sched.sequence import Sequence
 from disagg.messages import GenerateRequest, Grammar, SamplingParams
 from disagg.models.description import describe_model
 from disagg.time_model import StepTimeFit
+from disagg.worker.first_steps import first_steps
 
 NUM_TOKENS = 64  # of an answer
 WARM_UP = 2
@@ -97,8 +98,7 @@ class Bench:
         )
         self.engine: Engine = build_engine(config, self._model)[0]
         self._tokenizer = Tokenizer.from_str(self._model.read_tokenizer())
-        fit = StepTimeFit()
-        self._fit = fit
+        self._fit = fit = StepTimeFit(first_steps(self.engine, time.thread_time))
         self.engine.scheduler.step_budget.times = lambda: fit.model
         model_drafts = self.engine.scheduler.drafting.proposer
         assert isinstance(model_drafts, DraftModel)
@@ -112,7 +112,7 @@ class Bench:
         budget, vocab_size = self.engine.scheduler.step_budget, self._model.config.vocab_size
         assert isinstance(self.engine.runner, ModelRunner)
         self._decoder = self.engine.runner.decoder
-        self._kept = self._decoder.kept
+        self._kept = self._decoder.kept  # as the kind that drafts from states has left it
         self.kinds = {
             kind: Drafting(budget, vocab_size, proposer) for kind, proposer in proposers.items()
         }
@@ -123,8 +123,8 @@ class Bench:
         """Output tokens per second of CPU time."""
         engine = self.engine
         engine.scheduler.drafting = self.kinds[kind]
-        is_model = isinstance(self.kinds[kind].proposer, DraftModel)
-        self._decoder.kept = self._kept if is_model else None  # it costs time, too
+        if is_model := isinstance(self.kinds[kind].proposer, DraftModel):
+            self._decoder.kept = self._kept
         drafting.MAX_FORCED = 0 if kind == "without" else 15
         made = [self._sequence(text, seed) for seed in range(num_seqs)]
         for each in made:
@@ -136,6 +136,8 @@ class Bench:
         while engine.has_work:
             num_steps += len(engine.scheduler.running)
             self._step()
+        if is_model:
+            self._kept, self._decoder.kept = self._decoder.kept, None
         num_tokens = sum(each.num_output_tokens for each in made) - num_before
         self.tokens_a_step[kind, text, num_seqs] = num_tokens / num_steps
         return num_tokens / (time.thread_time() - began_s)

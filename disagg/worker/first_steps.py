@@ -4,7 +4,9 @@ Without these times the first long prompt on a slow machine would look like a hu
 also use them until a worker of the pool has served requests, and not longer: workers that start
 together slow each other down, and a worker that seems slow would get no requests that could correct
 its figure. The fit relies on them for long prompts until it has seen one. Prompts of several
-lengths separate the cost of a token from that of a step with prompts.
+lengths separate the cost of a token from that of a step with prompts, and several answers at a time
+the cost of a decode from that of a step: a worker with one stream would not see it, and not know
+whether drafts pay.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from disagg.time_model import (
 FEW_TOKENS, NUM_TOKENS = 8, 64  # of the first prompts that are timed
 LONGEST_S = 0.25  # seconds that a longer one may take, as far as NUM_TOKENS show
 NUM_DECODES = 3
+NUM_SEQS = 8  # that decode together
 NUM_TRIES = 3
 LEAST_OF_PRIOR = 0.01
 PULL = 1e-8  # so weak that the prior decides only what the steps do not show
@@ -51,6 +54,9 @@ def first_steps(
     proposer, drafting.proposer = drafting.proposer, None  # plain decode steps are timed
     seen = _fastest_steps(engine, timer, min(FEW_TOKENS, num_tokens))
     seen += (usual := _fastest_steps(engine, timer, num_tokens))
+    num_fitting = pool.num_blocks // pool.groups.num_at_most(NUM_DECODES + 2)
+    num_seqs = min(NUM_SEQS, scheduler.max_num_seqs, num_fitting)
+    seen += _fastest_steps(engine, timer, min(1, num_tokens), num_seqs)
     prompt_s = sum(seconds for features, seconds in usual if features.num_new_tokens)
     if prompt_s > 0.0:
         num_in_time = int(num_tokens * LONGEST_S / prompt_s)
@@ -74,20 +80,20 @@ def _fitted(seen: list[tuple[StepFeatures, float]], prior: StepTimeModel) -> Ste
 
 
 def _fastest_steps(
-    engine: Engine, timer: Callable[[], float], num_tokens: int
+    engine: Engine, timer: Callable[[], float], num_tokens: int, num_seqs: int = 1
 ) -> list[tuple[StepFeatures, float]]:
-    """Each step of a prompt and its answer, with its least seconds: others only add time."""
-    tries = [_timed_steps(engine, timer, num_tokens) for _ in range(NUM_TRIES)]
+    """Each step of prompts and their answers, with its least seconds: others only add time."""
+    tries = [_timed_steps(engine, timer, num_tokens, num_seqs) for _ in range(NUM_TRIES)]
     return [(same[0][0], min(seconds for _, seconds in same)) for same in zip(*tries, strict=True)]
 
 
 def _timed_steps(
-    engine: Engine, timer: Callable[[], float], num_tokens: int
+    engine: Engine, timer: Callable[[], float], num_tokens: int, num_seqs: int
 ) -> list[tuple[StepFeatures, float]]:
-    """The steps of one prompt and its answer, with their seconds."""
+    """The steps of prompts and their answers, with their seconds."""
     seen: list[tuple[StepFeatures, float]] = []
-    if num_tokens > 0:
-        engine.submit(_sequence(num_tokens, max_tokens=NUM_DECODES + 1))
+    for i in range(num_seqs if num_tokens > 0 else 0):
+        engine.submit(_sequence(f"first steps {i}", num_tokens, max_tokens=NUM_DECODES + 1))
     while engine.has_work:
         began_s = timer()
         engine.step()
@@ -95,9 +101,9 @@ def _timed_steps(
     return seen
 
 
-def _sequence(num_tokens: int, max_tokens: int) -> Sequence:
+def _sequence(request_id: str, num_tokens: int, max_tokens: int) -> Sequence:
     request = GenerateRequest(
-        request_id="first steps",
+        request_id=request_id,
         model="",
         token_ids=(0,) * num_tokens,
         num_prompt_tokens=num_tokens,

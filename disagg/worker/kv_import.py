@@ -459,7 +459,6 @@ class KVImport:
             blocks = *each.held, *each.reserved
             sequence.block_ids = pool.groups.table(blocks, source.num_tokens)
             sequence.num_computed = source.num_tokens
-            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
             enter_or_end(self._engine, sequence, self._engine.join)
             return
         for block_id, name in zip(each.reserved, source.names[len(each.held) :], strict=False):

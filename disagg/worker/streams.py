@@ -93,7 +93,7 @@ class Phases:
             sequence = event.sequence
             attributes = {
                 "disagg.num_prompt_tokens": sequence.num_prompt_tokens,
-                "disagg.num_cached_tokens": sequence.num_cached_tokens,
+                "disagg.num_cached_tokens": sequence.num_cached_prompt_tokens,
             }
             self._end(now, attributes)
             self._stage, self._num_tokens = "decode", 0
@@ -317,7 +317,7 @@ def _delta(
     num_cached_tokens, times, prompt_logprobs, pooled = 0, None, None, None
     if stream.is_first_delta:
         stream.is_first_delta = False
-        num_cached_tokens = event.sequence.num_cached_tokens
+        num_cached_tokens = event.sequence.num_cached_prompt_tokens
         times = stream.phases.times(now) if event.token_ids else None
         prompt_logprobs = event.sequence.take_prompt_logprobs()
         pooled = event.sequence.pooled

@@ -55,6 +55,16 @@ def test_a_machine_that_is_busy_for_a_moment_is_not_taken_for_a_slow_one() -> No
     assert found[0].coefficients == pytest.approx(found[1].coefficients)
 
 
+def test_a_decode_is_told_from_a_step() -> None:
+    """Of one stream each step has one, and drafts are as many more."""
+    engine, _ = new_engine(64, 16, max_num_seqs=16, max_num_batched_tokens=1024)
+    machine = SlowMachine(engine, 0.010, 0.001)
+    model = first_steps(engine, lambda: machine.now)
+    for num_decoding in (1, 5, 16):
+        truth = pytest.approx(0.010 + 0.001 * num_decoding, rel=0.1)
+        assert model.decode_step_s(num_decoding, 0) == truth
+
+
 def test_nothing_is_left_of_it() -> None:
     engine, _ = new_engine(64, 16)
     lookup = engine.scheduler.drafting.proposer = PromptLookup(num_tokens=2, match_length=1)

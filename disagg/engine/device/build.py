@@ -189,22 +189,21 @@ def _draft_model(plan: EnginePlan, decoder: Decoder, whole: ModelRunner) -> Draf
         whole: runs that model.
     """
     asked, drafts = plan.chosen.config.speculative_config, plan.chosen.drafts
-    max_num_seqs, kept = plan.memory.max_num_seqs, whole.decoder.kept
+    max_num_seqs = plan.memory.max_num_seqs
     num_blocks = plan.chosen.shape.groups.num_whole(whole.kv_cache.num_blocks)
     assert asked is not None and drafts is not None
     stream = new_stream(plan.device)
     with torch.cuda.stream(stream):
         kv_cache = KVCache(drafts.shape, num_blocks, plan.device)
-        of_runner = ModelRunner if kept is None else HeadRunner
+        of_runner = HeadRunner if isinstance(decoder, HeadDecoder) else ModelRunner
         runner = of_runner(
             decoder, kv_cache, max_num_seqs=max_num_seqs, max_model_len=drafts.max_model_len
         )
         _warm_up(runner, drafts, max_num_seqs, max_num_seqs + MISSING_TOKENS)
     num_tokens = asked.num_speculative_tokens
-    drafting = DraftModel(runner, num_tokens, stream)
-    if kept is not None:
-        assert isinstance(runner, HeadRunner)
-        kv_slots = whole.batching.kv_slots
-        drafting = HeadDrafts(runner, num_tokens, stream, kept=kept, kv_slots=kv_slots)
+    if isinstance(runner, HeadRunner):
+        drafting: DraftModel = HeadDrafts(runner, num_tokens, stream, whole=whole)
+    else:
+        drafting = DraftModel(runner, num_tokens, stream)
     drafting.measure(max_num_seqs)
     return drafting

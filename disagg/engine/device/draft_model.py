@@ -81,6 +81,8 @@ class DraftModel:
         return self._times.model.decode_step_s(num_sequences, 0)
 
     def propose(self, limits: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
+        if not limits:
+            return
         began_s = self._timer()
         self._let_go([each for each in self._twins if each() is None])
         twins = {each: self._follow(each) for each in limits if each not in self._failed}

@@ -5,14 +5,17 @@ is computed before a draft as far as it is missing, from the states that the mod
 (`models.kept_states`). There are none of tokens whose KV was cached or came from another worker:
 the head sees the sequence from the first token that this worker has computed, and drafts behind the
 first step here. So nothing of a head moves between workers either.
+
+While its drafts do not pay, the model keeps no states, so that a head that rests costs nothing.
+When it is asked again, it sees each sequence from there on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -26,9 +29,10 @@ from disagg.engine.sched.step import Sampled, StepPlan
 from disagg.kernels.uploads import upload
 from disagg.models.batch import Batch
 from disagg.models.heads import HeadDecoder
-from disagg.models.kept_states import KeptStates
 
-KVSlots = Callable[[Sequence, Iterable[int]], list[int]]
+# After so many steps without a draft the model keeps no states. A sequence that had begun before it
+# kept them again has a draft when there are states of so many tokens.
+STEPS_TO_REST, NUM_STATES = 32, 16
 
 
 class HeadRunner(ModelRunner):
@@ -52,18 +56,30 @@ class HeadDrafts(DraftModel):
 
     Args:
         runner: of a `HeadDecoder`.
-        kept: the states that the model keeps.
-        kv_slots: gives the slots of some positions of a sequence of the model.
+        whole: runs the model, which keeps states for the head.
     """
 
-    def __init__(self, runner: HeadRunner, *args: Any, kept: KeptStates, kv_slots: KVSlots) -> None:
+    def __init__(self, runner: HeadRunner, *args: Any, whole: ModelRunner) -> None:
         super().__init__(runner, *args)
-        assert isinstance(runner.decoder, HeadDecoder)
+        kept = whole.decoder.kept
+        assert isinstance(runner.decoder, HeadDecoder) and kept is not None
         self._head, self._of_head = runner.decoder, runner
-        self._kept, self._kv_slots = kept, kv_slots
+        self._kept, self._whole = kept, whole
         self._rows: dict[Sequence, int] = {}  # of the last step: the last row of each twin
+        self._num_idle = 0  # steps without a draft
+        # Where those begin that had KV when the model began to keep states again.
+        self._begins = WeakKeyDictionary[Sequence, int]()
 
     def propose(self, limits: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
+        self._num_idle = 0 if limits else self._num_idle + 1
+        if limits and self._whole.decoder.kept is None:
+            self._wake()
+        # What a captured graph does is fixed.
+        elif self._num_idle >= STEPS_TO_REST and self._whole.graphs is None:
+            self._whole.decoder.kept = None
+        if not limits:
+            return
+        limits = {each: limit for each, limit in limits.items() if self._has_states(each)}
         for sequence, draft in super().propose(limits):
             # Its KV is computed again from the states of the model.
             twin = self._twins[ref(sequence)]
@@ -71,8 +87,19 @@ class HeadDrafts(DraftModel):
             yield sequence, draft
         self._rows, self._of_head.shifts, self._head.given = {}, None, None
 
+    def _wake(self) -> None:
+        """Let the model keep states again, and forget what was computed of earlier ones."""
+        self._whole.decoder.kept = self._kept
+        running = self._whole.slots.owners()
+        self._begins = WeakKeyDictionary({each: each.num_computed for each in running})
+        self._let_go([*self._twins])
+
     def _begin(self, sequence: Sequence) -> int:
-        return sequence.num_cached_tokens + 1
+        return self._begins.get(sequence, sequence.num_cached_tokens) + 1
+
+    def _has_states(self, sequence: Sequence) -> bool:
+        begin = self._begins.get(sequence)
+        return begin is None or sequence.num_computed - begin >= NUM_STATES
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, owners: Mapping[Sequence, Sequence]) -> list[Sampled]:
@@ -82,7 +109,7 @@ class HeadDrafts(DraftModel):
             sequence, begin = owners[twin], self._begin(owners[twin])
             first = twin.num_computed + begin - 1
             if first < sequence.num_computed:
-                slots += self._kv_slots(sequence, range(first, first + size))
+                slots += self._whole.batching.kv_slots(sequence, range(first, first + size))
             else:  # it goes on with what it has made itself
                 own.append(self._rows[twin])
             shifts += [begin] * max(0, twin.num_computed + size - len(twin.tokens) + 1)

@@ -39,6 +39,11 @@ class Slots:
             self._owners[slot] = ref(sequence)
         return entered
 
+    def owners(self) -> list[Sequence]:
+        """The sequences that have slots."""
+        found = [owner() for owner in self._owners if owner is not None]
+        return [sequence for sequence in found if sequence is not None]
+
     def leave(self, sequences: SequenceOf[Sequence]) -> None:
         """Take the sequences' slots, so that they enter anew with their next step."""
         self._take([sequence.slot for sequence in sequences if sequence.slot != NO_SLOT])

@@ -48,7 +48,7 @@ def give_blocks(pool: BlockPool, sequence: Sequence, leaves_room: Callable[[int]
     watch_blocks(pool, sequence)
     if not sequence.was_admitted:
         sequence.was_admitted = True
-        sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        sequence.num_cached_tokens = sequence.num_computed
     return True
 
 
@@ -56,6 +56,7 @@ def take_imported(pool: BlockPool, sequence: Sequence) -> None:
     """Record the blocks with imported KV that a sequence has come with; cache the full ones."""
     sequence.num_slots = num_slots(pool, sequence)
     sequence.was_admitted = True
+    sequence.num_cached_tokens = sequence.num_computed
     sequence.num_published = 0
     watch_blocks(pool, sequence)
     if sequence.num_computed >= sequence.publish_at:

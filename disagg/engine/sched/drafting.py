@@ -7,7 +7,8 @@ prompt lookup, or a smaller model. The answer of a cascade's smaller model comes
 
 A draft is as long as the time model says that it pays. It compares the tokens that a draft will
 probably gain, by how far the sequence's last drafts were right, with the seconds that its tokens
-add to the step. Where that is less than the step gains without, there is no draft. Knows no device.
+add to the step. Where that is less than the step gains without, there is no draft, but for
+`trials`. Knows no device.
 """
 
 from __future__ import annotations
@@ -20,13 +21,11 @@ from disagg.engine.sched.acceptance import Acceptance
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.speculation import usable
 from disagg.engine.sched.step_budget import StepBudget
+from disagg.engine.sched.trials import Trials
 
 MAX_FORCED = 15  # tokens; with the one before them they are a tile of attention
 
-# While drafts do not pay, that is computed again after so many steps. One draft is tried after so
-# many such times, and later after twice as many.
-NUM_CALM = 7
-NUM_RESTS, MOST_RESTS = 8, 512
+NUM_CALM = 7  # steps after which it is computed again whether drafts pay
 
 
 class Proposer(Protocol):
@@ -46,7 +45,11 @@ class Proposer(Protocol):
         ...
 
     def propose(self, limits: Mapping[Sequence, int]) -> Iterable[tuple[Sequence, tuple[int, ...]]]:
-        """Drafts of at most so many tokens for these sequences, or for some of them."""
+        """Drafts of at most so many tokens for these sequences, or for some of them.
+
+        It is called in each step. If often with no sequence, the proposer may rest, and may need
+        some more steps before it proposes again.
+        """
         ...
 
 
@@ -72,7 +75,8 @@ class Drafting:
         self._vocab_size = vocab_size
         self._spent_s = 0.0
         self._of_all = Acceptance()
-        self._num_calm, self._num_rests, self._enough_rests = 0, 0, NUM_RESTS
+        self._num_calm = 0
+        self._trials = Trials()
 
     def propose(
         self,
@@ -110,6 +114,10 @@ class Drafting:
         if proposer is None or not others:
             return []
         limits = self._limits(proposer, others, len(running), num_context)
+        trial = None if limits else self._trials.sequence
+        if trial is not None:
+            self._trials.step()
+            limits = {trial: proposer.num_tokens} if trial in others else {}
         waiting = [] if proposer.knows_ahead else [each for each in limits if each in unread]
         for sequence in waiting:
             del limits[sequence]
@@ -122,6 +130,10 @@ class Drafting:
                 sequence.draft = draft
                 if sequence.acceptance is not None:
                     sequence.acceptance.is_asked = True
+                if sequence is trial:
+                    self._trials.sequence = None
+        if trial is not None:
+            self._trials.cost_s += proposer.spent_s - spent_s
         if unread:  # meanwhile the device computed the model's step
             self._spent_s += proposer.spent_s - spent_s
         return waiting
@@ -129,7 +141,7 @@ class Drafting:
     def is_worth_a_step(self, sequence: Sequence) -> bool:
         """Whether a draft gains more than the token of a step in which it is made."""
         acceptance, proposer = sequence.acceptance, self.proposer
-        if acceptance is None or proposer is None:
+        if acceptance is None or proposer is None or sequence is self._trials.sequence:
             return True
         num_gained: float = sum(acceptance.chances[: proposer.num_tokens])
         return num_gained > 1.0
@@ -148,7 +160,6 @@ class Drafting:
             self.num_accepted_at[i] += 1
         acceptance = sequence.acceptance
         if acceptance is not None and acceptance.is_asked:
-            self._enough_rests = NUM_RESTS if num_accepted else self._enough_rests
             acceptance.learn(num_drafted, num_accepted)
             self._of_all.learn(num_drafted, num_accepted)
 
@@ -178,20 +189,13 @@ class Drafting:
             gained, step_s = gained + gain, step_s + cost_s
             limits.update((sequence, place + 1) for sequence, _ in drafted)
         if not limits:
-            return self._try_again(sequences[0])
+            self._num_calm = NUM_CALM
+            self._trials.begin(sequences, (NUM_CALM + 1) * step_s, step_s / num_decodes)
+            return {}
         for each in sequences:
             if each.acceptance is not None and each not in limits:
                 each.acceptance.rest()
         return limits
-
-    def _try_again(self, sequence: Sequence) -> dict[Sequence, int]:
-        """What to propose where nothing pays: nothing, and now and then one token."""
-        self._num_calm = NUM_CALM
-        self._num_rests += 1
-        if self._num_rests < self._enough_rests:
-            return {}
-        self._num_rests, self._enough_rests = 0, min(2 * self._enough_rests, MOST_RESTS)
-        return {sequence: 1}
 
 
 def _forced(sequence: Sequence, vocab_size: int) -> tuple[int, ...]:

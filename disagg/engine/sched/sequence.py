@@ -50,7 +50,8 @@ class Sequence:
     block_hashes: hashes of full rows, extended as rows fill up with generated tokens.
     num_published: number of leading rows that were offered to the pool's prefix cache.
     publish_at: the value of `num_computed` at which the next row is full.
-    was_admitted, num_cached_tokens: whether it was ever admitted; tokens that were cached then.
+    was_admitted, num_cached_tokens: whether it was ever admitted; tokens that had KV then, also of
+        an answer that was begun elsewhere.
 
     Written by one part each:
     arrival, num_queued: place in every queue, (priority, number, or -1 before it has one), and its
@@ -155,6 +156,10 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_cached_prompt_tokens(self) -> int:
+        return min(self.num_cached_tokens, self.num_prompt_tokens)
 
     @property
     def num_uncomputed(self) -> int:

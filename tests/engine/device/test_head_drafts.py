@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from disagg.config import SpeculativeConfig
 from disagg.engine.device.build import build_engine
 from disagg.engine.device.check import check_engine
 from disagg.engine.device.head_drafts import HeadDrafts
+from disagg.engine.device.runner import ModelRunner
+from disagg.engine.sched import trials
 from disagg.engine.sched.sequence import Sequence
 from disagg.models.decoder import load_model
 from disagg.models.description import describe_model
 from disagg.models.draft_layers import eagle3_head, mtp_layer
 from disagg.models.heads import HeadDecoder
-from tests.engine.device.tiny_engine import CONFIG, run, sequence
+from disagg.time_model import StepTimeModel
+from tests.engine.device.tiny_engine import CONFIG, answer, run, sequence
 from tests.models.checkpoints import write_checkpoint
 from tests.models.heads import add_mtp_layer, write_eagle3
 from tests.models.paging import Tokens, make_batch, new_slab
@@ -61,6 +65,29 @@ def expecting(model: Path, head: Path | None) -> Expect:
     return expect
 
 
+def checking(proposer: Any, expect: Expect, base_of: Callable[[Sequence], int]) -> list[int]:
+    """Check all drafts of a proposer, which sees a sequence from the token after a position on.
+
+    Returns these positions, one for each draft.
+    """
+    propose, bases = proposer.propose, list[int]()
+
+    def checked(limits: dict[Sequence, int]) -> list[tuple[Sequence, tuple[int, ...]]]:
+        made = [*propose(limits)]
+        for each, draft in made:
+            bases.append(base_of(each))
+            assert [*draft] == expect(each.tokens, bases[-1], len(draft))
+        return made
+
+    proposer.propose = checked
+    return bases
+
+
+def asked_of(prompt: tuple[int, ...], output: tuple[int, ...] = (), **sampling: Any) -> Sequence:
+    allowed = tuple(ALLOWED)
+    return sequence(None, prompt, output, temperature=0.0, allowed_token_ids=allowed, **sampling)
+
+
 @pytest.mark.usefixtures("no_room_to_grow")
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_drafts(method: str, directory: Path, tmp_path: Path) -> None:
@@ -77,35 +104,71 @@ def test_drafts(method: str, directory: Path, tmp_path: Path) -> None:
     engine = build_engine(config, describe_model(model))[0]
     proposer = engine.scheduler.drafting.proposer
     assert isinstance(proposer, HeadDrafts)
-    expect, propose, bases = expecting(model, head), proposer.propose, list[int]()
-
-    def checked(limits: dict[Sequence, int]) -> list[tuple[Sequence, tuple[int, ...]]]:
-        made = [*propose(limits)]
-        for each, draft in made:
-            base = each.num_cached_tokens
-            assert [*draft] == expect(each.tokens, base, len(draft))
-            bases.append(base)
-        return made
-
-    proposer.propose = checked  # type: ignore[method-assign, assignment]
+    bases = checking(proposer, expecting(model, head), lambda each: each.num_cached_tokens)
     prefix = tuple(range(40, 61))
     for some in ((0,), range(1, 5)):
-        made = [
-            sequence(
-                None,
-                (*prefix, i, 7 * i),
-                max_tokens=12,
-                temperature=0.0,
-                allowed_token_ids=tuple(ALLOWED),
-            )
-            for i in some
-        ]
+        made = [asked_of((*prefix, i, 7 * i), max_tokens=12) for i in some]
         for each in made:
             each.block_hashes = hash_blocks(each.hash_root, each.tokens, 4)
         run(engine, *made)
     assert {0, 20} == set(bases) and len(bases) > 20
     assert engine.scheduler.num_preempted > 0
     assert 0 < engine.scheduler.num_accepted < engine.scheduler.num_drafted
+
+
+def test_the_model_keeps_no_states_for_a_head_that_rests(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the head is tried again, it sees the sequence from there on."""
+    monkeypatch.setattr(trials, "SHARE", 0.02)  # a trial in 50 steps
+    head = write_eagle3(tmp_path, directory)
+    asked = SpeculativeConfig(method="eagle3", model=str(head))
+    engine = build_engine(replace(CONFIG, speculative_config=asked), describe_model(directory))[0]
+    never_pays = StepTimeModel(per_step_s=0.0, per_sequence_s=1.0)
+    engine.scheduler.step_budget.times = lambda: never_pays
+    proposer, runner = engine.scheduler.drafting.proposer, engine.runner
+    assert isinstance(runner, ModelRunner) and isinstance(proposer, HeadDrafts)
+    begun, keeps = list[int](), list[bool]()
+    bases = checking(proposer, expecting(directory, head), lambda each: ([0, *begun])[-1])
+    one = asked_of((5, 6, 7), max_tokens=120)
+    engine.submit(one)
+    while engine.has_work:
+        num_computed = one.num_computed
+        engine.step()
+        keeps.append(runner.decoder.kept is not None)
+        if keeps[-2:] == [False, True]:
+            begun.append(num_computed)
+    assert bases == [0, begun[0]] and begun[0] > 32
+    assert keeps.count(False) > 16
+
+
+def test_a_head_sees_nothing_of_an_answer_from_before_its_move(
+    directory: Path, tmp_path: Path
+) -> None:
+    head = write_eagle3(tmp_path, directory, num_draft_tokens=130)
+    asked = SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=3)
+    config, model = replace(CONFIG, speculative_config=asked), describe_model(directory)
+    (old, old_kv), (new, new_kv) = (build_engine(config, model) for _ in range(2))
+    whole = asked_of((5, 6, 7), max_tokens=22)
+    run(old, whole)
+    moved = asked_of((5, 6, 7), tuple(answer(whole)[:9]), max_tokens=22)
+    held = asked_of(tuple(moved.tokens), max_tokens=2)
+    held.hand_over = True
+    old.submit(held)
+    while not any(event.left for event in old.step()):
+        pass
+    moved.num_computed = len(moved.tokens) - 1
+    moved.block_ids = new.reserve(len(held.block_ids)) or []
+    for source, target in zip(held.block_ids, moved.block_ids, strict=True):
+        new_kv.copy_blocks(target, old_kv, source, 1)
+    runner = new.runner
+    assert isinstance(runner, ModelRunner) and runner.decoder.kept is not None
+    runner.decoder.kept.by_slot.normal_()  # states of others that had these slots
+    bases = checking(new.scheduler.drafting.proposer, expecting(directory, head), lambda _: 11)
+    new.join(moved)
+    while new.has_work:
+        new.step()
+    assert answer(moved) == answer(whole) and len(bases) > 2
 
 
 def test_a_head_is_counted_before_it_is_loaded(directory: Path, tmp_path: Path) -> None:

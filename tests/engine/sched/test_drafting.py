@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from disagg.engine.sched.drafting import MOST_RESTS, NUM_CALM, NUM_RESTS, Drafting
+from disagg.engine.sched import trials
+from disagg.engine.sched.drafting import NUM_CALM, Drafting
 from disagg.engine.sched.sequence import Sequence
 from disagg.engine.sched.step_budget import StepBudget
 from disagg.time_model import StepTimeModel
@@ -18,14 +19,21 @@ TIMES = StepTimeModel(per_step_s=0.010, per_sequence_s=0.001, per_context_s=0.0)
 
 
 class Proposer:
-    """Proposes what it is allowed to, and costs so many seconds a token."""
+    """Proposes what it is allowed to, and costs so many seconds a token.
+
+    num_deaf: times that it is asked before each draft, without proposing anything.
+    """
 
     num_tokens = 5
-    knows_ahead = True
-    spent_s = 0.0
 
-    def __init__(self, token_s: float = 0.0) -> None:
+    def __init__(
+        self, token_s: float = 0.0, num_deaf: int = 0, *, knows_ahead: bool = True
+    ) -> None:
         self._token_s = token_s
+        self._num_deaf = num_deaf
+        self._num_asked = 0
+        self.knows_ahead = knows_ahead
+        self.spent_s = 0.0
         self.limits: list[int] = []
 
     def token_s(self, num_sequences: int) -> float:
@@ -33,8 +41,12 @@ class Proposer:
 
     def propose(self, limits: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
         self.limits = [*limits.values()]
-        for sequence, limit in limits.items():
-            yield sequence, (7,) * limit
+        self._num_asked += bool(limits)
+        if limits and self._num_asked > self._num_deaf:
+            self._num_asked = 0
+            self.spent_s += self._token_s * max(limits.values())
+            for sequence, limit in limits.items():
+                yield sequence, (7,) * limit
 
 
 def drafting_with(proposer: Proposer, times: StepTimeModel | None = TIMES) -> Drafting:
@@ -89,15 +101,44 @@ def test_a_model_that_is_slow_pays_less(token_s: float, length: int) -> None:
     assert play(drafting_with(Proposer(token_s)), decoding(), 5, 200)[-1] == length
 
 
-def test_what_does_not_pay_is_tried_again_ever_less_often() -> None:
-    most = MOST_RESTS * (NUM_CALM + 1)
-    lengths = play(drafting_with(Proposer(0.020)), decoding(), 0, 4 * most)
-    tries = [step for step, length in enumerate(lengths) if length]
-    assert max(lengths) == 1
-    gaps = [after - before for before, after in pairwise(tries)]
-    assert gaps[:2] == [2 * NUM_RESTS * (NUM_CALM + 1), 4 * NUM_RESTS * (NUM_CALM + 1)]
-    assert gaps == sorted(gaps) and gaps[-1] == most
-    assert sum(map(bool, lengths)) / len(lengths) < 0.001
+@pytest.mark.parametrize("num_deaf", [0, 5])
+def test_what_does_not_pay_is_tried_in_a_hundredth_of_the_time(num_deaf: int) -> None:
+    """As long as it takes until there is a draft, by each sequence in turn."""
+    proposer, sequences = Proposer(0.008, num_deaf), decoding(2)
+    drafting, tries = drafting_with(proposer), list[tuple[int, Sequence]]()
+    for step in range(4000):
+        drafting.propose(sequences, 0)
+        for each in sequences:
+            if each.draft:
+                tries.append((step, each))
+                drafting.learn(each, len(each.draft), 0)
+                assert each.draft == (7,) * 5, "so that what long drafts take is known, too"
+            each.draft = ()
+    gaps = [after - before for (before, _), (after, _) in pairwise(tries)]
+    # A trial takes 46 ms, and a step of two tokens 12.
+    least = 0.046 / trials.SHARE / 0.012
+    assert len(gaps) > 9
+    assert all(least <= gap <= least + 2 * (NUM_CALM + 1) for gap in gaps[1:]), gaps
+    assert [each for _, each in tries[1:]] == [sequences[n % 2] for n in range(1, len(tries))]
+
+
+def test_a_trial_ends_without_a_draft_at_last() -> None:
+    proposer = Proposer(0.040, 10 * trials.NUM_STEPS)
+    drafting, sequences, num_asked = drafting_with(proposer), decoding(2), 0
+    for _ in range(4 * trials.NUM_STEPS):
+        drafting.propose(sequences, 0)
+        num_asked += bool(proposer.limits)
+    assert trials.NUM_STEPS < num_asked < 3 * trials.NUM_STEPS
+
+
+def test_a_trial_also_comes_to_who_is_always_under_way() -> None:
+    """Who then sits out a step, so that its draft can be made."""
+    proposer = Proposer(0.040, knows_ahead=False)
+    drafting, (one, other) = drafting_with(proposer), decoding(2)
+    assert drafting.propose([one, other], 0, [one, other]) == [one]
+    assert drafting.is_worth_a_step(one)
+    assert drafting.propose([one, other], 0, [other]) == []
+    assert one.draft == (7,) * 5 and not other.draft
 
 
 def test_new_sequences_begin_with_what_is_known_of_others() -> None:
