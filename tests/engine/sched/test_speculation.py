@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -300,3 +302,47 @@ def test_with_and_without_draft_are_the_same_but_for_the_steps(
         num_steps.append(len(events))
     assert told[0] == told[1]
     assert num_steps[0] <= num_steps[1]
+
+
+class Right:
+    """Proposes so many tokens that are right, as a `drafting.Proposer`."""
+
+    knows_ahead, spent_s = True, 0.0
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def token_s(self, num_sequences: int) -> float:
+        return 0.0
+
+    def propose(self, limits: Mapping[Sequence, int]) -> Iterator[tuple[Sequence, tuple[int, ...]]]:
+        for sequence, limit in limits.items():
+            prompt = tuple(sequence.tokens[: sequence.num_prompt_tokens])
+            first = sequence.num_output_tokens
+            yield sequence, tuple(expected_tokens(prompt, first + limit, NEVER)[first:])
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["", "ahead"])
+def test_a_newcomer_is_inserted_into_rounds_of_drafts(on_device: bool) -> None:
+    """It computes its prompt, and has drafts, in the steps of the others, none of which gains less
+    in any step."""
+    gained = []
+    for joins in (False, True):
+        engine, _ = new_engine(
+            128, BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=64, on_device=on_device
+        )
+        engine.scheduler.drafting.proposer = Right(3)
+        others = [new_sequence((9, i), BLOCK_SIZE, 40, stop_ids=NEVER) for i in range(3)]
+        newcomer, of_steps = new_sequence(PROMPT, BLOCK_SIZE, 12, stop_ids=NEVER), []
+        for each in others:
+            engine.submit(each)
+        while any(each in engine.scheduler for each in others):
+            if joins and len(of_steps) == 3:
+                engine.submit(newcomer)
+            events = engine.step()
+            of_steps.append([len(e.token_ids) for e in events if e.sequence in others])
+            if joins and len(of_steps) == 4:
+                assert newcomer.num_output_tokens == 1
+        gained.append(of_steps)
+        assert not joins or newcomer.tokens[len(PROMPT) :] == expected_tokens(PROMPT, 12, NEVER)
+    assert gained[0] == gained[1] and max(map(max, gained[0])) == 4
