@@ -172,7 +172,9 @@ def test_tokens_of_a_moved_request_do_not_count_as_cached_prompt() -> None:
     rig.kv_import.admit(sequence, rig.ticket(sequence, len(PROMPT) + 3), rig.now)
     rig.advance()
     rig.end_pull(0)
-    assert sequence.num_computed == len(PROMPT) + 3 and sequence.num_cached_tokens == len(PROMPT)
+    assert sequence.num_computed == len(PROMPT) + 3 and sequence.num_cached_prompt_tokens == len(
+        PROMPT
+    )
 
 
 def test_blocks_that_are_here_are_not_pulled() -> None:
