@@ -463,7 +463,7 @@ def test_tokens_of_a_moved_request_do_not_count_as_cached_prompt() -> None:
     moved = new_sequence(PROMPT[:6], BLOCK_SIZE, 30, output=PROMPT[6:17], stop_ids=frozenset())
     rig.kv_import.admit(moved, None, rig.now)
     rig.run()
-    assert moved.num_cached_tokens == 6
+    assert moved.num_cached_prompt_tokens == 6
 
 
 def test_blocks_of_another_name_never_come() -> None:
