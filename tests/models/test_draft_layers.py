@@ -176,23 +176,23 @@ def test_the_compiled_step_keeps_the_same_states(tmp_path: Path) -> None:
 def test_a_compiled_head(num_draft_tokens: int, tmp_path: Path) -> None:
     """As close to float32 as torch in bfloat16, also what it makes for its own next token."""
     model = describe_model(write_tiny_model(tmp_path / "tiny", inner=96))
-    asked = {"head_dim": 16, "num_draft_tokens": num_draft_tokens}
-    place = write_eagle3(tmp_path / "head", tmp_path / "tiny", **asked)
+    head, of = tmp_path / "head", tmp_path / "tiny"
+    place = write_eagle3(head, of, head_dim=16, num_draft_tokens=num_draft_tokens)
     found = []
     for dtype, is_compiled in (
         (torch.float32, False),
         (torch.bfloat16, False),
         (torch.bfloat16, True),
     ):
-        head = HeadDecoder(load(model, dtype), eagle3_head(place, model))
-        assert (head._step is not None) == (dtype == torch.bfloat16)
-        head._step = head._step if is_compiled else None
+        decoder = HeadDecoder(load(model, dtype), eagle3_head(place, model))
+        assert (decoder._step is not None) == (dtype == torch.bfloat16)
+        decoder._step = decoder._step if is_compiled else None
         given = torch.randn(NUM_TOKENS, 128, generator=torch.Generator().manual_seed(1))
-        logits, _ = computed(head, given.to(torch.bfloat16).to(dtype))
-        assert head.made is not None
+        logits, _ = computed(decoder, given.to(torch.bfloat16).to(dtype))
+        assert decoder.made is not None
         known = logits[:, : 2 * num_draft_tokens : 2] if num_draft_tokens else logits
         assert (logits.isinf().sum(1) == 260 - known.shape[1]).all()
-        found.append((known, head.made.float()))
+        found.append((known, decoder.made.float()))
     for exact, torchs, ours in zip(*found, strict=True):
         assert_as_close(exact, ours, torchs)
 

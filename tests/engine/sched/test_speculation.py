@@ -333,7 +333,8 @@ def test_a_newcomer_is_inserted_into_rounds_of_drafts(on_device: bool) -> None:
         )
         engine.scheduler.drafting.proposer = Right(3)
         others = [new_sequence((9, i), BLOCK_SIZE, 40, stop_ids=NEVER) for i in range(3)]
-        newcomer, of_steps = new_sequence(PROMPT, BLOCK_SIZE, 12, stop_ids=NEVER), []
+        newcomer = new_sequence(PROMPT, BLOCK_SIZE, 12, stop_ids=NEVER)
+        of_steps: list[list[int]] = []
         for each in others:
             engine.submit(each)
         while any(each in engine.scheduler for each in others):
