@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as functional
@@ -26,7 +26,14 @@ from disagg.models.batch import Batch
 from disagg.models.communicator import Communicator
 from disagg.models.description import ModelDescription
 from disagg.models.kept_states import KeptStates
-from disagg.models.layers import ExpertMlp, Layer, LayerPacker, Mlp, mean_squares
+from disagg.models.layers import (
+    ExpertMlp,
+    Layer,
+    LayerPacker,
+    Mlp,
+    arrange_pairs_,
+    mean_squares,
+)
 from disagg.models.model_config import ModelConfig, not_compiled
 from disagg.models.rope import RopeConfig
 from disagg.models.share import WHOLE, Share
@@ -37,6 +44,40 @@ log = logging.getLogger(__name__)
 # The norm of the output of attention or an MLP before it is added, and the norm of the sum for the
 # next operation. A family may lack either.
 Norms: TypeAlias = tuple[Tensor | None, Tensor | None]
+
+
+class Turn(NamedTuple):
+    """The positions of a step's tokens, for layers that have the same.
+
+    Attributes:
+        rows: of `Ops.rope_table`.
+        query_scales: [num_tokens, 1, 1], by which queries are multiplied; None: they are not.
+    """
+
+    rows: Tensor
+    query_scales: Tensor | None
+
+
+class RopeTable(NamedTuple):
+    """`Turn` of every position."""
+
+    table: Tensor
+    query_scales: Tensor | None
+
+    @classmethod
+    def of(cls, rope: RopeConfig, rope_dim: int, num_positions: int, decoder: Decoder) -> RopeTable:
+        cos, sin = rope_tables(rope, rope_dim, num_positions)
+        table = decoder.ops.rope_table(cos, sin, decoder.dtype).to(decoder.device)
+        if not rope.query_beta:
+            return cls(table, None)
+        num_lengths = torch.arange(num_positions).div(rope.original_max_position).floor()
+        scales = 1 + rope.query_beta * num_lengths.log1p()
+        return cls(table, scales.to(decoder.dtype).to(decoder.device).view(-1, 1, 1))
+
+    def at(self, positions: Tensor) -> Turn:
+        scales = self.query_scales
+        own = None if scales is None else scales.index_select(0, positions)
+        return Turn(self.table.index_select(0, positions), own)
 
 
 class Decoder:
@@ -75,11 +116,8 @@ class Decoder:
         self._embedding = self._table(weights)
         packer = LayerPacker(self.ops, config, self.dtype, communicator)
         self._layers = [packer.pack(index, layer) for index, layer in enumerate(weights.layers)]
-        self._rope = self._rope_table(config.rope)
-        self._window_rope = (
-            None if config.window_rope is None else self._rope_table(config.window_rope)
-        )
-        self._embedding_scale: float | None = None
+        self._ropes = self._rope_tables()
+        self._embedding_scale = config.embedding_scale
         if config.scaled_embedding:  # in the type of activations, as transformers rounds it
             scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype)
             self._embedding_scale = scale.item()
@@ -87,9 +125,9 @@ class Decoder:
         self.adapters: AdapterTables | None = None
         self.kept: KeptStates | None = None
 
-    def _rope_table(self, rope: RopeConfig) -> Tensor:
-        cos, sin = rope_tables(rope, self.config.rope_dim, self.config.max_model_len)
-        return self.ops.rope_table(cos, sin, self.dtype).to(self.device)
+    def _rope_tables(self) -> list[RopeTable]:
+        sizes = self.config.rope_dim, self.config.max_model_len
+        return [RopeTable.of(rope, *sizes, self) for rope in self.config.ropes]
 
     def _table(self, weights: DecoderWeights) -> Tensor | NarrowLinear:
         """The table in which embeddings are looked up."""
@@ -133,12 +171,12 @@ class Decoder:
             communicator only the first rank has all columns; the others have their part.
         """
         projected = self._project_vocabulary(self.hidden(batch, kv_cache, paging))
-        return self._capped(projected.float() if logits is None else logits.copy_(projected))
+        return self._scaled(projected.float() if logits is None else logits.copy_(projected))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits, float32 [num_rows, vocab_size], of some rows of the result of `hidden`."""
-        return self._capped(self._project_vocabulary(hidden).float())
+        return self._scaled(self._project_vocabulary(hidden).float())
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv_cache: KVPages, paging: Paging | None = None) -> Tensor:
@@ -154,9 +192,7 @@ class Decoder:
         if paging is None:
             paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
         adapted = StepAdapters.of(batch, self.adapters, ops)
-        rope_rows = window_rows = self._rope.index_select(0, batch.positions)
-        if self._window_rope is not None:
-            window_rows = self._window_rope.index_select(0, batch.positions)
+        turns = [table.at(batch.positions) for table in self._ropes]
         hidden, normed = self._inputs(batch.token_ids)
         last = len(self._layers) - 1
         states: dict[int, Tensor] = {}
@@ -165,8 +201,8 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             if kept is not None and index in kept.layers:
                 states[index] = hidden
-            own_rows = rope_rows if layer.window is None else window_rows
-            attended = self._attend(layer, index, normed, own_rows, kv_cache, paging, adapted)
+            turn = turns[layer.rope]
+            attended = self._attend(layer, index, normed, turn, kv_cache, paging, adapted)
             if index == last and is_cut and not keeps_last:
                 # After the last attention only the rows whose logits are needed matter (if there
                 # are as many rows as tokens, they are all rows in order).
@@ -197,7 +233,7 @@ class Decoder:
         layer: Layer,
         index: int,
         normed: Tensor,
-        rope_rows: Tensor,
+        turn: Turn,
         kv_cache: KVPages,
         paging: Paging,
         adapted: StepAdapters | None,
@@ -208,13 +244,17 @@ class Decoder:
         if adapted is not None:
             adapted.adding(index, "qkv")(projected, normed)
         if layer.latent is not None:
-            return layer.latent(ops, projected, rope_rows, kv_cache, index, paging)
+            return layer.latent(ops, projected, turn.rows, kv_cache, index, paging)
         heads = projected.view(len(projected), -1, config.head_dim)
         turned = heads[:, : config.num_heads + config.num_kv_heads]
+        if config.rotates_pairs:
+            arrange_pairs_(turned[..., : config.rope_dim])
         squares = None
         if config.qk_norm_all_heads:
             squares = mean_squares(turned, config.num_heads, self.ranks)
-        ops.norm_rope_(turned, layer.qk_norm, config.rms_norm_eps, rope_rows, squares)
+        ops.norm_rope_(turned, layer.qk_norm, config.rms_norm_eps, turn.rows, squares)
+        if turn.query_scales is not None:
+            heads[:, : config.num_heads].mul_(turn.query_scales)
         return ops.attention(heads, kv_cache, index, layer.window, paging, layer.sinks)
 
     def _mlp(
@@ -259,7 +299,8 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """As `Ops.project_add_norm`, summed over the ranks, each of which has some columns."""
         own, following = norms
-        if self.ranks is None and own is None and following is not None and adapt is None:
+        is_plain = own is None and adapt is None and self.config.residual_scale == 1.0
+        if self.ranks is None and is_plain and following is not None:
             eps = self.config.rms_norm_eps
             return self.ops.project_add_norm(x, weight, residual, following, eps)
         projected = self.ops.project(x, weight)
@@ -273,6 +314,8 @@ class Decoder:
         """Return residual + x, and the same after RMS normalisation."""
         own, following = norms
         x = self._normed(x, own)
+        if self.config.residual_scale != 1.0:
+            x = x * self.config.residual_scale
         if following is None:
             total = residual + x
             return total, total
@@ -291,7 +334,7 @@ class Decoder:
             elsewhere = (rows < 0) | (rows >= end - first)
             found = self._looked_up(rows.masked_fill_(elsewhere, 0))
             found = self.ranks.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(1), 0))
-        return found if self._embedding_scale is None else found.mul_(self._embedding_scale)
+        return found if self._embedding_scale == 1.0 else found.mul_(self._embedding_scale)
 
     def _looked_up(self, rows: Tensor) -> Tensor:
         if isinstance(self._embedding, Tensor):
@@ -306,9 +349,11 @@ class Decoder:
         parts = [Share(rank, num_ranks).of(self.config.vocab_size) for rank in range(num_ranks)]
         return self.ranks.gather(projected, [end - first for first, end in parts])
 
-    def _capped(self, logits: Tensor) -> Tensor:
-        """Cap float32 logits in place, so that they need no more memory than other models'."""
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Scale and cap float32 logits in place: they need no more memory than other models'."""
         cap = self.config.logit_cap
+        if self.config.logit_divisor != 1.0:
+            logits.div_(self.config.logit_divisor)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def described(self) -> DenseModel | None:
@@ -337,7 +382,7 @@ class Decoder:
             head_dim=self.config.head_dim,
             eps=self.config.rms_norm_eps,
             embedding=self._embedding,
-            rope=self._rope,
+            rope=self._ropes[0].table,
             layers=layers,
             norm=self._norm,
             head=self._lm_head,
@@ -450,8 +495,8 @@ def scores_of(config: ModelConfig) -> Scores:
 def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines, float32 [num_positions, head_dim / 2] each, as transformers does.
 
-    Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), and `apply_scaling` of Llama
-    3.1's reference code.
+    Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753), and
+    `apply_scaling` of Llama 3.1's reference code.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
@@ -462,8 +507,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return float32 [head_dim / 2]: radians per position."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inverse = 1.0 / (rope.theta**exponents)
+    if rope.kind == "none":
+        return torch.zeros_like(inverse)
     if rope.kind == "linear":
         return inverse / rope.factor
+    if rope.kind == "longrope":
+        return inverse / torch.tensor(rope.long_factors if rope.is_long else rope.short_factors)
     if rope.kind == "llama3":
         return _llama3(rope, inverse)
     if rope.kind == "yarn":

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -58,18 +59,20 @@ class TextPart:
     """The text part of a model.
 
     Attributes:
-        architecture: the architecture of the text-only model.
+        architectures: of the text-only models; the first if its model_type says no other.
         model_type: model_type of the whole model in config.json.
     """
 
-    architecture: str
+    architectures: tuple[str, ...]
     model_type: str
 
 
 TEXT_PARTS: Mapping[str, TextPart] = MappingProxyType(
     {
-        "Gemma3ForConditionalGeneration": TextPart("Gemma3ForCausalLM", "gemma3"),
-        "Mistral3ForConditionalGeneration": TextPart("MistralForCausalLM", "mistral3"),
+        "Gemma3ForConditionalGeneration": TextPart(("Gemma3ForCausalLM",), "gemma3"),
+        "Mistral3ForConditionalGeneration": TextPart(
+            ("MistralForCausalLM", "Ministral3ForCausalLM"), "mistral3"
+        ),
     }
 )
 
@@ -170,6 +173,18 @@ class ModelDescription:
         """The numbers of its decoder."""
         stated = self._stated_config
         return replace(stated, tie_word_embeddings=False) if self._has_own_head else stated
+
+    def within(self, max_model_len: int) -> ModelDescription:
+        """The model for contexts of at most so many tokens.
+
+        It has a fingerprint of its own if that changes what it computes (LongRoPE).
+        """
+        config = self.config.within(max_model_len)
+        if config.rope == self.config.rope:
+            return self
+        model = copy(self)
+        vars(model).update(config=config, fingerprint=f"{self.fingerprint}+short")
+        return model
 
     @property
     def vocab_size(self) -> int:
@@ -492,7 +507,9 @@ def _text_config(raw: Json, place: object) -> Json | None:
         raise ModelError(f"{place} must have a text_config and model_type {part.model_type!r}")
     outer = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
     shared = {key: raw[key] for key in outer if key in raw}
-    return {**shared, **own, "architectures": [part.architecture]}
+    types = {FAMILIES[name].model_type: name for name in part.architectures}
+    architecture = types.get(str(own.get("model_type")), part.architectures[0])
+    return {**shared, **own, "architectures": [architecture]}
 
 
 def text_name(name: str) -> str | None:

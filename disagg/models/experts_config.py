@@ -66,7 +66,7 @@ def experts_config(fields: Fields, names: ExpertNames) -> ExpertsConfig:
         shared_intermediate_size=shared,
         is_normalized=names.is_normalized or fields.flag("norm_topk_prob"),
         has_bias=names.has_bias,
-        is_mxfp4=names.is_stacked and bool(fields.raw.get("quantization_config")),
+        is_mxfp4=names.stacked == "alternating" and bool(fields.raw.get("quantization_config")),
         grouping=_grouping(fields, names, num_experts, num_chosen) if names.scoring else None,
         **clamp,
     )

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 from disagg.errors import ModelError
 
 Json: TypeAlias = Mapping[str, Any]
+Norms: TypeAlias = Literal["before", "after", "around", "around, GLM"]
 MOST = 2**31 - 1
 
 
@@ -24,8 +25,10 @@ class ExpertNames:
         num_experts: keys for the number of experts, of which a file has one.
         intermediate_size: key for the inner size of one expert.
         router: the router's tensor, without the prefix of the layer.
-        gate, up, down: tensors of expert {}, without the prefix of the layer. If `is_stacked`, all
-            experts are in one tensor, rows of gate and up alternate, and `up` is not used.
+        gate, up, down: tensors of expert {}, without the prefix of the layer. If they are stacked,
+            one tensor has gate and up of all experts, and `up` is not used.
+        stacked: how one tensor has gate and up: their rows alternate, or those of gate come first;
+            empty: each expert has its own tensors.
         shared: names of the expert that all tokens go through and of its gate, with the key for its
             size.
         is_normalized: whether weights are always normalised; if not, `norm_topk_prob` says it.
@@ -53,7 +56,7 @@ class ExpertNames:
     is_normalized: bool = False
     has_dense_layers: bool = False
     has_bias: bool = False
-    is_stacked: bool = False
+    stacked: Literal["", "alternating", "gate first"] = ""
     is_clamped: bool = False
     scoring: Literal["", "softmax", "sigmoid"] = ""
     score_bias: str = ""
@@ -72,10 +75,8 @@ class Family:
         defaults: defaults of its configuration class (transformers 5), for keys that a file may
             leave out. Sizes that only the weights determine have no default, so a file without
             them is broken.
-        attention_bias: "stated": q, k, v and the output have biases if the key `attention_bias`
-            says so. "qkv": only q, k and v have biases. "qkv_bias", "qkv attention_bias": only
-            these, if that key says so. "none": there are no biases.
-        mlp_bias: whether the class has the key `mlp_bias`.
+        qkv_bias, output_bias, mlp_bias: whether q, k and v, the output of attention, and MLPs have
+            biases, or the key that says so.
         qk_norm: how q and k are normalised: each head; each head if the key `use_qk_norm` says so
             ("stated"); or all heads of q together, and all heads of k together.
         windows: which layers have a sliding window: the layers that the file names, if its
@@ -85,12 +86,17 @@ class Family:
         full_every: every `full_every`-th layer has no window. The key `sliding_window_pattern` may
             give another number, if it is one of the `defaults`.
         ropes_by_kind: whether layers with a window have their own RoPE settings.
-        is_fused: whether q, k and v are one tensor, and gate and up are another one.
+        no_rope: which layers have no positions (NoPE): those that `no_rope_layers` or
+            `no_rope_layer_interval` names; those without a window, if others have one; or none.
+        rotates_pairs: whether RoPE rotates pairs of neighbouring values. If not, it rotates value i
+            of the first half together with value i of the second half.
+        fused: which of "qkv" and "gate_up" are one tensor of a checkpoint.
         rope_kinds: the supported kinds of RoPE scaling; empty: all kinds.
         sinks: whether each query head has a logit that takes part in its softmax and has no value.
         experts: the names of its experts; None: it has no experts.
         is_latent: whether it has multi-head latent attention.
-        norms: where the norms of a layer are: before attention and MLP, after both, or around both.
+        norms: where the norms of a layer are: before attention and MLP, after both, or around both,
+            with Gemma's or with GLM's names.
         norms_less_one: whether a checkpoint has the weights of norms minus one. They are then kept
             in float32, as transformers computes them.
         scaled_embedding: whether embeddings are multiplied by the square root of their size.
@@ -100,19 +106,22 @@ class Family:
 
     model_type: str
     defaults: Json
-    attention_bias: Literal["stated", "qkv", "qkv_bias", "qkv attention_bias", "none"] = "none"
-    mlp_bias: bool = False
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
     qk_norm: Literal["none", "each head", "stated", "all heads"] = "none"
     windows: Literal["stated", "all", "alternating", "none"] = "none"
     full_every: int = 2
     ropes_by_kind: bool = False
-    is_fused: bool = False
+    no_rope: Literal["stated", "full", "none"] = "none"
+    rotates_pairs: bool = False
+    fused: tuple[str, ...] = ()
     rope_kinds: tuple[str, ...] = ()
     sinks: bool = False
     experts: ExpertNames | None = None
     is_latent: bool = False
     also_called: tuple[str, ...] = ()
-    norms: Literal["before", "after", "around"] = "before"
+    norms: Norms = "before"
     norms_less_one: bool = False
     scaled_embedding: bool = False
     activations: tuple[str, ...] = ("silu",)
@@ -149,6 +158,10 @@ class Fields:
         if not isinstance(value, bool):
             raise self.wrong(f"{key} must be true or false, not {json.dumps(value)}")
         return value
+
+    def is_so(self, key: bool | str) -> bool:
+        """What a family says, or the flag that it names. Raises `ModelError`."""
+        return self.flag(key) if isinstance(key, str) else key
 
     def number(self, key: str) -> float:
         """A number above 0. Raises `ModelError`."""

@@ -353,9 +353,9 @@ class GgufFiles:
     def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
         kind = self._setting("rope.scaling.type", "none")
         factors = self._header.tensors.get(_ROPE_FACTORS)
+        if kind == "longrope" or (factors is not None and kind != "none"):
+            raise self._unsupported("rope.scaling.type")
         if factors is not None:
-            if kind != "none":
-                raise self._unsupported("rope.scaling.type")
             return self._llama3(factors, head_dim)
         if kind == "none":
             return None

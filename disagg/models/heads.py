@@ -68,8 +68,7 @@ class HeadDecoder(_Part):
         outer = reader.read(drafts.outer)
         layer = LayerWeights(**reader.read(drafts.layer))
         self._layers = [LayerPacker(self.ops, config, self.dtype, None).pack(0, layer)]
-        self._rope = self._rope_table(config.rope)
-        self._window_rope = None
+        self._ropes = self._rope_tables()
         self._norm, self._token_norm = outer["norm"], outer["token_norm"]
         self._state_norm = outer["state_norm"]
         self._norms_residual, self._kept = drafts.norms_residual, drafts.kept
@@ -78,7 +77,7 @@ class HeadDecoder(_Part):
             for name in ("fuse", "combine")
         )
         if "embedding" in outer:
-            self._embedding, self._embedding_scale = outer["embedding"], None
+            self._embedding, self._embedding_scale = outer["embedding"], 1.0
         if "lm_head" in outer:
             self._lm_head = self.ops.pack_table(outer["lm_head"])
         if self._combine is None:

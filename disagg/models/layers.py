@@ -46,6 +46,7 @@ class Layer:
     mlp: Mlp | ExpertMlp
     down_norm: Tensor | None
     window: int | None
+    rope: int  # its number among the `ropes` of the config
     latent: LatentAttention | None
 
 
@@ -60,6 +61,7 @@ class LayerPacker:
         self, ops: Ops, config: ModelConfig, dtype: torch.dtype, ranks: Communicator | None
     ) -> None:
         self._ops, self._config, self._dtype, self._ranks = ops, config, dtype, ranks
+        self._ropes = config.ropes
         self._largest: Largest | None = None if ranks is None else ranks.largest_
 
     def pack(self, index: int, layer: LayerWeights) -> Layer:
@@ -75,6 +77,7 @@ class LayerPacker:
             mlp=self._mlp(layer, config.experts_in(index)),
             down_norm=layer.down_norm,
             window=config.sliding_windows[index],
+            rope=self._ropes.index(config.rope_in(index)),
             latent=LatentAttention.pack(ops, config, layer),
         )
 
@@ -135,6 +138,16 @@ def norms_of_heads(
             for norm, count in zip((q_norm, k_norm), counts, strict=True)
         ]
     )
+
+
+def arrange_pairs_(values: Tensor) -> None:
+    """Put values 0, 2, 4, ... of each head before 1, 3, 5, ..., in place.
+
+    RoPE that rotates neighbours then rotates the first half together with the second one. Queries
+    and keys are reordered in the same way, so scores do not change.
+    """
+    pairs = values.reshape(*values.shape[:-1], -1, 2)
+    values.copy_(pairs.transpose(-1, -2).flatten(-2))
 
 
 def mean_squares(heads: Tensor, num_heads: int, ranks: Communicator | None) -> Tensor:

@@ -7,14 +7,14 @@ and no batches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from disagg.errors import ModelError
 from disagg.kernels.activation import Activation
 from disagg.models.experts_config import ExpertsConfig, dense_layers, experts_config
 from disagg.models.families import FAMILIES, NOT_YET
-from disagg.models.family import Family, Fields, Json
+from disagg.models.family import Family, Fields, Json, Norms
 from disagg.models.quantized import QuantizedFormat, quantized_format
 from disagg.models.rope import RopeConfig, ropes_by_kind
 
@@ -89,21 +89,26 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_all_heads: bool = False  # one norm over all heads of q, one over those of k
-    is_fused: bool = False  # the checkpoint has q, k and v in one tensor, and gate and up too
+    fused: tuple[str, ...] = ()  # which of "qkv" and "gate_up" are one tensor of the checkpoint
     sinks: bool = False  # each query head has a logit that takes part in its softmax
     experts: ExpertsConfig | None = None
     dense_layers: frozenset[int] = frozenset()  # layers without experts, if the model has experts
     latent: LatentConfig | None = None  # latents are then the only KV head
     num_nextn_layers: int = 0  # layers after the others that predict further tokens; not used
     quantized: QuantizedFormat | None = None  # the format of a quantised checkpoint
-    norms: Literal["before", "after", "around"] = "before"  # attention and MLP of a layer
+    norms: Norms = "before"  # attention and MLP of a layer
     norms_less_one: bool = False  # the checkpoint has weights of norms minus one
     scaled_embedding: bool = False  # embeddings are multiplied by the root of the hidden size
+    embedding_scale: float = 1.0  # embeddings are multiplied by it
+    residual_scale: float = 1.0  # what attention and MLPs add is multiplied by it
     activation: Activation = "silu"  # of MLPs
     window_rope: RopeConfig | None = None  # of layers with a window, if it differs
-    query_scalar: int | None = None  # scores are divided by its root; None: by the head size's root
+    no_rope_layers: frozenset[int] = frozenset()  # layers without positions
+    rotates_pairs: bool = False  # RoPE rotates neighbouring values (`Family.rotates_pairs`)
+    score_scale: float | None = None  # the factor of queries times keys; None: head_dim^-0.5
     score_cap: float | None = None  # the same for attention scores as `logit_cap` for logits
     logit_cap: float | None = None  # the largest absolute value of logits: cap * tanh(x / cap)
+    logit_divisor: float = 1.0
 
     @property
     def rope_dim(self) -> int:
@@ -117,15 +122,25 @@ class ModelConfig:
         """The number of cached vectors per token, layer and KV head: a key and a value, or one."""
         return 2 if self.latent is None else 1
 
-    @property
-    def score_scale(self) -> float | None:
-        """The factor of products of queries and keys; None: head_dim^-0.5."""
-        is_usual = self.query_scalar in (None, self.head_dim)
-        return None if is_usual or self.query_scalar is None else self.query_scalar**-0.5
-
     def experts_in(self, layer: int) -> ExpertsConfig | None:
         """The experts of a layer; None if its MLP is dense."""
         return None if layer in self.dense_layers else self.experts
+
+    def rope_in(self, layer: int) -> RopeConfig:
+        """The rotary positions of a layer."""
+        if layer in self.no_rope_layers:
+            return self.rope.unturned
+        is_windowed = self.sliding_windows[layer] is not None
+        return self.window_rope if is_windowed and self.window_rope else self.rope
+
+    @property
+    def ropes(self) -> list[RopeConfig]:
+        """The different rotary positions of layers."""
+        return list(dict.fromkeys(map(self.rope_in, range(self.num_layers))))
+
+    def within(self, max_model_len: int) -> ModelConfig:
+        """The settings for contexts of at most so many tokens."""
+        return replace(self, max_model_len=max_model_len, rope=self.rope.within(max_model_len))
 
     @classmethod
     def from_hf(cls, raw: Json, place: object) -> ModelConfig:
@@ -162,11 +177,15 @@ def not_compiled(config: ModelConfig) -> str:
         "norms over all heads": config.qk_norm_all_heads,
         "norms after attention and MLP": config.norms != "before",
         "norms in float32": config.norms_less_one,
-        "scaled embeddings": config.scaled_embedding,
-        "different RoPE settings for layers with a window": config.window_rope is not None,
+        "scaled embeddings": config.scaled_embedding or config.embedding_scale != 1.0,
+        "scaled residuals": config.residual_scale != 1.0,
+        "layers with different positions": len(config.ropes) > 1,
+        "heads of which pairs are rotated": config.rotates_pairs,
+        "queries that grow with the position": config.rope.query_beta > 0,
         "an unusual scale of attention scores": config.score_scale is not None,
         "capped attention scores": config.score_cap is not None,
         "capped logits": config.logit_cap is not None,
+        "scaled logits": config.logit_divisor != 1.0,
         "GELU": config.activation == "gelu_tanh",
     }
     *others, last = [what for what, is_so in has.items() if is_so] or [""]
@@ -210,11 +229,16 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
             f"partial_rotary_factor rotates {rope_dim} values of a head; the number must be even"
             " and not 0"
         )
-    qkv_bias, output_bias = _attention_biases(fields, family)
+    num_factors = {len(rope.short_factors), len(rope.long_factors)}
+    if rope.kind == "longrope" and num_factors != {rope_dim // 2}:
+        raise fields.wrong(
+            f"short_factor and long_factor of the rope settings must have {rope_dim // 2} numbers"
+        )
     has_qk_norm = family.qk_norm != "none"
     if family.qk_norm == "stated":
         has_qk_norm = fields.flag("use_qk_norm")
     names = family.experts
+    windows = _sliding_windows(fields, name, family)
     return ModelConfig(
         family=name,
         num_layers=fields.size("num_hidden_layers", _MOST_LAYERS),
@@ -228,28 +252,33 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
         dtype=_dtype(fields),
         rms_norm_eps=_rms_norm_eps(fields),
         rope=rope,
-        sliding_windows=_sliding_windows(fields, name, family),
+        sliding_windows=windows,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=family.mlp_bias and fields.flag("mlp_bias"),
+        qkv_bias=fields.is_so(family.qkv_bias),
+        output_bias=fields.is_so(family.output_bias),
+        mlp_bias=fields.is_so(family.mlp_bias),
         qk_norm=has_qk_norm,
         qk_norm_all_heads=family.qk_norm == "all heads",
-        is_fused=family.is_fused,
+        fused=family.fused,
         sinks=family.sinks,
         experts=None if names is None else experts_config(fields, names),
         dense_layers=frozenset() if names is None else dense_layers(fields, names),
         latent=latent,
         num_nextn_layers=_num_nextn_layers(fields),
-        quantized=quantized_format(fields, is_stacked=names is not None and names.is_stacked),
+        quantized=quantized_format(fields, stacked="" if names is None else names.stacked),
         norms=family.norms,
         norms_less_one=family.norms_less_one,
         scaled_embedding=family.scaled_embedding,
         activation="silu" if family.activations == ("silu",) else "gelu_tanh",
         window_rope=window_rope,
-        query_scalar=fields.size(_SCALAR) if _SCALAR in family.defaults else None,
+        no_rope_layers=_no_rope_layers(fields, family, windows),
+        rotates_pairs=family.rotates_pairs,
+        score_scale=_score_scale(fields, family, head_dim),
         score_cap=_cap(fields, family, "attn_logit_softcapping"),
         logit_cap=_cap(fields, family, "final_logit_softcapping"),
+        embedding_scale=_scale(fields, family, "embedding_multiplier"),
+        residual_scale=_scale(fields, family, "residual_multiplier"),
+        logit_divisor=_scale(fields, family, "logits_scaling"),
     )
 
 
@@ -285,17 +314,6 @@ def _latent(fields: Fields, rope: RopeConfig, family: Family) -> LatentConfig:
         scale=rope.score_factor * (nope_dim + rope_dim) ** -0.5,
         is_interleaved=is_interleaved,
     )
-
-
-def _attention_biases(fields: Fields, family: Family) -> tuple[bool, bool]:
-    """Whether q, k and v have biases, and whether the output has one."""
-    if family.attention_bias == "stated":
-        has_biases = fields.flag("attention_bias")
-        return has_biases, has_biases
-    key = {"qkv_bias": "qkv_bias", "qkv attention_bias": "attention_bias"}
-    if family.attention_bias in key:
-        return fields.flag(key[family.attention_bias]), False
-    return family.attention_bias == "qkv", False
 
 
 def _num_nextn_layers(fields: Fields) -> int:
@@ -335,7 +353,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     if raw[key] not in family.activations:
         known = " or ".join(map(repr, family.activations))
         raise ModelError(f"{place}: {key} {raw[key]!r} is not supported, only {known}")
-    for key in ("use_bidirectional_attention", "attn_logit_softcapping"):
+    for key in ("use_bidirectional_attention", "attn_logit_softcapping", "clip_qkv"):
         if raw.get(key) and key not in family.defaults:
             raise ModelError(f"{place}: {key} is not supported")
 
@@ -353,6 +371,40 @@ def _cap(fields: Fields, family: Family, key: str) -> float | None:
     if key not in family.defaults or fields.raw[key] is None:
         return None
     return fields.number(key)
+
+
+def _scale(fields: Fields, family: Family, key: str) -> float:
+    """The value of a factor; 1 if the family has none."""
+    return fields.number(key) if key in family.defaults else 1.0
+
+
+def _score_scale(fields: Fields, family: Family, head_dim: int) -> float | None:
+    scale = head_dim**-0.5
+    if _SCALAR in family.defaults:
+        scale = fields.size(_SCALAR) ** -0.5
+    elif "attention_multiplier" in family.defaults:
+        scale = fields.number("attention_multiplier")
+    return None if scale == head_dim**-0.5 else scale
+
+
+def _no_rope_layers(
+    fields: Fields, family: Family, windows: tuple[int | None, ...]
+) -> frozenset[int]:
+    if family.no_rope == "full" and fields.raw["sliding_window"] is not None:
+        return frozenset(layer for layer, window in enumerate(windows) if window is None)
+    if family.no_rope != "stated":
+        return frozenset()
+    num_layers, stated = len(windows), fields.raw["no_rope_layers"]
+    if stated is None:
+        every = fields.size("no_rope_layer_interval")
+        return frozenset(range(every - 1, num_layers, every))
+    is_list = isinstance(stated, list) and len(stated) >= num_layers
+    if not is_list or any(each not in (0, 1) for each in stated):
+        raise fields.wrong(
+            f"no_rope_layers must have a 0 (no positions) or 1 for each of {num_layers} layers, not"
+            f" {stated!r}"
+        )
+    return frozenset(layer for layer in range(num_layers) if not stated[layer])
 
 
 def _rms_norm_eps(fields: Fields) -> float:
@@ -389,6 +441,12 @@ def _check_rope(rope: RopeConfig, family: Family) -> None:
             f"partial_rotary_factor {rope.partial_factor:g} is not supported for"
             f" {family.model_type}, only 1.0"
         )
+    grows = "llama_4_scaling_beta" in family.defaults.get("rope_parameters", ())
+    if grows != bool(rope.query_beta):
+        raise ModelError(
+            f"llama_4_scaling_beta of the rope settings must be {'set' if grows else 'left out'}"
+            f" for {family.model_type}"
+        )
     if family.rope_kinds and rope.kind not in family.rope_kinds:
         raise ModelError(
             f"rope type {rope.kind!r} is not supported for {family.model_type}, only"
@@ -420,7 +478,7 @@ def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | N
         window = None
     if family.windows == "alternating":
         full_every, key = family.full_every, "sliding_window_pattern"
-        if key in family.defaults:
+        if key in family.defaults and kinds is None:
             full_every = fields.size(key)
         is_full = [(layer + 1) % full_every == 0 for layer in range(num_layers)]
         kinds = [_LAYER_TYPES[each] for each in is_full] if kinds is None else kinds

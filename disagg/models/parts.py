@@ -17,7 +17,7 @@ from disagg.models.checkpoint import Range, StoredTensor
 from disagg.models.description import ModelDescription
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.families import FAMILIES
-from disagg.models.family import ExpertNames
+from disagg.models.family import ExpertNames, Norms
 from disagg.models.gguf_model import GgufStored
 from disagg.models.model_config import LatentConfig, ModelConfig
 from disagg.models.quantized import QuantizedStored
@@ -208,7 +208,7 @@ def _own(part: Part, config: ModelConfig, share: Share) -> list[Part]:
     cut, experts = part.cut, config.experts
     own_experts = None if experts is None else share.own_experts(experts)
     if part.experts and own_experts is not None:
-        if part.stored:  # all experts are in one tensor
+        if len(part.experts) > 1:  # all experts are in one tensor, which is read at once
             return [_boxed(part, 0, (own_experts.start, own_experts.stop))]
         return [part] if part.experts.start in own_experts else []
     if cut is None:
@@ -233,7 +233,7 @@ def _own(part: Part, config: ModelConfig, share: Share) -> list[Part]:
 
 
 # The norms of a layer, by their place: the field of `LayerWeights`, and the name in a checkpoint.
-_NORMS: dict[str, dict[str, str]] = {
+_NORMS: dict[Norms, dict[str, str]] = {
     "before": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
     "after": {
         "output_norm": "post_attention_layernorm",
@@ -244,6 +244,12 @@ _NORMS: dict[str, dict[str, str]] = {
         "output_norm": "post_attention_layernorm",
         "post_norm": "pre_feedforward_layernorm",
         "down_norm": "post_feedforward_layernorm",
+    },
+    "around, GLM": {
+        "input_norm": "input_layernorm",
+        "output_norm": "post_self_attn_layernorm",
+        "post_norm": "post_attention_layernorm",
+        "down_norm": "post_mlp_layernorm",
     },
 }
 
@@ -285,13 +291,13 @@ def _attention(config: ModelConfig, prefix: str) -> Fields:
     kv_size = config.num_kv_heads * config.head_dim
     heads, kv_heads = (Cut(of, 0, config.head_dim) for of in ("heads", "KV heads"))
     sizes = {"q": (q_size, heads), "k": (kv_size, kv_heads), "v": (kv_size, kv_heads)}
-    output = Cut("heads", 1, config.head_dim)
+    output, fused = Cut("heads", 1, config.head_dim), "qkv" * ("qkv" in config.fused)
     parts = {
-        "qkv": _rows(prefix, "weight", sizes, "qkv" * config.is_fused, hidden),
+        "qkv": _rows(prefix, "weight", sizes, fused, hidden),
         "output": [Part(f"{prefix}.o_proj.weight", (hidden, q_size), cut=output)],
     }
     if config.qkv_bias:
-        parts["qkv_bias"] = _rows(prefix, "bias", sizes, "qkv" * config.is_fused)
+        parts["qkv_bias"] = _rows(prefix, "bias", sizes, fused)
     if config.output_bias:
         parts["output_bias"] = [Part(f"{prefix}.o_proj.bias", (hidden,), cut=Cut("once"))]
     if config.qk_norm:
@@ -335,7 +341,7 @@ def _mlp(
     *,
     has_bias: bool = False,
 ) -> Fields:
-    hidden, fused = config.hidden_size, "gate_up" * config.is_fused
+    hidden, fused = config.hidden_size, "gate_up" * ("gate_up" in config.fused)
     sizes = {"gate": (inner, Cut(of)), "up": (inner, Cut(of))}
     parts = {
         "gate_up": _rows(prefix, "weight", sizes, fused, hidden),
@@ -362,21 +368,31 @@ def _experts(
             parts["shared_gate"] = [Part(f"{prefix}.{names.shared_gate}.weight", (1, hidden))]
     if names.score_bias:
         parts["score_bias"] = [Part(f"{prefix}.{names.score_bias}", (count,), is_exact=True)]
-    if names.is_stacked:
+    if names.stacked == "alternating":
         return parts | _stacked_experts(experts, names, prefix, hidden)
-    inner, rows, columns = experts.intermediate_size, _OF_EXPERTS, _OF_EXPERTS._replace(dimension=1)
+    inner = experts.intermediate_size
 
-    def matrix(name: str, expert: int, shape: Shape, cut: Cut) -> Part:
-        own = range(expert, expert + 1)
-        return Part(f"{prefix}.{name.format(expert)}.weight", shape, cut=cut, experts=own)
+    def matrix(name: str, expert: int, shape: Shape, cut: int, rows: Range) -> Part:
+        """Of one expert. rows: where it is in a tensor of all of them, if there is one."""
+        own, place = range(expert, expert + 1), f"{prefix}.{name.format(expert)}.weight"
+        part = Part(place, shape, cut=_OF_EXPERTS._replace(dimension=cut), experts=own)
+        if not names.stacked:
+            return part
+        stored = count, shape[0] * (2 if name == names.gate else 1), shape[1]
+        box = (expert, expert + 1), rows, (0, shape[1])
+        return replace(part, stored=stored, box=box, cut=_OF_EXPERTS._replace(dimension=cut + 1))
 
-    parts["gate_up"] = [
-        matrix(name, expert, (inner, hidden), rows)
-        for expert in range(count)
-        for name in (names.gate, names.up)
-    ]
-    down = [matrix(names.down, expert, (hidden, inner), columns) for expert in range(count)]
-    return parts | {"down": down}
+    halves = (names.gate, (0, inner)), (names.up or names.gate, (inner, 2 * inner))
+    return parts | {
+        "gate_up": [
+            matrix(name, expert, (inner, hidden), 0, rows)
+            for expert in range(count)
+            for name, rows in halves
+        ],
+        "down": [
+            matrix(names.down, expert, (hidden, inner), 1, (0, hidden)) for expert in range(count)
+        ],
+    }
 
 
 def _stacked_experts(
@@ -411,7 +427,7 @@ def _stacked_experts(
 def _boxed(part: Part, dimension: int, own: Range) -> Part:
     """The part's range `own` of one stored dimension."""
     stored = part.stored_shape
-    box = [(0, size) for size in stored]
+    box = [*part.box] or [(0, size) for size in stored]
     box[dimension] = own
     sizes = [end - first for first, end in box]
     shape: Shape

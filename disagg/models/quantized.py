@@ -193,11 +193,11 @@ class QuantizedFormat:
         return Packing(self.kind, self.num_columns, scale_nbytes, has_zeros, has_order)
 
 
-def quantized_format(fields: Fields, *, is_stacked: bool = False) -> QuantizedFormat | None:
+def quantized_format(fields: Fields, *, stacked: str = "") -> QuantizedFormat | None:
     """The format of quantised weights; None if they are floats.
 
     Args:
-        is_stacked: whether all experts of a layer are one tensor.
+        stacked: how all experts of a layer are one tensor (`ExpertNames.stacked`).
 
     Raises:
         ModelError: the format is not supported, or its settings are broken.
@@ -206,10 +206,11 @@ def quantized_format(fields: Fields, *, is_stacked: bool = False) -> QuantizedFo
     if not settings:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if is_stacked:
-        if method != "mxfp4":
+    if stacked:
+        if method != "mxfp4" or stacked != "alternating":
+            also = " and MXFP4" * (stacked == "alternating")
             raise ModelError(
-                f"{fields.place}: the weights are quantised ({method}); only float and MXFP4"
+                f"{fields.place}: the weights are quantised ({method}); only float{also}"
                 " checkpoints of this family are supported"
             )
         return MXFP4

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from disagg.errors import ModelError
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _LAYERS = _FULL, _WINDOWED = "full_attention", "sliding_attention"
 
 
@@ -20,15 +20,19 @@ class RopeConfig:
     kind: str = "default"
     theta: float = 10_000.0
     factor: float = 1.0  # linear, dynamic, llama3, yarn
-    original_max_position: int = 0  # llama3, yarn
+    original_max_position: int = 0  # llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: cosines and sines are multiplied by this
+    attention_factor: float = 1.0  # yarn, longrope: cosines and sines are multiplied by this
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
     score_factor: float = 1.0  # yarn: scores of latent attention are multiplied by this
     partial_factor: float = 1.0  # this share of a head's values, the first ones, is rotated
+    short_factors: tuple[float, ...] = ()  # longrope: frequencies are divided by these
+    long_factors: tuple[float, ...] = ()  # longrope: or by these, if `is_long`
+    is_long: bool = False  # longrope: contexts may be longer than `original_max_position`
+    query_beta: float = 0.0  # yarn: queries of later original lengths grow by its logarithm
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], max_position: int) -> RopeConfig:
@@ -83,6 +87,8 @@ class RopeConfig:
                 high_freq_factor=high,
                 partial_factor=partial,
             )
+        if kind == "longrope":
+            return cls._longrope(scaling, theta, original, max_position, partial)
         if "factor" in scaling and scaling["factor"] is None:
             factor = max_position / original  # the meaning in DeepSeek's files
         else:
@@ -98,7 +104,47 @@ class RopeConfig:
             truncate=bool(scaling.get("truncate", True)),
             score_factor=_temperature(factor, _optional(scaling, "mscale_all_dim") or 0.0) ** 2,
             partial_factor=partial,
+            query_beta=_optional(scaling, "llama_4_scaling_beta") or 0.0,
         )
+
+    @classmethod
+    def _longrope(
+        cls,
+        scaling: Mapping[str, Any],
+        theta: float,
+        original: int,
+        max_position: int,
+        partial: float,
+    ) -> RopeConfig:
+        factor = _optional(scaling, "factor") or max_position / original
+        growth = max(1.0, factor)
+        stated = _optional(scaling, "attention_factor")
+        usual = math.sqrt(1 + math.log(growth) / math.log(original))
+        return cls(
+            kind="longrope",
+            theta=theta,
+            factor=factor,
+            original_max_position=original,
+            attention_factor=usual if stated is None else stated,
+            partial_factor=partial,
+            short_factors=_numbers(scaling, "short_factor"),
+            long_factors=_numbers(scaling, "long_factor"),
+        ).within(max_position)
+
+    @property
+    def unturned(self) -> RopeConfig:
+        """Of layers without positions, whose values are turned by nothing."""
+        return RopeConfig(kind="none", partial_factor=self.partial_factor)
+
+    def within(self, max_model_len: int) -> RopeConfig:
+        """The settings for contexts of at most so many tokens.
+
+        transformers chooses LongRoPE's factors by the length that a sequence has now, so the keys
+        that it cached become wrong when the sequence grows beyond the original length. Here all
+        sequences have one set, as in vLLM, so that cached keys are right for all of them.
+        """
+        is_long = self.kind == "longrope" and max_model_len > self.original_max_position
+        return replace(self, is_long=is_long)
 
     def max_model_len(self, max_position: int) -> int:
         """The longest context in tokens. YaRN multiplies the original length by its factor."""
@@ -169,6 +215,13 @@ def _optional(source: Mapping[str, Any], key: str) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**31:
         raise ModelError(f"{key} of the rope settings must be a number or null, not {value!r}")
     return float(value)
+
+
+def _numbers(source: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    values = source.get(key)
+    if not isinstance(values, list):
+        raise ModelError(f"{key} of the rope settings must be a list of numbers, not {values!r}")
+    return tuple(_number({key: value}, key) for value in values)
 
 
 def _temperature(factor: float, mscale: float) -> float:

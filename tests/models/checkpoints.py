@@ -75,6 +75,25 @@ _GEMMA3 = {
     "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 20,
 }
+_LONGROPE = {
+    **_ROPE,
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 3.0, 6.0, 12.0],
+}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.5,
+}
+_MINISTRAL3 = {
+    **_YARN,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _GPT_OSS = {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -108,6 +127,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3", {"pad_token_id": 0}),
     "phi3-sliding": ("Phi3", {"pad_token_id": 0, "sliding_window": 11}),
+    # Contexts of the tests are longer than the original length of the first one, and shorter than
+    # that of the second one.
+    "phi3-longrope": (
+        "Phi3",
+        {"pad_token_id": 0, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 16},
+    ),
+    "phi3-longrope-in-part": (
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "rope_parameters": {**_LONGROPE, "partial_rotary_factor": 0.5, "factor": 4.0},
+            "original_max_position_embeddings": 256,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-sliding": ("Mixtral", {"num_local_experts": 3, "sliding_window": 11}),
     "qwen2-moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 40}),
@@ -208,6 +243,37 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"full_attention": _YARN, "sliding_attention": _ROPE},
         },
     ),
+    "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0}),
+    "smollm3-named": (
+        "SmolLM3",
+        {
+            "pad_token_id": 0,
+            "no_rope_layers": [0, 1, 0],
+            "rope_parameters": _YARN,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 16, "rope_parameters": _MINISTRAL3, "pad_token_id": 0},
+    ),
+    "granite": ("Granite", {**_GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "granite-moe": (
+        "GraniteMoe",
+        {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0, "attention_bias": False}),
+    "exaone4": ("Exaone4", {"sliding_window": 9, "num_hidden_layers": 5}),
+    "exaone4-full": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True}),
+    "ernie4-5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gpt-oss-windows-named": (
         "GptOss",

@@ -23,6 +23,11 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
+}
 SLIDES = {"use_sliding_window": True, "sliding_window": 16}
 
 FLAGS: list[Any] = [None, True, False, 1, "false"]
@@ -109,6 +114,18 @@ CHANGES: list[dict[str, Any]] = [
     {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}},
      "rope_theta": 2e5},
     {"rope_parameters": {"full_attention": YARN}, "rope_scaling": YARN},
+    *({"no_rope_layers": value} for value in ([], [0, 1, 1, 0, 1], [1] * 3, [0, 1, 2, 1], "1")),
+    *({"no_rope_layer_interval": value} for value in (ABSENT, 2, 9, 0, None)),
+    *({key: value}
+      for key in ("embedding_multiplier", "residual_multiplier", "attention_multiplier",
+                  "logits_scaling")
+      for value in (ABSENT, 0.3, "2")),
+    *({"rope_scaling": {**LONGROPE, key: value}, "original_max_position_embeddings": original}
+      for key, value, original in (
+          ("factor", 4.0, 64), ("factor", None, 64), ("attention_factor", 1.5, 256),
+          ("short_factor", None, 64), ("long_factor", [1.0], 64), ("rope_theta", 5e5, 64))),
+    *({key: value} for key in ("attention_out_bias", "use_bias") for value in FLAGS),
+    {"clip_qkv": 8.0},
     {"use_bidirectional_attention": True},
     {"eos_token_id": ABSENT},
     *({"eos_token_id": value} for value in (None, 0, 5, [5, 6], "</s>")),

@@ -187,8 +187,51 @@ POPULAR: dict[str, Popular] = {
                rope_theta=250000, rope_scaling=None, sliding_window=None), 14.66),
     "microsoft/Phi-4-mini-instruct": Popular(
         dense("Phi3ForCausalLM", "phi3", (32, 3072, 8192, 24, 8, 200064, 131072),
-               partial_rotary_factor=0.75, rope_scaling={"type": "longrope"},
-               tie_word_embeddings=True), why_not="rope type 'longrope' is not supported"),
+               partial_rotary_factor=0.75, original_max_position_embeddings=4096,
+               rope_scaling={"type": "longrope", "short_factor": [1.0] * 48,
+                             "long_factor": [1.0 + each for each in range(48)]},
+               sliding_window=262144, tie_word_embeddings=True), 3.836),
+    "allenai/OLMoE-1B-7B-0924-Instruct": Popular(
+        dense("OlmoeForCausalLM", "olmoe", (16, 2048, 1024, 16, 16, 50304, 4096), num_experts=64,
+               num_experts_per_tok=8, norm_topk_prob=False, clip_qkv=None), 6.92),
+    "HuggingFaceTB/SmolLM3-3B": Popular(
+        dense("SmolLM3ForCausalLM", "smollm3", (36, 2048, 11008, 16, 4, 128256, 65536),
+               rope_theta=5000000.0, no_rope_layer_interval=4, tie_word_embeddings=True), 3.075),
+    "mistralai/Ministral-3-8B-Base-2512": Popular(
+        {**other("Mistral3ForConditionalGeneration", "mistral3"), "torch_dtype": "bfloat16",
+         "vision_config": {"model_type": "pixtral"},
+         "text_config": mistral(34, 4096, 14336, 32, 8, 131072, 262144, head_dim=128)
+         | {"model_type": "ministral3", "rope_parameters": {
+             "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0,
+             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+             "original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1}}}, 8.49),
+    "ibm-granite/granite-3.3-8b-instruct": Popular(
+        dense("GraniteForCausalLM", "granite", (40, 4096, 12800, 32, 8, 49159, 131072),
+               rope_theta=10000000.0, tie_word_embeddings=True, embedding_multiplier=12.0,
+               residual_multiplier=0.22, attention_multiplier=0.0078125, logits_scaling=16.0),
+        8.17),
+    "ibm-granite/granite-3.1-3b-a800m-instruct": Popular(
+        dense("GraniteMoeForCausalLM", "granitemoe", (32, 1536, 512, 24, 8, 49155, 131072),
+               num_local_experts=40, num_experts_per_tok=8, rope_theta=1500000.0,
+               tie_word_embeddings=True, embedding_multiplier=12.0, residual_multiplier=0.22,
+               attention_multiplier=0.015625, logits_scaling=6.0), 3.30),
+    "LGAI-EXAONE/EXAONE-4.0-32B": Popular(
+        dense("Exaone4ForCausalLM", "exaone4", (64, 5120, 27392, 40, 8, 102400, 131072),
+               head_dim=128, sliding_window=4096, sliding_window_pattern="LLLG",
+               layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 16,
+               rope_theta=1000000, eos_token_id=361), 32.0),
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": Popular(
+        dense("SeedOssForCausalLM", "seed_oss", (64, 5120, 27648, 80, 8, 155136, 524288),
+               head_dim=128, rope_theta=10000000.0), 36.15),
+    "baidu/ERNIE-4.5-0.3B-PT": Popular(
+        dense("Ernie4_5ForCausalLM", "ernie4_5", (18, 1024, 3072, 16, 2, 103424, 131072),
+               head_dim=128, rope_theta=500000.0, tie_word_embeddings=True), 0.361),
+    "zai-org/glm-4-9b-chat-hf": Popular(
+        dense("GlmForCausalLM", "glm", (40, 4096, 13696, 32, 2, 151552, 131072), head_dim=128,
+               partial_rotary_factor=0.5, attention_bias=True), 9.4),
+    "zai-org/GLM-4-9B-0414": Popular(
+        dense("Glm4ForCausalLM", "glm4", (40, 4096, 13696, 32, 2, 151552, 32768), head_dim=128,
+               partial_rotary_factor=0.5, attention_bias=False), 9.4),
     "zai-org/GLM-4.5-Air": Popular(
         glm((46, 4096, 10944, 96, 8, 151552, 131072), (128, 1408, 1), use_qk_norm=False,
              routed_scaling_factor=1.0), 106.85),

@@ -82,13 +82,13 @@ def test_float32_equals_transformers(variant: str, tmp_path: Path) -> None:
 def test_a_family_whose_layers_have_nothing_new_is_one_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seed-OSS, which is not in the table: biases of q, k and v as Qwen2 has them."""
-    monkeypatch.setitem(checkpoints.VARIANTS, "seed-oss", ("SeedOss", {"head_dim": 16}))
-    checkpoint = write_checkpoint(tmp_path, "seed-oss")
-    with pytest.raises(ModelError, match="SeedOssForCausalLM; supported are Llama"):
+    """Helium, which is not in the table: neighbours are rotated as in GLM."""
+    monkeypatch.setitem(checkpoints.VARIANTS, "helium", ("Helium", {"head_dim": 8}))
+    checkpoint = write_checkpoint(tmp_path, "helium", pad_token_id=0)
+    with pytest.raises(ModelError, match="HeliumForCausalLM; supported are Llama"):
         describe_model(tmp_path)
-    seed_oss = replace(FAMILIES["Qwen2ForCausalLM"], model_type="seed_oss", windows="none")
-    table = {**FAMILIES, "SeedOssForCausalLM": seed_oss}
+    helium = replace(FAMILIES["LlamaForCausalLM"], model_type="helium", rotates_pairs=True)
+    table = {**FAMILIES, "HeliumForCausalLM": helium}
     for module in (model_config, description):
         monkeypatch.setattr(module, "FAMILIES", table)
     decoder, config = _load(checkpoint, torch.float32)

@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"llama.expert_group_count": 4}, r"llama\.expert_group_count is 4"),
     "part of a head": ({"llama.rope.dimension_count": 32}, r"rope\.dimension_count is 32"),
     "no layers": ({"llama.block_count": None}, r"has no llama\.block_count"),
-    "rope": ({"llama.rope.scaling.type": "longrope"}, "rope type 'longrope' is not supported"),
+    "rope": ({"llama.rope.scaling.type": "longrope"}, r"rope\.scaling\.type is 'longrope'"),
     "architecture": ({"general.architecture": "phi3"}, "'phi3'; supported are llama, qwen2"),
     "parts": ({"split.count": 3}, "one of 3 parts"),
     "a token": ({"tokenizer.ggml.eos_token_id": 9999}, "eos_token_id is 9999"),

@@ -56,6 +56,16 @@ OF_FAMILIES = [
     ("olmo2", "float rows"),
     ("olmo3", "packed with zeros"),
     ("gpt-oss", "mxfp4"),
+    ("olmoe", "int8"),
+    ("smollm3", "awq"),
+    ("ministral3", "fp8 blocks"),
+    ("granite", "packed with zeros"),
+    ("glm", "gptq 8 bits"),
+    ("glm4", "float rows"),
+    ("exaone4", "fp8 blocks"),
+    ("seed-oss", "awq"),
+    ("ernie4-5", "int8 with zeros"),
+    ("phi3-longrope", "fp8 blocks"),
 ]
 
 

@@ -40,9 +40,12 @@ NUM_TOKENS = 30  # of the prompt, of which the last ones decode
 
 def eight_heads(variant: str) -> dict[str, Any]:
     """Of which 4 ranks have two each, and KV heads for two ranks, or for all."""
-    if variant.startswith(("deepseek", "glm4")):
+    if variant.startswith(("deepseek", "glm4", "olmoe")):
         return {"num_attention_heads": 8, "num_key_value_heads": 8}
-    heads = {"num_attention_heads": 8, "head_dim": 16}
+    heads: dict[str, Any] = {"num_attention_heads": 8, "head_dim": 16}
+    if "longrope" in variant:  # it has a factor for each frequency of a head; ranks change none
+        heads["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0}
+        heads["num_key_value_heads"] = 4
     return {**heads, "num_key_value_heads": 8} if "no-groups" in variant else heads
 
 

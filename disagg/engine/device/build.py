@@ -77,6 +77,8 @@ def build_engine(
     share = config.share()
     plan = EnginePlan.from_config(config, description, share, largest_step)
     chosen, device, memory = plan.chosen, plan.device, plan.memory
+    assert isinstance(chosen.model, ModelDescription)
+    description = chosen.model
     begin_thread = take_stream(device)
     ranks = None if followers is None else followers.meet(device.type)
     if config.num_threads is not None:

@@ -195,6 +195,9 @@ def choose(
     model = description.config
     check_ranks_of(config, model)
     max_model_len = choose_max_model_len(config, model)
+    if isinstance(description, ModelDescription):
+        description = description.within(max_model_len)
+        model = description.config
     device = choose_device(config)
     check_quantization(config, model, device, is_quantized=description.is_quantized)
     dtype = choose_dtype(config, model, device)
