@@ -241,7 +241,7 @@ def _parsed(fields: Fields, name: str, family: Family) -> ModelConfig:
     windows = _sliding_windows(fields, name, family)
     return ModelConfig(
         family=name,
-        num_layers=fields.size("num_hidden_layers", _MOST_LAYERS),
+        num_layers=len(windows),
         num_heads=fields.size("num_attention_heads"),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -465,7 +465,8 @@ def _with_partial_factor(fields: Fields) -> Json:
 
 def _sliding_windows(fields: Fields, name: str, family: Family) -> tuple[int | None, ...]:
     """For each layer, the number of positions that a token sees, including itself; None: all."""
-    num_layers, is_stated = fields.size("num_hidden_layers"), family.windows == "stated"
+    num_layers = fields.size("num_hidden_layers", _MOST_LAYERS)
+    is_stated = family.windows == "stated"
     kinds = fields.raw.get("layer_types")
     has_switch = "use_sliding_window" in family.defaults
     is_on = not has_switch or fields.flag("use_sliding_window")
