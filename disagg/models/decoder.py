@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 Norms: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 
-class Turn(NamedTuple):
-    """The positions of a step's tokens, for layers that have the same.
+class Rotation(NamedTuple):
+    """What the positions of a step's tokens do to queries and keys, in layers that have the same.
 
     Attributes:
         rows: of `Ops.rope_table`.
@@ -59,7 +59,7 @@ class Turn(NamedTuple):
 
 
 class RopeTable(NamedTuple):
-    """`Turn` of every position."""
+    """The `Rotation` of every position."""
 
     table: Tensor
     query_scales: Tensor | None
@@ -74,10 +74,10 @@ class RopeTable(NamedTuple):
         scales = 1 + rope.query_beta * num_lengths.log1p()
         return cls(table, scales.to(decoder.dtype).to(decoder.device).view(-1, 1, 1))
 
-    def at(self, positions: Tensor) -> Turn:
+    def at(self, positions: Tensor) -> Rotation:
         scales = self.query_scales
         own = None if scales is None else scales.index_select(0, positions)
-        return Turn(self.table.index_select(0, positions), own)
+        return Rotation(self.table.index_select(0, positions), own)
 
 
 class Decoder:
@@ -192,7 +192,7 @@ class Decoder:
         if paging is None:
             paging = ops.plan(batch, kv_cache, self.config.sliding_windows)
         adapted = StepAdapters.of(batch, self.adapters, ops)
-        turns = [table.at(batch.positions) for table in self._ropes]
+        rotations = [table.at(batch.positions) for table in self._ropes]
         hidden, normed = self._inputs(batch.token_ids)
         last = len(self._layers) - 1
         states: dict[int, Tensor] = {}
@@ -201,8 +201,8 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             if kept is not None and index in kept.layers:
                 states[index] = hidden
-            turn = turns[layer.rope]
-            attended = self._attend(layer, index, normed, turn, kv_cache, paging, adapted)
+            rotation = rotations[layer.rope]
+            attended = self._attend(layer, index, normed, rotation, kv_cache, paging, adapted)
             if index == last and is_cut and not keeps_last:
                 # After the last attention only the rows whose logits are needed matter (if there
                 # are as many rows as tokens, they are all rows in order).
@@ -233,7 +233,7 @@ class Decoder:
         layer: Layer,
         index: int,
         normed: Tensor,
-        turn: Turn,
+        rotation: Rotation,
         kv_cache: KVPages,
         paging: Paging,
         adapted: StepAdapters | None,
@@ -244,7 +244,7 @@ class Decoder:
         if adapted is not None:
             adapted.adding(index, "qkv")(projected, normed)
         if layer.latent is not None:
-            return layer.latent(ops, projected, turn.rows, kv_cache, index, paging)
+            return layer.latent(ops, projected, rotation.rows, kv_cache, index, paging)
         heads = projected.view(len(projected), -1, config.head_dim)
         turned = heads[:, : config.num_heads + config.num_kv_heads]
         if config.rotates_pairs:
@@ -252,9 +252,9 @@ class Decoder:
         squares = None
         if config.qk_norm_all_heads:
             squares = mean_squares(turned, config.num_heads, self.ranks)
-        ops.norm_rope_(turned, layer.qk_norm, config.rms_norm_eps, turn.rows, squares)
-        if turn.query_scales is not None:
-            heads[:, : config.num_heads].mul_(turn.query_scales)
+        ops.norm_rope_(turned, layer.qk_norm, config.rms_norm_eps, rotation.rows, squares)
+        if rotation.query_scales is not None:
+            heads[:, : config.num_heads].mul_(rotation.query_scales)
         return ops.attention(heads, kv_cache, index, layer.window, paging, layer.sinks)
 
     def _mlp(
@@ -536,8 +536,8 @@ def _yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> Tensor:
     """Interpolate dimensions that rotate less than `beta_slow` times in the original length."""
 
     def dimension(num_turns: float) -> float:
-        turns = rope.original_max_position / (num_turns * 2 * math.pi)
-        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+        rotations = rope.original_max_position / (num_turns * 2 * math.pi)
+        return head_dim * math.log(rotations) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
