@@ -89,20 +89,29 @@ def end_dead_runs() -> list[EndedProcess]:
 def end_run(directory: Path) -> list[EndedProcess]:
     """Kill all processes of a run except this one, and remove its directory.
 
-    It looks several times, because Ray may start processes while others are killed.
+    It looks several times, because Ray may start processes while others are killed. Python's
+    resource trackers are killed at the last look only: when all that they work for have ended, they
+    remove the semaphores that these have left in /dev/shm, and end.
     """
     ended = []
-    for _ in range(NUM_LOOKS):
+    for look in range(NUM_LOOKS):
         found = _processes_of(directory)
         if not found:
             break
         for process in found:
             with contextlib.suppress(psutil.Error):
+                if look < NUM_LOOKS - 1 and _is_resource_tracker(process):
+                    continue
                 ended.append(EndedProcess(process.pid, process.name()))
                 process.kill()
         psutil.wait_procs(list(found), timeout=2)
     shutil.rmtree(directory, ignore_errors=True)
     return ended
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    """Raises `psutil.Error`."""
+    return any("multiprocessing.resource_tracker" in each for each in process.cmdline())
 
 
 def _processes_of(directory: Path) -> set[psutil.Process]:
@@ -182,28 +191,35 @@ class Standstill:
 
     Work is the time in which threads ran or waited for a CPU. On a busy machine a start may also
     wait for what others do: for a disk, for memory, for a thread whose wait is not counted before
-    it ends. So nothing counts as a standstill while the machine is busy, unless a process of the
-    start is suspended. The same holds where work is unknown: on systems other than Linux, and on a
-    Linux that does not count it.
+    it ends. So nothing counts as a standstill while the machine is busy. The same holds where work
+    is unknown: on systems other than Linux, and on a Linux that does not count it. But a process
+    that stays suspended is a standstill always, whatever others do that wait for it.
     """
 
     def __init__(self) -> None:
+        self._suspended_since_s: dict[psutil.Process, float] = {}
         self._work_s: dict[psutil.Process, float] = {}
         self._total_s = 0.0
         self._seen: deque[tuple[float, float]] = deque()  # (time, total work until then)
 
     def is_there(self, now_s: float) -> bool:
         """Whether there was hardly any work for `STILL_S`. Call it about once a second."""
-        states = set()
+        states = {}
         for process in family():
             with contextlib.suppress(psutil.Error, OSError, ValueError):
-                states.add(process.status())
+                states[process] = process.status()
                 work_s = _work_s(process.pid)
                 self._total_s += max(work_s - self._work_s.get(process, 0.0), 0.0)
                 self._work_s[process] = work_s
+        self._suspended_since_s = {
+            process: self._suspended_since_s.get(process, now_s)
+            for process, state in states.items()
+            if state == psutil.STATUS_STOPPED
+        }
+        if any(now_s - since_s >= STILL_S for since_s in self._suspended_since_s.values()):
+            return True
         is_busy = psutil.cpu_times_percent().idle < IDLE_PERCENT  # since the last look
-        is_busy &= psutil.STATUS_STOPPED not in states
-        if is_busy or psutil.STATUS_DISK_SLEEP in states or not self._total_s:
+        if is_busy or psutil.STATUS_DISK_SLEEP in states.values() or not self._total_s:
             self._seen.clear()
         self._seen.append((now_s, self._total_s))
         while len(self._seen) > 1 and self._seen[1][0] <= now_s - STILL_S:

@@ -27,3 +27,14 @@ def until_pulled(server: Command, ask: Callable[[], object]) -> None:
         return num_pulls(server, "ok") > before
 
     until(pulled, why=lambda: "nothing was pulled")
+
+
+def until_one_can_die(server: Command, model: str) -> None:
+    """Waits until two of its workers serve: one may still be starting in place of a dead one."""
+
+    def serving() -> list[str]:
+        workers = plain_http.get(f"{server.url}/debug/fleet").json()["workers"]
+        of_model = [each for each in workers if each["model"] == model]
+        return [each["worker_id"] for each in of_model if each["state"] == "serving"]
+
+    until(lambda: len(serving()) > 1, why=lambda: f"serving: {serving()}")

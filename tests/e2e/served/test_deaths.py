@@ -15,6 +15,7 @@ import pytest
 
 from disagg.host import free_port
 from tests.e2e.command import LEFT_TIMEOUT_S, Command, refusal_of, soon
+from tests.e2e.served.operate import until_one_can_die
 from tests.e2e.single_engine import SingleEngine
 from tests.e2e.streams import num_moves, streamed, streams_of, while_held
 
@@ -36,6 +37,7 @@ async def test_no_stream_notices_a_workers_death(
     prefill worker dies with one of its ranks."""
     expected, before = streams_of(engines["tiny"]), num_moves(server.url, "tiny")
     for _ in range(NUM_KILLS):
+        until_one_can_die(server, "tiny")
         worker = server.named(f"tiny-{role}")[0]
         victim = worker if role == "decode" else second_rank(worker)
         assert await streamed(server.url, "tiny", victim.kill) == expected
@@ -52,6 +54,7 @@ async def test_no_stream_notices_that_a_decoding_rank_was_killed(
 ) -> None:
     """Its worker ends with it, and streams go on elsewhere."""
     expected, before = streams_of(engines["experts"]), num_moves(server.url, "experts")
+    until_one_can_die(server, "experts")
     (worker,) = server.named("experts-decode")
     kill = while_held(home / "held", second_rank(worker).kill)
     assert await streamed(server.url, "experts", kill) == expected
