@@ -61,7 +61,7 @@ REPLACED = (
     "Another `disagg serve` or `serve deploy` has replaced the application on the cluster; it keeps"
     " running."
 )
-JOIN_TIMEOUT_S = 10.0  # short: the cluster's head has already answered a check
+JOIN_TIMEOUT_S = 60.0  # for a busy machine: the cluster's head has already answered a check
 
 
 class Orders:

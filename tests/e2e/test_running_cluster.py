@@ -139,8 +139,8 @@ def test_a_guest_leaves_serves_on_and_comes_back_to_clean_up(
         replacing = f"{flags} --ray-address {nodes.address} --replace"
         interrupted_while_it_ends(command, Command(replacing, own_home, own, port=port))
         assert plain_http.post(f"{command.url}/v1/chat/completions", json=body).status_code == 200
-        command.process.send_signal(signal.SIGTERM)
     finally:
+        command.process.send_signal(signal.SIGTERM)
         assert command.ended() == 0
     command.assert_only_own_lines()
     until(lambda: not applications(nodes), why=lambda: "it left its application behind")
