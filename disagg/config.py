@@ -41,18 +41,19 @@ AUTO = "auto"  # the model that clients name to have the cascade choose one
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Speculative decoding (docs/models.md#speculative-decoding). Names follow vLLM's."""
 
-    method: Literal["ngram", "draft_model", "eagle3", "mtp", "early_exit"]
+    method: Literal["ngram", "draft_model", "eagle3", "mtp", "medusa", "early_exit"]
     """`ngram` (prompt lookup) proposes the tokens that followed the last n-gram before;
     `draft_model` what a smaller model with the same tokenizer would say; `early_exit` what the
     first layers of the model itself would. From hidden states of the model draft an EAGLE-3 head
-    (`eagle3`), and the layer for further tokens that some checkpoints have (`mtp`)"""
+    (`eagle3`), the layer for further tokens that some checkpoints have (`mtp`), and Medusa heads
+    (`medusa`)"""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=7)] = 4
     """most tokens of a draft; the kernels' decode steps allow up to 7. Fewer are proposed where
     more do not pay"""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 3
     """length of the n-gram"""
     model: str | None = None
-    """the draft model or the EAGLE-3 head, named as `model` of a tier"""
+    """the draft model, the EAGLE-3 head or the Medusa heads, named as `model` of a tier"""
     revision: str | None = None
     """branch, tag or commit of `model` on Hugging Face"""
     exit_layer: Positive | None = None
@@ -61,7 +62,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """quantise the weights of the draft model while they are loaded, as `quantization` of a tier"""
 
     def __post_init__(self) -> None:
-        needed = {"draft_model": "model", "eagle3": "model", "early_exit": "exit_layer"}
+        needed = dict.fromkeys(("draft_model", "eagle3", "medusa"), "model")
+        needed["early_exit"] = "exit_layer"
         for field in ("model", "exit_layer"):
             is_needed = needed.get(self.method) == field
             if is_needed == (getattr(self, field) is None):

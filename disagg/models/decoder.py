@@ -196,7 +196,7 @@ class Decoder:
         hidden, normed = self._inputs(batch.token_ids)
         last = len(self._layers) - 1
         states: dict[int, Tensor] = {}
-        keeps_last = kept is not None and last + 1 in kept.layers
+        keeps_last = kept is not None and last + 1 in kept.layers and not kept.of_rows
         is_cut = batch.logits_rows.shape[0] != num_tokens
         for index, layer in enumerate(self._layers):
             if kept is not None and index in kept.layers:
@@ -217,7 +217,7 @@ class Decoder:
             hidden, normed = self._mlp(layer.mlp, index, normed, hidden, norms, adapted)
         if kept is not None:
             states[last + 1] = normed
-            kept.write(batch.slots, torch.cat([states[each] for each in kept.layers], 1))
+            kept.write(batch, torch.cat([states[each] for each in kept.layers], 1))
         if keeps_last and is_cut:
             rows = batch.logits_rows
             return hidden.index_select(0, rows), normed.index_select(0, rows)
@@ -424,8 +424,10 @@ class CpuDecoder(Decoder):
         return computed
 
     def _knows(self, batch: Batch, kv_cache: KVPages) -> bool:
-        """The program knows no adapters, one block table a sequence, and states before layers."""
-        knows_states = len(self._layers) not in self._kept_layers
+        """The program knows no adapters, one block table a sequence, and states before layers
+        or of rows with logits."""
+        kept = self.kept
+        knows_states = kept is None or kept.of_rows or len(self._layers) not in kept.layers
         return batch.adapters is None and kv_cache.num_groups == 1 and knows_states
 
     @property
@@ -434,7 +436,7 @@ class CpuDecoder(Decoder):
 
     def _keep(self, batch: Batch) -> None:
         if self.kept is not None:
-            self.kept.write(batch.slots, self.step.states)
+            self.kept.write(batch, self.step.states)
 
 
 def build_decoder(

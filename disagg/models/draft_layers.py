@@ -6,15 +6,18 @@
   arXiv 2412.19437, section 2.2; GLM-4.5 has the same).
 - `eagle3`: a layer with a checkpoint of its own (EAGLE-3, arXiv 2503.01840), in the layout that
   vLLM and SGLang call LlamaForCausalLMEagle3.
+- `medusa`: some heads without layers (Medusa, arXiv 2401.10774), as its authors or vLLM save them.
+  Each of them says what comes a token later than what the one before says.
 
-The last two are heads: their input is a hidden state of the model, together with the embedding of
-the token that follows. An EAGLE-3 head makes one state of those of three layers, and may know only
-a part of the vocabulary.
+The last three are heads: their input is a hidden state of the model, for `mtp` and `eagle3`
+together with the embedding of the token that follows. An EAGLE-3 head makes one state of those of
+three layers. It may know only a part of the vocabulary, as Medusa heads may.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +33,8 @@ from disagg.models.packing import DeviceFormat
 from disagg.models.parts import Fields, Part, check_parts, layer_parts
 
 _EAGLE3 = "LlamaForCausalLMEagle3"
+KNOWN_IDS = "token_map"  # the ids of the tokens that Medusa heads know
+_MEDUSA = re.compile(r"blocks\.\d+\.layers\.\d+\.(weight|bias)|lm_heads\.\d+\.weight")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -63,6 +68,11 @@ class DraftLayers:
     @property
     def is_head(self) -> bool:
         return bool(self.kept)
+
+    @property
+    def is_medusa(self) -> bool:
+        """Whether these are heads without a layer, so that they have no KV."""
+        return not self.config.num_layers
 
     def own_nbytes(self, itemsize: int) -> int:
         """Bytes of its own weights in memory, with numbers of so many bytes."""
@@ -191,7 +201,7 @@ def eagle3_head(place: str | Path, model: ModelDescription) -> DraftLayers:
     knows_all = num_draft_tokens == own.vocab_size
     if "lm_head.weight" in tensors or not knows_all or hidden != target.hidden_size:
         outer["lm_head"] = [Part("lm_head.weight", (num_draft_tokens, hidden))]
-    maps = {} if knows_all and "d2t" not in tensors else {"d2t": (num_draft_tokens,)}
+    maps = () if knows_all and "d2t" not in tensors else ("d2t",)
     given = {name: each for name, each in tensors.items() if name not in (*maps, "t2d")}
     check_parts(
         f"the weights of the EAGLE-3 head in {files.place}",
@@ -199,9 +209,8 @@ def eagle3_head(place: str | Path, model: ModelDescription) -> DraftLayers:
         given,
         are_all=True,
     )
-    for name, shape in maps.items():
-        if name not in tensors or tensors[name].shape != shape or tensors[name].dtype != "I64":
-            raise ModelError(f"{files.place} needs {name}, {list(shape)} numbers of 64 bits")
+    for name in maps:
+        _check_ids(files.place, name, tensors, num_draft_tokens)
     return DraftLayers(
         name=files.name,
         config=own,
@@ -214,12 +223,77 @@ def eagle3_head(place: str | Path, model: ModelDescription) -> DraftLayers:
     )
 
 
+def medusa_heads(place: str | Path, model: ModelDescription) -> DraftLayers:
+    """The Medusa heads in a directory, for a model.
+
+    How many there are, and of how many blocks each, is as the tensors say. A head without a table
+    of its own has the model's.
+
+    Raises:
+        ModelError: they are missing, broken, or made for another model.
+    """
+    files, _, raw = read_config(Path(place))
+    target = model.config
+    for what, needed in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if raw.get(what) not in (None, needed):
+            raise ModelError(
+                f"{files.place} cannot draft for {model.name}: its {what} is {raw[what]}, not"
+                f" {needed}"
+            )
+    tensors = {
+        _medusa_name(name): replace(tensor, name=name)
+        for header in files.headers().values()
+        for name, tensor in header.tensors.items()
+    }
+    weights = {name: each for name, each in tensors.items() if name != KNOWN_IDS}
+    table, num_draft_tokens = weights.get("lm_heads.0.weight"), target.vocab_size
+    if KNOWN_IDS in tensors and table is not None and table.shape[:1] != (target.vocab_size,):
+        (num_draft_tokens,) = table.shape[:1]
+        _check_ids(files.place, KNOWN_IDS, tensors, num_draft_tokens)
+    num_heads = max(1, sum(name.endswith(".layers.0.weight") for name in weights))
+    names = {*(f"blocks.{i}.layers.0.weight" for i in range(num_heads)), *weights}
+    shapes = {
+        "lm_heads": (num_draft_tokens, target.hidden_size),
+        "weight": (target.hidden_size, target.hidden_size),
+        "bias": (target.hidden_size,),
+    }
+    outer = {
+        name: [Part(name, shapes.get(name.split(".")[0]) or shapes[name.split(".")[-1]])]
+        for name in sorted(names, key=lambda name: [*map(int, re.findall(r"\d+", name))])
+        if _MEDUSA.fullmatch(name)
+    }
+    check_parts(f"the weights of the Medusa heads in {files.place}", outer, weights, are_all=True)
+    return DraftLayers(
+        name=files.name,
+        config=replace(target, num_layers=0, sliding_windows=(), num_nextn_layers=0),
+        tensors=MappingProxyType(tensors),
+        layer={},
+        outer=outer,
+        num_draft_tokens=num_draft_tokens,
+        kept=(target.num_layers,),
+    )
+
+
+def _medusa_name(name: str) -> str:
+    """The name that vLLM gives a tensor; the authors count the modules of each head."""
+    name = name.removeprefix("medusa_heads.")
+    name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+    return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
+
+
 def _usual_name(name: str) -> str:
     """The name that a tensor would have in a model of one layer."""
     name = name.removeprefix("model.")
     if name.startswith("midlayer."):
         name = f"layers.0.{name.removeprefix('midlayer.')}"
     return name if name in ("lm_head.weight", "d2t", "t2d") else f"model.{name}"
+
+
+def _check_ids(place: Path, name: str, tensors: Mapping[str, StoredTensor], number: int) -> None:
+    """Raise `ModelError` unless a tensor holds so many ids of tokens."""
+    found = tensors.get(name)
+    if found is None or found.shape != (number,) or found.dtype != "I64":
+        raise ModelError(f"{place} needs {name}, {[number]} numbers of 64 bits")
 
 
 def _kept(raw: Json, keys: Keys, num_layers: int) -> tuple[int, ...]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from disagg.errors import ModelError
 from disagg.kernels.cpu.step import DenseModel, cpu_step
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.kv_pages import KVPages
-from disagg.kernels.ops import Paging
+from disagg.kernels.ops import Paging, Weight
 from disagg.models.batch import Batch
 from disagg.models.decoder import CpuDecoder, Decoder, scores_of
-from disagg.models.draft_layers import DraftLayers
+from disagg.models.draft_layers import KNOWN_IDS, DraftLayers
 from disagg.models.kept_states import KeptStates
 from disagg.models.layers import LayerPacker
 from disagg.models.model_config import not_compiled
@@ -85,22 +88,12 @@ class HeadDecoder(_Part):
         self._step, self.step_sentence = cpu_step(self.described(), "states as its input")
         self._token_ids: Tensor | None = None  # of its logits; None: all tokens
         if "d2t" in drafts.tensors:
-            self._token_ids = self._checked(reader.read_stored("d2t"), drafts)
-
-    def _checked(self, differences: Tensor, drafts: DraftLayers) -> Tensor:
-        """The ids of the tokens that it knows, int64 [num_draft_tokens]."""
-        ids = differences + torch.arange(drafts.num_draft_tokens)
-        if not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
-            raise ModelError(
-                f"d2t of {drafts.name} names tokens that the model does not have: it was made for"
-                " another model, or is damaged"
-            )
-        return ids.to(self.device)
+            ids = reader.read_stored("d2t") + torch.arange(drafts.num_draft_tokens)
+            self._token_ids = _known(ids, "d2t", drafts).to(self.device)
 
     def keep_states(self, whole: Decoder, num_slots: int) -> KeptStates:
         """Let the model keep the states that the head needs, in so many KV slots."""
-        shape = num_slots + 1, self.config.hidden_size
-        by_slot = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        by_slot = _new_states(num_slots + 1, self)
         whole.kept = KeptStates(self._kept, self._fused, by_slot)
         return whole.kept
 
@@ -129,10 +122,7 @@ class HeadDecoder(_Part):
         return computed if logits is None else logits.copy_(computed)
 
     def _given(self, num_tokens: int) -> Tensor:
-        if self.given is not None:
-            return self.given
-        shape = num_tokens, self.config.hidden_size
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return _new_states(num_tokens, self) if self.given is None else self.given
 
     def _states(
         self, batch: Batch, kv_cache: KVPages, paging: Paging | None
@@ -158,3 +148,75 @@ class HeadDecoder(_Part):
             return projected
         logits = projected.new_full((len(projected), self.config.vocab_size), -torch.inf)
         return logits.index_copy_(1, self._token_ids, projected)
+
+
+class MedusaHeads:
+    """Heads that each name a token from a state of the model: the first one the token after that
+    which the model names itself, the next one the token after it, and so on.
+
+    Args:
+        whole: the model, whose table a head uses that has none.
+
+    Raises:
+        ModelError: the weights are damaged, or their tokens are not those of the model.
+    """
+
+    def __init__(self, whole: Decoder, drafts: DraftLayers) -> None:
+        self.config, self.ops, self.device = drafts.config, whole.ops, whole.device
+        self.dtype, self._kept = whole.dtype, drafts.kept
+        format = DeviceFormat(self.dtype.itemsize)
+        reader = WeightReader(drafts.tensors, self.dtype, self.device, 0, None, format)
+        read, blocks = reader.read(drafts.outer), defaultdict[str, list[Weight]](list)
+        for name in read:  # in the order of heads, and of the blocks of each
+            kind, head, *_ = name.split(".")
+            if kind == "blocks" and name.endswith("weight"):
+                bias = read.get(f"{name.removesuffix('weight')}bias")
+                blocks[head].append(self.ops.pack(read[name], bias))
+        self._heads = [
+            (own, self.ops.pack_table(read[table]) if table in read else whole._lm_head)
+            for own, table in ((own, f"lm_heads.{head}.weight") for head, own in blocks.items())
+        ]
+        self._token_ids: Tensor | None = None  # of a table's rows; None: all tokens
+        if drafts.num_draft_tokens != self.config.vocab_size:
+            ids = _known(reader.read_stored(KNOWN_IDS), KNOWN_IDS, drafts)
+            self._token_ids = ids.to(self.device)
+
+    @property
+    def num_heads(self) -> int:
+        return len(self._heads)
+
+    def keep_states(self, whole: Decoder, num_slots: int) -> KeptStates:
+        """As `HeadDecoder.keep_states`."""
+        by_slot = _new_states(num_slots + 1, self)
+        whole.kept = KeptStates(self._kept, lambda states: states, by_slot, of_rows=True)
+        return whole.kept
+
+    @torch.inference_mode()
+    def token_ids(self, states: Tensor, num_tokens: int) -> Tensor:
+        """The likeliest tokens of the first heads, int64 [num_states, num_tokens].
+
+        Args:
+            states: [num_states, hidden size], what comes out of the model's last norm.
+        """
+        named = []
+        for blocks, table in islice(self._heads, num_tokens):
+            x = states
+            for block in blocks:
+                x = x + silu(self.ops.project(x, block))
+            named.append(self.ops.project(x, table).argmax(-1))
+        rows = torch.stack(named, 1)
+        return rows if self._token_ids is None else self._token_ids[rows]
+
+
+def _new_states(num: int, of: HeadDecoder | MedusaHeads) -> Tensor:
+    return torch.zeros(num, of.config.hidden_size, dtype=of.dtype, device=of.device)
+
+
+def _known(ids: Tensor, name: str, drafts: DraftLayers) -> Tensor:
+    """Raise `ModelError` unless the model has all these tokens."""
+    if not 0 <= int(ids.min()) <= int(ids.max()) < drafts.config.vocab_size:
+        raise ModelError(
+            f"{name} of {drafts.name} names tokens that the model does not have: it was made for"
+            " another model, or is damaged"
+        )
+    return ids

@@ -33,10 +33,11 @@ from disagg.models.adapter import find_adapter
 from disagg.models.description import describe_model
 from tests.engine.device.tiny_engine import CONFIG, EOS_ID, answer, run, sequence
 from tests.models.checkpoints import write_checkpoint
-from tests.models.heads import add_mtp_layer, write_eagle3
+from tests.models.heads import add_mtp_layer, write_eagle3, write_medusa
 from tests.tiny_model import write_tiny_adapters, write_tiny_model, write_tiny_tokenizer
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=1)
+FIRST_LAYER = SpeculativeConfig(method="early_exit", exit_layer=1, num_speculative_tokens=3)
 SHORT_OF_BLOCKS = replace(CONFIG, num_gpu_blocks_override=24, max_model_len=88)
 TOKENS = (64, 65, 66)  # all that the model may say: a, b, c
 WORDS = Grammar("regex", "[abc]{2,5}c")
@@ -188,8 +189,7 @@ def test_prompt_lookup(directory: Path) -> None:
 @pytest.mark.usefixtures("no_room_to_grow")
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["", "ahead"])
 def test_first_layers(is_ahead: bool, directory: Path) -> None:
-    asked = SpeculativeConfig(method="early_exit", exit_layer=1, num_speculative_tokens=3)
-    compare(asked, directory, "alike", is_ahead)
+    compare(FIRST_LAYER, directory, "alike", is_ahead)
 
 
 @pytest.mark.usefixtures("no_room_to_grow")
@@ -202,6 +202,19 @@ def test_an_eagle3_head(is_ahead: bool, directory: Path, tmp_path: Path) -> None
 def test_an_mtp_layer(tmp_path: Path) -> None:
     place = glm_with_mtp(tmp_path)
     compare(SpeculativeConfig(method="mtp", num_speculative_tokens=3), place, "alike")
+
+
+@pytest.mark.usefixtures("no_room_to_grow")
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["", "ahead"])
+def test_medusa_heads(is_ahead: bool, directory: Path, tmp_path: Path) -> None:
+    """Which say again what the model has said last: its answers often repeat a token."""
+    table = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    tensors = {f"lm_heads.{i}.weight": table for i in range(3)}
+    for i, j in product(range(3), range(2)):
+        tensors[f"blocks.{i}.layers.{j}.weight"] = np.zeros((128, 128), np.float32)
+    heads = write_medusa(tmp_path, directory, tensors=tensors)
+    asked = SpeculativeConfig(method="medusa", model=str(heads))
+    compare(asked, directory, "alike", is_ahead)
 
 
 def head_for(model: Path, place: Path) -> SpeculativeConfig:
@@ -247,11 +260,16 @@ def compare(asked: SpeculativeConfig, directory: Path, how: str, is_ahead: bool 
     assert share == 1.0 if how == "same" else 0.0 < share < 1.0
 
 
-def test_a_draft_model_beside_adapters(tmp_path: Path) -> None:
-    """Drafts are of the model without adapters; each answer is that of a merged model."""
+@pytest.mark.parametrize("method", ["draft_model", "early_exit", "eagle3"])
+def test_drafts_beside_adapters(method: str, tmp_path: Path) -> None:
+    """What drafts has no adapters; each answer is that of a merged model."""
     place = write_tiny_adapters(tmp_path, ("red", "green"))
     model = describe_model(place / "tiny")
-    drafts = draft_of(str(place / "tiny"))
+    drafts = {
+        "draft_model": draft_of(str(place / "tiny")),
+        "early_exit": FIRST_LAYER,
+        "eagle3": head_for(place / "tiny", tmp_path / "head"),
+    }[method]
     config = replace(CONFIG, enable_lora=True, max_loras=2, speculative_config=drafts)
     engine = build_engine(config, model)[0]
     prompts = [(i % 250, 3 * i % 241, i % 7) for i in range(12)]

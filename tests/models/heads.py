@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,52 @@ def write_eagle3(
     place.mkdir(parents=True, exist_ok=True)
     (place / "config.json").write_text(json.dumps(config))
     save_file({**weights, **(tensors or {})}, place / "model.safetensors", {"format": "pt"})
+    return place
+
+
+def write_medusa(
+    place: Path,
+    model: Path,
+    *,
+    num_heads: int = 3,
+    num_known: int = 0,
+    is_authors: bool = False,
+    tensors: dict[str, NDArray[Any]] | None = None,
+    **changes: Any,
+) -> Path:
+    """Medusa heads of two blocks each for a model, as vLLM reads them.
+
+    Args:
+        num_known: tokens that they know, every second one of the model's; 0: all.
+        is_authors: as the authors of Medusa save them, with biases.
+        tensors, changes: as of `write_eagle3`.
+    """
+    of_model = json.loads((model / "config.json").read_text())
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": of_model["hidden_size"],
+        "vocab_size": of_model["vocab_size"],
+        "num_heads": num_heads,
+        "num_hidden_layers": 2,
+        **changes,
+    }
+    if is_authors:
+        config = {"medusa_num_heads": num_heads, "medusa_num_layers": 2, **changes}
+    hidden, num_rows = of_model["hidden_size"], num_known or of_model["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i, j in itertools.product(range(num_heads), range(2)):
+        block = f"{i}.{j}.linear" if is_authors else f"blocks.{i}.layers.{j}"
+        shapes |= {f"{block}.weight": (hidden, hidden)}
+        shapes |= {f"{block}.bias": (hidden,)} if is_authors else {}
+        shapes[f"{i}.2.weight" if is_authors else f"lm_heads.{i}.weight"] = num_rows, hidden
+    weights: dict[str, NDArray[Any]] = {**_drawn(shapes, 7)}
+    if num_known:
+        weights["token_map"] = np.arange(0, 2 * num_known, 2)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "config.json").write_text(json.dumps(config))
+    file = "medusa_lm_head.safetensors" if is_authors else "model.safetensors"
+    save_file({**weights, **(tensors or {})}, place / file, {"format": "pt"})
     return place
 
 

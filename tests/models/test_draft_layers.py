@@ -10,16 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from disagg.errors import ModelError
 from disagg.models.decoder import CpuDecoder, Decoder, load_model
 from disagg.models.description import ModelDescription, describe_model
-from disagg.models.draft_layers import DraftLayers, eagle3_head, first_layers, mtp_layer
-from disagg.models.heads import HeadDecoder, first_layers_of
+from disagg.models.draft_layers import (
+    DraftLayers,
+    eagle3_head,
+    first_layers,
+    medusa_heads,
+    mtp_layer,
+)
+from disagg.models.heads import HeadDecoder, MedusaHeads, first_layers_of
 from tests.kernels.step_cases import assert_as_close
 from tests.models.checkpoints import write_checkpoint
-from tests.models.heads import KEPT, add_mtp_layer, write_eagle3
+from tests.models.heads import KEPT, add_mtp_layer, write_eagle3, write_medusa
 from tests.models.paging import Tokens, make_batch, new_slab
 from tests.tiny_model import write_tiny_model
 
@@ -197,6 +203,42 @@ def test_a_compiled_head(num_draft_tokens: int, tmp_path: Path) -> None:
         assert_as_close(exact, ours, torchs)
 
 
+@pytest.mark.parametrize(
+    "asked", [{}, {"is_authors": True}, {"num_known": 61}], ids=["vLLM", "authors", "some tokens"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_medusa_heads(
+    dtype: torch.dtype, asked: dict[str, Any], model: ModelDescription, tmp_path: Path
+) -> None:
+    """As the paper and the authors' code describe them; also with the states of a compiled step."""
+    place = write_medusa(tmp_path, Path(model.source), **asked)
+    whole = load(model, dtype)
+    assert isinstance(whole, CpuDecoder) == (dtype == torch.bfloat16)
+    heads = MedusaHeads(whole, medusa_heads(place, model))
+    kept = heads.keep_states(whole, 32)
+    logits, _ = computed(whole)
+    table = load_file(Path(model.source) / "model.safetensors")["model.embed_tokens.weight"]
+    atol = 1e-3 if dtype == torch.float32 else 0.3
+    states = kept.by_slot[:NUM_TOKENS].float()
+    torch.testing.assert_close(states @ table.T, logits, atol=atol, rtol=0.05)
+
+    (file,) = place.glob("*.safetensors")
+    w = {name: each.to(dtype) for name, each in load_file(file).items()}
+    named = heads.token_ids(kept.by_slot[:NUM_TOKENS], 2)
+    assert heads.num_heads == 3 and named.shape == (NUM_TOKENS, 2)
+    for head in range(2):
+        x = kept.by_slot[:NUM_TOKENS]
+        for j in range(2):
+            block = f"{head}.{j}.linear" if "is_authors" in asked else f"blocks.{head}.layers.{j}"
+            x = x + silu(linear(x, w[f"{block}.weight"], w.get(f"{block}.bias")))
+        rows = w[f"{head}.2.weight" if "is_authors" in asked else f"lm_heads.{head}.weight"]
+        said = (x @ rows.T).float()
+        ids = named[:, head] // 2 if "num_known" in asked else named[:, head]
+        torch.testing.assert_close(
+            said.gather(1, ids.unsqueeze(1))[:, 0], said.max(1).values, atol=0.0, rtol=0.01
+        )
+
+
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_first_layers_share_their_weights(quantization: Any, model: ModelDescription) -> None:
     """Also those that the compiled step reads; and the whole model is as before."""
@@ -234,6 +276,29 @@ def test_what_is_no_head_of_the_model_is_refused(
     place = write_eagle3(tmp_path / "head", Path(model.source), **asked)
     with pytest.raises(ModelError, match=reason):
         eagle3_head(place, model)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"hidden_size": 64}, "hidden_size is 64, not 128"),
+        ({"vocab_size": 300}, "vocab_size is 300, not 260"),
+        (
+            {"tensors": {"blocks.1.layers.0.weight": np.ones((64, 64), np.float32)}},
+            r"blocks.1.layers.0.weight is \[64, 64\], not \[128, 128\]",
+        ),
+        ({"tensors": {"fc.bias": np.ones(128, np.float32)}}, "unexpected tensors: fc.bias"),
+        ({"num_heads": 0}, "missing tensors: blocks.0.layers.0.weight"),
+        ({"num_known": 9, "tensors": {"token_map": np.arange(8)}}, r"needs token_map, \[9\]"),
+    ],
+    ids=str,
+)
+def test_what_are_no_medusa_heads_of_the_model_is_refused(
+    asked: dict[str, Any], reason: str, model: ModelDescription, tmp_path: Path
+) -> None:
+    place = write_medusa(tmp_path, Path(model.source), **asked)
+    with pytest.raises(ModelError, match=reason):
+        medusa_heads(place, model)
 
 
 def test_tokens_that_the_model_does_not_have_are_refused(

@@ -21,6 +21,7 @@ from disagg.engine.device.followers import Followers
 from disagg.engine.device.gpu import new_stream, take_stream
 from disagg.engine.device.head_drafts import HeadDrafts, HeadRunner
 from disagg.engine.device.kv_cache import KVCache
+from disagg.engine.device.medusa_drafts import MedusaDrafts
 from disagg.engine.device.memory_plan import LARGEST_STEP, MISSING_TOKENS
 from disagg.engine.device.runner import ModelRunner
 from disagg.engine.engine import Engine
@@ -34,7 +35,7 @@ from disagg.messages import StartStep
 from disagg.models.decoder import Decoder, load_model
 from disagg.models.description import ModelDescription
 from disagg.models.draft_layers import DraftLayers
-from disagg.models.heads import HeadDecoder, first_layers_of
+from disagg.models.heads import HeadDecoder, MedusaHeads, first_layers_of
 from disagg.models.weights import Progress
 
 CPU_WARM_UP_TOKENS = 64  # enough to pick kernels and touch memory; more would delay the start
@@ -102,7 +103,7 @@ def build_engine(
     sizes = memory.max_num_seqs, memory.max_num_batched_tokens
     progress(StartStep("kv_blocks", 0, num_blocks, *sizes))
     kv_cache = KVCache(chosen.shape, num_blocks, device)
-    if isinstance(draft_decoder, HeadDecoder):
+    if isinstance(draft_decoder, HeadDecoder | MedusaHeads):
         draft_decoder.keep_states(decoder, num_blocks * kv_cache.block_size)
     generations = new_generations(num_blocks)
     if followers is not None:
@@ -176,16 +177,20 @@ def _prompt_lookup(config: EngineConfig) -> PromptLookup | None:
     return PromptLookup(asked.num_speculative_tokens, asked.prompt_lookup_max)
 
 
-def _draft_decoder(drafts: Choices, whole: Decoder) -> Decoder:
+def _draft_decoder(drafts: Choices, whole: Decoder) -> Decoder | MedusaHeads:
     if isinstance(drafts.model, DraftLayers):
+        if drafts.model.is_medusa:
+            return MedusaHeads(whole, drafts.model)
         make = HeadDecoder if drafts.model.is_head else first_layers_of
         return make(whole, drafts.model)
     dtype, quantization = FORMATS[drafts.dtype].dtype, drafts.config.quantization
     return load_model(drafts.model, dtype, whole.device, quantization=quantization)
 
 
-def _draft_model(plan: EnginePlan, decoder: Decoder, whole: ModelRunner) -> DraftModel:
-    """With as many blocks as the model for which it drafts has rows.
+def _draft_model(
+    plan: EnginePlan, decoder: Decoder | MedusaHeads, whole: ModelRunner
+) -> DraftModel | MedusaDrafts:
+    """With as many blocks as the model for which it drafts has rows; Medusa heads need none.
 
     Args:
         whole: runs that model.
@@ -194,6 +199,11 @@ def _draft_model(plan: EnginePlan, decoder: Decoder, whole: ModelRunner) -> Draf
     max_num_seqs = plan.memory.max_num_seqs
     num_blocks = plan.chosen.shape.groups.num_whole(whole.kv_cache.num_blocks)
     assert asked is not None and drafts is not None
+    num_tokens = asked.num_speculative_tokens
+    if isinstance(decoder, MedusaHeads):
+        heads = MedusaDrafts(decoder, whole, num_tokens)
+        heads.measure(max_num_seqs)
+        return heads
     stream = new_stream(plan.device)
     with torch.cuda.stream(stream):
         kv_cache = KVCache(drafts.shape, num_blocks, plan.device)
@@ -202,7 +212,6 @@ def _draft_model(plan: EnginePlan, decoder: Decoder, whole: ModelRunner) -> Draf
             decoder, kv_cache, max_num_seqs=max_num_seqs, max_model_len=drafts.max_model_len
         )
         _warm_up(runner, drafts, max_num_seqs, max_num_seqs + MISSING_TOKENS)
-    num_tokens = asked.num_speculative_tokens
     if isinstance(runner, HeadRunner):
         drafting: DraftModel = HeadDrafts(runner, num_tokens, stream, whole=whole)
     else:

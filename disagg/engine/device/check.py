@@ -30,11 +30,18 @@ from disagg.kernels.kv_pages import FORMATS
 from disagg.kernels.packed_sizes import INT4_GROUP
 from disagg.kv_groups import LayerGroups, group_layers
 from disagg.models.description import ModelDescription, describe_model
-from disagg.models.draft_layers import DraftLayers, eagle3_head, first_layers, mtp_layer
+from disagg.models.draft_layers import (
+    DraftLayers,
+    eagle3_head,
+    first_layers,
+    medusa_heads,
+    mtp_layer,
+)
 from disagg.models.model_config import ModelConfig, not_compiled
 from disagg.models.parts import check_weights, layer_parts
 from disagg.models.share import WHOLE, Share, check_ranks
 
+_HEADS = {"eagle3": eagle3_head, "medusa": medusa_heads}  # that have checkpoints of their own
 CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64  # long runs for copies; a tile of the attention kernel
 
@@ -98,8 +105,8 @@ def draft_model_of(
     if asked.model is None:
         return mtp_layer(model)
     place = model_path(asked.model, asked.revision)
-    if asked.method == "eagle3":
-        return eagle3_head(place, model)
+    if asked.method in _HEADS:
+        return _HEADS[asked.method](place, model)
     drafts = describe_model(place)
     if _words(model) != _words(drafts):
         raise StartupError(

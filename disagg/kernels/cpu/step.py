@@ -132,7 +132,8 @@ class CpuStep:
 
     Attributes:
         states: bfloat16 [num_tokens, len(kept_layers) * hidden], the inputs of the layers that the
-            last step was to keep, side by side.
+            last step was to keep, side by side; or [num_logits, hidden], what came out of the last
+            norm, for which the number of layers stands.
     """
 
     def __init__(self, library: ctypes.CDLL, model: DenseModel) -> None:
@@ -142,6 +143,7 @@ class CpuStep:
         self._library = library
         self._model = model
         self.states = torch.empty(0, 0, dtype=torch.bfloat16)
+        self._behind_layers = (len(model.layers),)
         self._num_logits, self._hidden_size = model.head.num_out, model.head.num_in
         table = model.embedding
         self._vocab_size = len(table) if isinstance(table, Tensor) else table.num_out
@@ -186,9 +188,13 @@ class CpuStep:
             IndexError: a token id is not in the vocabulary.
             MemoryError: there is not enough memory for the step.
         """
-        logits = torch.empty(batch.logits_rows.shape[0], self._num_logits)
-        self._run(batch, kv_cache, kept_layers, {"logits": logits}, has_drafts=True)
-        return logits
+        num_rows = batch.logits_rows.shape[0]
+        given = {"logits": torch.empty(num_rows, self._num_logits)}
+        if kept_layers == self._behind_layers:
+            given["hidden"], kept_layers = self._new_hidden(num_rows), ()
+        self._run(batch, kv_cache, kept_layers, given, has_drafts=True)
+        self.states = given.get("hidden", self.states)
+        return given["logits"]
 
     def run_head(
         self, batch: StepBatch, kv_cache: KVPages, states: Tensor
@@ -212,10 +218,15 @@ class CpuStep:
         self, batch: StepBatch, kv_cache: KVPages, kept_layers: tuple[int, ...] = ()
     ) -> Tensor:
         """As `Decoder.hidden`; arguments and errors are those of `run`."""
-        shape = batch.logits_rows.shape[0], self._hidden_size
-        hidden = torch.empty(shape, dtype=torch.bfloat16)
+        hidden, is_kept = self._new_hidden(batch.logits_rows.shape[0]), False
+        if kept_layers == self._behind_layers:
+            is_kept, kept_layers = True, ()
         self._run(batch, kv_cache, kept_layers, {"hidden": hidden})
+        self.states = hidden if is_kept else self.states
         return hidden
+
+    def _new_hidden(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self._hidden_size, dtype=torch.bfloat16)
 
     def _run(
         self,
