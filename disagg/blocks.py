@@ -43,6 +43,22 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     return hashlib.blake2b(parent + raw.tobytes(), digest_size=HASH_NBYTES).digest()
 
 
+def image_digest(data: bytes) -> str:
+    """Identifies an image's file, also to vLLM."""
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def hash_image(parent: BlockHash, digest: str) -> BlockHash:
+    """Name of a block that has an image, or a part of one, right after the block named `parent`.
+
+    Only an engine knows how many tokens an image has, and where a block after its begin ends. So
+    this is the last name in a request: that of the block in which its first image begins. The text
+    of that block before the image is not in the name.
+    """
+    raw = parent + digest.encode()
+    return hashlib.blake2b(raw, digest_size=HASH_NBYTES, person=b"disagg-kv-image").digest()
+
+
 def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
     """Names of the full blocks of `token_ids`; a partial block at the end has no name."""
     raw = array("I", token_ids)

@@ -372,6 +372,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """origins of websites whose scripts may call the API from a browser (CORS): a list as in vLLM,
     '["http://localhost:3000"]', or, of the flag, names separated by commas; * is any (default:
     none)"""
+    allowed_media_domains: tuple[str, ...] = ()
+    """hosts from which images of chat messages are fetched, for models on vLLM: a list, or, of the
+    flag, names separated by commas (default: none; images come in the request, as data: URLs)"""
     metrics_key: str | None = None
     """key that GET /metrics requires, or sha256: followed by its hash; metrics name the tenants
     (default: none)"""

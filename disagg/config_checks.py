@@ -164,12 +164,6 @@ def _nearest(path: str) -> str:
 def _check_adapters(tier: TierConfig, names: list[str]) -> None:
     """Check the names of adapters, and their numbers."""
     engine, modules = tier.engine, tier.lora_modules
-    if engine.enable_lora and engine.backend == "vllm":
-        raise StartupError(
-            f"Tier {tier.name!r} has enable_lora, which only disagg's own engine supports; leave"
-            " --engine out, or merge the adapters into the model.",
-            param="enable_lora",
-        )
     if modules and not engine.enable_lora:
         raise StartupError(
             f"Tier {tier.name!r} has lora_modules, which need enable_lora (--enable-lora).",
@@ -191,6 +185,13 @@ def _check_adapters(tier: TierConfig, names: list[str]) -> None:
 
 
 def _check_origins(http: HttpConfig) -> None:
+    for host in http.allowed_media_domains:
+        if not re.fullmatch(r"[a-z0-9.-]+", host):
+            raise StartupError(
+                f"{host!r} is not the name of a host in lower case, without scheme, port and path,"
+                " such as images.example.com.",
+                param="allowed_media_domains",
+            )
     for origin in http.allowed_origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s*]+", origin):
             raise StartupError(

@@ -32,7 +32,7 @@ from disagg.worker_status import WorkerStatus as WorkerStatus
 
 T = TypeVar("T")
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 Role: TypeAlias = Literal["prefill", "decode"]
@@ -139,7 +139,7 @@ class GenerateRequest(
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     hash_root: BlockHash
-    block_hashes: tuple[BlockName, ...]  # of the full blocks of `token_ids`
+    block_hashes: tuple[BlockName, ...]  # of the full blocks of `token_ids`, up to an image
     sampling: SamplingParams
     deadline_unix_s: float
     block_size: int = 0  # of `block_hashes`; 0: the receiving worker's
@@ -151,6 +151,7 @@ class GenerateRequest(
     tpot_slo_s: float = 0.0
     cache_salt: str = ""  # with the tenant it keeps blocks apart; `hash_root` has both in it
     adapter: Adapter | None = None  # `hash_root` has its digest in it
+    images: tuple[bytes, ...] = ()  # files, in the order of their marks in `token_ids`
 
     @property
     def scores_prompt(self) -> bool:
@@ -220,6 +221,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     times: StageTimes | None = None  # in the first delta with tokens of each worker
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # in the answer's first, if asked for
     pooled: bytes | None = None  # float32, little-endian: what `SamplingParams.pooling` asks for
+    num_image_tokens: int = 0  # of the prompt, besides its `token_ids`; in the first delta
 
     @property
     def is_last(self) -> bool:

@@ -90,6 +90,10 @@ async def _conversation(conversation: Conversation, model: ServedModel, nbytes: 
         messages = [_shield_message(message, shield, shape) for message in conversation.messages]
         if conversation.continue_final_message:
             messages[-1]["content"] += END_OF_CONTENT
+        if conversation.images or template.needs_parts:
+            for message in messages:
+                if isinstance(message["content"], str):
+                    message["content"] = [{"type": "text", "text": message["content"]}]
         rendered = template.render(
             messages,
             tools=[_shield(tool, shield) for tool in conversation.tools],

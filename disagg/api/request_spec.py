@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from disagg.api.images import RemoteImage
 from disagg.api.refusals import invalid_value
 from disagg.api.served_model import ServedModel
 from disagg.messages import Grammar, SamplingParams
@@ -105,8 +106,8 @@ class JsonText(str):
 class Conversation(msgspec.Struct, frozen=True):
     """Messages, tools and documents in the form that chat templates read.
 
-    That is plain types and one text per message. Text in them never becomes a control token; only
-    the template writes control tokens.
+    That is plain types and one text per message, or a list of parts where a message has images.
+    Text in them never becomes a control token; only the template writes control tokens.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -115,6 +116,7 @@ class Conversation(msgspec.Struct, frozen=True):
     template_arguments: Mapping[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer continues the last message
+    images: Sequence[bytes | RemoteImage] = ()  # in their order in the messages
 
 
 class Text(msgspec.Struct, frozen=True):

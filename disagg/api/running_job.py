@@ -116,6 +116,7 @@ class Answer:
         parses = syntax is not None or bool(spec.stops)
         self._is_plain = not (parses or spec.only_prompt or spec.return_token_ids)
         self.num_cached_tokens = 0
+        self.num_prompt_tokens = request.num_prompt_tokens  # those of images when it has begun
         self.decision: CascadeDecision | None = None
         self._last: ChoiceDelta | None = None
 
@@ -128,6 +129,7 @@ class Answer:
         if not self._has_begun:
             self._has_begun = True
             self.num_cached_tokens = delta.num_cached_tokens
+            self.num_prompt_tokens += delta.num_image_tokens
             self.decision = self._explain(self.request.request_id)
         elif self._is_plain and _is_one_token(delta):
             return ChoiceDelta(self.index, "", self._detokenizer.push(delta.token_ids[0]), 1)
@@ -264,13 +266,13 @@ class RunningJob:
         self.write_now: Callable[[ChoiceDelta], bool] | None = None
         self.kept: list[ChoiceDelta] = []
         self._generate = generate
-        self._answers = [
+        self.answers = [
             Answer(index, request, spec, explain) for index, request in enumerate(requests)
         ]
 
     def keep(self) -> None:
         """Keep whole answers, as a reply needs them that is not a stream."""
-        self.kept = [ChoiceDelta(index) for index in range(len(self._answers))]
+        self.kept = [ChoiceDelta(index) for index in range(len(self.answers))]
 
     @property
     def model(self) -> ServedModel:
@@ -286,24 +288,24 @@ class RunningJob:
 
     @property
     def num_prompt_tokens(self) -> int:
-        firsts = self.requests[:: self.spec.num_choices]
-        return sum(request.num_prompt_tokens for request in firsts)
+        firsts = self.answers[:: self.spec.num_choices]
+        return sum(answer.num_prompt_tokens for answer in firsts)
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens whose KV was cached; only the first choice of each prompt counts."""
-        firsts = self._answers[:: self.spec.num_choices]
+        firsts = self.answers[:: self.spec.num_choices]
         return sum(answer.num_cached_tokens for answer in firsts)
 
     @property
     def decisions(self) -> list[CascadeDecision | None]:
         """The cascade's decision for each choice; None before its start or without a cascade."""
-        return [answer.decision for answer in self._answers]
+        return [answer.decision for answer in self.answers]
 
     @property
     def finish_reasons(self) -> list[str | None]:
         """Why each choice ended; None for those that have not."""
-        return [answer.finish_reason for answer in self._answers]
+        return [answer.finish_reason for answer in self.answers]
 
     @property
     def model_name(self) -> str:
@@ -325,7 +327,7 @@ class RunningJob:
                 cancelled.
         """
         waiting: dict[int, ChoiceDelta] = {}  # the pieces since the last batch, merged
-        silent = {answer.index for answer in self._answers}  # choices that have not begun
+        silent = {answer.index for answer in self.answers}  # choices that have not begun
         failures: list[Exception] = []
         has_some = asyncio.Event()
         is_idle = False  # whether the reader has written all pieces before and waits for the next
@@ -359,7 +361,7 @@ class RunningJob:
                 failures.append(error)
                 has_some.set()
 
-        tasks = [asyncio.create_task(follow(answer)) for answer in self._answers]
+        tasks = [asyncio.create_task(follow(answer)) for answer in self.answers]
         num_open = len(tasks)
         try:
             while num_open:

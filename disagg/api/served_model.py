@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from disagg.adapters import Adapter
+from disagg.api.images import ImageRules
 from disagg.config import AUTO
 from disagg.errors import ModelError
 from disagg.models.description import GenerationDefaults, ModelDescription
@@ -45,6 +46,7 @@ class ServedModel:
         adapter, base: the LoRA adapter, and the model that it adapts; None: it is no adapter.
         pooling: what it computes instead of answers.
         scored_ids: `pooling.scores` as token ids.
+        images: how it takes images; None: it does not.
         remarks: sentences for whoever serves it, said at start.
     """
 
@@ -68,6 +70,7 @@ class ServedModel:
     base: ServedModel | None = None
     pooling: ModelPooling = ModelPooling(why_not="it is not known")  # noqa: RUF009 - it is frozen
     scored_ids: tuple[int, ...] = ()
+    images: ImageRules | None = None
 
     @property
     def worker_model(self) -> str:
@@ -84,6 +87,18 @@ class ServedModel:
         """The format of its reasoning; None if it has none or the format is unknown."""
         source = self.template.source if self.template else ""
         return reasoning_format_of(source, self.reasoning_parser)
+
+    def with_images(self, domains: tuple[str, ...]) -> ServedModel:
+        """The same model on an engine that takes images, if its chat template shows them.
+
+        Args:
+            domains: the hosts from which images are fetched.
+        """
+        mark = None if self.template is None else self.template.image_mark
+        ids = [] if mark is None else self.tokenizer.encode_chat(mark)
+        mark_id = next((each for each in ids if each in self.tokenizer.special_ids), None)
+        rules = None if mark_id is None else ImageRules(mark_id, domains)
+        return dataclasses.replace(self, images=rules)
 
     @classmethod
     def from_description(
@@ -190,6 +205,7 @@ def auto_model(tiers: Sequence[ServedModel]) -> ServedModel:
         defaults=tiers[-1].defaults,
         num_parameters=0,
         pooling=ModelPooling(why_not="it stands for several models; name one of them."),
+        images=None,
     )
 
 

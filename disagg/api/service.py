@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from disagg import telemetry
 from disagg.api.anthropic import CountTokensRequest, read_count, understand_count
 from disagg.api.apis import Api
+from disagg.api.images import RemoteImage, fetch_images
 from disagg.api.json_body import off_loop
 from disagg.api.openai.fields import (
     DetokenizeRequest,
@@ -32,10 +33,17 @@ from disagg.api.openai.requests import read_request, understand_tokenize
 from disagg.api.openai.structured_output import GrammarChecks
 from disagg.api.prompts import tokenize_prompts
 from disagg.api.refusals import invalid_value, too_long, unsupported
-from disagg.api.request_spec import Prompt, RequestSlo, RequestSpec, Text, choose_slo
+from disagg.api.request_spec import (
+    Conversation,
+    Prompt,
+    RequestSlo,
+    RequestSpec,
+    Text,
+    choose_slo,
+)
 from disagg.api.running_job import Explain, Generate, RunningJob, num_prompt_scores
 from disagg.api.served_model import ServedModel
-from disagg.blocks import hash_blocks, hash_root
+from disagg.blocks import hash_blocks, hash_image, hash_root, image_digest
 from disagg.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from disagg.messages import GenerateRequest, Grammar, SamplingParams, Thinking
 from disagg.text.answer_reader import prompt_tail
@@ -45,6 +53,7 @@ Asked = TypeVar("Asked", TokenizeRequest, CountTokensRequest)
 
 TOKEN_NBYTES = 4  # assumed size of a token id, to decide whether work on many of them blocks
 
+IMAGES = "its images were fetched; send them as data: URLs"
 PROMPT = "its prompt was tokenized; shorten the prompt"
 GRAMMAR = "its grammar was checked; simplify the grammar"
 
@@ -116,10 +125,12 @@ class Service:
         slo = choose_slo(spec.slo, caller.slo, caller.least_slo, of_model)
         most_s = caller.timeout_s or self._default_timeout_s
         deadline_unix_s = now - caller.waited_s + min(spec.timeout_s or most_s, most_s)
-        next_step = PROMPT
+        next_step = IMAGES
         try:
             left_s = min(deadline_unix_s - self._clock(), self._default_timeout_s)
             async with asyncio.timeout(left_s):
+                images = await fetch_images(_images_of(spec), spec.num_choices)
+                next_step = PROMPT
                 with telemetry.span("tokenize", traceparent) as span:
                     most = truncated_to(spec)
                     prompts = await tokenize_prompts(spec.prompts, spec.model, len(body), most)
@@ -133,9 +144,10 @@ class Service:
 
         def name() -> tuple[tuple[GenerateRequest, ...], tuple[str, ...]]:
             work = traceparent, slo, deadline_unix_s
-            return name_choices(spec, prompts, seeded, caller, *work)
+            return name_choices(spec, prompts, seeded, caller, *work, images)
 
-        requests, echoes = await off_loop(TOKEN_NBYTES * sum(map(len, prompts)), name)
+        nbytes = TOKEN_NBYTES * sum(map(len, prompts)) + sum(map(len, images))
+        requests, echoes = await off_loop(nbytes, name)
         spec = replace(spec, prompts=())
         return RunningJob(
             caller.request_id, int(now), spec, requests, self._generate, self._explain, echoes
@@ -239,6 +251,11 @@ class Service:
         return found
 
 
+def _images_of(spec: RequestSpec) -> Sequence[bytes | RemoteImage]:
+    prompt = spec.prompts[0]
+    return prompt.images if isinstance(prompt, Conversation) else ()
+
+
 def _too_late(next_step: str) -> DeadlineExceeded:
     """The error for a deadline that passed before the request was sent to a worker.
 
@@ -269,6 +286,7 @@ def name_choices(
     traceparent: str,
     slo: RequestSlo,
     deadline_unix_s: float,
+    images: Sequence[bytes] = (),
 ) -> tuple[tuple[GenerateRequest, ...], tuple[str, ...]]:
     """Give each choice an id and a seed, and hash the blocks of each prompt.
 
@@ -277,6 +295,7 @@ def name_choices(
     Args:
         prompts: the token ids of each prompt.
         sampling: sampling parameters of the first choice; the seeds of others derive from its seed.
+        images: of the only prompt.
     """
     requests: list[GenerateRequest] = []
     for token_ids in prompts:
@@ -295,6 +314,7 @@ def name_choices(
             cache_salt=spec.cache_salt,
             ttft_slo_s=slo.ttft_s,
             tpot_slo_s=slo.tpot_s,
+            images=tuple(images),
         )
         request, first = hash_request(unnamed, spec.model), len(requests)
         requests += [_choice(request, first + index) for index in range(spec.num_choices)]
@@ -306,13 +326,19 @@ def hash_request(request: GenerateRequest, model: ServedModel) -> GenerateReques
     cache_tenant = f"{request.tenant}/{request.cache_salt}"
     digest = "" if model.adapter is None else model.adapter.digest
     root = hash_root(model.fingerprint, model.block_size, cache_tenant, digest)
-    hashes = tuple(hash_blocks(root, request.token_ids, model.block_size))
+    token_ids = request.token_ids
+    if request.images and model.images is not None:
+        begin = token_ids.index(model.images.mark_id)
+        token_ids = token_ids[: begin - begin % model.block_size]
+    hashes = hash_blocks(root, token_ids, model.block_size)
+    if request.images:
+        hashes.append(hash_image([root, *hashes][-1], image_digest(request.images[0])))
     return replace(
         request,
         model=model.worker_model,
         adapter=model.adapter,
         hash_root=root,
-        block_hashes=hashes,
+        block_hashes=tuple(hashes),
         block_size=model.block_size,
     )
 
@@ -366,6 +392,9 @@ async def fit(
         )
     for token_ids in prompts:
         check_ids(token_ids, model, spec.prompt_param)
+    num_images = len(_images_of(spec))
+    if model.images is not None and prompts[0].count(model.images.mark_id) < num_images:
+        raise invalid_value("messages", "the chat template does not show all of the images.")
     # The model's end tokens are not checked: their ids may be above those allowed in prompts.
     stops = [number for number in sampling.stop_token_ids if number not in model.eos_token_ids]
     check_ids(stops, model, "stop_token_ids")

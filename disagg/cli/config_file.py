@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from disagg.cli.ray_serve_llm import BUILDERS, read_llm_app
 from disagg.config_checks import filled_in
 from disagg.errors import StartupError
 
+OURS = "disagg.app.build:build"
 # Keys of Ray Serve's YAML that `disagg serve` accepts.
 OF_SERVE = {"applications", "http_options", "proxy_location"}
 OF_AN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
@@ -50,16 +52,14 @@ def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
             supports, or needs an environment variable that is not set.
     """
     match raw:
-        case {
-            "applications": [
-                {"import_path": "disagg.app.build:build", "args": dict(args)} as application
-            ]
-        }:
+        case {"applications": [{"import_path": builder, "args": dict(args)} as application]} if (
+            builder in (OURS, *BUILDERS)
+        ):
             pass
         case _:
             raise StartupError(
                 f"{file} is a YAML file of Ray Serve, but its only application must be disagg"
-                " (import_path: disagg.app.build:build, with args).",
+                f" (import_path: {OURS}, with args) or Ray Serve LLM ({', '.join(BUILDERS)}).",
                 param="config",
             )
     options = raw.get("http_options") or {}
@@ -84,6 +84,8 @@ def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
             param="config",
         )
     config: dict[str, Any] = filled_in(args, os.environ)
+    if builder != OURS:
+        config = read_llm_app(builder, config, Path(file), lambda path: read_yaml(path)[0])
     http = config.get("http") or {}
     if not isinstance(http, dict):
         return config  # parse_config refuses it with a message that names the place

@@ -104,14 +104,14 @@ def lora_module(text: str) -> tuple[str, str]:
     return name, path
 
 
-def origins(text: str) -> tuple[str, ...]:
+def listed(text: str) -> tuple[str, ...]:
     """Parse a JSON list or names separated by commas. Raises `argparse.ArgumentTypeError`."""
     if not text.startswith("["):
         return tuple(text.split(","))
     try:
         return msgspec.json.decode(text, type=tuple[str, ...])
     except msgspec.MsgspecError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of origins") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of names") from error
 
 
 class _OfVllm(argparse.Action):
@@ -209,7 +209,8 @@ def _add_serving_arguments(group: argparse._ArgumentGroup) -> None:
     add_setting(group, HttpConfig, "api_keys_file", metavar="FILE")
     add_setting(group, HttpConfig, "metrics_key", metavar="KEY")
     add_setting(group, HttpConfig, "ui")
-    add_setting(group, HttpConfig, "allowed_origins", type=origins, metavar="ORIGINS")
+    add_setting(group, HttpConfig, "allowed_origins", type=listed, metavar="ORIGINS")
+    add_setting(group, HttpConfig, "allowed_media_domains", type=listed, metavar="HOSTS")
     add_setting(group, HttpConfig, "files_directory", metavar="DIRECTORY")
     add_setting(group, HttpConfig, "files_nbytes", flag="--files-bytes")
     add_setting(group, ServeConfig, "insecure")

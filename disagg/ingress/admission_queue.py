@@ -253,7 +253,7 @@ class AdmissionQueue:
         waiter = WaitingRequest(
             request.tenant,
             charge.cost_s,
-            REQUEST_NBYTES + TOKEN_NBYTES * len(request.token_ids),
+            REQUEST_NBYTES + TOKEN_NBYTES * len(request.token_ids) + sum(map(len, request.images)),
             (request.priority, request.deadline_unix_s, self._num),
             request=request,
             set_out=set_out,

@@ -361,7 +361,8 @@ def served_models(config: ServeConfig) -> dict[str, ServedModel]:
         ModelError: a file that the API needs is missing from a model's directory, or the tiers
             cannot form a cascade.
     """
-    models = {tier.name: _served_model(tier) for tier in config.tiers}
+    domains = config.http.allowed_media_domains
+    models = {tier.name: _served_model(tier, domains) for tier in config.tiers}
     if config.cascade is not None:
         check_one_language(list(models.values()))
     return models | _auto(config, models)
@@ -373,8 +374,9 @@ def _auto(config: ServeConfig, models: Mapping[str, ServedModel]) -> dict[str, S
     return {AUTO: auto_model([models[tier.name] for tier in config.tiers])}
 
 
-def _served_model(tier: TierConfig) -> ServedModel:
-    describe = describe_foreign if tier.engine.backend == "vllm" else describe_model
+def _served_model(tier: TierConfig, media_domains: tuple[str, ...]) -> ServedModel:
+    is_foreign = tier.engine.backend == "vllm"
+    describe = describe_foreign if is_foreign else describe_model
     model = ServedModel.from_description(
         describe(tier.directory),
         name=tier.name,
@@ -385,6 +387,8 @@ def _served_model(tier: TierConfig) -> ServedModel:
         reasoning_parser=tier.reasoning_parser,
         created_unix_s=int(time.time()),
     )
+    if is_foreign:
+        model = model.with_images(media_domains)
     slo_s = (tier.ttft_goal_s, tier.tpot_goal_s)
     return dataclasses.replace(model, slo_s=slo_s, full_name=tier.full_name)
 

@@ -214,6 +214,7 @@ class RequestState:
             num_cached_tokens,
             prompt_logprobs=delta.prompt_logprobs,
             pooled=delta.pooled,
+            num_image_tokens=delta.num_image_tokens,
         )
 
     @property
@@ -236,7 +237,7 @@ class RequestState:
 def append_tokens(
     request: GenerateRequest, token_ids: list[int], block_size: int
 ) -> GenerateRequest:
-    """`request` with more tokens and the hashes of the blocks that they fill.
+    """`request` with more tokens and the hashes of the blocks that they fill, if it has no images.
 
     Its draft loses these tokens, or all tokens if it had proposed others.
     """
@@ -244,7 +245,8 @@ def append_tokens(
     draft, num_new = request.draft_token_ids, len(token_ids)
     draft = draft[num_new:] if draft[:num_new] == tuple(token_ids) else ()
     hashes = list(request.block_hashes)
-    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
+    end = 0 if request.images else len(tokens) - block_size + 1
+    for start in range(len(hashes) * block_size, end, block_size):
         parent = hashes[-1] if hashes else request.hash_root
         hashes.append(hash_block(parent, tokens[start : start + block_size]))
     return msgspec.structs.replace(

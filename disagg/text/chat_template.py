@@ -272,6 +272,31 @@ class ChatTemplate:
         return _SHAPES[min(fitting)[1] if fitting else 0]
 
     @functools.cached_property
+    def image_mark(self) -> str | None:
+        """What the template writes for an image in a user's message; None if it shows none."""
+        text = {"type": "text", "text": PROBE_NAME}
+        with suppress(InvalidRequest):
+            with_image, without = (
+                self.render([{"role": "user", "content": parts}], limit_s=PROBE_LIMIT_S)
+                for parts in ([{"type": "image"}, text], [text])
+            )
+            pairs = zip(with_image, without, strict=False)
+            begin = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            mark = with_image[begin : begin + len(with_image) - len(without)]
+            if PROBE_NAME in without and "'type'" not in with_image:
+                return mark or None
+        return None
+
+    @functools.cached_property
+    def needs_parts(self) -> bool:
+        """Whether the template shows lists of parts only, and leaves out a content that is text."""
+        with suppress(InvalidRequest):
+            message = {"role": "user", "content": PROBE_NAME}
+            is_lost = PROBE_NAME not in self.render([message], limit_s=PROBE_LIMIT_S)
+            return is_lost and self.image_mark is not None
+        return False
+
+    @functools.cached_property
     def shown_calls(self) -> tuple[str, ...]:
         """Answers with a call as the template shows them in later turns, without the part that its
         prompts end with; none if it fails on them or leaves calls out."""

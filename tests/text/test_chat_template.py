@@ -81,6 +81,38 @@ def test_equal_to_transformers(
     assert rendered == expected
 
 
+PARTS = "{% for m in messages %}{% for p in m.content %}IMAGE{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "mark", "needs_parts"),
+    [
+        (CHATML, None, False),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", None, False),
+        (PARTS.replace("IMAGE", "{{ p.text }}"), None, False),
+        (
+            PARTS.replace("IMAGE", "{{ '<image>\n' if p.type == 'image' else p.text }}"),
+            "<image>\n",
+            True,
+        ),
+        (
+            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for p in m.content %}{% if p.type == 'image' or 'image_url' in p %}"
+            "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in p %}"
+            "{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}",
+            "<|vision_start|><|image_pad|><|vision_end|>",
+            False,
+        ),
+    ],
+    ids=["texts only", "prints the list", "leaves images out", "as Llava", "as Qwen2-VL"],
+)
+def test_what_a_template_writes_for_an_image(
+    source: str, mark: str | None, needs_parts: bool
+) -> None:
+    template = ChatTemplate(source, {})
+    assert (template.image_mark, template.needs_parts) == (mark, needs_parts)
+
+
 def test_a_template_that_refuses_is_the_clients_error() -> None:
     twice = [{"role": "user", "content": "a"}] * 2
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:

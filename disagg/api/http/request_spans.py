@@ -166,6 +166,8 @@ def output_messages(answers: Iterable[ChoiceDelta]) -> str:
 
 def _parts(message: Mapping[str, Any]) -> list[Part]:
     content = message.get("content") or ""
+    if isinstance(content, list):  # of an image nothing is kept
+        return [_text(part["text"]) if "text" in part else part for part in content]
     if message["role"] == "tool":
         answered = message.get("tool_call_id")
         return [{"type": "tool_call_response", "id": answered, "response": content}]

@@ -306,7 +306,7 @@ class OpenAIFrames(Frames):
         choice = {"index": index, **gain, "logprobs": logprobs, "finish_reason": finish_reason}
         body: Body = {"choices": [choice | more], **(beside or {})}
         if self._run.spec.continuous_usage:
-            num_prompt_tokens = self._run.requests[index].num_prompt_tokens
+            num_prompt_tokens = self._run.answers[index].num_prompt_tokens
             body["usage"] = _usage(num_prompt_tokens, self._num_tokens[index])
         elif self._run.spec.include_usage:
             body["usage"] = None

@@ -137,10 +137,16 @@ class SamplingFields(AnswerFields, kw_only=True):
     guided_grammar: str | None = None
 
 
+class ImageUrl(msgspec.Struct):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None  # has no effect
+
+
 class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | None = None
 
 
 class FunctionCall(msgspec.Struct):

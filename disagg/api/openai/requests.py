@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from disagg.api.images import ImageRules, RemoteImage, read_image
 from disagg.api.json_body import invalid_field, read_struct
 from disagg.api.openai.fields import (
     ChatMessage,
@@ -161,6 +162,10 @@ def _spec(
     if request.prompt_logprobs is not None and request.stream:
         raise invalid_value("prompt_logprobs", "it needs stream: false.")
     check_truncated(request.truncate_prompt_tokens, model)
+    if any(isinstance(each, Conversation) and each.images for each in prompts):
+        for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+            if getattr(request, name) is not None:
+                raise unsupported(name, "A prompt with images cannot have it.")
     if grammar is not None and request.allowed_token_ids:
         raise invalid_value(
             "allowed_token_ids",
@@ -280,8 +285,9 @@ def _conversation(
 ) -> Conversation:
     reasoning = model.reasoning_format
     is_harmony = reasoning is not None and reasoning.is_harmony
+    images: list[bytes | RemoteImage] = []
     messages = [
-        _message(message, f"messages[{index}]", is_harmony=is_harmony)
+        _message(message, f"messages[{index}]", model, images, is_harmony=is_harmony)
         for index, message in enumerate(request.messages or ())
     ]
     if request.documents and not (model.template and model.template.shows_documents):
@@ -290,10 +296,11 @@ def _conversation(
     for tool in plain_tools if is_harmony else ():
         tool["function"].setdefault("description", "")  # the template fails without a description
     continues = bool(request.continue_final_message)
-    if continues and (request.add_generation_prompt or not messages[-1]["content"]):
+    is_text = bool(messages) and isinstance(messages[-1]["content"] or None, str)
+    if continues and (request.add_generation_prompt or not is_text):
         raise invalid_value(
             "continue_final_message",
-            "the last message must have content, and add_generation_prompt must not be set.",
+            "the last message must be text, and add_generation_prompt must not be set.",
         )
     return Conversation(
         messages,
@@ -302,15 +309,24 @@ def _conversation(
         arguments,
         request.add_generation_prompt is not False and not continues,
         continues,
+        tuple(images),
     )
 
 
-def _message(message: ChatMessage, path: str, *, is_harmony: bool) -> dict[str, Any]:
+def _message(
+    message: ChatMessage,
+    path: str,
+    model: ServedModel,
+    images: list[bytes | RemoteImage],
+    *,
+    is_harmony: bool,
+) -> dict[str, Any]:
     """A message in the form that templates read: plain types, one text, `developer` as `system`.
 
-    Content parts are joined by newlines, so that the words of two parts stay separate.
+    Content parts are joined by newlines, so that the words of two parts stay separate; those of a
+    message with images stay parts. Its images are added to `images`.
     """
-    content = message.content
+    content: Any = message.content
     if message.role == "assistant" and not message.tool_calls:
         content = content or ""  # null in an answer that ended during its reasoning
     elif content is None and message.role != "assistant":
@@ -322,8 +338,13 @@ def _message(message: ChatMessage, path: str, *, is_harmony: bool) -> dict[str, 
     if message.role == "tool" and message.tool_call_id is None:
         raise missing_parameter(f"{path}.tool_call_id")
     if isinstance(content, list):
-        parts = enumerate(content)
-        content = "\n".join(_part(part, f"{path}.content[{number}]") for number, part in parts)
+        num_before, rules = len(images), model.images if message.role == "user" else None
+        parts = [
+            _part(part, f"{path}.content[{number}]", rules, images)
+            for number, part in enumerate(content)
+        ]
+        has_images = len(images) > num_before
+        content = parts if has_images else "\n".join(part["text"] for part in parts)
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": content}
     known = {"name": message.name, "tool_call_id": message.tool_call_id}
@@ -343,13 +364,21 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id or "", "type": "function", "function": function}
 
 
-def _part(part: ContentPart, path: str) -> str:
+def _part(
+    part: ContentPart, path: str, rules: ImageRules | None, images: list[bytes | RemoteImage]
+) -> dict[str, str]:
+    """A part as templates read it. An image is added to `images`."""
+    if part.type == "image_url" and rules is not None:
+        if part.image_url is None:
+            raise missing_parameter(f"{path}.image_url")
+        images.append(read_image(part.image_url.url, f"{path}.image_url.url", rules))
+        return {"type": "image"}
     if part.type not in ("text", "refusal"):
         raise only_text(f"{path}.type", part.type)
     text = part.text if part.type == "text" else part.refusal
     if text is None:
         raise missing_parameter(f"{path}.{part.type}")
-    return text
+    return {"type": "text", "text": text}
 
 
 MAX_REQUIRED_CALLS = 32  # per answer; a weak model would generate calls until its limit of tokens

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from disagg.adapters import Adapter
+from disagg.blocks import image_digest
 from disagg.config import TierConfig
 from disagg.errors import EngineCannot, StartupError, WorkerLost
 from disagg.host import free_port
@@ -44,12 +45,14 @@ class EnginePrompt:
     sampling: Mapping[str, Any]
     priority: int = 0
     adapter: Adapter | None = None
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
     """What a sequence gained, as `messages.TokenDelta` has it.
 
+    num_prompt_tokens: those of images included.
     kv_transfer_params: with the last output, for another engine that wants its KV.
     """
 
@@ -58,6 +61,7 @@ class EngineOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -182,8 +186,11 @@ class VllmEngine:
                 given = arguments["structured_outputs"]
                 arguments["structured_outputs"] = StructuredOutputsParams(**given)
             params = SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)
+            tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids), cache_salt=prompt.salt)
+            if prompt.images:
+                tokens.update(await asyncio.to_thread(_images, prompt.images))
             outputs = self._llm.generate(
-                TokensPrompt(prompt_token_ids=list(prompt.token_ids), cache_salt=prompt.salt),
+                tokens,
                 params,
                 prompt.request_id,
                 priority=prompt.priority,
@@ -249,6 +256,20 @@ class VllmEngine:
         if all(number in found for number in range(first, end)):
             return [found[number] for number in range(first, end)]
         return [None]
+
+
+def _images(files: Sequence[bytes]) -> dict[str, Any]:
+    """What a prompt has besides its tokens: images, under names that KV events repeat."""
+    from vllm.multimodal.media import ImageMediaIO
+
+    try:
+        read = [ImageMediaIO().load_bytes(data) for data in files]
+    except Exception as error:  # PIL has many, also for images that are too large
+        raise EngineCannot(f"An image cannot be read: {error}.", param="messages") from error
+    return {
+        "multi_modal_data": {"image": read},
+        "multi_modal_uuids": {"image": [image_digest(data) for data in files]},
+    }
 
 
 def _build(arguments: dict[str, Any], listener: EngineListener) -> Any:
@@ -336,6 +357,7 @@ def _output(output: Any, sampling: Mapping[str, Any]) -> EngineOutput:
             sampling["prompt_logprobs"],
         ),
         output.num_cached_tokens or 0,
+        len(output.prompt_token_ids),
         output.kv_transfer_params if reason is not None else None,
     )
 

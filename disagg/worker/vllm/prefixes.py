@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from disagg.blocks import HASH_NBYTES, BlockHash, hash_blocks
+from disagg.blocks import HASH_NBYTES, BlockHash, hash_block, hash_blocks, hash_image
 from disagg.messages import KVEvent
 
 TheirHash: TypeAlias = bytes | int
@@ -25,7 +25,7 @@ class BlockStored(msgspec.Struct, tag=True):
     token_ids: list[int]
     block_size: int
     medium: str | None = None  # "GPU" is the engine's cache, on CPUs too
-    extra_keys: list[list[Any] | None] | None = None  # of each block: adapter, salt, ...
+    extra_keys: list[list[Any] | None] | None = None  # of each block: adapter, images, salt
     kv_cache_spec_kind: str | None = None
 
 
@@ -67,6 +67,22 @@ def _root_of(extra_keys: Iterable[Any]) -> BlockHash | None:
             except ValueError:
                 continue
     return None
+
+
+def _names(parent: BlockHash, event: BlockStored) -> list[BlockHash]:
+    if event.extra_keys is None:
+        return hash_blocks(parent, event.token_ids, event.block_size)
+    names = []
+    for number, keys in enumerate(event.extra_keys):
+        # In 0.32 ["mm", name, offset], later without "mm".
+        images = [key[-2] for key in keys or () if isinstance(key, list)]
+        for digest in images:
+            parent = hash_image(parent, digest)
+        if not images:
+            begin = number * event.block_size
+            parent = hash_block(parent, event.token_ids[begin : begin + event.block_size])
+        names.append(parent)
+    return names
 
 
 class PrefixNames:
@@ -114,7 +130,7 @@ class PrefixNames:
             parent = _root_of((event.extra_keys or [None])[0] or ())
         if parent is None:  # not a request of a router, or after a gap
             return []
-        names = hash_blocks(parent, event.token_ids, event.block_size)
+        names = _names(parent, event)
         new = []
         for theirs, name in zip(event.block_hashes, names, strict=True):
             self._copies[theirs] = self._copies.get(theirs, 0) + 1

@@ -49,6 +49,7 @@ def can_hand_over(request: GenerateRequest) -> bool:
         sampling.grammar is None
         and not sampling.presence_penalty
         and not sampling.frequency_penalty
+        and not request.images  # only the engine knows how many tokens they have
         and num_left(request) > 1
     )
 

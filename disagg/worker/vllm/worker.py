@@ -69,6 +69,7 @@ class _VllmStream:
     """One request while it is on this worker.
 
     num_elsewhere: tokens whose KV comes with its ticket.
+    num_image: tokens of its images, known with the first output.
     """
 
     link_id: LinkId
@@ -76,6 +77,7 @@ class _VllmStream:
     since: float
     num_elsewhere: int = 0
     num_output: int = 0
+    num_image: int = 0
     task: asyncio.Task[None] | None = None
 
     @property
@@ -88,7 +90,7 @@ class _VllmStream:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.request.token_ids) + self.num_output
+        return len(self.request.token_ids) + self.num_image + self.num_output
 
 
 @dataclass(slots=True)
@@ -346,6 +348,7 @@ class VllmWorker:
             sampling_arguments(request, max_tokens, dict(params)),
             request.priority,
             request.adapter,
+            request.images,
         )
 
     def _issue(self, stream: _VllmStream, num_tokens: int, params: dict[str, Any]) -> KVTicket:
@@ -363,6 +366,8 @@ class VllmWorker:
         if stream.key not in self._streams:
             return
         is_first = not stream.num_output and bool(output.token_ids)
+        if stream.request.images and output.num_prompt_tokens:
+            stream.num_image = output.num_prompt_tokens - len(stream.request.token_ids)
         stream.num_output += len(output.token_ids)
         delta = TokenDelta(
             stream.start.stream_id,
@@ -374,6 +379,7 @@ class VllmWorker:
             ticket,
             times=self._times(stream) if is_first else None,
             prompt_logprobs=output.prompt_logprobs if is_first else None,
+            num_image_tokens=stream.num_image if is_first else 0,
         )
         self._add(stream, delta)
 

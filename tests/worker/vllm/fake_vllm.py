@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
 
+from disagg.blocks import image_digest
 from disagg.config import TierConfig
 from disagg.errors import WorkerLost
 from disagg.messages import TokenLogprobs
@@ -28,12 +29,27 @@ from disagg.worker.vllm.prefixes import AllBlocksCleared, BlockStored
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 16, 256, 512
 NUM_TOKENS = 200  # of the tiny model's ids those that are text
+IMAGE_MARK, NUM_IMAGE_TOKENS = 258, 40  # <|endoftext|>, which becomes so many tokens
 _numbers = count()
 
 
 def next_token(token_ids: tuple[int, ...], adapter: str = "") -> int:
     digest = hashlib.blake2b(f"{token_ids}{adapter}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % NUM_TOKENS
+
+
+def expanded(token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[int, ...]:
+    """The prompt with each image's tokens, here negative numbers that stand for what it shows."""
+    left = iter(images)
+    tokens: list[int] = []
+    for token_id in token_ids:
+        is_mark = token_id == IMAGE_MARK
+        tokens += [_shown(next(left))] * NUM_IMAGE_TOKENS if is_mark else [token_id]
+    return tuple(tokens)
+
+
+def _shown(image: bytes) -> int:
+    return -2 - int(image_digest(image)[:12], 16)
 
 
 def answer(prompt: tuple[int, ...], num_new: int, adapter: str = "") -> list[int]:
@@ -77,11 +93,11 @@ class FakeVllm:
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         self.seen.append(prompt)
         extra = prompt.sampling.get("extra_args", {}).get("kv_transfer_params", {})
-        tokens = prompt.token_ids
+        tokens = whole = expanded(prompt.token_ids, prompt.images)
         adapter = "" if prompt.adapter is None else prompt.adapter.digest
         if extra.get("do_remote_prefill") and not self._import(tokens, extra):
             tokens = (-1, *tokens)  # wrong KV: nothing is as it should be from here on
-        num_cached = self._find(prompt)
+        num_cached = self._find(prompt.salt, whole)
         given: list[int] = []
         is_done = False
         try:
@@ -95,10 +111,10 @@ class FakeVllm:
                 token = next_token(tokens, adapter)
                 tokens = (*tokens, token)
                 given.append(token)
-                self._cache(prompt, tokens[-len(prompt.token_ids) - len(given) : -1])
+                self._cache(prompt, tokens[-len(whole) - len(given) : -1])
                 is_stop = token in prompt.sampling["stop_token_ids"]
                 is_done = is_stop or len(given) == prompt.sampling["max_tokens"]
-                num_prompt = len(prompt.token_ids) if len(given) == 1 else 0
+                num_prompt = len(whole) if len(given) == 1 else 0
                 self.listener.on_step(EngineStep(bool(num_prompt), num_prompt, 1, 1e-3, 1, 0.1))
                 scores = TokenLogprobs(-1.0) if prompt.sampling["logprobs"] is not None else None
                 reason = ("stop" if is_stop else "length") if is_done else None
@@ -108,6 +124,7 @@ class FakeVllm:
                     reason,  # type: ignore[arg-type]
                     None if scores is None else (scores,),
                     num_cached_tokens=num_cached,
+                    num_prompt_tokens=len(whole),
                     kv_transfer_params=params if is_done else None,
                 )
         finally:
@@ -142,10 +159,10 @@ class FakeVllm:
         has_blocks = -(-len(kept) // BLOCK_SIZE) >= -(-len(tokens) // BLOCK_SIZE)
         return has_blocks and kept[: len(tokens) - 1] == tokens[:-1]
 
-    def _find(self, prompt: EnginePrompt) -> int:
+    def _find(self, salt: str, tokens: tuple[int, ...]) -> int:
         num_cached = 0
-        cached = self.cached.get(prompt.salt, [])
-        for name in self._names(prompt.token_ids[:-1]):
+        cached = self.cached.get(salt, [])
+        for name in self._names(tokens[:-1]):
             if name not in cached:
                 break
             num_cached += BLOCK_SIZE
@@ -163,12 +180,19 @@ class FakeVllm:
             cached.append(name)
             first = number * BLOCK_SIZE
             parent = repr(tokens[:first]) if first else None
+            block = tokens[first : first + BLOCK_SIZE]
+            keys: list[Any] = []
+            for image in prompt.images:
+                if _shown(image) in block:
+                    offset = tokens.index(_shown(image)) - first
+                    keys.append(["mm", image_digest(image), offset])
+            keys += [prompt.salt] if parent is None else []
             event = BlockStored(
                 [hash((prompt.salt, name))],
                 None if parent is None else hash((prompt.salt, parent)),
-                list(tokens[first : first + BLOCK_SIZE]),
+                [IMAGE_MARK if token < 0 else token for token in block],
                 BLOCK_SIZE,
                 "GPU",
-                [[prompt.salt] if parent is None else None],
+                [keys or None],
             )
             self.listener.on_kv_events([event])

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from disagg.blocks import hash_blocks, hash_root
+from disagg.api.images import ImageRules
+from disagg.api.service import hash_request
+from disagg.blocks import hash_blocks, hash_root, image_digest
 from disagg.config import EngineConfig, PoolConfig, SpeculativeConfig, TierConfig
 from disagg.errors import EngineCannot, StartupError
+from disagg.ingress.dispatch import append_tokens
 from disagg.kvtransfer.ticket import Peer
 from disagg.messages import GenerateRequest, Grammar, KVEvent, Pooling, SamplingParams, Thinking
 from disagg.worker.vllm import arguments, tickets
 from disagg.worker.vllm.engine import _logprobs
 from disagg.worker.vllm.prefixes import PrefixNames, read_batch, salt_of
 from disagg.worker.vllm.requests import can_hand_over, check_request, sampling_arguments
+from tests.api.fakes import served_model
 
 ROOT = hash_root("model", 4, "tenant")
 PEER = Peer("w", 1, "vllm", "layout", 8, 1024, 0, 0, -1, b"")
@@ -67,6 +72,26 @@ def test_blocks_get_the_names_that_the_router_computes_of_a_prompt() -> None:
     second = apply(names, stored([b"c"], b"b", tokens[8:]))
     assert first == (KVEvent("stored", ours[:2]),) and second == (KVEvent("stored", ours[2:]),)
     assert names.all() == ours
+
+
+def test_blocks_have_the_images_that_are_in_them_in_their_names() -> None:
+    """Six tokens of text, an image that vLLM gives five tokens, and one token of text."""
+    mark, text = 9, [1, 2, 3, 4, 5, 6]
+    model = dataclasses.replace(served_model(), images=ImageRules(mark))
+    request = replace(request_of(), token_ids=(*text, mark, 7), images=(b"cat", b"dog"))
+    asked = hash_request(request, model)
+    salt = salt_of(asked.hash_root)
+
+    def names_of(image: bytes) -> tuple[bytes, ...]:
+        tokens = [*text, *[mark] * 5, 7]
+        keys = [[salt], [["mm", image_digest(image), 2]], [[image_digest(image), -2]]]
+        (event,) = apply(PrefixNames(), stored([b"a", b"b", b"c"], None, tokens, extra_keys=keys))
+        return event.block_hashes
+
+    cat, dog = names_of(b"cat"), names_of(b"dog")
+    assert asked.block_hashes == cat[:2] and len({*cat, *dog}) == 5
+    moved = append_tokens(asked, [1] * 20, 4)
+    assert moved.block_hashes == asked.block_hashes and len(moved.token_ids) == 28
 
 
 @pytest.mark.parametrize(
@@ -135,6 +160,7 @@ def test_the_last_token_is_not_handed_over() -> None:
     assert can_hand_over(request_of(max_tokens=2))
     assert not can_hand_over(request_of(max_tokens=1))
     assert not can_hand_over(request_of(1, max_tokens=2))
+    assert not can_hand_over(replace(request_of(max_tokens=2), images=(b"cat",)))
 
 
 def test_tickets_of_others_and_old_ones_bring_no_kv() -> None:
@@ -144,7 +170,7 @@ def test_tickets_of_others_and_old_ones_bring_no_kv() -> None:
     assert tickets.redeem(ticket, PEER, 21, in_time) == params
     assert tickets.redeem(ticket, PEER, 21, in_time + 0.1) == {}
     assert tickets.redeem(ticket, PEER, 22, in_time) == {}  # its prompt has grown since
-    assert tickets.redeem(ticket, replace(PEER, layout="other"), 21, in_time) == {}
+    assert tickets.redeem(ticket, dataclasses.replace(PEER, layout="other"), 21, in_time) == {}
     assert tickets.redeem(None, PEER, 21, in_time) == {}
 
 

@@ -4,6 +4,7 @@ those of one engine, through hand-overs, hits, deaths, drains and leases that ha
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -28,7 +29,7 @@ from disagg.worker.vllm.requests import sampling_arguments
 from disagg.worker.vllm.worker import VllmWorker
 from tests.links.fakes import until
 from tests.tiny_model import write_tiny_adapter
-from tests.worker.vllm.fake_vllm import BLOCK_SIZE, FakeVllm, answer
+from tests.worker.vllm.fake_vllm import BLOCK_SIZE, IMAGE_MARK, FakeVllm, answer, expanded
 
 NUM_NEW = 12
 
@@ -309,6 +310,77 @@ async def test_adapters_reach_vllm_and_keep_their_kv_apart(model: Path, tmp_path
         digests = ["", used["red"].digest, used["green"].digest]
         assert answers == 2 * [answer(tuple(prompt), NUM_NEW, each) for each in digests]
         assert {name: each.path for name, each in used.items()} == paths
+
+
+@pytest.fixture(scope="module")
+def seeing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a chat template that shows images."""
+    directory = tmp_path_factory.mktemp("seeing") / "tiny"
+    shutil.copytree(model, directory)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    shows_parts = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}"
+        "{{ '<|endoftext|>' if p.type == 'image' else p.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    settings["chat_template"] = shows_parts
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def shown(image: bytes) -> dict[str, Any]:
+    url = "data:image/png;base64," + base64.b64encode(image).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+async def see(it: Fleet, content: list[dict[str, Any]]) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": NUM_NEW}
+    reply = await it.client.post("/v1/chat/completions", json={**body, "temperature": 0, **IDS})
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+async def test_images_reach_vllm_in_order_and_are_not_handed_over(seeing: Path) -> None:
+    async with fleet(seeing) as it:
+        images = (b"a cat", b"a cat", b"a dog")
+        text = {"type": "text", "text": "compare " * 12}
+        content = [text, *map(shown, images[:2]), text, shown(images[2])]
+        found = await see(it, content)
+        (prompt,) = _seen(it)
+        assert prompt.images == images and prompt.token_ids.count(IMAGE_MARK) == 3
+        assert "extra_args" not in prompt.sampling
+        whole = expanded(prompt.token_ids, images)
+        assert found["choices"][0]["token_ids"] == answer(whole, NUM_NEW)
+        assert found["usage"]["prompt_tokens"] == len(whole)
+
+
+async def test_the_router_finds_prompts_that_begin_with_the_same_image(seeing: Path) -> None:
+    async with fleet(seeing, num_prefill=0, num_decode=2) as it:
+        text = {"type": "text", "text": "what is it?"}
+        await see(it, [shown(b"a cat"), text])
+        holder = 0 if it.engine(0).seen else 1
+        for _ in range(4):
+            usage = (await see(it, [shown(b"a cat"), text, text]))["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= 3 * BLOCK_SIZE
+        assert len(it.engine(holder).seen) == 5 and not it.engine(1 - holder).seen
+
+
+async def test_a_request_with_an_image_goes_on_where_an_engine_died(seeing: Path) -> None:
+    async with fleet(seeing, num_prefill=0, num_decode=2) as it:
+        for each in (0, 1):
+            it.engine(each).stops_at = 5
+            it.engine(each).may_go_on.clear()
+        task = asyncio.create_task(see(it, [shown(b"a cat")]))
+        await until(lambda: it.engine(0).num_waits or it.engine(1).num_waits)
+        it.engine(0 if it.engine(0).num_waits else 1).is_dead = True
+        for each in (0, 1):
+            it.engine(each).may_go_on.set()
+        found = await task
+        first, moved = sorted(_seen(it), key=lambda each: len(each.token_ids))
+        whole = expanded(first.token_ids, (b"a cat",))
+        assert moved.images == (b"a cat",) and len(moved.token_ids) == len(first.token_ids) + 5
+        assert found["choices"][0]["token_ids"] == answer(whole, NUM_NEW)
+        assert found["usage"]["prompt_tokens"] == len(whole)
 
 
 def _seen(it: Fleet) -> list[EnginePrompt]:
