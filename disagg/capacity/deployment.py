@@ -283,10 +283,7 @@ def _selectors(plan: Written) -> tuple[str, ...]:
 
 def _header(plan: Written, notes: Sequence[str]) -> str:
     fleet, load = plan.fleet, plan.load
-    workers = " + ".join(
-        f"{pool.num_workers} x ({pool.placement.num_gpus} {pool.placement.gpu.name})"
-        for pool in fleet.pools
-    )
+    workers = " + ".join(map(str, fleet.pools))
     lines = (
         f"Written by: {plan.command}",
         f"{workers} for {load.requests_per_s:,.2f} requests/s of {load.mean_prompt_tokens:,.0f} +"

@@ -29,22 +29,29 @@ NOT_RUN_YET = (
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan is asked for besides model and load. The names are those of `disagg plan`.
-
-    gpu: GPUs to choose from.
-    price: US dollars of a GPU and hour, by its name; others have list prices.
-    """
+    """What a plan is asked for besides model and load. These are the flags of `disagg plan`."""
 
     gpu: tuple[str, ...] = ("h100",)
+    """GPUs of the workers, of which the best is chosen"""
     weights: str = "bf16"
+    """data type of the weights"""
     kv: str = "bf16"
+    """data type of the KV cache"""
     engine: str = ""
+    """plan with the share of the GPU's peak that published benchmarks of this engine reached
+    (default: assumptions of docs/planning.md)"""
     tensor_parallel_size: int | None = None
+    """number of GPUs per worker (default: the best)"""
     enable_expert_parallel: bool = False
+    """use expert parallelism in workers with several GPUs, as in `disagg serve`"""
     ttft: float = 1.0
+    """TTFT SLO in seconds, for 95 % of the requests"""
     tpot: float = 0.05
+    """TPOT SLO in seconds, for 95 % of the requests"""
     link: str = "400g"
+    """network per GPU"""
     price: dict[str, float] = {}
+    """price of one GPU per hour in US dollars, by its name; others have list prices"""
 
     @property
     def slo(self) -> Slo:

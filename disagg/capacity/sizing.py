@@ -55,6 +55,9 @@ class Pool(msgspec.Struct, frozen=True):
     busy: float
     batch: int  # sequences that decode on one worker at the same time, at the SLO's quantile
 
+    def __str__(self) -> str:
+        return f"{self.num_workers} x ({self.placement.num_gpus} {self.placement.gpu.name})"
+
     @property
     def num_gpus(self) -> int:
         return self.num_workers * self.placement.num_gpus

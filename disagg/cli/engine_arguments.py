@@ -78,6 +78,12 @@ def add_model_arguments(group: argparse._ActionsContainer) -> None:
         add_setting(group, EngineConfig, name)
 
 
+def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The engine's settings that a command has flags for, without those that are not set."""
+    named = ((name, getattr(arguments, name, None)) for name in EngineConfig.__struct_fields__)
+    return {name: value for name, value in named if value is not None}
+
+
 def add_engine_arguments(group: argparse._ActionsContainer) -> None:
     engines = settings_of(EngineConfig)["backend"].values
     add_setting(group, EngineConfig, "backend", flag="--engine", choices=engines)

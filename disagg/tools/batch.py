@@ -20,7 +20,12 @@ from tqdm import tqdm
 from disagg.batch.ask import Patience
 from disagg.batch.over_http import asking
 from disagg.batch.run import AnswerFiles, Counts, run_batch
-from disagg.cli.engine_arguments import add_model_arguments, add_setting, number
+from disagg.cli.engine_arguments import (
+    add_model_arguments,
+    add_setting,
+    engine_settings,
+    number,
+)
 from disagg.config import EngineConfig
 from disagg.errors import StartupError, Unauthorized, Unavailable
 from disagg.llm.own_fleet import answering
@@ -107,9 +112,7 @@ async def _run(
 async def _answering(arguments: argparse.Namespace) -> AsyncIterator[tuple[Patience, int]]:
     """Who answers, and how many requests it gets at a time."""
     if arguments.url is None:
-        named = ((name, getattr(arguments, name, None)) for name in EngineConfig.__struct_fields__)
-        settings = {name: value for name, value in named if value is not None}
-        async with answering(arguments.model, settings) as own:
+        async with answering(arguments.model, engine_settings(arguments)) as own:
             yield own
         return
     async with asking(arguments.url, arguments.api_key) as ask:

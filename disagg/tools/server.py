@@ -156,6 +156,15 @@ class Server:
         with self._exchange(method, path, raw) as reply:
             return reply.read()
 
+    def ask_as(self, path: str, kind: type[Reply]) -> Reply:
+        """As `ask`, for a GET of what only disagg answers. Raises `DisaggError` as it does."""
+        try:
+            return msgspec.json.decode(self.ask(path), type=kind)
+        except msgspec.MsgspecError as error:
+            raise Unavailable(
+                f"The server has another version of disagg than this command: {error}."
+            ) from error
+
     def chunks(self, body: dict[str, Any]) -> Generator[StreamChunk, None, None]:
         """The events of a streamed chat completion. Closing the iterator closes the connection.
 

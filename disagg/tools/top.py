@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import time
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -36,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     server, to = server_of(args), console()
     if args.json:
-        print_json(_ask(server))
+        print_json(server.ask(_path()))
     elif args.once or not to.is_terminal:
-        to.print(picture(_look(server)))
+        to.print(_look(server))
     else:
         _watch(server, to, args.interval)
     return 0
@@ -46,13 +45,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _watch(server: Server, to: Console, interval_s: float) -> None:
     """Until Ctrl-C. A server that is gone is said, and asked again."""
-    shown = picture(_look(server))
+    shown = _look(server)
     with Live(shown, console=to, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(interval_s)
                 try:
-                    shown = picture(_look(server))
+                    shown = _look(server)
                     live.update(shown, refresh=True)
                 except Unavailable as error:
                     live.update(Group(Text(error.message, "red"), shown), refresh=True)
@@ -60,17 +59,12 @@ def _watch(server: Server, to: Console, interval_s: float) -> None:
             return
 
 
-def _ask(server: Server) -> bytes:
-    return server.ask(f"/debug/fleet?since={time.time() - _RECENT_S:.0f}")
+def _path() -> str:
+    return f"/debug/fleet?since={time.time() - _RECENT_S:.0f}"
 
 
-def _look(server: Server) -> ShownFleet:
-    try:
-        return msgspec.json.decode(_ask(server), type=ShownFleet)
-    except msgspec.MsgspecError as error:
-        raise Unavailable(
-            f"The server has another version of disagg than this command: {error}."
-        ) from error
+def _look(server: Server) -> RenderableType:
+    return picture(server.ask_as(_path(), ShownFleet))
 
 
 def picture(fleet: ShownFleet) -> RenderableType:

@@ -11,11 +11,9 @@ import datetime
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from disagg.errors import Unavailable
 from disagg.ingress.core import Explanation
 from disagg.ingress.dispatch import Decision, WorkerVisit
 from disagg.tools.server import add_server_arguments, server_of
@@ -44,17 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    raw = server_of(args).ask(f"/debug/requests/{args.id}")
+    server, path = server_of(args), f"/debug/requests/{args.id}"
     if args.json:
-        print_json(raw)
-        return 0
-    try:
-        explanation = msgspec.json.decode(raw, type=Explanation)
-    except msgspec.MsgspecError as error:
-        raise Unavailable(
-            f"The server has another version of disagg than this command: {error}."
-        ) from error
-    print_explanation(console(), explanation)
+        print_json(server.ask(path))
+    else:
+        print_explanation(console(), server.ask_as(path, Explanation))
     return 0
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from disagg.errors import RequestError
+from disagg.tools.prompt_lines import PromptLine, prompt_lines
 from disagg.tools.server import Server, Usage
 from disagg.tools.sim.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
@@ -136,9 +138,7 @@ class RandomPrompts(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, round(length * share))
 
 
-class _DatasetLine(msgspec.Struct):
-    prompt: str | None = None
-    messages: tuple[dict[str, Any], ...] = ()
+class _DatasetLine(PromptLine, kw_only=True):
     output_tokens: int | None = None
 
 
@@ -148,24 +148,10 @@ def read_dataset(path: Path, num: int, output_len: int | None) -> list[Session]:
     Raises:
         RequestError: it cannot be read, is empty, or has an invalid line.
     """
-    try:
-        lines = [each for each in path.read_text(encoding="utf-8").splitlines() if each.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"Cannot read the dataset {path}: {error}", param="dataset") from error
-    if not lines:
-        raise RequestError(f"The dataset {path} has no lines.", param="dataset")
-    sessions: list[Session] = []
-    for number, text in enumerate(lines[:num], 1):
-        try:
-            line = msgspec.json.decode(text, type=_DatasetLine)
-        except msgspec.MsgspecError as error:
-            raise RequestError(f"{path}, line {number}: {error}", param="dataset") from error
-        if (line.prompt is None) == (not line.messages):
-            raise RequestError(
-                f"{path}, line {number}: a line has either a prompt or messages.", param="dataset"
-            )
-        messages = line.messages or ({"role": "user", "content": line.prompt},)
-        sessions.append([Turn(messages, line.output_tokens or output_len)])
+    sessions = [
+        [Turn(line.conversation, line.output_tokens or output_len)]
+        for line in islice(prompt_lines(path, _DatasetLine, "dataset"), num)
+    ]
     return [sessions[i % len(sessions)] for i in range(num)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -33,27 +32,23 @@ from disagg.tools.calibrate.calibration import (
     make_judge,
 )
 from disagg.tools.calibrate.report import as_yaml, console, report_curves, report_wait
-from disagg.tools.server import Server
+from disagg.tools.prompt_lines import PromptLine, prompt_lines
+from disagg.tools.server import Server, Usage, add_api_key
 
 DEFAULTS = CascadeConfig()
 CHAT = "/v1/chat/completions"
+LABEL_HINT = (
+    ' A line looks like {"prompt": "2 + 3 =", "label": "5"}; the label is the right answer, to'
+    " which the answers of both models are compared."
+)
 PATIENCE_S = 3600.0  # TTFT SLO of local models, so that no prompt is refused while others wait
 
 Ask: TypeAlias = Callable[[dict[str, Any]], Awaitable[bytes]]  # sends one chat request
 
 
-class Labelled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of the prompts file: a prompt or messages, and the right answer."""
+class Question(PromptLine, kw_only=True, forbid_unknown_fields=True):
+    """A line of the prompts file. `label`: the right answer."""
 
-    label: str
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-
-
-class Question(msgspec.Struct, frozen=True):
-    """A prompt for both models, and its right answer."""
-
-    messages: list[dict[str, Any]]
     label: str
 
 
@@ -79,17 +74,12 @@ class _ScoredChoice(msgspec.Struct):
     logprobs: _Logprobs | None = None
 
 
-class _TokenCounts(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-
-
 class ScoredAnswer(msgspec.Struct):
     """The fields of a chat completion that calibration reads."""
 
     model: str
     choices: list[_ScoredChoice]
-    usage: _TokenCounts
+    usage: Usage
     prompt_token_ids: list[int] = []
 
     def is_right(self, label: str) -> bool:
@@ -125,11 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSONL file; each line has a prompt (or messages) and a label, the right answer",
     )
     add("--url", help="URL of a server that serves both models (default: load both here)")
-    add(
-        "--api-key",
-        default=os.environ.get("DISAGG_API_KEY"),
-        help="API key of that server (default: the environment variable DISAGG_API_KEY)",
-    )
+    add_api_key(calibrate)
     add(
         "--quality",
         type=float,
@@ -172,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(
             "The number of judged tokens must be at least 1.", param="num_judged_tokens"
         )
-    prompts = read_prompts(arguments.prompts)
+    prompts = [*prompt_lines(arguments.prompts, Question, "prompts", LABEL_HINT)]
     gather = _from_server if arguments.url else _from_here
     answers, parameters = asyncio.run(gather(arguments, prompts))
     signals: Sequence[Signal] = (arguments.signal,) if arguments.signal else get_args(Signal)
@@ -196,36 +182,6 @@ def run(arguments: argparse.Namespace) -> int:
             f" --cascade {arguments.write}"
         )
     return 0
-
-
-def read_prompts(file: Path) -> list[Question]:
-    """Read the prompts file. Raises `RequestError` with the number of the first invalid line."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"Cannot read {file}: {error}.", param="prompts") from error
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{file}, line {number}"
-        try:
-            labelled = msgspec.json.decode(line, type=Labelled)
-        except msgspec.MsgspecError as error:
-            raise RequestError(
-                f'{where}: {error}. A line looks like {{"prompt": "2 + 3 =", "label": "5"}}; the'
-                " label is the right answer, to which the answers of both models are compared.",
-                param="prompts",
-            ) from error
-        if (labelled.prompt is None) == (labelled.messages is None):
-            raise RequestError(
-                f"{where}: give either prompt or messages, and not both.", param="prompts"
-            )
-        messages = labelled.messages or [{"role": "user", "content": labelled.prompt}]
-        prompts.append(Question(messages, labelled.label))
-    if not prompts:
-        raise RequestError(f"{file} contains no prompts.", param="prompts")
-    return prompts
 
 
 async def _from_server(
@@ -288,7 +244,7 @@ async def compare(
     async def one(model: str, question: Question) -> ScoredAnswer:
         body = {
             "model": model,
-            "messages": question.messages,
+            "messages": question.conversation,
             "temperature": 0,
             "max_tokens": max_tokens,
             "logprobs": True,

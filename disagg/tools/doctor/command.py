@@ -12,11 +12,11 @@ import argparse
 from rich.console import Console
 from rich.markup import escape
 
-from disagg.cli.embedded_redis import find_redis_server
-from disagg.cli.engine_arguments import add_model_arguments, add_setting
+from disagg.cli.engine_arguments import add_model_arguments, add_setting, engine_settings
 from disagg.config import HttpConfig, TierConfig
 from disagg.config_checks import parse_config
-from disagg.errors import StartupError
+from disagg.tools.doctor.devices import check_devices, num_gpus
+from disagg.tools.doctor.machine import check_machine, haproxy, here, port, store
 from disagg.tools.doctor.report import (
     DoctorReport,
     Finding,
@@ -24,6 +24,7 @@ from disagg.tools.doctor.report import (
     TransferReport,
     slowest,
 )
+from disagg.tools.doctor.transfers import measure_here
 from disagg.tools.terminal import console, print_json, table
 
 _MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "wrong": "[red]wrong[/red]"}
@@ -78,39 +79,16 @@ def _examine(arguments: argparse.Namespace) -> DoctorReport:
 
 
 def _look_here(arguments: argparse.Namespace) -> tuple[list[NodeReport], list[TransferReport]]:
-    from disagg.tools.doctor.cluster import haproxy
-    from disagg.tools.doctor.devices import check_devices, num_gpus
-    from disagg.tools.doctor.machine import check_machine, here, port
-    from disagg.tools.doctor.transfers import measure_here
-
     findings = [*check_devices(), *check_machine(), haproxy()]
-    findings += [port(arguments.host, arguments.port), _store()]
+    findings += [port(arguments.host, arguments.port), store()]
     machine = here("this machine", num_gpus())
     transfers = measure_here(machine) if arguments.transfers else []
     return [NodeReport(machine.name, tuple(findings))], transfers
 
 
-def _store() -> Finding:
-    from disagg.tools.doctor.machine import program
-
-    advice = "disagg serve --no-redis, or --redis-url"
-    try:
-        return program("store", find_redis_server(), "--version", advice)
-    except StartupError as error:
-        return Finding("store", error.message, "warn", advice)
-
-
 def _tier(arguments: argparse.Namespace, model: str) -> TierConfig:
     """The model with the flags' settings. Raises `StartupError` if one is invalid."""
-    engine = {
-        "device": arguments.device,
-        "dtype": arguments.dtype,
-        "kv_cache_dtype": arguments.kv_cache_dtype,
-        "quantization": arguments.quantization,
-        "max_model_len": arguments.max_model_len,
-        "gpu_memory_utilization": arguments.gpu_memory_utilization,
-    }
-    tiers = [{"model": model, "engine": engine}]
+    tiers = [{"model": model, "engine": engine_settings(arguments)}]
     return parse_config({"tiers": tiers, "cluster_key": "not used"}).tiers[0]
 
 

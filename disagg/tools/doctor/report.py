@@ -28,6 +28,13 @@ class Finding(msgspec.Struct, frozen=True):
     status: Status = "ok"
     change: str = ""
 
+    @classmethod
+    def judged(
+        cls, check: str, found: str, is_bad: bool, change: str, status: Status = "warn"
+    ) -> Finding:
+        """With `status` and `change` if it is bad, otherwise in order."""
+        return cls(check, found, status, change) if is_bad else cls(check, found)
+
 
 class NodeReport(msgspec.Struct, frozen=True):
     """The findings on one machine. `name` is its host name, on a cluster with its node id."""

@@ -35,7 +35,7 @@ from disagg.capacity.planner import Wishes, make_plan
 from disagg.capacity.shapes import FORMATS, KV_BITS, SHAPES, ModelShape, read_shape
 from disagg.capacity.sizing import FleetPlan
 from disagg.capacity.workload import Slo, Workload
-from disagg.cli.engine_arguments import number
+from disagg.cli.engine_arguments import add_setting, number
 from disagg.errors import StartupError
 from disagg.tools.plan.play import play, why_not_played
 from disagg.tools.plan.report import report, show
@@ -46,110 +46,61 @@ DEFAULTS = Wishes()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         help="a directory with a config.json, a Hugging Face model, a bundled model, or one of"
         f" {', '.join(SHAPES)}",
     )
-    parser.add_argument(
-        "--gpu",
-        action="append",
-        help=f"GPU of the workers: {', '.join(GPUS)}, or {CPU_CORE.name} for workers with one CPU"
-        " core each; repeat the flag to choose the best of several (default: h100)",
+    gpus = (
+        f": {', '.join(GPUS)}, or {CPU_CORE.name} for workers with one CPU core each; repeat the"
+        " flag to name several (default: h100)"
     )
-    parser.add_argument(
-        "--weights",
-        choices=list(FORMATS),
-        default="bf16",
-        help="data type of the weights (default: bf16)",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default="",
-        help="plan with the share of the GPU's peak that published benchmarks of this engine"
-        " reached (default: assumptions of docs/planning.md)",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        dest="kv",
+    add_setting(parser, Wishes, "gpu", action="append", default=None, more=gpus)
+    add_setting(parser, Wishes, "weights", choices=list(FORMATS))
+    add_setting(parser, Wishes, "engine", choices=ENGINES)
+    add_setting(
+        parser,
+        Wishes,
+        "kv",
+        flag="--kv-cache-dtype",
         type=lambda name: "bf16" if name == "bfloat16" else name,  # the name in `disagg serve`
         choices=list(KV_BITS),
-        default="bf16",
-        help="data type of the KV cache (default: bf16)",
     )
-    parser.add_argument(
-        "--requests-per-s", type=float, metavar="RATE", help="plan a fleet for this request rate"
-    )
-    parser.add_argument(
+    add("--requests-per-s", type=float, metavar="RATE", help="plan a fleet for this request rate")
+    add(
         "--trace",
         type=Path,
         metavar="FILE",
         help="plan a fleet for the lengths and the rate of this trace (in the format of Mooncake or"
         " Azure); --requests-per-s overrides the rate",
     )
-    parser.add_argument(
-        "--input-tokens",
-        type=number,
-        default=1024,
-        metavar="TOKENS",
-        help="length of a prompt, without --trace (default: 1024)",
-    )
-    parser.add_argument(
-        "--output-tokens",
-        type=number,
-        default=256,
-        metavar="TOKENS",
-        help="length of an answer, without --trace (default: 256)",
-    )
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        metavar="GPUS",
-        help="number of GPUs per worker (default: the best)",
-    )
-    parser.add_argument(
-        "--enable-expert-parallel",
-        action="store_true",
-        help="use expert parallelism in workers with several GPUs, as in `disagg serve`",
-    )
-    parser.add_argument(
-        "--ttft",
-        type=float,
-        default=DEFAULTS.ttft,
-        help=f"TTFT SLO in seconds, for 95 %% of the requests (default: {DEFAULTS.ttft:g})",
-    )
-    parser.add_argument(
-        "--tpot",
-        type=float,
-        default=DEFAULTS.tpot,
-        help=f"TPOT SLO in seconds, for 95 %% of the requests (default: {DEFAULTS.tpot:g})",
-    )
-    parser.add_argument(
-        "--link", default="400g", help=f"network per GPU: {', '.join(LINKS)} (default: 400g)"
-    )
-    parser.add_argument(
-        "--price",
-        action="append",
-        metavar="[GPU=]USD",
-        help=f"price of one GPU per hour (default: list prices of {PRICES_AS_OF})",
-    )
-    parser.add_argument(
+    for flag, default, what in (
+        ("--input-tokens", 1024, "a prompt"),
+        ("--output-tokens", 256, "an answer"),
+    ):
+        text = f"length of {what}, without --trace (default: {default})"
+        add(flag, type=number, default=default, metavar="TOKENS", help=text)
+    add_setting(parser, Wishes, "tensor_parallel_size", metavar="GPUS")
+    for name in ("enable_expert_parallel", "ttft", "tpot"):
+        add_setting(parser, Wishes, name)
+    add_setting(parser, Wishes, "link", more=f": {', '.join(LINKS)}")
+    dollars = {"metavar": "[GPU=]USD", "type": str, "more": f" of {PRICES_AS_OF}"}
+    add_setting(parser, Wishes, "price", action="append", default=None, **dollars)
+    add(
         "--play",
         action=argparse.BooleanOptionalAction,
         help="check each planned fleet by serving the load in the simulator (default: if that takes"
         " a few seconds only)",
     )
-    parser.add_argument(
+    add(
         "--write",
         type=Path,
         metavar="DIR",
         help="write the advised fleet as a YAML file for Ray Serve and one for KubeRay",
     )
-    parser.add_argument("--force", action="store_true", help="let --write overwrite files")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of tables"
-    )
+    add("--force", action="store_true", help="let --write overwrite files")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -194,18 +145,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:
-    return Wishes(
-        gpu=tuple(args.gpu or DEFAULTS.gpu),
-        weights=args.weights,
-        kv=args.kv,
-        engine=args.engine,
-        tensor_parallel_size=args.tensor_parallel_size,
-        enable_expert_parallel=args.enable_expert_parallel,
-        ttft=args.ttft,
-        tpot=args.tpot,
-        link=args.link,
-        price=_read_prices(args.price or []),
-    )
+    given = {name: getattr(args, name) for name in Wishes.__struct_fields__}
+    given["gpu"] = tuple(args.gpu or DEFAULTS.gpu)
+    return Wishes(**{**given, "price": _read_prices(args.price or [])})
 
 
 def _write(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,10 +14,9 @@ from disagg.capacity.gpus import PRICES_AS_OF, PRICES_SOURCE
 from disagg.capacity.planner import PREDICTED, Plan, at_peak, usd_per_million
 from disagg.capacity.roofline import MEMORY_SHARE, Placement
 from disagg.capacity.shapes import ModelShape
-from disagg.capacity.sizing import Pool
 from disagg.capacity.workload import Workload
 from disagg.tools.plan.play import Played
-from disagg.tools.sim.report import SimReport
+from disagg.tools.terminal import table
 
 # Tables
 
@@ -68,30 +67,17 @@ def _kv_of(shape: ModelShape) -> str:
     return f"{shape.config.num_kv_heads} KV heads of {shape.head_dim}"
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    table.columns[0].justify = "left"
-    return table
-
-
 def _worker_table(load: Workload, every: Sequence[Placement]) -> Table:
     num_prompt = max(1, round(load.mean_prompt_tokens))
-    table = _table(
-        f"One worker (predicted; {MEMORY_SHARE:.0%} of the memory; a prompt of"
+    names = ("KV tokens", "FLOP/byte", "even batch", "prefill ms", "decode ms", "floor ms")
+    rows = table(
+        "<GPUs",
+        *names,
+        title=f"One worker (predicted; {MEMORY_SHARE:.0%} of the memory; a prompt of"
         f" {num_prompt:,} tokens)",
-        *("GPUs", "KV tokens", "FLOP/byte", "even batch", "prefill ms", "decode ms", "floor ms"),
     )
     for each in every:
-        table.add_row(
+        rows.add_row(
             f"{each.num_gpus} x {each.gpu.name}",
             f"{each.num_kv_tokens:,}",
             f"{each.gpu.flops_per_byte(each.weights):.0f}",
@@ -100,14 +86,12 @@ def _worker_table(load: Workload, every: Sequence[Placement]) -> Table:
             f"{each.decode_step_s(1, num_prompt) * 1e3:.2f}",
             f"{at_peak(each).decode_step_s(1, num_prompt) * 1e3:.2f}",
         )
-    return table
+    return rows
 
 
 def _prior_table(every: Sequence[Placement]) -> Table:
-    table = _table(
-        "Prior of the time model (predicted; microseconds)",
-        *("GPUs", "step", "prompt token", "1,000 attended", "sequence", "1,000 context"),
-    )
+    names = ("step", "prompt token", "1,000 attended", "sequence", "1,000 context")
+    rows = table("<GPUs", *names, title="Prior of the time model (predicted; microseconds)")
     for each in every:
         times = each.time_model()
         figures = (
@@ -117,24 +101,22 @@ def _prior_table(every: Sequence[Placement]) -> Table:
             times.per_sequence_s,
             times.per_context_s * 1e3,
         )
-        table.add_row(
+        rows.add_row(
             f"{each.num_gpus} x {each.gpu.name}", *(f"{figure * 1e6:,.2f}" for figure in figures)
         )
-    return table
+    return rows
 
 
 def _fleet_table(advice: Advice, load: Workload, played: Played | None) -> Table:
-    table = _table(
-        f"Fleets for {load.requests_per_s:,.2f} requests/s of {load.mean_prompt_tokens:,.0f} +"
-        f" {load.mean_output_tokens:,.0f} tokens (predicted; p95)",
-        *("", "apart", "together"),
-    )
+    mean = f"{load.mean_prompt_tokens:,.0f} + {load.mean_output_tokens:,.0f} tokens"
+    title = f"Fleets for {load.requests_per_s:,.2f} requests/s of {mean} (predicted; p95)"
+    rows = table("<", "apart", "together", title=title)
     fleets = (advice.apart, advice.together)
 
-    def row(name: str, text: Any) -> None:
-        table.add_row(name, *("-" if fleet is None else text(fleet) for fleet in fleets))
+    def row(name: str, text: Any, of: Sequence[Any] = fleets) -> None:
+        rows.add_row(name, *("-" if each is None else text(each) for each in of))
 
-    row("workers", lambda fleet: " + ".join(_workers(pool) for pool in fleet.pools))
+    row("workers", lambda fleet: " + ".join(map(str, fleet.pools)))
     row("prefill:decode", lambda fleet: ":".join(str(pool.num_workers) for pool in fleet.pools))
     row("GPUs", lambda fleet: " + ".join(str(pool.num_gpus) for pool in fleet.pools))
     row("busy", lambda fleet: ", ".join(f"{pool.busy:.0%}" for pool in fleet.pools))
@@ -150,16 +132,8 @@ def _fleet_table(advice: Advice, load: Workload, played: Played | None) -> Table
             lambda fleet, key=key: f"{usd_per_million(fleet, load)[key]:.3f}",
         )
     if played is not None:
-        both = (played.apart, played.together)
-
-        def played_row(name: str, text: Callable[[SimReport], str]) -> None:
-            table.add_row(name, *("-" if each is None else text(each) for each in both))
-
-        played_row("simulated: in time %", lambda each: f"{each.in_time_percent:.1f}")
-        played_row("simulated: TTFT ms", lambda each: f"{each.ttft_p95_s * 1e3:,.0f}")
-        played_row("simulated: TPOT ms", lambda each: f"{each.tpot_p95_s * 1e3:.1f}")
-    return table
-
-
-def _workers(pool: Pool) -> str:
-    return f"{pool.num_workers} x ({pool.placement.num_gpus} {pool.placement.gpu.name})"
+        of = (played.apart, played.together)
+        row("simulated: in time %", lambda each: f"{each.in_time_percent:.1f}", of)
+        row("simulated: TTFT ms", lambda each: f"{each.ttft_p95_s * 1e3:,.0f}", of)
+        row("simulated: TPOT ms", lambda each: f"{each.tpot_p95_s * 1e3:.1f}", of)
+    return rows

@@ -42,11 +42,12 @@ def calibrate(file: Path, *more: str) -> int:
     [
         ([GOOD, '{"prompt": "2 + 2 ="}'], "line 2: Object missing required field `label`"),
         ([GOOD, "", "{"], "line 3: Input data was truncated"),
-        ([GOOD, '{"label": "5"}'], "line 2: give either prompt or messages"),
-        ([GOOD, '{"prompt": "x", "messages": [], "label": "5"}'], "line 2: give either"),
+        ([GOOD, '{"label": "5"}'], "line 2: a line has either a prompt or messages"),
+        ([GOOD, '{"prompt": "x", "messages": [{}], "label": "5"}'], "line 2: a line has"),
+        ([GOOD, '{"messages": [], "label": "5"}'], "line 2: Expected `array` of length >= 1"),
         ([GOOD, '{"prompt": "x", "label": 5}'], "line 2: Expected `str`, got `int`"),
         ([GOOD, '{"prompt": "x", "answer": "5", "label": "5"}'], "unknown field `answer`"),
-        ([""], "contains no prompts"),
+        ([""], "has no lines"),
     ],
 )
 def test_a_set_that_nothing_can_be_learned_from_is_refused(

@@ -77,14 +77,14 @@ def test_a_number_that_is_no_port_is_said(number: int) -> None:
 
 
 def test_a_program_says_its_version_or_why_it_does_not_run(tmp_path: Path) -> None:
-    finding = machine.program("Python", sys.executable, "--version", "install it")
+    finding = machine.program("Python", lambda: sys.executable, "--version", "install it")
     assert (finding.status, finding.change) == ("ok", "")
     assert finding.found == f"{platform.python_version()}, {sys.executable}"
     broken = tmp_path / "broken"
     for content in ("#!/bin/sh\necho it is broken >&2\nexit 1\n", "#!/nowhere\n"):
         broken.write_text(content)
         broken.chmod(0o755)
-        finding = machine.program("broken", str(broken), "-v", "install it")
+        finding = machine.program("broken", lambda: str(broken), "-v", "install it")
         assert (finding.status, finding.change) == ("warn", "install it")
         assert finding.found.startswith(f"{broken} does not run: ")
 
