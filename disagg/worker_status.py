@@ -89,8 +89,8 @@ class HoldCounts(msgspec.Struct, frozen=True, array_like=True):
     num_unknown: Annotated[int, _hold(outcome="unknown")] = 0
 
 
-class StoreCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks between a worker and the store, since the worker started."""
+class StoreCounts(msgspec.Struct, array_like=True):
+    """Blocks between a worker and the store, since the worker started. A status has a copy."""
 
     num_hits: Annotated[int, _store(outcome="hit")] = 0  # loaded
     num_misses: Annotated[int, _store(outcome="miss")] = 0  # not found
@@ -102,8 +102,9 @@ class StoreCounts(msgspec.Struct, frozen=True, array_like=True):
     num_damaged: Annotated[int, _store(outcome="damaged")] = 0  # read with a wrong digest
 
 
-class HostCounts(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's host tier: its blocks now, counts since the worker started, and load times."""
+class HostCounts(msgspec.Struct, array_like=True):
+    """A worker's host tier: its blocks now, counts since the worker started, and load times. A
+    status has a copy."""
 
     nbytes: Annotated[
         int,

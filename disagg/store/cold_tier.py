@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
+from msgspec.structs import replace
+
 from disagg.blocks import BlockHash
 from disagg.errors import Unavailable
 from disagg.messages import StoreCounts
@@ -243,19 +245,6 @@ def _sentence(error: Exception) -> str:
     return error.message if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
 
 
-@dataclass(slots=True)
-class ColdTierStats:
-    """Counts since the start. `queued_nbytes` is the current value."""
-
-    num_stored: int = 0
-    num_dropped: int = 0  # blocks not stored: the store is unreachable, or the queue full or closed
-    num_known: int = 0  # offered blocks that are already in the store
-    num_put_failures: int = 0
-    queued_nbytes: int = 0
-    num_hits: int = 0  # blocks that were loaded
-    num_misses: int = 0  # blocks that were looked up and not loaded
-
-
 class ColdTier:
     """One worker's access to the store.
 
@@ -264,6 +253,10 @@ class ColdTier:
             first rank's part of each block.
         times: learns the store's latency and rate under the source `STORE_ID`.
         clock: returns monotonic seconds.
+
+    Attributes:
+        stats: counts since the start, without damaged blocks.
+        queued_nbytes: of blocks that wait to be stored.
     """
 
     def __init__(
@@ -285,7 +278,8 @@ class ColdTier:
         self._closed = False
         self._is_away = False
         self._known: OrderedDict[BlockHash, None] = OrderedDict()
-        self.stats = ColdTierStats()
+        self.stats = StoreCounts()
+        self.queued_nbytes = 0
 
     @property
     def num_under_way(self) -> int:
@@ -315,11 +309,11 @@ class ColdTier:
                 their bytes, or functions that return these in the store's thread.
         """
         self._take_done()  # only once, because it polls every rank
-        stats, before_nbytes = self.stats, self.stats.queued_nbytes
+        before_nbytes = self.queued_nbytes
         to_store: list[tuple[int, BlockHash]] = []
         for each in blocks:
             if self._should_store(each[1]):
-                stats.queued_nbytes += self._block_nbytes
+                self.queued_nbytes += self._block_nbytes
                 to_store.append(each)
         if not to_store:
             return 0
@@ -330,7 +324,7 @@ class ColdTier:
                     nbytes = len(block)
                     raise ValueError(f"a block must have {self._block_nbytes} bytes, not {nbytes}")
         except BaseException:
-            stats.queued_nbytes = before_nbytes
+            self.queued_nbytes = before_nbytes
             raise
         self._thread.put(
             [
@@ -393,16 +387,7 @@ class ColdTier:
 
     def counts(self) -> StoreCounts:
         """The counters for `WorkerStatus`."""
-        stats = self.stats
-        return StoreCounts(
-            num_hits=stats.num_hits,
-            num_misses=stats.num_misses,
-            num_stored=stats.num_stored,
-            num_known=stats.num_known,
-            num_dropped=stats.num_dropped,
-            num_failed=stats.num_put_failures,
-            num_damaged=self._thread.num_damaged,
-        )
+        return replace(self.stats, num_damaged=self._thread.num_damaged)
 
     def poll(self) -> list[Fetch]:
         """Lookups that ended since the last call, each once."""
@@ -433,7 +418,7 @@ class ColdTier:
             self._known.move_to_end(block_hash)
             self.stats.num_known += 1
             return False
-        num_queued = self.stats.queued_nbytes // self._block_nbytes
+        num_queued = self.queued_nbytes // self._block_nbytes
         if self._is_away:
             self.probe(block_hash)
         elif not self._closed and num_queued < self._num_queueable:
@@ -449,9 +434,9 @@ class ColdTier:
                 self._finish_fetch(done)
 
     def _finish_put(self, put: Put) -> None:
-        self.stats.queued_nbytes -= self._block_nbytes
+        self.queued_nbytes -= self._block_nbytes
         if put.error is not None:
-            self.stats.num_put_failures += 1
+            self.stats.num_failed += 1
             self._failed(put.error)
             return
         self._is_away = False

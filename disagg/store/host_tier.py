@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec.structs import replace
+
 from disagg.blocks import HASH_NBYTES, BlockHash
 from disagg.kv_groups import WantedPrefix
 from disagg.messages import HostCounts, KVEvent
@@ -111,8 +113,7 @@ class HostTier:
         self._loads: deque[HostLoad] = deque()
         self._times = TransferTimeModel(FIRST_LATENCY_S, FIRST_BYTES_PER_S)
         self._events: list[tuple[Literal["stored", "removed"], list[BlockHash]]] = []
-        self._num_saved = self._num_torn = self._num_dropped = self._num_loaded = 0
-        self._load_s = 0.0
+        self._counts = HostCounts()
 
     @property
     def num_under_way(self) -> int:
@@ -150,7 +151,7 @@ class HostTier:
                 continue
             slot = self._take_slot()
             if slot is None:
-                self._num_dropped += 1
+                self._counts.num_dropped += 1
                 continue
             self._coming.add(block_hash)
             saves.append(_Save(block_hash, slot, block_id, self._generations[block_id]))
@@ -198,8 +199,8 @@ class HostTier:
             loaded.append((load, None))
             load.done = True
             self._num_readers -= Counter(load.slots)
-            self._num_loaded += len(load.slots)
-            self._load_s += seconds
+            self._counts.num_loaded += len(load.slots)
+            self._counts.load_s += seconds
             self._times.observe(HOST_ID, len(load.slots) * self._block_nbytes, seconds)
         return loaded
 
@@ -215,17 +216,9 @@ class HostTier:
 
     def counts(self) -> HostCounts:
         """The counters for `WorkerStatus`."""
-        latency_s = self.predicted_s(0)
-        return HostCounts(
-            nbytes=len(self._slot_of) * self._block_nbytes,
-            num_saved=self._num_saved,
-            num_torn=self._num_torn,
-            num_dropped=self._num_dropped,
-            num_loaded=self._num_loaded,
-            load_s=self._load_s,
-            latency_s=latency_s,
-            block_s=self.predicted_s(1) - latency_s,
-        )
+        nbytes, latency_s = len(self._slot_of) * self._block_nbytes, self.predicted_s(0)
+        block_s = self.predicted_s(1) - latency_s
+        return replace(self._counts, nbytes=nbytes, latency_s=latency_s, block_s=block_s)
 
     def check(self) -> None:
         """Recount the slots. Raises `AssertionError`."""
@@ -242,10 +235,11 @@ class HostTier:
     def _finish(self, save: _Save) -> None:
         self._coming.remove(save.block_hash)
         if self._generations[save.block_id] != save.generation:
-            self._num_torn += 1  # the block was evicted meanwhile and may have been overwritten
+            # The block was evicted meanwhile and may have been overwritten.
+            self._counts.num_torn += 1
             self._free.append(save.slot)
             return
-        self._num_saved += 1
+        self._counts.num_saved += 1
         self._slot_of[save.block_hash] = save.slot
         self._record("stored", save.block_hash)
 

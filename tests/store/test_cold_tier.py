@@ -109,7 +109,7 @@ def test_an_offer_never_waits_and_the_queue_is_bounded(new_tier: Opener, gate: G
     gate.open.clear()
     taken = [offer(tier, i) for i in range(8)]
     assert taken == [True] * 5 + [False] * 3
-    assert (tier.stats.num_dropped, tier.stats.queued_nbytes) == (3, 5 * NBYTES)
+    assert (tier.stats.num_dropped, tier.queued_nbytes) == (3, 5 * NBYTES)
     assert not tier.offer([(8, name(8))], lambda wanted: pytest.fail("it was read in vain"))
     gate.open.set()
     settle(tier)
@@ -427,7 +427,7 @@ def test_blocks_may_come_late_and_are_read_by_the_store_s_thread(new_tier: Opene
 
     gate.open.clear()
     assert tier.offer(list(enumerate(names(1, 2))), lambda wanted: [late(1), late(2)]) == 2
-    assert tier.stats.queued_nbytes == 2 * NBYTES
+    assert tier.queued_nbytes == 2 * NBYTES
     gate.open.set()
     settle(tier)
     assert set(readers) == {"cold-tier"} and len(readers) == 2
@@ -446,7 +446,7 @@ def test_a_late_block_that_cannot_be_read_is_only_missed(fault: str, new_tier: O
 
     tier.offer([(0, name(1))], lambda wanted: [late])
     settle(tier)
-    assert tier.stats.num_put_failures == 1 and store.get_many(names(1)) == [None]
+    assert tier.stats.num_failed == 1 and store.get_many(names(1)) == [None]
     wait_until(lambda: offer(tier, 2))  # the store is asked first whether it is there
     settle(tier)
     assert store.get_many(names(2)) == [block(2)]

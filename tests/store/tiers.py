@@ -101,6 +101,6 @@ def settle(tier: ColdTier) -> None:
 
     def nothing_queued() -> bool:
         tier.poll()
-        return tier.stats.queued_nbytes == 0
+        return tier.queued_nbytes == 0
 
     wait_until(nothing_queued)

@@ -128,12 +128,12 @@ def test_blocks_are_stored_when_all_ranks_have_put_their_parts(
         (put,) = puts_of(rank)
         assert (put.blocks, put.in_host) == (blocks, True)
     put_here(tier)
-    assert known(tier) == [] and tier.stats.queued_nbytes == 2 * NBYTES
+    assert known(tier) == [] and tier.queued_nbytes == 2 * NBYTES
     ranks[0].end(put.number)
     assert known(tier) == []
     ranks[1].end(put.number)
     assert known(tier) == names(1, 2)
-    assert (tier.stats.num_stored, tier.stats.queued_nbytes) == (2, 0)
+    assert (tier.stats.num_stored, tier.queued_nbytes) == (2, 0)
 
 
 def test_a_block_that_one_rank_could_not_put_is_not_stored(
@@ -144,7 +144,7 @@ def test_a_block_that_one_rank_could_not_put_is_not_stored(
     ranks[0].end(puts_of(ranks[0])[0].number)
     ranks[1].end(puts_of(ranks[1])[0].number, "Redis did not answer.")
     assert known(tier) == [] and tier.is_away
-    assert (tier.stats.num_stored, tier.stats.num_put_failures) == (0, 1)
+    assert (tier.stats.num_stored, tier.stats.num_failed) == (0, 1)
 
 
 def test_the_slowest_rank_bounds_the_queue(tier: ColdTier, ranks: list[FakeRank]) -> None:
