@@ -47,13 +47,19 @@ def report_curves(
         rows.add_row(*cells, style="bold" if point == chosen else "")
     console.print(rows)
     shares = (f"{share:.0%}" for share in SHARES)
-    names = ("<signal", *shares, "APGR", f"cost at quality {arguments.quality:g}")
-    rows = table(*names, title="escalated (cost) by share of the accuracy gap recovered")
+    cost = f"cost at quality {arguments.quality:g}"
+    rows = table(
+        "<signal",
+        *shares,
+        "APGR",
+        cost,
+        title="escalated (cost) by share of the accuracy gap recovered",
+    )
     for each in curves:
         points = [each.at_recovered(share) for share in SHARES]
         cells = tuple(f"{point.escalated:.1%} ({point.cost:.1%})" for point in points)
-        cost = each.cheapest(arguments.quality).cost
-        rows.add_row(each.signal, *cells, f"{each.area:.3f}", f"{cost:.1%}")
+        cheapest = each.cheapest(arguments.quality)
+        rows.add_row(each.signal, *cells, f"{each.area:.3f}", f"{cheapest.cost:.1%}")
     console.print(rows)
     console.print(
         f"chosen: {best.signal} >= {chosen.threshold:.4g} over the first {best.num_judged_tokens}"

@@ -11,6 +11,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -85,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("enable_expert_parallel", "ttft", "tpot"):
         add_setting(parser, Wishes, name)
     add_setting(parser, Wishes, "link", more=f": {', '.join(LINKS)}")
-    dollars = {"metavar": "[GPU=]USD", "type": str, "more": f" of {PRICES_AS_OF}"}
-    add_setting(parser, Wishes, "price", action="append", default=None, **dollars)
+    dollars: dict[str, Any] = {"metavar": "[GPU=]USD", "type": str, "action": "append"}
+    add_setting(parser, Wishes, "price", more=f" of {PRICES_AS_OF}", default=None, **dollars)
     add(
         "--play",
         action=argparse.BooleanOptionalAction,
