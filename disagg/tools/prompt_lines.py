@@ -38,7 +38,8 @@ def prompt_lines(path: Path, kind: type[Line], param: str, hint: str = "") -> It
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"Cannot read {path}: {error}.", param=param) from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"Cannot read {path}: {why}.", param=param) from error
     if not any(map(str.strip, lines)):
         raise RequestError(f"{path} has no lines.", param=param)
     for number, text in enumerate(lines, 1):

@@ -30,7 +30,7 @@ _SHARE_OF_NEWEST = 0.3  # of the newest time in the mean of load times
 
 
 class AdapterMemory:
-    """A rank's part of adapters, in host memory and on its device."""
+    """Reserves the memory for a rank's part of adapters, on the host and on its device."""
 
     def __init__(
         self, decoder: Decoder, description: ModelDescription, share: Share, config: EngineConfig
@@ -82,19 +82,11 @@ class AdapterMemory:
         return read
 
 
-def adapter_memory(
-    decoder: Decoder, description: ModelDescription, share: Share, config: EngineConfig
-) -> AdapterMemory | None:
-    """Reserve a rank's memory for adapters, if they are enabled."""
-    return AdapterMemory(decoder, description, share, config) if config.enable_lora else None
-
-
 class DeviceAdapters:
     """Implements `AdapterGate`, for the engine's thread: gives sequences the adapters' slots.
 
     Args:
         followers: the worker's other ranks.
-
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from disagg.config import EngineConfig
-from disagg.engine.device.adapters import DeviceAdapters, adapter_memory
+from disagg.engine.device.adapters import AdapterMemory, DeviceAdapters
 from disagg.engine.device.check import Choices
 from disagg.engine.device.draft_model import DraftModel
 from disagg.engine.device.engine_plan import EnginePlan
@@ -94,7 +94,9 @@ def build_engine(
         if followers is not None:
             followers.raise_lost()
         raise
-    memory_of_adapters = adapter_memory(decoder, description, share, config)
+    memory_of_adapters = None
+    if config.enable_lora:
+        memory_of_adapters = AdapterMemory(decoder, description, share, config)
     draft_decoder = None if chosen.drafts is None else _draft_decoder(chosen.drafts, decoder)
     room_nbytes = plan.room_nbytes()
     if followers is not None:

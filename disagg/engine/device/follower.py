@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import torch
 
 from disagg.config import EngineConfig
-from disagg.engine.device.adapters import adapter_memory
+from disagg.engine.device.adapters import AdapterMemory
 from disagg.engine.device.communicator import TorchCommunicator
 from disagg.engine.device.engine_plan import EnginePlan
 from disagg.engine.device.gpu import take_stream
@@ -87,7 +87,9 @@ class Follower:
             quantization=chosen.config.quantization,
             communicator=TorchCommunicator(share, self.device.type, meeting_place, host),
         )
-        self.adapters = adapter_memory(decoder, model, share, chosen.config)
+        self.adapters = None
+        if chosen.config.enable_lora:
+            self.adapters = AdapterMemory(decoder, model, share, chosen.config)
         return self._plan.room_nbytes()
 
     def allocate(self, num_blocks: int, max_num_seqs: int) -> KVCache:

@@ -16,19 +16,20 @@ from operator import add, attrgetter
 import torch
 from torch import Tensor
 
-from disagg.engine.device.batching import StepInputs
-from disagg.engine.device.blame import find_broken
+from disagg.engine.device.batching import Batching, StepInputs
 from disagg.engine.device.followers import Followers
 from disagg.engine.device.kv_cache import KVCache
-from disagg.engine.device.pooling import keep_pooled, pooled_rows
 from disagg.engine.device.prompt_scores import (
     ScoredRows,
     hidden_scored,
+    keep_pooled,
+    pooled_rows,
     scored_ranges,
     scored_rows,
 )
 from disagg.engine.device.rank_model import RankModel
 from disagg.engine.device.sampler import Sampler
+from disagg.engine.device.slots import Slots
 from disagg.engine.device.step_threads import CONTEXT, StepThreads
 from disagg.engine.device.token_masks import bound_rows, token_masks
 from disagg.engine.sched.grammar import Grammars
@@ -43,12 +44,14 @@ from disagg.engine.sched.step import (
     StepPlan,
 )
 from disagg.errors import DisaggError, InvalidLogits, ModelError
+from disagg.kernels.torch.sampling import TorchSampling
 from disagg.messages import GenerateRequest, SamplingParams
 from disagg.models.batch import Batch
 from disagg.models.decoder import Decoder
 from disagg.rank_messages import RankCapture, RankStep
 from disagg.time_model import StepFeatures
 
+_CPU = torch.device("cpu")
 _NEEDS_HOST = attrgetter("needs_host")
 
 
@@ -207,7 +210,7 @@ class ModelRunner(RankModel):
             _synchronize(self.decoder.device)  # blocks may change hands now
             self.slots.leave(plan.sequences)  # what was written for them may be incomplete
             sizes = self.kv_cache.block_size, self.max_num_blocks, self.decoder.config.vocab_size
-            broken = find_broken(plan, *sizes, self.grammars)
+            broken = _find_broken(plan, *sizes, self.grammars)
             if not broken:
                 raise
             raise SequencesFailed(broken) from error
@@ -352,3 +355,32 @@ def _synchronize(device: torch.device) -> None:
     """Wait until all launched work has ended."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def _find_broken(
+    plan: StepPlan, block_size: int, max_num_blocks: int, vocab_size: int, grammars: Grammars | None
+) -> dict[Sequence, Exception]:
+    """The sequences of a failed plan whose rows cannot be built alone either, and why.
+
+    If one of many has a number that no tensor can hold, or a grammar that raises, the exception
+    does not say whose it is. So all that a step does for a sequence, except for the model, is done
+    for each one alone, and on the CPU: a device that has failed may answer nothing any more.
+    The sequences have no slots before and afterwards.
+    """
+    broken: dict[Sequence, Exception] = {}
+    for sequence in plan.sequences:
+        slots = Slots()
+        slots.enter([sequence])
+        try:
+            alone = StepPlan((sequence,), (sequence.num_uncomputed,), 0, StepFeatures())
+            batching = Batching(slots, block_size, max_num_blocks, _CPU)
+            batch, _ = batching.batch(batching.inputs(alone, [sequence]))
+            masks, _ = token_masks([sequence], bound_rows([sequence]), grammars, _CPU)
+            sampler = Sampler(slots, vocab_size, _CPU, TorchSampling())
+            sampler.enter([sequence.slot])
+            last = batch.positions[-1:]
+            sampler.sample(torch.zeros(1, vocab_size), [sequence], last, masks).sampled()
+        except Exception as error:
+            broken[sequence] = error
+        slots.leave([sequence])
+    return broken

@@ -51,10 +51,6 @@ def is_adjusted(params: SamplingParams) -> bool:
     return params.has_penalties or params.min_tokens > 0
 
 
-def is_narrowed(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class RowSampling:
     """The rows of a step's logits and their sequences. Reused while the sequences are the same.
@@ -152,7 +148,8 @@ class SamplingState:
     def _step_of(self, slots: list[int], sequences: SequenceOf[Continued]) -> RowSampling:
         params = [sequence.sampling for sequence in sequences]
         drawn = [row for row, each in enumerate(params) if not is_greedy(each)]
-        narrowed = [place for place, row in enumerate(drawn) if is_narrowed(params[row])]
+        limits = ((params[row].top_k, params[row].top_p) for row in drawn)
+        narrowed = [place for place, (k, p) in enumerate(limits) if k > 0 or p < 1.0]
         adjusted = [row for row, each in enumerate(params) if is_adjusted(each)]
         penalised = [row for row in adjusted if params[row].has_penalties]
         parts = (slots, drawn, narrowed, adjusted, penalised)

@@ -54,7 +54,7 @@ async def test_a_load_test_with_its_report_and_its_comparison(
     ("words", "reason"),
     [
         ([], "Cannot reach http://127.0.0.1:9"),
-        (["--model", "m", "--dataset", __file__.replace(".py", ".jsonl")], "Cannot read the data"),
+        (["--model", "m", "--dataset", __file__.replace(".py", ".jsonl")], ".jsonl: No such file"),
         (["--request-rate", "0"], "greater than 0, not 0. (--request-rate)"),
         (["--trace", "x", "--request-rate", "1"], "leave out --request-rate"),
         (["--slo-search"], "A search needs SLOs"),
