@@ -64,14 +64,6 @@ _REMOVED_HEADERS = (
 _REQUEST_ID = "^[A-Za-z0-9_.:-]{1,128}$"
 
 
-class _Edit(NamedTuple):
-    """Replaces a part of Serve's configuration that a regular expression finds."""
-
-    part: str
-    pattern: str
-    replacement: Callable[[re.Match[str]], str]
-
-
 class Refusal(NamedTuple):
     status: int
     kind: str
@@ -103,13 +95,12 @@ _REFUSALS = (
 )
 
 
-def _refusals() -> str:
-    return "".join(
-        f"    http-error status {each.status} content-type application/json"
-        f" lf-string '{each.body}' hdr x-request-id \"%[uuid()]\""
-        f"{' hdr Retry-After 1' if each.may_retry else ''}\n"
-        for each in _REFUSALS
-    )
+_ERROR_REPLIES = "".join(
+    f"    http-error status {each.status} content-type application/json"
+    f" lf-string '{each.body}' hdr x-request-id \"%[uuid()]\""
+    f"{' hdr Retry-After 1' if each.may_retry else ''}\n"
+    for each in _REFUSALS
+)
 
 
 def most_connections() -> int:
@@ -155,10 +146,10 @@ def adapted(text: str, host: str, certificate: str, num_connections: int) -> str
     if text.startswith(MARK):  # Serve may start a successor with a file that is already changed
         return text
     missing = []
-    for edit in _edits(host, certificate, num_connections):
-        text, num_found = re.subn(edit.pattern, edit.replacement, text, flags=re.MULTILINE)
+    for part, pattern, replacement in _edits(host, certificate, num_connections):
+        text, num_found = re.subn(pattern, replacement, text, flags=re.MULTILINE)
         if not num_found:
-            missing.append(f"{NOT_FOUND}{edit.part}\n")
+            missing.append(f"{NOT_FOUND}{part}\n")
     text = re.sub(r"^( +server \S+ )\S+:(\d+) ", _by_socket, text, flags=re.MULTILINE)
     return "".join([MARK, *missing, text])
 
@@ -168,46 +159,39 @@ def _by_socket(match: re.Match[str]) -> str:
     return f"{match[1]}unix@{path} " if path and os.path.exists(path) else match[0]
 
 
-def _edits(host: str, certificate: str, num_connections: int) -> tuple[_Edit, ...]:
+def _edits(
+    host: str, certificate: str, num_connections: int
+) -> list[tuple[str, str, str | Callable[[re.Match[str]], str]]]:
+    """Parts of Serve's configuration: name, regular expression, and what replaces it."""
     options = " v4v6" if host == "::" else ""
     if certificate:
         options += f' ssl crt "{certificate}" ssl-min-ver TLSv1.2 alpn http/1.1'
     rules = _rules(connections_of_one(num_connections))
-    return (
-        _Edit("error files", r"( {4}errorfile 50\d .*\n)+", lambda _: _refusals()),
-        _Edit(
+    return [
+        ("error files", r"( {4}errorfile 50\d .*\n)+", lambda _: _ERROR_REPLIES),
+        (
             "the answer without routes",
             r"(backend default_backend\n\s+)http-request return status 404 .*",
             # The `http-error` of status 503 answers, as it does if no server is up.
-            lambda match: f"{match[1]}http-request deny deny_status 503",
+            r"\1http-request deny deny_status 503",
         ),
-        _Edit(
-            "the admin socket", r"(stats socket \S+) mode 666", lambda match: f"{match[1]} mode 600"
-        ),
-        _Edit(
-            "the metrics port",
-            r"(frontend prometheus\n\s+bind )\S*:",
-            lambda match: f"{match[1]}127.0.0.1:",
-        ),
-        _Edit(
-            "the statistics port",
-            r"(listen stats\n\s+bind )\S*:",
-            lambda match: f"{match[1]}127.0.0.1:",
-        ),
-        _Edit(
+        ("the admin socket", r"(stats socket \S+) mode 666", r"\1 mode 600"),
+        ("the metrics port", r"(frontend prometheus\n\s+bind )\S*:", r"\g<1>127.0.0.1:"),
+        ("the statistics port", r"(listen stats\n\s+bind )\S*:", r"\g<1>127.0.0.1:"),
+        (
             "the number of connections",
             r"^( +maxconn )\d+$",
             # The limit of headers is above HAProxy's 101, so that the ingress can refuse in JSON.
-            lambda match: f"{match[1]}{num_connections}\n    tune.http.maxhdr {NUM_HEADERS}",
+            rf"\g<1>{num_connections}\n    tune.http.maxhdr {NUM_HEADERS}",
         ),
-        _Edit("timeouts", r" {4}timeout (client|http-request|http-keep-alive) .*\n", lambda _: ""),
-        _Edit("defaults", r"^defaults\n", lambda _: f"defaults\n{timeouts()}"),
-        _Edit(
+        ("timeouts", r" {4}timeout (client|http-request|http-keep-alive) .*\n", ""),
+        ("defaults", r"^defaults\n", f"defaults\n{timeouts()}"),
+        (
             "the port of HTTP",
             r"(frontend http_frontend\n\s+bind )(\S+)(:\d+)\n",
             lambda match: f"{match[1]}{host or match[2]}{match[3]}{options}\n{rules}",
         ),
-    )
+    ]
 
 
 def timeouts(head_s: float = HEAD_S, silent_s: float = SILENT_S) -> str:

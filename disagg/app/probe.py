@@ -1,11 +1,21 @@
-"""HTTP requests to the server on this machine. Does not import Ray."""
+"""Probes of what runs on this machine: processes, and the server's answers. Knows no Ray."""
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import urllib.request
 from http.client import HTTPResponse
 from typing import cast
+
+import psutil
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process is running. A zombie is not."""
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def ask_here(url: str, timeout_s: float) -> HTTPResponse:

@@ -14,8 +14,7 @@ import psutil
 from disagg import logs
 from disagg.app import raylet_agent
 from disagg.app.haproxy import HAProxyWatch
-from disagg.app.probe import ask_here
-from disagg.app.processes import runs
+from disagg.app.probe import ask_here, runs
 
 LOOK_PERIOD_S = 0.25
 PROCESSES_PERIOD_S = 1.0

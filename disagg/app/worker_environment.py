@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from disagg.config import PoolConfig, ServeConfig, TierConfig
+from disagg.config import ServeConfig, TierConfig
 from disagg.devices import VISIBLE
 from disagg.host import usable_cores
 from disagg.messages import Role
@@ -44,22 +44,15 @@ def with_threads(config: ServeConfig, tier: TierConfig, role: Role, num_nodes: i
         return tier
     num_threads = int(pool.num_cpus)
     if not pool.num_cpus:
-        num_places = _num_places(config, on_gpus=bool(pool.num_gpus))
-        num_on_node = -(-num_places // max(1, num_nodes))
+        # The largest number of workers; each counts once for each of its nodes.
+        num_workers = sum(
+            other.num_nodes(each)
+            * (each.autoscaling.max_replicas if each.autoscaling else each.num_replicas)
+            for other in config.tiers
+            for each in other.pools.values()
+            if bool(each.num_gpus) == bool(pool.num_gpus)
+        )
+        num_on_node = -(-num_workers // max(1, num_nodes))
         num_threads = usable_cores() // max(1, num_on_node)
     engine = msgspec.structs.replace(tier.engine, num_threads=max(1, num_threads))
     return msgspec.structs.replace(tier, engine=engine)
-
-
-def _num_places(config: ServeConfig, *, on_gpus: bool) -> int:
-    """The largest number of workers of a kind; a worker counts once for each of its nodes."""
-    return sum(
-        _most_workers(pool) * tier.num_nodes(pool)
-        for tier in config.tiers
-        for pool in tier.pools.values()
-        if bool(pool.num_gpus) == on_gpus
-    )
-
-
-def _most_workers(pool: PoolConfig) -> int:
-    return pool.num_replicas if pool.autoscaling is None else pool.autoscaling.max_replicas

@@ -118,11 +118,25 @@ def files_of(plan: Written) -> dict[str, str]:
     args = serve_args(plan, plan.model)
     parse_config({**args, "cluster_key": "as the environment says"})  # raises if it is invalid
     here = _serve("127.0.0.1" if plan.is_on_cpu else ALL_HOSTS, args)
-    on_pods = _serve(ALL_HOSTS, serve_args(plan, _on_pods(plan.model), by_role=True))
+    # On a pod the model is on a volume, or in the image if it is bundled.
+    is_bundled, name = (ASSETS / plan.model).is_dir(), plan.model.rstrip("/").rsplit("/", 1)[-1]
+    on_pods = serve_args(plan, plan.model if is_bundled else f"/models/{name}", by_role=True)
+    kuberay = _on_kuberay(plan.pools, to_yaml(_serve(ALL_HOSTS, on_pods)))
+    notes, kuberay_notes = list(_SERVE_NOTES), list(_KUBERAY_NOTES)
+    if plan.has_unlike_gpus:
+        gpus = {role: pool.placement.gpu.name for role, pool in plan.pools.items()}
+        notes += (
+            f"Start nodes with {gpu} with `ray start --resources='{{\"{role}\": N}}'`, where N is"
+            " the number of workers."
+            for role, gpu in gpus.items()
+        )
+        kuberay_notes.append(
+            "Give each group's pods a nodeSelector (nvidia.com/gpu.product) for its GPUs:"
+            f" {', '.join(f'{role} on {gpu}' for role, gpu in gpus.items())}."
+        )
     return {
-        SERVE_FILE: _header(plan, _SERVE_NOTES + _places(plan)) + to_yaml(here),
-        KUBERAY_FILE: _header(plan, _KUBERAY_NOTES + _selectors(plan))
-        + to_yaml(*_on_kuberay(plan.pools, to_yaml(on_pods))),
+        SERVE_FILE: _header(plan, notes) + to_yaml(here),
+        KUBERAY_FILE: _header(plan, kuberay_notes) + to_yaml(*kuberay),
     }
 
 
@@ -225,11 +239,6 @@ def served_model(model: str, repository: str) -> str:
     return str(Path(model).resolve()) if Path(model).exists() else model
 
 
-def _on_pods(model: str) -> str:
-    """The model's path on a pod: on a volume, or in the image if the model is bundled."""
-    return model if (ASSETS / model).is_dir() else f"/models/{model.rstrip('/').rsplit('/', 1)[-1]}"
-
-
 def _serve(host: str, args: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "proxy_location": "EveryNode",
@@ -258,27 +267,6 @@ _KUBERAY_NOTES = (
     "      --from-literal=api-key=...",
     f"  kubectl apply -f {KUBERAY_FILE}",
 )
-
-
-def _places(plan: Written) -> tuple[str, ...]:
-    """Notes on the resources of nodes, if the two pools use different GPUs."""
-    if not plan.has_unlike_gpus:
-        return ()
-    return tuple(
-        f'Start nodes with {pool.placement.gpu.name} with `ray start --resources=\'{{"{role}":'
-        " N}'`, where N is the number of workers."
-        for role, pool in plan.pools.items()
-    )
-
-
-def _selectors(plan: Written) -> tuple[str, ...]:
-    """A note on node selectors of pods, if the two pools use different GPUs."""
-    if not plan.has_unlike_gpus:
-        return ()
-    groups = ", ".join(f"{role} on {pool.placement.gpu.name}" for role, pool in plan.pools.items())
-    return (
-        f"Give each group's pods a nodeSelector (nvidia.com/gpu.product) for its GPUs: {groups}.",
-    )
 
 
 def _header(plan: Written, notes: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from disagg.capacity.shapes import ModelShape
 from disagg.capacity.sizing import FleetPlan, Pool
 from disagg.capacity.workload import Slo, Workload
 from disagg.errors import NotEnoughMemory, StartupError
-from disagg.time_model import CHUNK_TOKENS, StepFeatures, StepTimeModel
+from disagg.time_model import CHUNK_TOKENS, StepFeatures
 
 PREDICTED = "predictions from datasheets, not measurements"
 NOT_RUN_YET = (
@@ -146,7 +146,7 @@ def _fleet_report(fleet: FleetPlan, load: Workload) -> dict[str, Any]:
                 "busy": pool.busy,
                 "batch": pool.batch,
                 "usd_per_gpu_hour": pool.usd_per_gpu_hour,
-                "time_model": _prior(pool).coefficients,
+                "time_model": pool.placement.time_model(max(1, pool.batch)).coefficients,
                 "memory": _memory(pool, load),
                 "roofline": _roofline(pool, role, load, fleet.chunk_tokens),
             }
@@ -171,10 +171,6 @@ def usd_per_million(fleet: FleetPlan, load: Workload) -> dict[str, float]:
         "output": fleet.usd_per_hour / (requests * load.mean_output_tokens),
         "input_and_output": fleet.usd_per_hour / (requests * both),
     }
-
-
-def _prior(pool: Pool) -> StepTimeModel:
-    return pool.placement.time_model(max(1, pool.batch))
 
 
 def at_peak(each: Placement) -> Placement:

@@ -141,13 +141,8 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         grown_s = (self._tokens_s(num_sequences) - per_step_s) / num_sequences
         per_sequence_s = grown_s + self.efficiency.sequence_s
         # In a range where reading the weights takes all the time, tokens would seem to be free.
-        coefficients = (
-            per_step_s,
-            per_token_s,
-            self.attended_s,
-            per_sequence_s,
-            self.per_context_s,
-        )
+        of_prompts = per_step_s, per_token_s, self.attended_s
+        coefficients = *of_prompts, per_sequence_s, self.per_context_s
         return StepTimeModel.of((*(max(each, 1e-12) for each in coefficients), 0.0))
 
     @cached_property
@@ -174,18 +169,14 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         multiply_s = self.shape.num_latent_flop / flops
         return max(self.kv_nbytes_per_gpu_token / bytes_per_s, multiply_s)
 
-    @cached_property
-    def _matmul_flops(self) -> float:
-        """The datasheet's FLOP/s. Without 4-bit matrix units, 4-bit experts are widened to 16."""
-        return self.gpu.flops("bf16" if self.shape.has_mxfp4_experts else self.weights)
-
     def _tokens_s(self, num_tokens: int) -> float:
         """Seconds of a step without attention: the slower of reading and multiplying, plus the
         exchanges."""
         shape, gpu, efficiency = self.shape, self.gpu, self.efficiency
         read_nbytes = shape.read_nbytes(num_tokens, self.weights, self.num_holders)
         read_s = read_nbytes / (gpu.memory_bytes_per_s * efficiency.memory)
-        flops = self._matmul_flops * efficiency.matmul
+        # Without 4-bit matrix units, 4-bit experts are widened to 16.
+        flops = gpu.flops("bf16" if shape.has_mxfp4_experts else self.weights) * efficiency.matmul
         num_params = shape.num_multiplied_params(num_tokens, self.num_holders)
         multiply_s = 2 * num_params * num_tokens / flops
         slower_s = max(read_s, multiply_s) / self.num_gpus

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import psutil
 
-from disagg.app.processes import runs
+from disagg.app.probe import runs
 from disagg.errors import StartupError
 
 PREFIX = "disagg-"

@@ -211,7 +211,14 @@ def _tiers(tiers: list[dict[str, Any]], given: Given) -> list[dict[str, Any]]:
     """The tiers, each with what is given for all or for it."""
     names = ("revision", "served_model_name")
     for name, what in zip(names, ("revisions", "served names"), strict=True):
-        _check_one_per_model(len(tiers), given.get(name) or [], what, name)
+        values = given.get(name)
+        if values and len(values) != len(tiers):
+            raise StartupError(
+                f"There {'is 1 model' if len(tiers) == 1 else f'are {len(tiers)} models'}, and the"
+                f" flag got {len(values)} {what}: {', '.join(values)}. Give one per model, and put"
+                " the models before this flag, because it takes all words that follow it.",
+                param=name,
+            )
     modules = dict(given.get("lora_modules") or ())
     if modules and len(tiers) > 1:
         raise StartupError(
@@ -252,17 +259,6 @@ def _store_nbytes() -> int:
     """Size of the embedded store. It fills up within minutes, so it must leave workers room."""
     _, available = read_memory()
     return max(LEAST_STORE_NBYTES, min(MOST_STORE_NBYTES, available // STORE_SHARE))
-
-
-def _check_one_per_model(num_models: int, given: list[str], what: str, param: str) -> None:
-    """Raises `StartupError` if a flag with one value per model has another number of values."""
-    if given and len(given) != num_models:
-        raise StartupError(
-            f"There {'is 1 model' if num_models == 1 else f'are {num_models} models'}, and the"
-            f" flag got {len(given)} {what}: {', '.join(given)}. Give one per model, and put the"
-            " models before this flag, because it takes all words that follow it.",
-            param=param,
-        )
 
 
 def _pool(given: Given, role: str, before: Any) -> dict[str, Any]:

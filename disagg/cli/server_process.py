@@ -299,8 +299,7 @@ def _with_store(
     if config.redis_url is not None or not config.cold_tier_nbytes or not has_use:
         return config, None
     redis = EmbeddedRedis(directory / "redis", max_memory_nbytes=config.cold_tier_nbytes)
-    redis.start()
-    cleanup.callback(redis.stop)
+    cleanup.enter_context(redis)
     return msgspec.structs.replace(config, redis_url=redis.url), redis
 
 

@@ -171,7 +171,10 @@ class Limits:
             return
         now = self._clock()
         most = tenant.max_num_requests
-        if most is not None and tenant.used.num_running + self._elsewhere(tenant, now) >= most:
+        num_running = tenant.used.num_running
+        if now - self._exchanged_s <= SILENT_S:
+            num_running += tenant.num_running_elsewhere
+        if most is not None and num_running >= most:
             raise RateLimited(
                 f"Your limit of {most} requests at a time is used up; try again when one of them"
                 " has ended.",
@@ -257,9 +260,6 @@ class Limits:
             if (tenant := self._tenant(name)) is not None:
                 tenant.num_running_elsewhere += used.num_running
         return gone
-
-    def _elsewhere(self, tenant: _TenantBuckets, now: float) -> int:
-        return tenant.num_running_elsewhere if now - self._exchanged_s <= SILENT_S else 0
 
     def _tenant(self, name: str) -> _TenantBuckets | None:
         tenant = self._tenants.get(name)

@@ -144,7 +144,8 @@ class RedisStore:
                 nbytes, view = len(block) // len(self._own), memoryview(block)
                 for number, prefix in enumerate(self._own):
                     piece = view[number * nbytes : (number + 1) * nbytes]
-                    pipeline.set(prefix + key, self._seal(prefix + key, piece), px=self._ttl_ms)
+                    sealed = b"".join((self._digest(prefix + key, piece), piece))
+                    pipeline.set(prefix + key, sealed, px=self._ttl_ms)
             _execute(pipeline)
 
     def contains_prefix(self, keys: Sequence[BlockHash]) -> int:
@@ -164,9 +165,6 @@ class RedisStore:
         digest = hmac.new(self._secret, name, "sha256")  # twice as fast as blake2b on recent CPUs
         digest.update(piece)
         return digest.digest()[:_SEAL_NBYTES]
-
-    def _seal(self, name: bytes, piece: memoryview) -> bytes:
-        return b"".join((self._digest(name, piece), piece))
 
     def _unseal(self, name: bytes, value: bytes | str | None) -> memoryview | None:
         if not isinstance(value, bytes):

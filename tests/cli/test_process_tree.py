@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from disagg.app.processes import runs
+from disagg.app.probe import runs
 from disagg.cli import process_tree
 
 SLEEP = "import time; time.sleep(60)"

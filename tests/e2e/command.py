@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
-from disagg.app.processes import runs
+from disagg.app.probe import runs
 from disagg.cli import process_tree
 from disagg.host import free_port
 from tests import plain_http

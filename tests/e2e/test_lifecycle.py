@@ -22,7 +22,7 @@ import httpx
 import psutil
 import pytest
 
-from disagg.app.processes import runs
+from disagg.app.probe import runs
 from disagg.cli.supervisor import SAME_SIGNAL_S
 from disagg.config import ASSETS
 from tests import plain_http

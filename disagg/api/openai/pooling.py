@@ -11,7 +11,7 @@ import base64
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import mul
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -291,11 +291,7 @@ def _shortened(vector: array[float], dimensions: int | None) -> array[float]:
         return vector
     first = vector[:dimensions]
     length = math.sqrt(sum(map(mul, first, first)))
-    return array("f", _divided(first, length))
-
-
-def _divided(numbers: Iterable[float], length: float) -> list[float]:
-    return [each / length for each in numbers] if length else list(numbers)
+    return array("f", [each / length for each in first]) if length else first
 
 
 def _floats(pooled: bytes | None) -> array[float]:

@@ -42,14 +42,10 @@ MARK_ENDS = {
 }
 
 
-def _marked_json(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
-    return (yield from _read_json_calls(text, sink, end=MARK_ENDS[mark]))
-
-
 @functools.cache
 def read_marked_json(begins: tuple[str, ...]) -> Marked:
     """Reads a call, several, or a list of them after one of these marks."""
-    return Marked(begins, _marked_json)
+    return Marked(begins, lambda text, sink, mark: _read_json_calls(text, sink, MARK_ENDS[mark]))
 
 
 def _mistral(text: Incoming, sink: Sink, mark: str) -> Reading[bool]:
@@ -210,7 +206,7 @@ def _read_call(text: Incoming, sink: Sink) -> Reading[bool]:
                 sink.arguments("".join(early))
                 has_begun = True
         elif key in ("arguments", "parameters") and early is None and not has_begun:
-            if not _are_arguments((yield from text.next())):
+            if (yield from text.next()) not in ("{", '"', "n"):  # an object, a string or null
                 return False
             if name is None:
                 early = []
@@ -230,11 +226,6 @@ def _read_call(text: Incoming, sink: Sink) -> Reading[bool]:
         sink.begin_call(name)
     sink.end_call()
     return True
-
-
-def _are_arguments(char: str) -> bool:
-    """Whether a value may be arguments, by its first character: an object, a string or null."""
-    return char in ("{", '"', "n")
 
 
 def _read_arguments(text: Incoming, take: Take) -> Reading[None]:

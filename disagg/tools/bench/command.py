@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.cli.engine_arguments import json_object, number
+from disagg.cli.engine_arguments import add_setting, json_object, number
 from disagg.errors import RequestError
 from disagg.tools.bench.prompts import RandomPrompts
 from disagg.tools.bench.report import page
@@ -95,24 +95,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_prompts(group: argparse._ArgumentGroup) -> None:
-    defaults = RandomPrompts()
-    for flag, text in (
-        ("--input-len", "tokens of a prompt of random words"),
-        ("--output-len", "tokens of an answer"),
-        ("--prefix-len", "of these, tokens that prompts share"),
-        ("--num-prefixes", "number of different shared prefixes"),
-        ("--turns", "requests of a session, each with --input-len tokens more"),
-    ):
-        default = getattr(defaults, flag[2:].replace("-", "_"))
-        group.add_argument(
-            flag, type=number, default=default, metavar="N", help=f"{text} (default: {default})"
-        )
-    group.add_argument(
-        "--range-ratio", type=float, default=0.0, help="lengths vary by this share (default: 0)"
-    )
-    group.add_argument(
-        "--think-s", type=float, default=0.0, help="mean pause between turns (default: 0)"
-    )
+    for name in RandomPrompts.__struct_fields__:
+        add_setting(group, RandomPrompts, name)
     group.add_argument(
         "--dataset",
         type=Path,

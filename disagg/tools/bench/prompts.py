@@ -99,22 +99,22 @@ def count_words(server: Server, path: str, fields: dict[str, Any], seed: int) ->
 
 
 class RandomPrompts(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts of random words. Names follow `vllm bench serve`.
-
-    range_ratio: lengths are uniform between `1 - range_ratio` and `1 + range_ratio` of what is
-        asked for.
-    prefix_len: tokens at the beginning of each prompt that are one of `num_prefixes` texts.
-    turns: of a session; every turn has `input_len` tokens more.
-    think_s: mean pause between its turns, exponentially distributed.
-    """
+    """Prompts of random words. Names follow `vllm bench serve`."""
 
     input_len: int = 1024
+    """tokens of a prompt of random words"""
     output_len: int = 128
+    """tokens of an answer"""
     range_ratio: float = 0.0
+    """lengths are uniform between 1 minus this share and 1 plus it of what is asked for"""
     prefix_len: int = 0
+    """tokens at the beginning of each prompt that prompts share"""
     num_prefixes: int = 1
+    """number of different shared prefixes"""
     turns: int = 1
+    """requests of a session, each with --input-len tokens more"""
     think_s: float = 0.0
+    """mean pause between turns in seconds, exponentially distributed"""
 
     def sessions(self, num: int, words: WordCount, seed: int) -> Iterator[Session]:
         """`num` requests as sessions; the last one may be cut short."""

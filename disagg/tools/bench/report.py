@@ -6,7 +6,6 @@ import html
 import math
 from collections.abc import Sequence
 from io import StringIO
-from typing import NamedTuple
 
 from rich.console import Console
 
@@ -27,12 +26,7 @@ svg{max-width:100%;height:auto;font:11px system-ui,sans-serif;fill:currentColor}
 """
 
 
-class Series(NamedTuple):
-    """The points of one run in a chart."""
-
-    run: int
-    points: Sequence[tuple[float, float]]
-    is_dots: bool = False
+Points = Sequence[tuple[float, float]]  # of one run in a chart
 
 
 def page(results: dict[str, BenchResult]) -> str:
@@ -44,38 +38,17 @@ def page(results: dict[str, BenchResult]) -> str:
         f"<pre>{html.escape(', '.join(f'{k}={v}' for k, v in each.load.items()))}</pre></li>"
         for i, (name, each) in enumerate(results.items())
     )
+    over_time = "s since the beginning"
+    dots = [[(r.due_s, 1e3 * r.ttft_s) for r in each.answered] for each in runs]
+    rates = [_tokens_per_s(each) for each in runs]
     charts = [
-        _chart(
-            "TTFT over time",
-            "s since the beginning",
-            "ms",
-            [
-                Series(i, [(r.due_s, 1e3 * r.ttft_s) for r in each.answered], is_dots=True)
-                for i, each in enumerate(runs)
-            ],
-        ),
-        _chart(
-            "Tokens a second",
-            "s since the beginning",
-            "tokens/s",
-            [Series(i, _tokens_per_s(each)) for i, each in enumerate(runs)],
-        ),
-        *(
-            _chart(
-                f"{metric.upper()}: share of requests that took at most so long",
-                "ms",
-                "%",
-                [Series(i, _shares(each.values(metric))) for i, each in enumerate(runs)],
-            )
-            for metric in METRICS
-        ),
-        _chart(
-            "ITL: share of pauses that took at most so long",
-            "ms",
-            "%",
-            [Series(i, _shares(each.values("itl"))) for i, each in enumerate(runs)],
-        ),
+        _chart("TTFT over time", over_time, "ms", dots, is_dots=True),
+        _chart("Tokens a second", over_time, "tokens/s", rates),
     ]
+    for metric in (*METRICS, "itl"):
+        what = "pauses" if metric == "itl" else "requests"
+        title = f"{metric.upper()}: share of {what} that took at most so long"
+        charts.append(_chart(title, "ms", "%", [_shares(each.values(metric)) for each in runs]))
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>disagg bench</title>'
@@ -95,13 +68,13 @@ def _figures(results: dict[str, BenchResult]) -> str:
     return f"<pre>{to.export_html(inline_styles=True, code_format='{code}')}</pre>"
 
 
-def _shares(ordered: Sequence[float]) -> list[tuple[float, float]]:
+def _shares(ordered: Sequence[float]) -> Points:
     step = max(1, len(ordered) // _MAX_POINTS)
     picked = [*range(0, len(ordered), step), len(ordered) - 1] if ordered else []
     return [(ordered[i], 100 * (i + 1) / len(ordered)) for i in picked]
 
 
-def _tokens_per_s(result: BenchResult) -> list[tuple[float, float]]:
+def _tokens_per_s(result: BenchResult) -> Points:
     """In parts of equal length; an event has its share of the answer's tokens."""
     width_s = max(result.duration / 60, 0.1)
     sums: dict[int, float] = {}
@@ -113,8 +86,10 @@ def _tokens_per_s(result: BenchResult) -> list[tuple[float, float]]:
     return [((i + 0.5) * width_s, sums.get(i, 0.0) / width_s) for i in range(last + 1)]
 
 
-def _chart(title: str, x_name: str, y_name: str, series: Sequence[Series]) -> str:
-    points = [point for each in series for point in each.points]
+def _chart(
+    title: str, x_name: str, y_name: str, runs: Sequence[Points], *, is_dots: bool = False
+) -> str:
+    points = [point for each in runs for point in each]
     x_step, y_step = (_tick(max((p[axis] for p in points), default=1.0)) for axis in (0, 1))
     x_most, y_most = x_step * _NUM_TICKS, y_step * _NUM_TICKS
 
@@ -132,7 +107,7 @@ def _chart(title: str, x_name: str, y_name: str, series: Sequence[Series]) -> st
             f'<text x="{_LEFT - 6}" y="{at_y + 4:.1f}" text-anchor="end">{i * y_step:g}</text>',
             f'<text x="{at_x:.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{i * x_step:g}</text>',
         ]
-    for run, line, is_dots in series:
+    for run, line in enumerate(runs):
         color = f"var(--run{run % 4})"
         places = [f"{x(a):.1f} {y(b):.1f}" for a, b in line]
         if is_dots:  # lines of no length with round ends

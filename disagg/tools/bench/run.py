@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from tqdm import tqdm
 
 from disagg.errors import Unavailable
 from disagg.server_address import address_of
@@ -176,24 +175,15 @@ class Bench:
 
 async def _watch(generator: Generator, num: int) -> None:
     """Show how far a run is, on a terminal."""
-    console = Console(stderr=True)
-    columns = (*Progress.get_default_columns()[:3], TextColumn("{task.fields[now]}"))
-    with Progress(
-        *columns,
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("requests", total=num, now="")
+    with tqdm(total=num, unit="request", leave=False, disable=None) as bar:
         while True:
             timings = generator.timings
             answered = sorted(each.ttft_s for each in timings if not each.error)
-            text = (
+            bar.n = len(timings)
+            bar.set_postfix_str(
                 f"{generator.num_in_flight} in flight, {len(timings) - len(answered)} failed,"
                 f" TTFT p50 {1e3 * percentile(answered, 0.5):.0f} ms"
             )
-            progress.update(task, completed=len(timings), now=text)
             await asyncio.sleep(REFRESH_S)
 
 
