@@ -5,7 +5,7 @@ responses, events of streams and errors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -134,17 +134,14 @@ class CountTokensRequest(MessagesPrompt, kw_only=True):
     """The body of `/v1/messages/count_tokens`."""
 
 
+Request = TypeVar("Request", bound=MessagesPrompt)
+
 _REFUSED = dict.fromkeys(("container", "mcp_servers", "output_format"), NOT_IMPLEMENTED)
 
 
-def read_messages(body: bytes) -> MessagesRequest:
-    """Parse the body of `/v1/messages`. Raises `InvalidRequest`."""
-    return read_struct(body, MessagesRequest, _REFUSED, _check_edits)
-
-
-def read_count(body: bytes) -> CountTokensRequest:
-    """Parse the body of `/v1/messages/count_tokens`. Raises `InvalidRequest`."""
-    return read_struct(body, CountTokensRequest, _REFUSED, _check_edits)
+def read_messages(body: bytes, kind: type[Request]) -> Request:
+    """Parse the body of `/v1/messages`, or of `count_tokens`. Raises `InvalidRequest`."""
+    return read_struct(body, kind, _REFUSED, _check_edits)
 
 
 def _check_edits(raw: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ RESPONSES = Api(
 MESSAGES = Api(
     anthropic.MessagesRequest,
     "msg_",
-    anthropic.read_messages,
+    partial(anthropic.read_messages, kind=anthropic.MessagesRequest),
     anthropic.understand_messages,
     anthropic.MessageFrames,
     anthropic.message_body,

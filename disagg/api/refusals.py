@@ -134,10 +134,6 @@ def error_json(error: DisaggError) -> bytes:
     )
 
 
-def error_frame(error: DisaggError) -> bytes:
-    return b"data: " + error_json(error) + b"\n\n"
-
-
 def error_headers(error: DisaggError) -> list[tuple[bytes, bytes]]:
     """Headers that tell a client whether and when to try again."""
     headers: list[tuple[bytes, bytes]] = []

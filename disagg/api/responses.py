@@ -169,7 +169,11 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         **{name: getattr(request, name) for name in AnswerFields.__struct_fields__},
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
-        tools=[Tool("function", _function(tool)) for tool in tools] or None,
+        tools=[
+            Tool("function", FunctionDefinition(t.name, t.description, t.parameters, t.strict))
+            for t in tools
+        ]
+        or None,
         tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
@@ -178,10 +182,6 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         include_reasoning=request.include_reasoning,
         chat_template_kwargs=request.chat_template_kwargs,
     )
-
-
-def _function(tool: FunctionTool) -> FunctionDefinition:
-    return FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict)
 
 
 def _format(text: TextOptions | None) -> ResponseFormat | None:

@@ -131,7 +131,12 @@ class Answer:
             self.num_cached_tokens = delta.num_cached_tokens
             self.num_prompt_tokens += delta.num_image_tokens
             self.decision = self._explain(self.request.request_id)
-        elif self._is_plain and _is_one_token(delta):
+        elif (
+            self._is_plain
+            and len(delta.token_ids) == 1
+            and delta.logprobs is None
+            and delta.finish_reason is None
+        ):
             return ChoiceDelta(self.index, "", self._detokenizer.push(delta.token_ids[0]), 1)
         piece = ChoiceDelta(self.index, prompt_logprobs=delta.prompt_logprobs, pooled=delta.pooled)
         if self._spec.only_prompt:
@@ -222,12 +227,6 @@ class Answer:
             and bool(delta.token_ids)
             and delta.token_ids[-1] in self.request.sampling.stop_token_ids
         )
-
-
-def _is_one_token(delta: TokenDelta) -> bool:
-    """Whether `delta` is a token without log-probabilities in the middle of an answer."""
-    is_last = delta.finish_reason is not None
-    return len(delta.token_ids) == 1 and delta.logprobs is None and not is_last
 
 
 class RunningJob:

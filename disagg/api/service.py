@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from disagg import telemetry
-from disagg.api.anthropic import CountTokensRequest, read_count, understand_count
+from disagg.api.anthropic import CountTokensRequest, read_messages, understand_count
 from disagg.api.apis import Api
 from disagg.api.images import RemoteImage, fetch_images
 from disagg.api.json_body import off_loop
@@ -169,7 +169,8 @@ class Service:
 
     async def count_tokens(self, body: bytes) -> bytes:
         """The response body of `/v1/messages/count_tokens`."""
-        _, _, token_ids = await self._tokenize(body, read_count, understand_count)
+        read = partial(read_messages, kind=CountTokensRequest)
+        _, _, token_ids = await self._tokenize(body, read, understand_count)
         return msgspec.json.encode({"input_tokens": len(token_ids)})
 
     async def _tokenize(

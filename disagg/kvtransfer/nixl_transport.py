@@ -31,7 +31,7 @@ from disagg.kvtransfer.mover import (
     agent_name,
 )
 from disagg.kvtransfer.nixl import _bindings, nixl_agent, nixl_agent_config, nixl_xfer_handle
-from disagg.kvtransfer.pulls import ByteRange, PullBook, describe, largest_nbytes
+from disagg.kvtransfer.pulls import ByteRange, PullBook, describe
 from disagg.kvtransfer.slab import HOST, Slab, Stamps
 from disagg.kvtransfer.ticket import KVTicket, Peer
 from disagg.kvtransfer.transport import PullDone, TicketReleased
@@ -183,7 +183,7 @@ class NixlTransport:
         lane = ""
         if ended.error is None:
             is_near = all(each.rank.node == self._peer.node for each in pull.sources)
-            nbytes = max(largest_nbytes(self._slab, each, pull.runs) for each in pull.sources)
+            nbytes = pull.largest_nbytes(self._slab)
             lane = self._ucx_log.lane(agent_name(self._peer), is_near=is_near, nbytes=nbytes)
         return PullDone(
             pull.pull_id,

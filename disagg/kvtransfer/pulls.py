@@ -10,7 +10,7 @@ the copy (`Pull.is_unchanged`). Must not know how bytes move.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -112,8 +112,29 @@ class Pull:
         return self.num_blocks * sum(source.nbytes for source in self.sources)
 
     def block_ranges(self, slab: Slab, source: Source) -> list[ByteRange]:
-        """The byte ranges to copy from a source into this slab."""
-        return byte_ranges(slab, source, self.runs)
+        """The byte ranges to copy from a source into this slab: one for each run of whole blocks,
+        or for each block of which only a part is copied."""
+        rank, nbytes, runs = source.rank, source.nbytes, self.runs
+        if not _are_whole(slab, source):
+            runs = tuple(
+                BlockRun(run.source_block + i, run.local_block + i, 1)
+                for run in runs
+                for i in range(run.num_blocks)
+            )
+        return [
+            ByteRange(
+                slab.address(run.local_block) + source.here,
+                rank.base_address + run.source_block * rank.block_nbytes + source.there,
+                run.num_blocks * nbytes,
+            )
+            for run in runs
+        ]
+
+    def largest_nbytes(self, slab: Slab) -> int:
+        """The largest of its `block_ranges`, without listing them: a long pull from several ranks
+        has thousands."""
+        longest = max(run.num_blocks for run in self.runs)
+        return max(s.nbytes * (longest if _are_whole(slab, s) else 1) for s in self.sources)
 
     def stamp_ranges(self, address: int) -> list[ByteRange]:
         """The byte ranges to copy from the stamp table of `peer` to a table at `address`."""
@@ -356,34 +377,6 @@ def sources_of(slab: Slab, peer: Peer) -> tuple[Source, ...]:
         found.append(Source(rank, at - begin, there, nbytes))
         at += nbytes
     return tuple(found)
-
-
-def byte_ranges(slab: Slab, source: Source, runs: Iterable[BlockRun]) -> list[ByteRange]:
-    """What to copy from a source: one range for each run of whole blocks, or for each block of
-    which only a part is copied."""
-    rank, nbytes = source.rank, source.nbytes
-    if not _are_whole(slab, source):
-        runs = (
-            BlockRun(run.source_block + i, run.local_block + i, 1)
-            for run in runs
-            for i in range(run.num_blocks)
-        )
-    return [
-        ByteRange(
-            slab.address(run.local_block) + source.here,
-            rank.base_address + run.source_block * rank.block_nbytes + source.there,
-            run.num_blocks * nbytes,
-        )
-        for run in runs
-    ]
-
-
-def largest_nbytes(slab: Slab, source: Source, runs: Iterable[BlockRun]) -> int:
-    """The largest range of `byte_ranges`, without listing them: a long pull from several ranks has
-    thousands."""
-    if not _are_whole(slab, source):
-        return source.nbytes
-    return source.nbytes * max(run.num_blocks for run in runs)
 
 
 def _are_whole(slab: Slab, source: Source) -> bool:

@@ -29,7 +29,8 @@ def from_response(**fields: Any) -> ChatRequest:
 
 def from_message(**fields: Any) -> ChatRequest:
     asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
-    return messages.as_chat(messages.read_messages(json.dumps(asked | fields).encode()))
+    body = json.dumps(asked | fields).encode()
+    return messages.as_chat(messages.read_messages(body, messages.MessagesRequest))
 
 
 def values(chat: ChatRequest) -> dict[str, Any]:

@@ -13,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.api import apis
-from disagg.api.anthropic import CountTokensRequest, MessagesRequest, read_count, understand_count
+from disagg.api.anthropic import (
+    CountTokensRequest,
+    MessagesRequest,
+    read_messages,
+    understand_count,
+)
 from disagg.api.apis import Api
 from disagg.api.openai.fields import (
     ChatRequest,
@@ -140,7 +145,9 @@ def test_any_json_is_taken_or_refused(
         CompletionRequest: lambda: step_by_step(apis.COMPLETIONS),
         ResponsesRequest: lambda: step_by_step(apis.RESPONSES),
         MessagesRequest: lambda: step_by_step(apis.MESSAGES),
-        CountTokensRequest: lambda: understand_count(read_count(body), model),
+        CountTokensRequest: lambda: understand_count(
+            read_messages(body, CountTokensRequest), model
+        ),
         TokenizeRequest: lambda: understand_tokenize(read_request(body, TokenizeRequest), model),
         DetokenizeRequest: lambda: read_request(body, DetokenizeRequest),
     }

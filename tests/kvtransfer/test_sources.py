@@ -15,7 +15,7 @@ from disagg.engine.device.kv_shape import KVShape
 from disagg.errors import TransferFailed
 from disagg.kernels.kv_pages import FORMATS, KVFormat, KVPages, pages_of
 from disagg.kvtransfer.local_transport import LocalFleet, LocalTransport
-from disagg.kvtransfer.pulls import PullBook, describe, largest_nbytes, sources_of
+from disagg.kvtransfer.pulls import PullBook, describe, sources_of
 from disagg.kvtransfer.slab import BlockPart, Slab, Stamps
 from disagg.kvtransfer.ticket import issue_ticket
 from disagg.kvtransfer.transport import PullDone
@@ -198,8 +198,7 @@ def test_a_pull_of_4096_tokens_of_llama_3_70b_takes_few_descriptors(
         ranges = [each for source in pull.sources for each in pull.block_ranges(slab, source)]
         assert len(ranges) == num_ranges
         assert sum(each.nbytes for each in ranges) == pull.nbytes == slab.nbytes
-        largest = [largest_nbytes(slab, source, pull.runs) for source in pull.sources]
-        assert max(largest) == max(each.nbytes for each in ranges)
+        assert pull.largest_nbytes(slab) == max(each.nbytes for each in ranges)
 
 
 def test_bytes_that_no_rank_has_are_named() -> None:

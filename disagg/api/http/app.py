@@ -426,10 +426,12 @@ class HttpApp:
     # Other endpoints
 
     async def _models(self, request: HttpRequest) -> Reply:
-        return Reply(answers.models_body(self._service.all_models()))
+        models = [answers.model_object(each) for each in self._service.all_models()]
+        return Reply(msgspec.json.encode({"object": "list", "data": models}))
 
     async def _one_model(self, request: HttpRequest) -> Reply:
-        return Reply(answers.model_body(self._service.model(request.in_path)))
+        model = self._service.model(request.in_path)
+        return Reply(msgspec.json.encode(answers.model_object(model)))
 
     async def _answer_at_once(
         self, answer: Callable[[bytes], Awaitable[bytes | str]], request: HttpRequest

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from disagg.api.refusals import error_frame
+from disagg.api.refusals import error_json
 from disagg.api.running_job import ChoiceDelta, Frames, RunningJob, ScoredToken
 from disagg.api.served_model import ServedModel
 from disagg.errors import DisaggError
@@ -29,15 +29,7 @@ Body = dict[str, Any]
 _to_json = msgspec.json.Encoder().encode
 
 
-def models_body(models: Iterable[ServedModel]) -> bytes:
-    return _to_json({"object": "list", "data": [_describe(model) for model in models]})
-
-
-def model_body(model: ServedModel) -> bytes:
-    return _to_json(_describe(model))
-
-
-def _describe(model: ServedModel) -> Body:
+def model_object(model: ServedModel) -> Body:
     """As vLLM's, whose benchmark finds the tokenizer by `root`; of an adapter it is a directory."""
     return {
         "id": model.name,
@@ -287,7 +279,7 @@ class OpenAIFrames(Frames):
         return self._event(run.model_name, {"choices": [], "usage": usage_of(run)}) + DONE
 
     def error(self, error: DisaggError) -> bytes:
-        return error_frame(error)
+        return b"data: " + error_json(error) + b"\n\n"
 
     def _chunk(
         self,

@@ -89,10 +89,20 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class AnswerFields(msgspec.Struct, kw_only=True):
-    """Fields that chat completions, text completions and responses have in common."""
+class RequestFields(msgspec.Struct, kw_only=True):
+    """Fields that all requests to workers have in common."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
+    timeout: Annotated[float, Meta(gt=0.0)] | None = None  # in seconds, for the whole answer
+    priority: Priority | None = None
+    slo_ttft_ms: Milliseconds | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    user: Label | None = None
+
+
+class AnswerFields(RequestFields, kw_only=True):
+    """Fields that chat completions, text completions and responses have in common."""
+
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
@@ -108,13 +118,8 @@ class AnswerFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    timeout: Annotated[float, Meta(gt=0.0)] | None = None  # in seconds, for the whole answer
-    priority: Priority | None = None
-    slo_ttft_ms: Milliseconds | None = None
     slo_tpot_ms: Milliseconds | None = None
     structured_outputs: StructuredOutputs | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
-    user: Label | None = None
     metadata: Metadata | None = None
 
 

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from disagg.api.openai.fields import Count, Label, Priority
+from disagg.api.openai.fields import Count, RequestFields
 from disagg.api.openai.requests import check_truncated, priority_of, read_prompts
 from disagg.api.refusals import invalid_value, missing_parameter, unsupported
-from disagg.api.request_spec import Conversation, Milliseconds, Prompt, RequestSpec, Text, in_body
+from disagg.api.request_spec import Conversation, Prompt, RequestSpec, Text, in_body
 from disagg.api.running_job import RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.messages import Pooling, SamplingParams
@@ -34,17 +34,11 @@ MAX_NUM_PAIR_CHARS = 16 << 20
 Texts: TypeAlias = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_NUM_TEXTS)]
 
 
-class PoolingFields(msgspec.Struct, kw_only=True):
+class PoolingFields(RequestFields, kw_only=True):
     """Fields that all three have in common."""
 
-    model: Annotated[str, Meta(max_length=256)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    timeout: Annotated[float, Meta(gt=0.0)] | None = None
-    priority: Priority | None = None
-    slo_ttft_ms: Milliseconds | None = None
     use_activation: bool | None = None  # false: a reranker's logit instead of its probability
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
-    user: Label | None = None
 
 
 class EmbeddingsRequest(PoolingFields, kw_only=True):
