@@ -157,9 +157,7 @@ def _check_edits(raw: dict[str, Any]) -> None:
             raise unsupported("context_management", f"This server makes no edits {kind!r}.")
 
 
-def understand_messages(
-    request: MessagesRequest, model: ServedModel, min_priority: int
-) -> RequestSpec:
+def understand_messages(request: MessagesRequest, model: ServedModel) -> RequestSpec:
     """Like `understand_chat`. Errors name the field of a chat request if both APIs have it."""
     chat = as_chat(request)
     effort = request.output_config.effort if request.output_config is not None else None
@@ -167,13 +165,13 @@ def understand_messages(
     if effort is not None and reads_effort and chat.reasoning_effort is None:
         effort = effort if effort in ("low", "medium") else "high"
         chat = replace(chat, reasoning_effort=effort)
-    return understand_chat(chat, model, min_priority)
+    return understand_chat(chat, model)
 
 
 def understand_count(request: CountTokensRequest, model: ServedModel) -> Prompt:
     """The prompt whose tokens are to be counted. Raises `InvalidRequest`."""
     fields = {name: getattr(request, name) for name in CountTokensRequest.__struct_fields__}
-    spec = understand_messages(MessagesRequest(max_tokens=1, **fields), model, 0)
+    spec = understand_messages(MessagesRequest(max_tokens=1, **fields), model)
     return spec.prompts[0]
 
 

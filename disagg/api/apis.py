@@ -30,8 +30,7 @@ class Api:
         id_prefix: prefix of the ids of its responses.
         read: parses a body and checks its fields, types and sizes. The request has at least the
             field `model`, a text or None. Raises `InvalidRequest`.
-        understand: converts a request for a model to a `RequestSpec`; the integer is the lowest
-            priority number that the client may set. Raises `InvalidRequest`.
+        understand: converts a request for a model to a `RequestSpec`. Raises `InvalidRequest`.
         frames: makes the events of a streamed response; None: there are none.
         body: makes the body of a response that is not streamed, from the answers that were kept.
         error_body: makes the body of an error response.
@@ -41,7 +40,7 @@ class Api:
     request: type[msgspec.Struct]
     id_prefix: str
     read: Callable[[bytes], Any]
-    understand: Callable[[Any, ServedModel, int], RequestSpec]
+    understand: Callable[[Any, ServedModel], RequestSpec]
     frames: Callable[[RunningJob], Frames] | None
     body: Callable[[RunningJob], bytes]
     error_body: Callable[[DisaggError], bytes] = error_json
@@ -88,7 +87,7 @@ def _of_prompts(
     operation: str,
     id_prefix: str,
     kind: Any,
-    understand: Callable[[Any, ServedModel, int], RequestSpec],
+    understand: Callable[[Any, ServedModel], RequestSpec],
     body: Callable[[RunningJob], bytes],
 ) -> Api:
     """An API whose responses have no answers, so that nothing is streamed."""

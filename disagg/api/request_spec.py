@@ -149,7 +149,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         shows_prompt_logprobs: whether the response has a field with the prompt's log-probabilities.
         truncate_prompt_tokens: number of last tokens to which prompts are cut; -1: as many as fit.
         timeout_s: time limit of the whole answer; None for the server's default.
-        priority: lower numbers go first.
+        priority: lower numbers go first; None if not set.
         slo: SLOs from the body.
     """
 
@@ -179,6 +179,6 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     continuous_usage: bool = False  # each event says how many tokens its choice has so far
     timeout_s: float | None = None
-    priority: int = 0
+    priority: int | None = None
     slo: RequestSlo = RequestSlo()
     cache_salt: str = ""

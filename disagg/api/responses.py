@@ -149,12 +149,9 @@ def _fill_in_types(raw: dict[str, Any]) -> None:
             item.setdefault("type", "message")
 
 
-def understand_response_request(
-    request: ResponsesRequest, model: ServedModel, min_priority: int
-) -> RequestSpec:
+def understand_response_request(request: ResponsesRequest, model: ServedModel) -> RequestSpec:
     """Like `understand_chat`. Errors name the field of a chat request if both APIs have it."""
-    spec = understand_chat(as_chat(request), model, min_priority)
-    return replace(spec, repeated=request)
+    return replace(understand_chat(as_chat(request), model), repeated=request)
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:

@@ -117,7 +117,8 @@ class Service:
 
         def understand() -> RequestSpec:
             request = api.read(body)
-            return api.understand(request, self.model(request.model), caller.min_priority)
+            spec = api.understand(request, self.model(request.model))
+            return replace(spec, priority=priority_of(spec.priority, caller.min_priority))
 
         spec = await off_loop(len(body), understand)
         traceparent = begin(spec)
@@ -257,6 +258,18 @@ def _images_of(spec: RequestSpec) -> Sequence[bytes | RemoteImage]:
     return prompt.images if isinstance(prompt, Conversation) else ()
 
 
+def priority_of(priority: int | None, min_priority: int) -> int:
+    """The priority of a request that asks for `priority`, and may ask for `min_priority`."""
+    if priority is None:
+        return max(0, min_priority)
+    if priority < min_priority:
+        raise invalid_value(
+            "priority",
+            f"{priority} is below {min_priority}, the lowest number that your API key allows.",
+        )
+    return priority
+
+
 def _too_late(next_step: str) -> DeadlineExceeded:
     """The error for a deadline that passed before the request was sent to a worker.
 
@@ -310,7 +323,7 @@ def name_choices(
             sampling=sampling,
             deadline_unix_s=deadline_unix_s,
             tenant=caller.tenant,
-            priority=spec.priority,
+            priority=spec.priority or 0,
             traceparent=traceparent,
             cache_salt=spec.cache_salt,
             ttft_slo_s=slo.ttft_s,

@@ -15,7 +15,7 @@ from disagg.capacity.roofline import Placement, placements
 from disagg.capacity.sizing import (
     CHUNKS,
     FleetPlan,
-    Prices,
+    Goal,
     plan_colocated,
     plan_disaggregated,
     transfer_s,
@@ -41,9 +41,7 @@ class Advice(msgspec.Struct, frozen=True):
         return chosen
 
 
-def advise(
-    load: Workload, slo: Slo, every: Sequence[Placement], link_bytes_per_s: float, prices: Prices
-) -> Advice:
+def advise(goal: Goal, every: Sequence[Placement]) -> Advice:
     """Compare the cheapest fleets of both kinds.
 
     Args:
@@ -52,20 +50,19 @@ def advise(
     Raises:
         StartupError: no fleet of any size meets the SLOs; says the figure, and what would help.
     """
-    _check_reachable(load, slo, every)
-    apart = plan_disaggregated(load, slo, every, link_bytes_per_s, prices)
-    together = plan_colocated(load, slo, every, prices)
+    _check_reachable(goal.load, goal.slo, every)
+    apart, together = plan_disaggregated(goal, every), plan_colocated(goal, every)
     if apart is None and together is None:
-        raise _neither(load, slo, every, link_bytes_per_s)
+        raise _neither(goal, every)
     if apart is None:
         reason = "with this link, no disaggregated fleet meets the SLOs, but one pool does."
         return Advice(False, f"Do not disaggregate: {reason}", apart, together)
     prefill = apart.pools[0].placement
-    computed_s = prefill.prefill_s(max(1, round(load.mean_prompt_tokens)))
+    computed_s = prefill.prefill_s(max(1, round(goal.load.mean_prompt_tokens)))
     moved = f"moving the KV of a mean prompt takes {_ms(apart.transfer_s)}, computing it"
     moved += f" {_ms(computed_s)}"
     if together is None:
-        reason = f"Disaggregate: {_why_not_together(load, slo, every)} In separate pools, {moved}."
+        reason = f"Disaggregate: {_why_not_together(goal.slo, every)} In separate pools, {moved}."
         return Advice(True, reason, apart, together)
     ratio = apart.usd_per_hour / together.usd_per_hour - 1.0
     costs = f"separate pools cost ${apart.usd_per_hour:,.2f} an hour, one pool of workers that do"
@@ -78,7 +75,7 @@ def advise(
     return Advice(True, f"Disaggregate: {costs}; {moved}.", apart, together)
 
 
-def _why_not_together(load: Workload, slo: Slo, every: Sequence[Placement]) -> str:
+def _why_not_together(slo: Slo, every: Sequence[Placement]) -> str:
     chunk_s = min(each.step_s(StepFeatures(CHUNKS[0], 0.0, 1, 0)) for each in every)
     return (
         f"no pool of workers that do both meets a TTFT of {_ms(slo.ttft_s)} together with a TPOT of"
@@ -141,12 +138,11 @@ def _fastest(gpu: str, like: Placement, seconds: Callable[[Placement], float]) -
     return min(map(seconds, every))
 
 
-def _neither(
-    load: Workload, slo: Slo, every: Sequence[Placement], link_bytes_per_s: float
-) -> StartupError:
+def _neither(goal: Goal, every: Sequence[Placement]) -> StartupError:
+    load, slo = goal.load, goal.slo
     best = min(every, key=lambda each: each.decode_step_s(1, load.decode_tokens))
     step_s = best.decode_step_s(1, load.decode_tokens)
-    spread_s = transfer_s(load, best, best, link_bytes_per_s) / max(1, load.mean_output_tokens - 1)
+    spread_s = transfer_s(goal, best, best) / max(1, load.mean_output_tokens - 1)
     return StartupError(
         f"{slo.tpot_s:g} s cannot be met by any fleet: in separate pools, a step takes"
         f" {_ms(step_s)}, and moving the KV adds {_ms(spread_s)} per token; in one pool, even steps"

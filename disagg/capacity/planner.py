@@ -15,7 +15,7 @@ from disagg.capacity.efficiency import DATASHEET, MATMUL, PLANNED
 from disagg.capacity.gpus import PRICES_AS_OF, USD_PER_GPU_HOUR, gpu_of, link_of
 from disagg.capacity.roofline import MEMORY_SHARE, Placement, placements
 from disagg.capacity.shapes import ModelShape
-from disagg.capacity.sizing import FleetPlan, Pool
+from disagg.capacity.sizing import FleetPlan, Goal, Pool
 from disagg.capacity.workload import Slo, Workload
 from disagg.errors import NotEnoughMemory, StartupError
 from disagg.time_model import CHUNK_TOKENS, StepFeatures
@@ -83,7 +83,7 @@ def make_plan(shape: ModelShape, load: Workload, wishes: Wishes, *, with_fleet: 
     advice = None
     if with_fleet:
         usd = _prices(wishes.price, {each.gpu.name for each in every})
-        advice = advise(load, slo, every, link, lambda each: usd[each.gpu.name])
+        advice = advise(Goal(load, slo, link, lambda each: usd[each.gpu.name]), every)
     if shape.quantized:
         notes += dict.fromkeys(_how_quantized(each.shape, wishes.weights) for each in every)
     if not wishes.engine:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import product
 from statistics import fmean
 
 import msgspec
@@ -89,43 +90,36 @@ class FleetPlan(msgspec.Struct, frozen=True):
         return sum(pool.num_gpus for pool in self.pools)
 
 
-Prices = Callable[[Placement], float]  # US dollars per GPU and hour
+class Goal(msgspec.Struct, frozen=True):
+    """What fleets are sized for.
+
+    link_bytes_per_s: rate at which a GPU sends KV to another worker.
+    price: US dollars per GPU and hour of a worker.
+    """
+
+    load: Workload
+    slo: Slo
+    link_bytes_per_s: float
+    price: Callable[[Placement], float]
 
 
-def plan_disaggregated(
-    load: Workload,
-    slo: Slo,
-    placements: Iterable[Placement],
-    link_bytes_per_s: float,
-    prices: Prices,
-) -> FleetPlan | None:
+def plan_disaggregated(goal: Goal, placements: Iterable[Placement]) -> FleetPlan | None:
     """The cheapest prefill and decode pools that meet the SLOs; None if none do."""
-    every = list(placements)
-    fleets = (
-        _apart(load, slo, prefill, decode, link_bytes_per_s, prices)
-        for prefill in every
-        for decode in every
-    )
-    return _cheapest(fleets)
+    return _cheapest(_apart(goal, *pair) for pair in product(placements, repeat=2))
 
 
-def plan_colocated(
-    load: Workload, slo: Slo, placements: Iterable[Placement], prices: Prices
-) -> FleetPlan | None:
+def plan_colocated(goal: Goal, placements: Iterable[Placement]) -> FleetPlan | None:
     """The cheapest pool of workers that do both and meet the SLOs; None if none do."""
-    every = (_together(load, slo, each, chunk, prices) for each in placements for chunk in CHUNKS)
-    return _cheapest(every)
+    return _cheapest(_together(goal, *each) for each in product(placements, CHUNKS))
 
 
-def transfer_s(
-    load: Workload, prefill: Placement, decode: Placement, link_bytes_per_s: float
-) -> float:
+def transfer_s(goal: Goal, prefill: Placement, decode: Placement) -> float:
     """Seconds to move the KV of a mean prompt. Every GPU of the smaller worker has a link.
 
     This time is not overlapped with prefill here; early tickets overlap all but the last chunk.
     """
-    nbytes = load.mean_prompt_tokens * prefill.kv_nbytes_per_token
-    return TRANSFER_LATENCY_S + nbytes / (link_bytes_per_s * num_links(prefill, decode))
+    nbytes = goal.load.mean_prompt_tokens * prefill.kv_nbytes_per_token
+    return TRANSFER_LATENCY_S + nbytes / (goal.link_bytes_per_s * num_links(prefill, decode))
 
 
 def num_links(one: Placement, other: Placement) -> int:
@@ -139,21 +133,14 @@ def _cheapest(fleets: Iterable[FleetPlan | None]) -> FleetPlan | None:
     return min(found, key=lambda fleet: (fleet.usd_per_hour, fleet.ttft_s), default=None)
 
 
-def _apart(
-    load: Workload,
-    slo: Slo,
-    prefill: Placement,
-    decode: Placement,
-    link_bytes_per_s: float,
-    prices: Prices,
-) -> FleetPlan | None:
-    moved_s = transfer_s(load, prefill, decode, link_bytes_per_s)
+def _apart(goal: Goal, prefill: Placement, decode: Placement) -> FleetPlan | None:
+    load, moved_s = goal.load, transfer_s(goal, prefill, decode)
     num_gaps = max(1.0, load.mean_output_tokens - 1.0)
     spread_s = moved_s / num_gaps  # the first token does not wait for the transfer, the second does
     # So many workers that KV uses no more than `MAX_LINK_SHARE` of their links.
     num_for_links = math.ceil(load.requests_per_s * (moved_s - TRANSFER_LATENCY_S) / MAX_LINK_SHARE)
-    first = _prefill_pool(load, slo, prefill, num_for_links, prices)
-    second = _decode_pool(load, slo.tpot_s - spread_s, decode, num_for_links, prices)
+    first = _prefill_pool(goal, prefill, num_for_links)
+    second = _decode_pool(goal, goal.slo.tpot_s - spread_s, decode, num_for_links)
     if first is None or second is None:
         return None
     ttft_s = _ttft_s(load, first.num_workers, prefill.prefill_s)
@@ -170,9 +157,8 @@ def _ttft_s(load: Workload, num_workers: int, prefill_s: Callable[[int], float])
     return waited_s + prefill_s(load.long_prompt_tokens)
 
 
-def _prefill_pool(
-    load: Workload, slo: Slo, placement: Placement, at_least: int, prices: Prices
-) -> Pool | None:
+def _prefill_pool(goal: Goal, placement: Placement, at_least: int) -> Pool | None:
+    load, slo = goal.load, goal.slo
     if placement.prefill_s(load.long_prompt_tokens) > slo.ttft_s:
         return None
     mean_s = fmean([placement.prefill_s(num_tokens) for num_tokens in load.prompt_sample])
@@ -183,12 +169,11 @@ def _prefill_pool(
     )
     if num_workers is None:
         return None
-    return Pool(placement, num_workers, prices(placement), offered / num_workers, 0)
+    return Pool(placement, num_workers, goal.price(placement), offered / num_workers, 0)
 
 
-def _decode_pool(
-    load: Workload, tpot_s: float, placement: Placement, at_least: int, prices: Prices
-) -> Pool | None:
+def _decode_pool(goal: Goal, tpot_s: float, placement: Placement, at_least: int) -> Pool | None:
+    load = goal.load
     limit = min(MAX_BATCH, int(placement.num_kv_tokens / load.decode_tokens))
     rate = load.requests_per_s * max(0.0, load.mean_output_tokens - 1.0)
 
@@ -207,7 +192,7 @@ def _decode_pool(
         return None
     full = batch(num_workers)
     assert full is not None
-    return Pool(placement, num_workers, prices(placement), full / limit, full)
+    return Pool(placement, num_workers, goal.price(placement), full / limit, full)
 
 
 def _full_batch(
@@ -232,10 +217,8 @@ def _full_batch(
     return full if full <= limit else None
 
 
-def _together(
-    load: Workload, slo: Slo, placement: Placement, chunk_tokens: int, prices: Prices
-) -> FleetPlan | None:
-    both = _Both(load, placement, chunk_tokens)
+def _together(goal: Goal, placement: Placement, chunk_tokens: int) -> FleetPlan | None:
+    slo, both = goal.slo, _Both(goal.load, placement, chunk_tokens)
 
     def holds(batch: int | None, num_workers: int) -> bool:
         return batch is not None and (
@@ -251,7 +234,7 @@ def _together(
     if num_workers is None or batch is None:
         return None
     busy = both.busy(batch, num_workers)
-    pool = Pool(placement, num_workers, prices(placement), busy, batch)
+    pool = Pool(placement, num_workers, goal.price(placement), busy, batch)
     ttft_s = both.ttft_s(batch, num_workers)
     return FleetPlan((pool,), ttft_s, both.step_s(batch), chunk_tokens=chunk_tokens)
 

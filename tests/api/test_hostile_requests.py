@@ -138,7 +138,7 @@ def test_any_json_is_taken_or_refused(
     body = json.dumps(KINDS[kind] | change).encode()
 
     def step_by_step(api: Api) -> None:
-        api.understand(api.read(body), model, 0)
+        api.understand(api.read(body), model)
 
     steps: dict[type[Any], Callable[[], Any]] = {
         ChatRequest: lambda: step_by_step(apis.CHAT),

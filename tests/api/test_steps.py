@@ -35,12 +35,12 @@ HI: dict[str, Any] = {"messages": [{"role": "developer", "content": "hi"}]}
 
 def chat(model: ServedModel | None = None, **fields: Any) -> RequestSpec:
     request = read_request(json.dumps(HI | fields).encode(), ChatRequest)
-    return understand_chat(request, model or served_model(), min_priority=0)
+    return understand_chat(request, model or served_model())
 
 
 def completion(**fields: Any) -> RequestSpec:
     request = read_request(json.dumps({"prompt": "a"} | fields).encode(), CompletionRequest)
-    return understand_completion(request, served_model(), min_priority=0)
+    return understand_completion(request, served_model())
 
 
 def test_understanding_needs_no_tokenizer() -> None:

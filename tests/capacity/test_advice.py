@@ -10,6 +10,7 @@ from disagg.capacity.advice import Advice, advise
 from disagg.capacity.gpus import GPUS, LINKS
 from disagg.capacity.roofline import Placement, placements
 from disagg.capacity.shapes import SHAPES
+from disagg.capacity.sizing import Goal
 from disagg.capacity.workload import Slo, Workload
 from disagg.errors import StartupError
 from tests.grids import examples
@@ -23,7 +24,7 @@ def advice(
     model: str, rate: float, lengths: tuple[int, int], slo: Slo, link: str = "400g"
 ) -> Advice:
     every = placements(SHAPES[model], GPUS["h100"], num_tokens=sum(lengths))
-    return advise(Workload(rate, [lengths]), slo, every, LINKS[link], price)
+    return advise(Goal(Workload(rate, [lengths]), slo, LINKS[link], price), every)
 
 
 def test_little_load_stays_together() -> None:

@@ -16,6 +16,7 @@ from disagg.capacity.sizing import (
     MAX_BUSY,
     MAX_LINK_SHARE,
     FleetPlan,
+    Goal,
     plan_colocated,
     plan_disaggregated,
     transfer_s,
@@ -35,11 +36,11 @@ def price(placement: Placement) -> float:
 
 
 def apart(load: Workload, slo: Slo = SLO, link: float = LINK) -> FleetPlan | None:
-    return plan_disaggregated(load, slo, LLAMA_8B, link, price)
+    return plan_disaggregated(Goal(load, slo, link, price), LLAMA_8B)
 
 
 def together(load: Workload, slo: Slo = SLO) -> FleetPlan | None:
-    return plan_colocated(load, slo, LLAMA_8B, price)
+    return plan_colocated(Goal(load, slo, LINK, price), LLAMA_8B)
 
 
 rates = st.floats(0.1, 2000.0)
@@ -86,8 +87,9 @@ def test_better_gpus_and_links_never_need_more(load: Workload, factor: float) ->
         memory_nbytes=H100.memory_nbytes * factor,
     )
     every = [Placement(each.shape, better, each.num_gpus) for each in LLAMA_8B]
-    assert cost(plan_disaggregated(load, SLO, every, LINK, price)) <= cost(apart(load))
-    assert cost(plan_colocated(load, SLO, every, price)) <= cost(together(load))
+    goal = Goal(load, SLO, LINK, price)
+    assert cost(plan_disaggregated(goal, every)) <= cost(apart(load))
+    assert cost(plan_colocated(goal, every)) <= cost(together(load))
     assert cost(apart(load, link=LINK * factor)) <= cost(apart(load))
 
 
@@ -121,10 +123,10 @@ def test_decode_workers_agree_with_littles_law() -> None:
 
 
 def test_transfer_is_bytes_over_the_links_of_the_smaller_worker() -> None:
-    load = Workload(1.0, [(1000, 10)])
+    goal = Goal(Workload(1.0, [(1000, 10)]), SLO, 1e9, price)
     one, four = LLAMA_8B[0], LLAMA_8B[2]
-    assert transfer_s(load, four, one, 1e9) == pytest.approx(2e-3 + 1000 * 131072 / 1e9)
-    assert transfer_s(load, four, four, 1e9) == pytest.approx(2e-3 + 1000 * 131072 / 4e9)
+    assert transfer_s(goal, four, one) == pytest.approx(2e-3 + 1000 * 131072 / 1e9)
+    assert transfer_s(goal, four, four) == pytest.approx(2e-3 + 1000 * 131072 / 4e9)
 
 
 def test_a_slow_link_needs_more_workers_or_rules_it_out() -> None:

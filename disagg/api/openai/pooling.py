@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from disagg.api.openai.fields import Count, RequestFields
-from disagg.api.openai.requests import check_truncated, priority_of, read_prompts
+from disagg.api.openai.requests import check_truncated, read_prompts
 from disagg.api.refusals import invalid_value, missing_parameter, unsupported
 from disagg.api.request_spec import Conversation, Prompt, RequestSpec, Text, in_body
 from disagg.api.running_job import RunningJob
@@ -104,10 +104,8 @@ class _Repeated(msgspec.Struct, frozen=True):
     pairs: Pairs
 
 
-def understand_embeddings(
-    request: EmbeddingsRequest, model: ServedModel, min_priority: int
-) -> RequestSpec:
-    """Convert a request for embeddings. `min_priority` is the lowest number that it may set."""
+def understand_embeddings(request: EmbeddingsRequest, model: ServedModel) -> RequestSpec:
+    """Convert a request for embeddings."""
     most = model.pooling.embedding_size
     if not most:
         raise _no("compute embeddings", model)
@@ -117,10 +115,10 @@ def understand_embeddings(
         raise unsupported("use_activation", "Embeddings are of length 1 here.")
     special = request.add_special_tokens is not False
     prompts = read_prompts(request.input, "input", special, MAX_NUM_TEXTS)
-    return _spec(request, model, min_priority, prompts, "input", Pooling(), request)
+    return _spec(request, model, prompts, "input", Pooling(), request)
 
 
-def understand_score(request: ScoreRequest, model: ServedModel, min_priority: int) -> RequestSpec:
+def understand_score(request: ScoreRequest, model: ServedModel) -> RequestSpec:
     """Convert a request for scores, as `understand_embeddings`."""
     queries = _texts(request.text_1, request.queries, "text_1")
     documents = _texts(request.text_2, request.documents, "text_2")
@@ -130,14 +128,14 @@ def understand_score(request: ScoreRequest, model: ServedModel, min_priority: in
             f"{len(queries)} and {len(documents)} texts form no pairs; send equally many, or only"
             " one of one kind.",
         )
-    return _of_pairs(request, model, min_priority, Pairs(queries, documents), "text_2")
+    return _of_pairs(request, model, Pairs(queries, documents), "text_2")
 
 
-def understand_rerank(request: RerankRequest, model: ServedModel, min_priority: int) -> RequestSpec:
+def understand_rerank(request: RerankRequest, model: ServedModel) -> RequestSpec:
     """Convert a request for the order of documents, as `understand_embeddings`."""
     documents = [each if isinstance(each, str) else each.text for each in request.documents]
     pairs = Pairs([request.query], documents)
-    return _of_pairs(request, model, min_priority, pairs, "documents")
+    return _of_pairs(request, model, pairs, "documents")
 
 
 def embeddings_body(run: RunningJob) -> bytes:
@@ -183,7 +181,6 @@ def rerank_body(run: RunningJob) -> bytes:
 def _of_pairs(
     request: ScoreRequest | RerankRequest,
     model: ServedModel,
-    min_priority: int,
     pairs: Pairs,
     param: str,
 ) -> RequestSpec:
@@ -208,7 +205,7 @@ def _of_pairs(
     else:
         raise _no("score texts", model)
     repeated = _Repeated(request, pairs)
-    return _spec(request, model, min_priority, prompts, param, pooling, repeated)
+    return _spec(request, model, prompts, param, pooling, repeated)
 
 
 def _together(query: str, document: str, model: ServedModel) -> Prompt:
@@ -225,7 +222,6 @@ def _together(query: str, document: str, model: ServedModel) -> Prompt:
 def _spec(
     request: PoolingFields,
     model: ServedModel,
-    min_priority: int,
     prompts: Sequence[Prompt],
     param: str,
     pooling: Pooling,
@@ -242,7 +238,7 @@ def _spec(
         repeated=repeated,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         timeout_s=request.timeout,
-        priority=priority_of(request.priority, min_priority),
+        priority=request.priority,
         slo=in_body(request.slo_ttft_ms, None),
         cache_salt=request.cache_salt or "",
     )

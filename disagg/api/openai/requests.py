@@ -98,15 +98,15 @@ _SAMPLING = [
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
-def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int) -> RequestSpec:
-    """Convert a chat request. `min_priority` is the lowest number that the client may set."""
+def understand_chat(request: ChatRequest, model: ServedModel) -> RequestSpec:
+    """Convert a chat request."""
     if request.top_logprobs and not request.logprobs:
         raise invalid_value("top_logprobs", "it needs logprobs: true.")
     check_tools(request)
     arguments = template_arguments(request.chat_template_kwargs, request.reasoning_effort, model)
     conversation = _conversation(request, offered_tools(request), arguments, model)
     grammar = requested_grammar(request, required_calls(request))
-    spec = _spec(request, model, min_priority, [conversation], grammar)
+    spec = _spec(request, model, [conversation], grammar)
     return replace(
         spec,
         syntax=answer_syntax(request, model),
@@ -115,9 +115,7 @@ def understand_chat(request: ChatRequest, model: ServedModel, min_priority: int)
     )
 
 
-def understand_completion(
-    request: CompletionRequest, model: ServedModel, min_priority: int
-) -> RequestSpec:
+def understand_completion(request: CompletionRequest, model: ServedModel) -> RequestSpec:
     """Convert a request for a text completion, as `understand_chat`."""
     num_choices = request.n or 1
     if request.best_of is not None and request.best_of != num_choices:
@@ -129,7 +127,7 @@ def understand_completion(
     special, most = request.add_special_tokens is not False, MAX_NUM_CHOICES // num_choices
     prompts = read_prompts(request.prompt, "prompt", special, most)
     grammar = requested_grammar(request)
-    spec = _spec(request, model, min_priority, prompts, grammar)
+    spec = _spec(request, model, prompts, grammar)
     spec = replace(spec, echo=bool(request.echo), only_prompt=request.max_tokens == 0)
     if not request.echo or request.logprobs is None:
         return spec
@@ -152,7 +150,6 @@ def understand_tokenize(request: TokenizeRequest, model: ServedModel) -> Prompt:
 def _spec(
     request: ChatRequest | CompletionRequest,
     model: ServedModel,
-    min_priority: int,
     prompts: Sequence[Prompt],
     grammar: tuple[str, Grammar] | None,
 ) -> RequestSpec:
@@ -194,7 +191,7 @@ def _spec(
         include_usage=include_usage,
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
         timeout_s=request.timeout,
-        priority=priority_of(request.priority, min_priority),
+        priority=request.priority,
         slo=in_body(request.slo_ttft_ms, request.slo_tpot_ms),
         cache_salt=request.cache_salt or "",
     )
@@ -232,18 +229,6 @@ def check_truncated(num_tokens: int | None, model: ServedModel) -> None:
             f"{num_tokens} must be -1, or from 1 to {model.max_model_len - 1}, the limit of"
             f" {model.name!r}.",
         )
-
-
-def priority_of(priority: int | None, min_priority: int) -> int:
-    """The priority of a request that asks for `priority`, and may ask for `min_priority`."""
-    if priority is None:
-        return max(0, min_priority)
-    if priority < min_priority:
-        raise invalid_value(
-            "priority",
-            f"{priority} is below {min_priority}, the lowest number that your API key allows.",
-        )
-    return priority
 
 
 def read_prompts(raw: str | list[Any], param: str, special: bool, most: int) -> list[Prompt]:

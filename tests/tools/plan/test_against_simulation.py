@@ -14,7 +14,7 @@ import pytest
 from disagg.capacity.gpus import GPUS, LINKS
 from disagg.capacity.roofline import Placement
 from disagg.capacity.shapes import SHAPES
-from disagg.capacity.sizing import TRANSFER_LATENCY_S, plan_disaggregated
+from disagg.capacity.sizing import TRANSFER_LATENCY_S, Goal, plan_disaggregated
 from disagg.capacity.workload import Slo, Workload
 from disagg.tools.sim.config import SimConfig
 from disagg.tools.sim.simulation import simulate
@@ -36,7 +36,7 @@ def arrivals(load: Workload, num_requests: int, seed: int) -> list[TraceRequest]
 def test_a_planned_fleet_holds_its_slos_in_the_simulator() -> None:
     worker = Placement(SHAPES["llama-3-8b"], GPUS["h100"])
     load, slo = Workload(60.0, LENGTHS), Slo(0.3, 0.02)
-    fleet = plan_disaggregated(load, slo, [worker], LINKS["400g"], lambda _: 3.0)
+    fleet = plan_disaggregated(Goal(load, slo, LINKS["400g"], lambda _: 3.0), [worker])
     assert fleet is not None
     prefill, decode = fleet.pools
     config = SimConfig(

@@ -13,6 +13,7 @@ from disagg.capacity.advice import advise
 from disagg.capacity.gpus import GPUS, LINKS
 from disagg.capacity.roofline import Placement
 from disagg.capacity.shapes import SHAPES
+from disagg.capacity.sizing import Goal
 from disagg.capacity.workload import Slo, Workload
 from disagg.cli.main import main
 from disagg.time_model import StepTimeFit, StepTimeModel
@@ -278,7 +279,7 @@ def test_workers_are_played_with_the_steps_that_they_will_have(
     pool has its own room for KV: prefill workers may need many GPUs less than decode workers."""
     fast, slow = (Placement(SHAPES["llama-3-8b"], GPUS[name]) for name in ("h100", "l40s"))
     load, slo, link = Workload(20.0, [(256, 16)]), Slo(0.5, 0.05), LINKS["400g"]
-    planned = advise(load, slo, [fast], link, lambda _: 3.0)
+    planned = advise(Goal(load, slo, link, lambda _: 3.0), [fast])
     assert planned.apart is not None
     pools = [
         msgspec.structs.replace(pool, placement=placement)
@@ -305,7 +306,7 @@ def test_workers_are_played_with_the_steps_that_they_will_have(
 def test_a_fleet_that_misses_its_slos_when_played_is_not_advised() -> None:
     worker = Placement(SHAPES["llama-3-8b"], GPUS["h100"])
     load, slo, link = Workload(150.0, [(1024, 16)]), Slo(0.3, 0.02), LINKS["400g"]
-    planned = advise(load, slo, [worker], link, lambda _: 3.0)
+    planned = advise(Goal(load, slo, link, lambda _: 3.0), [worker])
     assert planned.apart is not None and planned.together is not None
     few = [msgspec.structs.replace(pool, num_workers=1) for pool in planned.apart.pools]
     apart = msgspec.structs.replace(planned.apart, pools=tuple(few))
