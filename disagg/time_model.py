@@ -39,6 +39,8 @@ from disagg.least_squares import PULL_TO_PRIOR, Evidence, RecentErrors, Solver
 from disagg.messages import StepCosts, TransferFigure
 
 NUM_STEP_FEATURES = 6
+# Weights that an observation of a step, and of a pull, keeps when the next one of its kind arrives.
+STEP_FORGETTING, PULL_FORGETTING = 0.99, 0.98
 LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 16, 1 << 30  # beside sequences that have a TPOT SLO
 TPOT_SHARE = 0.98  # of the SLO that a step with prompt tokens may take: the rest is for error
 CHUNK_TOKENS = 1024  # of a prompt in one step, where a caller does not know better
@@ -230,15 +232,12 @@ class StepTimeFit:
 
     Args:
         prior: what to believe before the first step; as `step_solver` needs it.
-        forgetting: weight that an observation keeps when the next one of its kind arrives.
     """
 
-    def __init__(self, prior: StepTimeModel | None = None, forgetting: float = 0.99) -> None:
+    def __init__(self, prior: StepTimeModel | None = None) -> None:
         prior = prior or StepTimeModel()
-        self._decode = Evidence(NUM_STEP_FEATURES, forgetting)
-        self._short = Evidence(NUM_STEP_FEATURES, forgetting)
-        self._long = Evidence(NUM_STEP_FEATURES, forgetting)
-        self._kinds = self._decode, self._short, self._long
+        self._kinds = tuple(Evidence(NUM_STEP_FEATURES, STEP_FORGETTING) for _ in range(3))
+        self._decode, self._short, self._long = self._kinds
         self._solver = step_solver(prior)
         chunks = [
             StepFeatures(CHUNK_TOKENS, attended(CHUNK_TOKENS, num_before * CHUNK_TOKENS))
@@ -351,11 +350,9 @@ class TransferTimeModel:
         self,
         latency_s: float = 1e-3,
         bytes_per_s: float = 1e9,
-        forgetting: float = 0.98,
         is_measured: bool = False,
     ) -> None:
         self._prior = (latency_s, 1.0 / bytes_per_s)
-        self._forgetting = forgetting
         self._sources: dict[str, tuple[Evidence, Solver]] = {}
         self._before_any = (PRIOR_SOURCE,) if is_measured else ()
         self._lanes: dict[str, str] = {}  # by source; of the last pull that had one
@@ -365,7 +362,7 @@ class TransferTimeModel:
         if seconds <= 0.0:
             return
         if source_id not in self._sources:
-            self._sources[source_id] = (Evidence(2, self._forgetting), Solver(self._prior))
+            self._sources[source_id] = (Evidence(2, PULL_FORGETTING), Solver(self._prior))
         self._figures = None
         if lane:
             self._lanes[source_id] = lane

@@ -43,7 +43,9 @@ KV_BITS = {"bf16": (16, 0), **SCALED_KV_BITS}
 class ModelShape:
     """What a model costs.
 
-    Norms and biases (< 0.1 %) do not count.
+    Norms and biases (< 0.1 %) do not count. `num_holders` of methods is the number of ranks that
+    have whole experts. All are counted like the rank that has the most, or, because tokens choose
+    experts at random, that reads or multiplies the most.
 
     Attributes:
         source: where the numbers come from.
@@ -76,12 +78,7 @@ class ModelShape:
         return layers + self._num_tables * self.num_head_params
 
     def weights_nbytes(self, dtype: str, num_holders: int = 1) -> float:
-        """Bytes of all weights on a device, stored as `dtype`, one of `FORMATS`.
-
-        Args:
-            num_holders: number of ranks that have whole experts. All are counted like the rank that
-                has the most.
-        """
+        """Bytes of all weights on a device, stored as `dtype`, one of `FORMATS`."""
         most = -(-self.num_experts // num_holders)
         return self._nbytes(self._num_tables, num_holders * most, dtype)
 
@@ -136,12 +133,8 @@ class ModelShape:
     def read_nbytes(self, num_tokens: int, dtype: str, num_holders: int = 1) -> float:
         """Bytes of the weights that a step of so many tokens reads.
 
-        Experts that no token goes through are not read. Each token goes through
-        its number of experts, as if they were drawn at random.
-
-        Args:
-            num_holders: number of ranks that have whole experts. All are counted like the rank that
-                reads the most.
+        Experts that no token goes through are not read. Each token goes through its number of
+        experts, as if they were drawn at random.
         """
         missed = 0.0
         if self.num_experts:
@@ -152,12 +145,7 @@ class ModelShape:
         return self._nbytes(1, min(num_holders * most, self.num_experts), dtype)
 
     def num_multiplied_params(self, num_tokens: int, num_holders: int = 1) -> float:
-        """As `num_layer_params`, in a step of so many tokens.
-
-        Args:
-            num_holders: number of ranks that have whole experts. All are counted like the rank that
-                multiplies the most, because tokens choose experts at random.
-        """
+        """As `num_layer_params`, in a step of so many tokens."""
         if num_holders == 1 or not self.num_experts:
             return self.num_layer_params
         chosen, count = self._num_chosen, self.num_experts

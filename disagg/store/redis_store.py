@@ -30,6 +30,7 @@ from disagg.blocks import BlockHash
 from disagg.errors import StartupError, Unavailable
 
 _SEAL_NBYTES = 16
+TIMEOUT_S = 0.5  # for connecting, and for each response
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0  # between two attempts to reach a server
 BOARD_TTL_MS = 3_600_000  # how long the board is kept after the last ingress has stopped
 
@@ -109,7 +110,7 @@ class RedisStore:
         num_pieces: int = 1,
         secret: bytes = b"",
         ttl_s: float = 24 * 3600.0,
-        timeout_s: float = 0.5,
+        timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._secret = hashlib.blake2b(secret, digest_size=32).digest()
@@ -186,23 +187,15 @@ class RedisBoard:
     Args:
         url: see `RedisStore`.
         secret: the cluster's key, which separates clusters that share a server.
-        timeout_s: time limit for connecting, and for each response.
 
     Raises:
         StartupError: the URL is invalid.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        secret: bytes = b"",
-        timeout_s: float = 0.5,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, url: str, *, secret: bytes = b"") -> None:
         key = hashlib.blake2b(secret, digest_size=32).digest()
         self._key = b"disagg:limits:" + hashlib.blake2b(digest_size=8, key=key).hexdigest().encode()
-        self._server = _Server(url, timeout_s, clock)
+        self._server = _Server(url, TIMEOUT_S, time.monotonic)
 
     def exchange(
         self, ingress_id: str, entry: bytes, gone: Collection[str] = ()

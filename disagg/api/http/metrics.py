@@ -15,7 +15,7 @@ import asyncio
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -198,9 +198,7 @@ class ApiMetrics:
     """The metrics of an ingress.
 
     Args:
-        registry: what this ingress counts; other modules add their metrics to it.
-        ingress: the label of these where there are several ingresses; "" for none.
-        clock: returns monotonic seconds.
+        ingress: the label of what it counts where there are several ingresses; "" for none.
         slo_s: TTFT and TPOT SLO by model, in seconds; models without SLOs are missing.
         tenants: labels of tenants, whose refusals are counted from 0. A rate needs that: it does
             not see the first refusal of a series that begins with it.
@@ -209,18 +207,16 @@ class ApiMetrics:
 
     def __init__(
         self,
-        registry: CollectorRegistry | None = None,
         *,
         ingress: str = "",
-        clock: Callable[[], float] = time.monotonic,
         slo_s: Mapping[str, tuple[float, float]] = MappingProxyType({}),
         tenants: Iterable[str] = (DEFAULT_TENANT,),
         models: Iterable[str] = (),
     ) -> None:
-        self.registry = registry or CollectorRegistry()
+        self.registry = CollectorRegistry()  # what it counts; other modules add metrics to it
         self.of_fleet = CollectorRegistry()  # what every ingress shows alike
         self._ingress = {"ingress": ingress} if ingress else {}
-        self.clock = clock
+        self.clock = time.monotonic
         self.slo_s = slo_s
         self.itl = TokenLatency(
             "disagg_inter_token_latency_seconds",
