@@ -174,7 +174,8 @@ def test_flags_that_are_named_exist(document: Path) -> None:
     known = {
         flag for path in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', path.read_text())
     }
-    known |= {*FLAG.findall(_help("serve") + _help("sim"))} | {f"--no-{flag[2:]}" for flag in known}
+    helps = "".join(map(_help, ("serve", "sim", "plan", "bench")))
+    known |= {*FLAG.findall(helps)} | {f"--no-{flag[2:]}" for flag in known}
     missing = []
     for command in _commands(document):
         verb = re.match(r"(?:\$ )?disagg ([a-z-]+)(?: ([a-z]+) )?", command)

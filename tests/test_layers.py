@@ -89,7 +89,7 @@ THIRD_PARTY = {
     "zmq": ["worker/vllm/engine.py"],
     "safetensors": ["models/weights.py"],
     "huggingface_hub": ["models/hub.py"],
-    "tqdm": ["models/hub.py", "llm/", "tools/batch.py"],
+    "tqdm": ["models/hub.py", "llm/", "tools/batch.py", "tools/bench/run.py"],
     "aiohttp": ["batch/over_http.py", "tools/bench/endpoint.py"],
     "python_multipart": ["api/http/uploads.py"],
     "redis": ["store/redis_store.py"],

@@ -336,9 +336,15 @@ def test_no_store_is_started_that_no_worker_would_use(
     started: list[Path] = []
 
     class FakeRedis:
+        url = "redis://fake"
+
         def __init__(self, directory: Path, max_memory_nbytes: int) -> None:
-            self.url = "redis://fake"
-            self.start, self.stop = lambda: started.append(directory), lambda: None
+            self.directory = directory
+
+        def __enter__(self) -> None:
+            started.append(self.directory)
+
+        def __exit__(self, *exc: object) -> None: ...
 
     monkeypatch.setattr(server_process, "EmbeddedRedis", FakeRedis)
     with ExitStack() as cleanup:
