@@ -125,14 +125,7 @@ def _check_floor(
 def _fastest(gpu: str, like: Placement, seconds: Callable[[Placement], float]) -> float:
     """The least seconds on any number of that GPU; infinite if the model does not fit."""
     try:
-        every = placements(
-            like.shape,
-            GPUS[gpu],
-            like.weights,
-            like.kv,
-            expert_parallel=like.expert_parallel,
-            kept_tokens=like.kept_tokens,
-        )
+        every = placements(msgspec.structs.replace(like, gpu=GPUS[gpu]))
     except DisaggError:
         return float("inf")
     return min(map(seconds, every))

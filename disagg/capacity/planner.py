@@ -225,17 +225,15 @@ def _placements(
     notes: list[str] = []
     for name in wishes.gpu:
         try:
-            gpu = gpu_of(name)
-            every += placements(
+            like = Placement(
                 shape,
-                gpu,
-                wishes.weights,
-                wishes.kv,
-                load.longest_tokens,
-                wishes.engine,
+                gpu_of(name),
+                weights=wishes.weights,
+                kv=wishes.kv,
                 expert_parallel=wishes.enable_expert_parallel,
                 kept_tokens=load.decode_tokens,
             )
+            every += placements(like, load.longest_tokens, wishes.engine)
         except NotEnoughMemory as error:
             notes.append(f"Left out: {error.message}")
     if not every:

@@ -193,30 +193,20 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         return num_reduces * (one_s + self.efficiency.all_reduce_s)
 
 
-def placements(
-    shape: ModelShape,
-    gpu: Gpu,
-    weights: str = "bf16",
-    kv: str = "bf16",
-    num_tokens: int = 1,
-    engine: str = "",
-    *,
-    expert_parallel: bool = False,
-    kept_tokens: float = 0.0,
-) -> list[Placement]:
-    """Every way to split the model over GPUs of one node that leaves room for `num_tokens`.
+def placements(like: Placement, num_tokens: int = 1, engine: str = "") -> list[Placement]:
+    """Every way to split a model over GPUs of one node that leaves room for `num_tokens`.
 
     Tensor parallelism divides the heads evenly, or copies KV heads evenly.
 
     Args:
+        like: the model, its formats and the kind of GPU, with any number of these.
         engine: see `efficiency_of`.
-        expert_parallel: whether each GPU of a worker has whole experts.
-        kept_tokens: see `Placement`.
 
     Raises:
         NotEnoughMemory: the model does not fit on a whole node.
         StartupError: the GPU cannot multiply in `weights`, or no run of the engine is known.
     """
+    shape, gpu, weights = like.shape, like.gpu, like.weights
     gpu.flops(weights)
     if gpu is CPU_CORE:
         shape = replace(shape, is_widened=True)
@@ -228,18 +218,11 @@ def placements(
         if num <= gpu.gpus_per_node
         and num_heads % num == 0
         and (num_kv_heads % num == 0 or num % num_kv_heads == 0)
-        and (not expert_parallel or num <= shape.num_experts)
+        and (not like.expert_parallel or num <= shape.num_experts)
     ]
     every = [
-        Placement(
-            replace(shape, num_gpus=num),
-            gpu,
-            num,
-            weights,
-            kv,
-            efficiency,
-            expert_parallel,
-            kept_tokens,
+        msgspec.structs.replace(
+            like, shape=replace(shape, num_gpus=num), num_gpus=num, efficiency=efficiency
         )
         for num in degrees
     ]

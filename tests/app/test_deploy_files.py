@@ -16,7 +16,7 @@ import yaml
 
 from disagg.app.build import build
 from disagg.capacity.gpus import gpu_of
-from disagg.capacity.roofline import placements
+from disagg.capacity.roofline import Placement, placements
 from disagg.capacity.shapes import SHAPES
 from disagg.cli.serve_arguments import add_arguments
 from disagg.config_checks import filled_in
@@ -53,7 +53,7 @@ def test_models_fit_the_gpus_of_their_workers(
     name: str, longest_tokens: int, ranks: tuple[int, int], gpu: str, weights: str
 ) -> None:
     (tier,) = config_of(_load(DEPLOY / "serve" / f"{name}.yaml"), {}).tiers
-    every = placements(SHAPES[name], gpu_of(gpu), weights, "bf16", longest_tokens)
+    every = placements(Placement(SHAPES[name], gpu_of(gpu), weights=weights), longest_tokens)
     sizes = {each.num_gpus for each in every}
     for pool in (tier.prefill, tier.decode):
         assert tier.num_ranks(pool) in sizes

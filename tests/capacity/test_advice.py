@@ -23,7 +23,7 @@ def price(placement: Placement) -> float:
 def advice(
     model: str, rate: float, lengths: tuple[int, int], slo: Slo, link: str = "400g"
 ) -> Advice:
-    every = placements(SHAPES[model], GPUS["h100"], num_tokens=sum(lengths))
+    every = placements(Placement(SHAPES[model], GPUS["h100"]), sum(lengths))
     return advise(Goal(Workload(rate, [lengths]), slo, LINKS[link], price), every)
 
 

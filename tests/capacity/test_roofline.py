@@ -145,26 +145,29 @@ def test_the_prior_meets_the_roofline_at_its_ends_and_lies_near_it_between(
 
 
 def test_only_degrees_that_fit_are_offered() -> None:
-    assert [each.num_gpus for each in placements(LLAMA_70B, H100)] == [2, 4, 8]
+    def degrees(like: Placement, num_tokens: int = 1) -> list[int]:
+        return [each.num_gpus for each in placements(like, num_tokens)]
+
+    assert degrees(Placement(LLAMA_70B, H100)) == [2, 4, 8]
     # In fp8 too, as its two tables of tokens stay in 16 bits: 72.7 GB, and there are 72.
-    assert [each.num_gpus for each in placements(LLAMA_70B, H100, "fp8")] == [2, 4, 8]
-    assert [each.num_gpus for each in placements(LLAMA_70B, GPUS["h200"], "fp8")] == [1, 2, 4, 8]
-    assert [each.num_gpus for each in placements(LLAMA_70B, H100, num_tokens=9000)] == [4, 8]
+    assert degrees(Placement(LLAMA_70B, H100, weights="fp8")) == [2, 4, 8]
+    assert degrees(Placement(LLAMA_70B, GPUS["h200"], weights="fp8")) == [1, 2, 4, 8]
+    assert degrees(Placement(LLAMA_70B, H100), 9000) == [4, 8]
     # 28 heads do not go over 8 GPUs.
-    assert [each.num_gpus for each in placements(SHAPES["qwen2.5-7b"], H100)] == [1, 2, 4]
+    assert degrees(Placement(SHAPES["qwen2.5-7b"], H100)) == [1, 2, 4]
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     with pytest.raises(NotEnoughMemory, match=r"811\.7 GB of weights.* 8 x h100 have room"):
-        placements(SHAPES["llama-3.1-405b"], H100)
+        placements(Placement(SHAPES["llama-3.1-405b"], H100))
     with pytest.raises(NotEnoughMemory, match=r"would fit on 8 GPUs of 113 GB each, or try fp8"):
-        placements(SHAPES["llama-3.1-405b"], H100)
+        placements(Placement(SHAPES["llama-3.1-405b"], H100))
     # One that has 8 bits already is not told to take them.
     plain = SHAPES["llama-3.1-405b"]
     format = QuantizedFormat(name="fp8", layout="plain", dtype="F8_E4M3")
     packed = replace(plain, config=replace(plain.config, quantized=format))
     with pytest.raises(NotEnoughMemory, match=r"405b in fp8 has .* GB each\. `disagg serve") as why:
-        placements(packed, GPUS["l40s"])
+        placements(Placement(packed, GPUS["l40s"]))
     assert "try" not in why.value.message
 
 
@@ -174,4 +177,4 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(StartupError, match=r"'avian' is not a known link; known are nvlink,"):
         link_of("avian")
     with pytest.raises(StartupError, match=r"a100-80gb has no FP8 .* use one of h100,"):
-        placements(LLAMA_8B, GPUS["a100-80gb"], "fp8")
+        placements(Placement(LLAMA_8B, GPUS["a100-80gb"], weights="fp8"))

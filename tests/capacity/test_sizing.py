@@ -26,7 +26,7 @@ from disagg.errors import ContextLengthExceeded, StartupError
 from tests.grids import examples
 
 H100 = GPUS["h100"]
-LLAMA_8B = placements(SHAPES["llama-3-8b"], H100, num_tokens=8192)
+LLAMA_8B = placements(Placement(SHAPES["llama-3-8b"], H100), 8192)
 SLO = Slo(0.5, 0.03)
 LINK = LINKS["400g"]
 

@@ -16,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from disagg.capacity.gpus import CPU_CORE, GPUS
-from disagg.capacity.roofline import placements
+from disagg.capacity.roofline import Placement, placements
 from disagg.capacity.shapes import shape_of
 from disagg.capacity.worker_steps import step_times
 from disagg.cli.main import main
@@ -274,7 +274,7 @@ def test_disagg_plan_counts_what_a_gpu_keeps(variant: str, kind: str, tmp_path: 
     if variant == "llama":
         assert packed.read_nbytes(1, "bf16") == packed.weights_nbytes("bf16") - table
     assert packed.weights_nbytes("fp8") == wide.weights_nbytes("fp8")
-    on_cpu, on_gpu = (placements(packed, gpu)[0] for gpu in (CPU_CORE, GPUS["h100"]))
+    on_cpu, on_gpu = (placements(Placement(packed, gpu))[0] for gpu in (CPU_CORE, GPUS["h100"]))
     assert on_cpu.weights_nbytes == wide.weights_nbytes("bf16") != on_gpu.weights_nbytes
     assert on_gpu.weights_nbytes == packed.weights_nbytes("bf16")
     assert step_times(packed, "") == step_times(wide, "")
@@ -288,7 +288,7 @@ def test_disagg_plan_counts_what_several_gpus_widen(tmp_path: Path) -> None:
     shares = [Share(rank, 2) for rank in range(2)]
     format = DeviceFormat(2, kept=model.tensors)
     kept = [weights_nbytes(model.config, format, each) for each in shares]
-    of_one, of_two = placements(shape_of(model), GPUS["h100"])[:2]
+    of_one, of_two = placements(Placement(shape_of(model), GPUS["h100"]))[:2]
     assert of_two.weights_nbytes == pytest.approx(sum(kept), rel=0.1)
     assert of_one.weights_nbytes < 0.8 * of_two.weights_nbytes
 

@@ -13,7 +13,7 @@ import yaml
 from disagg.capacity.deployment import Written, files_of
 from disagg.capacity.device_plan import plan_devices
 from disagg.capacity.gpus import CPU_CORE, GPUS
-from disagg.capacity.roofline import placements
+from disagg.capacity.roofline import Placement, placements
 from disagg.capacity.shapes import SHAPES, read_shape
 from disagg.capacity.sizing import FleetPlan, Pool
 from disagg.capacity.worker_steps import step_sizes
@@ -202,7 +202,8 @@ def test_what_cannot_be_served_is_not_written(
 def test_a_pool_on_cpus_beside_one_on_gpus_is_not_written(tmp_path: Path) -> None:
     shape = read_shape("demo-large")
     pools = tuple(
-        Pool(placements(shape, gpu)[0], 1, 1.0, 0.5, 8) for gpu in (CPU_CORE, GPUS["h100"])
+        Pool(placements(Placement(shape, gpu))[0], 1, 1.0, 0.5, 8)
+        for gpu in (CPU_CORE, GPUS["h100"])
     )
     for each in (pools, pools[::-1]):
         fleet = FleetPlan(each, 0.1, 0.01)
