@@ -157,19 +157,14 @@ def replay(
     return _replay(judged, config.thresholds[0], *parameters, needed_lead, started)
 
 
-def certify_lead(
-    answers: Sequence[Compared],
-    signal: Signal,
-    num_judged_tokens: int,
-    threshold: float,
-    risk: float,
-) -> float:
+def certify_lead(answers: Sequence[Compared], config: CascadeConfig, risk: float) -> float:
     """The least lead with which early releases lose at most `risk` of all prompts.
 
     A prompt is lost if all judged tokens would have sent it to the large model, the large model was
     right and the small one was wrong. Infinite if there are too few answers to tell.
     """
-    judged = [_Judged(each, signal, num_judged_tokens) for each in answers]
+    threshold = config.thresholds[0]
+    judged = [_Judged(each, config.signal, config.num_judged_tokens) for each in answers]
     lost = [each.reach(threshold) for each in judged if each.is_lost(threshold)]
     reaches = sorted(reach for reach in lost if reach >= 0.0)
     num_allowed = -1

@@ -282,9 +282,7 @@ def shorten_wait(
         thresholds=(float(f"{chosen.threshold:.6g}"),),
     )
     if risk:
-        lead = certify_lead(
-            answers, config.signal, config.num_judged_tokens, config.thresholds[0], risk
-        )
+        lead = certify_lead(answers, config, risk)
         if lead != math.inf:
             config = replace(config, leads=(lead,))
     judge = make_judge(answers, config, *parameters)

@@ -6,17 +6,16 @@ import argparse
 from collections.abc import Sequence
 
 from msgspec.structs import asdict, astuple, replace
-from rich.console import Console
 
 from disagg.config import CascadeConfig
+from disagg.tools import terminal
 from disagg.tools.calibrate.calibration import Compared, Curve, Point, min_num_prompts, replay
-from disagg.tools.terminal import table
 from disagg.yaml_text import to_yaml
 
 SHARES = (0.5, 0.8, 0.95)  # shares of the recovered accuracy gap at which costs are reported
 NUM_ROWS = 12
 
-console = Console(highlight=False, soft_wrap=True)
+console = terminal.console()
 
 
 def as_yaml(config: CascadeConfig) -> str:
@@ -39,7 +38,7 @@ def report_curves(
         f" {large}: {best.large_accuracy:.1%} with {parameters[1]:,}"
     )
     names = ("threshold", "escalated", "accuracy", "gap recovered", "cost")
-    rows = table(*names, title=f"{best.signal}, quality against cost")
+    rows = terminal.table(*names, title=f"{best.signal}, quality against cost")
     step = max(1, len(best.points) // NUM_ROWS)
     shown = sorted({*best.points[::step], best.points[-1], chosen}, key=lambda p: p.threshold)
     for point in shown:
@@ -48,7 +47,7 @@ def report_curves(
     console.print(rows)
     shares = (f"{share:.0%}" for share in SHARES)
     cost = f"cost at quality {arguments.quality:g}"
-    rows = table(
+    rows = terminal.table(
         "<signal",
         *shares,
         "APGR",
@@ -84,7 +83,7 @@ def report_wait(
         )
     slow = replace(config, leads=(), prompt_judges=())
     names = ("<", "tokens judged", "start large", "escalated", "accuracy", "cost")
-    rows = table(*names, title="until the first token")
+    rows = terminal.table(*names, title="until the first token")
     for name, each in (("all tokens judged", slow), ("chosen", config)):
         found = replay(answers, each, *parameters)
         shares = (found.started, found.escalated, found.accuracy, found.cost)

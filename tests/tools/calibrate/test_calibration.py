@@ -188,7 +188,7 @@ def test_the_lead_is_the_least_whose_bound_is_within_the_risk(
     answers: list[Compared], signal: Signal, num_judged: int, threshold: float, risk: float
 ) -> None:
     config = CascadeConfig(signal=signal, num_judged_tokens=num_judged, thresholds=(threshold,))
-    found = certify_lead(answers, signal, num_judged, threshold, risk)
+    found = certify_lead(answers, config, risk)
 
     def bound(needed_lead: float) -> float:
         return upper_bound(num_lost(answers, config, needed_lead), len(answers))
@@ -215,8 +215,9 @@ def test_so_many_prompts_are_the_fewest_that_certify_a_risk(risk: float) -> None
     least = min_num_prompts(risk)
     assert upper_bound(0, least) <= risk < upper_bound(0, least - 1)
     answers = [Compared(5, scores_of([-0.001] * 3), 3, True, True)] * least
-    assert certify_lead(answers, "minimum", 16, -0.1, risk) == 0.0
-    assert certify_lead(answers[1:], "minimum", 16, -0.1, risk) == math.inf
+    config = CascadeConfig(thresholds=(-0.1,))
+    assert certify_lead(answers, config, risk) == 0.0
+    assert certify_lead(answers[1:], config, risk) == math.inf
 
 
 def drawn(rng: random.Random) -> Compared:
@@ -233,7 +234,7 @@ def test_the_risk_holds_in_new_prompts_as_often_as_is_said() -> None:
     fresh = [drawn(rng) for _ in range(10_000)]
     risk, num_kept, num_trials = 0.02, 0, 60
     for _ in range(num_trials):
-        found = certify_lead([drawn(rng) for _ in range(300)], "minimum", 16, -0.1, risk)
+        found = certify_lead([drawn(rng) for _ in range(300)], config, risk)
         assert 0.0 < found < math.inf
         num_kept += num_lost(fresh, config, found) <= risk * len(fresh)
     assert num_kept >= CONFIDENCE * num_trials
