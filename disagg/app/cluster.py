@@ -24,9 +24,8 @@ from disagg.app.build import build_application
 from disagg.app.gpus import gpus_of_cluster, nodes_of_cluster
 from disagg.app.haproxy import HOST_FOR_SERVE, HAProxyWatch
 from disagg.app.watch import Say, Watch
-from disagg.capacity.node_check import Node
 from disagg.config import HttpConfig, ServeConfig, url_of
-from disagg.devices import Gpus, see_only
+from disagg.devices import see_only
 from disagg.errors import StartupError
 from disagg.messages import StartsByPool
 
@@ -47,6 +46,10 @@ class Cluster:
         address: address of a running cluster; None starts one on this machine, on loopback only.
         scratch: directory for the files of a local cluster; the caller removes it.
     """
+
+    # Of a running cluster. Serve's host and port cannot be changed; None if it does not run.
+    gpus, nodes = staticmethod(gpus_of_cluster), staticmethod(nodes_of_cluster)
+    http_address = staticmethod(private_ray.serve_address)
 
     def __init__(self, address: str | None, scratch: Path) -> None:
         self._address = address
@@ -110,14 +113,6 @@ class Cluster:
     def _join(self) -> None:
         ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
-    def gpus(self, *, only_free: bool = True) -> Gpus:
-        """The GPUs of a running cluster."""
-        return gpus_of_cluster(only_free)
-
-    def nodes(self) -> list[Node]:
-        """The nodes of a running cluster."""
-        return nodes_of_cluster()
-
     def _start_local(self, device_ids: Sequence[str]) -> None:
         """Start Ray here, with up to `NUM_RAY_STARTS` attempts if the machine is too slow."""
         see_only(device_ids)
@@ -145,10 +140,6 @@ class Cluster:
             _node_ip_address="127.0.0.1",
             _temp_dir=str(self._scratch / "ray"),
         )
-
-    def http_address(self) -> tuple[str, int] | None:
-        """Host and port of Ray Serve if it runs already; it cannot change them. Otherwise None."""
-        return private_ray.serve_address()
 
     def check_is_free(self) -> None:
         """Raises `StartupError` if the cluster already has an application of our name."""

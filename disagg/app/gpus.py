@@ -10,7 +10,7 @@ from disagg.devices import Device, Gpus
 _KIND = "accelerator_type:"  # prefix of the name of a resource that each node with GPUs has
 
 
-def gpus_of_cluster(only_free: bool) -> Gpus:
+def gpus_of_cluster(*, only_free: bool = True) -> Gpus:
     """The GPUs of Ray's nodes, including nodes that are added on demand.
 
     Args:

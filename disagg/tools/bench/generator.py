@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -54,7 +55,7 @@ class Generator:
         self.timings: list[RequestTiming] = []
         self.num_in_flight = 0
         self._ask = ask
-        self._fields = fields
+        self._body = functools.partial(body_of, fields=fields)
         self._now = now
         self._num_at_once = max_concurrency
         self._room = (
@@ -96,6 +97,3 @@ class Generator:
             if timing.error:
                 return
             messages.append({"role": "assistant", "content": text})
-
-    def _body(self, messages: Sequence[dict[str, Any]], num_output_tokens: int | None) -> bytes:
-        return body_of(messages, num_output_tokens, self._fields)

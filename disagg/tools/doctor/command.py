@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(report)
     else:
         _show(console(), report)
-    return 0 if report.is_healthy else 1
+    return int(bool(report.wrong))
 
 
 def _examine(arguments: argparse.Namespace) -> DoctorReport:
@@ -102,8 +102,7 @@ def _show(to: Console, report: DoctorReport) -> None:
                 to.print(f"UCX of {escape(transfer.reader)}: {escape(transfer.ucx)}")
     if report.models:
         _table(to, "models", report.models)
-    wrong = [finding for finding in report.findings() if finding.status == "wrong"]
-    if wrong:
+    if wrong := report.wrong:
         number = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
         to.print(f"\n{number} found; the first one to fix: {escape(wrong[0].change)}")
     else:

@@ -85,8 +85,8 @@ class DoctorReport(msgspec.Struct, frozen=True):
         yield from self.models
 
     @property
-    def is_healthy(self) -> bool:
-        return all(finding.status != "wrong" for finding in self.findings())
+    def wrong(self) -> list[Finding]:
+        return [finding for finding in self.findings() if finding.status == "wrong"]
 
 
 def slowest(transfers: Iterable[TransferReport]) -> TransferPrior | None:
