@@ -82,7 +82,7 @@ def test_flags_that_make_no_sense_are_refused(
 
 def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert calibrate(tmp_path / "none.jsonl") == 2
-    assert "none.jsonl: [Errno 2]" in capsys.readouterr().err
+    assert "none.jsonl: No such file" in capsys.readouterr().err
 
 
 def test_what_it_writes_serve_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
