@@ -215,7 +215,7 @@ def test_drafts_are_asked_for_as_of_vllm(capsys: pytest.CaptureFixture[str]) -> 
     (tier,) = config_of("demo-large", "--speculative-config", asked).tiers
     assert tier.models == [("demo-large", None), ("demo-small", None)]
     for wrong, reason in [
-        ('{"method": "eagle"}', "Supported: draft_model, eagle3, early_exit, mtp, ngram"),
+        ('{"method": "eagle"}', "Supported: draft_model, eagle3, early_exit, medusa, mtp, ngram"),
         ('{"method": "draft_model"}', "needs `model`"),
         ('{"method": "ngram", "model": "demo-small"}', "ngram has no `model`"),
         ('{"method": "ngram", "num_steps": 3}', "num_steps"),
