@@ -23,15 +23,16 @@ import torch
 from torch import Tensor
 
 from bench.gpu_device import UNCACHED_NBYTES, Ceilings, near, seconds
-from bench.gpu_packed import FORMATS, random_packed
+from bench.gpu_packed import FORMATS as OF_LAYERS
+from bench.gpu_packed import Format, random_packed
 from bench.gpu_rows import Row, parser_of, run_part
 from disagg.kernels import reference
 from disagg.kernels.dispatch import ops_for
 from disagg.kernels.grouping import Grouping
 from disagg.kernels.ops import Experts, Ops
-from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.packed_sizes import EIGHT_BIT_ROWS, MXFP4_GROUP
 
+FORMATS = {**OF_LAYERS, "mxfp4": Format("mxfp4", MXFP4_GROUP)}
 TOLERANCE = 2e-2  # of the largest value
 NUM_CHECKED = 8  # tokens whose results are compared with the reference
 
@@ -44,7 +45,7 @@ class Shape:
     num_chosen: int
     hidden: int
     inner: int
-    format: str = "floats"  # or "mxfp4", or of `gpu_packed.FORMATS`
+    format: str = "floats"  # or of `FORMATS`
     grouping: Grouping | None = None
     num_ranks: int = 1
 
@@ -64,13 +65,17 @@ SHAPES = {
     "qwen3-30b-a3b int4": Shape(128, 8, 2048, 768, "int4 g128"),
     "qwen3-235b-a22b fp8": Shape(128, 8, 4096, 1536, "fp8 blocks"),
     "qwen3-235b-a22b fp8 in 8 bits": Shape(128, 8, 4096, 1536, "fp8 blocks in 8 bits"),
+    "qwen3-235b-a22b nvfp4": Shape(128, 8, 4096, 1536, "nvfp4"),
     # On one of eight ranks, which has an eighth of every expert.
     "deepseek-v3 fp8": Shape(256, 8, 7168, 256, "fp8 blocks", Grouping(8, 4, True, 2.5)),
     "deepseek-v3 fp8 whole": Shape(256, 8, 7168, 2048, "fp8 blocks", Grouping(8, 4, True, 2.5), 8),
 }
 ON_A_CPU = {"small": Shape(16, 4, 768, 512)}
 INTERPRETED = {
-    **{name: Shape(4, 2, 64, 64, name) for name in ("floats", "mxfp4", "int4 g32", "fp8 blocks")},
+    **{
+        name: Shape(4, 2, 64, 64, name)
+        for name in ("floats", "mxfp4", "int4 g32", "fp8 blocks", "nvfp4")
+    },
     "by groups": Shape(8, 2, 64, 64, grouping=Grouping(4, 2, True, 2.5)),
     "whole": Shape(8, 2, 64, 64, num_ranks=2),
 }
@@ -164,37 +169,19 @@ class Bench:
 
     def _experts(self, shape: Shape) -> Experts:
         count, hidden, inner = shape.num_experts // shape.num_ranks, shape.hidden, shape.inner
-        if shape.format in FORMATS:
-            format = FORMATS[shape.format]
-            return Experts(
-                random_packed((count * 2 * inner, hidden), format, self.dtype, self._generator),
-                random_packed((count * hidden, inner), format, self.dtype, self._generator),
-                self.dtype,
-                shape.num_experts,
-                shape.num_chosen,
-                is_normalized=True,
-            )
+        numbers = self.dtype, shape.num_experts, shape.num_chosen
         if shape.format == "floats":
             gate_up = self._random(count, 2 * inner, hidden) / hidden**0.5
             down = self._random(count, hidden, inner) / inner**0.5
-            numbers = shape.num_experts, shape.num_chosen
-            return Experts(gate_up, down, self.dtype, *numbers, is_normalized=True)
-
-        def packed(num_out: int, num_in: int) -> PackedMatrix:
-            def drawn(low: int, high: int, size: int) -> Tensor:
-                how: dict[str, Any] = {"generator": self._generator, "device": self.device}
-                return torch.randint(low, high, (num_out, size), dtype=torch.uint8, **how)
-
-            scales = drawn(118, 121, num_in // MXFP4_GROUP).view(torch.float8_e8m0fnu).T
-            return PackedMatrix("mxfp4", num_in, MXFP4_GROUP, drawn(0, 256, num_in // 2), scales)
-
-        return Experts(
-            packed(count * 2 * inner, hidden),
-            packed(count * hidden, inner),
-            self.dtype,
-            shape.num_experts,
-            shape.num_chosen,
-            is_normalized=True,
+            return Experts(gate_up, down, *numbers, is_normalized=True)
+        how = FORMATS[shape.format], self.dtype, self._generator
+        gate_up = random_packed((count * 2 * inner, hidden), *how)
+        down = random_packed((count * hidden, inner), *how)
+        experts = Experts(gate_up, down, *numbers, is_normalized=True)
+        if shape.format != "mxfp4":
+            return experts
+        return replace(  # as gpt-oss has them
+            experts,
             gate_up_bias=self._random(count, 2 * inner),
             down_bias=self._random(count, hidden),
             limit=7.0,

@@ -28,8 +28,16 @@ from bench.gpu_rows import Absent, Row, parser_of, run_part
 from disagg.kernels import reference
 from disagg.kernels.gpu.eight_bit_tile import quantize_rows
 from disagg.kernels.gpu.ops import TritonOps
-from disagg.kernels.packed_matrix import PackedMatrix
-from disagg.kernels.packed_sizes import BITS, EIGHT_BIT_ROWS, UNIT_BITS, Kind, part_size
+from disagg.kernels.packed_matrix import PackedMatrix, pack_scales
+from disagg.kernels.packed_sizes import (
+    BITS,
+    EIGHT_BIT_ROWS,
+    FP4_KINDS,
+    NVFP4_GROUP,
+    UNIT_BITS,
+    Kind,
+    part_size,
+)
 
 TOLERANCE = 1.6e-2  # of the largest value
 NUM_CHECKED = 4  # rows of `x`
@@ -54,8 +62,9 @@ FORMATS = {
     "fp8 rows in 8 bits": Format("fp8", in_8_bits=True),
     "fp8 blocks in 8 bits": Format("fp8", 128, in_8_bits=True),
     "int8 rows in 8 bits": Format("int8", in_8_bits=True),
+    "nvfp4": Format("nvfp4", NVFP4_GROUP),
 }
-OF_LARGE_MODELS = ("int4 g128", "fp8 blocks")
+OF_LARGE_MODELS = ("int4 g128", "fp8 blocks", "nvfp4")
 NUM_ROWS = (1, 16, 4096, 32, 128, EIGHT_BIT_ROWS)
 
 
@@ -84,7 +93,7 @@ INTERPRETED = {"tiny": Shape(64, 96, 4, 2, 16)}
 def random_packed(
     shape: tuple[int, int], format: Format, dtype: torch.dtype, generator: torch.Generator
 ) -> PackedMatrix:
-    """On the generator's device, with scales of `dtype`."""
+    """On the generator's device, with scales of `dtype`, or of FP4."""
     (num_out, num_in), (kind, group, has_zeros, in_8_bits) = shape, format
 
     def integers(limit: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -100,8 +109,17 @@ def random_packed(
     units &= -0x4041 if kind == "fp8" else -1
     scales = torch.full((num_groups, num_out), 1e-3, device=generator.device).to(dtype)
     zeros = integers(8, (num_groups, num_out), torch.int8) if has_zeros else None
-    input_scale = 0.0 if in_8_bits else None
-    return PackedMatrix(kind, num_in, group, units, scales, zeros, input_scale=input_scale)
+    input_scale, row_scales = 0.0 if in_8_bits else None, None
+    if kind in FP4_KINDS:
+        # From 2^-9 to 2^-7 of e8m0; of e4m3 from 2^-5 to nearly 2^-2, and 2^-5 more.
+        low, high = (118, 121) if kind == "mxfp4" else (16, 40)
+        how: dict[str, Any] = {"generator": generator, "device": generator.device}
+        scales = torch.randint(low, high, scales.shape, dtype=torch.uint8, **how)
+        scales = pack_scales(scales)
+    if kind == "nvfp4":
+        row_scales = torch.full((num_out,), 2.0**-5, device=generator.device)
+    more: dict[str, Any] = {"input_scale": input_scale, "row_scales": row_scales}
+    return PackedMatrix(kind, num_in, group, units, scales, zeros, **more)
 
 
 class Bench:

@@ -16,7 +16,7 @@ from typing import Any
 
 from disagg.config import ASSETS, SCALED_KV_BITS
 from disagg.errors import ModelError
-from disagg.kernels.packed_sizes import Packing
+from disagg.kernels.packed_sizes import NVFP4_GROUP, Packing
 from disagg.kv_groups import TILE_TOKENS, KVGroups, group_layers
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription, describe_model
@@ -33,7 +33,7 @@ FORMATS: Mapping[str, Packing | None] = {
     "bf16": None,
     "fp8": Packing("fp8", None, 0),
     "fp8-block": Packing("fp8", None, 0),
-    "fp4": Packing("int4", 16, 1),
+    "fp4": Packing("nvfp4", NVFP4_GROUP, 1),
 }
 ITEMSIZE = 2
 KV_BITS = {"bf16": (16, 0), **SCALED_KV_BITS}

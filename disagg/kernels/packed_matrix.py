@@ -1,12 +1,9 @@
 """A packed weight of 4 or 8 bits: W = (numbers - zeros) * scales, or with least values for zeros.
 
-Numbers are e4m3, or integers of 8 or 4 bits. The numbers of a row are cut into chunks, and a chunk
-into as many parts as a unit of 16 bits holds numbers. Unit j of a chunk has the j-th number of each
-part, the first one in its lowest bits. So a product splits units with shifts, and multiplies each
-part with neighbouring columns of the activations.
-
-Numbers of MXFP4 are e2m1. They stay as in checkpoints: a byte has two neighbouring numbers, the
-first one in its lower half.
+Numbers are e4m3, integers of 8 or 4 bits, or e2m1 (MXFP4, NVFP4). The numbers of a row are cut into
+chunks, and a chunk into as many parts as a unit of 16 bits holds numbers. Unit j of a chunk has the
+j-th number of each part, the first one in its lowest bits. So a product splits units with shifts,
+and multiplies each part with neighbouring columns of the activations.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from disagg.kernels.packed_sizes import BITS, INT4_GROUP, UNIT_BITS, Kind, part_size
+from disagg.kernels.packed_sizes import BITS, FP4_KINDS, INT4_GROUP, UNIT_BITS, Kind, part_size
 
 # Replaces each number by the largest one of all ranks.
 Largest: TypeAlias = Callable[[Tensor], Tensor]
@@ -35,9 +32,8 @@ class PackedMatrix:
     """A packed weight.
 
     Attributes:
-        units: int16 [num_out, num_chunks * part], padded with zeros; MXFP4: uint8 [num_out,
-            num_in / 2].
-        scales: floats [num_groups, num_out]; MXFP4: float8_e8m0fnu, the groups of a row adjacent.
+        units: int16 [num_out, num_chunks * part], padded with zeros.
+        scales: floats [num_groups, num_out]; FP4: as `pack_scales` makes them.
         zeros: int8 [num_groups, num_out]; None: all are 0.
         order: int64 [num_in]: column i of the numbers is column order[i] of W; None: the same.
         least: floats [num_groups, num_out], for int4 without zeros: W = (numbers + 8) * scales +
@@ -46,6 +42,8 @@ class PackedMatrix:
             None: all of a row.
         input_scale: the scale with which activations may be quantised; 0: each row of them has its
             own; None: they may not, and products are in 16 bits.
+        row_scales: float32 [num_out], a second scale of all numbers of a row: in NVFP4 that of the
+            tensor from which the row comes; None: there are none.
     """
 
     kind: Kind
@@ -57,10 +55,15 @@ class PackedMatrix:
     order: Tensor | None = None
     least: Tensor | None = None
     input_scale: float | None = None
+    row_scales: Tensor | None = None
 
     @property
     def num_out(self) -> int:
         return self.units.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        return 1 if self.group is None else -(-self.num_in // self.group)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -72,7 +75,7 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        pieces = (self.units, self.scales, self.zeros, self.order, self.least)
+        pieces = (self.units, self.scales, self.zeros, self.order, self.least, self.row_scales)
         return sum(piece.nbytes for piece in pieces if piece is not None)
 
     def rows(self, first: int, end: int) -> PackedMatrix:
@@ -80,7 +83,9 @@ class PackedMatrix:
         zeros = None if self.zeros is None else self.zeros[:, first:end]
         least = None if self.least is None else self.least[:, first:end]
         units, scales = self.units[first:end], self.scales[:, first:end]
-        return replace(self, units=units, scales=scales, zeros=zeros, least=least)
+        of_rows = None if self.row_scales is None else self.row_scales[first:end]
+        pieces: dict[str, Any] = {"zeros": zeros, "least": least, "row_scales": of_rows}
+        return replace(self, units=units, scales=scales, **pieces)
 
     def least_values(self) -> Tensor:
         """The values of int4's least number: float32 [num_groups, num_out]."""
@@ -89,22 +94,29 @@ class PackedMatrix:
         zeros = 0.0 if self.zeros is None else self.zeros.float()
         return (-8.0 - zeros) * self.scales.float()
 
+    def _scales(self) -> Tensor:
+        """The scales as floats [num_groups, num_out]."""
+        if self.kind not in FP4_KINDS:
+            return self.scales
+        words = self.scales.view(torch.uint8).reshape(-1, self.num_out, 4)
+        each = words.transpose(1, 2).flatten(0, 1)
+        dtype = torch.float8_e8m0fnu if self.kind == "mxfp4" else torch.float8_e4m3fn
+        return each[: self.num_groups].view(dtype).float()
+
     def numbers(self) -> Tensor:
-        """The unpacked numbers: float8_e4m3fn, int8, or the bits of e2m1 [num_out, num_in]."""
-        if self.kind == "mxfp4":
-            return torch.stack((self.units & 15, self.units >> 4), 2).flatten(1)
+        """The unpacked numbers [num_out, num_in]: float8_e4m3fn or int8, also for bits of e2m1."""
         bits, part = BITS[self.kind], part_size(self.kind, self.group)
         units = self.units.view(self.num_out, -1, 1, part)
         shifts = torch.arange(0, UNIT_BITS, bits, dtype=torch.int16, device=self.device)
         numbers = (units >> shifts.view(1, 1, -1, 1)).flatten(1)[:, : self.num_in]
         if bits == 4:
-            return (numbers & 15).to(torch.int8) - 8
+            return (numbers & 15).to(torch.int8) - (8 if self.kind == "int4" else 0)
         numbers = ((numbers & 255) ^ 128).sub_(128).to(torch.int8)
         return numbers.view(torch.float8_e4m3fn) if self.kind == "fp8" else numbers
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         """W as [num_out, num_in] of `dtype`, computed in float32 and rounded once."""
-        size, num_groups = self.group or self.num_in, self.scales.shape[0]
+        size, num_groups = self.group or self.num_in, self.num_groups
         padded = (0, num_groups * size - self.num_in)
         numbers = functional.pad(self.numbers().view(torch.int8), padded)
         numbers = numbers.view(torch.float8_e4m3fn) if self.kind == "fp8" else numbers
@@ -113,10 +125,12 @@ class PackedMatrix:
         groups = widen(
             numbers.view(self.num_out, num_groups, size),
             self.kind,
-            self.scales.T.unsqueeze(2),
+            self._scales().T.unsqueeze(2),
             None if self.zeros is None else self.zeros.T.unsqueeze(2),
             None if self.least is None else self.least.T.unsqueeze(2),
         )
+        if self.row_scales is not None:
+            groups *= self.row_scales[:, None, None]
         wide = groups.flatten(1)[:, : self.num_in].to(dtype)
         return (
             wide if self.order is None else torch.empty_like(wide).index_copy_(1, self.order, wide)
@@ -131,7 +145,7 @@ def widen(
     least: Tensor | None = None,
 ) -> Tensor:
     """Return (numbers - zeros) * scales + least in float32; all have as many dimensions."""
-    if kind == "mxfp4":
+    if kind in FP4_KINDS:
         wide = torch.tensor(_E2M1, device=numbers.device)[numbers.int()]
     else:
         wide = numbers.float()
@@ -141,10 +155,16 @@ def widen(
     return wide if least is None else wide.add_(least.float())
 
 
+def pack_scales(scales: Tensor) -> Tensor:
+    """Pack e8m0 or e4m3 [num_groups, num_out] into int32 [num_groups / 4, num_out]: neighbouring
+    groups of a row in a word, the first one in its lowest bits. An sm_80 knows neither type."""
+    padded = functional.pad(scales.view(torch.uint8), (0, 0, 0, -len(scales) % 4))
+    by_word = padded.view(-1, 4, scales.shape[1]).transpose(1, 2).contiguous()
+    return by_word.view(torch.int32).squeeze(2)
+
+
 def pack_units(numbers: Tensor, kind: Kind, group: int | None) -> Tensor:
     """Pack numbers, as `PackedMatrix.numbers` returns them, into `PackedMatrix.units`."""
-    if kind == "mxfp4":
-        return numbers[:, 0::2] | numbers[:, 1::2] << 4
     bits, part = BITS[kind], part_size(kind, group)
     num_parts = UNIT_BITS // bits
     num_out, num_in = numbers.shape
@@ -158,7 +178,11 @@ def pack_units(numbers: Tensor, kind: Kind, group: int | None) -> Tensor:
         filled = functional.pad(rows, (0, num_chunks * chunk - num_in))
         parts = filled.view(-1, num_chunks, num_parts, part).unbind(2)
         for place, signed in enumerate(parts):
-            field = signed.to(torch.int16).add_(8 if bits == 4 else 0).bitwise_and_((1 << bits) - 1)
+            field = (
+                signed.to(torch.int16)
+                .add_(8 if kind == "int4" else 0)
+                .bitwise_and_((1 << bits) - 1)
+            )
             units_of_rows |= field << (place * bits)
     return units.flatten(1)
 
@@ -182,6 +206,7 @@ def stack(matrices: Sequence[PackedMatrix]) -> PackedMatrix | None:
     if any(each.zeros is not None for each in matrices):
         zeros = torch.cat([_zeros_of(each) for each in matrices], 1)
     scales: list[Any] = [each.input_scale for each in matrices]
+    of_rows = [each.row_scales for each in matrices if each.row_scales is not None]
     return PackedMatrix(
         first.kind,
         first.num_in,
@@ -192,6 +217,7 @@ def stack(matrices: Sequence[PackedMatrix]) -> PackedMatrix | None:
         first.order,
         least,
         None if None in scales else 0.0 if 0.0 in scales else max(scales),
+        torch.cat(of_rows) if of_rows else None,
     )
 
 

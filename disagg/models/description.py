@@ -32,6 +32,7 @@ _SAMPLE_NBYTES = 1024
 _ADAPTER = "adapter_config.json"
 _HEAD = "lm_head.weight"
 _DECODER = "model."
+MODELOPT_CONFIG = "hf_quant_config.json"  # older checkpoints have no quantization_config besides
 # Prefixes of names in files of models that also read images and of text-only ones, newest files
 # first.
 _RENAMED = (
@@ -122,7 +123,11 @@ def read_config(place: Path) -> tuple[DirectoryFiles | GgufFiles, Path, Json]:
         raise ModelError(
             f"{file} is missing; a model directory needs one. Is {place} a model directory?"
         )
-    return files, file, _json(text, file)
+    raw = _json(text, file)
+    if "quantization_config" in raw or (said := files.read(MODELOPT_CONFIG)) is None:
+        return files, file, raw
+    of_weights = _json(said, files.named(MODELOPT_CONFIG))
+    return files, file, {**raw, "quantization_config": {"quant_method": "modelopt", **of_weights}}
 
 
 def _files(place: Path) -> DirectoryFiles | GgufFiles:

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from disagg.models.checkpoint import (
     indexed_files,
     read_text,
 )
-from disagg.models.description import TEMPLATE_FILES, describe_model
+from disagg.models.description import MODELOPT_CONFIG, TEMPLATE_FILES, describe_model
 from disagg.models.fetched import FETCHED, MIB, NUM_PROGRESS_LINES, Say, fetch
 from disagg.models.pooling import POOLING_FILES
 
@@ -47,6 +47,7 @@ _SETTINGS = frozenset(
         _TOKENIZER,
         "tokenizer_config.json",
         "chat_template.json",
+        MODELOPT_CONFIG,
         *TEMPLATE_FILES.values(),
         *POOLING_FILES,
     }
@@ -133,6 +134,8 @@ def fetch_repository(
             return Path(hf_hub_download(repository, name, revision=known.sha))
 
         config = fetched("config.json")
+        if MODELOPT_CONFIG in sizes:
+            fetched(MODELOPT_CONFIG)
         describe_model(config.parent)
         index: Iterable[str] = ()
         if WHOLE_WEIGHTS not in sizes and WEIGHTS_INDEX in sizes:
@@ -171,7 +174,9 @@ def fetch_repository(
 
 
 def fetch_config(repository: str, revision: str | None = None) -> Path:
-    """Fetch config.json, which is all that planning needs. Returns its directory.
+    """Fetch config.json, which is all that planning needs, and ModelOpt's if there is one.
+
+    Returns their directory.
 
     Raises:
         StartupError: it cannot be fetched or stored.
@@ -180,9 +185,13 @@ def fetch_config(repository: str, revision: str | None = None) -> Path:
     if directory is not None:
         return directory
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     with _failing_in_words(repository, revision):
-        return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
+        config = Path(hf_hub_download(repository, "config.json", revision=revision))
+        with suppress(EntryNotFoundError):
+            hf_hub_download(repository, MODELOPT_CONFIG, revision=revision)
+        return config.parent
 
 
 def needed_files(names: Iterable[str], index: Iterable[str]) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from disagg.kernels.packed_sizes import (
+    FP4_KINDS,
     Keeper,
     Kind,
     Packing,
@@ -168,8 +169,8 @@ def _packing(stored: StoredTensor | None, part: Part, keeper: Keeper) -> Packing
 
 
 def _on_cpu(packing: Packing, part: Part) -> bool:
-    """Whether CPUs can multiply it: not fp8, column orders, or 8 bits with zeros."""
-    if packing.kind in ("fp8", "mxfp4") or packing.has_order:
+    """Whether CPUs can multiply it: no floats, column orders, or 8 bits with zeros."""
+    if packing.kind in ("fp8", *FP4_KINDS) or packing.has_order:
         return False
     if packing.kind == "int8":
         return not packing.has_zeros

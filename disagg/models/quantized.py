@@ -6,7 +6,9 @@ float checkpoint, in which the pieces of a matrix are one tensor. `LAYOUTS` desc
 for the checks here and for `quantized_values`, which reads their numbers. Knows no torch.
 
 Sources: transformers' `FineGrainedFP8Config`, `GPTQConfig` and `AwqConfig`; `QuantizationConfig` of
-https://github.com/vllm-project/compressed-tensors; the READMEs of AutoAWQ, AutoFP8 and GPTQModel.
+https://github.com/vllm-project/compressed-tensors; the READMEs of AutoAWQ, AutoFP8 and GPTQModel;
+NVFP4: `compressors/quantized_compressors/nvfp4_quantized.py` there, and `modelopt.py` of vLLM for
+what NVIDIA's ModelOpt writes.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from disagg.errors import ModelError
-from disagg.kernels.packed_sizes import MXFP4_GROUP, Kind, Packing
+from disagg.kernels.packed_sizes import FP4_KINDS, MXFP4_GROUP, NVFP4_GROUP, Kind, Packing
 from disagg.models.checkpoint import DTYPE_NBYTES, Range, StoredTensor
 from disagg.models.family import Fields
 
-LayoutName: TypeAlias = Literal["plain", "packed", "awq", "gptq", "mxfp4"]
+LayoutName: TypeAlias = Literal["plain", "packed", "awq", "gptq", "mxfp4", "nvfp4", "modelopt"]
 
 _PLAIN_DTYPES = {"int": "I8", "float": "F8_E4M3"}
 _COMPRESSED: Mapping[str, LayoutName] = {
@@ -28,6 +30,13 @@ _COMPRESSED: Mapping[str, LayoutName] = {
     "int-quantized": "plain",
     "naive-quantized": "plain",
     "pack-quantized": "packed",
+    "nvfp4-pack-quantized": "nvfp4",
+}
+# Types and bits of numbers of compressed-tensors.
+_NUMBERS: Mapping[LayoutName, Sequence[tuple[str, int]]] = {
+    "plain": (("int", 4), ("int", 8), ("float", 8)),
+    "packed": (("int", 4), ("int", 8)),
+    "nvfp4": (("float", 4),),
 }
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _PACKED_BITS = (4, 8)
@@ -36,7 +45,7 @@ _INDICES = ("I32", "I64")
 WORD_BITS = 32
 # Scales of KV, and of activations that stay in 16 bits, are ignored.
 _UNUSED = (
-    *(".input_scale", ".input_zero_point", ".output_scale"),
+    *(".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale"),
 )
 # How transformers' fp8 calls pieces.
@@ -53,9 +62,9 @@ class MatrixPiece(NamedTuple):
 
     Attributes:
         end: the end of its name.
-        axes: what its dimensions count: experts (e), rows (r), columns (c), words that hold several
-            rows (R) or columns (C), blocks of rows (b) and groups of columns (g) with one scale,
-            bytes of a group (h), dimensions (d).
+        axes: what its dimensions count: experts (e), rows (r), columns (c), words or bytes that
+            hold several rows (R) or columns (C), blocks of rows (b) and groups of columns (g) with
+            one scale, bytes of a group (h), dimensions (d).
         dtypes: the possible types; empty: that of the format.
         is_needed: whether a matrix without it is refused.
     """
@@ -72,12 +81,14 @@ class Layout(NamedTuple):
     Attributes:
         pieces: by role. "numbers" come first. "order" names the group of each column, and is also
             needed if config.json says so. "shape" repeats the shape of the matrix. "inputs" is the
-            scale of its activations.
+            scale of its activations. "global" is a second scale of all numbers.
         places: place in a word of the first number, of the second, ...; empty: in order.
+        divides: whether the global scale divides numbers instead of multiplying them.
     """
 
     pieces: Mapping[str, MatrixPiece]
     places: tuple[int, ...] = ()
+    divides: bool = False
 
 
 LAYOUTS: Mapping[LayoutName, Layout] = {
@@ -117,6 +128,21 @@ LAYOUTS: Mapping[LayoutName, Layout] = {
     "mxfp4": Layout(
         {"numbers": MatrixPiece("blocks", "ergh"), "scales": MatrixPiece("scales", "erg")}
     ),
+    "nvfp4": Layout(
+        {
+            "numbers": MatrixPiece("weight_packed", "rC"),
+            "scales": MatrixPiece("weight_scale", "rg", ("F8_E4M3",)),
+            "global": MatrixPiece("weight_global_scale", "", ("F32",)),
+        },
+        divides=True,
+    ),
+    "modelopt": Layout(
+        {
+            "numbers": MatrixPiece("weight", "rC"),
+            "scales": MatrixPiece("weight_scale", "rg", ("F8_E4M3",)),
+            "global": MatrixPiece("weight_scale_2", "", ("F32",)),
+        }
+    ),
 }
 
 
@@ -154,8 +180,8 @@ class QuantizedFormat:
 
     @property
     def kind(self) -> Kind:
-        if self.layout == "mxfp4":
-            return "mxfp4"
+        if self.dtype == "U8":
+            return "nvfp4" if "global" in self.pieces else "mxfp4"
         if self.dtype == "F8_E4M3":
             return "fp8"
         return "int4" if self.bits == 4 else "int8"
@@ -168,7 +194,7 @@ class QuantizedFormat:
     def unit(self, axis: str) -> int | None:
         """How many experts, rows or columns a place of an axis stands for; None: all."""
         if axis in "RC":
-            return WORD_BITS // self.bits
+            return (8 if self.dtype == "U8" else WORD_BITS) // self.bits
         if axis == "b":
             return 1 if self.block is None else self.block[0]
         return self.num_columns if axis == "g" else 1
@@ -186,7 +212,7 @@ class QuantizedFormat:
 
         Assumes that scales have 2 bytes, and that formats that may have zeros have them.
         """
-        scale_nbytes, zeros = 1 if self.kind == "mxfp4" else 2, self.pieces.get("zeros")
+        scale_nbytes, zeros = 1 if self.kind in FP4_KINDS else 2, self.pieces.get("zeros")
         has_zeros = zeros is not None and zeros.is_needed
         # One group has no order.
         has_order = self.has_order and self.num_columns is not None
@@ -325,12 +351,12 @@ def _of_group(settings: _Settings, group: Mapping[str, Any]) -> QuantizedFormat:
     if format not in _COMPRESSED:
         raise settings.refuse(f"the format {format}", ", ".join(_COMPRESSED))
     layout, bits, kind = _COMPRESSED[format], weights.get("num_bits"), weights.get("type", "int")
-    most = {"int": _PACKED_BITS, "float": (8,)}.get(kind, ())
-    if not _is_size(bits) or bits not in most or (layout == "packed" and kind != "int"):
-        raise settings.refuse(
-            f"{bits} bits ({kind}, {format})", "int of 4, 8 bits, float of 8 bits"
-        )
+    if not _is_size(bits) or (kind, bits) not in _NUMBERS[layout]:
+        possible = (f"{each} of {number} bits" for each, number in _NUMBERS[layout])
+        raise settings.refuse(f"{bits} bits ({kind}, {format})", ", ".join(possible))
     strategy = weights.get("strategy")
+    if layout == "nvfp4":
+        return _nvfp4(settings, layout, weights.get("group_size"))
     if strategy not in (*_STRATEGIES, None):
         raise settings.refuse(f"scales of each {strategy}", ", ".join(_STRATEGIES))
     size = weights.get("group_size")
@@ -346,6 +372,29 @@ def _of_group(settings: _Settings, group: Mapping[str, Any]) -> QuantizedFormat:
         has_order=weights.get("actorder") in ("group", "dynamic"),
         inputs="" if layout == "packed" else _inputs(group.get("input_activations"), kind),
     )
+
+
+def _nvfp4(settings: _Settings, layout: LayoutName, group_size: object) -> QuantizedFormat:
+    """Activations in 4 bits are left in 16, which loses less."""
+    if group_size not in (NVFP4_GROUP, None):
+        raise settings.refuse(f"group_size {group_size!r}", f"{NVFP4_GROUP}")
+    return QuantizedFormat(name="NVFP4", layout=layout, bits=4, dtype="U8", group_size=NVFP4_GROUP)
+
+
+def _modelopt(settings: _Settings) -> QuantizedFormat:
+    """Of config.json, or of hf_quant_config.json, which has one level more.
+
+    Which modules are excluded is not read: their tensors are floats.
+    """
+    said = settings.raw.get("quantization") or settings.raw
+    algorithm = str(said.get("quant_algo")).upper()
+    if algorithm == "FP8":
+        return QuantizedFormat(
+            name="fp8", layout="plain", dtype=_PLAIN_DTYPES["float"], inputs="static"
+        )
+    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
+        raise settings.refuse(f"quant_algo {algorithm}", "NVFP4, W4A16_NVFP4, FP8")
+    return _nvfp4(settings, "modelopt", said.get("group_size"))
 
 
 def _inputs(activations: Mapping[str, Any] | None, kind: str) -> Literal["", "own", "static"]:
@@ -375,6 +424,8 @@ _METHODS: Mapping[str, Callable[[_Settings], QuantizedFormat]] = {
     "compressed-tensors": _compressed_tensors,
     "awq": _awq,
     "gptq": _gptq,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
 }
 MXFP4 = QuantizedFormat(name="MXFP4", layout="mxfp4", bits=4, dtype="U8", group_size=MXFP4_GROUP)
 
@@ -397,7 +448,8 @@ class QuantizedStored(StoredTensor):
     @property
     def packing(self) -> Packing:
         scales, size = self.pieces["scales"], self.format.num_columns
-        if size is not None and (size >= self.shape[-1] or scales.num_values == 1):
+        is_one = size is not None and (size >= self.shape[-1] or scales.num_values == 1)
+        if is_one and self.format.kind not in FP4_KINDS:
             size = None
         is_exponent = scales.dtype == "F8_E8M0"
         return self.format.packing._replace(
@@ -424,7 +476,7 @@ def as_floats(
     used: set[str] = set()
     for name, tensor in stored.items():
         module = name.removesuffix(own_end)
-        if module == name or (format.layout == "plain" and tensor.is_float):
+        if module == name or (own_end == ".weight" and tensor.is_float):
             continue
         presented[f"{module}{float_end}"] = _matrix(stored, module + between, format, used)
     for name, tensor in stored.items():

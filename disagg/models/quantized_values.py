@@ -2,7 +2,8 @@
 
 Sources of the layouts of safetensors: `compressors/pack_quantized` of compressed-tensors,
 `WQLinear_GEMM` of AutoAWQ (whose numbers are in the order 0, 2, 4, 6, 1, 3, 5, 7),
-`BaseQuantLinear` of GPTQModel (whose first version stores zero points minus one), MXFP4 of gpt-oss.
+`BaseQuantLinear` of GPTQModel (whose first version stores zero points minus one), MXFP4 of gpt-oss;
+for NVFP4 see `quantized`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from disagg.kernels.packed_matrix import PackedMatrix, pack_units, widen
-from disagg.kernels.packed_sizes import Kind, Packing
+from disagg.kernels.packed_matrix import PackedMatrix, pack_scales, pack_units, widen
+from disagg.kernels.packed_sizes import FP4_KINDS, Kind, Packing
 from disagg.models.checkpoint import Range
 from disagg.models.quantized import LAYOUTS, WORD_BITS, QuantizedFormat, QuantizedStored, units
 
@@ -39,10 +40,12 @@ class ReadPiece(Protocol):
 class Quantized:
     """Some rows and columns of a matrix: (numbers - zeros) * scales, or numbers * scales + least.
 
+    All are multiplied by `global_scale`, if there is one.
+
     Attributes:
         shape: the numbers of rows and columns.
         numbers: returns the numbers of some of the rows, contiguous [rows, columns]: float8_e4m3fn,
-            or for "mxfp4" the bits of e2m1, or int8.
+            the bits of e2m1 ("mxfp4", "nvfp4"), or int8.
         scales: [rows, groups], [1, groups] or [1, 1].
         zeros: int8, with one of the same shapes; None: 0.
         least: floats of the shape of `scales`, instead of zeros; or None.
@@ -51,6 +54,7 @@ class Quantized:
         named: int64 [columns], the group of each column if groups are not neighbours. If so, there
             are the groups of all columns of the matrix, otherwise only those of these columns.
         input_scale: as in `PackedMatrix`.
+        global_scale: one float32, a second scale of all numbers.
     """
 
     kind: Kind
@@ -63,6 +67,7 @@ class Quantized:
     first: int = 0
     named: Tensor | None = None
     input_scale: float | None = None
+    global_scale: Tensor | None = None
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         """The matrix as floats, computed in float32; some rows at a time."""
@@ -74,7 +79,7 @@ class Quantized:
         out = torch.empty(self.shape, dtype=dtype, device=self.scales.device)
 
         def of_columns(table: Tensor, rows: slice) -> Tensor:
-            own = table[rows] if len(table) > 1 else table
+            own = (table[rows] if len(table) > 1 else table).float()
             if owners is None or own.shape[1] == 1:
                 return own.unsqueeze(2)
             return own.index_select(1, owners).unsqueeze(1)
@@ -88,6 +93,8 @@ class Quantized:
                 None if self.zeros is None else of_columns(self.zeros, rows),
                 None if self.least is None else of_columns(self.least, rows),
             )
+            if self.global_scale is not None:
+                wide *= self.global_scale
             out[rows] = wide.flatten(1)
         return out
 
@@ -126,14 +133,15 @@ class Quantized:
                 return None
             is_split = len(owners) > of_groups.shape[1] > 1
             own = of_groups.index_select(1, owners) if is_split else of_groups
-            rows = own.expand(num_rows, -1)
-            return rows.T if self.kind == "mxfp4" else rows.T.contiguous()
+            return own.expand(num_rows, -1).T.contiguous()
 
         for each in (self.scales, self.least):
             if each is not None and not each.float().isfinite().all():
                 raise ValueError("its scales hold NaN or infinite values")
-        scales = table(self.scales)
+        scales, of_all = table(self.scales), self.global_scale
         assert scales is not None
+        if self.kind in FP4_KINDS:
+            scales = pack_scales(scales)
         return PackedMatrix(
             packing.kind,
             num_columns,
@@ -144,6 +152,7 @@ class Quantized:
             order,
             table(self.least),
             self.input_scale,
+            None if of_all is None else of_all.repeat(num_rows),
         )
 
     def _in_turn(self, num_values: int) -> Iterator[slice]:
@@ -207,7 +216,19 @@ def quantized(stored: QuantizedStored, read: ReadPiece, box: Sequence[Range] = (
         first=columns[0] % size if size else 0,
         named=named,
         input_scale=_input_scale(stored, read),
+        global_scale=_global_scale(stored, read),
     )
+
+
+def _global_scale(stored: QuantizedStored, read: ReadPiece) -> Tensor | None:
+    """As in `Quantized`. Raises `ValueError`."""
+    if "global" not in stored.pieces:
+        return None
+    own = read("global").reshape(())
+    scale = own.reciprocal() if LAYOUTS[stored.format.layout].divides else own
+    if not scale.isfinite():
+        raise ValueError(f"its {stored.format.pieces['global'].end} is {float(own)}")
+    return scale
 
 
 def _input_scale(stored: QuantizedStored, read: ReadPiece) -> float | None:

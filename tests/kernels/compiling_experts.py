@@ -8,7 +8,7 @@ from disagg.kernels.gpu import experts as triton_experts
 from disagg.kernels.gpu import held_rows, route
 from disagg.kernels.gpu.experts import WIDTH, launch_options
 from tests.kernels.compiling import Assembler, check_product, compile_with, is_pointer
-from tests.kernels.compiling_packed import Format
+from tests.kernels.compiling_packed import FORMATS, Format
 
 INTEGERS = {"order_ptr": "*i64", "starts_ptr": "*i32", "chosen_ptr": "*i32"}
 # (experts, experts of a token, hidden, inner): Qwen3-30B-A3B, Qwen3-235B-A22B, gpt-oss and
@@ -21,10 +21,8 @@ DEEPSEEK_V3_OF_8 = (32, 8, 7168, 2048)  # with whole experts on each of eight ra
 def _compile(
     kernel: Any, arch: int, constants: dict[str, Any], format: Format | None = None, **options: int
 ) -> Any:
-    types = {**INTEGERS, "zeros_ptr": "*i8"}
-    if constants.get("MXFP4"):
-        types |= {"matrix_ptr": "*u8", "scales_ptr": "*u8"}
-    elif format is not None and format.in_8_bits:
+    types = {**INTEGERS, **(format.types if format is not None else {})}
+    if format is not None and format.in_8_bits:
         x = "x_ptr" if kernel is triton_experts._gate_up_kernel else "inner_ptr"
         types |= dict.fromkeys((x, "matrix_ptr"), format.number)
         types |= dict.fromkeys(("x_scales_ptr", "inner_scales_ptr"), "*fp32")
@@ -49,7 +47,7 @@ def check_products(
     """They keep to registers, fit into shared memory, and use the tensor cores.
 
     Args:
-        format: of packed matrices; None: they are floats, or those of gpt-oss.
+        format: of packed matrices; None: they are floats, or gpt-oss has MXFP4.
     """
     num_experts, num_chosen, hidden, inner = model
     is_gpt_oss = model == GPT_OSS
@@ -60,9 +58,10 @@ def check_products(
         "INNER": inner,
         "ROWS": rows,
         "WIDTH": WIDTH,
-        "MXFP4": is_gpt_oss,
-        "FORMAT": None,
+        **dict.fromkeys(("FORMAT", "row_scales_ptr")),
     }
+    if is_gpt_oss:
+        format = FORMATS["mxfp4"]
     if format is not None:
         constants |= format.constants()
     if format is None or not format.has_zeros:

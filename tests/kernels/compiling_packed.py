@@ -10,7 +10,7 @@ from disagg.kernels.gpu.compiler import next_power_of_2
 from disagg.kernels.gpu.packed_linear import BAND, tile_sizes
 from disagg.kernels.gpu.packed_tile import TileFormat, launch_options, max_rows
 from disagg.kernels.packed_matrix import LARGEST
-from disagg.kernels.packed_sizes import Kind
+from disagg.kernels.packed_sizes import FP4_KINDS, MXFP4_GROUP, NVFP4_GROUP, Kind
 from tests.kernels.compiling import Assembler, check_product, compile_with, is_pointer
 
 
@@ -26,7 +26,14 @@ class Format(NamedTuple):
     in_8_bits: bool = False
 
     def constants(self) -> dict[str, Any]:
-        return {"FORMAT": TileFormat.of(self.kind, self.group or None)}
+        absent = () if self.kind == "nvfp4" else ("row_scales_ptr",)
+        return {"FORMAT": TileFormat.of(self.kind, self.group or None), **dict.fromkeys(absent)}
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Those of scales, where they are not the activations'."""
+        scales = {"scales_ptr": "*i32"} if self.kind in FP4_KINDS else {}
+        return {"zeros_ptr": "*i8", "row_scales_ptr": "*fp32", **scales}
 
     @property
     def number(self) -> str:
@@ -45,6 +52,8 @@ FORMATS = {
     "int4 groups of 128": Format("int4", 128),
     "int4 groups of 128 with zeros": Format("int4", 128, True),
     "int4 groups of 32 with zeros": Format("int4", 32, True),
+    "mxfp4": Format("mxfp4", MXFP4_GROUP),
+    "nvfp4": Format("nvfp4", NVFP4_GROUP),
 }
 IN_8_BITS = {
     f"{name} in 8 bits": FORMATS[name]._replace(in_8_bits=True)
@@ -68,7 +77,7 @@ def compile_product(format: Format, num_rows: int, arch: int, *, is_split: bool 
     }
     if not format.has_zeros:
         constants["zeros_ptr"] = None
-    types = {"units_ptr": "*i16", "zeros_ptr": "*i8", **dict.fromkeys(SIZES, "i32")}
+    types = {"units_ptr": "*i16", **format.types, **dict.fromkeys(SIZES, "i32")}
     types |= {"out_ptr": "*fp32"} if is_split else {}
     if format.in_8_bits:
         number = format.number

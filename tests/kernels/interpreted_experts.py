@@ -27,7 +27,7 @@ from disagg.kernels.packed_sizes import Kind
 from disagg.kernels.torch.experts import TorchExperts
 from disagg.models.decoder import Decoder
 from disagg.models.experts_config import ExpertsConfig
-from tests.kernels.packed_cases import random_mxfp4, random_packed
+from tests.kernels.packed_cases import random_packed
 from tests.kernels.paged_inputs import LAYER, paged_inputs
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
 
@@ -54,8 +54,8 @@ def _experts(
 
     return replace(
         experts,
-        gate_up=random_mxfp4(num_experts * 2 * inner, hidden),
-        down=random_mxfp4(num_experts * hidden, inner),
+        gate_up=random_packed("mxfp4", num_experts * 2 * inner, hidden, 32),
+        down=random_packed("mxfp4", num_experts * hidden, inner, 32),
     )
 
 
@@ -170,6 +170,7 @@ def test_experts_of_odd_sizes_in_half_precision(kind: str) -> None:
         (("int4", 32, True), ("int4", 32, True)),
         (("int8", None, True), ("int8", None, False)),
         (("int4", 64, False), None),
+        (("nvfp4", 16, False), ("nvfp4", 16, False)),
         (None, ("fp8", None, False)),
     ],
     ids=str,
@@ -328,7 +329,7 @@ def test_a_decoder_with_experts_on_the_kernels_equals_one_on_torch() -> None:
     config = replace(SMALL, family="GptOssForCausalLM", hidden_size=64, experts=experts, sinks=True)
     weights, packed = random_weights(config, torch.float32, CPU, seed=2), []
     for layer in weights.layers:
-        gate_up, down = (random_mxfp4(5 * 64, size, 118, 121) for size in (64, 32))
+        gate_up, down = (random_packed("mxfp4", 5 * 64, size, 32) for size in (64, 32))
         packed.append(replace(layer, gate_up=gate_up, down=down))
     wide = [
         replace(

@@ -18,8 +18,8 @@ from disagg.kernels.gpu import packed_tile
 from disagg.kernels.gpu.eight_bit_tile import kinds_of, quantize_rows, why_16_bits
 from disagg.kernels.gpu.ops import TritonOps
 from disagg.kernels.gpu.packed_linear import PackedProduct, num_splits
-from disagg.kernels.packed_matrix import quantized
-from disagg.kernels.packed_sizes import EIGHT_BIT_ROWS, Kind
+from disagg.kernels.packed_matrix import pack_scales, quantized
+from disagg.kernels.packed_sizes import BITS, EIGHT_BIT_ROWS, FP4_KINDS, Kind
 from disagg.models.decoder import Decoder
 from disagg.models.experts_config import ExpertsConfig
 from disagg.models.model_config import ModelConfig
@@ -27,6 +27,7 @@ from disagg.models.packing import LAYER_FIELDS
 from disagg.models.weights import DecoderWeights, LayerWeights
 from tests.grids import pairs, some
 from tests.kernels.packed_cases import random_packed
+from tests.kernels.test_packed_matrix import E2M1
 from tests.models.paging import SMALL, Tokens, new_slab, run_step
 
 CPU = torch.device("cpu")
@@ -46,6 +47,8 @@ KINDS: list[tuple[Kind, int | None, bool]] = [
     ("int4", 128, True),
     ("int4", 64, False),
     ("int4", 512, True),
+    ("mxfp4", 32, False),
+    ("nvfp4", 16, False),
 ]
 
 
@@ -167,7 +170,7 @@ def test_tiles_of_many_rows_in_bands(major: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "group", "has_zeros"), [KINDS[1], KINDS[4], KINDS[8]], ids=["fp8", "int8", "int4"]
+    ("kind", "group", "has_zeros"), [KINDS[1], KINDS[4], KINDS[8], *KINDS[-2:]]
 )
 def test_half_precision(kind: Kind, group: int | None, has_zeros: bool) -> None:
     weight = random_packed(kind, 65, 208, group, has_zeros=has_zeros, dtype=torch.float16)
@@ -229,10 +232,10 @@ class TorchUnits:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "mxfp4", "nvfp4"])
 def test_all_numbers_become_floats_exactly(kind: Kind, dtype: torch.dtype) -> None:
     """Those of all units there are, in each type of activations."""
-    bits, in_triton = 4 if kind == "int4" else 8, getattr(tl, str(dtype).removeprefix("torch."))
+    bits, in_triton = BITS[kind], getattr(tl, str(dtype).removeprefix("torch."))
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     for part in range(16 // bits):
         numbers = (every.int() >> (part * bits)) & ((1 << bits) - 1)
@@ -241,9 +244,9 @@ def test_all_numbers_become_floats_exactly(kind: Kind, dtype: torch.dtype) -> No
             wanted = numbers.to(torch.int8).float()
         elif kind == "fp8":
             wanted = numbers.to(torch.uint8).view(torch.float8_e4m3fn).float()
-        found = packed_tile.numbers_of.fn(
-            TorchUnits(every), part, bits, kind == "fp8", in_triton
-        ).value
+        elif kind in FP4_KINDS:
+            wanted = torch.tensor(E2M1)[numbers]
+        found = packed_tile.numbers_of.fn(TorchUnits(every), part, kind, in_triton).value
         assert found.dtype == dtype
         if kind == "int4":
             zero = torch.tensor([-8, 0, 7], dtype=torch.int8)
@@ -253,6 +256,19 @@ def test_all_numbers_become_floats_exactly(kind: Kind, dtype: torch.dtype) -> No
             found = found[:, None] - base
         is_number = ~wanted.isnan()
         assert torch.equal(found.float()[is_number], wanted[is_number])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("mxfp4", torch.float8_e8m0fnu), ("nvfp4", torch.float8_e4m3fn)]
+)
+def test_all_scales_of_8_bits_become_floats_exactly(kind: Kind, dtype: torch.dtype) -> None:
+    """But for NaN, which no weight has, and the least power of two, which no float16 has."""
+    every = torch.randperm(256).to(torch.uint8).view(4, 64).view(dtype)
+    words = pack_scales(every)
+    for place, wanted in enumerate(every.float()):
+        found = packed_tile.scale_of.fn(TorchUnits(words[0]), place, kind).value
+        is_usual = ~wanted.isnan() & (wanted != 2.0**-127)
+        assert is_usual.sum() >= 62 and torch.equal(found[is_usual], wanted[is_usual])
 
 
 OF_ALL: list[Kind] = ["fp8", "int8", "int4"]

@@ -23,7 +23,6 @@ from disagg.kernels.gpu.experts import (
     MAX_B200_ROWS_IN_8_BITS,
     MAX_ROWS,
     MIN_ROWS,
-    max_rows,
 )
 from disagg.kernels.gpu.packed_linear import MOST_SPLIT_ROWS
 from disagg.kernels.gpu.packed_tile import FEW_WARPS_ROWS
@@ -69,7 +68,7 @@ from tests.kernels.compiling_sampling import (
 
 SM = 90  # H100 and H200
 ARCHES = some([SM], sorted(SHARED_NBYTES))
-FEW_FORMATS = ("fp8 blocks", "int8 rows", "int4 groups of 32 with zeros")
+FEW_FORMATS = ("fp8 blocks", "int8 rows", "int4 groups of 32 with zeros", "nvfp4")
 OF_ARCHES = [
     *((name, arch) for arch in (90, 100) for name in FORMATS if name not in IN_8_BITS),
     *((name, arch) for arch in (80, 89, 120) for name in FEW_FORMATS),
@@ -230,16 +229,11 @@ EXPERTS = some(
     ],
     [
         (QWEN3, MIN_ROWS, 90, ""),
-        (QWEN3, max_rows(False, 9), 90, ""),
-        (GPT_OSS, max_rows(True, 9), 90, ""),
-        (QWEN3, max_rows(False, 8), 80, ""),
-        (GPT_OSS, max_rows(True, 8), 80, ""),
-        (QWEN3, max_rows(False, 10), 100, ""),
-        (GPT_OSS, MIN_ROWS, 100, ""),
+        *((QWEN3, MAX_ROWS, arch, "") for arch in (80, 90, 100)),
         (QWEN3, 64, 89, ""),  # these have more stages than taller tiles, and most shared memory
-        (GPT_OSS, max_rows(True, 8), 89, ""),
         (QWEN3, 64, 120, ""),
-        (GPT_OSS, max_rows(True, 12), 120, ""),
+        (GPT_OSS, MIN_ROWS, 100, ""),
+        *((GPT_OSS, _tallest("mxfp4", arch), arch, "") for arch in (80, 89, 90, 100, 120)),
         *((QWEN3_235B, MIN_ROWS, arch, name) for name, arch in OF_ARCHES),
         *((QWEN3_235B, _tallest(name, arch), arch, name) for name, arch in OF_ARCHES),
         *((DEEPSEEK_V3, MIN_ROWS, arch, "fp8 blocks") for arch in (80, 90, 100)),
@@ -276,6 +270,7 @@ def test_routing(arch: int, assembler: Assembler) -> None:
         [
             ("fp8 blocks", SM, 512),
             ("int4 groups of 128 with zeros", SM, 4),
+            ("nvfp4", SM, 512),
             *((name, SM, 512) for name in IN_8_BITS),
         ],
         [

@@ -279,5 +279,5 @@ POPULAR: dict[str, Popular] = {
         8.03),
     "nvidia/Llama-3.1-8B-Instruct-FP4": Popular(
         {**LLAMA_8B, "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-        why_not=r"quantised \(modelopt\)"),
+        8.03),
 }  # fmt: skip

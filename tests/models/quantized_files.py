@@ -1,9 +1,10 @@
 """Quantised checkpoints as other programs write them, each number packed by itself in numpy.
 
 Written from the formats' own descriptions: compressed-tensors (`pack_to_int32`), AutoAWQ
-(`WQLinear_GEMM.from_linear`), GPTQModel (`pack`, `convert_gptq_v2_to_v1_format_module`), and MXFP4
-(OCP Microscaling Formats, section 5.3.3). Beside each there is a checkpoint of the floats that it
-stands for.
+(`WQLinear_GEMM.from_linear`), GPTQModel (`pack`, `convert_gptq_v2_to_v1_format_module`), MXFP4 (OCP
+Microscaling Formats, section 5.3.3) and NVFP4 (`NVFP4PackedCompressor` of compressed-tensors, and
+ModelOpt's names as vLLM's `modelopt.py` reads them). Beside each there is a checkpoint of the
+floats that it stands for.
 """
 
 from __future__ import annotations
@@ -281,21 +282,46 @@ def _gptq(
     return pieces, wide.T.contiguous()
 
 
+def _e2m1_numbers(shape: Shape, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """Bytes with two numbers each, the first one in the lower half, and what the numbers are."""
+    bits = torch.from_numpy(rng.integers(0, 16, shape))
+    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    pairs = bits[..., 0::2] | bits[..., 1::2] << 4
+    return pairs.to(torch.uint8), torch.cat((e2m1, -e2m1))[bits]
+
+
 def _mxfp4(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
     """All experts of a layer, of which the floats are [in, out] and the numbers [out, in]."""
     count, size, num_rows = shape
-    bits = torch.from_numpy(rng.integers(0, 16, (count, num_rows, size // 32, 32)))
+    pairs, values = _e2m1_numbers((count, num_rows, size // 32, 32), rng)
     scales = torch.from_numpy(rng.integers(121, 125, (count, num_rows, size // 32)))
-    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    values = torch.cat((e2m1, -e2m1))[bits] * 2.0 ** (scales[..., None] - 127)
-    pairs = bits[..., 0::2] | bits[..., 1::2] << 4  # the first one in the low half
-    pieces = {"blocks": pairs.to(torch.uint8), "scales": scales.to(torch.uint8)}
-    return pieces, values.flatten(2).transpose(1, 2).contiguous()
+    wide = values * 2.0 ** (scales[..., None] - 127)
+    pieces = {"blocks": pairs, "scales": scales.to(torch.uint8)}
+    return pieces, wide.flatten(2).transpose(1, 2).contiguous()
+
+
+def _nvfp4(shape: Shape, rng: np.random.Generator, *, divides: bool) -> tuple[Pieces, Tensor]:
+    """Each matrix with a global scale of its own, also those that are one product."""
+    pairs, values = _e2m1_numbers(shape, rng)
+    scales, of_each = _fp8_numbers((shape[0], -(-shape[1] // 16)), rng)
+    scales = (scales.view(torch.uint8) & 127).view(torch.float8_e4m3fn)  # as they are: positive
+    all_of_it = np.float32(rng.uniform(0.5, 1.5) * 1e-3)
+    stored = np.float32(1) / all_of_it if divides else all_of_it
+    multiplied = np.float32(1) / stored if divides else stored
+    of_columns = of_each.abs().repeat_interleave(16, 1)[:, : shape[1]].double()
+    wide = (values.double() * of_columns * float(multiplied)).float()
+    global_scale = torch.tensor(stored).reshape((1,) if divides else ())
+    if divides:
+        names = ("weight_packed", "weight_global_scale", "input_global_scale")
+    else:
+        names = ("weight", "weight_scale_2", "input_scale")
+    pieces = dict(zip(names, (pairs, global_scale, torch.tensor(3.0)), strict=True))
+    return {**pieces, "weight_scale": scales}, wide
 
 
 def compressed(format: str, num_bits: int, strategy: str, **weights: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors."""
-    kind = "float" if format.startswith("float") else "int"
+    kind = "float" if format.startswith(("float", "nvfp4")) else "int"
     said = {"num_bits": num_bits, "type": kind, "strategy": strategy, "symmetric": True, **weights}
     return {
         "quant_method": "compressed-tensors",
@@ -310,6 +336,13 @@ def gptq(**more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, **more}
 
 
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "group_size": 16,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 AWQ: dict[str, Any] = {
     "quant_method": "awq",
@@ -361,6 +394,12 @@ KINDS: dict[str, Kind] = {
     "gptq rows in order of activations": Kind(
         gptq(desc_act=True, group_size=-1), partial(_gptq, group=None, is_ordered=True)
     ),
+    "nvfp4": Kind(
+        compressed("nvfp4-pack-quantized", 4, "tensor_group", group_size=16),
+        partial(_nvfp4, divides=True),
+    ),
+    "nvfp4 of modelopt": Kind(MODELOPT, partial(_nvfp4, divides=False)),
+    "fp8 of modelopt": Kind({**MODELOPT, "quant_algo": "FP8"}, partial(_fp8, **_ALL)),
     "mxfp4": Kind(
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
         _mxfp4,

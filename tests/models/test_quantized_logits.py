@@ -66,6 +66,8 @@ OF_FAMILIES = [
     ("seed-oss", "awq"),
     ("ernie4-5", "int8 with zeros"),
     ("phi3-longrope", "fp8 blocks"),
+    ("llama", "nvfp4 of modelopt"),
+    ("qwen3-moe", "nvfp4"),
 ]
 
 
@@ -168,10 +170,17 @@ def _stored(variant: str, kind: str, **sizes: Any) -> Write:
     [
         (_stored("deepseek-v3", "fp8 blocks"), {"ops": FakeGpuOps()}, 2, False),
         (_stored("qwen2-moe", "packed with zeros", **EXPERTS), {"ops": FakeGpuOps()}, 2, True),
+        (_stored("llama", "nvfp4", intermediate_size=128), {"ops": FakeGpuOps()}, 4, False),
         (_stored("llama", "awq", intermediate_size=128), {"quantization": "packed"}, 4, False),
         (_gguf(Type.Q4_1), {"quantization": "packed"}, 4, False),
     ],
-    ids=["latents on GPUs", "whole experts on GPUs", "words on CPUs", "blocks on CPUs"],
+    ids=[
+        "latents on GPUs",
+        "whole experts on GPUs",
+        "fp4 on GPUs",
+        "words on CPUs",
+        "blocks on CPUs",
+    ],
 )
 def test_ranks_compute_with_the_bits_of_a_checkpoint(
     write: Write,

@@ -27,6 +27,7 @@ from tests.models.quantized_files import (
     AWQ,
     FP8,
     GPT_OSS,
+    MODELOPT,
     all_tensors,
     compressed,
     gptq,
@@ -100,6 +101,17 @@ def _scaled(name: str, change: Callable[[Tensor], Tensor]) -> Change:
          rf"unexpected tensors: {DOWN}.bias"),
         ("gptq", lambda it: it.pop(f"{DOWN}.qweight"), {},
          rf"missing tensors: {DOWN}.weight; unexpected tensors: {DOWN}."),
+        ("nvfp4", lambda it: it.pop(f"{DOWN}.weight_global_scale"), {},
+         rf"{DOWN}.weight_packed is quantised, and {DOWN}.weight_global_scale is missing; down"),
+        ("nvfp4 of modelopt", lambda it: it.pop(f"{DOWN}.weight_scale_2"), {},
+         rf"{DOWN}.weight is quantised, and {DOWN}.weight_scale_2 is missing; download"),
+        ("nvfp4 of modelopt",
+         _scaled(f"{DOWN}.weight", lambda it: it.view(torch.float8_e4m3fn)), {},
+         rf"{DOWN}.weight in .* is F8_E4M3, but must be U8"),
+        ("nvfp4 of modelopt", _scaled(f"{DOWN}.weight_scale", lambda it: it[:, 1:]), {},
+         rf"{DOWN}.weight_scale in .* \[48, 4\], .* should be \[48, 5\]"),
+        ("nvfp4 of modelopt", _scaled(f"{DOWN}.weight_scale", lambda it: it.float()), {},
+         rf"{DOWN}.weight_scale in .* is F32, but must be F8_E4M3"),
         ("mxfp4", _scaled(f"{EXPERTS}_blocks", lambda it: it.float()), {},
          f"{EXPERTS}_blocks in .* is F32, but must be U8"),
         ("mxfp4", _scaled(f"{EXPERTS}_blocks", lambda it: it[..., 1:]), {},
@@ -129,6 +141,12 @@ def test_what_does_not_fit_is_named_before_anything_starts(
          f"{DOWN}.weight in .* is damaged: g_idx names groups that are not from 0 to 4"),
         ("fp8 tensor", _scaled(f"{DOWN}.input_scale", lambda it: it * 0.0),
          f"{DOWN}.weight in .* is damaged: the scale of its activations is 0.0"),
+        ("nvfp4", _scaled(f"{DOWN}.weight_global_scale", lambda it: it * 0.0),
+         f"{DOWN}.weight in .* is damaged: its weight_global_scale is 0.0"),
+        ("nvfp4",
+         _scaled(f"{DOWN}.weight_scale",
+                 lambda it: torch.full_like(it.view(torch.uint8), 127).view(it.dtype)),
+         f"{DOWN}.weight in .* (holds NaN|scales hold NaN)"),
         ("mxfp4", _scaled(f"{EXPERTS}_scales", lambda it: it | 255),
          f"{EXPERTS} in .* (holds NaN|scales hold NaN)"),
     ],
@@ -158,6 +176,24 @@ def test_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
     directory = _write(tmp_path, "gptq")
     _rewrite(directory, lambda it: it.update({f"{DOWN}.bias": torch.zeros(48)}))
     load_model(describe_model(directory), torch.float32, CPU)
+
+
+def test_what_only_modelopts_own_file_says(tmp_path: Path) -> None:
+    """As its older checkpoints have it."""
+    directory = _write(tmp_path, "nvfp4 of modelopt")
+    wanted = all_tensors(directory)
+    raw = json.loads((directory / "config.json").read_text())
+    del raw["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(raw))
+    of_weights = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    file = directory / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": of_weights}))
+    found = all_tensors(directory)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    file.write_text("[]")
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json"):
+        describe_model(directory)
 
 
 def test_scales_of_kv_are_left_alone(tmp_path: Path) -> None:
@@ -225,7 +261,7 @@ def test_scales_that_are_powers_of_two_in_a_byte(tmp_path: Path) -> None:
     ("config", "words"),
     [
         ({"quant_method": "bitsandbytes"}, r"\(bitsandbytes\), which .* are float weights, "
-         "fp8, compressed-tensors, awq, gptq"),
+         "fp8, compressed-tensors, awq, gptq, modelopt"),
         ({"bits": 4}, r"quantised \(None\), which is not supported"),
         ("awq", r"quantised \(awq\)"),
         ({**FP8, "weight_block_size": [128]}, "blocks of"),
@@ -238,7 +274,15 @@ def test_scales_that_are_powers_of_two_in_a_byte(tmp_path: Path) -> None:
         (gptq(checkpoint_format="marlin"), "format 'marlin'; supported are gptq, gptq_v2"),
         (gptq(pack_dtype="int16"), "words of int16"),
         (gptq(dynamic={"+:.*down.*": {"bits": 8}}), r"some layers \(dynamic\)"),
-        (compressed("nvfp4-pack-quantized", 4, "tensor_group"), "format nvfp4-pack-quantized;"),
+        (compressed("nvfp4-pack-quantized", 8, "tensor_group"),
+         r"8 bits \(float, nvfp4-pack-quantized\); supported is float of 4 bits"),
+        (compressed("nvfp4-pack-quantized", 4, "tensor_group", group_size=32),
+         "group_size 32; supported is 16"),
+        ({**MODELOPT, "quant_algo": "MIXED_PRECISION"},
+         "quant_algo MIXED_PRECISION; supported are NVFP4, W4A16_NVFP4, FP8"),
+        ({**MODELOPT, "quant_algo": None}, "quant_algo NONE; supported are NVFP4"),
+        ({**MODELOPT, "group_size": 128}, "group_size 128; supported is 16"),
+        ({**MODELOPT, "quantization": "NVFP4"}, "config.json is wrong"),
         (compressed("pack-quantized", 3, "group", group_size=128), r"3 bits \(int, pack-quant"),
         (compressed("pack-quantized", 4, "group", group_size="x"), "group_size 'x'"),
         (compressed("float-quantized", 8, "attn_head"), "scales of each attn_head"),

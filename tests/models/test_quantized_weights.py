@@ -125,7 +125,7 @@ ORDER = "gptq in order of activations"
 KEPT = {
     **{
         f"experts, {kind}": Kept("qwen2-moe", kind, OF_EXPERTS, changes=SMALL_EXPERTS)
-        for kind in ("fp8 blocks", "int8 with zeros", "packed with zeros", "awq")
+        for kind in ("fp8 blocks", "int8 with zeros", "packed with zeros", "awq", "nvfp4")
     },
     # All experts of a layer are one matrix.
     "experts in orders of their own": Kept(
@@ -141,6 +141,7 @@ KEPT = {
             ("qwen2-moe", "packed with zeros", ODD_EXPERTS),
             ("mixtral", "awq", {"intermediate_size": 96}),
             ("deepseek-v3", "int8", ODD_EXPERTS),
+            ("mixtral", "nvfp4 of modelopt", {"intermediate_size": 96}),
         )
     },
     # 48 columns each, of groups of 32: 16 columns share a scale then.
@@ -174,7 +175,7 @@ def test_what_a_gpu_keeps_of_a_layer(
             assert found["1.down"].group == 16
 
 
-@pytest.mark.parametrize("kind", ["fp8 blocks", "packed with zeros", "gptq"])
+@pytest.mark.parametrize("kind", ["fp8 blocks", "packed with zeros", "gptq", "nvfp4"])
 def test_a_head_keeps_its_bits(kind: str, tmp_path: Path) -> None:
     """Also the part of a rank, whose rows begin inside a block of scales."""
     model = write_quantized(tmp_path, "llama", kind, with_head=True).directory
@@ -199,7 +200,9 @@ def test_matrices_in_different_orders_are_widened(
     assert "up_proj.weight: converted to floats" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["fp8 blocks", "packed with zeros", "int8", "awq", "gptq"])
+@pytest.mark.parametrize(
+    "kind", ["fp8 blocks", "packed with zeros", "int8", "awq", "gptq", "nvfp4 of modelopt"]
+)
 def test_a_rank_reads_only_its_part(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

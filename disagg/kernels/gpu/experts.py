@@ -9,9 +9,7 @@ not depend on timing. If other ranks have some of the experts, the rows of these
 after the rank's own rows and belong to no program, so they are neither computed nor summed.
 
 Packed matrices are widened in registers, as `packed_tile` does for dense layers; the rows of all
-experts are one matrix. MXFP4 weights are widened in registers too. The two values of a byte are in
-two separate products, as in `attention_tile`: the first values of all bytes are multiplied with the
-first half of `x`, whose columns were put in that order.
+experts are one matrix.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,7 +18,7 @@ first half of `x`, whose columns were put in that order.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -46,7 +44,6 @@ from disagg.kernels.packed_matrix import PackedMatrix
 from disagg.kernels.packed_sizes import EIGHT_BIT_ROWS
 
 MIN_ROWS, MAX_ROWS = 16, 128
-MAX_MXFP4_ROWS_OF_WARPS = 64  # on GPUs where single warps multiply, taller tiles spill registers
 MAX_B200_ROWS_IN_8_BITS = 64  # taller tiles spill registers there
 _MOST_NUMBERS = 1 << 31  # of activations in 8 bits, whose places are int32
 WIDTH = 128  # rows of a matrix in a program: 64 each of gate and up
@@ -69,14 +66,6 @@ def _own_rows(
 
 
 @triton.jit
-def _e2m1(bits):
-    """Convert 4-bit e2m1 numbers, whose magnitudes are 0 to 6, to floats in units of 0.5."""
-    exponent, fraction = (bits >> 1) & 3, bits & 1
-    halves = tl.where(exponent == 0, fraction, (2 + fraction) << tl.maximum(exponent - 1, 0))
-    return tl.where(bits >= 8, -halves, halves).to(tl.float32)
-
-
-@triton.jit
 def _product(
     x_ptr,
     x_scales_ptr,
@@ -85,6 +74,7 @@ def _product(
     matrix_ptr,
     scales_ptr,
     zeros_ptr,
+    row_scales_ptr,
     expert,
     own,
     is_own,
@@ -93,14 +83,12 @@ def _product(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    MXFP4: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     """Compute x W^T, [ROWS, WIDTH]. x is some `rows`, which may all be read, in 8 bits if they have
     scales. W is the rows `own` of an expert's NUM_OUT rows of SIZE values.
-    FORMAT: the `TileFormat` of W; None: it is MXFP4 or has floats."""
-    # A step of the inner loop has so many values of a row, or bytes of MXFP4 with two values each.
-    DEPTH: tl.constexpr = 32 if MXFP4 else 64
+    FORMAT: the `TileFormat` of W; None: it has floats."""
+    DEPTH: tl.constexpr = 64  # values of a row in a step of the inner loop
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     x_ptrs = x_ptr + rows[:, None] * SIZE
@@ -121,32 +109,10 @@ def _product(
         num_chunks: tl.constexpr = (SIZE * FORMAT.bits + chunk - 1) // chunk
         row = expert.to(tl.int32) * NUM_OUT + tl.minimum(own, NUM_OUT - 1)
         sums = packed_tile(
-            x_ptrs, is_row[:, None], matrix_ptr, scales_ptr, zeros_ptr, row,
+            x_ptrs, is_row[:, None], matrix_ptr, scales_ptr, zeros_ptr, row_scales_ptr, row,
             NUM_EXPERTS * NUM_OUT, SIZE, num_chunks, 0, num_chunks, FORMAT, ROWS, WIDTH,
         )  # fmt: skip
         acc = tl.trans(sums)
-    elif MXFP4:
-        # Each byte has two values. The first values are multiplied with the first half of x.
-        half: tl.constexpr = SIZE // 2
-        w_ptrs = matrix_ptr + expert * (NUM_OUT * half) + own[:, None] * half
-        for start in range(0, half, DEPTH):
-            at = (start + depth)[None, :]
-            mask = is_own[:, None] & (at < half)
-            packed = tl.load(w_ptrs + at, mask=mask, other=0).to(tl.int32)
-            group = (start // 16 + tl.arange(0, DEPTH // 16))[None, :]
-            scale_rows = scales_ptr + expert * (NUM_OUT * SIZE // 32) + own[:, None] * (SIZE // 32)
-            mask = is_own[:, None] & (group < SIZE // 32)
-            exponents = tl.load(scale_rows + group, mask=mask, other=0).to(tl.int32)
-            scales = (exponents << 23).to(tl.float32, bitcast=True) * 0.5
-            scales = tl.broadcast_to(scales[:, :, None], [scales.shape[0], DEPTH // 16, 16])
-            scales = tl.reshape(scales, packed.shape)
-            seen = is_row[:, None] & (at < half)
-            x = tl.load(x_ptrs + at, mask=seen, other=0.0)
-            w = (_e2m1(packed & 15) * scales).to(x.dtype)
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-            x = tl.load(x_ptrs + half + at, mask=seen, other=0.0)
-            w = (_e2m1(packed >> 4) * scales).to(x.dtype)
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     else:
         w_ptrs = matrix_ptr + expert * (NUM_OUT * SIZE) + own[:, None] * SIZE
         for start in range(0, SIZE, DEPTH):
@@ -164,6 +130,7 @@ def _gate_up_kernel(
     matrix_ptr,
     scales_ptr,
     zeros_ptr,
+    row_scales_ptr,
     order_ptr,
     starts_ptr,
     bias_ptr,
@@ -177,7 +144,6 @@ def _gate_up_kernel(
     INNER: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    MXFP4: tl.constexpr,
     FORMAT: tl.constexpr,
     CLAMPED: tl.constexpr,
 ):
@@ -191,8 +157,8 @@ def _gate_up_kernel(
         column = tl.program_id(1) * (WIDTH // 2) + places // 2
         own = (places % 2) * INNER + column
         acc = _product(
-            x_ptr, x_scales_ptr, tokens, is_row, matrix_ptr, scales_ptr, zeros_ptr, expert, own,
-            column < INNER, NUM_EXPERTS, 2 * INNER, HIDDEN, ROWS, WIDTH, MXFP4, FORMAT,
+            x_ptr, x_scales_ptr, tokens, is_row, matrix_ptr, scales_ptr, zeros_ptr, row_scales_ptr,
+            expert, own, column < INNER, NUM_EXPERTS, 2 * INNER, HIDDEN, ROWS, WIDTH, FORMAT,
         )  # fmt: skip
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + expert * (2 * INNER) + own
@@ -205,10 +171,7 @@ def _gate_up_kernel(
         else:
             made = up * gate / (1.0 + tl.exp(-gate))
         column = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
-        target = column
-        if MXFP4:  # store it in the order in which the next product reads it
-            target = column % 2 * (INNER // 2) + column // 2
-        inner_ptrs = inner_ptr + rows.to(tl.int64)[:, None] * INNER + target[None, :]
+        inner_ptrs = inner_ptr + rows.to(tl.int64)[:, None] * INNER + column[None, :]
         mask = is_row[:, None] & (column < INNER)[None, :]
         tl.store(inner_ptrs, made.to(inner_ptr.dtype.element_ty), mask=mask)
 
@@ -220,6 +183,7 @@ def _down_kernel(
     matrix_ptr,
     scales_ptr,
     zeros_ptr,
+    row_scales_ptr,
     order_ptr,
     starts_ptr,
     bias_ptr,
@@ -231,7 +195,6 @@ def _down_kernel(
     INNER: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    MXFP4: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     expert, first, end = _own_rows(starts_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, ROWS)
@@ -241,8 +204,8 @@ def _down_kernel(
         column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         acc = _product(
             inner_ptr, inner_scales_ptr, tl.minimum(rows, end - 1).to(tl.int64), is_row,
-            matrix_ptr, scales_ptr, zeros_ptr, expert, column, column < HIDDEN, NUM_EXPERTS, HIDDEN,
-            INNER, ROWS, WIDTH, MXFP4, FORMAT,
+            matrix_ptr, scales_ptr, zeros_ptr, row_scales_ptr, expert, column, column < HIDDEN,
+            NUM_EXPERTS, HIDDEN, INNER, ROWS, WIDTH, FORMAT,
         )  # fmt: skip
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + expert * HIDDEN + column
@@ -261,32 +224,22 @@ def launch_options(rows: int, *, is_packed: bool) -> dict[str, int]:
     return {"num_warps": 4 if rows < MAX_ROWS else 8, "num_stages": 4 if rows < MAX_ROWS else 3}
 
 
-def max_rows(is_mxfp4: bool, major: int) -> int:
-    """Most rows of a tile, if the matrix is not packed. major: of the compute capability."""
-    return MAX_MXFP4_ROWS_OF_WARPS if is_mxfp4 and major not in WARP_GROUPS else MAX_ROWS
-
-
 class _Matrix(NamedTuple):
     """A matrix of all experts, as it is passed to a kernel.
 
     Attributes:
-        pieces: numbers, scales, zeros.
-        format: as a constant of a kernel; None: it is MXFP4 or has floats.
+        pieces: numbers, scales, zeros, row scales.
+        format: as a constant of a kernel; None: it has floats.
         max_rows: most rows of a tile.
         order: order of its columns, as in `PackedMatrix`.
         in_8_bits: the matrix, if its products of many rows are in 8 bits.
     """
 
-    pieces: tuple[Tensor, Tensor | None, Tensor | None]
+    pieces: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
     format: TileFormat | None
-    is_mxfp4: bool
     max_rows: int
     order: Tensor | None
     in_8_bits: PackedMatrix | None = None
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {"MXFP4": self.is_mxfp4, "FORMAT": self.format}
 
     def operands(self, x: Tensor, *, in_8_bits: bool) -> tuple[Tensor | None, ...]:
         """x as a kernel multiplies it, its scales, and the pieces."""
@@ -300,17 +253,14 @@ class _Matrix(NamedTuple):
 def _matrix(stored: Tensor | PackedMatrix, capability: tuple[int, int]) -> _Matrix:
     major = capability[0]
     if not isinstance(stored, PackedMatrix):
-        return _Matrix((stored, None, None), None, False, max_rows(False, major), None)
-    if stored.kind == "mxfp4":
-        exponents = stored.scales.T.contiguous().view(torch.uint8)
-        return _Matrix((stored.units, exponents, None), None, True, max_rows(True, major), None)
-    pieces = stored.units, stored.scales, stored.zeros
+        return _Matrix((stored, None, None, None), None, MAX_ROWS, None)
+    pieces = stored.units, stored.scales, stored.zeros, stored.row_scales
     most = packed_max_rows(stored.kind, stored.group, major)
     format, eight_bits = TileFormat.of(stored.kind, stored.group), kinds_of(capability)
     in_8_bits = None if why_16_bits(stored, eight_bits) else stored
     if in_8_bits is not None and major == WARP_GROUPS[1]:
         most = MAX_B200_ROWS_IN_8_BITS
-    return _Matrix(pieces, format, False, most, stored.order, in_8_bits)
+    return _Matrix(pieces, format, most, stored.order, in_8_bits)
 
 
 class TritonExperts:
@@ -334,7 +284,7 @@ class TritonExperts:
         """The properties that determine, with the number of tokens, the needed programs."""
         experts = self._experts
         numbers = experts.num_experts, experts.num_chosen, experts.limit is None
-        formats = (*self._gate_up.constants.values(), *self._down.constants.values())
+        formats = self._gate_up.format, self._down.format
         pieces = (*self._gate_up.pieces, *self._down.pieces, experts.gate_up_bias)
         types = (None if each is None else each.dtype for each in pieces)
         inputs = (getattr(each, "input_scale", None) for each in (experts.gate_up, experts.down))
@@ -380,8 +330,6 @@ class TritonExperts:
             "ROWS": rows,
             "WIDTH": WIDTH,
         }
-        if self._gate_up.is_mxfp4:
-            x = x.view(num_tokens, -1, 2).transpose(1, 2).reshape(num_tokens, hidden)
         _gate_up_kernel[num_blocks, -(-size // (WIDTH // 2))](
             *self._gate_up.operands(x, in_8_bits=in_8_bits),
             order,
@@ -393,7 +341,7 @@ class TritonExperts:
             NUM_CHOSEN=experts.num_chosen,
             CLAMPED=experts.limit is not None,
             **sizes,
-            **self._gate_up.constants,
+            FORMAT=self._gate_up.format,
             **launch_options(rows, is_packed=self._gate_up.format is not None),
         )
         _down_kernel[num_blocks, -(-hidden // WIDTH)](
@@ -404,7 +352,7 @@ class TritonExperts:
             weights,
             out,
             **sizes,
-            **self._down.constants,
+            FORMAT=self._down.format,
             **launch_options(rows, is_packed=self._down.format is not None),
         )
         if num_held < experts.num_experts:

@@ -42,6 +42,7 @@ def _packed_linear_kernel(
     units_ptr,
     scales_ptr,
     zeros_ptr,
+    row_scales_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
@@ -75,8 +76,8 @@ def _packed_linear_kernel(
     if x_scales_ptr is None:
         x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * num_in
         acc = packed_tile(
-            x_ptrs, (rows < num_rows)[:, None], units_ptr, scales_ptr, zeros_ptr, own,
-            num_out, num_in, num_chunks, first, end, FORMAT, ROWS, WIDTH,
+            x_ptrs, (rows < num_rows)[:, None], units_ptr, scales_ptr, zeros_ptr, row_scales_ptr,
+            own, num_out, num_in, num_chunks, first, end, FORMAT, ROWS, WIDTH,
         )  # fmt: skip
     else:
         own_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
@@ -204,6 +205,7 @@ class PackedProduct:
             units,
             weight.scales,
             weight.zeros,
+            weight.row_scales,
             bias,
             target,
             num_rows,

@@ -1,9 +1,10 @@
 """A tile of a product with a packed weight, used for single matrices and for experts.
 
 Shifts convert numbers to the activations' dtype, which is exact. The scales multiply float32 sums,
-so the only difference to a product with the widened weight is that the weight is not rounded. e4m3
-works on GPUs without support for it. The weight is the first operand, because Hopper's tensor cores
-take that one from registers.
+so the only difference to a product with the widened weight is that the weight is not rounded. With
+4-bit floats, of which few share a scale, it multiplies the numbers instead: that is exact in 16
+bits, since it has one significant bit (e8m0) or four (e4m3). GPUs need not know any of these types.
+The weight is the first operand, because Hopper's tensor cores take that one from registers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from disagg.kernels.packed_sizes import BITS, Kind, part_size
+from disagg.kernels.packed_sizes import BITS, FP4_KINDS, Kind, part_size
 
 MAX_ROWS = 128  # on GPUs where groups of warps multiply: H100 and B200, by major capability
 WARP_GROUPS = 9, 10
 # Other GPUs have fewer registers for a tile and less shared memory, and many small groups need more
-# of both. From taller int4 tiles, Triton 3.7 makes a program without instructions for a B200.
+# of both. From taller tiles of 4 bits, Triton 3.7 makes a program without instructions for a B200.
 MAX_ROWS_OF_WARPS = 64
 FEW_WARPS_ROWS = 32
 
@@ -35,8 +36,8 @@ def launch_options(rows: int) -> dict[str, int]:
 
 def max_rows(kind: Kind, group: int | None, major: int) -> int:
     """The most rows of `x` in a tile."""
-    is_cut = group is not None and group <= part_size(kind, group)
-    if major not in WARP_GROUPS or (kind == "int4" and (is_cut or major == WARP_GROUPS[1])):
+    is_cut = kind == "int4" and group is not None and group <= part_size(kind, group)
+    if major not in WARP_GROUPS or is_cut or (BITS[kind] == 4 and major == WARP_GROUPS[1]):
         return MAX_ROWS_OF_WARPS
     return MAX_ROWS
 
@@ -48,11 +49,12 @@ class TileFormat:
     Attributes:
         part: numbers in a part of a chunk; a chunk is one 16-bit unit of so many columns.
         group: numbers that share a scale; 0: all of a row.
-        together: parts of a chunk that share a scale.
+        together: parts of a chunk whose sums share a scale.
     """
 
+    kind: Kind
     bits: int
-    is_float: bool
+    is_fp4: bool
     part: int
     group: int
     together: int
@@ -60,23 +62,25 @@ class TileFormat:
     @classmethod
     def of(cls, kind: Kind, group: int | None) -> TileFormat:
         part, num_parts = part_size(kind, group), 16 // BITS[kind]
-        together = min(group // part, num_parts) if group else num_parts
-        return cls(BITS[kind], kind == "fp8", part, group or 0, together)
+        together = num_parts
+        if group is not None and kind not in FP4_KINDS:
+            together = min(group // part, num_parts)
+        return cls(kind, BITS[kind], kind in FP4_KINDS, part, group or 0, together)
 
 
 @triton.jit
-def numbers_of(
-    units, part: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, DTYPE: tl.constexpr
-):
-    """Part `part` of units as DTYPE. 4-bit numbers are too large by `base_of`."""
-    if BITS == 4:
+def numbers_of(units, part: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Part `part` of units as DTYPE. Numbers of int4 are too large by `base_of`."""
+    if KIND == "int4":
         # 0x4300 is 128 in bfloat16, and 0x6400 is 1024 in float16, where the last bit of the
         # fraction counts 1.
         bits = (units >> (4 * part)) & 15
         if tl.bfloat16 == DTYPE:
             return (bits | 0x4300).to(tl.bfloat16, bitcast=True)
         return (bits | 0x6400).to(tl.float16, bitcast=True).to(DTYPE)
-    elif IS_FLOAT:
+    elif KIND == "int8":
+        return (units >> (8 * part)).to(tl.int8).to(DTYPE)
+    elif KIND == "fp8":
         # The bits of e4m3 are moved to those of DTYPE, whose exponent has another bias; a factor
         # corrects that.
         if part == 0:
@@ -87,8 +91,24 @@ def numbers_of(
             return (sign | (rest & 0x07F0)).to(tl.bfloat16, bitcast=True) * 1.329227995784916e36
         half = sign | ((rest << 3) & 0x3F80)
         return (half.to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
+    else:  # the same for e2m1
+        bits = units >> (4 * part)
+        sign, rest = (bits << 12) & -32768, bits & 7
+        if tl.bfloat16 == DTYPE:
+            return (sign | (rest << 6)).to(tl.bfloat16, bitcast=True) * 8.507059173023462e37
+        half = sign | (rest << 9)
+        return (half.to(tl.float16, bitcast=True) * 16384.0).to(DTYPE)
+
+
+@triton.jit
+def scale_of(words, place: tl.constexpr, KIND: tl.constexpr):
+    """The scale at a place of words with four of e8m0 or e4m3, as float32."""
+    bits = words >> (8 * place)
+    if KIND == "mxfp4":
+        return ((bits & 255) << 23).to(tl.float32, bitcast=True)
     else:
-        return (units >> (8 * part)).to(tl.int8).to(DTYPE)
+        moved = ((bits & 128) << 24) | ((bits & 127) << 20)
+        return moved.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
@@ -110,6 +130,7 @@ def packed_tile(
     units_ptr,
     scales_ptr,
     zeros_ptr,
+    row_scales_ptr,
     own,
     num_out,
     num_in,
@@ -133,6 +154,8 @@ def packed_tile(
     PART: tl.constexpr = FORMAT.part
     GROUP: tl.constexpr = FORMAT.group
     TOGETHER: tl.constexpr = FORMAT.together
+    KIND: tl.constexpr = FORMAT.kind
+    SCALES_SUMS: tl.constexpr = GROUP > 0 and not FORMAT.is_fp4
     PARTS: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = PARTS * PART
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
@@ -143,8 +166,11 @@ def packed_tile(
         base = base_of(tl.load(zeros_ptr + own), BITS, DTYPE)[:, None]
     for chunk in range(first_chunk, end_chunk):
         units = tl.load(unit_ptrs + chunk * PART)
+        if FORMAT.is_fp4:  # a chunk has the scales of a word, or of half a word
+            first = chunk * (CHUNK // GROUP)
+            words = tl.load(scales_ptr + first // 4 * num_out + own) >> (first % 4 * 8)
         for begin in tl.static_range(0, PARTS, TOGETHER):
-            if GROUP:
+            if SCALES_SUMS:
                 # In a padded chunk the last groups, and the last columns of x, may not exist.
                 group = (chunk * CHUNK + begin * PART) // GROUP
                 places = tl.minimum(group, (num_in - 1) // GROUP) * num_out + own
@@ -157,16 +183,20 @@ def packed_tile(
             for part in tl.static_range(begin, begin + TOGETHER):
                 at = (chunk * CHUNK + part * PART + depth)[None, :]
                 x = tl.load(x_ptrs + at, mask=is_row & (at < num_in), other=0.0)
-                w = numbers_of(units, part, BITS, FORMAT.is_float, DTYPE)
-                if zeros_ptr is not None:
+                w = numbers_of(units, part, KIND, DTYPE)
+                if FORMAT.is_fp4:
+                    w *= scale_of(words, part * PART // GROUP, KIND).to(DTYPE)[:, None]
+                elif zeros_ptr is not None:
                     w -= base
-                elif BITS == 4:
+                elif KIND == "int4":
                     w -= 136.0 if tl.bfloat16 == DTYPE else 1032.0
                 sums = tl.dot(w, tl.trans(x), sums, input_precision="ieee")
-            if GROUP:
+            if SCALES_SUMS:
                 acc += sums * scale[:, None]
             else:
                 acc = sums
     if GROUP == 0:
         acc *= tl.load(scales_ptr + own).to(tl.float32)[:, None]
+    if row_scales_ptr is not None:
+        acc *= tl.load(row_scales_ptr + own)[:, None]
     return acc

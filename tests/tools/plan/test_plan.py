@@ -62,7 +62,7 @@ def test_lengths_may_have_the_suffixes_of_serve(capsys: pytest.CaptureFixture[st
 
 
 def test_experts_of_4_bits_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "13.7 GB in bf16, experts in MXFP4;" in printed(capsys, "gpt-oss-20b")
+    assert "13.8 GB in bf16, experts in MXFP4;" in printed(capsys, "gpt-oss-20b")
 
 
 def test_textbook_tables_of_llama_3_70b(capsys: pytest.CaptureFixture[str]) -> None:
