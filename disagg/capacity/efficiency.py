@@ -77,7 +77,7 @@ def efficiency_of(gpu: Gpu, weights: str, engine: str = "") -> Efficiency:
     """The efficiency of an engine with weights of a format on a GPU.
 
     Args:
-        weights: format, as from `ModelShape.products_in`.
+        weights: format, as from `ModelShape.products_in`. int8 is planned as fp8.
         engine: one of `ENGINES`; empty: a good engine. Its efficiency is an assumption for bf16,
             and the best published one for other formats, on this family of GPUs if there is any.
 
@@ -90,8 +90,9 @@ def efficiency_of(gpu: Gpu, weights: str, engine: str = "") -> Efficiency:
         return ON_CPU
     if weights == "bf16":
         return PLANNED
+    alike = "fp8" if weights == "int8" else weights
     known = [(family == gpu.family, share) for (_, kind, family), share in MATMUL.items()
-             if kind == weights]  # fmt: skip
+             if kind == alike]  # fmt: skip
     return msgspec.structs.replace(PLANNED, matmul=max(known)[1])
 
 

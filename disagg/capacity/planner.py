@@ -85,9 +85,10 @@ def make_plan(shape: ModelShape, load: Workload, wishes: Wishes, *, with_fleet: 
         usd = _prices(wishes.price, {each.gpu.name for each in every})
         advice = advise(Goal(load, slo, link, lambda each: usd[each.gpu.name]), every)
     if shape.quantized:
-        notes += dict.fromkeys(_how_quantized(each.shape, wishes.weights) for each in every)
+        notes += dict.fromkeys(map(_how_quantized, every))
     if not wishes.engine:
         notes += _assumed(shape, every)
+    notes += [_nearly_full(each) for each in every if each.is_nearly_full]
     if max(each.num_gpus for each in every) > 1:
         notes.append(NOT_RUN_YET)
     return Plan(shape, load, every, advice, notes)
@@ -123,7 +124,7 @@ def _worker_report(each: Placement, load: Workload) -> dict[str, Any]:
         "expert_parallel": each.num_holders > 1,
         "weights_nbytes": each.weights_nbytes,
         "num_kv_tokens": each.num_kv_tokens,
-        "flops_per_byte": each.gpu.flops_per_byte(each.weights),
+        "flops_per_byte": each.gpu.flops_per_byte(each.products),
         "break_even_batch": each.break_even_batch,
         "prompt_tokens": num_prompt,
         "prefill_s": each.prefill_s(num_prompt),
@@ -206,7 +207,7 @@ def _roofline(pool: Pool, role: str, load: Workload, chunk_tokens: int) -> dict[
         flops = num_flop / each.step_s(step)
         dots[name] = {"flop_per_byte": num_flop / nbytes, "flops": flops}
     return {
-        "peak_flops": each.num_gpus * each.gpu.flops(each.weights),
+        "peak_flops": each.num_gpus * each.gpu.flops(each.products),
         "bytes_per_s": each.num_gpus * each.gpu.memory_bytes_per_s,
         "steps": dots,
     }
@@ -283,8 +284,8 @@ def _prices(given: Mapping[str, float], names: set[str]) -> dict[str, float]:
 def _assumed(shape: ModelShape, every: Sequence[Placement]) -> list[str]:
     """Notes for GPUs whose prefill speed is assumed, with the speed of published benchmarks."""
     notes = []
-    for gpu, weights in dict.fromkeys((each.gpu, each.weights) for each in every):
-        kind = shape.products_in(weights)
+    for gpu, products in dict.fromkeys((each.gpu, each.products) for each in every):
+        kind = shape.products_in(products)
         shares = {
             engine: share for (engine, *key), share in MATMUL.items() if key == [kind, gpu.family]
         }
@@ -298,11 +299,23 @@ def _assumed(shape: ModelShape, every: Sequence[Placement]) -> list[str]:
     return notes
 
 
-def _how_quantized(shape: ModelShape, weights: str) -> str:
+def _nearly_full(each: Placement) -> str:
+    return (
+        f"The weights leave {each.kv_room_nbytes / 1e9:.1f} GB of each GPU to KV with"
+        f" {each.num_gpus} x {each.gpu.name}. This is what limits its throughput, and engines hold"
+        " less KV than the datasheet leaves: such workers were predicted at 1.3 to 1.5 times their"
+        " published speed."
+    )
+
+
+def _how_quantized(each: Placement) -> str:
+    shape, weights = each.shape, each.weights
     begin = f"The weights of this checkpoint are quantised ({shape.quantized})."
     if weights != "bf16":
         return f"{begin} The plan uses their size in {weights} instead (--weights)."
     if not shape.is_packed:
         return f"{begin} They are converted to bf16 when loaded; the plan uses that size."
     but = ", except for experts, which are converted to bf16" if shape.has_widened_experts else ""
-    return f"{begin} GPUs keep them so and multiply in bf16; the plan uses that size{but}."
+    return (
+        f"{begin} GPUs keep them so and multiply in {each.products}; the plan uses that size{but}."
+    )

@@ -58,6 +58,13 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         return self.num_gpus if self.expert_parallel else 1
 
     @property
+    def products(self) -> str:
+        """The format that the matrix units multiply: that of the weights, or the 8 bits of a
+        checkpoint if the GPU has units for them."""
+        own = self.shape.eight_bits if self.weights == "bf16" else ""
+        return own if own and self.gpu.multiplies(own) else self.weights
+
+    @property
     def weights_nbytes(self) -> float:
         return self.shape.weights_nbytes(self.weights)
 
@@ -78,6 +85,11 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         return self.gpu.memory_nbytes * MEMORY_SHARE - weights_nbytes / self.num_gpus
 
     @property
+    def is_nearly_full(self) -> bool:
+        """Whether the memory left for KV limits throughput, of which predictions are too high."""
+        return self.kv_room_nbytes < 0.1 * self.gpu.memory_nbytes
+
+    @property
     def num_kv_tokens(self) -> int:
         """The number of tokens whose KV fits besides the weights."""
         return max(0, int(self.kv_room_nbytes / self.kv_nbytes_per_gpu_token))
@@ -88,7 +100,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
 
         Each token costs two FLOP per weight; the figures are those of the datasheet.
         """
-        return self.gpu.flops_per_byte(self.weights) * self.shape.value_nbytes(self.weights) / 2
+        return self.gpu.flops_per_byte(self.products) * self.shape.value_nbytes(self.weights) / 2
 
     def step_s(self, step: StepFeatures) -> float:
         """Seconds of an engine step."""
@@ -176,7 +188,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True):  # `dict`: for `cached_
         read_nbytes = shape.read_nbytes(num_tokens, self.weights, self.num_holders)
         read_s = read_nbytes / (gpu.memory_bytes_per_s * efficiency.memory)
         # Without 4-bit matrix units, 4-bit experts are widened to 16.
-        flops = gpu.flops("bf16" if shape.has_mxfp4_experts else self.weights) * efficiency.matmul
+        flops = gpu.flops("bf16" if shape.has_mxfp4_experts else self.products) * efficiency.matmul
         num_params = shape.num_multiplied_params(num_tokens, self.num_holders)
         multiply_s = 2 * num_params * num_tokens / flops
         slower_s = max(read_s, multiply_s) / self.num_gpus
@@ -210,7 +222,8 @@ def placements(like: Placement, num_tokens: int = 1, engine: str = "") -> list[P
     gpu.flops(weights)
     if gpu is CPU_CORE:
         shape = replace(shape, is_widened=True)
-    efficiency = efficiency_of(gpu, shape.products_in(weights), engine)
+    products = msgspec.structs.replace(like, shape=shape).products
+    efficiency = efficiency_of(gpu, shape.products_in(products), engine)
     num_heads, num_kv_heads = shape.config.num_heads, shape.config.num_kv_heads
     degrees = [
         num

@@ -16,7 +16,7 @@ from typing import Any
 
 from disagg.config import ASSETS, SCALED_KV_BITS
 from disagg.errors import ModelError
-from disagg.kernels.packed_sizes import NVFP4_GROUP, Packing
+from disagg.kernels.packed_sizes import EIGHT_BIT_CHUNK, NVFP4_GROUP, Packing
 from disagg.kv_groups import TILE_TOKENS, KVGroups, group_layers
 from disagg.models.checkpoint import StoredTensor
 from disagg.models.description import ModelDescription, describe_model
@@ -109,6 +109,21 @@ class ModelShape:
         """The format of a quantised checkpoint; empty: it has floats, or only experts in MXFP4."""
         format = self.config.quantized
         return "" if format is None or self.has_mxfp4_experts else format.name
+
+    @property
+    def eight_bits(self) -> str:
+        """The format of products in 8 bits, if the checkpoint quantises activations so: "fp8",
+        "fp8-block" or "int8"; empty: there are none.
+
+        Experts have none: in steps of `CHUNK_TOKENS` each of them has too few rows. Dense matrices
+        have 8 bits from `EIGHT_BIT_ROWS` tokens on; fewer wait for their bytes in any format.
+        """
+        format = self.config.quantized
+        if format is None or not format.inputs or self.num_experts or self.is_widened:
+            return ""
+        if format.num_columns is not None and format.num_columns % EIGHT_BIT_CHUNK:
+            return ""
+        return f"{format.kind}-block" if format.block else format.kind
 
     @property
     def is_packed(self) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.capacity.efficiency import DATASHEET
+from disagg.capacity.efficiency import DATASHEET, efficiency_of
 from disagg.capacity.gpus import GPUS, Gpu, gpu_of, link_of
 from disagg.capacity.roofline import Placement, placements
 from disagg.capacity.shapes import SHAPES, ModelShape
@@ -169,6 +170,42 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     with pytest.raises(NotEnoughMemory, match=r"405b in fp8 has .* GB each\. `disagg serve") as why:
         placements(Placement(packed, GPUS["l40s"]))
     assert "try" not in why.value.message
+
+
+FP8 = {"dtype": "F8_E4M3", "inputs": "static"}
+
+
+def _quantized(name: str, **format: Any) -> ModelShape:
+    shape, of_weights = SHAPES[name], QuantizedFormat(name="", layout="plain", **format)
+    return replace(shape, config=replace(shape.config, quantized=of_weights))
+
+
+@pytest.mark.parametrize(
+    ("model", "format", "gpu", "products"),
+    [
+        ("llama-3.1-8b", FP8, "h100", "fp8"),
+        ("llama-3.1-8b", {**FP8, "block": (128, 128)}, "h100", "fp8-block"),
+        ("llama-3.1-8b", {**FP8, "block": (64, 64)}, "h100", "bf16"),
+        ("llama-3.1-8b", {**FP8, "inputs": ""}, "h100", "bf16"),
+        ("llama-3.1-8b", FP8, "a100-80gb", "bf16"),
+        ("llama-3.1-8b", {"dtype": "I8", "inputs": "own"}, "a100-80gb", "int8"),
+        ("llama-3.1-8b", {"dtype": "I8", "inputs": "own"}, "b200", "bf16"),
+        ("qwen3-30b-a3b", FP8, "h100", "bf16"),
+    ],
+)
+def test_what_a_checkpoints_products_are_planned_in(
+    model: str, format: dict[str, Any], gpu: str, products: str
+) -> None:
+    shape = _quantized(model, **format)
+    worker = placements(Placement(shape, GPUS[gpu]))[0]
+    assert worker.products == products
+    share = efficiency_of(GPUS[gpu], products).matmul
+    assert worker.efficiency.matmul == share
+    if model == "llama-3.1-8b":  # by hand: 6.98 billion parameters, where nothing is read
+        twice = 2.0 if products != "bf16" else 1.0
+        by_hand_s = 2 * 6.98e9 * 8192 / (twice * GPUS[gpu].bf16_flops * share)
+        computed_s = worker.prefill_s(8192, 8192) - attended(8192, 0) * worker.attended_s
+        assert computed_s == pytest.approx(by_hand_s + worker.efficiency.step_s, rel=2e-3)
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:

@@ -80,7 +80,7 @@ def _worker_table(load: Workload, every: Sequence[Placement]) -> Table:
         rows.add_row(
             f"{each.num_gpus} x {each.gpu.name}",
             f"{each.num_kv_tokens:,}",
-            f"{each.gpu.flops_per_byte(each.weights):.0f}",
+            f"{each.gpu.flops_per_byte(each.products):.0f}",
             f"{each.break_even_batch:.0f}",
             f"{each.prefill_s(num_prompt) * 1e3:.1f}",
             f"{each.decode_step_s(1, num_prompt) * 1e3:.2f}",

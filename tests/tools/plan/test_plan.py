@@ -65,6 +65,18 @@ def test_experts_of_4_bits_are_named(capsys: pytest.CaptureFixture[str]) -> None
     assert "13.8 GB in bf16, experts in MXFP4;" in printed(capsys, "gpt-oss-20b")
 
 
+def test_memory_that_weights_nearly_fill_is_said_to_be_the_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on_one = ("qwen3-32b", "--gpu", "a100-80gb")
+    text = printed(capsys, *on_one)
+    assert "leave 6.5 GB of each GPU to KV with 1 x a100-80gb." in text  # 72 - 65.5
+    assert "1.3 to 1.5 times their published speed" in text
+    assert "to KV with 2 x" not in text
+    assert "of each GPU to KV" not in printed(capsys, *on_one, "--weights", "bf16",
+                                              "--tensor-parallel-size", "2")  # fmt: skip
+
+
 def test_textbook_tables_of_llama_3_70b(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "llama-3-70b", "--requests-per-s", "1000")
     assert "KV 320 KiB per token in bf16" in text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import msgspec
 import pytest
 
+from bench import planner
 from disagg.capacity.efficiency import ENGINES, MATMUL, PLANNED, efficiency_of
 from disagg.capacity.gpus import CPU_CORE, GPUS
 from disagg.errors import StartupError
@@ -54,6 +56,21 @@ def test_runs_that_were_not_fitted_are_predicted() -> None:
     assert (sum(map(is_near, held_out)), len(held_out)) == (93, 128)
     prompts = [run for run in held_out if run.num_in >= 2 * run.num_out]
     assert (sum(map(is_near, prompts)), len(prompts)) == (61, 69)
+
+
+def test_the_bench_prints_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["planner", "--only", "llama-3.1-8b"])
+    planner.main()
+    *lines, last = capsys.readouterr().out.splitlines()
+    runs = [run for run in RUNS if run.model == "llama-3.1-8b"]
+    assert len(lines) == len(runs) + 1 and lines[2].endswith("3,450     3,456  1.00 (fitted)")
+    found = json.loads(last)
+    assert [run[1:3] for run in found["runs"]] == [
+        [run.tokens_per_s, run.predicted_tokens_per_s()] for run in runs
+    ]
+    assert (found["near"], found["held_out"]) == (11, 11)
 
 
 def test_a_faster_engine_is_predicted_to_be_faster() -> None:
