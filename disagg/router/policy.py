@@ -57,7 +57,7 @@ NUM_PER_SIDE = 4  # cheapest prefill and decode workers of which all pairs are c
 NUM_PREFIX_PULLERS = 2  # cheapest workers for which a prefix pull is considered
 CAUSE_SHARE = 0.25  # share of a route's advantage from which the queue is named as its cause
 NUM_CANDIDATES_KEPT = 6
-TIE = 1e-3  # costs of one kind this close, as a fraction, are decided by the rng
+TIE = 1e-3  # costs of one kind that are this close, as a fraction, are equal
 
 # A worker that seems slow is explored: its prompts would take longer by this factor than on the
 # fastest one, and it has reported no step with prompts for so long. One that is a little slower
@@ -65,10 +65,6 @@ TIE = 1e-3  # costs of one kind this close, as a fraction, are decided by the rn
 SLOWER, SILENT_S = 1.1, 4.0
 
 _total_s = attrgetter("total_s")
-
-
-def _workers(candidate: Candidate) -> tuple[str, ...]:
-    return candidate.decode, candidate.prefill or "", candidate.prefix_source or ""
 
 
 class ChooseRoute(Protocol):
@@ -117,17 +113,16 @@ def choose_route(
         slow = _silent_worker(compared, now)
         candidates = [] if slow is None else _candidates(request, fleet, compared, now, slow)
         if candidates:
-            route = _choose(sorted(candidates, key=_total_s), rng)
+            route = _choose(candidates, compared)
             return msgspec.structs.replace(route, reason="to see whether the worker is still slow")
     candidates = _candidates(request, fleet, compared, now)
-    candidates.sort(key=_total_s)
     if ttft_slo_s is not None:
-        learned, cheapest = fleet.first_tokens[request.model], candidates[0]
+        learned, cheapest = fleet.first_tokens[request.model], min(candidates, key=_total_s)
         learned.arrive(cheapest.own_s)
         left_s = request.deadline_unix_s - now
         if not admits(cheapest, ttft_slo_s, left_s, learned):
             candidates = admit(candidates, ttft_slo_s, left_s, learned)
-    return _choose(candidates, rng)
+    return _choose(candidates, compared)
 
 
 def _compared(
@@ -237,7 +232,8 @@ def choose_decode(
 
     Raises what `choose_route` raises.
     """
-    decodes = _compared(request, fleet, index, now, rng, exclude).decodes
+    compared = _compared(request, fleet, index, now, rng, exclude)
+    decodes = compared.decodes
     source = fleet.workers.get(source_id)
     prompt = _prompt(request, fleet, decodes.workers[0].tpot_slo_s, now)
     prompt = prompt._replace(ttft_slo_s=math.inf)  # its first token has come
@@ -252,8 +248,7 @@ def choose_decode(
             pulled = local_route(prompt, rest, goal, pull_s)
             local = min(local, pulled, key=_total_s)
         candidates.append(local)
-    candidates.sort(key=_total_s)
-    return _choose(candidates, rng)
+    return _choose(candidates, compared)
 
 
 def _prompt(
@@ -357,17 +352,18 @@ def _goal_s(goal: DecodeCost) -> float:
     return goal.place_s + goal.decode_s + goal.delay_s - held_nbytes * UNMEASURED_S_PER_BYTE
 
 
-def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
-    """`candidates`: cheapest first."""
-    best = candidates[:NUM_CANDIDATES_KEPT]
-    limit = best[0].total_s * (1.0 + TIE)
-    is_local = best[0].prefill is None
-    equals = [c for c in best if c.total_s <= limit and (c.prefill is None) == is_local]
-    chosen = rng.choice(sorted(equals, key=_workers))  # rounding decides nothing
+def _choose(candidates: Sequence[Candidate], compared: ComparedWorkers) -> Route:
+    ranked = sorted(candidates, key=_total_s)
+    best, cheapest = ranked[:NUM_CANDIDATES_KEPT], ranked[0]
+    limit, is_local = cheapest.total_s * (1.0 + TIE), cheapest.prefill is None
+    equals = [c for c in ranked if c.total_s <= limit and (c.prefill is None) == is_local]
+    chosen = cheapest if len(equals) == 1 else _drawn_first(equals, compared)
     # The best of the other kind: what else could be done.
-    other = next((each for each in candidates if (each.prefill is None) != is_local), None)
-    if other is not None and other not in best:
-        best.append(other)
+    other = next((each for each in ranked if (each.prefill is None) != is_local), None)
+    for each in (chosen, other):
+        if each is not None and each not in best:
+            best.append(each)
+            best.sort(key=_total_s)
     return Route(
         chosen.prefill,
         chosen.decode,
@@ -378,6 +374,19 @@ def _choose(candidates: list[Candidate], rng: random.Random) -> Route:
         chosen.prefix_source,
         _cause(chosen, other),
     )
+
+
+def _drawn_first(equals: Sequence[Candidate], compared: ComparedWorkers) -> Candidate:
+    """Workers were drawn in an order of chance, so neither their ids nor rounding decide."""
+    sides = [side for side in compared if side is not None]
+    drawn = [worker.worker_id for side in sides for worker in side.workers]
+    places = {worker_id: place for place, worker_id in enumerate(drawn)}
+
+    def place(each: Candidate) -> tuple[int, int, bool]:
+        prefill = -1 if each.prefill is None else places[each.prefill]
+        return places[each.decode], prefill, each.prefix_source is not None
+
+    return min(equals, key=place)
 
 
 def _reason(chosen: Candidate, other: Candidate | None) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from disagg.blocks import BlockHash
 from disagg.messages import KVEvent
@@ -39,39 +39,53 @@ class PromptHolders:
     def __init__(self, shards: Sequence[dict[BlockHash, int]], hashes: Sequence[BlockHash]) -> None:
         self._shards = shards
         self._hashes = hashes
-        self._known: dict[int, int] = {}  # masks of blocks that were looked up
+        self._masks: list[int | None] = [None] * len(hashes)  # None: not looked up yet
 
-    def depth(self, workers: int) -> int:
-        """The number of leading blocks that a worker of this mask has: the most of any."""
-        known, low, high = self._known, 0, len(self._hashes)
-        while low < high:
-            middle = (low + high) // 2
-            mask = known[middle] if middle in known else self._look_up(middle)
-            if mask & workers:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    def depths(self, workers: Iterable[int]) -> list[int]:
+        """The number of leading blocks that each worker has, by its bit."""
+        look_up, masks, num_blocks = self._look_up, self._masks, len(self._hashes)
+        depths = []
+        for bit in workers:
+            low, high = 0, num_blocks if bit else 0
+            while low < high:
+                middle = (low + high) // 2
+                mask = masks[middle]
+                if mask is None:
+                    mask = look_up(middle)
+                if mask & bit:
+                    low = middle + 1
+                else:
+                    high = middle
+            depths.append(low)
+        return depths
 
     def deepest(self, among: int, most: int, turn: float) -> list[int]:
-        """The bits of up to `most` workers of the mask `among` that have the first block, those
-        that have most of the prompt first.
+        """The bits of up to `most` workers of the mask `among`: first those that have most of the
+        prompt, then those that the search for these has met, which have less.
 
         Args:
             turn: a fraction from 0 to 1 that selects the first of equal workers.
         """
-        chosen: list[int] = []
-        while len(chosen) < most and (depth := self.depth(among)):
-            equal = self._known[depth - 1] & among
-            among ^= equal
-            later = equal >> (start := int(turn * equal.bit_length())) << start
-            in_turn = (*islice(_bits_of(later), most), *islice(_bits_of(equal ^ later), most))
-            chosen += in_turn[: most - len(chosen)]
-        return chosen
+        low, high, met = 0, len(self._hashes), []
+        while low < high:
+            middle = (low + high) // 2
+            if holders := self._look_up(middle) & among:
+                met.append(holders)
+                low = middle + 1
+            else:
+                high = middle
+        chosen: dict[int, None] = {}
+        for holders in reversed(met):
+            later = holders >> (start := int(turn * holders.bit_length())) << start
+            for bit in chain(_bits_of(later), _bits_of(holders ^ later)):
+                chosen[bit] = None
+                if len(chosen) == most:
+                    return [*chosen]
+        return [*chosen]
 
     def _look_up(self, number: int) -> int:
         block = self._hashes[number]
-        mask = self._known[number] = self._shards[hash(block) % NUM_SHARDS].get(block, 0)
+        mask = self._masks[number] = self._shards[hash(block) % NUM_SHARDS].get(block, 0)
         return mask
 
 
@@ -110,9 +124,8 @@ class PrefixIndex:
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         """The number of leading blocks that each worker has cached, if it has at least one."""
-        found = self.find(block_hashes)
-        depths = {worker_id: found.depth(bit) for worker_id, bit in self._bits.items()}
-        return {worker_id: depth for worker_id, depth in depths.items() if depth}
+        depths = self.find(block_hashes).depths(self._bits.values())
+        return {name: depth for name, depth in zip(self._bits, depths, strict=True) if depth}
 
     def find(self, block_hashes: Sequence[BlockHash]) -> PromptHolders:
         return PromptHolders(self._shards, block_hashes)

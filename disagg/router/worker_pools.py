@@ -2,7 +2,7 @@
 
 A decision compares the workers that have cached most of its prompt, and some random ones: the best
 of a few random choices is nearly as good as the best of all (the power of d choices; Mitzenmacher,
-2001), and its time does not grow with the fleet. Of up to `NUM_RANDOM` workers it compares all.
+2001), and its time does not grow with the fleet. Of as many workers as that it compares all.
 What depends on a whole pool (its queue, and how many workers have cached the prefix) is known
 without looking at each worker.
 """
@@ -19,7 +19,7 @@ from disagg.router.prefix_index import PrefixIndex, PromptHolders
 from disagg.router.worker_view import WorkerView, host_id
 
 # Workers of each pool that a decision compares: those with most of the prompt, and random ones.
-NUM_DEEPEST, NUM_RANDOM = 4, 12
+NUM_DEEPEST, NUM_RANDOM = 4, 8
 
 
 class PooledWorker:
@@ -197,15 +197,15 @@ def sample_workers(
             workers = [each for each in workers if each.worker_id not in exclude]
         if not workers:
             return None
-        if len(workers) <= num_random:
+        if len(workers) <= NUM_DEEPEST + num_random:
             chosen = rng.sample(workers, len(workers))  # so that ties are decided by chance
         else:
-            # A worker may be found twice, for its cache and for its host memory.
             num_deepest = NUM_DEEPEST + 2 * len(exclude)
             deepest = found.deepest(pool.bits, num_deepest, rng.random())
             holders = [pool.by_bit[bit] for bit in deepest]
-            chosen = rng.sample(workers, num_random)
+            chosen = rng.choices(workers, k=num_random)
             chosen += [each for each in holders if each.worker_id not in exclude]
+            # One may be found for its cache, for its host memory, and by chance.
             chosen = list(dict.fromkeys(chosen))
         return _side(pool, chosen, found)
 
@@ -225,10 +225,9 @@ def sample_workers(
 
 def _side(pool: WorkerPool, workers: Sequence[PooledWorker], found: PromptHolders) -> Side:
     block_size = workers[0].view.record.block_size  # one per model
-    num_held = [found.depth(each.bit) * block_size for each in workers]
-    num_in_host = [
-        found.depth(each.host_bit) * block_size if each.host_bit else 0 for each in workers
-    ]
+    num_held = [depth * block_size for depth in found.depths([each.bit for each in workers])]
+    host_bits = [each.host_bit for each in workers]
+    num_in_host = [depth * block_size for depth in found.depths(host_bits)]
     second, most = sorted((0, 0, *num_held))[-2:]
     views = [each.view for each in workers]
     return Side(views, num_held, num_in_host, (second, most), pool.num_prompts, len(pool))

@@ -16,6 +16,7 @@ from disagg.messages import GenerateRequest, HostCounts, KVEvent, TransferFigure
 from disagg.router.fleet import Fleet
 from disagg.router.policy import NUM_CANDIDATES_KEPT, _choose, choose_decode, choose_route
 from disagg.router.route import Candidate, Route
+from disagg.router.worker_pools import sample_workers
 from disagg.router.worker_view import UNMEASURED_LATENCY_S, UNMEASURED_S_PER_BYTE, RequestLoad
 from tests.grids import examples
 from tests.router.fakes import far_from, make_fleet, make_record, make_request, make_status
@@ -396,6 +397,11 @@ def test_no_fleet_leads_to_a_worker_that_cannot_serve(
 
 def test_a_route_tells_the_best_of_the_other_kind_even_if_it_costs_the_same() -> None:
     """The admission queue takes it when the workers of the chosen kind are full."""
-    equal = [Candidate(None, f"d{n}", 0.1, 0.0, 0.1, 1.0, 0) for n in range(NUM_CANDIDATES_KEPT)]
+    names = [f"d{n}" for n in range(2 * NUM_CANDIDATES_KEPT)]
+    fleet, request = make_fleet("p0", *names), make_request()
+    compared = sample_workers(request, fleet.view().pools["toy"], fleet.index, random.Random(3))
+    equal = [Candidate(None, name, 0.1, 0.0, 0.1, 1.0, 0) for name in names]
     other = Candidate("p0", "d0", 0.1, 0.0, 0.1, 1.0, 0)
-    assert other in _choose([*equal, other], random.Random(0)).candidates
+    route = _choose([*equal, other], compared)
+    assert route.decode == compared.decodes.workers[0].worker_id
+    assert other in route.candidates and route.chosen in route.candidates

@@ -90,7 +90,7 @@ def report(index: PrefixIndex, workers: Iterable[str], num_times: int) -> None:
     turn=st.floats(0, 1),
     most=st.integers(1, 8),
 )
-def test_of_some_workers_it_names_those_that_hold_most_first(
+def test_of_some_workers_it_names_those_that_hold_most_before_others(
     held: dict[str, int], among: set[str], turn: float, most: int
 ) -> None:
     index = PrefixIndex()
@@ -98,8 +98,11 @@ def test_of_some_workers_it_names_those_that_hold_most_first(
         index.snapshot(worker_id, NAMES[:num_blocks])
     found, names = index.find(NAMES), {index.bit(name): name for name in held}
     chosen = [names[bit] for bit in found.deepest(sum(map(index.bit, among)), most, turn)]
-    depths = sorted((held.get(name, 0) for name in among), reverse=True)
-    assert [held[name] for name in chosen] == [depth for depth in depths if depth][:most]
+    depths = {name: held.get(name, 0) for name in among}
+    deepest = max(depths.values(), default=0)
+    first = [name for name, depth in depths.items() if depth == deepest > 0][:most]
+    assert [held[name] for name in chosen[: len(first)]] == [deepest] * len(first)
+    assert all(held[name] for name in chosen) and len(chosen) <= most
     assert len(set(chosen)) == len(chosen) and among.issuperset(chosen)
 
 

@@ -85,7 +85,7 @@ def test_routes_cost_little_more_than_if_all_workers_were_compared(
         cost_s += choose(fleet, request, turn).chosen.total_s
         least_s += choose(fleet, request, turn, at_all=True).chosen.total_s
         load(fleet, rng.choice([*fleet.view().workers]), rng)
-    assert cost_s < 1.4 * least_s
+    assert cost_s < 1.6 * least_s
 
 
 @pytest.mark.parametrize("roles", ["pd", "p", "d"])
@@ -129,7 +129,7 @@ def test_it_looks_at_few_however_many_there_are(tpot_slo_s: float) -> None:
 @pytest.mark.parametrize("tpot_slo_s", SLOS_S)
 def test_in_a_small_fleet_it_looks_at_all(tpot_slo_s: float) -> None:
     rng = random.Random(5)
-    fleet = busy_fleet(tpot_slo_s, rng, NUM_RANDOM)
+    fleet = busy_fleet(tpot_slo_s, rng, NUM_DEEPEST + NUM_RANDOM)
     for seed in range(20):
         request = make_request(rng.choice((50, 500, 4000)))
         assert choose(fleet, request, seed) == choose(fleet, request, seed, at_all=True)

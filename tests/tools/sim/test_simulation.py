@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import msgspec
@@ -8,11 +9,13 @@ import pytest
 from disagg.config import AutoscalingConfig
 from disagg.engine.engine import Engine
 from disagg.errors import RequestError
+from disagg.messages import Role
 from disagg.tools.sim import simulated_worker, simulation
 from disagg.tools.sim.baselines import OURS, POLICIES
 from disagg.tools.sim.config import Fault, SimConfig
 from disagg.tools.sim.loads import make_load
 from disagg.tools.sim.report import SimReport
+from disagg.tools.sim.simulated_worker import WorkerSpec
 from disagg.tools.sim.simulation import simulate
 from disagg.tools.sim.trace import TraceRequest
 
@@ -39,6 +42,29 @@ def test_two_runs_are_equal_to_the_bit_and_all_is_served(policy: str) -> None:
 def test_another_seed_is_another_run() -> None:
     config = msgspec.structs.replace(SMALL, policy="two-choices")
     assert played(config) != played(msgspec.structs.replace(config, seed=1))
+
+
+@pytest.mark.parametrize("tpot_slo_s", [math.inf, 0.01])
+def test_names_of_workers_decide_nothing(
+    monkeypatch: pytest.MonkeyPatch, tpot_slo_s: float
+) -> None:
+    config = msgspec.structs.replace(SMALL, tpot_slo_s=tpot_slo_s)
+    report, worker = played(config), SimConfig.worker
+
+    def in_reverse(self: SimConfig, role: Role, number: int, most: int) -> WorkerSpec:
+        spec = worker(self, role, number, most)
+        return msgspec.structs.replace(spec, worker_id=f"{9 - number}-{role}")
+
+    monkeypatch.setattr(SimConfig, "worker", in_reverse)
+    assert simulate(config, LOAD) == report
+
+
+def test_with_a_tpot_slo_the_split_into_roles_decides_nothing() -> None:
+    config = msgspec.structs.replace(SMALL, tpot_slo_s=0.01)
+    other = msgspec.structs.replace(config, num_prefill=1, num_decode=3)
+    of_pools = {"imbalance": 0.0, "utilisation": 0.0, "worker_hours": 0.0}
+    one, two = (msgspec.structs.replace(played(each), **of_pools) for each in (config, other))
+    assert one == two
 
 
 @pytest.mark.parametrize("seed", [4, 6, 10])
