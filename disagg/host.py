@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+# An id that all containers of a machine share, and that changes when the machine reboots (Linux).
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Systems give outgoing connections ports from 32768 or 49152 on, so such a port may be taken after
 # it was found free and before its server binds it. Ray gives its workers ports up to 19999.
 FIRST_PORT, END_PORT = 20_000, 32_000
@@ -30,7 +32,7 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
     A fraction of a core is left out, because a thread without quota stops in the middle of a step.
     """
     num_cores = len(os.sched_getaffinity(0))
-    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+    quota, _, period = read_text(cgroup / "cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
         num_cores = min(num_cores, int(quota) // int(period))
     return max(1, num_cores)
@@ -38,13 +40,13 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 def read_memory(cgroup: Path = CGROUP) -> tuple[int, int]:
     """Total and available bytes, of the container where it has a limit."""
-    table = _table(_read("/proc/meminfo").replace(":", ""))
+    table = _table(read_text("/proc/meminfo").replace(":", ""))
     total, available = (table.get(name, 0) << 10 for name in ("MemTotal", "MemAvailable"))
-    limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
+    limit, used = read_text(cgroup / "memory.max"), read_text(cgroup / "memory.current")
     if limit.isdigit() and used.isdigit() and int(limit) < total:
         total = int(limit)
         # Files that were read and are not in use count as used, and are dropped when needed.
-        cached = _table(_read(cgroup / "memory.stat")).get("inactive_file", 0)
+        cached = _table(read_text(cgroup / "memory.stat")).get("inactive_file", 0)
         available = min(available, total - int(used) + cached)
     return total, available
 
@@ -67,7 +69,8 @@ def _table(text: str) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
-def _read(path: str | Path) -> str:
+def read_text(path: str | Path) -> str:
+    """A file of the system as text; "" if there is none."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

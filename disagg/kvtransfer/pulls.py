@@ -12,10 +12,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from disagg.errors import StartupError, TransferFailed
+from disagg.host import BOOT_ID, read_text
 from disagg.kvtransfer.slab import (
     GENERATION_NBYTES,
     BlockRun,
@@ -80,7 +80,7 @@ def describe(
         stamps_address=stamps.address,
         device_id=slab.device_id,
         agent=agent,
-        node=_machine(),
+        node=read_text(BOOT_ID),
         part=slab.part,
     )
 
@@ -337,14 +337,6 @@ def _can_be(peer: Peer) -> bool:
         and max(table_end, slab_end) < 1 << 64
         and peer.stamps_address % GENERATION_NBYTES == 0
     )
-
-
-def _machine() -> str:
-    """An id that all containers of a machine share, and that changes when the machine reboots."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return ""  # not Linux
 
 
 def _name(ticket: KVTicket) -> TicketName:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.tools.doctor.devices import check_devices
 from disagg.tools.doctor.machine import PROGRAM_S, check_machine
 from disagg.tools.terminal import print_json
 
@@ -61,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect(environment: Mapping[str, str]) -> Environment:
-    findings = [*check_devices(), *check_machine()]
     return Environment(
         {
             "disagg": _of_package("disagg") + _commit(),
@@ -70,7 +68,7 @@ def collect(environment: Mapping[str, str]) -> Environment:
             "container": _container(),
         },
         {name: _of_package(name) for name in package_names()},
-        {each.check: each.found for each in findings},
+        {each.check: each.found for each in check_machine()},
         shown_variables(environment),
         {" ".join(words): _printed(words) for words in PROGRAMS if shutil.which(words[0])},
     )

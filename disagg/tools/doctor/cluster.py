@@ -11,8 +11,7 @@ from disagg.app.node_actors import NodeActor, NodeFailed, actors_on_nodes
 from disagg.kvtransfer.slab import HOST
 from disagg.kvtransfer.ticket import Peer
 from disagg.kvtransfer.ucx import interface_of
-from disagg.tools.doctor.devices import check_devices, num_gpus
-from disagg.tools.doctor.machine import Machine, check_machine, clock, haproxy, here
+from disagg.tools.doctor.machine import Machine, check_machine, clock, here, num_gpus
 from disagg.tools.doctor.report import Finding, NodeReport, TransferReport
 from disagg.tools.doctor.transfer_probe import Figures
 from disagg.tools.doctor.transfers import ProbeProcess, judge, measure_here
@@ -30,7 +29,7 @@ class NodeDoctor:
         self._probe: ProbeProcess | None = None
 
     def look(self, name: str) -> tuple[list[Finding], Machine]:
-        return [*check_devices(), *check_machine(), haproxy()], here(name, num_gpus())
+        return check_machine(), here(name)
 
     def now_s(self) -> float:
         return time.time()

@@ -15,8 +15,7 @@ from rich.markup import escape
 from disagg.cli.engine_arguments import add_model_arguments, add_setting, engine_settings
 from disagg.config import HttpConfig, TierConfig
 from disagg.config_checks import parse_config
-from disagg.tools.doctor.devices import check_devices, num_gpus
-from disagg.tools.doctor.machine import check_machine, haproxy, here, port, store
+from disagg.tools.doctor.machine import check_machine, here, port, store
 from disagg.tools.doctor.report import (
     DoctorReport,
     Finding,
@@ -79,9 +78,8 @@ def _examine(arguments: argparse.Namespace) -> DoctorReport:
 
 
 def _look_here(arguments: argparse.Namespace) -> tuple[list[NodeReport], list[TransferReport]]:
-    findings = [*check_devices(), *check_machine(), haproxy()]
-    findings += [port(arguments.host, arguments.port), store()]
-    machine = here("this machine", num_gpus())
+    findings = [*check_machine(), port(arguments.host, arguments.port), store()]
+    machine = here("this machine")
     transfers = measure_here(machine) if arguments.transfers else []
     return [NodeReport(machine.name, tuple(findings))], transfers
 

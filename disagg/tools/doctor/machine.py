@@ -1,4 +1,4 @@
-"""Checks one machine without torch and Ray: processor, memory, limits, ports.
+"""Checks one machine without torch and Ray: GPUs, processor, memory, limits, ports.
 
 Every check is a function of plain numbers, and other functions read these numbers, so that tests
 can produce each result. They are read from Linux's files; if a file is missing, the check says so.
@@ -21,8 +21,9 @@ import psutil
 
 from disagg.app.haproxy import find_haproxy
 from disagg.cli.embedded_redis import find_redis_server
+from disagg.devices import Device, Gpus, gpus_here, what_triton_needs
 from disagg.errors import StartupError
-from disagg.host import read_memory, usable_cores
+from disagg.host import BOOT_ID, read_memory, read_text, usable_cores
 from disagg.kernels.cpu.library import SAMPLING, Found, cpu_flags, find_library, find_step
 from disagg.tools.doctor.report import Finding, Status
 
@@ -34,6 +35,7 @@ FULL_DISK = 0.95  # share of used space from which Ray refuses to write objects
 INFINIBAND = Path("/sys/class/infiniband")
 PACKAGES = ("disagg", "torch", "triton", "ray", "msgspec", "redis")
 PROGRAM_S = 10.0  # time limit for a program to print its version
+BUSY_SHARE = 0.1  # share of a GPU's memory that other processes may use without a warning
 LEAST_CLOCK_ERROR_S, WRONG_CLOCK_ERROR_S = 0.1, 5.0
 
 
@@ -55,14 +57,15 @@ class Machine(msgspec.Struct, frozen=True):
     has_rdma: bool
 
 
-def here(name: str, num_gpus: int) -> Machine:
-    host = _read("/proc/sys/kernel/random/boot_id") or socket.gethostname()
-    return Machine(name, host, num_gpus, *link_speed(), bool(_names(INFINIBAND)))
+def here(name: str) -> Machine:
+    host = read_text(BOOT_ID) or socket.gethostname()
+    return Machine(name, host, num_gpus(), *link_speed(), bool(_names(INFINIBAND)))
 
 
 def check_machine() -> list[Finding]:
-    """All checks of this module except for the port of the HTTP server."""
+    """The checks of every node that serves."""
     return [
+        *check_gpus(gpus_here()),
         _processor(),
         cpu_kernels(find_step(), find_library(SAMPLING)),
         memory(*read_memory()),
@@ -71,11 +74,48 @@ def check_machine() -> list[Finding]:
         else Finding("shared memory", "/dev/shm does not exist", "warn", "mount tmpfs on /dev/shm"),
         open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _names(INFINIBAND)),
-        ptrace(_read("/proc/sys/kernel/yama/ptrace_scope")),
+        ptrace(read_text("/proc/sys/kernel/yama/ptrace_scope")),
         disk(shutil.disk_usage("/tmp")),
         _network(),
         _versions(),
+        haproxy(),
     ]
+
+
+def check_gpus(gpus: Gpus) -> list[Finding]:
+    """Whether torch and Triton can use GPUs, and how full these are. Uses no GPU memory itself."""
+    if gpus.problem:
+        return [Finding("CUDA", gpus.problem, "wrong", "fix it, or use --device cpu")]
+    if not gpus.devices:
+        return [Finding("CUDA", "no GPU; models run on the CPU")]
+    return [*map(_gpu, gpus.devices), compiler(what_triton_needs())]
+
+
+def compiler(missing: str) -> Finding:
+    """Whether Triton can compile kernels. `missing`: from `what_triton_needs`."""
+    if not missing:
+        return Finding("GPU kernels", "Triton finds a C compiler and Python's headers")
+    return Finding("GPU kernels", f"Triton cannot begin without {missing}", "wrong", "install it")
+
+
+def num_gpus() -> int:
+    return len(gpus_here().devices)
+
+
+def _gpu(each: Device) -> Finding:
+    check = f"GPU {each.id}"
+    if each.total_nbytes is None or each.free_nbytes is None:
+        return Finding(check, f"{each.name or 'present'}; nvidia-smi does not report its memory")
+    found = f"{each.name}, {each.free_nbytes >> 20} of {each.total_nbytes >> 20} MiB free"
+    share = each.free_nbytes / each.total_nbytes
+    if share >= 1.0 - BUSY_SHARE:
+        return Finding(check, found)
+    return Finding(
+        check,
+        f"{found}; other processes use the rest",
+        "warn",
+        f"end them (nvidia-smi lists them), or set --gpu-memory-utilization {0.95 * share:.2f}",
+    )
 
 
 def cpu_kernels(step: Found, sampling: Found) -> Finding:
@@ -205,7 +245,7 @@ def listener(number: int) -> str:
     for each in psutil.net_connections("tcp"):
         is_it = each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == number
         if is_it and each.pid:
-            return f"{_read(f'/proc/{each.pid}/comm')} (pid {each.pid})"
+            return f"{read_text(f'/proc/{each.pid}/comm')} (pid {each.pid})"
     return ""  # it has ended or belongs to another user
 
 
@@ -213,7 +253,7 @@ def link_speed() -> tuple[float, str]:
     """Bytes per second and name of the fastest network device; (0, "") if no speed is known."""
     speeds: list[tuple[float, str]] = []
     for rate in INFINIBAND.glob("*/ports/*/rate"):  # "400 Gb/sec (4X NDR)"
-        words = _read(rate).split()
+        words = read_text(rate).split()
         if words:
             speeds.append((float(words[0]) * 1e9 / 8, rate.parent.parent.parent.name))
     for name, device in psutil.net_if_stats().items():
@@ -223,7 +263,7 @@ def link_speed() -> tuple[float, str]:
 
 
 def _processor() -> Finding:
-    name = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    name = re.search(r"^model name\s*: (.*)$", read_text("/proc/cpuinfo"), re.MULTILINE)
     bf16 = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in cpu_flags()]
     found = f"{name[1] if name else 'unknown'}, {usable_cores()} cores usable"
     return Finding("processor", f"{found}, bf16 products: {', '.join(bf16) or 'none'}")
@@ -253,10 +293,3 @@ def _names(directory: Path) -> list[str]:
 
 def _limit(limit: int) -> str:
     return "any number" if limit == resource.RLIM_INFINITY else str(limit)
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.devices import Device, Gpus
-from disagg.tools.doctor.devices import check_devices, compiler
+from disagg.tools.doctor.machine import check_gpus, compiler
 from disagg.tools.doctor.report import Status
 
 GIB = 1 << 30
@@ -26,14 +26,14 @@ def device(free_gib: int | None) -> Device:
     ],
 )
 def test_verdicts(gpus: Gpus, check: str, status: Status, change: str) -> None:
-    finding, *_ = check_devices(gpus)
+    finding, *_ = check_gpus(gpus)
     assert (finding.check, finding.status) == (check, status)
     assert change in finding.change
     assert gpus.problem in finding.found
 
 
 def test_what_triton_lacks_is_said_before_a_model_is_loaded() -> None:
-    assert check_devices(Gpus((device(79),)))[-1].check == "GPU kernels"
+    assert check_gpus(Gpus((device(79),)))[-1].check == "GPU kernels"
     assert compiler("").status == "ok"
     finding = compiler("a C compiler (gcc or clang)")
     assert finding.status == "wrong" and "a C compiler (gcc or clang)" in finding.found

@@ -91,4 +91,4 @@ def test_a_program_says_its_version_or_why_it_does_not_run(tmp_path: Path) -> No
 
 def test_this_machine_can_be_looked_at() -> None:
     checks = [finding.check for finding in machine.check_machine()]
-    assert len(set(checks)) == len(checks) == 10
+    assert len(set(checks)) == len(checks) == 12

@@ -52,7 +52,7 @@ def test_verdicts(
 
 
 def test_two_real_probes_move_kv_in_both_directions_by_a_lane_that_has_a_name() -> None:
-    reports = measure_here(here("here", num_gpus=0))
+    reports = measure_here(here("here"))
     assert [(each.source, each.reader) for each in reports] == [
         ("here (a)", "here (b)"),
         ("here (b)", "here (a)"),
