@@ -187,7 +187,11 @@ def as_chat(request: MessagesRequest) -> ChatRequest:
         top_p=request.top_p,
         top_k=request.top_k,
         stop=list(request.stop_sequences) if request.stop_sequences else None,
-        tools=[Tool("function", _function(tool)) for tool in request.tools or ()] or None,
+        tools=[
+            Tool("function", FunctionDefinition(each.name, each.description, each.input_schema))
+            for each in request.tools or ()
+        ]
+        or None,
         tool_choice=None if choice is None else _choice(choice),
         response_format=_format(request.output_config),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
@@ -202,10 +206,6 @@ def _format(config: OutputConfig | None) -> ResponseFormat | None:
     if config is None or config.format is None:
         return None
     return ResponseFormat("json_schema", JsonSchemaFormat("answer", config.format.schema))
-
-
-def _function(tool: ToolDefinition) -> FunctionDefinition:
-    return FunctionDefinition(tool.name, tool.description, tool.input_schema)
 
 
 def _choice(choice: MessagesToolChoice) -> ToolChoice:

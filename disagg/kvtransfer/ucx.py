@@ -67,7 +67,11 @@ def interface_of(host: str) -> str | None:
         address = socket.gethostbyname(host)
     except OSError:
         return None
-    return next((name for name, ip in _addresses().items() if ip == address), None)
+    for name, addresses in psutil.net_if_addrs().items():
+        ips = [each.address for each in addresses if each.family == socket.AF_INET]
+        if ips[:1] == [address]:
+            return name
+    return None
 
 
 class Listener(NamedTuple):
@@ -247,12 +251,3 @@ def _rdma_devices() -> list[str]:
     """As UCX names them: device and port."""
     ports = sorted(_INFINIBAND.glob("*/ports/*"))
     return [f"{port.parent.parent.name}:{port.name}" for port in ports]
-
-
-def _addresses() -> dict[str, str]:
-    """The first IPv4 address of each network interface that has one."""
-    return {
-        name: next(each.address for each in addresses if each.family == socket.AF_INET)
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(each.family == socket.AF_INET for each in addresses)
-    }

@@ -10,7 +10,6 @@ import re
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -78,9 +77,19 @@ class BatchApi:
         return _json(await asyncio.to_thread(store.file, tenant, file_id))
 
     async def content(self, request: HttpRequest) -> Stream:
-        store, tenant, file_id = self._store, request.tenant, request.in_path
-        stored = await asyncio.to_thread(store.file, tenant, file_id)
-        return _content(await asyncio.to_thread(store.path, tenant, file_id), stored.bytes)
+        store, named = self._store, (request.tenant, request.in_path)
+        stored = await asyncio.to_thread(store.file, *named)
+        path = await asyncio.to_thread(store.path, *named)
+
+        async def pieces(writer: Writer) -> AsyncGenerator[bytes, None]:
+            with await asyncio.to_thread(path.open, "rb") as file:
+                yield await asyncio.to_thread(file.read, CHUNK_NBYTES)
+                while piece := await asyncio.to_thread(file.read, CHUNK_NBYTES):
+                    yield piece
+
+        length = (b"content-length", b"%d" % stored.bytes)
+        headers = [(b"content-type", b"application/jsonl"), length]
+        return Stream(pieces, lambda error: b"", headers)
 
     async def batches(self, request: HttpRequest) -> Reply:
         store, tenant = self._store, request.tenant
@@ -160,17 +169,6 @@ def _kept_s(fields: dict[str, str]) -> int:
     if not re.fullmatch(r"[0-9]{1,8}", wanted) or not 3600 <= int(wanted) <= KEPT_S:
         raise invalid_value("expires_after[seconds]", f"it must be from 3600 to {KEPT_S}.")
     return int(wanted)
-
-
-def _content(path: Path, nbytes: int) -> Stream:
-    async def pieces(writer: Writer) -> AsyncGenerator[bytes, None]:
-        with await asyncio.to_thread(path.open, "rb") as file:
-            yield await asyncio.to_thread(file.read, CHUNK_NBYTES)
-            while piece := await asyncio.to_thread(file.read, CHUNK_NBYTES):
-                yield piece
-
-    headers = [(b"content-type", b"application/jsonl"), (b"content-length", b"%d" % nbytes)]
-    return Stream(pieces, lambda error: b"", headers)
 
 
 def _page(request: HttpRequest, found: Iterator[Any]) -> Reply:

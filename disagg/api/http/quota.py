@@ -9,7 +9,7 @@ from disagg.api.request_spec import RequestSlo
 from disagg.api.running_job import RunningJob
 from disagg.api_keys import DEFAULT_TENANT
 from disagg.config import TenantConfig
-from disagg.store.limits import Limits, Remaining
+from disagg.store.limits import Limits
 
 _PREFIX = b"x-ratelimit-"
 
@@ -68,15 +68,15 @@ class Quota:
         headers = request.reply_headers
         headers[:] = [each for each in headers if not each[0].startswith(_PREFIX)]
         for kind, left in self._limits.remaining(request.tenant).items():
-            headers += _headers(kind.encode(), left)
-
-
-def _headers(kind: bytes, left: Remaining) -> list[tuple[bytes, bytes]]:
-    return [
-        (_PREFIX + b"limit-" + kind, str(left.limit).encode()),
-        (_PREFIX + b"remaining-" + kind, str(left.remaining).encode()),
-        (_PREFIX + b"reset-" + kind, duration(left.reset_s).encode()),
-    ]
+            said = {
+                "limit": left.limit,
+                "remaining": left.remaining,
+                "reset": duration(left.reset_s),
+            }
+            headers += [
+                (_PREFIX + f"{name}-{kind}".encode(), str(value).encode())
+                for name, value in said.items()
+            ]
 
 
 def duration(seconds: float) -> str:

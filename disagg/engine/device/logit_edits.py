@@ -57,7 +57,10 @@ class LogitEdits:
         cls, params: SequenceOf[SamplingParams], vocab_size: int, device: torch.device
     ) -> LogitEdits | None:
         """The edits for these rows; None if no row has any."""
-        return cls(params, vocab_size, device) if any(map(_has_edits, params)) else None
+        has_edits = any(
+            each.logit_bias or each.allowed_token_ids or each.bad_words_token_ids for each in params
+        )
+        return cls(params, vocab_size, device) if has_edits else None
 
     def apply_(self, logits: Tensor, sequences: SequenceOf[Continued]) -> None:
         """Change the logits, contiguous float32 [num_rows, vocab_size], in place."""
@@ -77,10 +80,6 @@ class LogitEdits:
         if banned:
             places = upload(banned, torch.int64, logits.device)
             flat.index_copy_(0, places, flat[places].clamp_(max=BANNED))
-
-
-def _has_edits(params: SamplingParams) -> bool:
-    return bool(params.logit_bias or params.allowed_token_ids or params.bad_words_token_ids)
 
 
 def _next_tokens(words: _Words, sequence: Continued) -> list[int]:
