@@ -208,8 +208,8 @@ def _operation(path: str, method: Method, body: Any, error: Any) -> dict[str, An
     }
     if "{" in path:
         name = path.partition("{")[2].partition("}")[0]
-        place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [place]
+        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [parameter]
     if body is not None:
         content = {"application/json": {"schema": body}}
         operation["requestBody"] = {"required": True, "content": content}

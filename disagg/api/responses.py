@@ -318,7 +318,7 @@ class ResponseFrames(BlockFrames):
         super().__init__(run)
         self._num_events = 0
         self._items: list[dict[str, Any]] = []  # complete items
-        self._place: dict[str, Any] = {}  # event fields that locate the open item
+        self._located: dict[str, Any] = {}  # event fields that locate the open item
         self._parts: list[str] = []  # pieces of the open item's text or arguments
 
     def opening(self) -> bytes:
@@ -342,11 +342,11 @@ class ResponseFrames(BlockFrames):
 
     def _begin_block(self) -> bytes:
         item = self._item("in_progress")
-        self._place = {"output_index": len(self._items), "item_id": item["id"]}
+        self._located = {"output_index": len(self._items), "item_id": item["id"]}
         if self._kind != "call":
-            self._place["content_index"] = 0
+            self._located["content_index"] = 0
         if self._kind == "text":
-            self._place["logprobs"] = []
+            self._located["logprobs"] = []
         added = self._item_event("added", item)
         return added + self._part_event("added", "") if self._kind == "text" else added
 
@@ -354,16 +354,16 @@ class ResponseFrames(BlockFrames):
         if not text:
             return b""
         self._parts.append(text)
-        return self._event(f"response.{_DELTAS[self._kind]}.delta", delta=text, **self._place)
+        return self._event(f"response.{_DELTAS[self._kind]}.delta", delta=text, **self._located)
 
     def _end(self, status: str = "completed") -> bytes:
         if not self._kind:
             return b""
         text, kind = "".join(self._parts), f"response.{_DELTAS[self._kind]}.done"
         if self._kind == "call":
-            done = self._event(kind, name=self._call.name, arguments=text, **self._place)
+            done = self._event(kind, name=self._call.name, arguments=text, **self._located)
         else:
-            done = self._event(kind, text=text, **self._place)
+            done = self._event(kind, text=text, **self._located)
         if self._kind == "text":
             done += self._part_event("done", text)
         item = self._item(status)
@@ -403,11 +403,11 @@ class ResponseFrames(BlockFrames):
         }
 
     def _item_event(self, change: str, item: dict[str, Any]) -> bytes:
-        place = {"output_index": len(self._items), "item": item}
-        return self._event(f"response.output_item.{change}", **place)
+        number = len(self._items)
+        return self._event(f"response.output_item.{change}", output_index=number, item=item)
 
     def _part_event(self, change: str, text: str) -> bytes:
-        return self._event(f"response.content_part.{change}", part=_part(text), **self._place)
+        return self._event(f"response.content_part.{change}", part=_part(text), **self._located)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._num_events += 1

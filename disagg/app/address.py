@@ -44,7 +44,7 @@ def check_address(address: str) -> None:
                 f"No Ray cluster answers at {address}: {error.strerror or error}. Start one with"
                 f" `ray start --head`, or {WHERE}."
             ) from error
-    token, place = find_token()
+    token, source = find_token()
     if found is None or _is_of_ray_alone():
         if token:
             os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -58,7 +58,7 @@ def check_address(address: str) -> None:
             os.environ["RAY_AUTH_MODE"] = "token" if is_required else "disabled"
             return
         case "UNAUTHENTICATED" if token:
-            reason = f"does not accept the token in {place}: {ADVICE}."
+            reason = f"does not accept the token in {source}: {ADVICE}."
         case "UNAUTHENTICATED":
             reason = f"requires a token, but there is none on this machine: {ADVICE}."
         case "DEADLINE_EXCEEDED":
@@ -72,7 +72,7 @@ def check_address(address: str) -> None:
 
 
 def find_token() -> tuple[str, str]:
-    """The token that Ray would use, and the place where it was found; "" if there is none."""
+    """The token that Ray would use, and where it was found; "" if there is none."""
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
     file = Path(os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"))

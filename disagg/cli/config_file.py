@@ -65,7 +65,7 @@ def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
     options = raw.get("http_options") or {}
     if not isinstance(options, dict):
         raise StartupError(f"http_options in {file} is not a mapping.", param="config")
-    for place, given, known in (
+    for where, given, known in (
         ("", raw, OF_SERVE),
         (" of the application", application, OF_AN_APPLICATION),
         (" of http_options", options, HTTP_OPTIONS),
@@ -73,7 +73,7 @@ def _of_serve(raw: Mapping[str, Any], file: str) -> dict[str, Any]:
         unread = sorted(map(str, given.keys() - known))
         if unread:
             raise StartupError(
-                f"`disagg serve` does not support {', '.join(unread)}{place} in {file}; leave it"
+                f"`disagg serve` does not support {', '.join(unread)}{where} in {file}; leave it"
                 " out, use a setting in args instead, or use `serve deploy`.",
                 param="config",
             )

@@ -77,9 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _with_files(config: ServeConfig, directory: Path) -> ServeConfig:
-    """The configuration with a place for files and batches, which ends with the run."""
-    place = config.http.files_directory or str(directory / "files")
-    return replace(config, http=replace(config.http, files_directory=place))
+    """The configuration with a directory for files and batches, which ends with the run."""
+    files = config.http.files_directory or str(directory / "files")
+    return replace(config, http=replace(config.http, files_directory=files))
 
 
 def _fetch_models(config: ServeConfig, say: Say, is_stopped: Callable[[], bool]) -> bool:

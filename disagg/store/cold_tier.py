@@ -107,14 +107,14 @@ class Fetch:
 class Put:
     """A block to store.
 
-    place: number of the block in the cache or, if `in_host`, of its slot in host memory. Other
+    number: that of the block in the cache or, if `in_host`, of its slot in host memory. Other
         ranks find their parts of the block with it.
     error: why it was not stored.
     """
 
     block_hash: BlockHash
     block: Block
-    place: int
+    number: int
     in_host: bool = False
     error: str | None = None
 

@@ -159,7 +159,7 @@ class Sink:
         if self._call_id_style == "openai":
             return f"call_{digest.hexdigest()}"
         value, chars = int.from_bytes(digest.digest(), "little"), string.ascii_letters
-        return "".join(chars[value // len(chars) ** place % len(chars)] for place in range(9))
+        return "".join(chars[value // len(chars) ** digit % len(chars)] for digit in range(9))
 
 
 class Trimmed:

@@ -66,7 +66,7 @@ class ValueEnd:
                     return at
 
     def _after_string(self, text: str, at: int) -> int:
-        """The place after the string that `at` is in, or the end of `text`."""
+        """The index after the string that `at` is in, or the end of `text`."""
         while self._quote and at < len(text):
             if self._is_escaped:
                 at, self._is_escaped = at + 1, False
@@ -111,15 +111,15 @@ class Marks:
         self._longest = max(map(len, marks), default=0)
 
     def begins_at(self, text: str, start: int) -> int:
-        """The place where a mark may begin that the end of `text` cuts off.
+        """The index at which a mark may begin that the end of `text` cuts off.
 
         `text` has no complete mark from `start` on. Returns the length of `text` if there is none.
         """
-        place = max(start, len(text) - max(0, self._longest - 1))
-        while found := self.first.search(text, place):
+        at = max(start, len(text) - max(0, self._longest - 1))
+        while found := self.first.search(text, at):
             if text[found.start() :] in self._starts:
                 return found.start()
-            place = found.start() + 1
+            at = found.start() + 1
         return len(text)
 
 

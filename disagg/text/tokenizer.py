@@ -135,13 +135,13 @@ class Tokenizer:
             return self._control_start.sub(rf"\g<0>{BREAK}", text)
         # Long texts are processed in parts, so that other threads run in between.
         size, more = SHIELDED_NUM_CHARS, self._longest_control - 1
-        places = [
+        ends = [
             match.end()
             for start in range(0, len(text), size)
             for match in self._control_start.finditer(text, start, start + size + more)
             if match.start() < start + size
         ]
-        return BREAK.join(text[start:end] for start, end in pairwise([0, *places, len(text)]))
+        return BREAK.join(text[start:end] for start, end in pairwise([0, *ends, len(text)]))
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Token ids of a rendered template. Its own control tokens become control tokens.

@@ -274,7 +274,7 @@ class RankedStoreThread(StoreThread):
         super().put(puts)
         number = self._tasks.add(partial(self._put_ended, puts), len(puts), self._putting)
         self._numbers.update(dict.fromkeys(puts, number))
-        blocks = [(put.place, put.block_hash) for put in puts]
+        blocks = [(put.number, put.block_hash) for put in puts]
         self._tasks.tell(RankPut(number, blocks, puts[0].in_host), self._putting)
 
     def take_done(self) -> list[Fetch | Put]:

@@ -413,16 +413,16 @@ def _call_schema(
     valid.
     """
     parameters = dict(_parameters(function))
-    for place in ("$defs", "definitions"):
-        own = parameters.pop(place, None)
+    for section in ("$defs", "definitions"):
+        own = parameters.pop(section, None)
         if not isinstance(own, dict):
             continue
-        known = definitions.setdefault(place, {})
+        known = definitions.setdefault(section, {})
         for name, definition in own.items():
             if known.setdefault(name, definition) != definition:
                 raise invalid_value(
                     "tools",
-                    f"two functions have different definitions of {place}/{name}; rename one.",
+                    f"two functions have different definitions of {section}/{name}; rename one.",
                 )
     return {
         "type": "object",

@@ -104,10 +104,10 @@ def draft_model_of(
         return first_layers(model, asked.exit_layer)
     if asked.model is None:
         return mtp_layer(model)
-    place = model_path(asked.model, asked.revision)
+    path = model_path(asked.model, asked.revision)
     if asked.method in _HEADS:
-        return _HEADS[asked.method](place, model)
-    drafts = describe_model(place)
+        return _HEADS[asked.method](path, model)
+    drafts = describe_model(path)
     if _words(model) != _words(drafts):
         raise StartupError(
             f"{drafts.name} cannot draft for {model.name}: their tokenizers differ, so its token"

@@ -45,12 +45,12 @@ class LogitEdits:
         limited = [row for row, each in enumerate(params) if each.allowed_token_ids]
         longer = [_longer(each.bad_words_token_ids) for each in params]
         self._watched = [(row, words) for row, words in enumerate(longer) if words]
-        places = [_ids(()), *(ids + row * vocab_size for row, ids, _ in biased)]
-        self._biased = copied(torch.cat(places), device)
+        indices = [_ids(()), *(ids + row * vocab_size for row, ids, _ in biased)]
+        self._biased = copied(torch.cat(indices), device)
         self._added = copied(torch.cat([torch.zeros(0), *(added for *_, added in biased)]), device)
         self._limited = upload(limited, torch.int64, device)
-        places = [_ids(params[row].allowed_token_ids) + row * vocab_size for row in limited]
-        self._allowed = copied(torch.cat([_ids(()), *places]), device)
+        indices = [_ids(params[row].allowed_token_ids) + row * vocab_size for row in limited]
+        self._allowed = copied(torch.cat([_ids(()), *indices]), device)
 
     @classmethod
     def from_params(
@@ -78,8 +78,8 @@ class LogitEdits:
             for token in _next_tokens(words, sequences[row])
         ]
         if banned:
-            places = upload(banned, torch.int64, logits.device)
-            flat.index_copy_(0, places, flat[places].clamp_(max=BANNED))
+            indices = upload(banned, torch.int64, logits.device)
+            flat.index_copy_(0, indices, flat[indices].clamp_(max=BANNED))
 
 
 def _next_tokens(words: _Words, sequence: Continued) -> list[int]:

@@ -149,7 +149,7 @@ class SamplingState:
         params = [sequence.sampling for sequence in sequences]
         drawn = [row for row, each in enumerate(params) if not is_greedy(each)]
         limits = ((params[row].top_k, params[row].top_p) for row in drawn)
-        narrowed = [place for place, (k, p) in enumerate(limits) if k > 0 or p < 1.0]
+        narrowed = [index for index, (k, p) in enumerate(limits) if k > 0 or p < 1.0]
         adjusted = [row for row, each in enumerate(params) if is_adjusted(each)]
         penalised = [row for row in adjusted if params[row].has_penalties]
         parts = (slots, drawn, narrowed, adjusted, penalised)
