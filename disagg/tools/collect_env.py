@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-import msgspec
-
 from disagg.tools.doctor.machine import PROGRAM_S, check_machine
 from disagg.tools.terminal import print_json
 
@@ -31,47 +29,36 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|HEADERS|_URL$")
 PROGRAMS = (("nvidia-smi",), ("nvidia-smi", "topo", "-m"))
 
 
-class Environment(msgspec.Struct, frozen=True):
-    """All that was collected, by name. `programs`: what they print."""
-
-    system: dict[str, str]
-    packages: dict[str, str]
-    findings: dict[str, str]
-    variables: dict[str, str]
-    programs: dict[str, str]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = collect(os.environ)
-    if arguments.json:
-        print_json(found)
-        return 0
-    for section in ("system", "packages", "findings", "variables"):
-        print(f"== {section}")
-        for name, text in getattr(found, section).items():
-            print(f"{name}: {text}")
-    for command, text in found.programs.items():
-        print(f"== {command}\n{text}")
-    return 0
-
-
-def collect(environment: Mapping[str, str]) -> Environment:
-    return Environment(
-        {
+    found = {
+        "system": {
             "disagg": _of_package("disagg") + _commit(),
             "Python": f"{platform.python_version()} ({sys.executable})",
             "system": f"{platform.platform()}, {' '.join(platform.libc_ver())}",
             "container": _container(),
         },
-        {name: _of_package(name) for name in package_names()},
-        {each.check: each.found for each in check_machine()},
-        shown_variables(environment),
-        {" ".join(words): _printed(words) for words in PROGRAMS if shutil.which(words[0])},
-    )
+        "packages": {name: _of_package(name) for name in package_names()},
+        "findings": {each.check: each.found for each in check_machine()},
+        "variables": shown_variables(os.environ),
+        "programs": {
+            " ".join(words): _printed(words) for words in PROGRAMS if shutil.which(words[0])
+        },
+    }
+    if arguments.json:
+        print_json(found)
+        return 0
+    programs = found.pop("programs")
+    for section, lines in found.items():
+        print(f"== {section}")
+        for name, text in lines.items():
+            print(f"{name}: {text}")
+    for command, text in programs.items():
+        print(f"== {command}\n{text}")
+    return 0
 
 
 def package_names() -> list[str]:
