@@ -41,7 +41,7 @@ AUTO = "auto"  # the model that clients name to have the cascade choose one
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Speculative decoding (docs/models.md#speculative-decoding). Names follow vLLM's."""
 
-    method: Literal["ngram", "draft_model", "eagle3", "mtp", "medusa", "early_exit"]
+    method: Literal["ngram", "draft_model", "eagle3", "mtp", "medusa", "early_exit"] = "draft_model"
     """`ngram` (prompt lookup) proposes the tokens that followed the last n-gram before;
     `draft_model` what a smaller model with the same tokenizer would say; `early_exit` what the
     first layers of the model itself would. From hidden states of the model draft an EAGLE-3 head

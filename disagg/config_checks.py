@@ -148,17 +148,23 @@ def _explained(error: str) -> str:
     return f" {setting.name}: {setting.help}."
 
 
+FEW_SETTINGS = 10  # that an error lists
+
+
 def _nearest(path: str) -> str:
     """What was probably meant by a setting that there is not: one with nearly its name beside it,
-    or one of its name elsewhere."""
+    or one of its name elsewhere. Otherwise those that there are, if they are few."""
     section, _, name = path.rpartition(".")
     beside = setting_at(section) if section else None
     struct = ServeConfig if not section else beside.section if beside is not None else None
-    near = get_close_matches(name, settings_of(struct), 1) if struct is not None else []
+    names = [*settings_of(struct)] if struct is not None else []
+    near = get_close_matches(name, names, 1)
     if near:
         return f" Did you mean {near[0]}?"
     places = [each for each in all_paths() if each.rpartition(".")[2] == name]
-    return f" {name} is a setting of {places[0].rpartition('.')[0]}." if places else ""
+    if places:
+        return f" {name} is a setting of {places[0].rpartition('.')[0]}."
+    return f" There are {', '.join(names)}." if len(names) <= FEW_SETTINGS else ""
 
 
 def _check_adapters(tier: TierConfig, names: list[str]) -> None:

@@ -26,7 +26,7 @@ def test_an_empty_cluster_key(fields: dict[str, Any]) -> None:
         ({"tiers": [{"model": "a", "engine": {"kv_cache_dtype": "e5m2"}}]}, ".* fp8, int4, int8"),
         (
             {"tiers": [{"model": "a", "engine": {"speculative_config": {"method": "x"}}}]},
-            "draft_model, eagle3, early_exit, mtp, ngram",
+            "draft_model, eagle3, early_exit, medusa, mtp, ngram",
         ),
     ],
 )

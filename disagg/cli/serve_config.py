@@ -130,6 +130,8 @@ def _name_of(path: str) -> _Name:
     dests = [f"{before[-1]}_{name}" if before[-1:] in (["prefill"], ["decode"]) else name, name]
     if name in ("num_replicas", "autoscaling", "min_replicas", "max_replicas") and before:
         dests = [each for each in before if each in ("prefill", "decode")]
+    elif before[-1:] not in (["prefill"], ["decode"]):  # perhaps a part of a flag's JSON
+        dests += before[-1:]
     flags = flags_of_serve()
     for dest in dests:
         if dest in flags:
