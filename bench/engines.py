@@ -1,11 +1,12 @@
-"""vLLM behind our router, beside plain vLLM behind round robin, and our own engine.
+"""vLLM behind our router, plain and behind Ray Serve LLM, and our own engine.
 
-    python -m bench.engines [--rounds 2] [--num-prompts 120] [--request-rate 6] [--tiny]
+    python -m bench.engines [--system NAME...] [--rounds 2] [--request-rate 6] [--tiny]
 
-Each has two engines of one thread that do both prefill and decode, with demo-large in bfloat16.
-Prompts of 512 tokens begin with one of 8 prefixes of 384, so a router that knows what each engine
-caches computes less. `disagg bench` asks in an open loop; the systems take turns in every round.
-Goodput is requests/s within 300 ms of TTFT and 30 ms of TPOT.
+Plain vLLM stands behind round robin; Ray Serve LLM routes by the power of two choices, or by
+prefixes. Each has two engines of one thread that do both prefill and decode, with demo-large in
+bfloat16. Prompts of 512 tokens begin with one of 8 prefixes of 384, so a router that knows what
+each engine caches computes less. `disagg bench` asks in an open loop; the systems take turns in
+every round. Goodput is requests/s within 300 ms of TTFT and 30 ms of TPOT.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ PLAIN = Server(
     ("/v1/models", MODEL.encode()),
     VLLM_VARIABLES,
 )
+RAY = "-m bench.peers.ray_serve_llm CHECKPOINT PORT"
+OF_RAY = {**BEHIND_US, "OMP_NUM_THREADS": "1"}
 HAPROXY = """
 defaults
     mode http
@@ -61,15 +64,19 @@ listen all
 """
 
 
+def alone(server: Server, place: Path) -> AbstractContextManager[Running]:
+    return started(server, CHECKPOINT, place / "log")
+
+
 @contextmanager
-def round_robin(server: Server, checkpoint: Path, place: Path) -> Iterator[Running]:
+def round_robin(server: Server, place: Path) -> Iterator[Running]:
     """One server a core, and HAProxy in front of them."""
     with ExitStack() as running:
         port, text = free_port(), HAPROXY
         for core in range(NUM_ENGINES):
             variables = {**server.variables, "VLLM_CPU_OMP_THREADS_BIND": str(core)}
             one = replace(server, variables=variables)
-            it = running.enter_context(started(one, checkpoint, place / f"vllm-{core}"))
+            it = running.enter_context(started(one, CHECKPOINT, place / f"vllm-{core}"))
             text += f"    server s{core} 127.0.0.1:{it.port}\n"
         file = place / "haproxy.cfg"
         file.write_text(text.format(port=port))
@@ -89,8 +96,25 @@ def asked(port: int, num_prompts: int, rate: float) -> dict[str, Any]:
     return figures
 
 
+def of_ray(router: str = "") -> Server:
+    arguments = f"{RAY} {NUM_ENGINES} {router}"
+    return Server("vllm", arguments, PLAIN.is_ready, OF_RAY)
+
+
+SYSTEMS: dict[str, Callable[[Path], AbstractContextManager[Running]]] = {
+    "disagg": partial(alone, Server("", OURS, READY)),
+    "disagg --engine vllm": partial(
+        alone, Server("vllm", f"{OURS} --engine vllm", READY, BEHIND_US)
+    ),
+    "vllm, round robin": partial(round_robin, PLAIN),
+    "ray serve llm": partial(alone, of_ray()),
+    "ray serve llm, prefixes": partial(alone, of_ray("PrefixCacheAffinityRouter")),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.engines", description=__doc__)
+    parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--num-prompts", type=int, default=120)
     parser.add_argument("--request-rate", type=float, default=6.0)
@@ -99,19 +123,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        start = partial(started, checkpoint=CHECKPOINT, log=place / "log")
-        systems: dict[str, Callable[[], AbstractContextManager[Running]]] = {
-            "disagg --engine vllm": partial(
-                start, Server("vllm", f"{OURS} --engine vllm", READY, BEHIND_US)
-            ),
-            "vllm, round robin": partial(round_robin, PLAIN, CHECKPOINT, place),
-            "disagg": partial(start, Server("", OURS, READY)),
-        }
         if arguments.tiny:
-            systems = {"disagg": systems["disagg"]}
-            arguments.rounds, arguments.num_prompts = 1, 10
+            arguments.system, arguments.rounds, arguments.num_prompts = ["disagg"], 1, 10
         else:
             with_disagg(python_of("vllm"))
+        systems = {name: partial(SYSTEMS[name], place) for name in arguments.system}
 
         def measure(system: str, running: Running) -> None:
             figures = asked(running.port, arguments.num_prompts, arguments.request_rate)
