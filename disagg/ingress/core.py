@@ -375,10 +375,11 @@ def _auto(config: ServeConfig, models: Mapping[str, ServedModel]) -> dict[str, S
 
 
 def _served_model(tier: TierConfig, media_domains: tuple[str, ...]) -> ServedModel:
-    is_foreign = tier.engine.backend == "vllm"
-    describe = describe_foreign if is_foreign else describe_model
+    is_foreign, runner = tier.engine.backend == "vllm", tier.engine.engine_args.get("runner")
     model = ServedModel.from_description(
-        describe(tier.directory),
+        describe_foreign(tier.directory, pools=runner == "pooling")
+        if is_foreign
+        else describe_model(tier.directory),
         name=tier.name,
         block_size=tier.engine.block_size or PROVISIONAL_BLOCK_SIZE,
         max_model_len=tier.engine.max_model_len,

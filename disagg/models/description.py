@@ -94,8 +94,11 @@ def describe_model(model: str | Path) -> ModelDescription:
     return ModelDescription(files, raw, config, reads_images=of_text is not None)
 
 
-def describe_foreign(model: str | Path) -> ModelDescription:
+def describe_foreign(model: str | Path, *, pools: bool = False) -> ModelDescription:
     """Describe a model for an engine of others, which knows families that ours does not.
+
+    Args:
+        pools: whether the engine computes embeddings, by whatever pooling the model has.
 
     Raises:
         ModelError: the directory, its config.json or a number there is missing.
@@ -103,7 +106,7 @@ def describe_foreign(model: str | Path) -> ModelDescription:
     files, _, whole = read_config(Path(model))
     part = whole.get("text_config")
     raw = {**whole, **part} if isinstance(part, Mapping) else whole
-    return ForeignModel(files, raw)
+    return ForeignModel(files, raw, pools)
 
 
 def read_config(place: Path) -> tuple[DirectoryFiles | GgufFiles, Path, Json]:
@@ -431,9 +434,10 @@ class ModelDescription:
 class ForeignModel(ModelDescription):
     """A model of which only what an ingress needs is known: tokenizer, template, limits."""
 
-    def __init__(self, files: DirectoryFiles | GgufFiles, raw: Json) -> None:
+    def __init__(self, files: DirectoryFiles | GgufFiles, raw: Json, pools: bool) -> None:
         self.source = str(files.place)
         self.reads_images = False
+        self._pools = pools
         self._files = files
         self._raw = raw
 
@@ -452,6 +456,12 @@ class ForeignModel(ModelDescription):
     @property
     def num_parameters(self) -> int:
         return 0
+
+    @cached_property
+    def pooling(self) -> ModelPooling:
+        if self._pools:
+            return ModelPooling(embedding_size=self._stated("hidden_size"))
+        return super().pooling
 
     @property
     def _has_own_head(self) -> bool:

@@ -62,6 +62,15 @@ def test_models_fit_the_gpus_of_their_workers(
 
 def test_pods_have_what_their_workers_ask_for() -> None:
     assert check_pods(_load(KUBERAY)).redis_url == "secret"
+    beside = _load(KUBERAY.with_name("vllm-rayservice.yaml"))
+    (tier,) = check_pods(beside).tiers
+    assert tier.engine.backend == "vllm"
+    ours, theirs = (each["spec"]["rayClusterConfig"] for each in (_load(KUBERAY), beside))
+    assert ours["rayVersion"] == theirs["rayVersion"]
+    for group in (theirs["headGroupSpec"], *theirs["workerGroupSpecs"]):
+        labels = group["template"]["metadata"]["labels"]  # those of the NetworkPolicy
+        assert labels == ours["headGroupSpec"]["template"]["metadata"]["labels"]
+        assert group["template"]["spec"]["containers"][0]["image"] == "disagg-vllm"
 
 
 def test_each_redis_is_the_one_that_pods_ask() -> None:

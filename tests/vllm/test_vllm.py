@@ -132,6 +132,35 @@ async def test_two_hundred_answers_are_those_of_one_engine(expected: list[list[i
         assert any(route.prefill is not None for route in routes)
 
 
+def _embedded(asked: list[list[int]]) -> list[list[float]]:
+    from vllm import LLM
+
+    engine = LLM(model=str(ASSETS / MODEL), runner="pooling", **COMMON)
+    outputs = engine.embed([{"prompt_token_ids": each} for each in asked])
+    vectors = [output.outputs.embedding for output in outputs]
+    engine.llm_engine.engine_core.shutdown()
+    return vectors
+
+
+@pytest.mark.timeout(900)
+async def test_embeddings_are_those_of_one_engine() -> None:
+    asked = prompts()[:6]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        expected = await asyncio.wrap_future(pool.submit(_embedded, asked))
+    engine = EngineConfig(backend="vllm", engine_args={"runner": "pooling"}, **COMMON)
+    none = PoolConfig(num_replicas=0)
+    tier = TierConfig(model=MODEL, engine=engine, prefill=none, ttft_slo_s=None)
+    async with local.running(ServeConfig(tiers=(tier,), cluster_key="key")) as cluster:
+        app = httpx.ASGITransport(cluster.ingress.app)
+        async with httpx.AsyncClient(transport=app, base_url="http://v", timeout=300) as client:
+            for tokens, vector in zip(asked, expected, strict=True):  # alone: batches round
+                reply = await client.post("/v1/embeddings", json={"input": [tokens]})
+                assert reply.status_code == 200, reply.text
+                found = reply.json()["data"][0]["embedding"]
+                assert found == pytest.approx(vector, abs=1e-4)
+
+
 def _engines() -> list[psutil.Process]:
     """The processes of this one's engines, oldest first."""
     running = [each for each in psutil.Process().children() if each.status() != "zombie"]

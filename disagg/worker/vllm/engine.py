@@ -46,6 +46,7 @@ class EnginePrompt:
     priority: int = 0
     adapter: Adapter | None = None
     images: tuple[bytes, ...] = ()
+    wants_embedding: bool = False  # in place of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class EngineOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
+    pooled: bytes | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -175,7 +177,7 @@ class VllmEngine:
         return bool(self._llm.errored) or self._events.done()
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import PoolingParams, SamplingParams, TokensPrompt
         from vllm.exceptions import GenerationError
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -189,7 +191,10 @@ class VllmEngine:
             tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids), cache_salt=prompt.salt)
             if prompt.images:
                 tokens.update(await asyncio.to_thread(_images, prompt.images))
-            outputs = self._llm.generate(
+            call = self._llm.generate
+            if prompt.wants_embedding:
+                call, params = self._llm.encode, PoolingParams(task="embed")
+            outputs = call(
                 tokens,
                 params,
                 prompt.request_id,
@@ -198,7 +203,11 @@ class VllmEngine:
             )
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    yield _output(output, prompt.sampling)
+                    yield (
+                        _pooled(output)
+                        if prompt.wants_embedding
+                        else _output(output, prompt.sampling)
+                    )
         except (EngineDeadError, EngineGenerateError, GenerationError) as error:
             raise WorkerLost(f"The vLLM engine of this worker has failed: {error!r}.") from error
         except (ValueError, TypeError) as error:
@@ -359,6 +368,14 @@ def _output(output: Any, sampling: Mapping[str, Any]) -> EngineOutput:
         output.num_cached_tokens or 0,
         len(output.prompt_token_ids),
         output.kv_transfer_params if reason is not None else None,
+    )
+
+
+def _pooled(output: Any) -> EngineOutput:
+    return EngineOutput(
+        finish_reason="length",
+        num_cached_tokens=output.num_cached_tokens or 0,
+        pooled=output.outputs.data.float().numpy().astype("<f4").tobytes(),
     )
 
 

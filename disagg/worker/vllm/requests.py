@@ -25,10 +25,10 @@ def check_request(request: GenerateRequest) -> None:
             "This model runs on vLLM, where reasoning has no budget here, and a grammar cannot"
             " begin behind it. Leave out the budget, or the structured output."
         )
-    if sampling.pooling is not None:
+    if sampling.pooling is not None and sampling.pooling.token_ids:
         raise EngineCannot(
-            "This model runs on vLLM, of which only generation is used here: no embeddings and no"
-            " scores. Serve it with disagg's own engine, or with vLLM alone."
+            "This model runs on vLLM, of which answers and embeddings are used here, and not the"
+            " scores of a reranker. Serve it with disagg's own engine, or with vLLM alone."
         )
     if any(len(word) > 1 for word in sampling.bad_words_token_ids):
         raise EngineCannot(

@@ -349,6 +349,7 @@ class VllmWorker:
             request.priority,
             request.adapter,
             request.images,
+            request.sampling.pooling is not None,
         )
 
     def _issue(self, stream: _VllmStream, num_tokens: int, params: dict[str, Any]) -> KVTicket:
@@ -365,7 +366,7 @@ class VllmWorker:
     ) -> None:
         if stream.key not in self._streams:
             return
-        is_first = not stream.num_output and bool(output.token_ids)
+        is_first = not stream.num_output and bool(output.token_ids or output.pooled)
         if stream.request.images and output.num_prompt_tokens:
             stream.num_image = output.num_prompt_tokens - len(stream.request.token_ids)
         stream.num_output += len(output.token_ids)
@@ -379,6 +380,7 @@ class VllmWorker:
             ticket,
             times=self._times(stream) if is_first else None,
             prompt_logprobs=output.prompt_logprobs if is_first else None,
+            pooled=output.pooled,
             num_image_tokens=stream.num_image if is_first else 0,
         )
         self._add(stream, delta)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from array import array
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -30,7 +31,12 @@ from disagg.worker.vllm.prefixes import AllBlocksCleared, BlockStored
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 16, 256, 512
 NUM_TOKENS = 200  # of the tiny model's ids those that are text
 IMAGE_MARK, NUM_IMAGE_TOKENS = 258, 40  # <|endoftext|>, which becomes so many tokens
+EMBEDDING_SIZE = 128  # of the tiny model
 _numbers = count()
+
+
+def embedding(token_ids: tuple[int, ...]) -> bytes:
+    return array("f", [next_token(token_ids), *[0.0] * (EMBEDDING_SIZE - 1)]).tobytes()
 
 
 def next_token(token_ids: tuple[int, ...], adapter: str = "") -> int:
@@ -92,6 +98,9 @@ class FakeVllm:
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         self.seen.append(prompt)
+        if prompt.wants_embedding:
+            yield EngineOutput(finish_reason="length", pooled=embedding(prompt.token_ids))
+            return
         extra = prompt.sampling.get("extra_args", {}).get("kv_transfer_params", {})
         tokens = whole = expanded(prompt.token_ids, prompt.images)
         adapter = "" if prompt.adapter is None else prompt.adapter.digest

@@ -147,9 +147,9 @@ def test_single_bad_words_are_biases() -> None:
         request_of(bad_words_token_ids=((3, 4),)),
         request_of(thinking=Thinking((), (1,), (1,))),
         request_of(2, grammar=Grammar("json", "{}")),
-        request_of(pooling=Pooling()),
+        request_of(pooling=Pooling((5,))),
     ],
-    ids=["words of two tokens", "reasoning budget", "grammar of a moved answer", "embedding"],
+    ids=["words of two tokens", "reasoning budget", "grammar of a moved answer", "scores"],
 )
 def test_what_it_cannot_do_is_refused(request_: GenerateRequest) -> None:
     with pytest.raises(EngineCannot):

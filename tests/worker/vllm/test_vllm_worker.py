@@ -7,6 +7,7 @@ import asyncio
 import base64
 import json
 import shutil
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,7 +30,14 @@ from disagg.worker.vllm.requests import sampling_arguments
 from disagg.worker.vllm.worker import VllmWorker
 from tests.links.fakes import until
 from tests.tiny_model import write_tiny_adapter
-from tests.worker.vllm.fake_vllm import BLOCK_SIZE, IMAGE_MARK, FakeVllm, answer, expanded
+from tests.worker.vllm.fake_vllm import (
+    BLOCK_SIZE,
+    IMAGE_MARK,
+    FakeVllm,
+    answer,
+    embedding,
+    expanded,
+)
 
 NUM_NEW = 12
 
@@ -71,12 +79,16 @@ async def fleet(
     num_prefill: int = 1,
     num_decode: int = 1,
     adapters: dict[str, str] | None = None,
+    **engine_args: Any,
 ) -> AsyncIterator[Fleet]:
     tier = TierConfig(
         model=str(model),
         lora_modules=adapters or {},
         engine=EngineConfig(
-            backend="vllm", block_size=BLOCK_SIZE, enable_lora=adapters is not None
+            backend="vllm",
+            block_size=BLOCK_SIZE,
+            enable_lora=adapters is not None,
+            engine_args=engine_args,
         ),
         prefill=PoolConfig(num_replicas=num_prefill),
         decode=PoolConfig(num_replicas=num_decode),
@@ -310,6 +322,16 @@ async def test_adapters_reach_vllm_and_keep_their_kv_apart(model: Path, tmp_path
         digests = ["", used["red"].digest, used["green"].digest]
         assert answers == 2 * [answer(tuple(prompt), NUM_NEW, each) for each in digests]
         assert {name: each.path for name, each in used.items()} == paths
+
+
+async def test_embeddings_are_those_of_vllm(model: Path) -> None:
+    async with fleet(model, runner="pooling") as it:
+        texts = [prompt_of(20), prompt_of(30, 2)]
+        reply = await it.client.post("/v1/embeddings", json={"model": "tiny", "input": texts})
+        assert reply.status_code == 200, reply.text
+        found = [each["embedding"] for each in reply.json()["data"]]
+        assert found == [array("f", embedding(tuple(text))).tolist() for text in texts]
+        assert {len(each.token_ids) for each in _seen(it)} == {20, 30}
 
 
 @pytest.fixture(scope="module")
