@@ -7,8 +7,8 @@ for the checks here and for `quantized_values`, which reads their numbers. Knows
 
 Sources: transformers' `FineGrainedFP8Config`, `GPTQConfig` and `AwqConfig`; `QuantizationConfig` of
 https://github.com/vllm-project/compressed-tensors; the READMEs of AutoAWQ, AutoFP8 and GPTQModel;
-NVFP4: `compressors/quantized_compressors/nvfp4_quantized.py` there, and `modelopt.py` of vLLM for
-what NVIDIA's ModelOpt writes.
+NVFP4 and MXFP4: `compressors/quantized_compressors/nvfp4_quantized.py` there, and `modelopt.py` of
+vLLM for what NVIDIA's ModelOpt writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from disagg.kernels.packed_sizes import FP4_KINDS, MXFP4_GROUP, NVFP4_GROUP, Kin
 from disagg.models.checkpoint import DTYPE_NBYTES, Range, StoredTensor
 from disagg.models.family import Fields
 
-LayoutName: TypeAlias = Literal["plain", "packed", "awq", "gptq", "mxfp4", "nvfp4", "modelopt"]
+LayoutName: TypeAlias = Literal[
+    "plain", "packed", "awq", "gptq", "mxfp4", "mxfp4 packed", "nvfp4 packed", "modelopt"
+]
 
 _PLAIN_DTYPES = {"int": "I8", "float": "F8_E4M3"}
 _COMPRESSED: Mapping[str, LayoutName] = {
@@ -30,13 +32,15 @@ _COMPRESSED: Mapping[str, LayoutName] = {
     "int-quantized": "plain",
     "naive-quantized": "plain",
     "pack-quantized": "packed",
-    "nvfp4-pack-quantized": "nvfp4",
+    "mxfp4-pack-quantized": "mxfp4 packed",
+    "nvfp4-pack-quantized": "nvfp4 packed",
 }
 # Types and bits of numbers of compressed-tensors.
 _NUMBERS: Mapping[LayoutName, Sequence[tuple[str, int]]] = {
     "plain": (("int", 4), ("int", 8), ("float", 8)),
     "packed": (("int", 4), ("int", 8)),
-    "nvfp4": (("float", 4),),
+    "mxfp4 packed": (("float", 4),),
+    "nvfp4 packed": (("float", 4),),
 }
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _PACKED_BITS = (4, 8)
@@ -128,7 +132,13 @@ LAYOUTS: Mapping[LayoutName, Layout] = {
     "mxfp4": Layout(
         {"numbers": MatrixPiece("blocks", "ergh"), "scales": MatrixPiece("scales", "erg")}
     ),
-    "nvfp4": Layout(
+    "mxfp4 packed": Layout(
+        {
+            "numbers": MatrixPiece("weight_packed", "rC"),
+            "scales": MatrixPiece("weight_scale", "rg", ("U8",)),
+        }
+    ),
+    "nvfp4 packed": Layout(
         {
             "numbers": MatrixPiece("weight_packed", "rC"),
             "scales": MatrixPiece("weight_scale", "rg", ("F8_E4M3",)),
@@ -355,8 +365,8 @@ def _of_group(settings: _Settings, group: Mapping[str, Any]) -> QuantizedFormat:
         possible = (f"{each} of {number} bits" for each, number in _NUMBERS[layout])
         raise settings.refuse(f"{bits} bits ({kind}, {format})", ", ".join(possible))
     strategy = weights.get("strategy")
-    if layout == "nvfp4":
-        return _nvfp4(settings, layout, weights.get("group_size"))
+    if bits == 4 and kind == "float":
+        return _fp4(settings, layout, weights.get("group_size"))
     if strategy not in (*_STRATEGIES, None):
         raise settings.refuse(f"scales of each {strategy}", ", ".join(_STRATEGIES))
     size = weights.get("group_size")
@@ -374,11 +384,12 @@ def _of_group(settings: _Settings, group: Mapping[str, Any]) -> QuantizedFormat:
     )
 
 
-def _nvfp4(settings: _Settings, layout: LayoutName, group_size: object) -> QuantizedFormat:
+def _fp4(settings: _Settings, layout: LayoutName, group_size: object) -> QuantizedFormat:
     """Activations in 4 bits are left in 16, which loses less."""
-    if group_size not in (NVFP4_GROUP, None):
-        raise settings.refuse(f"group_size {group_size!r}", f"{NVFP4_GROUP}")
-    return QuantizedFormat(name="NVFP4", layout=layout, bits=4, dtype="U8", group_size=NVFP4_GROUP)
+    name, size = ("MXFP4", MXFP4_GROUP) if layout == "mxfp4 packed" else ("NVFP4", NVFP4_GROUP)
+    if group_size not in (size, None):
+        raise settings.refuse(f"group_size {group_size!r}", f"{size}")
+    return QuantizedFormat(name=name, layout=layout, bits=4, dtype="U8", group_size=size)
 
 
 def _modelopt(settings: _Settings) -> QuantizedFormat:
@@ -394,7 +405,7 @@ def _modelopt(settings: _Settings) -> QuantizedFormat:
         )
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):
         raise settings.refuse(f"quant_algo {algorithm}", "NVFP4, W4A16_NVFP4, FP8")
-    return _nvfp4(settings, "modelopt", said.get("group_size"))
+    return _fp4(settings, "modelopt", said.get("group_size"))
 
 
 def _inputs(activations: Mapping[str, Any] | None, kind: str) -> Literal["", "own", "static"]:

@@ -47,6 +47,7 @@ KINDS: list[tuple[Kind, int | None, bool]] = [
     ("int4", 128, True),
     ("int4", 64, False),
     ("int4", 512, True),
+    ("mxfp4", 16, False),
     ("mxfp4", 32, False),
     ("nvfp4", 16, False),
 ]

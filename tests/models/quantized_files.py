@@ -300,6 +300,13 @@ def _mxfp4(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
     return pieces, wide.flatten(2).transpose(1, 2).contiguous()
 
 
+def _mxfp4_packed(shape: Shape, rng: np.random.Generator) -> tuple[Pieces, Tensor]:
+    pairs, values = _e2m1_numbers(shape, rng)
+    scales = torch.from_numpy(rng.integers(121, 125, (shape[0], -(-shape[1] // 32))))
+    wide = values * (2.0 ** (scales - 127)).repeat_interleave(32, 1)[:, : shape[1]]
+    return {"weight_packed": pairs, "weight_scale": scales.to(torch.uint8)}, wide
+
+
 def _nvfp4(shape: Shape, rng: np.random.Generator, *, divides: bool) -> tuple[Pieces, Tensor]:
     """Each matrix with a global scale of its own, also those that are one product."""
     pairs, values = _e2m1_numbers(shape, rng)
@@ -321,7 +328,7 @@ def _nvfp4(shape: Shape, rng: np.random.Generator, *, divides: bool) -> tuple[Pi
 
 def compressed(format: str, num_bits: int, strategy: str, **weights: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors."""
-    kind = "float" if format.startswith(("float", "nvfp4")) else "int"
+    kind = "float" if format.startswith(("float", "nvfp4", "mxfp4")) else "int"
     said = {"num_bits": num_bits, "type": kind, "strategy": strategy, "symmetric": True, **weights}
     return {
         "quant_method": "compressed-tensors",
@@ -393,6 +400,9 @@ KINDS: dict[str, Kind] = {
     "gptq in order of activations": Kind(gptq(desc_act=True), partial(_gptq, is_ordered=True)),
     "gptq rows in order of activations": Kind(
         gptq(desc_act=True, group_size=-1), partial(_gptq, group=None, is_ordered=True)
+    ),
+    "mxfp4 packed": Kind(
+        compressed("mxfp4-pack-quantized", 4, "group", group_size=32), _mxfp4_packed
     ),
     "nvfp4": Kind(
         compressed("nvfp4-pack-quantized", 4, "tensor_group", group_size=16),

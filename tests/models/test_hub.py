@@ -55,6 +55,10 @@ def hub(
     repositories: dict[str, dict[str, Any]] = {
         NAME: files,
         "acme/later": {**files, "config.json": json.dumps(later).encode()},
+        "acme/mixed": {
+            **files,
+            "hf_quant_config.json": b'{"quantization": {"quant_algo": "MIXED_PRECISION"}}',
+        },
         "acme/gguf": {"tiny.Q4_K_M.gguf": b"GGUF"},
         "acme/pickles": {
             "config.json": files["config.json"],
@@ -119,6 +123,8 @@ def test_a_revision_is_fetched_for_itself(hub: FakeHub) -> None:
 def test_what_cannot_be_served_is_refused_before_its_weights_come(hub: FakeHub) -> None:
     with pytest.raises(ModelError, match=r"^acme/later: .*GlmMoeDsaForCausalLM \(not yet: sparse"):
         fetch_repository("acme/later", None, Said(), go_on)
+    with pytest.raises(ModelError, match=r"^acme/mixed: .*quant_algo MIXED_PRECISION"):
+        fetch_repository("acme/mixed", None, Said(), go_on)
     with pytest.raises(ModelError, match="has GGUF files and no config"):
         fetch_repository("acme/gguf", None, Said(), go_on)
     with pytest.raises(ModelError, match=r"^acme/no-tokenizer: it has no tokenizer\.json"):
@@ -135,6 +141,8 @@ def test_planning_needs_no_more_than_the_configuration(hub: FakeHub) -> None:
     assert "/resolve/" in hub.asked[0]
     with pytest.raises(StartupError, match="no such model on"):
         read_shape("acme/none")
+    with pytest.raises(ModelError, match="quant_algo MIXED_PRECISION"):  # in a file of its own
+        read_shape("acme/mixed")
 
 
 def test_settings_come_before_weights(hub: FakeHub) -> None:

@@ -68,6 +68,7 @@ OF_FAMILIES = [
     ("phi3-longrope", "fp8 blocks"),
     ("llama", "nvfp4 of modelopt"),
     ("qwen3-moe", "nvfp4"),
+    ("qwen3", "mxfp4 packed"),
 ]
 
 

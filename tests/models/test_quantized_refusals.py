@@ -278,6 +278,8 @@ def test_scales_that_are_powers_of_two_in_a_byte(tmp_path: Path) -> None:
          r"8 bits \(float, nvfp4-pack-quantized\); supported is float of 4 bits"),
         (compressed("nvfp4-pack-quantized", 4, "tensor_group", group_size=32),
          "group_size 32; supported is 16"),
+        (compressed("mxfp4-pack-quantized", 4, "group", group_size=16),
+         "group_size 16; supported is 32"),
         ({**MODELOPT, "quant_algo": "MIXED_PRECISION"},
          "quant_algo MIXED_PRECISION; supported are NVFP4, W4A16_NVFP4, FP8"),
         ({**MODELOPT, "quant_algo": None}, "quant_algo NONE; supported are NVFP4"),
