@@ -52,7 +52,6 @@ LAYERS = {
     "semconv": -1,  # names of OpenTelemetry
     "telemetry": 0,
     "logs": 0,
-    "side_by_side": 0,
     "server_address": 0,
     "yaml_text": 0,
 }

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from disagg.batch.ask import Ask
 from disagg.batch.lines import answer_line, error_line, name_of, read_line
 from disagg.errors import InvalidRequest, RequestError, StartupError
-from disagg.side_by_side import side_by_side
+
+T = TypeVar("T")
 
 READ_NBYTES = 1 << 20
 MAX_LINE_NBYTES = 16 << 20  # as the largest body of a request
@@ -168,6 +169,34 @@ async def run_batch(
     finally:
         await files.flush()
     return counts
+
+
+async def side_by_side(
+    work: Callable[[T], Awaitable[None]], items: AsyncIterator[T], num_at_once: int
+) -> None:
+    """Await `work` for each item, of which the next is taken when another one is done.
+
+    Raises:
+        Exception: the first failure; work that still runs is cancelled.
+    """
+    taking = asyncio.Lock()
+
+    async def take_turns() -> None:
+        while True:
+            async with taking:
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+            await work(item)
+
+    tasks = [asyncio.create_task(take_turns()) for _ in range(num_at_once)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _check_new(custom_id: str, number: int, numbers: dict[str, int]) -> None:

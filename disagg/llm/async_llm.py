@@ -21,12 +21,12 @@ from disagg.api.request_spec import RequestSpec
 from disagg.api.running_job import RunningJob
 from disagg.api.served_model import ServedModel
 from disagg.api.service import Caller
+from disagg.batch.run import side_by_side
 from disagg.errors import DisaggError
 from disagg.llm.outputs import RequestOutput, request_output
 from disagg.llm.own_fleet import local_config, num_ahead, own_fleet
 from disagg.llm.params import DEFAULT_MAX_TOKENS, SamplingParams
 from disagg.local import LocalCluster
-from disagg.side_by_side import side_by_side
 
 # A text, its token ids, or a dict with one of them: `prompt` or `prompt_token_ids`.
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]

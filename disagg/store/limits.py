@@ -72,17 +72,12 @@ class Bucket:
         return max(0.0, missing * 60.0 / self.per_minute)
 
 
-class Remaining(msgspec.Struct, frozen=True):
+class Remaining(NamedTuple):
     """The rest of a limit per minute, and the seconds until it is full again."""
 
     limit: int
     remaining: int
     reset_s: float
-
-    @classmethod
-    def from_bucket(cls, bucket: Bucket, now: float) -> Remaining:
-        left = max(0, math.floor(bucket.level(now) + 1e-9))
-        return cls(bucket.per_minute, left, bucket.wait_s(bucket.per_minute, now))
 
 
 class Used(msgspec.Struct, array_like=True):
@@ -219,8 +214,14 @@ class Limits:
     def remaining(self, name: str) -> dict[str, Remaining]:
         """The rest of each limit per minute: "requests", "tokens"."""
         tenant, now = self._tenant(name), self._clock()
-        buckets = tenant.buckets if tenant is not None else {}
-        return {kind: Remaining.from_bucket(bucket, now) for kind, bucket in buckets.items()}
+        return {
+            kind: Remaining(
+                bucket.per_minute,
+                max(0, math.floor(bucket.level(now) + 1e-9)),
+                bucket.wait_s(bucket.per_minute, now),
+            )
+            for kind, bucket in (tenant.buckets if tenant is not None else {}).items()
+        }
 
     def entry(self) -> bytes:
         """The entry to write to the board now."""

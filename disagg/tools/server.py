@@ -104,6 +104,7 @@ class StreamChunk(msgspec.Struct):
 
 class _Listed(msgspec.Struct):
     id: str
+    num_parameters: int = 0  # which only disagg says
 
 
 class _Models(msgspec.Struct):
@@ -138,9 +139,12 @@ class Server:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.url = url
 
+    def models(self) -> list[_Listed]:
+        """The models that it lists. Raises as `ask`."""
+        return _decode(self.ask("/v1/models"), _Models).data
+
     def first_model(self) -> str:
-        with self._exchange("GET", "/v1/models") as reply:
-            models = _decode(reply.read(), _Models).data
+        models = self.models()
         if not models:
             raise Unavailable(f"The server at {self.url} lists no models.")
         return models[0].id

@@ -94,15 +94,6 @@ class ScoredAnswer(msgspec.Struct):
         )
 
 
-class _Served(msgspec.Struct):
-    id: str
-    num_parameters: int = 0
-
-
-class _ServedModels(msgspec.Struct):
-    data: list[_Served]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     calibrate = verbs.add_parser("calibrate", help="find a threshold from labelled prompts")
@@ -188,8 +179,7 @@ async def _from_server(
     arguments: argparse.Namespace, prompts: Sequence[Question]
 ) -> tuple[list[Compared], list[int]]:
     server = Server(arguments.url, api_key=arguments.api_key)
-    models = msgspec.json.decode(server.ask("/v1/models"), type=_ServedModels).data
-    served = {each.id: each.num_parameters for each in models}
+    served = {each.id: each.num_parameters for each in server.models()}
     for model in arguments.models:
         if not served.get(model):
             known = ", ".join(name for name, size in served.items() if size)
