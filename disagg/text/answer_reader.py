@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from disagg.text.answer_delta import (
     AnswerDelta,
-    CallIdStyle,
     Marked,
     Reader,
     Sink,
@@ -165,42 +164,31 @@ class AnswerSyntax:
 
     Attributes:
         reasoning: format of the reasoning; None if the model has none.
-        read_calls: parses the answer after the reasoning; None if it is text.
+        calls: format in which the model writes calls; None if it is unknown.
         tools: the offered functions.
+        reader: parses calls in place of `calls`, because a grammar restricts the answer.
         parallel: whether an answer may have several calls; otherwise it ends with the first.
-        marks: texts that are needed to parse an answer and may be control tokens.
     """
 
     reasoning: ReasoningFormat | None = None
-    read_calls: Reader | None = None
+    calls: ToolFormat | None = None
     tools: Tools = field(default_factory=dict)
-    call_id_style: CallIdStyle = "openai"
+    reader: Reader | None = None
     parallel: bool = True
-    marks: tuple[str, ...] = ()
 
-    @classmethod
-    def from_formats(
-        cls,
-        reasoning: ReasoningFormat | None,
-        calls: ToolFormat | None,
-        tools: Tools,
-        *,
-        read_calls: Reader | None = None,
-        parallel: bool = True,
-    ) -> AnswerSyntax:
-        """The syntax of a model that writes reasoning and calls in these formats.
+    @property
+    def read_calls(self) -> Reader | None:
+        """Parses the answer after the reasoning; None if it is text."""
+        if self.reader is not None or self.calls is None or not self.tools:
+            return self.reader
+        if self.calls is HARMONY_CALLS and self.reasoning is not None and self.reasoning.is_harmony:
+            return None  # in harmony, calls are not in messages to the user
+        return self.calls.read
 
-        Args:
-            read_calls: parses calls if they are not in the format `calls`, for example because a
-                grammar restricts the answer.
-        """
-        marks = (*(reasoning.marks if reasoning else ()), *(calls.marks if calls else ()))
-        if read_calls is None and calls is not None and tools:
-            read_calls = calls.read
-        if reasoning is not None and reasoning.is_harmony and read_calls is HARMONY_CALLS.read:
-            read_calls = None  # in harmony, calls are not in messages to the user
-        style = calls.call_id_style if calls else "openai"
-        return cls(reasoning, read_calls, tools, style, parallel, marks)
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that are needed to parse an answer and may be control tokens."""
+        return tuple(mark for each in (self.reasoning, self.calls) if each for mark in each.marks)
 
 
 class AnswerReader:
@@ -222,7 +210,7 @@ class AnswerReader:
         self._sink = Sink(
             answer_id,
             syntax.tools,
-            call_id_style=syntax.call_id_style,
+            call_id_style=syntax.calls.call_id_style if syntax.calls else "openai",
             parallel=syntax.parallel,
             is_reasoning=is_open,
         )

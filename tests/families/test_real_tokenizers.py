@@ -108,7 +108,7 @@ def test_text_comes_back_token_by_token(name: str, text: str) -> None:
 def test_an_answer_is_read_token_by_token(name: str, answer: str, found: Found) -> None:
     its = model(name)
     tokenizer = its.tokenizer
-    syntax = AnswerSyntax.from_formats(its.reasoning_format, its.tool_format, TOOLS)
+    syntax = AnswerSyntax(its.reasoning_format, its.tool_format, TOOLS)
     kept = tokenizer.control_ids_in(syntax.marks)
     detokenizer, reader = Detokenizer(tokenizer, kept=kept), AnswerReader(syntax, "a")
     reasoning, text, arguments, names = "", "", "", []
@@ -142,7 +142,7 @@ def test_marks_of_reasoning_are_tokens() -> None:
             prompts=(),
             prompt_param="",
             sampling=SamplingParams(max_tokens=1),
-            syntax=AnswerSyntax.from_formats(its.reasoning_format, None, {}),
+            syntax=AnswerSyntax(its.reasoning_format, None, {}),
             thinking_token_budget=3,
         )
         encode = its.tokenizer.encode

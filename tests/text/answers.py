@@ -44,7 +44,7 @@ def syntax_of(
 ) -> AnswerSyntax:
     form = tool_format_of(None, tool_parser) if tool_parser else None
     reasoning = reasoning_format_of("", reasoning_parser) if reasoning_parser else None
-    return AnswerSyntax.from_formats(reasoning, form, TOOLS, parallel=parallel)
+    return AnswerSyntax(reasoning, form, TOOLS, parallel=parallel)
 
 
 def read(syntax: AnswerSyntax, pieces: Sequence[str], prompt_tail: str = "") -> Found:

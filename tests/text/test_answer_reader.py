@@ -172,7 +172,7 @@ def test_one_call_is_all_where_one_is_wanted() -> None:
     ],
 )
 def test_an_answer_may_be_the_arguments_of_one_function(answer: str, found: Found) -> None:
-    syntax = AnswerSyntax(read_calls=read_arguments_of("f"), tools={"f": {}})
+    syntax = AnswerSyntax(reader=read_arguments_of("f"), tools={"f": {}})
     assert read(syntax, [answer]) == found
     assert read(syntax, list(answer)) == found
 

@@ -445,11 +445,11 @@ def answer_syntax(request: ChatRequest, model: ServedModel) -> AnswerSyntax | No
     reasoning, tools = model.reasoning_format, offered_tools(request)
     if reasoning is None and not tools:
         return None
-    return AnswerSyntax.from_formats(
+    return AnswerSyntax(
         reasoning,
         model.tool_format,
         {tool.function.name: tool.function.parameters or {} for tool in tools},
-        read_calls=_checked_reader(request, model) if tools else None,
+        _checked_reader(request, model) if tools else None,
         parallel=request.parallel_tool_calls is not False,
     )
 
