@@ -76,7 +76,7 @@ def build_engine(
         StartupError: a setting contradicts the model or the machine.
     """
     share = config.share()
-    plan = EnginePlan.from_config(config, description, share, largest_step)
+    plan = EnginePlan(config, description, share, largest_step)
     chosen, device, memory = plan.chosen, plan.device, plan.memory
     assert isinstance(chosen.model, ModelDescription)
     description = chosen.model

@@ -57,7 +57,7 @@ class Follower:
     ) -> None:
         torch.set_num_threads(num_threads)
         self._share = share
-        self._plan = EnginePlan.from_config(config, description, share, largest_step)
+        self._plan = EnginePlan(config, description, share, largest_step)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         take_stream(self.device)
